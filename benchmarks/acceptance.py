@@ -1,7 +1,8 @@
-"""Where drafts from earlier text are right: what `ProposerTraits.acceptance` of `ngram` and `online` starts from.
+"""Where drafts from earlier text are right: what `ProposerTraits.acceptance` of `ngram` and
+`online` starts from.
 
-Answers of plain decoding to the prompts of `speculation.py` are shown to each proposer token by token, one after another. A draft is
-right if its first token is the next one.
+Answers of plain decoding to the prompts of `speculation.py` are shown to each proposer token by
+token, one after another. A draft is right if its first token is the next one.
 """
 
 import argparse
@@ -37,11 +38,17 @@ def answers(args: argparse.Namespace) -> list[tuple[list[int], list[int]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--answers", type=int, default=24, help="of each kind of work")
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, and measures nothing")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="little of everything: shows that it runs, and measures nothing",
+    )
     args = parser.parse_args()
     if args.quick:
         args.answers, args.max_tokens = 1, 8
@@ -59,7 +66,9 @@ def main() -> None:
                 seq.known.append(token)
             del seq  # which ends it for the proposer
         for confidence in sorted(drafts):
-            print(f"{name:10}{confidence:>11}{drafts[confidence]:>9,}{right[confidence] / drafts[confidence]:>8.2f}")
+            print(
+                f"{name:10}{confidence:>11}{drafts[confidence]:>9,}{right[confidence] / drafts[confidence]:>8.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What speculation does for the first answer of all: new engines and new `headrace run`, `auto` beside `off`, in turns.
+"""What speculation does for the first answer of all: new engines and new `headrace run`, `auto`
+beside `off`, in turns.
 
-Every answer comes from a process of its own, which knows nothing of earlier ones. The prompts are not those of `speculation.py`, and of
-other lengths. A ratio is that of output tokens per second from the first token to the last, which leaves out loading and the prompt.
-A different answer ends the program.
+Every answer comes from a process of its own, which knows nothing of earlier ones. The prompts are
+not those of `speculation.py`, and of other lengths. A ratio is that of output tokens per second
+from the first token to the last, which leaves out loading and the prompt. A different answer ends
+the program.
 """
 
 import argparse
@@ -18,7 +20,10 @@ from typing import NamedTuple
 
 _NAMES = "Orla Petra Quentin Rosalind Stellan Tamsin Ulric Verity Wendel Yorick".split()
 _TOWNS = "Harl Ostby Wenn Tiller Marrow Crane".split()
-_DEVICES = "a canal lock,a steam engine,a compass,an abacus,a sundial,a telescope,a loom,a water clock,a bicycle".split(",")
+_DEVICES = (
+    "a canal lock,a steam engine,a compass,an abacus,a sundial,a telescope,a loom,a water "
+    "clock,a bicycle"
+).split(",")
 
 
 def passage(rng: random.Random) -> str:
@@ -27,9 +32,12 @@ def passage(rng: random.Random) -> str:
     sentences = [
         f"{first} kept the ferry at {rng.choice(_TOWNS)} for {rng.randint(11, 39)} winters.",
         "The boat was flat, tarred black, and drawn across on a chain by two oxen.",
-        f"A crossing cost {rng.randint(2, 9)} pence for a person and {rng.randint(10, 19)} for a cart.",
-        f"In the year of the great ice {second} walked over the river with a lantern, and there was no toll at all.",
-        f"When the bridge was opened, the chain was sold to a smith in {rng.choice(_TOWNS)}, and made into gates.",
+        f"A crossing cost {rng.randint(2, 9)} pence for a person and "
+        f"{rng.randint(10, 19)} for a cart.",
+        f"In the year of the great ice {second} walked over the river with a lantern, and "
+        "there was no toll at all.",
+        "When the bridge was opened, the chain was sold to a smith in "
+        f"{rng.choice(_TOWNS)}, and made into gates.",
     ]
     return " ".join(sentences[: rng.randint(3, 5)])
 
@@ -38,28 +46,43 @@ def quote(rng: random.Random) -> str:
     """The answer is a passage that stands three times in the prompt."""
     text = passage(rng)
     return (
-        f"{text}\n\nThe same passage, as the county paper printed it:\n{text}\n\nAnd as it was read out in the church:\n{text}\n\n"
+        f"{text}\n\nThe same passage, as the county paper printed it:\n{text}\n\nAnd as "
+        f"it was read out in the church:\n{text}\n\n"
         "Write the passage out once more, word for word."
     )
 
 
 def edit(rng: random.Random) -> str:
     """The answer is a passage with a word changed."""
-    return f"Replace the word 'oxen' by 'horses' in this text and give the whole text back:\n\n{passage(rng)}"
+    return (
+        "Replace the word 'oxen' by 'horses' in this text and give the whole text "
+        f"back:\n\n{passage(rng)}"
+    )
 
 
 def to_json(rng: random.Random) -> str:
     """The answer is JSON of the prompt in another form."""
-    people = [{"name": name, "age": rng.randint(20, 80), "town": rng.choice(_TOWNS)} for name in rng.sample(_NAMES, rng.randint(3, 7))]
+    people = [
+        {"name": name, "age": rng.randint(20, 80), "town": rng.choice(_TOWNS)}
+        for name in rng.sample(_NAMES, rng.randint(3, 7))
+    ]
     return f"Print this JSON again, one object per line:\n\n{json.dumps(people)}"
 
 
 def chat(rng: random.Random) -> str:
     """The answer is new."""
-    return f"Explain how {rng.choice(_DEVICES)} works. Write for a reader of {rng.randint(8, 80)} years."
+    return (
+        f"Explain how {rng.choice(_DEVICES)} works. Write for a reader of "
+        f"{rng.randint(8, 80)} years."
+    )
 
 
-WORK: dict[str, Callable[[random.Random], str]] = {"quote": quote, "edit": edit, "json": to_json, "chat": chat}
+WORK: dict[str, Callable[[random.Random], str]] = {
+    "quote": quote,
+    "edit": edit,
+    "json": to_json,
+    "chat": chat,
+}
 
 _ENGINE = """
 import json, sys
@@ -84,11 +107,30 @@ class Answer(NamedTuple):
 
 
 def engine(args: argparse.Namespace, proposer: str, text: str) -> list[str]:
-    return [sys.executable, "-c", _ENGINE, args.model, proposer, str(args.threads), str(args.max_tokens), text]
+    return [
+        sys.executable,
+        "-c",
+        _ENGINE,
+        args.model,
+        proposer,
+        str(args.threads),
+        str(args.max_tokens),
+        text,
+    ]
 
 
 def run(args: argparse.Namespace, proposer: str, text: str) -> list[str]:
-    flags = ["--json", "--temperature", "0", "--max-tokens", str(args.max_tokens), "--proposer", proposer, "--threads", str(args.threads)]
+    flags = [
+        "--json",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        str(args.max_tokens),
+        "--proposer",
+        proposer,
+        "--threads",
+        str(args.threads),
+    ]
     return [sys.executable, "-m", "headrace", "run", args.model, text, *flags]
 
 
@@ -97,15 +139,24 @@ FACES = {"engine": engine, "run": run}
 
 def ask(command: list[str]) -> Answer:
     """The answer that a command prints as JSON."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path[1:] if path)}
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path[1:] if path)
+    }
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment
+    )
     if done.returncode:
         sys.exit(done.stderr)
     found = json.loads(done.stdout)
     drafts = found["drafts"].values()
     num_tokens = len(found["token_ids"])
     speed = (num_tokens - 1) / found["timing"]["decode"]
-    return Answer(found["token_ids"], speed, sum(each["proposed"] for each in drafts), sum(each["accepted"] for each in drafts))
+    return Answer(
+        found["token_ids"],
+        speed,
+        sum(each["proposed"] for each in drafts),
+        sum(each["accepted"] for each in drafts),
+    )
 
 
 def measure(args: argparse.Namespace, face: str, work: str) -> dict[str, object]:
@@ -113,17 +164,29 @@ def measure(args: argparse.Namespace, face: str, work: str) -> dict[str, object]
     ratios, speeds, tokens, proposed, accepted = [], [], 0, 0, 0
     for number in range(args.rounds):
         text = WORK[work](random.Random(f"{work} {number}"))
-        answers = {way: ask(FACES[face](args, way, text)) for way in (("off", "auto") if number % 2 else ("auto", "off"))}
+        answers = {
+            way: ask(FACES[face](args, way, text))
+            for way in (("off", "auto") if number % 2 else ("auto", "off"))
+        }
         plain, drafted = answers["off"], answers["auto"]
         if plain.token_ids != drafted.token_ids:
             sys.exit(f"auto answered otherwise than plain decoding: {text}")
         ratios.append(drafted.speed / plain.speed)
         speeds.append(drafted.speed)
-        tokens, proposed, accepted = tokens + len(drafted.token_ids), proposed + drafted.proposed, accepted + drafted.accepted
+        tokens, proposed, accepted = (
+            tokens + len(drafted.token_ids),
+            proposed + drafted.proposed,
+            accepted + drafted.accepted,
+        )
     return {
         "face": face,
         "work": work,
-        "ratio": {"median": median(ratios), "low": min(ratios), "high": max(ratios), "rounds": len(ratios)},
+        "ratio": {
+            "median": median(ratios),
+            "low": min(ratios),
+            "high": max(ratios),
+            "rounds": len(ratios),
+        },
         "twice": sum(ratio >= 2 for ratio in ratios),
         "tokens_per_second": median(speeds),
         "tokens": tokens,
@@ -133,20 +196,39 @@ def measure(args: argparse.Namespace, face: str, work: str) -> dict[str, object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--faces", type=lambda text: text.split(","), default=list(FACES), help=f"of {', '.join(FACES)}")
-    parser.add_argument("--work", type=lambda text: text.split(","), default=list(WORK), help=f"of {', '.join(WORK)}")
+    parser.add_argument(
+        "--faces",
+        type=lambda text: text.split(","),
+        default=list(FACES),
+        help=f"of {', '.join(FACES)}",
+    )
+    parser.add_argument(
+        "--work",
+        type=lambda text: text.split(","),
+        default=list(WORK),
+        help=f"of {', '.join(WORK)}",
+    )
     parser.add_argument("--json", type=Path, help="write the lines here too, as JSON")
-    parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, and measures nothing")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="little of everything: shows that it runs, and measures nothing",
+    )
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.max_tokens, args.work = 1, 8, ["quote"]
     lines = []
-    print(f"{'face':8}{'work':8}{'ratio to off':>20}{'2 and more':>12}{'tok/s':>9}{'drafted':>9}{'accepted':>10}", flush=True)
+    print(
+        f"{'face':8}{'work':8}{'ratio to off':>20}{'2 and more':>12}{'tok/s':>9}{'drafted':>9}{'accepted':>10}",
+        flush=True,
+    )
     for face in args.faces:
         for work in args.work:
             line = measure(args, face, work)
@@ -155,7 +237,9 @@ def main() -> None:
             assert isinstance(ratio, dict)
             spread = f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
             twice = f"{line['twice']} of {ratio['rounds']}"
-            figures = f"{line['tokens_per_second']:>9,.0f}{line['proposed']:>9,}{line['accepted']:>10,}"
+            figures = (
+                f"{line['tokens_per_second']:>9,.0f}{line['proposed']:>9,}{line['accepted']:>10,}"
+            )
             print(f"{face:8}{work:8}{spread:>20}{twice:>12}{figures}", flush=True)
     if args.json:
         args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,9 +1,11 @@
-"""How fast a model decodes in each format of weights, in turns, and how close that is to what the bytes allow.
+"""How fast a model decodes in each format of weights, in turns, and how close that is to what the
+bytes allow.
 
     python benchmarks/formats.py shaped-1b-Q4_0.gguf int8-g128,int4-g128,int3-g128,int2-g128,nf4-g64 --rounds 5
 
-The matrices of the model are filled with random codes, whose values make no difference to how long a product takes. Embeddings
-and logits stay as the file has them. A format whose tokens/s times bytes is that of another uses the memory as well as that.
+The matrices of the model are filled with random codes, whose values make no difference to how long
+a product takes. Embeddings and logits stay as the file has them. A format whose tokens/s times
+bytes is that of another uses the memory as well as that.
 """
 
 import argparse
@@ -41,7 +43,9 @@ def filled(tensor: StoredTensor, name: str) -> StoredTensor:
 
 
 def in_format(checkpoint: Checkpoint, name: str) -> Mapping[str, StoredTensor]:
-    """The tensors of the model, its matrices in a format; those of one shape are one. `file`: as they are."""
+    """The tensors of the model, its matrices in a format; those of one shape are one. `file`: as
+    they are.
+    """
     tensors = dict(checkpoint.tensors)
     if name == "file":
         return tensors
@@ -62,16 +66,28 @@ def turn(scorer: Scorer, batch: RaggedBatch) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="what `headrace pull` takes")
-    parser.add_argument("formats", help="names with commas between them, such as int4-g128; `file` is what the model has")
+    parser.add_argument(
+        "formats",
+        help="names with commas between them, such as int4-g128; `file` is what the model has",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--activations", choices=("int8", "f32"), default="int8")
     args = parser.parse_args()
     checkpoint = open_checkpoint(resolve(args.model))
     scorers = {
-        name: Scorer(checkpoint.spec, in_format(checkpoint, name), DEPTH + 1, "cpu", args.threads, activations=args.activations)
+        name: Scorer(
+            checkpoint.spec,
+            in_format(checkpoint, name),
+            DEPTH + 1,
+            "cpu",
+            args.threads,
+            activations=args.activations,
+        )
         for name in args.formats.split(",")
     }
     groups = {name: len(scorer.executable.program.kv_groups) for name, scorer in scorers.items()}
@@ -81,13 +97,26 @@ def main() -> None:
         scorer.executable.launch(piece_batch(prompt, 0, DEPTH, 1, 5, groups[name])).wait()
     for _ in range(args.rounds):
         for name, scorer in scorers.items():
-            speeds[name].append(turn(scorer, piece_batch(prompt, DEPTH, DEPTH + 1, 1, 5, groups[name])))
-    paces = {name: statistics.median(speeds[name]) * scorer.executable.program.weight_bytes for name, scorer in scorers.items()}
-    print(f"{'format':14} {'MB':>7} {'tokens/s':>9}  {'min-max':13} {'GB/s':>6} {'of the best':>11}")
+            speeds[name].append(
+                turn(scorer, piece_batch(prompt, DEPTH, DEPTH + 1, 1, 5, groups[name]))
+            )
+    paces = {
+        name: statistics.median(speeds[name]) * scorer.executable.program.weight_bytes
+        for name, scorer in scorers.items()
+    }
+    print(
+        f"{'format':14} {'MB':>7} {'tokens/s':>9}  {'min-max':13} {'GB/s':>6} {'of the best':>11}"
+    )
     for name, scorer in scorers.items():
         of, spread = speeds[name], f"({min(speeds[name]):.1f}-{max(speeds[name]):.1f})"
-        figures = f"{scorer.executable.program.weight_bytes / 1e6:7,.0f} {statistics.median(of):9.1f}  {spread:13}"
-        print(f"{name:14} {figures} {paces[name] / 1e9:6.1f} {paces[name] / max(paces.values()):11.2f}")
+        figures = (
+            f"{scorer.executable.program.weight_bytes / 1e6:7,.0f} "
+            f"{statistics.median(of):9.1f}  {spread:13}"
+        )
+        print(
+            f"{name:14} {figures} {paces[name] / 1e9:6.1f} "
+            f"{paces[name] / max(paces.values()):11.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What several ranks cost and gain on this machine: their speed, the idle time of a pipeline, how soon a lost rank is replaced.
+"""What several ranks cost and gain on this machine: their speed, the idle time of a pipeline, how
+soon a lost rank is replaced.
 
     python benchmarks/parallel.py ranks                     speed of splits of the model beside one rank, in turns
     python benchmarks/parallel.py bubble --svg FILE         m steps through two stages of one thread each
     python benchmarks/parallel.py lost                      seconds from the loss of a rank to the next token
 
-Ranks are processes of this machine, of one thread each. Figures are medians (least-most) over --rounds.
+Ranks are processes of this machine, of one thread each. Figures are medians (least-most) over
+--rounds.
 """
 
 import argparse
@@ -54,7 +56,11 @@ STEPS = (1, 2, 4, 8)
 
 
 def config_of(mesh: Mesh, threads: int = 1, **options: Any) -> EngineConfig:
-    sizes = {"tensor_parallel_size": mesh.tensor, "pipeline_parallel_size": mesh.pipeline, "enable_sequence_parallel": mesh.sequence}
+    sizes = {
+        "tensor_parallel_size": mesh.tensor,
+        "pipeline_parallel_size": mesh.pipeline,
+        "enable_sequence_parallel": mesh.sequence,
+    }
     sizes["pipeline_layers"] = mesh.layers
     return engine_config({"threads": threads, "max_model_len": 1024, **sizes, **options}, OFFLINE)
 
@@ -62,17 +68,27 @@ def config_of(mesh: Mesh, threads: int = 1, **options: Any) -> EngineConfig:
 def programs_of(model: str, mesh: Mesh) -> list[Program]:
     """The program of each rank, as it runs."""
     checkpoint = open_model(model, config_of(mesh))
-    own = [mesh.program(trace_model(checkpoint.spec, checkpoint.tensors), rank) for rank in range(mesh.ranks)]
-    return [lower_program("cpu", program, weights_of(program, checkpoint.tensors)) for program in own]
+    own = [
+        mesh.program(trace_model(checkpoint.spec, checkpoint.tensors), rank)
+        for rank in range(mesh.ranks)
+    ]
+    return [
+        lower_program("cpu", program, weights_of(program, checkpoint.tensors)) for program in own
+    ]
 
 
 def linked(programs: Sequence[Program], load: Load) -> int:
     """Bytes that a rank receives in a step, of the rank that receives most."""
-    return max(sum(op.link_bytes(load) for op in program.ops if isinstance(op, Collective)) for program in programs)
+    return max(
+        sum(op.link_bytes(load) for op in program.ops if isinstance(op, Collective))
+        for program in programs
+    )
 
 
 def run(engine: Engine, seqs: int, prompt: int, tokens: int) -> tuple[list[list[int]], float]:
-    """The tokens of so many requests that are submitted together, and the seconds that they take."""
+    """The tokens of so many requests that are submitted together, and the seconds that they
+    take.
+    """
     rng, begun = np.random.default_rng(seqs), time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     for _ in range(seqs):
@@ -95,9 +111,14 @@ WORK: dict[str, tuple[int, int, int, Callable[[float], float]]] = {
 def ranks(args: argparse.Namespace) -> None:
     options = {"prefix_cache": False, "max_num_seqs": 8}
     engines = {
-        name: load_model(args.model, config_of(mesh, 2 if "2 threads" in name else 1, **options)).engine for name, mesh in SPLITS.items()
+        name: load_model(
+            args.model, config_of(mesh, 2 if "2 threads" in name else 1, **options)
+        ).engine
+        for name, mesh in SPLITS.items()
     }
-    speeds: dict[str, dict[str, list[float]]] = {name: {work: [] for work in WORK} for name in SPLITS}
+    speeds: dict[str, dict[str, list[float]]] = {
+        name: {work: [] for work in WORK} for name in SPLITS
+    }
     expected: dict[str, list[list[int]]] = {}
     for turn in range(args.rounds + 1):
         for name, engine in engines.items():
@@ -115,17 +136,39 @@ def ranks(args: argparse.Namespace) -> None:
         figures = [shown(speeds[name][work], "{:,.0f}") for work in WORK]
         weights = " ".join(f"{program.weight_bytes / 1e6:.1f}" for program in programs)
         rows.append([name, *figures, weights, *(f"{linked(programs, load):,}" for load in loads)])
-    heading = ["", *(f"{work} tok/s" for work in WORK), "MB of weights by rank", "B received, 1 row", "512 rows"]
+    heading = [
+        "",
+        *(f"{work} tok/s" for work in WORK),
+        "MB of weights by rank",
+        "B received, 1 row",
+        "512 rows",
+    ]
     print_table(heading, rows, "Ranks of one thread each: the same tokens")
 
 
 def evenly(model: str, rows: int) -> Mesh:
     """Two stages that are predicted to take as long as each other for so many rows that decode."""
-    checkpoint, machine, load = open_model(model, config_of(Mesh())), hardware.this_machine(1), Load(((0, 1),) * rows, rows, 2)
-    program = lower_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
-    seconds = {name: 0.0 for name in ("", *(f"layers.{i}." for i in range(checkpoint.spec.num_layers)))}
+    checkpoint, machine, load = (
+        open_model(model, config_of(Mesh())),
+        hardware.this_machine(1),
+        Load(((0, 1),) * rows, rows, 2),
+    )
+    program = lower_program(
+        "cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
+    )
+    seconds = {
+        name: 0.0 for name in ("", *(f"layers.{i}." for i in range(checkpoint.spec.num_layers)))
+    }
     for op in program.ops:
-        name = next((name for weight in op.matrices() for name in list(seconds)[1:] if weight.name.startswith(name)), "")
+        name = next(
+            (
+                name
+                for weight in op.matrices()
+                for name in list(seconds)[1:]
+                if weight.name.startswith(name)
+            ),
+            "",
+        )
         seconds[name] += op_seconds(op, load, machine)
     head, *layers = seconds.values()
     first = min(range(1, len(layers)), key=lambda n: abs(sum(layers[:n]) - sum(layers[n:]) - head))
@@ -135,14 +178,26 @@ def evenly(model: str, rows: int) -> Mesh:
 def bubble(args: argparse.Namespace) -> None:
     rows = args.rows
     mesh = evenly(args.model, rows)
-    engine = load_model(args.model, config_of(mesh, kv_blocks=rows * max(STEPS), max_num_batched_tokens=rows)).engine
+    engine = load_model(
+        args.model, config_of(mesh, kv_blocks=rows * max(STEPS), max_num_batched_tokens=rows)
+    ).engine
     executable: Any = engine._loop.executable
     machine, load = hardware.this_machine(1), Load(((0, 1),) * rows, rows, 2)
-    predicted = [1000 * step_seconds(program, load, machine) for program in programs_of(args.model, mesh)]
+    predicted = [
+        1000 * step_seconds(program, load, machine) for program in programs_of(args.model, mesh)
+    ]
     of = f"stages of {mesh.layers[0]} and {mesh.layers[1]} layers"
-    print(f"{rows} rows in a step; {of} are predicted to take {predicted[0]:.1f} and {predicted[1]:.1f} ms at least")
+    print(
+        f"{rows} rows in a step; {of} are predicted to take {predicted[0]:.1f} and "
+        f"{predicted[1]:.1f} ms at least"
+    )
     batches = [
-        batch_of([Slots([number * rows + i], 32) for i in range(rows)], [[100 + number + i] for i in range(rows)], [([], [])] * rows, False)
+        batch_of(
+            [Slots([number * rows + i], 32) for i in range(rows)],
+            [[100 + number + i] for i in range(rows)],
+            [([], [])] * rows,
+            False,
+        )
         for number in range(max(STEPS))
     ]
     table = []
@@ -157,12 +212,25 @@ def bubble(args: argparse.Namespace) -> None:
             shares.append(idle_share(stage_steps))
         formula = (mesh.pipeline - 1) / (steps + mesh.pipeline - 1)
         found = statistics.median(shares[1:])
-        stages = [1000 * statistics.median(f.end - f.begin for f in stage_steps if f.rank == rank) for rank in range(2)]
+        stages = [
+            1000 * statistics.median(f.end - f.begin for f in stage_steps if f.rank == rank)
+            for rank in range(2)
+        ]
         table.append(
-            [f"{steps}", f"{formula:.3f}", shown(shares[1:], "{:.3f}"), f"{found - formula:+.3f}", " ".join(f"{ms:.1f}" for ms in stages)]
+            [
+                f"{steps}",
+                f"{formula:.3f}",
+                shown(shares[1:], "{:.3f}"),
+                f"{found - formula:+.3f}",
+                " ".join(f"{ms:.1f}" for ms in stages),
+            ]
         )
     engine.close()
-    print_table(["steps", "(p - 1) / (m + p - 1)", "idle share", "difference", "ms of a stage"], table, "Idle time of two stages")
+    print_table(
+        ["steps", "(p - 1) / (m + p - 1)", "idle share", "difference", "ms of a stage"],
+        table,
+        "Idle time of two stages",
+    )
     if args.svg:
         args.svg.write_text(pipeline_svg(f"{steps} steps through two stages", stage_steps))
 
@@ -176,7 +244,10 @@ def lost(args: argparse.Namespace) -> None:
             for _ in range(args.rounds):
                 engine = load_model(args.model, config_of(mesh, max_num_seqs=2)).engine
                 expected = run(engine, 2, 8, 64)[0]
-                rng, params = np.random.default_rng(2), SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+                rng, params = (
+                    np.random.default_rng(2),
+                    SamplingParams(temperature=0, max_tokens=64, ignore_eos=True),
+                )
                 for _ in range(2):
                     engine.add_request(rng.integers(2000, 40000, 8).tolist(), params)
                 found: dict[str, list[int]] = {}
@@ -197,7 +268,9 @@ def lost(args: argparse.Namespace) -> None:
                 engine.close()
             table.append([name, number.name, shown(told, "{:.2f}"), shown(again, "{:.2f}")])
     print_table(
-        ["", "signal", "s until it is found", "s until the next token"], table, "A rank that is lost under two requests: same tokens"
+        ["", "signal", "s until it is found", "s until the next token"],
+        table,
+        "A rank that is lost under two requests: same tokens",
     )
 
 
@@ -206,7 +279,9 @@ def shown(values: Sequence[float], form: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("ranks", "bubble", "lost"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)

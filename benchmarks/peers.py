@@ -4,10 +4,11 @@
     python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill    the short comparison of `make bench`
     python benchmarks/peers.py --model .bench/models/shaped-1b-Q4_0.gguf         a model made by shaped.py
 
-A round is one new process after the other, A B C, then A B C again, so that a slow minute of the machine falls on all of them.
-Each peer has a virtual environment in .bench/, set up on first use, or comes from one that you have: `--peer NAME=PYTHON`.
-Engines that do not compute in the formats of GGUF get the same weights in bfloat16. Below the table stands what a reader has to
-know, and the reason for every gap in it.
+A round is one new process after the other, A B C, then A B C again, so that a slow minute of the
+machine falls on all of them. Each peer has a virtual environment in .bench/, set up on first use,
+or comes from one that you have: `--peer NAME=PYTHON`. Engines that do not compute in the formats of
+GGUF get the same weights in bfloat16. Below the table stands what a reader has to know, and the
+reason for every gap in it.
 """
 
 import argparse
@@ -38,7 +39,9 @@ Result = dict[str, Any]
 class Contest:
     """One model and all engines."""
 
-    def __init__(self, model: Path, pythons: dict[str, str], workloads: Sequence[str], threads: int) -> None:
+    def __init__(
+        self, model: Path, pythons: dict[str, str], workloads: Sequence[str], threads: int
+    ) -> None:
         self.model = model
         self.pythons = pythons
         self.threads = threads
@@ -51,7 +54,9 @@ class Contest:
         """Why an engine takes no part, by engine and number of requests."""
 
     def turns(self, rounds: int) -> Iterator[Result]:
-        """All processes in turn. A rehearsal without workloads comes first: it fills caches, and shows which engines fail."""
+        """All processes in turn. A rehearsal without workloads comes first: it fills caches, and
+        shows which engines fail.
+        """
         for number in range(rounds + 1):
             for num_requests, workloads in self.groups.items():
                 for engine in self.pythons:
@@ -60,12 +65,22 @@ class Contest:
                     when = f"round {number} of {rounds}" if number else "rehearsal"
                     say(f"{self.model.name}, {when}: {engine}, {requests(num_requests)}")
                     try:
-                        found = turn(self.pythons[engine], engine, self.threads, self._words(engine, num_requests, number))
+                        found = turn(
+                            self.pythons[engine],
+                            engine,
+                            self.threads,
+                            self._words(engine, num_requests, number),
+                        )
                     except Unavailable as error:
                         self.failures[engine, num_requests] = str(error)
                         continue
                     if number:
-                        turn_of = {"model": self.model.name, "engine": engine, "round": number, "num_requests": num_requests}
+                        turn_of = {
+                            "model": self.model.name,
+                            "engine": engine,
+                            "round": number,
+                            "num_requests": num_requests,
+                        }
                         yield turn_of | {"workloads": workloads} | found
         say("")
 
@@ -73,17 +88,36 @@ class Contest:
         """The arguments of `worker.py`."""
         workloads = self.groups[num_requests]
         longest = max(WORKLOADS[name].prompt + WORKLOADS[name].tokens for name in workloads)
-        model = self.model if ENGINES[engine].reads_gguf else bf16_folder(self.model, BENCH / "models")
-        options = {"num-requests": num_requests, "longest": longest, "seed": number, "vocabulary": self.vocabulary}
-        return [str(model), *(workloads if number else ()), *(f"--{name}={value}" for name, value in options.items())]
+        model = (
+            self.model if ENGINES[engine].reads_gguf else bf16_folder(self.model, BENCH / "models")
+        )
+        options = {
+            "num-requests": num_requests,
+            "longest": longest,
+            "seed": number,
+            "vocabulary": self.vocabulary,
+        }
+        return [
+            str(model),
+            *(workloads if number else ()),
+            *(f"--{name}={value}" for name, value in options.items()),
+        ]
 
 
 def bf16_folder(path: Path, out: Path) -> Path:
-    """The model as a folder in bfloat16, for an engine that does not compute in the formats of GGUF; written where it is not there yet."""
+    """The model as a folder in bfloat16, for an engine that does not compute in the formats of
+    GGUF; written where it is not there yet.
+    """
     folder = out / f"{path.stem}-as-bf16"
     if not folder.exists():
         original = open_original(path)
-        write_folder(original, folder, plan_folder(original, None, (), "BF16"), original.checkpoint.tensors, ())
+        write_folder(
+            original,
+            folder,
+            plan_folder(original, None, (), "BF16"),
+            original.checkpoint.tensors,
+            (),
+        )
     return folder
 
 
@@ -93,15 +127,31 @@ def figures(result: Result) -> Iterator[Figure]:
     for name, value in result["figures"].items():
         yield Figure(*what, name, value, False)
     if result["num_requests"] == 1:
-        yield Figure(*what, "seconds to the first token, process start included", result["start"], True)
-    yield Figure(*what, f"MB of peak memory, {requests(result['num_requests'])}", result["peak_memory"] / 1e6, True)
+        yield Figure(
+            *what, "seconds to the first token, process start included", result["start"], True
+        )
+    yield Figure(
+        *what,
+        f"MB of peak memory, {requests(result['num_requests'])}",
+        result["peak_memory"] / 1e6,
+        True,
+    )
 
 
 def report(contest: Contest, results: list[Result], rounds: int, absent: dict[str, str]) -> None:
     """Print the table and what belongs below it."""
     size = f"{contest.model.stat().st_size / 1e6:,.0f} MB"
-    print(f"\n{contest.model.name}, {size}, {contest.threads} threads, {rounds} rounds, {host.cpu_name()}, {datetime.now(UTC):%Y-%m-%d}\n")
-    print(table("tokens/s, median (min-max)", contest.pythons, [figure for result in results for figure in figures(result)]))
+    print(
+        f"\n{contest.model.name}, {size}, {contest.threads} threads, {rounds} rounds, "
+        f"{host.cpu_name()}, {datetime.now(UTC):%Y-%m-%d}\n"
+    )
+    print(
+        table(
+            "tokens/s, median (min-max)",
+            contest.pythons,
+            [figure for result in results for figure in figures(result)],
+        )
+    )
     print()
     versions = {result["engine"]: result["version"] for result in results}
     for engine, version in versions.items():
@@ -132,7 +182,9 @@ def several(known: Sequence[str]) -> Any:
         names = text.split(",")
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown: {', '.join(unknown)}; there are {', '.join(known)}"
+            )
         return names
 
     return read
@@ -142,7 +194,9 @@ def own_python(text: str) -> tuple[str, str]:
     engine, _, python = text.partition("=")
     peers = [name for name in ENGINES if name != OURS]
     if engine not in peers or not python:
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PYTHON, with one of {', '.join(peers)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be NAME=PYTHON, with one of {', '.join(peers)}"
+        )
     return engine, python
 
 
@@ -158,14 +212,42 @@ def gguf_file(model: str) -> Path:
 
 def main() -> None:
     peers = [engine for engine in ENGINES if engine != OURS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="a GGUF file, or what `headrace pull` makes one of; may be given again")
-    parser.add_argument("--engines", type=several(peers), default=peers, help=f"of {','.join(peers)}; Headrace takes part always")
-    parser.add_argument("--workloads", type=several(list(WORKLOADS)), default=list(WORKLOADS), help=f"of {','.join(WORKLOADS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        help="a GGUF file, or what `headrace pull` makes one of; may be given again",
+    )
+    parser.add_argument(
+        "--engines",
+        type=several(peers),
+        default=peers,
+        help=f"of {','.join(peers)}; Headrace takes part always",
+    )
+    parser.add_argument(
+        "--workloads",
+        type=several(list(WORKLOADS)),
+        default=list(WORKLOADS),
+        help=f"of {','.join(WORKLOADS)}",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=host.usable_cores())
-    parser.add_argument("--peer", type=own_python, action="append", default=[], metavar="NAME=PYTHON", help="an interpreter that has it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON line for each process, with all raw figures")
+    parser.add_argument(
+        "--peer",
+        type=own_python,
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="an interpreter that has it",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="append a JSON line for each process, with all raw figures",
+    )
     args = parser.parse_args()
     if min(args.rounds, args.threads) < 1:
         parser.error("--rounds and --threads must be at least 1")

@@ -1,9 +1,11 @@
-"""Two replicas of one thread each: `headrace serve --replicas 2`, on Ray, beside the same engines behind `headrace route`, in turns.
+"""Two replicas of one thread each: `headrace serve --replicas 2`, on Ray, beside the same engines
+behind `headrace route`, in turns.
 
     python benchmarks/replicas.py --rounds 5
 
-It prints output tokens a second of many streams at once, and where the processor time of all processes went. Figures are medians
-(least-most) over the rounds; each round starts both from nothing.
+It prints output tokens a second of many streams at once, and where the processor time of all
+processes went. Figures are medians (least-most) over the rounds; each round starts both from
+nothing.
 """
 
 import argparse
@@ -45,15 +47,25 @@ def running(model: str, *flags: str, verb: str = "serve") -> Iterator[Running]:
 
 @contextmanager
 def on_ray(model: str) -> Iterator[tuple[int, Callable[[], Counter[str]]]]:
-    """The port of a server on Ray, and what its processes have used of the processor, in seconds by kind."""
+    """The port of a server on Ray, and what its processes have used of the processor, in seconds by
+    kind.
+    """
     with running(model, "--replicas", "2", *ENGINE) as server:
-        yield server.port, lambda: Counter({"frontend": used(server.process.pid)}) + of_kinds(descendants(server.process.pid))
+        yield (
+            server.port,
+            lambda: (
+                Counter({"frontend": used(server.process.pid)})
+                + of_kinds(descendants(server.process.pid))
+            ),
+        )
 
 
 def of_kinds(processes: dict[int, str]) -> Counter[str]:
     total = Counter[str]()
     for pid, command in processes.items():
-        total[next(kind for kind, begins in KINDS.items() if command.startswith(begins))] += used(pid)  # type: ignore[assignment]
+        total[next(kind for kind, begins in KINDS.items() if command.startswith(begins))] += used(
+            pid
+        )  # type: ignore[assignment]
     return total
 
 
@@ -63,13 +75,21 @@ def routed(model: str) -> Iterator[tuple[int, Callable[[], Counter[str]]]]:
     with ExitStack() as held:
         workers = [held.enter_context(running(model, "--worker", *ENGINE)) for _ in range(2)]
         urls = ",".join(f"http://127.0.0.1:{worker.port}" for worker in workers)
-        frontend = held.enter_context(running(model, "--workers", urls, "--max-model-len", "1024", verb="route"))
+        frontend = held.enter_context(
+            running(model, "--workers", urls, "--max-model-len", "1024", verb="route")
+        )
         yield frontend.port, lambda: seconds_of_routed(frontend, workers)
 
 
 def seconds_of_routed(frontend: Running, workers: list[Running]) -> Counter[str]:
     engines = sum(used(worker.engine_pid) for worker in workers)
-    return Counter({"frontend": used(frontend.process.pid), "engines": engines, "their API": sum(used(one.process.pid) for one in workers)})  # type: ignore[dict-item]
+    return Counter(
+        {
+            "frontend": used(frontend.process.pid),
+            "engines": engines,
+            "their API": sum(used(one.process.pid) for one in workers),
+        }
+    )  # type: ignore[dict-item]
 
 
 def used(pid: int) -> float:
@@ -85,7 +105,12 @@ async def stream(port: int, number: int, tokens: int) -> int:
     """One request, read to its end; returns the events that brought text."""
     body = json.dumps(
         {
-            "messages": [{"role": "user", "content": f"Write a long story of {number} children and a water mill."}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": f"Write a long story of {number} children and a water mill.",
+                }
+            ],
             "max_tokens": tokens,
             "stream": True,
             "ignore_eos": True,
@@ -94,13 +119,18 @@ async def stream(port: int, number: int, tokens: int) -> int:
         }
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+        f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body.encode())
     read = b""
     while b"data: [DONE]" not in read[-64:] and (chunk := await reader.read(1 << 16)):
         read += chunk
     writer.close()
-    events = [json.loads(line[6:]) for line in read.decode().splitlines() if line.startswith("data: {")]
+    events = [
+        json.loads(line[6:]) for line in read.decode().splitlines() if line.startswith("data: {")
+    ]
     assert events[-1]["usage"]["completion_tokens"] == tokens, events[-1]
     return len(events) - 1
 
@@ -121,7 +151,9 @@ async def load(port: int, streams: int, requests: int, tokens: int) -> tuple[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16)
@@ -139,11 +171,23 @@ def main() -> None:
                 spent = seconds() - before
             speeds.setdefault(name, []).append(args.requests * args.tokens / took)
             shares.setdefault(name, []).append(spent)
-            print(f"{turn} {name}: {speeds[name][-1]:.0f} tokens/s, {events} events, {dict(spent)}", file=sys.stderr)
-    ratios = [ray / route for ray, route in zip(speeds["Ray"], speeds["headrace route"], strict=True)]
-    costs = [route.total() / ray.total() for ray, route in zip(shares["Ray"], shares["headrace route"], strict=True)]
-    rows = [[name, spread(values)] for name, values in speeds.items()] + [["Ray / route, by round", spread(ratios)]]
-    rows.append(["the same by processor time", spread(costs)])  # which neighbours on a shared machine disturb less
+            print(
+                f"{turn} {name}: {speeds[name][-1]:.0f} tokens/s, {events} events, {dict(spent)}",
+                file=sys.stderr,
+            )
+    ratios = [
+        ray / route for ray, route in zip(speeds["Ray"], speeds["headrace route"], strict=True)
+    ]
+    costs = [
+        route.total() / ray.total()
+        for ray, route in zip(shares["Ray"], shares["headrace route"], strict=True)
+    ]
+    rows = [[name, spread(values)] for name, values in speeds.items()] + [
+        ["Ray / route, by round", spread(ratios)]
+    ]
+    rows.append(
+        ["the same by processor time", spread(costs)]
+    )  # which neighbours on a shared machine disturb less
     print_table(["output tokens/s", ""], rows)
     print_table(["processor time", "s", "share"], list(times(shares)))
 
@@ -152,7 +196,11 @@ def times(shares: dict[str, list[Counter[str]]]) -> Iterator[list[str]]:
     for name, rounds in shares.items():
         for kind in rounds[0]:
             seconds = [one[kind] for one in rounds]
-            yield [f"{name}: {kind}", spread(seconds), f"{statistics.median(one[kind] / one.total() for one in rounds):.1%}"]
+            yield [
+                f"{name}: {kind}",
+                spread(seconds),
+                f"{statistics.median(one[kind] / one.total() for one in rounds):.1%}",
+            ]
 
 
 def spread(values: list[float]) -> str:

@@ -1,4 +1,6 @@
-"""The table of `peers.py`: medians, spreads and ratios, as Markdown that can be read as it stands."""
+"""The table of `peers.py`: medians, spreads and ratios, as Markdown that can be read as it
+stands.
+"""
 
 from collections.abc import Iterable, Mapping
 from statistics import median
@@ -18,30 +20,51 @@ class Figure(NamedTuple):
 
 
 def table(title: str, engines: Iterable[str], figures: list[Figure]) -> str:
-    """A line for each figure, a column for each engine, and the ratio to the peer with the best median, round by round."""
+    """A line for each figure, a column for each engine, and the ratio to the peer with the best
+    median, round by round.
+    """
     engines = list(engines)
     lines = [[title, *engines, f"{OURS} / best peer"]]
     for name in dict.fromkeys(figure.name for figure in figures):
         mine = [figure for figure in figures if figure.name == name]
         found = {e: {f.round: f.value for f in mine if f.engine == e} for e in engines}
         cells = [_spread(list(found[engine].values())) for engine in engines]
-        lines.append([name + ", less is better" * mine[0].less_is_better, *cells, _ratio(found, mine[0].less_is_better)])
+        lines.append(
+            [
+                name + ", less is better" * mine[0].less_is_better,
+                *cells,
+                _ratio(found, mine[0].less_is_better),
+            ]
+        )
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    rows = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines]
+    rows = [
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
+        for line in lines
+    ]
     return "\n".join([rows[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *rows[1:]])
 
 
 def _ratio(found: Mapping[str, Mapping[int, float]], less_is_better: bool) -> str:
-    peers = {engine: median(values.values()) for engine, values in found.items() if engine != OURS and values}
+    peers = {
+        engine: median(values.values())
+        for engine, values in found.items()
+        if engine != OURS and values
+    }
     if not peers or not found.get(OURS):
         return "-"
     best = (min if less_is_better else max)(peers, key=lambda engine: peers[engine])
-    ratios = [value / found[best][turn] for turn, value in found[OURS].items() if turn in found[best]]
+    ratios = [
+        value / found[best][turn] for turn, value in found[OURS].items() if turn in found[best]
+    ]
     return f"{_spread(ratios)}, {best}" if ratios else "-"
 
 
 def _spread(values: list[float]) -> str:
-    return f"{_number(median(values))} ({_number(min(values))}-{_number(max(values))})" if values else "-"
+    return (
+        f"{_number(median(values))} ({_number(min(values))}-{_number(max(values))})"
+        if values
+        else "-"
+    )
 
 
 def _number(value: float) -> str:

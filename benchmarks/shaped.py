@@ -5,11 +5,12 @@
     python benchmarks/shaped.py 64x8 Q4_0
     python benchmarks/shaped.py 8b Q4_K
 
-`1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB), `8b` those of Llama-3.1-8B (4.0 GB in Q4_K); `16x2` sends each row to 2 of
-16 experts (Mixtral's equations), `64x8` to 8 of 64 (OLMoE's equations and dimensions), 3.7 GB each in Q4_0; `narrow` is small enough for
-very long prompts. Each file has the tokenizer of the default model. Their speed is that of trained models, and their text is noise. All
-experts of a layer have the same random weights. Of K-quants and IQ types all matrices are in the one format, with random bits for codes.
-Needs the package gguf.
+`1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB), `8b` those of Llama-3.1-8B (4.0 GB in
+Q4_K); `16x2` sends each row to 2 of 16 experts (Mixtral's equations), `64x8` to 8 of 64 (OLMoE's
+equations and dimensions), 3.7 GB each in Q4_0; `narrow` is small enough for very long prompts. Each
+file has the tokenizer of the default model. Their speed is that of trained models, and their text
+is noise. All experts of a layer have the same random weights. Of K-quants and IQ types all matrices
+are in the one format, with random bits for codes. Needs the package gguf.
 """
 
 import argparse
@@ -51,7 +52,10 @@ class Shape(NamedTuple):
         """The weights of norms of a layer."""
         norms = {"attn_norm": self.width, "ffn_norm": self.width}
         if self.architecture == "olmoe":
-            norms |= {"attn_q_norm": self.heads * self.head_dim, "attn_k_norm": self.kv_heads * self.head_dim}
+            norms |= {
+                "attn_q_norm": self.heads * self.head_dim,
+                "attn_k_norm": self.kv_heads * self.head_dim,
+            }
         return norms
 
 
@@ -75,18 +79,30 @@ BLOCK_SCALES = {
     "IQ3_S": {0: 2**-13},
     "IQ4_XS": {0: 2**-16},
 }
-"""Where a block of each K-quant and IQ type has its float16 scales, in bytes, and what they are here: sizes as of trained weights."""
+"""Where a block of each K-quant and IQ type has its float16 scales, in bytes, and what they are
+here: sizes as of trained weights.
+"""
 
 
 def tokenizer_of(model: Path) -> list[gguf.ReaderField]:
     """The tokenizer's fields of a GGUF file."""
-    return [field for name, field in gguf.GGUFReader(model).fields.items() if name.startswith("tokenizer.")]
+    return [
+        field
+        for name, field in gguf.GGUFReader(model).fields.items()
+        if name.startswith("tokenizer.")
+    ]
 
 
-def random_blocks(rng: np.random.Generator, stored: gguf.GGMLQuantizationType, rows: int, cols: int) -> NDArray[np.uint8]:
-    """The rows of a matrix in a K-quant or an IQ type: random codes, and the scales of `BLOCK_SCALES`."""
+def random_blocks(
+    rng: np.random.Generator, stored: gguf.GGMLQuantizationType, rows: int, cols: int
+) -> NDArray[np.uint8]:
+    """The rows of a matrix in a K-quant or an IQ type: random codes, and the scales of
+    `BLOCK_SCALES`.
+    """
     block, nbytes = gguf.GGML_QUANT_SIZES[stored]
-    blocks = np.frombuffer(rng.bytes(rows * cols // block * nbytes), np.uint8).reshape(-1, nbytes).copy()
+    blocks = (
+        np.frombuffer(rng.bytes(rows * cols // block * nbytes), np.uint8).reshape(-1, nbytes).copy()
+    )
     for at, scale in BLOCK_SCALES[stored.name].items():
         blocks[:, at : at + 2] = np.float16([scale]).view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -122,7 +138,11 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
 
     def matrix(name: str, rows: int, cols: int) -> None:
         is_random = quantisation in BLOCK_SCALES
-        packed = random_blocks(rng, stored, rows, cols) if is_random else gguf.quants.quantize(random(rows, cols), stored)
+        packed = (
+            random_blocks(rng, stored, rows, cols)
+            if is_random
+            else gguf.quants.quantize(random(rows, cols), stored)
+        )
         if name.endswith("_exps"):
             packed = np.broadcast_to(packed, (shape.experts, *packed.shape)).copy()
         writer.add_tensor(f"{name}.weight", packed, raw_dtype=stored)
@@ -132,7 +152,9 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
         for name, size in shape.matrices().items():
             matrix(f"blk.{layer}.{name}", *size)
         if shape.experts:
-            writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", random(shape.experts, shape.width))
+            writer.add_tensor(
+                f"blk.{layer}.ffn_gate_inp.weight", random(shape.experts, shape.width)
+            )
         for name, length in shape.vectors().items():
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(length, np.float32))
         print(f"\r{path.stem}: layer {layer + 1}/{shape.layers}", end="", flush=True)
@@ -148,11 +170,17 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
 
 def main() -> None:
     """Write the files that are not there yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("formats", nargs="+", choices=["Q4_0", "Q8_0", "BF16", *BLOCK_SCALES])
     parser.add_argument("--out", type=Path, default=Path(".bench/models"))
-    parser.add_argument("--tokenizer", type=Path, help="GGUF file that lends its tokenizer (default: the default model)")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="GGUF file that lends its tokenizer (default: the default model)",
+    )
     args = parser.parse_args()
     if args.tokenizer is None:
         from headrace.checkpoint.source import resolve

@@ -1,8 +1,10 @@
-"""What speculation brings: four kinds of work with the default model, each proposer beside plain decoding, in turns.
+"""What speculation brings: four kinds of work with the default model, each proposer beside plain
+decoding, in turns.
 
-All ways take turns in one engine: two copies of a model differ in speed by some hundredths for as long as they live, by where their
-memory lies. In each round all of them answer the same new prompts, greedily, and a ratio is formed within the round. Output tokens per
-second count from the first token of the first answer to the end of the last. A different answer ends the program.
+All ways take turns in one engine: two copies of a model differ in speed by some hundredths for as
+long as they live, by where their memory lies. In each round all of them answer the same new
+prompts, greedily, and a ratio is formed within the round. Output tokens per second count from the
+first token of the first answer to the end of the last. A different answer ends the program.
 """
 
 import argparse
@@ -44,15 +46,27 @@ class Turn(NamedTuple):
 
 def measure(llm: LLM, texts: list[str], max_tokens: int) -> tuple[Turn, list[list[int]]]:
     """One turn, and the tokens of the answers."""
-    results = llm.chat([[{"role": "user", "content": text}] for text in texts], SamplingParams(temperature=0, max_tokens=max_tokens))
+    results = llm.chat(
+        [[{"role": "user", "content": text}] for text in texts],
+        SamplingParams(temperature=0, max_tokens=max_tokens),
+    )
     tokens = [result.outputs[0].token_ids for result in results]
     num_tokens = sum(map(len, tokens))
     first = min(result.timing.queue + result.timing.prefill for result in results)
-    end = max(sum((result.timing.queue, result.timing.prefill, result.timing.decode)) for result in results)
+    end = max(
+        sum((result.timing.queue, result.timing.prefill, result.timing.decode))
+        for result in results
+    )
     books = [books for result in results for books in result.drafts.values()]
     accepted = sum(book.accepted for book in books)
     repeated = sum(repeated_tokens(result) for result in results) / num_tokens
-    return Turn(num_tokens / (end - first), num_tokens, sum(book.proposed for book in books), accepted, repeated), tokens
+    return Turn(
+        num_tokens / (end - first),
+        num_tokens,
+        sum(book.proposed for book in books),
+        accepted,
+        repeated,
+    ), tokens
 
 
 def repeated_tokens(result: RequestOutput) -> int:
@@ -63,15 +77,24 @@ def repeated_tokens(result: RequestOutput) -> int:
     return len({i + k for i in starts for k in range(_RUN)})
 
 
-def row(workload: str, batch: int, method: str, turns: list[Turn], plain: list[Turn]) -> dict[str, object]:
+def row(
+    workload: str, batch: int, method: str, turns: list[Turn], plain: list[Turn]
+) -> dict[str, object]:
     """A line of the result."""
     ratios = [turn.speed / other.speed for turn, other in zip(turns, plain, strict=True)]
-    tokens, proposed, accepted = (sum(getattr(turn, name) for turn in turns) for name in ("tokens", "proposed", "accepted"))
+    tokens, proposed, accepted = (
+        sum(getattr(turn, name) for turn in turns) for name in ("tokens", "proposed", "accepted")
+    )
     return {
         "workload": workload,
         "batch": batch,
         "method": method,
-        "ratio": {"median": median(ratios), "low": min(ratios), "high": max(ratios), "rounds": len(ratios)},
+        "ratio": {
+            "median": median(ratios),
+            "low": min(ratios),
+            "high": max(ratios),
+            "rounds": len(ratios),
+        },
         "tokens_per_second": median(turn.speed for turn in turns),
         "tokens_per_step": tokens / max(1, tokens - accepted),
         "proposed_per_token": proposed / tokens,
@@ -85,24 +108,30 @@ def show(line: dict[str, object]) -> str:
     assert isinstance(ratio, dict)
     spread = f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
     return (
-        f"{line['workload']:10}{line['batch']:>6}  {line['method']:10}{spread:>18}{line['tokens_per_second']:>9,.0f}"
+        f"{line['workload']:10}{line['batch']:>6}  "
+        f"{line['method']:10}{spread:>18}{line['tokens_per_second']:>9,.0f}"
         f"{line['tokens_per_step']:>13.2f}{line['proposed_per_token']:>10.2f}{line['acceptance']:>12.0%}{line['repeated']:>10.0%}"
     )
 
 
 HEADINGS = (
-    f"{'workload':10}{'batch':>6}  {'method':10}{'ratio to off':>18}{'tok/s':>9}{'tokens/step':>13}{'drafted':>10}{'acceptance':>12}"
+    f"{'workload':10}{'batch':>6}  "
+    f"{'method':10}{'ratio to off':>18}{'tok/s':>9}{'tokens/step':>13}{'drafted':>10}{'acceptance':>12}"
     f"{'repeated':>10}"
 )
 
 
-def run(llm: LLM, ways: dict[str, Speculation], args: argparse.Namespace) -> Iterable[dict[str, object]]:
+def run(
+    llm: LLM, ways: dict[str, Speculation], args: argparse.Namespace
+) -> Iterable[dict[str, object]]:
     """The lines, as they come."""
     variant = 0
     for workload in args.workloads:
         for batch in args.batches:
             turns: dict[str, list[Turn]] = {method: [] for method in ways}
-            for turn in range(args.rounds + 1):  # the first round is not counted: what steps cost must be learned
+            for turn in range(
+                args.rounds + 1
+            ):  # the first round is not counted: what steps cost must be learned
                 texts = prompts(workload, variant, batch)
                 variant += batch
                 order = list(ways) if turn % 2 else list(ways)[::-1]
@@ -120,28 +149,54 @@ def run(llm: LLM, ways: dict[str, Speculation], args: argparse.Namespace) -> Ite
 def speculation(llm: LLM, method: str) -> Speculation:
     """A proposer for this engine, which has been made with all the models that are needed."""
     engine = llm._engine
-    models = {name: guard._proposer for name, guard in engine._speculation._guards.items() if name in NEEDS}
+    models = {
+        name: guard._proposer
+        for name, guard in engine._speculation._guards.items()
+        if name in NEEDS
+    }
     named: dict[str, Any] = {"proposer": "off" if method == TWIN else method}
     config = replace(engine.config, **named)
-    proposers = {name: models.get(name) or METHODS[name](config, DraftModels()) for name in asked_for(config)}
+    proposers = {
+        name: models.get(name) or METHODS[name](config, DraftModels()) for name in asked_for(config)
+    }
     return Speculation(proposers, config, engine.limits.vocab_size, perf_counter)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32])
-    parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(WAYS), help=f"of {', '.join((*WAYS, *NEEDS))}")
-    parser.add_argument("--no-control", action="store_true", help="use all drafts, whether or not they pay")
+    parser.add_argument(
+        "--batches", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32]
+    )
+    parser.add_argument(
+        "--workloads",
+        type=lambda text: text.split(","),
+        default=list(WORKLOADS),
+        help=f"of {', '.join(WORKLOADS)}",
+    )
+    parser.add_argument(
+        "--methods",
+        type=lambda text: text.split(","),
+        default=list(WAYS),
+        help=f"of {', '.join((*WAYS, *NEEDS))}",
+    )
+    parser.add_argument(
+        "--no-control", action="store_true", help="use all drafts, whether or not they pay"
+    )
     parser.add_argument("--draft-model", metavar="MODEL", help="for draft_model, and auto")
     parser.add_argument("--draft-layers", type=int, metavar="N", help="for self_draft, and auto")
     parser.add_argument("--medusa-heads", metavar="FILE", help="for medusa, and auto")
     parser.add_argument("--json", type=Path, help="write the lines here too, as JSON")
-    parser.add_argument("--quick", action="store_true", help="little of everything: shows that it runs, and measures nothing")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="little of everything: shows that it runs, and measures nothing",
+    )
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.max_tokens, args.batches = 1, 12, [1, 2]
@@ -149,7 +204,14 @@ def main() -> None:
     blocks = max(args.batches) * TOKENS_OF_SEQUENCE // 32
     options = {"threads": args.threads, "kv_blocks": blocks, "max_model_len": 2048}
     models = {option: value for option in NEEDS.values() if (value := getattr(args, option))}
-    llm = LLM(args.model, proposer="auto", prefix_cache=False, adaptive_speculation=not args.no_control, **options, **models)
+    llm = LLM(
+        args.model,
+        proposer="auto",
+        prefix_cache=False,
+        adaptive_speculation=not args.no_control,
+        **options,
+        **models,
+    )
     ways = {method: speculation(llm, method) for method in methods}
     lines = []
     print(HEADINGS, flush=True)

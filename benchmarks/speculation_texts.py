@@ -1,12 +1,22 @@
-"""Conversations for `speculation.py`: four kinds of work, in as many variants as are wanted, no two of which are alike."""
+"""Conversations for `speculation.py`: four kinds of work, in as many variants as are wanted, no two
+of which are alike.
+"""
 
 import random
 from collections.abc import Callable
 
-_NAMES = "Aldermoor Brackley Carter Dunmore Easterby Fallow Garrick Holme Ingleby Jarrow Kelston Lambley Marden Norwell".split()
+_NAMES = (
+    "Aldermoor Brackley Carter Dunmore Easterby Fallow Garrick Holme Ingleby Jarrow Kelston "
+    "Lambley Marden Norwell"
+).split()
 _RIVERS = "Senn Dunne Morrow Ashe Tarrant Wick Leven Orrin Calder Brue".split()
-_PLACES = "Lisbon Oslo Kraków Valencia Ghent Ljubljana Turin Bergen Porto Tallinn Graz Split".split()
-_SUBJECTS = "rivers meander,glass breaks,bread rises,the sky is blue,iron rusts,ice floats,leaves turn red,metal feels cold".split(",")
+_PLACES = (
+    "Lisbon Oslo Kraków Valencia Ghent Ljubljana Turin Bergen Porto Tallinn Graz Split".split()
+)
+_SUBJECTS = (
+    "rivers meander,glass breaks,bread rises,the sky is blue,iron rusts,ice floats,leaves "
+    "turn red,metal feels cold"
+).split(",")
 _PEOPLE = "miller,ferryman,clockmaker,lighthouse keeper,shepherd,carpenter,baker,weaver".split(",")
 
 
@@ -22,23 +32,33 @@ def copy(rng: random.Random) -> str:
         ]
     )
     return (
-        f"{task}\n\nThe {first} mill stands on the left bank of the river {river}, about {rng.randint(2, 9)} kilometres above the town of "
-        f"{second}. It was built in {year} by the miller Josef Harding, who had bought the right to the water from the abbey. The wheel "
-        f"has a diameter of six metres and carries {tooth} buckets. The headrace is {rng.randint(2, 9)}00 metres long and takes its "
-        "water from a weir of oak beams. In dry summers the mill stood still for weeks, and the farmers carried their grain to the "
-        f"windmill on {third} Hill. After the flood of {year + 60} the weir was rebuilt in stone, and the wheel was moved two metres to "
+        f"{task}\n\nThe {first} mill stands on the left bank of the river {river}, about "
+        f"{rng.randint(2, 9)} kilometres above the town of "
+        f"{second}. It was built in {year} by the miller Josef Harding, who had bought "
+        "the right to the water from the abbey. The wheel "
+        f"has a diameter of six metres and carries {tooth} buckets. The headrace is "
+        f"{rng.randint(2, 9)}00 metres long and takes its "
+        "water from a weir of oak beams. In dry summers the mill stood still for weeks, "
+        "and the farmers carried their grain to the "
+        f"windmill on {third} Hill. After the flood of {year + 60} the weir was rebuilt "
+        "in stone, and the wheel was moved two metres to "
         "the north."
     )
 
 
 def edit(rng: random.Random) -> str:
     """The answer is a program from the prompt with a small change."""
-    thing, field = rng.choice(["level", "price", "score", "speed", "weight", "depth"]), rng.choice(["name", "label", "station", "title"])
+    thing, field = (
+        rng.choice(["level", "price", "score", "speed", "weight", "depth"]),
+        rng.choice(["name", "label", "station", "title"]),
+    )
     task = rng.choice(
         [
             "Add type annotations to this Python code. Give the complete code back.",
-            "Here is a Python file. Print the whole file again, with the comment `# checked` above the last function.",
-            f"Rename `best` to `found` in this Python code. Give the complete code back and do not change read_{thing}s.",
+            "Here is a Python file. Print the whole file again, with the comment `# "
+            "checked` above the last function.",
+            "Rename `best` to `found` in this Python code. Give the complete code back "
+            f"and do not change read_{thing}s.",
         ]
     )
     code = f"""def read_{thing}s(path):
@@ -78,8 +98,14 @@ def transform(rng: random.Random) -> str:
     )
     rows = []
     for name in rng.sample(_NAMES, 5):
-        river, level, is_open = rng.choice(_RIVERS), rng.randint(40, 400), rng.choice(["true", "false"])
-        rows.append(f'  {{"station": "{name}", "river": "{river}", "level_cm": {level}, "open": {is_open}}}')
+        river, level, is_open = (
+            rng.choice(_RIVERS),
+            rng.randint(40, 400),
+            rng.choice(["true", "false"]),
+        )
+        rows.append(
+            f'  {{"station": "{name}", "river": "{river}", "level_cm": {level}, "open": {is_open}}}'
+        )
     return f"{task}\n\n```json\n[\n" + ",\n".join(rows) + "\n]\n```"
 
 
@@ -87,16 +113,27 @@ def chat(rng: random.Random) -> str:
     """The answer is new."""
     return rng.choice(
         [
-            f"Why is it that {rng.choice(_SUBJECTS)}? Answer as for a child of {rng.randint(6, 14)}.",
-            f"Tell me a short story about a {rng.choice(_PEOPLE)} and a {rng.choice(_PEOPLE)} in {rng.choice(_PLACES)}.",
-            f"What should I see in {rng.choice(_PLACES)} in {rng.randint(2, 6)} days? I like the work of a {rng.choice(_PEOPLE)}.",
+            f"Why is it that {rng.choice(_SUBJECTS)}? Answer as for a child of "
+            f"{rng.randint(6, 14)}.",
+            f"Tell me a short story about a {rng.choice(_PEOPLE)} and a "
+            f"{rng.choice(_PEOPLE)} in {rng.choice(_PLACES)}.",
+            f"What should I see in {rng.choice(_PLACES)} in {rng.randint(2, 6)} days? I "
+            f"like the work of a {rng.choice(_PEOPLE)}.",
         ]
     )
 
 
-WORKLOADS: dict[str, Callable[[random.Random], str]] = {"copy": copy, "edit": edit, "transform": transform, "chat": chat}
+WORKLOADS: dict[str, Callable[[random.Random], str]] = {
+    "copy": copy,
+    "edit": edit,
+    "transform": transform,
+    "chat": chat,
+}
 
 
 def prompts(workload: str, start: int, count: int) -> list[str]:
     """Variants `start` to `start + count`; the same numbers give the same prompts."""
-    return [WORKLOADS[workload](random.Random(f"{workload} {number}")) for number in range(start, start + count)]
+    return [
+        WORKLOADS[workload](random.Random(f"{workload} {number}"))
+        for number in range(start, start + count)
+    ]

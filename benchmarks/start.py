@@ -1,7 +1,8 @@
 """How long a newcomer waits: `headrace --help`, and a cold `headrace run` up to its first token.
 
-Every run is a new process; the model file is in the page cache, as on any second start. Times are wall-clock seconds seen
-from outside, process start included; beside them the processor's, of all threads and child processes up to the end.
+Every run is a new process; the model file is in the page cache, as on any second start. Times are
+wall-clock seconds seen from outside, process start included; beside them the processor's, of all
+threads and child processes up to the end.
 """
 
 import argparse
@@ -55,24 +56,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, with its native module, to take turns with")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FOLDER",
+        help="another checkout, with its native module, to take turns with",
+    )
     args = parser.parse_args()
     headrace = [sys.executable, "-m", "headrace"]
     subprocess.run([*headrace, "pull", args.model], check=True, stdout=subprocess.DEVNULL)
-    checkouts: dict[str, Path | None] = {HERE: None} | ({str(args.against): args.against} if args.against else {})
+    checkouts: dict[str, Path | None] = {HERE: None} | (
+        {str(args.against): args.against} if args.against else {}
+    )
     print(f"cold start, {args.runs} runs each, seconds")
     print(f"{'':14}{'median':>8}{'min':>8}{'max':>8}{'cpu':>8}")
     for name, words in COMMANDS.items():
         command = [*headrace, *(word.format(model=args.model) for word in words)]
         for checkout in checkouts.values():
-            start(command, checkout)  # fills caches: bytecode, page cache, this machine's measurement
-        rounds = [{which: start(command, checkout) for which, checkout in checkouts.items()} for _ in range(args.runs)]
+            start(
+                command, checkout
+            )  # fills caches: bytecode, page cache, this machine's measurement
+        rounds = [
+            {which: start(command, checkout) for which, checkout in checkouts.items()}
+            for _ in range(args.runs)
+        ]
         for which in checkouts:
             times, cpu = zip(*(one[which] for one in rounds), strict=True)
             figures = statistics.median(times), min(times), max(times), statistics.median(cpu)
-            print(f"{name:14}{''.join(f'{figure:8.3f}' for figure in figures)}  {which if args.against else ''}".rstrip())
+            print(
+                f"{name:14}{''.join(f'{figure:8.3f}' for figure in figures)}  "
+                f"{which if args.against else ''}".rstrip()
+            )
         if args.against:
-            ratio = statistics.median(one[HERE].first_byte / one[str(args.against)].first_byte for one in rounds)
+            ratio = statistics.median(
+                one[HERE].first_byte / one[str(args.against)].first_byte for one in rounds
+            )
             print(f"{name:14}{ratio:8.2f} of its time, in the median of the rounds")
 
 

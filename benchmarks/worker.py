@@ -1,7 +1,9 @@
-"""The inside of one process of `peers.py`: loads one engine, runs its workloads, prints what it found as two JSON lines.
+"""The inside of one process of `peers.py`: loads one engine, runs its workloads, prints what it
+found as two JSON lines.
 
-The first line comes with the first token, so that the process that started this one can tell how long that took; the second one has
-the engine's version, the figures and the peak memory of the process. Standard library only: every engine's interpreter runs this.
+The first line comes with the first token, so that the process that started this one can tell how
+long that took; the second one has the engine's version, the figures and the peak memory of the
+process. Standard library only: every engine's interpreter runs this.
 """
 
 import argparse
@@ -37,7 +39,10 @@ class Workload(NamedTuple):
         if self.prompt >= 512:
             yield f"prefill of {self.prompt}", self.prompt / time.first
         if self.tokens > 1:
-            yield f"decode of {self.tokens - 1} after {self.prompt}", (self.tokens - 1) / (time.last - time.first)
+            yield (
+                f"decode of {self.tokens - 1} after {self.prompt}",
+                (self.tokens - 1) / (time.last - time.first),
+            )
 
 
 WORKLOADS = {
@@ -53,14 +58,18 @@ def run(workload: Workload, engine: Engine, prompts: "Prompts") -> dict[str, flo
     """The figures of one workload."""
     runs = []
     for _ in range(workload.repetitions + (workload.repetitions > 1)):
-        times = engine.generate([prompts.new(workload.prompt) for _ in range(workload.num_requests)], workload.tokens)
+        times = engine.generate(
+            [prompts.new(workload.prompt) for _ in range(workload.num_requests)], workload.tokens
+        )
         runs.append(dict(workload.figures(times)))
     counted = runs[-workload.repetitions :]
     return {name: statistics.median(figures[name] for figures in counted) for name in counted[0]}
 
 
 class Prompts:
-    """Random prompts, each a new one, so that nothing kept of past prompts can help; the same in every engine."""
+    """Random prompts, each a new one, so that nothing kept of past prompts can help; the same in
+    every engine.
+    """
 
     def __init__(self, seed: int, vocabulary: int) -> None:
         self._random = random.Random(seed)
@@ -84,7 +93,9 @@ def private_stdout() -> TextIO:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model", type=Path)
     parser.add_argument("workloads", nargs="*", help=f"any of {', '.join(WORKLOADS)}")
@@ -96,13 +107,18 @@ def main() -> None:
     args = parser.parse_args()
     out = private_stdout()
     prompts = Prompts(args.seed, args.vocabulary)
-    engine = import_module(ENGINES[args.engine].module).Engine(args.model, args.threads, args.num_requests, args.longest)
+    engine = import_module(ENGINES[args.engine].module).Engine(
+        args.model, args.threads, args.num_requests, args.longest
+    )
     engine.generate([prompts.new(8)], 1)
     print(json.dumps({"started": True}), file=out)
     figures: dict[str, float] = {}
     for name in args.workloads:
         figures |= run(WORKLOADS[name], engine, prompts)
-    print(json.dumps({"version": engine.version, "figures": figures, "peak_memory": peak_memory()}), file=out)
+    print(
+        json.dumps({"version": engine.version, "figures": figures, "peak_memory": peak_memory()}),
+        file=out,
+    )
     out.flush()
     sys.stderr.flush()
     os._exit(0)  # some engines take long, or fail, in their own farewell

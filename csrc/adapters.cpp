@@ -32,7 +32,8 @@ LowRank::LowRank(const float* down, const float* up, float scale, int rank, int 
           to_bf16(down[static_cast<size_t>(r) * cols + k]);
   for (int i = 0; i < rows; i++)
     for (int r = 0; r < rank; r++)
-      up_[static_cast<size_t>(i / 16) * 16 * rank + static_cast<size_t>(r) * 16 + i % 16] = to_bf16(up[static_cast<size_t>(i) * rank + r]);
+      up_[static_cast<size_t>(i / 16) * 16 * rank + static_cast<size_t>(r) * 16 + i % 16] =
+          to_bf16(up[static_cast<size_t>(i) * rank + r]);
 }
 
 int Adapters::add() {
@@ -42,7 +43,9 @@ int Adapters::add() {
   return static_cast<int>(at - adapters_.begin());
 }
 
-void Adapters::put(int adapter, int weight, LowRank matrices) { adapters_[adapter]->emplace(weight, std::move(matrices)); }
+void Adapters::put(int adapter, int weight, LowRank matrices) {
+  adapters_[adapter]->emplace(weight, std::move(matrices));
+}
 
 void Adapters::remove(int adapter) { adapters_[adapter] = nullptr; }
 
@@ -54,17 +57,22 @@ size_t Adapters::bytes(int adapter) const {
 
 void Adapters::begin(const Step& step) {
   work_.clear(), deltas_.clear();
-  any_ = step.adapters && std::any_of(step.adapters, step.adapters + step.num_seqs, [](int adapter) { return adapter >= 0; });
+  any_ = step.adapters && std::any_of(step.adapters, step.adapters + step.num_seqs,
+                                      [](int adapter) { return adapter >= 0; });
   if (!any_) return;
   of_row_.resize(static_cast<size_t>(step.rows));
   for (int b = 0; b < step.num_seqs; b++)
-    std::fill(of_row_.begin() + step.row_start[b], of_row_.begin() + step.row_start[b + 1], step.adapters[b]);
+    std::fill(of_row_.begin() + step.row_start[b], of_row_.begin() + step.row_start[b + 1],
+              step.adapters[b]);
 }
 
 int Adapters::prepare(std::span<const int> weights, const Buffer& x, const Step& step) {
   work_.clear(), deltas_.clear();
   if (!any_) return 0;
-  const int* gathered = x.rows == RowKind::kStep ? nullptr : step.gathered_row + (x.rows == RowKind::kPooled ? step.logit_rows : 0);
+  const int* gathered =
+      x.rows == RowKind::kStep
+          ? nullptr
+          : step.gathered_row + (x.rows == RowKind::kPooled ? step.logit_rows : 0);
   const int rows = Plan::rows_of(x, step);
   size_t at = 0;
   for (const int weight : weights) {
@@ -77,7 +85,8 @@ int Adapters::prepare(std::span<const int> weights, const Buffer& x, const Step&
       if (found == all.end()) continue;
       const LowRank& matrices = found->second;
       deltas[row] = {&matrices, at};
-      for (int tile = 0; tile < matrices.rank_tiles(); tile++, at += 16) work_.push_back({&matrices, row, tile, at});
+      for (int tile = 0; tile < matrices.rank_tiles(); tile++, at += 16)
+        work_.push_back({&matrices, row, tile, at});
     }
   }
   products_.resize(std::max(at, products_.size()));
@@ -90,18 +99,22 @@ void Adapters::run_down(const Plan& plan, const Buffer& x, int begin, int end) {
   for (int i = begin; i < end; i++) {
     const Work& work = work_[i];
     const int b = blocks.of_row(work.row), m = work.row - blocks.first(b);
-    const auto* block = reinterpret_cast<const float*>(x.block(Form::kF32, blocks, b));  // pairs of columns, row after row
-    plan.kernels().adapter_down(block + 2 * m, 2 * static_cast<size_t>(blocks.rows(b)), even(x.width), work.matrices->down_tile(work.tile),
+    const auto* block = reinterpret_cast<const float*>(
+        x.block(Form::kF32, blocks, b));  // pairs of columns, row after row
+    plan.kernels().adapter_down(block + 2 * m, 2 * static_cast<size_t>(blocks.rows(b)),
+                                even(x.width), work.matrices->down_tile(work.tile),
                                 work.matrices->scale, products_.data() + work.at);
   }
 }
 
-void Adapters::add_rows(const Kernels& kernels, int weight, int t, int first, int rows, float* out) const {
+void Adapters::add_rows(const Kernels& kernels, int weight, int t, int first, int rows,
+                        float* out) const {
   for (const auto& [of, deltas] : deltas_) {
     if (of != weight) continue;
     for (int m = 0; m < rows; m++)
       if (const auto& [matrices, at] = deltas[first + m]; matrices)
-        kernels.adapter_up(products_.data() + at, matrices->rank, matrices->up_tile(t), out + 16 * m);
+        kernels.adapter_up(products_.data() + at, matrices->rank, matrices->up_tile(t),
+                           out + 16 * m);
     return;
   }
 }

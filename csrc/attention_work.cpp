@@ -5,7 +5,8 @@
 namespace headrace {
 namespace {
 
-constexpr int kItemQueries = 48;    // query vectors (rows x heads of a group) that walk over the context together
+constexpr int kItemQueries =
+    48;  // query vectors (rows x heads of a group) that walk over the context together
 constexpr int kItemsPerThread = 4;  // an item that is more than its share of so many is cut
 
 }  // namespace
@@ -25,17 +26,21 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
       const int first = first_visible(*low) / kSplitTokens;
       const int sinks = first_visible(*high) ? (sink_tokens + kSplitTokens - 1) / kSplitTokens : 0;
       for (int h = 0; h < heads; h++)
-        whole.push_back({b, h, row, last, 0, sinks + *high / kSplitTokens + 1 - first, sinks, first, *high + 1, -1});
+        whole.push_back({b, h, row, last, 0, sinks + *high / kSplitTokens + 1 - first, sinks, first,
+                         *high + 1, -1});
     }
   int64_t total = 0;
   for (const AttentionItem& item : whole) total += item.cost();
-  for (const AttentionItem& item : whole) add(item, plan.threads() > 1 && item.cost() * plan.threads() * kItemsPerThread > total);
+  for (const AttentionItem& item : whole)
+    add(item, plan.threads() > 1 && item.cost() * plan.threads() * kItemsPerThread > total);
   if (items.size() > static_cast<size_t>(plan.threads())) deal(plan.threads());
 }
 
 // Every thread has long items first and short ones at the end, so that all end together.
 void AttentionWork::deal(int threads) {
-  std::stable_sort(items.begin(), items.end(), [](const AttentionItem& a, const AttentionItem& b) { return a.cost() > b.cost(); });
+  std::stable_sort(items.begin(), items.end(), [](const AttentionItem& a, const AttentionItem& b) {
+    return a.cost() > b.cost();
+  });
   std::vector<AttentionItem> dealt;
   dealt.reserve(items.size());
   const size_t n = static_cast<size_t>(threads);

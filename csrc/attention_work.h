@@ -1,4 +1,5 @@
-// What there is to attend to in a step: items of work for the threads, the same for every layer of a group.
+// What there is to attend to in a step: items of work for the threads, the same for every layer of
+// a group.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -7,14 +8,15 @@
 
 namespace headrace {
 
-// Some rows of a sequence, one KV head, and parts of what they see: [first_part, last_part) of the splits with tokens that they see as
-// sinks, and then of the splits that their windows reach.
+// Some rows of a sequence, one KV head, and parts of what they see: [first_part, last_part) of the
+// splits with tokens that they see as sinks, and then of the splits that their windows reach.
 struct AttentionItem {
   int seq, head, first_row, last_row, first_part, last_part;
   int sink_parts;    // parts with sinks, of all that there are
   int window_split;  // of the first part behind them
   int context;       // tokens up to the deepest row
-  int partial;       // >= 0: the first of this item's entries among the partial results, to be merged once all splits are there
+  int partial;  // >= 0: the first of this item's entries among the partial results, to be merged
+                // once all splits are there
 
   int rows() const { return last_row - first_row; }
   bool is_sinks(int part) const { return part < sink_parts; }
@@ -22,11 +24,13 @@ struct AttentionItem {
   // Pairs of a row and a token, about; a part with sinks counts as a whole split.
   int64_t cost() const {
     const int before = window_split - sink_parts;
-    return static_cast<int64_t>(rows()) * (std::min((before + last_part) * kSplitTokens, context) - (before + first_part) * kSplitTokens);
+    return static_cast<int64_t>(rows()) * (std::min((before + last_part) * kSplitTokens, context) -
+                                           (before + first_part) * kSplitTokens);
   }
 };
 
-// Softmax of some query vectors over a part of their context: maximum, sum of weights, weighted values.
+// Softmax of some query vectors over a part of their context: maximum, sum of weights, weighted
+// values.
 struct SoftmaxStates {
   std::vector<float> max, sum, out;
 
@@ -40,13 +44,19 @@ class AttentionWork {
  public:
   // `share`: query heads of a KV head; `shape`: what is computed with.
   AttentionWork(int group, int share, const KvGroup& seen, const KvRecord& shape)
-      : group(group), share(share), sink_tokens(seen.sink_tokens), shape(shape), window_(seen.window) {}
+      : group(group),
+        share(share),
+        sink_tokens(seen.sink_tokens),
+        shape(shape),
+        window_(seen.window) {}
 
   // Plans the running step, unless that is done already.
   void prepare(const Plan& plan, const Step& step);
 
   // Visible tokens for a row at `position`: from here to `position`, and the sinks before it.
-  int first_visible(int position) const { return window_ && position - window_ >= sink_tokens ? position - window_ + 1 : 0; }
+  int first_visible(int position) const {
+    return window_ && position - window_ >= sink_tokens ? position - window_ + 1 : 0;
+  }
 
   const int group, share, sink_tokens;
   const KvRecord shape;

@@ -1,4 +1,5 @@
-// Python's view of the plan and of the machine. Each batch is checked here, once; the ops trust what they get.
+// Python's view of the plan and of the machine. Each batch is checked here, once; the ops trust
+// what they get.
 #include "bind.h"
 
 #include <nanobind/nanobind.h>
@@ -29,23 +30,28 @@ namespace {
 template <class T>
 using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 using Ints = Array<int32_t>;
-using GivenScales = std::variant<Array<float>, Array<uint8_t>>;  // of the rows of a weight, or of its blocks
+using GivenScales =
+    std::variant<Array<float>, Array<uint8_t>>;  // of the rows of a weight, or of its blocks
 using GivenValues = std::optional<Array<int8_t>>;
 
-// A weight as Python gives it. The row order is copied: it is checked and then used without Python's lock.
+// A weight as Python gives it. The row order is copied: it is checked and then used without
+// Python's lock.
 struct GivenWeight {
   std::vector<int64_t> order;
   Stored stored;
 
-  GivenWeight(const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& row_order,
+  GivenWeight(const std::string& format, int rows, int cols, const Array<uint8_t>& data,
+              const std::optional<Array<int64_t>>& row_order,
               const std::optional<GivenScales>& scales, const GivenValues& values)
       : stored{format, rows, cols, data.data(), data.size()} {
     if (values) stored.values = {values->data(), values->size()};
     if (row_order) order.assign(row_order->data(), row_order->data() + row_order->size());
     stored.row_order = order;
     if (!scales) return;
-    if (const auto* of_rows = std::get_if<Array<float>>(&*scales)) stored.row_scales = {of_rows->data(), of_rows->size()};
-    if (const auto* of_blocks = std::get_if<Array<uint8_t>>(&*scales)) stored.block_scales = {of_blocks->data(), of_blocks->size()};
+    if (const auto* of_rows = std::get_if<Array<float>>(&*scales))
+      stored.row_scales = {of_rows->data(), of_rows->size()};
+    if (const auto* of_blocks = std::get_if<Array<uint8_t>>(&*scales))
+      stored.block_scales = {of_blocks->data(), of_blocks->size()};
   }
 };
 
@@ -59,22 +65,30 @@ auto unlocked(Plan& plan, auto&& f) {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 const Weight& table_of(const Plan& plan, int weight) {
-  require(weight >= 0 && weight < plan.num_weights() && is_table(plan.weight(weight).format), "there is no such matrix with a table");
+  require(weight >= 0 && weight < plan.num_weights() && is_table(plan.weight(weight).format),
+          "there is no such matrix with a table");
   return plan.weight(weight);
 }
 
-void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes& scales, const std::optional<Bytes>& zeros) {
+void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes& scales,
+                const std::optional<Bytes>& zeros) {
   const Weight& w = table_of(available(p), weight);
   const size_t count = codes.shape(0), numbers = static_cast<size_t>(w.shape.num_scales);
-  require(first >= 0 && first % kTileRows == 0 && first <= w.rows && count <= static_cast<size_t>(w.rows - first),
+  require(first >= 0 && first % kTileRows == 0 && first <= w.rows &&
+              count <= static_cast<size_t>(w.rows - first),
           "the rows of a matrix come in order, a multiple of 16 at a time");
-  require(count % kTileRows == 0 || first + static_cast<int>(count) == w.rows, "all rows but the last come 16 at a time");
+  require(count % kTileRows == 0 || first + static_cast<int>(count) == w.rows,
+          "all rows but the last come 16 at a time");
   require(codes.shape(1) == static_cast<size_t>(w.cols), "a matrix has a code for each column");
-  const auto fits = [&](const Bytes& b, Number type) { return b.shape(0) == count && b.shape(1) == numbers * number_bytes(type); };
+  const auto fits = [&](const Bytes& b, Number type) {
+    return b.shape(0) == count && b.shape(1) == numbers * number_bytes(type);
+  };
   require(fits(scales, w.shape.scales), "a row has a scale for each group of columns");
-  require(zeros.has_value() == (w.shape.zeros != Number::kNone) && (!zeros || fits(*zeros, w.shape.zeros)),
+  require(zeros.has_value() == (w.shape.zeros != Number::kNone) &&
+              (!zeros || fits(*zeros, w.shape.zeros)),
           "a row has a zero for each scale, or none at all in this format");
-  const TableRows rows{first, static_cast<int>(count), codes.data(), scales.data(), zeros ? zeros->data() : nullptr};
+  const TableRows rows{first, static_cast<int>(count), codes.data(), scales.data(),
+                       zeros ? zeros->data() : nullptr};
   unlocked(p, [&](Plan& to) { to.fill_table(weight, rows); });
 }
 
@@ -87,17 +101,22 @@ void fill_table_blocks(Plan& p, int weight, const std::string& format, const Arr
 
 KvRecord kv_record(const std::string& dtype, int key_dim, int value_dim) {
   require(key_dim > 0 && key_dim <= kMaxWidth, "a KV cache needs keys, of at most 2^24 numbers");
-  require(value_dim >= 0 && value_dim <= kMaxWidth, "values have at most 2^24 numbers, or 0 where they are part of the keys");
-  for (const auto& [name, type] :
-       {std::pair("bf16", KvType::kBf16), {"f32", KvType::kF32}, {"int8", KvType::kInt8}, {"int4", KvType::kInt4}})
+  require(value_dim >= 0 && value_dim <= kMaxWidth,
+          "values have at most 2^24 numbers, or 0 where they are part of the keys");
+  for (const auto& [name, type] : {std::pair("bf16", KvType::kBf16),
+                                   {"f32", KvType::kF32},
+                                   {"int8", KvType::kInt8},
+                                   {"int4", KvType::kInt4}})
     if (dtype == name) return {type, key_dim, value_dim};
   throw std::invalid_argument("unknown number format of keys and values: " + dtype);
 }
 
 constexpr const char* kVectorLength = "a vector has 1 to 2^24 numbers";
 RowKind row_kind(const std::string& name) {
-  for (const auto& [known, kind] :
-       {std::pair("step", RowKind::kStep), {"gathered", RowKind::kGathered}, {"logit", RowKind::kLogit}, {"pooled", RowKind::kPooled}})
+  for (const auto& [known, kind] : {std::pair("step", RowKind::kStep),
+                                    {"gathered", RowKind::kGathered},
+                                    {"logit", RowKind::kLogit},
+                                    {"pooled", RowKind::kPooled}})
     if (name == known) return kind;
   throw std::invalid_argument("unknown rows of a buffer: " + name);
 }
@@ -105,14 +124,19 @@ RowKind row_kind(const std::string& name) {
 constexpr int kMaxContext = 1 << 30, kMaxRows = 1 << 24;
 
 void check_sequences(const Step& s) {
-  require(s.row_start[0] == 0 && s.row_start[s.num_seqs] == s.rows, "row_start must run from 0 to the number of rows");
-  for (int b = 0; b < s.num_seqs; b++) require(s.row_start[b + 1] > s.row_start[b], "a sequence needs a row");  // so all lie in the step
+  require(s.row_start[0] == 0 && s.row_start[s.num_seqs] == s.rows,
+          "row_start must run from 0 to the number of rows");
+  for (int b = 0; b < s.num_seqs; b++)
+    require(s.row_start[b + 1] > s.row_start[b],
+            "a sequence needs a row");  // so all lie in the step
   for (int b = 0; b < s.num_seqs; b++) {
     const int rows = s.row_start[b + 1] - s.row_start[b], context = s.context_len[b];
-    require(s.scheduled_len[b] >= 1 && s.scheduled_len[b] <= rows, "a sequence needs a scheduled row and no more than its rows");
+    require(s.scheduled_len[b] >= 1 && s.scheduled_len[b] <= rows,
+            "a sequence needs a scheduled row and no more than its rows");
     require(context >= 0 && context <= kMaxContext, "a context has no more than 2^30 tokens");
     for (int row = s.row_start[b]; row < s.row_start[b + 1]; row++) {
-      require(s.positions[row] >= context && s.positions[row] <= context + row - s.row_start[b], "a position lies outside its sequence");
+      require(s.positions[row] >= context && s.positions[row] <= context + row - s.row_start[b],
+              "a position lies outside its sequence");
       const int drafts = rows - s.scheduled_len[b];
       for (int w = 0; s.ancestors && w < s.ancestor_words; w++) {
         const uint64_t bits = s.ancestors[static_cast<size_t>(row) * s.ancestor_words + w];
@@ -129,32 +153,41 @@ void check_slot(int slot, const KvCache& cache) {
 
 void check_kv(const Step& s, const KvRows& kv, const KvCache& cache) {
   for (int b = 0; b < s.num_seqs; b++) {
-    const int blocks = (s.context_len[b] + s.row_start[b + 1] - s.row_start[b] + kKvTile - 1) / kKvTile;
+    const int blocks =
+        (s.context_len[b] + s.row_start[b + 1] - s.row_start[b] + kKvTile - 1) / kKvTile;
     require(blocks <= kv.max_blocks, "a sequence needs more blocks than the block table has");
     for (int i = 0; i < blocks; i++) {
       const int block = kv.block_table[static_cast<size_t>(b) * kv.max_blocks + i];
-      require(block >= 0 && block < cache.num_blocks(), "the block table names a block that is not there");
+      require(block >= 0 && block < cache.num_blocks(),
+              "the block table names a block that is not there");
     }
   }
   for (int i = 0; i < s.rows; i++) check_slot(kv.slots[i], cache);
 }
 
-void check_step(const Step& s, const Plan& plan, int vocab) {  // tokens that the program has embeddings for
+void check_step(const Step& s, const Plan& plan,
+                int vocab) {  // tokens that the program has embeddings for
   require(s.rows >= 1 && s.num_seqs >= 1, "a step needs a row");
   check_sequences(s);
   for (size_t g = 0; g < s.kv.size(); g++) check_kv(s, s.kv[g], plan.kv(static_cast<int>(g)));
-  for (int i = 0; i < s.rows; i++) require(s.tokens[i] >= 0 && s.tokens[i] < vocab, "a token lies outside the vocabulary");
+  for (int i = 0; i < s.rows; i++)
+    require(s.tokens[i] >= 0 && s.tokens[i] < vocab, "a token lies outside the vocabulary");
   for (int i = 0; i < s.logit_rows + s.pooled_rows; i++)
-    require(s.gathered_row[i] >= 0 && s.gathered_row[i] < s.rows, "a logit row or a pooled row lies outside the step");
+    require(s.gathered_row[i] >= 0 && s.gathered_row[i] < s.rows,
+            "a logit row or a pooled row lies outside the step");
 }
 
-// Copies of the numbers that a step is steered by: while it runs, without Python's lock, other threads may write to the arrays.
+// Copies of the numbers that a step is steered by: while it runs, without Python's lock, other
+// threads may write to the arrays.
 class Copies {
  public:
-  const int32_t* operator()(const Ints& array) { return ints_.emplace_back(array.data(), array.data() + array.size()).data(); }
+  const int32_t* operator()(const Ints& array) {
+    return ints_.emplace_back(array.data(), array.data() + array.size()).data();
+  }
   const int32_t* operator()(const Ints& array, const std::optional<Ints>& behind) {
     (*this)(array);
-    if (behind) ints_.back().insert(ints_.back().end(), behind->data(), behind->data() + behind->size());
+    if (behind)
+      ints_.back().insert(ints_.back().end(), behind->data(), behind->data() + behind->size());
     return ints_.back().data();
   }
   const uint64_t* operator()(const Array<uint64_t>& array) {
@@ -167,30 +200,37 @@ class Copies {
   std::vector<uint64_t> words_;
 };
 
-// slots [T] and block_table [B, blocks] of each group, or nothing at all where the program keeps nothing.
-std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const Plan& plan, bool keeps, size_t rows, size_t seqs,
-                            Copies& copy) {
+// slots [T] and block_table [B, blocks] of each group, or nothing at all where the program keeps
+// nothing.
+std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const Plan& plan,
+                            bool keeps, size_t rows, size_t seqs, Copies& copy) {
   require(kv.size() == plan.kv_groups().size() || (kv.empty() && !keeps),
           "a step needs the slots and the block table of every group of layers");
   std::vector<KvRows> all;
   for (const auto& [slots, block_table] : kv) {
     require(slots.size() == rows, "a group of layers needs a slot for each row");
-    require(block_table.ndim() == 2 && block_table.shape(0) == seqs && block_table.shape(1) <= kMaxContext / kKvTile,
+    require(block_table.ndim() == 2 && block_table.shape(0) == seqs &&
+                block_table.shape(1) <= kMaxContext / kKvTile,
             "block_table must be [sequences, blocks]");
     all.push_back({copy(slots), copy(block_table), static_cast<int>(block_table.shape(1))});
   }
   return all;
 }
 
-// tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots, block_table) of each group; ancestors [T, words];
-// logit_rows [R]; pooled_rows [P] or none; inputs [T, width] or none; adapters [B] or none
-bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_start, const Ints& context_len, const Ints& scheduled_len,
-         const std::vector<std::pair<Ints, Ints>>& kv, const std::optional<Array<uint64_t>>& ancestors, const Ints& logit_rows,
-         const std::optional<Ints>& pooled_rows, const std::optional<Array<float>>& inputs, int program,
-         const std::optional<Ints>& adapters) {
+// tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots, block_table) of
+// each group; ancestors [T, words]; logit_rows [R]; pooled_rows [P] or none; inputs [T, width] or
+// none; adapters [B] or none
+bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_start,
+         const Ints& context_len, const Ints& scheduled_len,
+         const std::vector<std::pair<Ints, Ints>>& kv,
+         const std::optional<Array<uint64_t>>& ancestors, const Ints& logit_rows,
+         const std::optional<Ints>& pooled_rows, const std::optional<Array<float>>& inputs,
+         int program, const std::optional<Ints>& adapters) {
   const OneCaller::Turn turn(plan.caller(), "the plan is at work in another thread: one at a time");
   require(program >= 0 && program < plan.num_programs(), "a plan has no such program");
-  require(tokens.size() <= kMaxRows && logit_rows.size() <= kMaxRows && context_len.size() <= kMaxRows, "a step has at most 2^24 rows");
+  require(
+      tokens.size() <= kMaxRows && logit_rows.size() <= kMaxRows && context_len.size() <= kMaxRows,
+      "a step has at most 2^24 rows");
   require(!pooled_rows || pooled_rows->size() <= kMaxRows, "a step has at most 2^24 pooled rows");
   Copies copy;
   Step s{};
@@ -198,28 +238,35 @@ bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_
   s.num_seqs = static_cast<int>(context_len.size());
   s.logit_rows = static_cast<int>(logit_rows.size());
   s.pooled_rows = pooled_rows ? static_cast<int>(pooled_rows->size()) : 0;
-  require(positions.size() == tokens.size() && row_start.size() == context_len.size() + 1 && scheduled_len.size() == context_len.size(),
+  require(positions.size() == tokens.size() && row_start.size() == context_len.size() + 1 &&
+              scheduled_len.size() == context_len.size(),
           "the arrays of a step must agree in length");
   s.tokens = copy(tokens), s.positions = copy(positions), s.row_start = copy(row_start);
-  s.context_len = copy(context_len), s.scheduled_len = copy(scheduled_len), s.gathered_row = copy(logit_rows, pooled_rows);
+  s.context_len = copy(context_len), s.scheduled_len = copy(scheduled_len),
+  s.gathered_row = copy(logit_rows, pooled_rows);
   s.kv = kv_rows(kv, plan, plan.program(program).keeps, tokens.size(), context_len.size(), copy);
   if (ancestors) {
-    require(ancestors->ndim() == 2 && ancestors->shape(0) == tokens.size() && ancestors->shape(1) <= tokens.size() / 64 + 1,
+    require(ancestors->ndim() == 2 && ancestors->shape(0) == tokens.size() &&
+                ancestors->shape(1) <= tokens.size() / 64 + 1,
             "ancestors must be [rows, words], with no more words than rows have bits");
     s.ancestors = copy(*ancestors);
     s.ancestor_words = static_cast<int>(ancestors->shape(1));
   }
   const int width = plan.program(program).input_width;
-  require(inputs.has_value() == (width > 0), "a program has input rows, or none: the step must be alike");
+  require(inputs.has_value() == (width > 0),
+          "a program has input rows, or none: the step must be alike");
   if (inputs) {
-    require(inputs->ndim() == 2 && inputs->shape(0) == tokens.size() && inputs->shape(1) == static_cast<size_t>(width),
+    require(inputs->ndim() == 2 && inputs->shape(0) == tokens.size() &&
+                inputs->shape(1) == static_cast<size_t>(width),
             "inputs must be [rows, the width that the program reads]");
     s.inputs = inputs->data();
   }
   if (adapters) {
     require(adapters->size() == context_len.size(), "adapters has a number for each sequence");
     s.adapters = copy(*adapters);
-    for (int b = 0; b < s.num_seqs; b++) require(s.adapters[b] == -1 || plan.adapters().has(s.adapters[b]), "there is no such adapter");
+    for (int b = 0; b < s.num_seqs; b++)
+      require(s.adapters[b] == -1 || plan.adapters().has(s.adapters[b]),
+              "there is no such adapter");
   }
   check_step(s, plan, plan.program(program).vocab);
   nb::gil_scoped_release release;
@@ -228,18 +275,23 @@ bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_
 
 constexpr int kMaxRank = 1 << 12;
 
-// An adapter of matrices down [rank, columns] and up [rows, rank], with a scale, for some weights; returns its number.
-int add_adapter(Plan& plan, const std::vector<std::tuple<int, Array<float>, Array<float>, float>>& matrices) {
+// An adapter of matrices down [rank, columns] and up [rows, rank], with a scale, for some weights;
+// returns its number.
+int add_adapter(Plan& plan,
+                const std::vector<std::tuple<int, Array<float>, Array<float>, float>>& matrices) {
   available(plan);
   std::vector<std::pair<int, LowRank>> all;
   for (const auto& [id, down, up, scale] : matrices) {
     require(id >= 0 && id < plan.num_weights(), "a plan has no such weight");
     const Weight& weight = plan.weight(id);
-    require(down.ndim() == 2 && up.ndim() == 2 && down.shape(0) == up.shape(1), "down is [rank, columns], and up [rows, rank]");
+    require(down.ndim() == 2 && up.ndim() == 2 && down.shape(0) == up.shape(1),
+            "down is [rank, columns], and up [rows, rank]");
     require(down.shape(0) > 0 && down.shape(0) <= kMaxRank, "an adapter has a rank of 1 to 4,096");
-    require(down.shape(1) == static_cast<size_t>(weight.cols) && up.shape(0) == static_cast<size_t>(weight.rows),
+    require(down.shape(1) == static_cast<size_t>(weight.cols) &&
+                up.shape(0) == static_cast<size_t>(weight.rows),
             "an adapter has the shape of its weight");
-    all.emplace_back(id, LowRank(down.data(), up.data(), scale, static_cast<int>(down.shape(0)), weight.rows, weight.cols));
+    all.emplace_back(id, LowRank(down.data(), up.data(), scale, static_cast<int>(down.shape(0)),
+                                 weight.rows, weight.cols));
   }
   const int adapter = plan.add_adapter();
   for (auto& [id, low_rank] : all) plan.adapters().put(adapter, id, std::move(low_rank));
@@ -254,11 +306,16 @@ int checked_threads(int threads) {
 nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int rows) {
   require(id >= 0 && id < available(plan).num_buffers(), "a plan has no such buffer");
   const Buffer& b = plan.buffer(id);
-  if (!b.floats) throw std::invalid_argument("a packed buffer, or one of a plan that has not run, has no float rows");
-  require(rows >= 0 && static_cast<size_t>(rows) <= plan.capacity(b), "a buffer has not so many rows");
+  if (!b.floats)
+    throw std::invalid_argument(
+        "a packed buffer, or one of a plan that has not run, has no float rows");
+  require(rows >= 0 && static_cast<size_t>(rows) <= plan.capacity(b),
+          "a buffer has not so many rows");
   const size_t shape[] = {static_cast<size_t>(rows), static_cast<size_t>(b.width)};
-  using Owner = std::shared_ptr<Arena>;  // the memory stays while there is a view of it, also when the plan has moved on to a larger one
-  nb::capsule owner(new Owner(plan.activations()), [](void* p) noexcept { delete static_cast<Owner*>(p); });
+  using Owner = std::shared_ptr<Arena>;  // the memory stays while there is a view of it, also when
+                                         // the plan has moved on to a larger one
+  nb::capsule owner(new Owner(plan.activations()),
+                    [](void* p) noexcept { delete static_cast<Owner*>(p); });
   return {b.row(0), 2, shape, owner};
 }
 
@@ -266,7 +323,8 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> floats_of(Plan& plan, int id, int row
 
 void bind_plan(nb::module_& m) {
   nb::class_<Pool>(m, "Pool").def(
-      "__init__", [](Pool* self, int threads) { new (self) Pool(checked_threads(threads)); }, nb::arg("threads"));
+      "__init__", [](Pool* self, int threads) { new (self) Pool(checked_threads(threads)); },
+      nb::arg("threads"));
   nb::class_<Plan> plan(m, "Plan");
   plan.def(
           "__init__",
@@ -274,7 +332,8 @@ void bind_plan(nb::module_& m) {
             require(pool != nullptr, "a plan needs threads");
             new (self) Plan(kernels_for(isa), std::move(pool));
           },
-          nb::arg("isa"), nb::arg("pool"), "A plan on the threads of another, which never runs at the same time.")
+          nb::arg("isa"), nb::arg("pool"),
+          "A plan on the threads of another, which never runs at the same time.")
       .def(
           "__init__",
           [](Plan* self, const std::string& isa, int threads) {
@@ -283,58 +342,77 @@ void bind_plan(nb::module_& m) {
           nb::arg("isa"), nb::arg("threads"))
       .def(
           "add_kv_group",
-          [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks, const std::string& kv_dtype,
-             int num_sink_tokens) {
+          [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks,
+             const std::string& kv_dtype, int num_sink_tokens) {
             require(layers >= 0 && kv_heads > 0 && blocks > 0 && blocks <= kMaxContext / kKvTile,
                     "a KV cache needs heads and blocks, and its layers are a number from 0 on");
             require(key_dim % 2 == 0 && value_dim % 2 == 0, "a KV cache needs even head sizes");
-            require(kv_heads <= kMaxWidth / std::max({key_dim, value_dim, 1}), "a KV cache is not so wide");
+            require(kv_heads <= kMaxWidth / std::max({key_dim, value_dim, 1}),
+                    "a KV cache is not so wide");
             require(window >= 0, "a window is a number of positions");
-            require(num_sink_tokens >= 0 && num_sink_tokens <= (window ? kMaxContext : 0), "sinks are the first tokens, beside a window");
+            require(num_sink_tokens >= 0 && num_sink_tokens <= (window ? kMaxContext : 0),
+                    "sinks are the first tokens, beside a window");
             available(p).add_kv_group(
-                {KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, key_dim, value_dim)), window, num_sink_tokens});
+                {KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, key_dim, value_dim)), window,
+                 num_sink_tokens});
           },
-          nb::arg("layers"), nb::arg("kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"), nb::arg("window"), nb::arg("blocks"),
-          nb::arg("kv_dtype"), nb::arg("num_sink_tokens") = 0,
-          "Layers that keep alike and see alike, without values (0) where they are part of the keys. Groups are numbered in the order in "
+          nb::arg("layers"), nb::arg("kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"),
+          nb::arg("window"), nb::arg("blocks"), nb::arg("kv_dtype"), nb::arg("num_sink_tokens") = 0,
+          "Layers that keep alike and see alike, without values (0) where they are part of the "
+          "keys. Groups are numbered in the order in "
           "which they come.")
       .def(
           "use_float_activations", [](Plan& p) { available(p).use_float_activations(); },
-          "From now on quantised weights are multiplied with float32 activations; not those of int8 by row.")
+          "From now on quantised weights are multiplied with float32 activations; not those of "
+          "int8 by row.")
       .def(
           "add_weight",
-          [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data, const std::optional<Array<int64_t>>& order,
-             const std::optional<GivenScales>& scales, const GivenValues& values) {
+          [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data,
+             const std::optional<Array<int64_t>>& order, const std::optional<GivenScales>& scales,
+             const GivenValues& values) {
             const GivenWeight weight(format, rows, cols, data, order, scales, values);
             return unlocked(p, [&](Plan& plan) { return plan.add_weight(weight.stored); });
           },
-          nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"), nb::arg("row_order").none(),
-          nb::arg("scales").none() = nb::none(), nb::arg("values").none() = nb::none(),
-          "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as bytes. Values are what codes are the "
+          nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"),
+          nb::arg("row_order").none(), nb::arg("scales").none() = nb::none(),
+          nb::arg("values").none() = nb::none(),
+          "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as "
+          "bytes. Values are what codes are the "
           "numbers\n"
-          "of, where these are integers that come with the matrix: 16, or the points of a grid, [points, columns of a point].")
+          "of, where these are integers that come with the matrix: 16, or the points of a grid, "
+          "[points, columns of a point].")
       .def(
           "add_weight_pair",
-          [](Plan& p, const std::string& format_a, const Array<uint8_t>& a, const std::optional<GivenScales>& scales_a,
-             const std::string& format_b, const Array<uint8_t>& b, const std::optional<GivenScales>& scales_b, int rows, int cols,
-             const GivenValues& values) {
-            const GivenWeight first(format_a, rows, cols, a, {}, scales_a, values), second(format_b, rows, cols, b, {}, scales_b, values);
-            return unlocked(p, [&](Plan& plan) { return plan.add_weight_pair(first.stored, second.stored); });
+          [](Plan& p, const std::string& format_a, const Array<uint8_t>& a,
+             const std::optional<GivenScales>& scales_a, const std::string& format_b,
+             const Array<uint8_t>& b, const std::optional<GivenScales>& scales_b, int rows,
+             int cols, const GivenValues& values) {
+            const GivenWeight first(format_a, rows, cols, a, {}, scales_a, values),
+                second(format_b, rows, cols, b, {}, scales_b, values);
+            return unlocked(
+                p, [&](Plan& plan) { return plan.add_weight_pair(first.stored, second.stored); });
           },
-          nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"), nb::arg("b"), nb::arg("scales_b").none(),
-          nb::arg("rows"), nb::arg("cols"), nb::arg("values").none() = nb::none())
+          nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"),
+          nb::arg("b"), nb::arg("scales_b").none(), nb::arg("rows"), nb::arg("cols"),
+          nb::arg("values").none() = nb::none())
       .def(
-          "reserve_weights", [](Plan& p, size_t nbytes) { available(p).reserve_weights(nbytes); }, nb::arg("nbytes"),
-          "Make room for the weights that come next, in one piece.")
+          "reserve_weights", [](Plan& p, size_t nbytes) { available(p).reserve_weights(nbytes); },
+          nb::arg("nbytes"), "Make room for the weights that come next, in one piece.")
       .def(
-          "add_table", [](Plan& p, const TableSpec& spec) { return available(p).add_table(spec); }, nb::arg("spec"),
-          "A matrix whose rows `fill_table` brings; returns its number.")
+          "add_table", [](Plan& p, const TableSpec& spec) { return available(p).add_table(spec); },
+          nb::arg("spec"), "A matrix whose rows `fill_table` brings; returns its number.")
       .def(
-          "add_table_pair", [](Plan& p, const TableSpec& a, const TableSpec& b) { return available(p).add_table_pair(a, b); }, nb::arg("a"),
-          nb::arg("b"))
-      .def("fill_table", &fill_table, nb::arg("weight"), nb::arg("first"), nb::arg("codes"), nb::arg("scales"), nb::arg("zeros").none(),
-           "Rows from `first` on, a multiple of 16: codes [rows, columns], and the bytes of scales and zeros [rows, bytes of a row].")
-      .def("fill_table_blocks", &fill_table_blocks, nb::arg("weight"), nb::arg("format"), nb::arg("data"), nb::arg("row_order").none(),
+          "add_table_pair",
+          [](Plan& p, const TableSpec& a, const TableSpec& b) {
+            return available(p).add_table_pair(a, b);
+          },
+          nb::arg("a"), nb::arg("b"))
+      .def("fill_table", &fill_table, nb::arg("weight"), nb::arg("first"), nb::arg("codes"),
+           nb::arg("scales"), nb::arg("zeros").none(),
+           "Rows from `first` on, a multiple of 16: codes [rows, columns], and the bytes of scales "
+           "and zeros [rows, bytes of a row].")
+      .def("fill_table_blocks", &fill_table_blocks, nb::arg("weight"), nb::arg("format"),
+           nb::arg("data"), nb::arg("row_order").none(),
            "All rows, as blocks of a file; those that are codes with scales of 16 bits.")
       .def("add_vector",
            [](Plan& p, const Array<float>& data) {
@@ -351,12 +429,15 @@ void bind_plan(nb::module_& m) {
       .def(
           "add_program", [](Plan& p) { return available(p).add_program(); },
           "Begin another program over the same weights, KV and buffers; returns its number.")
-      .def("run", &run, nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"), nb::arg("context_len"), nb::arg("scheduled_len"),
-           nb::arg("kv"), nb::arg("ancestors").none(), nb::arg("logit_rows"), nb::arg("pooled_rows").none() = nb::none(),
-           nb::arg("inputs").none() = nb::none(), nb::arg("program") = 0, nb::arg("adapters").none() = nb::none(),
+      .def("run", &run, nb::arg("tokens"), nb::arg("positions"), nb::arg("row_start"),
+           nb::arg("context_len"), nb::arg("scheduled_len"), nb::arg("kv"),
+           nb::arg("ancestors").none(), nb::arg("logit_rows"),
+           nb::arg("pooled_rows").none() = nb::none(), nb::arg("inputs").none() = nb::none(),
+           nb::arg("program") = 0, nb::arg("adapters").none() = nb::none(),
            "Run a step; returns whether the buffers have moved.")
       .def("add_adapter", &add_adapter, nb::arg("matrices"),
-           "An adapter: (weight, down [rank, columns], up [rows, rank], scale) for some weights. Returns its number.")
+           "An adapter: (weight, down [rank, columns], up [rows, rank], scale) for some weights. "
+           "Returns its number.")
       .def(
           "remove_adapter",
           [](Plan& p, int adapter) {
@@ -369,10 +450,13 @@ void bind_plan(nb::module_& m) {
              require(available(p).adapters().has(adapter), "there is no such adapter");
              return p.adapters().bytes(adapter);
            })
-      .def("floats", &floats_of, "A view of the float rows of a buffer; valid until the next run overwrites them or moves the buffers.")
+      .def("floats", &floats_of,
+           "A view of the float rows of a buffer; valid until the next run overwrites them or "
+           "moves the buffers.")
       .def("move_slots",
            [](Plan& p, int group, const Ints& source, const Ints& target) {
-             require(group >= 0 && group < static_cast<int>(p.kv_groups().size()), "there is no such group of layers");
+             require(group >= 0 && group < static_cast<int>(p.kv_groups().size()),
+                     "there is no such group of layers");
              require(source.size() == target.size(), "moves need as many targets as sources");
              const KvCache& cache = p.kv(group);
              Copies copy;
@@ -403,7 +487,10 @@ void bind_plan(nb::module_& m) {
           "Bytes of the KV of each group.");
   bind_ops(plan);
   m.def(
-      "kv_block_bytes", [](const std::string& dtype, int key_dim, int value_dim) { return kv_record(dtype, key_dim, value_dim).bytes(); },
+      "kv_block_bytes",
+      [](const std::string& dtype, int key_dim, int value_dim) {
+        return kv_record(dtype, key_dim, value_dim).bytes();
+      },
       nb::arg("kv_dtype"), nb::arg("key_dim"), nb::arg("value_dim"),
       "Bytes of the keys and values of 32 tokens, of one layer and KV head.");
   m.def("packed_bytes", &packed_bytes, nb::arg("format"), nb::arg("rows"), nb::arg("cols"),
@@ -418,10 +505,12 @@ void bind_plan(nb::module_& m) {
   m.def("isas", &available_isas, "Instruction sets of this machine, best last.");
   m.def("isa", [] { return available_isas().back(); }, "The best instruction set of this machine.");
   m.def(
-      "read_bandwidth", [](int threads, size_t nbytes) { return read_bandwidth(checked_threads(threads), nbytes); },
+      "read_bandwidth",
+      [](int threads, size_t nbytes) { return read_bandwidth(checked_threads(threads), nbytes); },
       nb::call_guard<nb::gil_scoped_release>(), nb::arg("threads"), nb::arg("nbytes"));
   m.def(
-      "dot_rate", [](const std::string& kind, int threads) { return dot_rate(kind, checked_threads(threads)); },
+      "dot_rate",
+      [](const std::string& kind, int threads) { return dot_rate(kind, checked_threads(threads)); },
       nb::call_guard<nb::gil_scoped_release>(), nb::arg("kind"), nb::arg("threads"));
 }
 

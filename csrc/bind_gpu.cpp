@@ -32,29 +32,40 @@ std::span<T> records_of(const Table& table, const char* wrong) {
 
 void check_rows(const Ints& row_start, const Ints& context, const Ints& scheduled, size_t rows) {
   const size_t seqs = context.size();
-  require(row_start.size() == seqs + 1 && scheduled.size() == seqs, "a batch needs row_start [B + 1] and scheduled_len [B]");
+  require(row_start.size() == seqs + 1 && scheduled.size() == seqs,
+          "a batch needs row_start [B + 1] and scheduled_len [B]");
   require(row_start.data()[0] == 0, "the rows of a batch begin at 0");
   for (size_t seq = 0; seq < seqs; seq++) {
     const int64_t num = static_cast<int64_t>(row_start.data()[seq + 1]) - row_start.data()[seq];
-    require(num >= 1 && scheduled.data()[seq] >= 1 && scheduled.data()[seq] <= num, "a sequence has known rows, and drafts behind them");
-    require(context.data()[seq] >= 0 && context.data()[seq] < 1 << 30, "a context has between 0 and 2^30 tokens");
+    require(num >= 1 && scheduled.data()[seq] >= 1 && scheduled.data()[seq] <= num,
+            "a sequence has known rows, and drafts behind them");
+    require(context.data()[seq] >= 0 && context.data()[seq] < 1 << 30,
+            "a context has between 0 and 2^30 tokens");
   }
-  require(static_cast<size_t>(row_start.data()[seqs]) <= rows, "there is no room for the records of all rows");
+  require(static_cast<size_t>(row_start.data()[seqs]) <= rows,
+          "there is no room for the records of all rows");
 }
 
-GpuWork make_work(int rows_per_tile, int units_per_item, int programs, int split, int window, int sink_tokens) {
-  require(rows_per_tile > 0 && units_per_item > 0 && programs > 0 && split > 0, "tiles, units, programs and splits are positive");
-  require(window >= 0 && sink_tokens >= 0 && (window || !sink_tokens), "sinks are kept beside a window");
+GpuWork make_work(int rows_per_tile, int units_per_item, int programs, int split, int window,
+                  int sink_tokens) {
+  require(rows_per_tile > 0 && units_per_item > 0 && programs > 0 && split > 0,
+          "tiles, units, programs and splits are positive");
+  require(window >= 0 && sink_tokens >= 0 && (window || !sink_tokens),
+          "sinks are kept beside a window");
   return GpuWork({rows_per_tile, units_per_item, programs, split, window, sink_tokens});
 }
 
-std::tuple<int, int, int> build(GpuWork& work, const Ints& row_start, const Ints& context, const Ints& scheduled,
-                                const std::optional<Ancestors>& ancestors, int table_offset, int table_stride, int path_offset,
-                                const Table& items, const List& num_items, const Table& rows, const List& paths) {
+std::tuple<int, int, int> build(GpuWork& work, const Ints& row_start, const Ints& context,
+                                const Ints& scheduled, const std::optional<Ancestors>& ancestors,
+                                int table_offset, int table_stride, int path_offset,
+                                const Table& items, const List& num_items, const Table& rows,
+                                const List& paths) {
   check_rows(row_start, context, scheduled, rows.shape(0));
-  GpuWorkBatch batch{span_of(row_start), span_of(context), span_of(scheduled), {}, 0, table_offset, table_stride, path_offset};
+  GpuWorkBatch batch{span_of(row_start), span_of(context), span_of(scheduled), {}, 0,
+                     table_offset,       table_stride,     path_offset};
   if (ancestors) {
-    require(ancestors->shape(0) == static_cast<size_t>(batch.row_start.back()), "ancestors must be [rows, words]");
+    require(ancestors->shape(0) == static_cast<size_t>(batch.row_start.back()),
+            "ancestors must be [rows, words]");
     batch.ancestors = {ancestors->data(), ancestors->size()}, batch.words = ancestors->shape(1);
   }
   require(num_items.size() == 1, "there is one number of items");
@@ -69,24 +80,31 @@ std::tuple<int, int, int> build(GpuWork& work, const Ints& row_start, const Ints
 }  // namespace
 
 void bind_gpu(nb::module_& m) {
-  nb::class_<GpuWork>(m, "GpuWork", "Makes the work of attention in steps on a GPU, of layers that have this shape of it in common.")
+  nb::class_<GpuWork>(m, "GpuWork",
+                      "Makes the work of attention in steps on a GPU, of layers that have this "
+                      "shape of it in common.")
       .def(
           "__init__",
-          [](GpuWork* self, int rows_per_tile, int units_per_item, int programs, int split, int window, int sink_tokens) {
-            new (self) GpuWork(make_work(rows_per_tile, units_per_item, programs, split, window, sink_tokens));
+          [](GpuWork* self, int rows_per_tile, int units_per_item, int programs, int split,
+             int window, int sink_tokens) {
+            new (self) GpuWork(
+                make_work(rows_per_tile, units_per_item, programs, split, window, sink_tokens));
           },
-          nb::arg("rows_per_tile"), nb::arg("units_per_item"), nb::arg("programs"), nb::arg("split"), nb::arg("window") = 0,
-          nb::arg("num_sink_tokens") = 0,
-          "Query rows of a tile; KV heads, times the tiles that the query heads of each need; programs of the persistent kernel; keys of a "
+          nb::arg("rows_per_tile"), nb::arg("units_per_item"), nb::arg("programs"),
+          nb::arg("split"), nb::arg("window") = 0, nb::arg("num_sink_tokens") = 0,
+          "Query rows of a tile; KV heads, times the tiles that the query heads of each need; "
+          "programs of the persistent kernel; keys of a "
           "split; what rows see. Raises ValueError.")
       .def_prop_ro("rows_per_tile", [](const GpuWork& work) { return work.shape.rows_per_tile; })
       .def_prop_ro("split", [](const GpuWork& work) { return work.shape.split; })
       .def_prop_ro("window", [](const GpuWork& work) { return work.shape.window; })
       .def_prop_ro("num_sink_tokens", [](const GpuWork& work) { return work.shape.sink_tokens; })
-      .def("build", &build, nb::arg("row_start"), nb::arg("context_len"), nb::arg("scheduled_len"), nb::arg("ancestors").none(),
-           nb::arg("table_offset"), nb::arg("table_stride"), nb::arg("path_offset"), nb::arg("items").noconvert(),
-           nb::arg("num_items").noconvert(), nb::arg("rows").noconvert(), nb::arg("paths").noconvert(),
-           "Writes the work of a batch, and returns the numbers of items, of entries of paths and of partial results. `build_work` of the "
+      .def("build", &build, nb::arg("row_start"), nb::arg("context_len"), nb::arg("scheduled_len"),
+           nb::arg("ancestors").none(), nb::arg("table_offset"), nb::arg("table_stride"),
+           nb::arg("path_offset"), nb::arg("items").noconvert(), nb::arg("num_items").noconvert(),
+           nb::arg("rows").noconvert(), nb::arg("paths").noconvert(),
+           "Writes the work of a batch, and returns the numbers of items, of entries of paths and "
+           "of partial results. `build_work` of the "
            "backend says what it is. Raises ValueError where it does not fit.");
 }
 

@@ -28,17 +28,21 @@ namespace {
 
 using Logits = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 
-// Draws come from the caller's thread and from those of a pool; each keeps its memory for the next step.
+// Draws come from the caller's thread and from those of a pool; each keeps its memory for the next
+// step.
 thread_local Scratch scratch;
 
 int width_of(const auto& logits, size_t ndim) {
-  require(logits.ndim() == ndim, ndim == 1 ? "logits must be [vocab]" : "logits must be [rows, vocab]");
+  require(logits.ndim() == ndim,
+          ndim == 1 ? "logits must be [vocab]" : "logits must be [rows, vocab]");
   const size_t width = logits.shape(ndim - 1);
   require(width > 0 && width <= 1 << 24, "a row of logits must have between 1 and 2^24 entries");
   return static_cast<int>(width);
 }
 
-nb::tuple as_tuple(const TokenLogprobs& p) { return nb::make_tuple(p.logprob, p.rank, nb::cast(p.top_ids), nb::cast(p.top_logprobs)); }
+nb::tuple as_tuple(const TokenLogprobs& p) {
+  return nb::make_tuple(p.logprob, p.rank, nb::cast(p.top_ids), nb::cast(p.top_logprobs));
+}
 
 nb::tuple as_tuple(const Verified& verified) {
   nb::list logprobs;
@@ -51,10 +55,13 @@ struct Ranked {
   TokenLogprobs best;
 };
 
-nb::tuple as_tuple(const Ranked& ranked) { return nb::make_tuple(nb::cast(ranked.best.top_ids), nb::cast(ranked.best.top_logprobs)); }
+nb::tuple as_tuple(const Ranked& ranked) {
+  return nb::make_tuple(nb::cast(ranked.best.top_ids), nb::cast(ranked.best.top_logprobs));
+}
 
 nb::tuple as_tuple(const Drawn& drawn) {
-  return nb::make_tuple(drawn.token, drawn.logprobs ? nb::object(as_tuple(*drawn.logprobs)) : nb::none());
+  return nb::make_tuple(drawn.token,
+                        drawn.logprobs ? nb::object(as_tuple(*drawn.logprobs)) : nb::none());
 }
 
 // Its holder alone uses the sampler, also while it has given up Python's lock.
@@ -67,26 +74,34 @@ using Masks = std::vector<uint32_t>;
 Mask data_of(const Masks& masks) { return masks.empty() ? nullptr : masks.data(); }
 
 void check_mask(std::span<const uint32_t> mask, int vocab) {
-  const auto beyond = static_cast<uint32_t>(mask.size() * kMaskBits - static_cast<size_t>(vocab));  // bits of the last word
-  const bool is_empty = std::all_of(mask.begin(), mask.end() - 1, [](uint32_t word) { return !word; });
+  const auto beyond = static_cast<uint32_t>(mask.size() * kMaskBits -
+                                            static_cast<size_t>(vocab));  // bits of the last word
+  const bool is_empty =
+      std::all_of(mask.begin(), mask.end() - 1, [](uint32_t word) { return !word; });
   require(!is_empty || mask.back() << beyond, "a mask allows no token");
 }
 
 Masks masks_of(nb::handle given, int rows, int vocab) {
   if (given.is_none()) return {};
   nb::ndarray<const uint32_t, nb::c_contig, nb::device::cpu> array;
-  require(nb::try_cast(given, array, false), "masks must be an array of uint32, one row after the other");
+  require(nb::try_cast(given, array, false),
+          "masks must be an array of uint32, one row after the other");
   const auto words = static_cast<size_t>(mask_words(vocab));
   const size_t size = static_cast<size_t>(rows) * words;
-  require(array.ndim() == 2 && array.shape(0) == static_cast<size_t>(rows) && array.shape(1) == words,
-          "masks must be [rows, words]: a row for each row of logits of the op, with a bit for each token");
+  require(
+      array.ndim() == 2 && array.shape(0) == static_cast<size_t>(rows) && array.shape(1) == words,
+      "masks must be [rows, words]: a row for each row of logits of the op, with a bit for each "
+      "token");
   Masks masks(array.data(), array.data() + size);
-  for (size_t first = 0; first < size; first += words) check_mask(std::span(masks).subspan(first, words), vocab);
+  for (size_t first = 0; first < size; first += words)
+    check_mask(std::span(masks).subspan(first, words), vocab);
   return masks;
 }
 
-nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int num_logprobs, nb::handle given) {
-  require(width_of(logits, 1) == sampler.vocab(), "the row of logits is not as wide as the vocabulary");
+nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int num_logprobs,
+               nb::handle given) {
+  require(width_of(logits, 1) == sampler.vocab(),
+          "the row of logits is not as wide as the vocabulary");
   const Masks masks = masks_of(given, 1, sampler.vocab());
   const OneCaller::Turn turn = turn_of(sampler);
   Drawn drawn;
@@ -99,8 +114,10 @@ nb::tuple draw(Sampler& sampler, const Logits& logits, uint32_t position, int nu
 
 using Probabilities = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 
-Probabilities probabilities(Sampler& sampler, const Logits& logits, uint32_t position, nb::handle given) {
-  require(width_of(logits, 1) == sampler.vocab(), "the row of logits is not as wide as the vocabulary");
+Probabilities probabilities(Sampler& sampler, const Logits& logits, uint32_t position,
+                            nb::handle given) {
+  require(width_of(logits, 1) == sampler.vocab(),
+          "the row of logits is not as wide as the vocabulary");
   const Masks masks = masks_of(given, 1, sampler.vocab());
   const OneCaller::Turn turn = turn_of(sampler);
   auto values = std::make_unique<double[]>(static_cast<size_t>(sampler.vocab()));
@@ -110,7 +127,8 @@ Probabilities probabilities(Sampler& sampler, const Logits& logits, uint32_t pos
   }
   const size_t shape[] = {static_cast<size_t>(sampler.vocab())};
   double* data = values.release();
-  return {data, 1, shape, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<double*>(p); })};
+  return {data, 1, shape,
+          nb::capsule(data, [](void* p) noexcept { delete[] static_cast<double*>(p); })};
 }
 
 // What the sampler was made with, by the names that its constructor has for them.
@@ -135,7 +153,8 @@ nb::dict options_of(const Sampler& sampler) {
 
 using Ints = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
 
-// The tokens that penalties apply to, each with the number of times it is in the output: [2, tokens].
+// The tokens that penalties apply to, each with the number of times it is in the output: [2,
+// tokens].
 Ints seen_by(Sampler& sampler) {
   const OneCaller::Turn turn = turn_of(sampler);
   const std::span<const Sampler::Seen> seen = sampler.seen();
@@ -145,7 +164,8 @@ Ints seen_by(Sampler& sampler) {
     data[i] = seen[i].token;
     data[n + i] = static_cast<int32_t>(seen[i].in_output);
   }
-  return {data, 2, shape, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); })};
+  return {data, 2, shape,
+          nb::capsule(data, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); })};
 }
 
 uint64_t num_appended(Sampler& sampler) {
@@ -153,13 +173,17 @@ uint64_t num_appended(Sampler& sampler) {
   return sampler.num_appended();
 }
 
-// The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no type is not read here.
-using DraftFields = std::tuple<std::vector<int>, std::vector<int>, nb::handle, nb::handle, nb::handle>;
-using HeldSampler = std::shared_ptr<Sampler>;  // stays while it draws, whatever becomes of the list that it came in
+// The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no type is not
+// read here.
+using DraftFields =
+    std::tuple<std::vector<int>, std::vector<int>, nb::handle, nb::handle, nb::handle>;
+using HeldSampler =
+    std::shared_ptr<Sampler>;  // stays while it draws, whatever becomes of the list that it came in
 using Draw = std::tuple<int, uint32_t, HeldSampler, DraftFields, int, nb::handle, nb::handle>;
 // Those of a `TopTokens`: row, position, sampler, the number of tokens and the masks.
 using TopTokens = std::tuple<int, uint32_t, HeldSampler, int, nb::handle>;
-// Those of an `Expand`: row, position, sampler, index of the sequence, the number of tokens and, last, the masks.
+// Those of an `Expand`: row, position, sampler, index of the sequence, the number of tokens and,
+// last, the masks.
 using Expand = std::tuple<int, uint32_t, HeldSampler, uint32_t, int, nb::handle, nb::handle>;
 
 Sampler& sampler_of(const auto& op) { return *std::get<2>(op); }
@@ -173,7 +197,8 @@ void check_draft(const DraftFields& draft) {
   const auto& [tokens, parents, confidence, indivisible, probabilities] = draft;
   require(tokens.size() == parents.size(), "a draft tree needs a parent for each of its tokens");
   for (size_t i = 0; i < parents.size(); i++)
-    require(parents[i] >= -1 && parents[i] < static_cast<int>(i), "a draft node comes after its parent");
+    require(parents[i] >= -1 && parents[i] < static_cast<int>(i),
+            "a draft node comes after its parent");
 }
 
 int rows_of(const auto&) { return 1; }
@@ -193,16 +218,20 @@ template <class Op>
 void check_ops(const std::vector<Op>& ops, int rows, int width) {
   std::vector<const Sampler*> samplers;
   for (const Op& op : ops) {
-    require(std::get<2>(op) && sampler_of(op).vocab() == width, "the rows of logits are not as wide as the vocabulary");
-    require(std::get<0>(op) >= 0 && std::get<0>(op) <= rows - rows_of(op), "a draw names a row that is not there");
+    require(std::get<2>(op) && sampler_of(op).vocab() == width,
+            "the rows of logits are not as wide as the vocabulary");
+    require(std::get<0>(op) >= 0 && std::get<0>(op) <= rows - rows_of(op),
+            "a draw names a row that is not there");
     samplers.push_back(&sampler_of(op));
   }
   require(all_differ(samplers), "a sampler can make one draw at a time");
 }
 
-// What `method` makes of each op and its rows, or nothing where a row is not finite; the threads of the pool share the ops.
+// What `method` makes of each op and its rows, or nothing where a row is not finite; the threads of
+// the pool share the ops.
 template <class Result, class Op, class Method>
-std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits, const std::vector<Op>& ops, Method method) {
+std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits,
+                                            const std::vector<Op>& ops, Method method) {
   const int width = width_of(logits, 2);
   require(logits.shape(0) <= 1 << 30, "logits have at most 2^30 rows");
   check_ops(ops, static_cast<int>(logits.shape(0)), width);
@@ -218,7 +247,8 @@ std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits, cons
       const Op& op = ops[static_cast<size_t>(i)];
       try {
         const Mask its_masks = data_of(masks[static_cast<size_t>(i)]);
-        results[static_cast<size_t>(i)] = method(op, logits.data() + static_cast<size_t>(std::get<0>(op)) * width, its_masks);
+        results[static_cast<size_t>(i)] =
+            method(op, logits.data() + static_cast<size_t>(std::get<0>(op)) * width, its_masks);
       } catch (const NonFiniteLogits&) {  // stays without a result
       }
     }
@@ -238,26 +268,31 @@ std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits, cons
 template <class Result>
 nb::list as_list(const std::vector<std::optional<Result>>& results) {
   nb::list list;
-  for (const auto& result : results) list.append(result ? nb::object(as_tuple(*result)) : nb::none());
+  for (const auto& result : results)
+    list.append(result ? nb::object(as_tuple(*result)) : nb::none());
   return list;
 }
 
 nb::list verify_all(Pool& pool, const Logits& logits, const std::vector<Draw>& draws) {
-  return as_list(for_each<Verified>(pool, logits, draws, [](const Draw& op, const float* rows, Mask masks) {
-    const auto& [row, position, sampler, draft, num_logprobs, method, given] = op;
-    return verify_exact(*sampler, rows, position, {std::get<0>(draft), std::get<1>(draft)}, masks, num_logprobs, scratch);
-  }));
+  return as_list(
+      for_each<Verified>(pool, logits, draws, [](const Draw& op, const float* rows, Mask masks) {
+        const auto& [row, position, sampler, draft, num_logprobs, method, given] = op;
+        return verify_exact(*sampler, rows, position, {std::get<0>(draft), std::get<1>(draft)},
+                            masks, num_logprobs, scratch);
+      }));
 }
 
 nb::list top_tokens_all(Pool& pool, const Logits& logits, const std::vector<TopTokens>& ops) {
   for (const TopTokens& op : ops) require(std::get<3>(op) > 0, "a count must be above 0");
-  return as_list(for_each<Ranked>(pool, logits, ops, [](const TopTokens& op, const float* logits_row, Mask mask) {
-    const auto& [row, position, sampler, num_tokens, given] = op;
-    return Ranked{sampler->likeliest(logits_row, position, mask, num_tokens, scratch)};
-  }));
+  return as_list(for_each<Ranked>(
+      pool, logits, ops, [](const TopTokens& op, const float* logits_row, Mask mask) {
+        const auto& [row, position, sampler, num_tokens, given] = op;
+        return Ranked{sampler->likeliest(logits_row, position, mask, num_tokens, scratch)};
+      }));
 }
 
-nb::list expand_all(Pool& pool, const nb::ndarray<float, nb::c_contig, nb::device::cpu>& logits, const std::vector<Expand>& ops) {
+nb::list expand_all(Pool& pool, const nb::ndarray<float, nb::c_contig, nb::device::cpu>& logits,
+                    const std::vector<Expand>& ops) {
   std::vector<int> rows;
   for (const Expand& op : ops) {
     require(std::get<4>(op) > 0, "a width must be above 0");
@@ -265,10 +300,11 @@ nb::list expand_all(Pool& pool, const nb::ndarray<float, nb::c_contig, nb::devic
   }
   require(all_differ(rows), "a row of logits can be expanded once: it is overwritten");
   nb::list list;
-  const auto results = for_each<std::vector<int>>(pool, logits, ops, [](const Expand& op, float* logits_row, Mask mask) {
-    const auto& [row, position, sampler, seq_index, width, probabilities, given] = op;
-    return expand(*sampler, logits_row, position, mask, seq_index, width, scratch);
-  });
+  const auto results = for_each<std::vector<int>>(
+      pool, logits, ops, [](const Expand& op, float* logits_row, Mask mask) {
+        const auto& [row, position, sampler, seq_index, width, probabilities, given] = op;
+        return expand(*sampler, logits_row, position, mask, seq_index, width, scratch);
+      });
   for (const auto& tokens : results) list.append(tokens ? nb::cast(*tokens) : nb::none());
   return list;
 }
@@ -308,26 +344,34 @@ void bind_sampler(nb::module_& m) {
       "counter"_a, "key"_a, "isa"_a = "");
   m.def("token_logprobs", &logprobs_of, "logits"_a, "token"_a, "num_logprobs"_a, "isa"_a = "");
   m.def("verify_exact", &verify_all, "pool"_a, "logits"_a, "draws"_a,
-        "The fields of the `Drawn` that each `Draw` gives by exact verification, from logits [rows, vocab], with its log-probabilities as "
+        "The fields of the `Drawn` that each `Draw` gives by exact verification, from logits "
+        "[rows, vocab], with its log-probabilities as "
         "tuples; None where a row that it came to is not finite.");
-  m.def("top_tokens", &top_tokens_all, "pool"_a, "logits"_a, "ops"_a,
-        "The fields of the `Ranked` that each `TopTokens` gives; None where its row is not finite.");
+  m.def(
+      "top_tokens", &top_tokens_all, "pool"_a, "logits"_a, "ops"_a,
+      "The fields of the `Ranked` that each `TopTokens` gives; None where its row is not finite.");
   m.def("expand", &expand_all, "pool"_a, "logits"_a, "ops"_a,
-        "The tokens of the `Expanded` that each `Expand` gives, whose row it overwrites; None where its row is not finite.");
+        "The tokens of the `Expanded` that each `Expand` gives, whose row it overwrites; None "
+        "where its row is not finite.");
   nb::class_<Sampler>(m, "Sampler", nb::is_weak_referenceable())
       .def(
           "__init__",
-          [](Sampler* self, int vocab, const std::vector<int>& prompt, uint32_t seq_index, uint64_t seed, double temperature, int top_k,
-             double top_p, double min_p, float repetition_penalty, float presence_penalty, float frequency_penalty,
-             std::vector<std::pair<int, float>> logit_bias, std::vector<int> banned, int64_t banned_until, const std::string& isa) {
-            new (self) Sampler(kernels_for(isa),
-                               {vocab, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed,
-                                std::move(logit_bias), std::move(banned), banned_until},
-                               prompt, seq_index);
+          [](Sampler* self, int vocab, const std::vector<int>& prompt, uint32_t seq_index,
+             uint64_t seed, double temperature, int top_k, double top_p, double min_p,
+             float repetition_penalty, float presence_penalty, float frequency_penalty,
+             std::vector<std::pair<int, float>> logit_bias, std::vector<int> banned,
+             int64_t banned_until, const std::string& isa) {
+            new (self) Sampler(
+                kernels_for(isa),
+                {vocab, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+                 frequency_penalty, seed, std::move(logit_bias), std::move(banned), banned_until},
+                prompt, seq_index);
           },
-          "vocab"_a, "prompt"_a, nb::kw_only(), "seq_index"_a = 0, "seed"_a = 0, "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0,
-          "min_p"_a = 0.0, "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f,
-          "logit_bias"_a = std::vector<std::pair<int, float>>(), "banned"_a = std::vector<int>(), "banned_until"_a = 0, "isa"_a = "")
+          "vocab"_a, "prompt"_a, nb::kw_only(), "seq_index"_a = 0, "seed"_a = 0,
+          "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
+          "repetition_penalty"_a = 1.0f, "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f,
+          "logit_bias"_a = std::vector<std::pair<int, float>>(), "banned"_a = std::vector<int>(),
+          "banned_until"_a = 0, "isa"_a = "")
       .def(
           "clone",
           [](Sampler& sampler, uint32_t seq_index) {
@@ -347,10 +391,13 @@ void bind_sampler(nb::module_& m) {
       .def("probabilities", &probabilities, "logits"_a, "position"_a, "masks"_a = nb::none(),
            "The distribution that a draw would be from, [vocab].")
       .def_prop_ro("options", &options_of, "What it was made with, by the names of the arguments.")
-      .def_prop_ro("has_penalties", &Sampler::has_penalties, "Whether a draw depends on the tokens before it.")
+      .def_prop_ro("has_penalties", &Sampler::has_penalties,
+                   "Whether a draw depends on the tokens before it.")
       .def_prop_ro("num_appended", &num_appended, "Tokens that were drawn with it, or appended.")
-      .def("seen", &seen_by, "The tokens that penalties apply to, and how often each is in the output: [2, tokens].")
-      .def("uniforms", &Sampler::uniforms, "position"_a, "Two numbers between 0 and 1, independent of the noise of a draw.");
+      .def("seen", &seen_by,
+           "The tokens that penalties apply to, and how often each is in the output: [2, tokens].")
+      .def("uniforms", &Sampler::uniforms, "position"_a,
+           "Two numbers between 0 and 1, independent of the noise of a draw.");
 }
 
 }  // namespace headrace

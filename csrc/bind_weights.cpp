@@ -27,13 +27,17 @@ Format format_of(const std::string& codes) {
 
 Number number_of(const std::optional<std::string>& type) {
   if (!type) return Number::kNone;
-  for (const auto& [name, number] : {std::pair("u8", Number::kU8), {"f16", Number::kF16}, {"bf16", Number::kBf16}, {"f32", Number::kF32}})
+  for (const auto& [name, number] : {std::pair("u8", Number::kU8),
+                                     {"f16", Number::kF16},
+                                     {"bf16", Number::kBf16},
+                                     {"f32", Number::kF32}})
     if (*type == name) return number;
   throw std::invalid_argument("unknown numbers of a table: " + *type);
 }
 
-TableSpec spec_of(const std::string& codes, int rows, int cols, int scale_columns, const std::string& scales,
-                  const std::optional<std::string>& zeros, const std::vector<float>& values) {
+TableSpec spec_of(const std::string& codes, int rows, int cols, int scale_columns,
+                  const std::string& scales, const std::optional<std::string>& zeros,
+                  const std::vector<float>& values) {
   TableSpec spec{format_of(codes), rows, cols, scale_columns, number_of(scales), number_of(zeros)};
   require(values.size() == (spec.format == Format::kLookup4 ? spec.values.size() : 0),
           "codes that are looked up have 16 values, others none");
@@ -45,18 +49,22 @@ TableSpec spec_of(const std::string& codes, int rows, int cols, int scale_column
 }  // namespace
 
 void bind_weights(nb::module_& m) {
-  nb::class_<TableSpec>(
-      m, "TableSpec",
-      "A matrix whose scales lie in a table, 16 columns or a multiple of 32 to each. Codes are integers of 2, 3, 4 or 8 bits,\n"
-      "the numbers of 16 values, or floats of 8 bits; numbers are f16, bf16, f32, and u8 for zero points. A weight is scale *\n"
-      "(code - zero point), scale * code + zero where zeros are floats, or, without zeros, scale * (code - middle).")
+  nb::class_<TableSpec>(m, "TableSpec",
+                        "A matrix whose scales lie in a table, 16 columns or a multiple of 32 to "
+                        "each. Codes are integers of 2, 3, 4 or 8 bits,\n"
+                        "the numbers of 16 values, or floats of 8 bits; numbers are f16, bf16, "
+                        "f32, and u8 for zero points. A weight is scale *\n"
+                        "(code - zero point), scale * code + zero where zeros are floats, or, "
+                        "without zeros, scale * (code - middle).")
       .def(
           "__init__",
-          [](TableSpec* self, const std::string& codes, int rows, int cols, int scale_columns, const std::string& scales,
-             const std::optional<std::string>& zeros,
-             const std::vector<float>& values) { new (self) TableSpec(spec_of(codes, rows, cols, scale_columns, scales, zeros, values)); },
-          nb::arg("codes"), nb::arg("rows"), nb::arg("cols"), nb::arg("scale_columns"), nb::arg("scales"), nb::arg("zeros").none(),
-          nb::arg("values") = std::vector<float>())
+          [](TableSpec* self, const std::string& codes, int rows, int cols, int scale_columns,
+             const std::string& scales, const std::optional<std::string>& zeros,
+             const std::vector<float>& values) {
+            new (self) TableSpec(spec_of(codes, rows, cols, scale_columns, scales, zeros, values));
+          },
+          nb::arg("codes"), nb::arg("rows"), nb::arg("cols"), nb::arg("scale_columns"),
+          nb::arg("scales"), nb::arg("zeros").none(), nb::arg("values") = std::vector<float>())
       .def_prop_ro("nbytes", [](const TableSpec& s) {
         const Weight w = empty_table(s);
         return w.stride * w.tiles();

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int64_t kMostItems = 1 << 30;
 
-// A run has at least so many blocks where its expert has more than that: with fewer, fetching the weights again for each run would cost
-// more than is saved by finding the rows in a cache.
+// A run has at least so many blocks where its expert has more than that: with fewer, fetching the
+// weights again for each run would cost more than is saved by finding the rows in a cache.
 constexpr int kLeastBlocks = 8;
 
 int checked(int64_t items) {
@@ -17,7 +17,9 @@ int checked(int64_t items) {
   return static_cast<int>(items);
 }
 
-int expert_of(float number, size_t experts) { return number >= 0 && number < static_cast<float>(experts) ? static_cast<int>(number) : 0; }
+int expert_of(float number, size_t experts) {
+  return number >= 0 && number < static_cast<float>(experts) ? static_cast<int>(number) : 0;
+}
 
 }  // namespace
 
@@ -28,7 +30,8 @@ ExpertsWork::ExpertsWork(Plan& plan, const ExpertsShape& shape)
       loose_hidden(plan.add_buffer(shape.hidden, shape.rows, false, top_k)),
       result(plan.add_buffer(shape.out, shape.rows, false, top_k)) {}
 
-void ExpertsWork::prepare(const Buffer& routing, int rows, int max_rows, std::span<int64_t> loads, int first, int count) {
+void ExpertsWork::prepare(const Buffer& routing, int rows, int max_rows, std::span<int64_t> loads,
+                          int first, int count) {
   checked(static_cast<int64_t>(rows) * top_k);
   start_.assign(static_cast<size_t>(count) + 1, 0);
   for (int row = 0; row < rows; row++)
@@ -39,9 +42,11 @@ void ExpertsWork::prepare(const Buffer& routing, int rows, int max_rows, std::sp
     }
   for (int e = 0; e < count; e++) start_[e + 1] += start_[e];
   routed.resize(static_cast<size_t>(start_[count]));
-  for (int row = 0, place = 0; row < rows; row++)  // moves the start of each expert to the start of the next
+  for (int row = 0, place = 0; row < rows;
+       row++)  // moves the start of each expert to the start of the next
     for (int k = 0; k < top_k; k++, place++)
-      if (const int e = expert_of(routing.row(row)[k], loads.size()) - first; e >= 0 && e < count) routed[start_[e]++] = {row, place};
+      if (const int e = expert_of(routing.row(row)[k], loads.size()) - first; e >= 0 && e < count)
+        routed[start_[e]++] = {row, place};
   cut(max_rows);
 }
 
@@ -60,6 +65,8 @@ void ExpertsWork::cut(int max_rows) {
   }
 }
 
-int ExpertsWork::items(int tiles) const { return checked(static_cast<int64_t>(runs.size()) * tiles); }
+int ExpertsWork::items(int tiles) const {
+  return checked(static_cast<int64_t>(runs.size()) * tiles);
+}
 
 }  // namespace headrace

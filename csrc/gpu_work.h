@@ -1,4 +1,5 @@
-// The work of attention on a GPU in one step: which rows see which splits of their context. `attention_work.py` says what it is.
+// The work of attention on a GPU in one step: which rows see which splits of their context.
+// `attention_work.py` says what it is.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -43,25 +44,29 @@ class GpuWork {
  public:
   explicit GpuWork(const GpuWorkShape& shape) : shape(shape) {}
 
-  // Writes the items, the longest first, and the records of the rows. Throws std::invalid_argument where the arrays are too small.
+  // Writes the items, the longest first, and the records of the rows. Throws std::invalid_argument
+  // where the arrays are too small.
   GpuWorkSize build(const GpuWorkBatch& batch, const GpuWorkArrays& out);
 
   const GpuWorkShape shape;
 
  private:
-  // A tile of rows with all splits that it sees; one that comes behind another, in which the same rows see earlier splits, names that.
+  // A tile of rows with all splits that it sees; one that comes behind another, in which the same
+  // rows see earlier splits, names that.
   struct Segment {
     GpuWorkItem whole;
     int behind, splits, items;
   };
   struct Sinks {
-    int stop, window;  // the split behind the last of the sinks, and the one that the window begins in, which is not before that
+    int stop, window;  // the split behind the last of the sinks, and the one that the window begins
+                       // in, which is not before that
   };
 
   void find_indices(const GpuWorkBatch& batch);
   void add_chain(const GpuWorkBatch& batch, int seq);
   void add_tree(const GpuWorkBatch& batch, int seq, std::span<int32_t> paths);
-  void add_drafts(const GpuWorkBatch& batch, int row, int last, int shared, int behind, int base, int table, std::span<int32_t> paths);
+  void add_drafts(const GpuWorkBatch& batch, int row, int last, int shared, int behind, int base,
+                  int table, std::span<int32_t> paths);
   void add(const GpuWorkItem& item, int behind);
   void divide(size_t capacity);
   int fill_rows(std::span<GpuWorkRow> out);

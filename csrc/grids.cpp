@@ -1,4 +1,5 @@
-// The blocks are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`); what they mean is in headrace/quant/gguf_blocks.py.
+// The blocks are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`); what they mean is in
+// headrace/quant/gguf_blocks.py.
 #include "grids.h"
 
 #include <array>
@@ -21,8 +22,8 @@ T read(const uint8_t* p) {
   return v;
 }
 
-// What turns codes m around kGridZero = 64 to 128 - m where a bit of the signs is set: it flips the lower 7 bits, and adds 1. Of 7 signs
-// the eighth makes the number of minuses even.
+// What turns codes m around kGridZero = 64 to 128 - m where a bit of the signs is set: it flips the
+// lower 7 bits, and adds 1. Of 7 signs the eighth makes the number of minuses even.
 constexpr uint64_t flips(unsigned signs) {
   uint64_t result = 0;
   for (int i = 0; i < 8; i++)
@@ -44,13 +45,18 @@ constexpr auto kEvenFlips = [] {
 using Eights = uint64_t __attribute__((vector_size(16)));
 using Quads = uint32_t __attribute__((vector_size(16)));
 
-Quads with_signs(Eights codes, Eights flips) { return reinterpret_cast<Quads>((codes ^ flips) + (flips & kOnes)); }
-Eights even_flips(unsigned signs) { return Eights{kEvenFlips[signs & 127], kEvenFlips[signs >> 7 & 127]}; }
+Quads with_signs(Eights codes, Eights flips) {
+  return reinterpret_cast<Quads>((codes ^ flips) + (flips & kOnes));
+}
+Eights even_flips(unsigned signs) {
+  return Eights{kEvenFlips[signs & 127], kEvenFlips[signs >> 7 & 127]};
+}
 Eights all_flips(const uint8_t* signs) { return Eights{kFlips[signs[0]], kFlips[signs[1]]}; }
 
 // What is added to points that are moved by 1: up, or down where a bit is set.
 constexpr uint64_t move(unsigned bit) { return kOnes - 2 * kOnes * bit; }
-constexpr Eights kMoves[] = {Eights{move(0), move(0)}, Eights{move(1), move(0)}, Eights{move(0), move(1)}, Eights{move(1), move(1)}};
+constexpr Eights kMoves[] = {Eights{move(0), move(0)}, Eights{move(1), move(0)},
+                             Eights{move(0), move(1)}, Eights{move(1), move(1)}};
 
 float half_at(const uint8_t* p) { return half_to_float(read<uint16_t>(p)); }
 
@@ -58,15 +64,16 @@ float half_at(const uint8_t* p) { return half_to_float(read<uint16_t>(p)); }
 unsigned two_steps(unsigned nibbles) { return (nibbles | nibbles << 4) & 0x0f0f; }
 unsigned same_steps(unsigned n) { return 0x0101 * n; }
 
-// The types. Of a block: d, times a unit; the steps of the two halves of group g, each in a byte, where the integer is 2 * steps + 1; and
-// the codes of 16 columns, half h of group g.
+// The types. Of a block: d, times a unit; the steps of the two halves of group g, each in a byte,
+// where the integer is 2 * steps + 1; and the codes of 16 columns, half h of group g.
 struct Iq2Xxs {  // d, then for 32 columns 4 numbers, signs and scale
   static constexpr int kBytes = 66, kNumPoints = 256, kPointColumns = 8;
   static float d(const uint8_t* b) { return half_at(b) * 0.125f; }
   static unsigned steps(const uint8_t* b, int g) { return same_steps(b[2 + 8 * g + 7] >> 4); }
   static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
     const uint8_t* q = b + 2 + 8 * g;
-    return with_signs(Eights{points[q[2 * h]], points[q[2 * h + 1]]}, even_flips(read<uint32_t>(q + 4) >> 14 * h));
+    return with_signs(Eights{points[q[2 * h]], points[q[2 * h + 1]]},
+                      even_flips(read<uint32_t>(q + 4) >> 14 * h));
   }
 };
 
@@ -77,7 +84,8 @@ struct Iq2Xs {  // d, numbers with signs[32], scales[16]
   static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
     const uint8_t* q = b + 2 + 8 * g + 4 * h;
     const unsigned first = read<uint16_t>(q), second = read<uint16_t>(q + 2);
-    return with_signs(Eights{points[first & 511], points[second & 511]}, Eights{kEvenFlips[first >> 9], kEvenFlips[second >> 9]});
+    return with_signs(Eights{points[first & 511], points[second & 511]},
+                      Eights{kEvenFlips[first >> 9], kEvenFlips[second >> 9]});
   }
 };
 
@@ -88,7 +96,8 @@ struct Iq2S {  // d, numbers[32], signs[32], high bits[32], scales[16]
   static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
     const uint8_t* q = b + 2 + 4 * g + 2 * h;
     const unsigned high = b[66 + g] << 8 >> 4 * h;
-    return with_signs(Eights{points[q[0] | (high & 0x300)], points[q[1] | (high >> 2 & 0x300)]}, all_flips(q + 32));
+    return with_signs(Eights{points[q[0] | (high & 0x300)], points[q[1] | (high >> 2 & 0x300)]},
+                      all_flips(q + 32));
   }
 };
 
@@ -104,19 +113,23 @@ struct Iq3Xxs {  // d, numbers[64], then for 32 columns signs and scale
   static unsigned steps(const uint8_t* b, int g) { return same_steps(b[66 + 4 * g + 3] >> 4); }
   static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
     const uint8_t* q = b + 2 + 8 * g + 4 * h;
-    return with_signs(four_points(points, q[0], q[1], q[2], q[3]), even_flips(read<uint32_t>(b + 66 + 4 * g) >> 14 * h));
+    return with_signs(four_points(points, q[0], q[1], q[2], q[3]),
+                      even_flips(read<uint32_t>(b + 66 + 4 * g) >> 14 * h));
   }
 };
 
 struct Iq3S {  // d, numbers[64], high bits[64], signs[32], scales[8]
   static constexpr int kBytes = 110, kNumPoints = 512, kPointColumns = 4;
   static float d(const uint8_t* b) { return half_at(b); }
-  static unsigned steps(const uint8_t* b, int g) { return same_steps(b[106 + g / 2] >> 4 * (g % 2) & 15); }
+  static unsigned steps(const uint8_t* b, int g) {
+    return same_steps(b[106 + g / 2] >> 4 * (g % 2) & 15);
+  }
   static Quads codes(const uint8_t* b, const uint64_t* points, int g, int h) {
     const uint8_t* q = b + 2 + 8 * g + 4 * h;
     const unsigned high = b[66 + g] << 8 >> 4 * h;
     const auto number = [&](int i) { return q[i] | (high >> i & 0x100); };
-    return with_signs(four_points(points, number(0), number(1), number(2), number(3)), all_flips(b + 74 + 4 * g + 2 * h));
+    return with_signs(four_points(points, number(0), number(1), number(2), number(3)),
+                      all_flips(b + 74 + 4 * g + 2 * h));
   }
 };
 
@@ -153,10 +166,13 @@ struct Iq1M {  // numbers[32], high bits and signs[32], scales[16] and d in piec
 
 // Four lines of a unit from 16 columns of each of four rows: of each line they have 16 bytes.
 void store_lines(const Quads* rows, uint8_t* lines) {
-  const Quads ab = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5), cd = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
-  const Quads ef = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7), gh = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
-  const Quads turned[] = {__builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
-                          __builtin_shufflevector(ef, gh, 0, 1, 4, 5), __builtin_shufflevector(ef, gh, 2, 3, 6, 7)};
+  const Quads ab = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5),
+              cd = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);
+  const Quads ef = __builtin_shufflevector(rows[0], rows[1], 2, 6, 3, 7),
+              gh = __builtin_shufflevector(rows[2], rows[3], 2, 6, 3, 7);
+  const Quads turned[] = {
+      __builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+      __builtin_shufflevector(ef, gh, 0, 1, 4, 5), __builtin_shufflevector(ef, gh, 2, 3, 6, 7)};
   for (int j = 0; j < 4; j++) std::memcpy(lines + 64 * j, &turned[j], sizeof turned[j]);
 }
 
@@ -177,7 +193,8 @@ void decode(const uint8_t* blocks, const uint64_t* points, int r, uint8_t* unit)
     for (int h = 0; h < 2; h++, lines += 256) {
       Quads rows[kGridRows];
 #pragma GCC unroll 4
-      for (int i = 0; i < kGridRows; i++) rows[i] = Type::codes(blocks + i * Type::kBytes, points, g, h);
+      for (int i = 0; i < kGridRows; i++)
+        rows[i] = Type::codes(blocks + i * Type::kBytes, points, g, h);
       store_lines(rows, lines);
     }
   }
@@ -187,8 +204,9 @@ template <class Type>
 constexpr Grid kGrid = {Type::kBytes, Type::kNumPoints, Type::kPointColumns, decode<Type>};
 
 constexpr std::pair<const char*, const Grid*> kGrids[] = {
-    {"IQ1_S", &kGrid<Iq1S>}, {"IQ1_M", &kGrid<Iq1M>},     {"IQ2_XXS", &kGrid<Iq2Xxs>}, {"IQ2_XS", &kGrid<Iq2Xs>},
-    {"IQ2_S", &kGrid<Iq2S>}, {"IQ3_XXS", &kGrid<Iq3Xxs>}, {"IQ3_S", &kGrid<Iq3S>},
+    {"IQ1_S", &kGrid<Iq1S>},   {"IQ1_M", &kGrid<Iq1M>}, {"IQ2_XXS", &kGrid<Iq2Xxs>},
+    {"IQ2_XS", &kGrid<Iq2Xs>}, {"IQ2_S", &kGrid<Iq2S>}, {"IQ3_XXS", &kGrid<Iq3Xxs>},
+    {"IQ3_S", &kGrid<Iq3S>},
 };
 
 }  // namespace
@@ -205,7 +223,8 @@ std::vector<uint64_t> points_of(const Grid& grid, std::span<const int8_t> intege
     throw std::invalid_argument("a weight of this format comes with the points of its grid");
   std::vector<uint64_t> points(static_cast<size_t>(grid.num_points));
   for (size_t i = 0; i < integers.size(); i++) {
-    if (integers[i] < -62 || integers[i] > 62) throw std::invalid_argument("the integers of a grid are 62 at most");
+    if (integers[i] < -62 || integers[i] > 62)
+      throw std::invalid_argument("the integers of a grid are 62 at most");
     points[i / columns] |= static_cast<uint64_t>(kGridZero + integers[i]) << 8 * (i % columns);
   }
   return points;
@@ -217,9 +236,13 @@ void unpack_grid_row(const Weight& w, int row, float* out) {
   const uint8_t* blocks = w.tile(row / kTileRows) + first * bytes;
   for (int k = 0; k < w.cols; k++) {
     const int i = k % kUnit.columns();
-    if (i == 0) w.shape.grid->decode(blocks + static_cast<size_t>(k / kUnit.columns()) * kTileRows * bytes, w.shape.points, first, unit);
-    const float scale = read<float>(unit + 4 * r) * static_cast<float>(unit[64 + 32 * (i / 32) + 2 * r + i / 16 % 2]);
-    out[k] = scale * static_cast<float>(unit[kUnit.codes_offset() + i / 4 * 64 + 4 * r + i % 4] - kGridZero);
+    if (i == 0)
+      w.shape.grid->decode(blocks + static_cast<size_t>(k / kUnit.columns()) * kTileRows * bytes,
+                           w.shape.points, first, unit);
+    const float scale = read<float>(unit + 4 * r) *
+                        static_cast<float>(unit[64 + 32 * (i / 32) + 2 * r + i / 16 % 2]);
+    out[k] = scale * static_cast<float>(unit[kUnit.codes_offset() + i / 4 * 64 + 4 * r + i % 4] -
+                                        kGridZero);
   }
 }
 

@@ -30,8 +30,8 @@ std::vector<const Kernels*> available() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     tables.push_back(kernels_avx2());
 #if defined(HEADRACE_AVX512)
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vnni")) {
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
       tables.push_back(kernels_avx512());
       if (__builtin_cpu_supports("avx512bf16")) tables.push_back(kernels_avx512bf16());
     }
@@ -59,13 +59,15 @@ const Kernels* kernels_for(const std::string& isa) {
     if (isa == k->name) return k;
     names += std::string(names.empty() ? "" : ", ") + k->name;
   }
-  throw std::invalid_argument("this machine has no instruction set '" + isa + "'; there are: " + names);
+  throw std::invalid_argument("this machine has no instruction set '" + isa +
+                              "'; there are: " + names);
 }
 
 double read_bandwidth(int threads, size_t bytes) {
   Pool pool(threads);
   const size_t share = bytes / pool.threads() / 4096 * 4096;
-  if (share == 0) throw std::invalid_argument("a measurement of bandwidth needs 4,096 bytes for each thread");
+  if (share == 0)
+    throw std::invalid_argument("a measurement of bandwidth needs 4,096 bytes for each thread");
   check_fits_memory(bytes);
   Arena arena(bytes);
   pool.run([&](int t) { std::memset(arena.data() + t * share, 1, share); });
@@ -96,7 +98,9 @@ double dot_rate(const std::string& kind, int threads) {
   double best = 0;
   for (int pass = 0; pass < 10; pass++) {
     std::vector<double> done(pool.threads());
-    const double seconds = seconds_of([&] { pool.run([&](int t) { done[t] = kernels->dot_rate(static_cast<int>(k), iterations); }); });
+    const double seconds = seconds_of([&] {
+      pool.run([&](int t) { done[t] = kernels->dot_rate(static_cast<int>(k), iterations); });
+    });
     double total = 0;
     for (const double d : done) total += d;
     best = std::max(best, 2 * total / seconds);

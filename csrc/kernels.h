@@ -1,5 +1,6 @@
-// The kernel table: what an instruction set offers to the executor. One unit per instruction set fills one table from the same
-// source; nothing else in the extension is compiled for more than the baseline processor.
+// The kernel table: what an instruction set offers to the executor. One unit per instruction set
+// fills one table from the same source; nothing else in the extension is compiled for more than the
+// baseline processor.
 #pragma once
 #include "format.h"
 
@@ -8,48 +9,64 @@ namespace headrace {
 enum class NormKind : int { kRms, kLayer };
 constexpr int kNumNorms = 2;
 
-// What makes a gate of a number: headrace/program/ops.py, `Activation`. The last belongs to gates alone.
+// What makes a gate of a number: headrace/program/ops.py, `Activation`. The last belongs to gates
+// alone.
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
 constexpr int kNumActivations = 5;
 
 enum class KvType : int { kBf16, kF32, kInt8, kInt4 };
 constexpr int kNumKvTypes = 4;
 constexpr bool is_quantised(KvType t) { return t == KvType::kInt8 || t == KvType::kInt4; }
-constexpr int kKvTile = 32;      // tokens in a KV block
-constexpr int kSplitBlocks = 8;  // blocks of a context that are one softmax; such splits are then merged in ascending order
+constexpr int kKvTile = 32;  // tokens in a KV block
+constexpr int kSplitBlocks =
+    8;  // blocks of a context that are one softmax; such splits are then merged in ascending order
 constexpr int kSplitTokens = kSplitBlocks * kKvTile;
-constexpr float kNoMax = -1e30f;  // maximum of no scores: finite, so that differences of two are numbers
+constexpr float kNoMax =
+    -1e30f;  // maximum of no scores: finite, so that differences of two are numbers
 
-// KV of one head and block: K as [key lines][32 tokens][4 bytes], then V as [32 / per][value lanes][4 bytes], where `per` numbers fill 4
-// bytes. A line is then 16 tokens (K) or 16 dimensions (V) of one bf16 pair, float or four codes. With a value_dim of 0 there is no V:
-// values are part of the keys.
+// KV of one head and block: K as [key lines][32 tokens][4 bytes], then V as [32 / per][value
+// lanes][4 bytes], where `per` numbers fill 4 bytes. A line is then 16 tokens (K) or 16 dimensions
+// (V) of one bf16 pair, float or four codes. With a value_dim of 0 there is no V: values are part
+// of the keys.
 //
-// Quantised: a number is step * code + least, with a bf16 step and least number for each token's key and value; 32 steps and 32 least
-// numbers stand behind the codes of K, and behind those of V. Four bytes are four dimensions of a key (K), or of four values (V), in the
-// order 0, 2, 1, 3: what is at the same place of both 16-bit halves is then a pair, ready for dot products of 16-bit numbers. In int4 a
-// byte has two numbers of one token, so that no two tokens, which two threads may write, share one: dimensions d and d + 16 of each 32.
+// Quantised: a number is step * code + least, with a bf16 step and least number for each token's
+// key and value; 32 steps and 32 least numbers stand behind the codes of K, and behind those of V.
+// Four bytes are four dimensions of a key (K), or of four values (V), in the order 0, 2, 1, 3: what
+// is at the same place of both 16-bit halves is then a pair, ready for dot products of 16-bit
+// numbers. In int4 a byte has two numbers of one token, so that no two tokens, which two threads
+// may write, share one: dimensions d and d + 16 of each 32.
 struct KvRecord {
   KvType type;
   int key_dim, value_dim;
 
   constexpr int per() const { return is_quantised(type) ? 4 : type == KvType::kF32 ? 1 : 2; }
-  constexpr int value_columns() const { return (value_dim + 15) / 16 * 16; }           // in whole lines
-  constexpr int bits() const { return type == KvType::kInt4 ? 4 : 8; }                 // of a code
-  constexpr int code_bytes(int dim) const { return (dim * bits() + 127) / 128 * 16; }  // of a key or value, in whole lines of V
-  constexpr int key_lines() const { return is_quantised(type) ? code_bytes(key_dim) / 4 : key_dim / per(); }  // of 32 tokens
-  constexpr int value_lanes() const { return is_quantised(type) ? code_bytes(value_dim) : value_columns(); }
+  constexpr int value_columns() const { return (value_dim + 15) / 16 * 16; }  // in whole lines
+  constexpr int bits() const { return type == KvType::kInt4 ? 4 : 8; }        // of a code
+  constexpr int code_bytes(int dim) const {
+    return (dim * bits() + 127) / 128 * 16;
+  }  // of a key or value, in whole lines of V
+  constexpr int key_lines() const {
+    return is_quantised(type) ? code_bytes(key_dim) / 4 : key_dim / per();
+  }  // of 32 tokens
+  constexpr int value_lanes() const {
+    return is_quantised(type) ? code_bytes(value_dim) : value_columns();
+  }
   // Numbers that are turned together (`rotate_head`), of keys and of values.
   constexpr int key_turn() const { return key_dim & -key_dim; }
   constexpr int value_turn() const { return value_dim ? value_dim & -value_dim : key_turn(); }
   // Where the steps and least numbers stand, in K and in V.
   constexpr size_t key_scales() const { return static_cast<size_t>(key_lines()) * kKvTile * 4; }
-  constexpr size_t value_scales() const { return static_cast<size_t>(kKvTile) / per() * value_lanes() * 4; }
-  constexpr size_t scale_bytes() const { return is_quantised(type) ? 2 * kKvTile * sizeof(uint16_t) : 0; }
+  constexpr size_t value_scales() const {
+    return static_cast<size_t>(kKvTile) / per() * value_lanes() * 4;
+  }
+  constexpr size_t scale_bytes() const {
+    return is_quantised(type) ? 2 * kKvTile * sizeof(uint16_t) : 0;
+  }
   constexpr size_t value_offset() const { return key_scales() + scale_bytes(); }
   constexpr size_t value_bytes() const { return value_dim ? value_scales() + scale_bytes() : 0; }
   constexpr size_t bytes() const { return (value_offset() + value_bytes() + 63) / 64 * 64; }
-  // What attention computes with, where values have so many numbers. The first numbers of keys that were turned can be turned back in whole
-  // blocks alone: so many are then values.
+  // What attention computes with, where values have so many numbers. The first numbers of keys that
+  // were turned can be turned back in whole blocks alone: so many are then values.
   constexpr KvRecord computed(int num_values) const {
     const int block = is_quantised(type) && !value_dim ? key_turn() : 1;
     return {type, key_dim, (num_values + block - 1) / block * block};
@@ -73,13 +90,16 @@ struct SplitRecords {
   const uint8_t* values[kSplitBlocks];
 };
 
-// One split of a context against up to max_queries query vectors. The maximum is that of the scores over ln 2.
+// One split of a context against up to max_queries query vectors. The maximum is that of the scores
+// over ln 2.
 struct AttendSplit {
   const SplitRecords& kv;
-  const SplitRecords* next;  // what this thread reads after `kv`, if that is not in the caches: values and these are fetched ahead
+  const SplitRecords* next;  // what this thread reads after `kv`, if that is not in the caches:
+                             // values and these are fetched ahead
   KvRecord shape;
   float scale, softcap;  // of scores; a cap of 0 is none
-  const float* slopes;   // [num] what a score is lowered by for each position that the key lies back, or null
+  const float*
+      slopes;  // [num] what a score is lowered by for each position that the key lies back, or null
   int num;
   const uint8_t* queries;  // packed by pack_query, query_stride bytes apart
   size_t query_stride;
@@ -91,7 +111,8 @@ struct AttendSplit {
   float* out;  // [num][value columns]
 };
 
-// A row of logits with its peaks: the highest logit of each 16 tokens. Tokens are ordered by logit, of equal ones the lower id first.
+// A row of logits with its peaks: the highest logit of each 16 tokens. Tokens are ordered by logit,
+// of equal ones the lower id first.
 struct LogitRow {
   const float* logits;  // [size]
   const float* peaks;   // [num_peaks]
@@ -102,7 +123,8 @@ struct LogitRow {
   int num_peaks() const { return (size + kTileRows - 1) / kTileRows; }
 };
 
-// The best tokens of a row: those above `logit`, and those at it up to `id`, which is below the size of the row.
+// The best tokens of a row: those above `logit`, and those at it up to `id`, which is below the
+// size of the row.
 struct Cut {
   float logit;
   int id;
@@ -125,31 +147,42 @@ struct Kernels {
   int max_queries;  // query vectors of an AttendSplit
 
   // out[rows][16] = 16 weight rows times a block of activation rows.
-  using Matmul = void (*)(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out);
+  using Matmul = void (*)(const uint8_t* tile, const TileShape& shape, const uint8_t* block,
+                          float* out);
   Matmul matmul[kNumModes][kNumFormats][16];  // [mode][format][rows - 1]
   Form form[kNumModes][kNumFormats];          // the activations that these kernels read
 
-  // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n], `stride` apart; zeros up to `columns`.
-  void (*pack[kNumForms])(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m);
-  // x / sqrt(mean square + eps) * weight + bias; kLayer takes the mean off first. `bias` may be null.
-  void (*norm[kNumNorms])(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
+  // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n], `stride` apart;
+  // zeros up to `columns`.
+  void (*pack[kNumForms])(const float* x, size_t stride, int count, int n, int columns,
+                          uint8_t* block, int rows, int m);
+  // x / sqrt(mean square + eps) * weight + bias; kLayer takes the mean off first. `bias` may be
+  // null.
+  void (*norm[kNumNorms])(const float* x, const float* weight, const float* bias, float eps, int n,
+                          float* out);
   // Null for an activation that belongs to gates alone.
   void (*activate[kNumActivations])(const float* x, float* out, int n);
   void (*glu[kNumActivations])(const float* gate, const float* up, float* out, int n);
   void (*add)(const float* x, const float* y, float* out, int n);
-  // The halves of a low-rank adapter, for one row: out[16] = scale * down x, over n columns, an even number, of which two lie side by side
-  // and `stride` floats apart; and out[16] += up products.
-  void (*adapter_down)(const float* x, size_t stride, int n, const uint16_t* down, float scale, float* out);
+  // The halves of a low-rank adapter, for one row: out[16] = scale * down x, over n columns, an
+  // even number, of which two lie side by side and `stride` floats apart; and out[16] += up
+  // products.
+  void (*adapter_down)(const float* x, size_t stride, int n, const uint16_t* down, float scale,
+                       float* out);
   void (*adapter_up)(const float* products, int rank, const uint16_t* up, float* out);
-  // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual` may be null; the first n columns are written.
-  void (*finish_tile)(const float* x, int rows, int n, const float* residual, size_t residual_stride, float* out, size_t stride);
+  // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual` may be null;
+  // the first n columns are written.
+  void (*finish_tile)(const float* x, int rows, int n, const float* residual,
+                      size_t residual_stride, float* out, size_t stride);
   using GluTile = void (*)(const float* gate, const float* up, int rows, float* out, size_t stride);
   void (*activate_tile[kNumActivations])(const float* x, int rows, float* out, size_t stride);
   GluTile glu_tile[kNumActivations];
   // Each row rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
   void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
-  // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one head, and 16 more from its start.
-  void (*rotate_row)(const float* x, const float* cos, const float* sin, int head_dim, int n, float* out);
+  // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one head, and 16
+  // more from its start.
+  void (*rotate_row)(const float* x, const float* cos, const float* sin, int head_dim, int n,
+                     float* out);
   void (*pack_query[kNumKvTypes])(const float* q, int key_dim, uint8_t* out);
   void (*attend[kNumKvTypes])(const AttendSplit&);
   // Turns a vector into a basis in which no dimension stands out, and back: it is its own inverse.
@@ -158,7 +191,8 @@ struct Kernels {
   // The first numbers of a block's keys as values: zeros for those that are not finite.
   void (*values_of_keys)(const uint8_t* keys, const KvRecord& shape, uint8_t* out);
   // Folds one softmax state into another: a over the context before, b over what follows.
-  void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b, int n);
+  void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b,
+                int n);
   void (*scale)(const float* x, float factor, float* out, int n);
   void (*soft_cap)(const float* x, float cap, float* out, int n);  // cap * tanh(x / cap)
   // out[n] = the sum of weights[i] * x[i][n], in the order of i.
@@ -166,11 +200,12 @@ struct Kernels {
 
   // Sampling. Sums of weights are taken in an order that depends on the size of the row only.
   bool (*peaks)(const float* logits, int size, float* out);  // whether there is no NaN
-  int (*top)(const LogitRow&);                               // the best token, from logits and peaks
+  int (*top)(const LogitRow&);  // the best token, from logits and peaks
   int (*count)(const LogitRow&, Cut);
   // The tokens kept by `to` and not by `from`, ascending; returns how many.
   int (*collect)(const LogitRow&, Cut from, Cut to, int* ids);
-  // exp((logit - top) * inverse_temperature) of the tokens kept, and 0 for others beside them; returns the sum.
+  // exp((logit - top) * inverse_temperature) of the tokens kept, and 0 for others beside them;
+  // returns the sum.
   double (*weigh)(const LogitRow&, Cut, float inverse_temperature, float* weights);
   // Sum of these weights over a narrower cut, and its tokens.
   Share (*share)(const LogitRow&, Cut, const float* weights);
@@ -178,7 +213,9 @@ struct Kernels {
   int (*noisiest)(const LogitRow&, Cut, double temperature, NoiseStream);
   void (*philox)(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 
-  double (*dot_rate)(int kind, int64_t iterations);  // multiply-adds done by a loop of dots: 0 int8, 1 bf16, 2 float32
+  double (*dot_rate)(
+      int kind,
+      int64_t iterations);  // multiply-adds done by a loop of dots: 0 int8, 1 bf16, 2 float32
 };
 
 const Kernels* kernels_portable();

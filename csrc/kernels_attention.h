@@ -1,30 +1,38 @@
-// Attention of a few query vectors over one split of their context (flash decoding, Dao et al. 2023): scores, their maximum, weights
-// and weighted values, each over the whole split, so that the accumulators of the values never leave the registers.
-// Included inside the namespace of an instruction set.
+// Attention of a few query vectors over one split of their context (flash decoding, Dao et al.
+// 2023): scores, their maximum, weights and weighted values, each over the whole split, so that the
+// accumulators of the values never leave the registers. Included inside the namespace of an
+// instruction set.
 //
-// Lanes are tokens for the scores and dimensions for the weighted sum. A query's numbers go through the same operations in the
-// same order whatever other queries share the split, so a row in a prefill tile equals the row alone (promise 1).
+// Lanes are tokens for the scores and dimensions for the weighted sum. A query's numbers go through
+// the same operations in the same order whatever other queries share the split, so a row in a
+// prefill tile equals the row alone (promise 1).
 
-// A number format: what sums of products are, and how a line of keys or values is multiplied. x has numbers of the first query, or its
-// weights, and those of the next ones are `stride` apart.
+// A number format: what sums of products are, and how a line of keys or values is multiplied. x has
+// numbers of the first query, or its weights, and those of the next ones are `stride` apart.
 struct KvBf16 {
   using Sum = Vf;
   using Query = Pair;
   static constexpr bool kCoded = false;
-  static constexpr int kPer = 2;                                      // tokens of a line of values
-  static constexpr int kParts = 1;                                    // sums that a line of values goes to, of 16 dimensions each
-  static constexpr int kKeyNumbers = kPairStride;                     // of x for a line of keys
-  static constexpr int kWeightSize = kSplitTokens / 2 * kPairStride;  // numbers that are the weights of a split
+  static constexpr int kPer = 2;    // tokens of a line of values
+  static constexpr int kParts = 1;  // sums that a line of values goes to, of 16 dimensions each
+  static constexpr int kKeyNumbers = kPairStride;  // of x for a line of keys
+  static constexpr int kWeightSize =
+      kSplitTokens / 2 * kPairStride;  // numbers that are the weights of a split
   template <int N>
   static HR_INLINE void dot_keys(Vf (&sums)[N], const uint8_t* line, const Pair* x, size_t stride) {
     dot_pairs(sums, line, x, stride);
   }
   template <int N>
-  static HR_INLINE void dot_values(Vf (&sums)[N], const uint8_t* lines, int i, const Pair* x, size_t stride) {
+  static HR_INLINE void dot_values(Vf (&sums)[N], const uint8_t* lines, int i, const Pair* x,
+                                   size_t stride) {
     dot_pairs(sums, lines + 64 * i, x, stride);
   }
-  static HR_INLINE const Pair* query(const AttendSplit& t) { return reinterpret_cast<const Pair*>(t.queries); }
-  static HR_INLINE void put_weights(Pair* weights, int token, Vf w) { store_pairs(weights + token / 2 * kPairStride, w); }
+  static HR_INLINE const Pair* query(const AttendSplit& t) {
+    return reinterpret_cast<const Pair*>(t.queries);
+  }
+  static HR_INLINE void put_weights(Pair* weights, int token, Vf w) {
+    store_pairs(weights + token / 2 * kPairStride, w);
+  }
 };
 
 struct KvF32 {
@@ -35,15 +43,21 @@ struct KvF32 {
   static constexpr int kKeyNumbers = 1;
   static constexpr int kWeightSize = kSplitTokens;
   template <int N>
-  static HR_INLINE void dot_keys(Vf (&sums)[N], const uint8_t* line, const float* x, size_t stride) {
+  static HR_INLINE void dot_keys(Vf (&sums)[N], const uint8_t* line, const float* x,
+                                 size_t stride) {
     const Vf w = load(reinterpret_cast<const float*>(line));
-    each<N>([&](int n) HR_INLINE_LAMBDA { stay_in_registers(sums[n] = fma(w, set1(x[n * stride]), sums[n])); });
+    each<N>([&](int n) HR_INLINE_LAMBDA {
+      stay_in_registers(sums[n] = fma(w, set1(x[n * stride]), sums[n]));
+    });
   }
   template <int N>
-  static HR_INLINE void dot_values(Vf (&sums)[N], const uint8_t* lines, int i, const float* x, size_t stride) {
+  static HR_INLINE void dot_values(Vf (&sums)[N], const uint8_t* lines, int i, const float* x,
+                                   size_t stride) {
     dot_keys(sums, lines + 64 * i, x, stride);
   }
-  static HR_INLINE const float* query(const AttendSplit& t) { return reinterpret_cast<const float*>(t.queries); }
+  static HR_INLINE const float* query(const AttendSplit& t) {
+    return reinterpret_cast<const float*>(t.queries);
+  }
   static HR_INLINE void put_weights(float* weights, int token, Vf w) { store(weights + token, w); }
 };
 
@@ -57,7 +71,8 @@ HR_INLINE TokenScales load_scales(const uint8_t* scales, int token) {
   return {load_bf16(steps), load_bf16(steps + kKvTile)};
 }
 
-// A quantised query: 16-bit codes, and what stands before them. The scale is NaN where a number is not finite.
+// A quantised query: 16-bit codes, and what stands before them. The scale is NaN where a number is
+// not finite.
 struct CodedQuery {
   float scale, sum;  // of a code; of the numbers that the codes stand for
 
@@ -66,8 +81,9 @@ struct CodedQuery {
   }
 };
 
-// Codes of 8 or 4 bits times numbers of 16 bits, which is exact. Queries and weights are rounded to parts of their largest: to 32767 of
-// them, since int32 has just room for 256 tokens times 255 times 32767; queries of more than 257 numbers to as many fewer.
+// Codes of 8 or 4 bits times numbers of 16 bits, which is exact. Queries and weights are rounded to
+// parts of their largest: to 32767 of them, since int32 has just room for 256 tokens times 255
+// times 32767; queries of more than 257 numbers to as many fewer.
 template <int Bits>
 struct KvCoded {
   using Sum = Vi;
@@ -77,22 +93,34 @@ struct KvCoded {
   static constexpr int kKeyNumbers = 32 / Bits;
   static constexpr int kWeightSize = kSplitTokens;
 
-  // sums[n] += pairs of codes, the bits from `down` on of both halves of each lane, times a pair of x.
+  // sums[n] += pairs of codes, the bits from `down` on of both halves of each lane, times a pair of
+  // x.
   template <int N>
-  static HR_INLINE void dot_pairs_of(Vi (&sums)[N], const uint8_t* line, int down, const int16_t* x, size_t stride) {
+  static HR_INLINE void dot_pairs_of(Vi (&sums)[N], const uint8_t* line, int down, const int16_t* x,
+                                     size_t stride) {
     const Vs codes = code_pairs<Bits>(load_bytes(line), down);
     x = reload(x);
-    each<N>([&](int n) HR_INLINE_LAMBDA { stay_in_registers(sums[n] = add_dot_shorts(sums[n], codes, x + n * stride)); });
+    each<N>([&](int n) HR_INLINE_LAMBDA {
+      stay_in_registers(sums[n] = add_dot_shorts(sums[n], codes, x + n * stride));
+    });
   }
   template <int N>
-  static HR_INLINE void dot_keys(Vi (&sums)[N], const uint8_t* line, const int16_t* x, size_t stride) {
-    each<16 / Bits>([&](int i) HR_INLINE_LAMBDA { dot_pairs_of(sums, reload(line), Bits * i, x + 2 * i, stride); });
+  static HR_INLINE void dot_keys(Vi (&sums)[N], const uint8_t* line, const int16_t* x,
+                                 size_t stride) {
+    each<16 / Bits>([&](int i) HR_INLINE_LAMBDA {
+      dot_pairs_of(sums, reload(line), Bits * i, x + 2 * i, stride);
+    });
   }
-  static HR_INLINE const int16_t* query(const AttendSplit& t) { return reinterpret_cast<const int16_t*>(t.queries + sizeof(CodedQuery)); }
+  static HR_INLINE const int16_t* query(const AttendSplit& t) {
+    return reinterpret_cast<const int16_t*>(t.queries + sizeof(CodedQuery));
+  }
   template <int N>
-  static HR_INLINE void dot_values(Vi (&sums)[N], const uint8_t* lines, int i, const int16_t* x, size_t stride) {
+  static HR_INLINE void dot_values(Vi (&sums)[N], const uint8_t* lines, int i, const int16_t* x,
+                                   size_t stride) {
     const uint8_t* line = lines + i / kParts * 64;
-    each<2>([&](int pair) HR_INLINE_LAMBDA { dot_pairs_of(sums, reload(line), 8 * pair + i % kParts * Bits, x + 2 * pair, stride); });
+    each<2>([&](int pair) HR_INLINE_LAMBDA {
+      dot_pairs_of(sums, reload(line), 8 * pair + i % kParts * Bits, x + 2 * pair, stride);
+    });
   }
 };
 
@@ -121,20 +149,23 @@ constexpr float kLeastTop = 1e-33f;  // 32767 over less may overflow
 template <int Bits>
 void pack_codes(const float* q, int key_dim, uint8_t* out) {
   constexpr int step = 128 / Bits;  // numbers of four lines of keys
-  const int most = INT32_MAX / ((1 << Bits) - 1) / key_dim, limit = most < INT16_MAX ? most : INT16_MAX;
+  const int most = INT32_MAX / ((1 << Bits) - 1) / key_dim,
+            limit = most < INT16_MAX ? most : INT16_MAX;
   Vf highest = zero(), zeros = zero();
   for (int i = 0; i < key_dim; i += 16) {
     const Vf v = load_partial(q + i, key_dim - i);
     highest = max(highest, abs(v));
     zeros = fma(v, zero(), zeros);
   }
-  const float top = is_finite(zeros) ? reduce_max(highest) : kNotFinite, levels = static_cast<float>(limit);
+  const float top = is_finite(zeros) ? reduce_max(highest) : kNotFinite,
+              levels = static_cast<float>(limit);
   const Vf inverse = set1(top > kLeastTop ? levels / top : 0.0f);
   auto* codes = reinterpret_cast<int16_t*>(out + sizeof(CodedQuery));
   Vi total = set1(0);
   for (int i = 0; i < key_dim; i += step) {
     for (int j = i; j < i + step; j += 16) {
-      const Vi code = round_to_int(mul(load_partial(q + j, top > kLeastTop ? key_dim - j : 0), inverse));
+      const Vi code =
+          round_to_int(mul(load_partial(q + j, top > kLeastTop ? key_dim - j : 0), inverse));
       store_s16(codes + j, code);
       total = add(total, code);
     }
@@ -165,9 +196,11 @@ HR_INLINE Lanes visible_to_any(const AttendSplit& t) {
   return all;
 }
 
-// The sums of 16 tokens as products of query and key; `scales` are those of their block, `token` is the first one's place in it.
+// The sums of 16 tokens as products of query and key; `scales` are those of their block, `token` is
+// the first one's place in it.
 template <class Kv>
-HR_INLINE Vf product(const AttendSplit& t, int n, typename Kv::Sum sum, const uint8_t* scales, int token) {
+HR_INLINE Vf product(const AttendSplit& t, int n, typename Kv::Sum sum, const uint8_t* scales,
+                     int token) {
   if constexpr (Kv::kCoded) {
     const auto& query = CodedQuery::of(t, n);
     const TokenScales of = load_scales(scales, token);
@@ -187,7 +220,9 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
     const uint8_t* line = t.kv.at[b];
     // Keys two blocks ahead: the next one would be needed before memory answers.
     const int later = b + 2 - t.kv.blocks;
-    const uint8_t* upcoming = !t.next ? nullptr : later < 0 ? t.kv.at[b + 2] : t.next->at[later < t.next->blocks ? later : 0];
+    const uint8_t* upcoming = !t.next     ? nullptr
+                              : later < 0 ? t.kv.at[b + 2]
+                                          : t.next->at[later < t.next->blocks ? later : 0];
     const typename Kv::Query* query = Kv::query(t);
     for (int d = 0; d < lines; d++, line += 128, query += Kv::kKeyNumbers) {
       if (upcoming) {
@@ -207,32 +242,36 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
 
 alignas(64) constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Products of query n as scores: scaled, capped, and lowered by the slope for each position that a key lies back. The distance is counted
-// from the row itself, so that it is exact, and nearly all of the weight falls on small ones.
+// Products of query n as scores: scaled, capped, and lowered by the slope for each position that a
+// key lies back. The distance is counted from the row itself, so that it is exact, and nearly all
+// of the weight falls on small ones.
 HR_INLINE void bend(const AttendSplit& t, int n, int begin, int end, float* scores) {
   for (int i = begin; i < end; i += 16) {
     Vf s = mul(load(scores + i), set1(t.scale));
     if (t.softcap > 0) s = soft_cap(s, t.softcap);
-    if (t.slopes) s = fma(add(load(kLanes), set1(static_cast<float>(i - t.own[n]))), set1(t.slopes[n]), s);
+    if (t.slopes)
+      s = fma(add(load(kLanes), set1(static_cast<float>(i - t.own[n]))), set1(t.slopes[n]), s);
     store(scores + i, s);
   }
 }
 
-// The weights of the tokens of a split, as they are multiplied with values. Coded ones have the steps of the values in them, and leave the
-// least numbers of the values to be added.
+// The weights of the tokens of a split, as they are multiplied with values. Coded ones have the
+// steps of the values in them, and leave the least numbers of the values to be added.
 template <class Kv, int Num>
 struct Weights {
   alignas(64) typename Kv::Query numbers[Num][Kv::kWeightSize];
   float scale[Num], least[Num];  // of a code; of the values, weighted and summed
 };
 
-// Weights times steps to codes, and zeros where only other queries see tokens. What is not a number has some code, and the sum of the
-// weights is NaN beside it.
+// Weights times steps to codes, and zeros where only other queries see tokens. What is not a number
+// has some code, and the sum of the weights is NaN beside it.
 template <class Kv, int Num>
-HR_INLINE void encode(const AttendSplit& t, int n, Lanes seen, Lanes all, float* scores, Weights<Kv, Num>& out) {
+HR_INLINE void encode(const AttendSplit& t, int n, Lanes seen, Lanes all, float* scores,
+                      Weights<Kv, Num>& out) {
   Vf top = zero(), least = zero();
   for (int i = seen.begin; i < seen.end; i += 16) {
-    const TokenScales of = load_scales(t.kv.values[i / kKvTile] + t.shape.value_scales(), i % kKvTile);
+    const TokenScales of =
+        load_scales(t.kv.values[i / kKvTile] + t.shape.value_scales(), i % kKvTile);
     const Vf w = load(scores + i), x = mul(w, of.step);
     least = fma(w, of.least, least);
     top = max(x, top);
@@ -242,16 +281,18 @@ HR_INLINE void encode(const AttendSplit& t, int n, Lanes seen, Lanes all, float*
   const Vf inverse = set1(highest > kLeastTop ? INT16_MAX / highest : 0.0f);
   int16_t* codes = out.numbers[n];
   for (int i = all.begin; i < seen.begin; i += 16) store_s16(codes + i, set1(0));
-  for (int i = seen.begin; i < seen.end; i += 16) store_s16(codes + i, round_to_int(mul(load(scores + i), inverse)));
+  for (int i = seen.begin; i < seen.end; i += 16)
+    store_s16(codes + i, round_to_int(mul(load(scores + i), inverse)));
   for (int i = seen.end; i < all.end; i += 16) store_s16(codes + i, set1(0));
   out.scale[n] = highest / INT16_MAX;
   out.least[n] = reduce_add(least);
 }
 
-// weights[token] = 2^(s - max), 0 for tokens that query n does not see; their sum. Scores are in units of ln 2, so that a power of
-// two is a power of e.
+// weights[token] = 2^(s - max), 0 for tokens that query n does not see; their sum. Scores are in
+// units of ln 2, so that a power of two is a power of e.
 template <class Kv, int Num>
-HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, Weights<Kv, Num>& weights) {
+HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores,
+                      Weights<Kv, Num>& weights) {
   const Lanes seen = visible_to(t, n);
   const auto put = [&](int i, Vf w) {
     if constexpr (Kv::kCoded)
@@ -259,10 +300,13 @@ HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, Wei
     else
       Kv::put_weights(weights.numbers[n], i, w);
   };
-  // Lanes that query n does not see have a weight of 0: made so in the first and last line, the others are whole.
+  // Lanes that query n does not see have a weight of 0: made so in the first and last line, the
+  // others are whole.
   const bool any = seen.begin < seen.end;
   const int begin = (any ? seen.begin : all.begin) & -16, end = any ? (seen.end + 15) & -16 : begin;
-  const auto hide = [&](int i) { store(scores + i, keep_lanes(load(scores + i), seen.begin - i, seen.end - i, kNoMax)); };
+  const auto hide = [&](int i) {
+    store(scores + i, keep_lanes(load(scores + i), seen.begin - i, seen.end - i, kNoMax));
+  };
   const bool bent = t.softcap > 0 || t.slopes;
   if (bent) bend(t, n, begin, end, scores);
   if (any) hide(begin), hide(end - 16);
@@ -277,28 +321,36 @@ HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores, Wei
   }
   t.max[n] = any ? high : kNoMax;
   t.sum[n] = reduce_add(sum);
-  if constexpr (Kv::kCoded) return encode(t, n, {begin, end}, {all.begin & -16, all.end}, scores, weights);
+  if constexpr (Kv::kCoded)
+    return encode(t, n, {begin, end}, {all.begin & -16, all.end}, scores, weights);
   for (int i = all.begin & -16; i < begin; i += 16) put(i, zero());
   for (int i = end; i < all.end; i += 16) put(i, zero());
 }
 
 // out[query][dims d .. d + 16 Lines) = weights @ V.
 template <class Kv, int Num, int Lines>
-HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const Weights<Kv, Num>& weights) {
+HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes,
+                           const Weights<Kv, Num>& weights) {
   const int width = t.shape.value_columns(), part = Lines % Kv::kParts ? d / 16 % Kv::kParts : 0;
-  const size_t row = static_cast<size_t>(t.shape.value_lanes()) * 4, offset = static_cast<size_t>(d / 16 / Kv::kParts) * 64;
+  const size_t row = static_cast<size_t>(t.shape.value_lanes()) * 4,
+               offset = static_cast<size_t>(d / 16 / Kv::kParts) * 64;
   typename Kv::Sum acc[Lines][Num] = {};
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
     const int begin = lanes.begin - b * kKvTile, end = lanes.end - b * kKvTile;
-    const int first = begin < 0 ? 0 : begin / Kv::kPer, last = ((end > kKvTile ? kKvTile : end) + Kv::kPer - 1) / Kv::kPer;
+    const int first = begin < 0 ? 0 : begin / Kv::kPer,
+              last = ((end > kKvTile ? kKvTile : end) + Kv::kPer - 1) / Kv::kPer;
     const uint8_t* lines = t.kv.values[b] + first * row + offset;
     // Keys of the next split, as many as values are read here, so that memory is never idle.
     const uint8_t* upcoming = t.next && b < t.next->blocks ? t.next->at[b] + offset : nullptr;
     for (int k = first; k < last; k++, lines += row) {
       if (upcoming)
-        for (int i = 0; i < Lines; i += Kv::kParts) prefetch_l2(upcoming + k * row + i / Kv::kParts * 64);
-      const auto* w = &weights.numbers[0][(b * kKvTile / Kv::kPer + k) * (Kv::kWeightSize / (kSplitTokens / Kv::kPer))];
-      each<Lines>([&](int i) HR_INLINE_LAMBDA { Kv::dot_values(acc[i], lines, part + i, w, Kv::kWeightSize); });
+        for (int i = 0; i < Lines; i += Kv::kParts)
+          prefetch_l2(upcoming + k * row + i / Kv::kParts * 64);
+      const auto* w = &weights.numbers[0][(b * kKvTile / Kv::kPer + k) *
+                                          (Kv::kWeightSize / (kSplitTokens / Kv::kPer))];
+      each<Lines>([&](int i) HR_INLINE_LAMBDA {
+        Kv::dot_values(acc[i], lines, part + i, w, Kv::kWeightSize);
+      });
     }
   }
   each<Lines>([&](int i) HR_INLINE_LAMBDA {
@@ -315,7 +367,8 @@ HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes, const Weigh
 // As many dimensions from d on as fill whole sets of lines; returns the first one left.
 template <class Kv, int Num, int Lines>
 HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const Weights<Kv, Num>& weights) {
-  for (; d + 16 * Lines <= t.shape.value_columns(); d += 16 * Lines) weigh_lines<Kv, Num, Lines>(t, d, lanes, weights);
+  for (; d + 16 * Lines <= t.shape.value_columns(); d += 16 * Lines)
+    weigh_lines<Kv, Num, Lines>(t, d, lanes, weights);
   return d;
 }
 
@@ -348,7 +401,8 @@ void fill_attention(Kernels& k) {
   k.attend[static_cast<int>(Type)] = attend<Kv>;
 }
 
-void merge(float* max_a, float* sum_a, float* out_a, float max_b, float sum_b, const float* out_b, int n) {
+void merge(float* max_a, float* sum_a, float* out_a, float max_b, float sum_b, const float* out_b,
+           int n) {
   const float top = *max_a > max_b ? *max_a : max_b;
   const Vf a = exp2(set1(*max_a - top)), b = exp2(set1(max_b - top));
   alignas(64) float factor[2][16];
@@ -356,5 +410,6 @@ void merge(float* max_a, float* sum_a, float* out_a, float max_b, float sum_b, c
   store(factor[1], b);
   *max_a = top;
   *sum_a = *sum_a * factor[0][0] + sum_b * factor[1][0];
-  for (int i = 0; i < n; i += 16) store(out_a + i, fma(load(out_b + i), b, mul(load(out_a + i), a)));
+  for (int i = 0; i < n; i += 16)
+    store(out_a + i, fma(load(out_b + i), b, mul(load(out_a + i), a)));
 }

@@ -1,9 +1,12 @@
-// Quantised keys and values, and values that are part of keys. Included inside the namespace of an instruction set.
+// Quantised keys and values, and values that are part of keys. Included inside the namespace of an
+// instruction set.
 
-// Walsh-Hadamard transform of blocks of `size` numbers, a power of two, scaled to keep lengths (QuaRot, Ashkboos et al. 2024):
-// queries and keys turned alike have the same products, and what is weighted and summed can be turned back afterwards.
+// Walsh-Hadamard transform of blocks of `size` numbers, a power of two, scaled to keep lengths
+// (QuaRot, Ashkboos et al. 2024): queries and keys turned alike have the same products, and what is
+// weighted and summed can be turned back afterwards.
 //
-// Inside a vector it is a product with a matrix of signs, since no instruction set of ours adds lanes to each other at that pace.
+// Inside a vector it is a product with a matrix of signs, since no instruction set of ours adds
+// lanes to each other at that pace.
 struct Signs {
   float column[16][16];
 };
@@ -11,7 +14,8 @@ struct Signs {
 constexpr Signs make_signs() {
   Signs s{};
   for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) s.column[i][j] = __builtin_popcount(static_cast<unsigned>(i & j)) % 2 ? -1.0f : 1.0f;
+    for (int j = 0; j < 16; j++)
+      s.column[i][j] = __builtin_popcount(static_cast<unsigned>(i & j)) % 2 ? -1.0f : 1.0f;
   return s;
 }
 
@@ -52,10 +56,13 @@ HR_INLINE uint16_t bf16_below(float x) {
   return static_cast<uint16_t>(x != x ? 0x7fc0 : (u + (x < 0 ? 0xffff : 0)) >> 16);
 }
 HR_INLINE uint16_t bf16_above(float x) { return static_cast<uint16_t>(bf16_below(-x) ^ 0x8000); }
-HR_INLINE float from_bf16(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
+HR_INLINE float from_bf16(uint16_t x) {
+  return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16);
+}
 
-// Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are rounded outwards, so that no code needs clamping. The
-// least number is NaN where one of them is not finite, or the highest code would not be.
+// Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are rounded outwards,
+// so that no code needs clamping. The least number is NaN where one of them is not finite, or the
+// highest code would not be.
 void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
   Vf high = set1(x[0]), low = set1(-x[0]), zeros = zero();
   for (int i = 0; i < n; i += 16) {
@@ -73,16 +80,20 @@ void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
     out = {out.codes, 0, kNotFiniteBf16};
     return;
   }
-  for (int i = 0; i < n; i += 16) store_u8(out.codes + i, round_to_int(mul(sub(load_partial(x + i, n - i), set1(least)), set1(inverse))));
+  for (int i = 0; i < n; i += 16)
+    store_u8(out.codes + i,
+             round_to_int(mul(sub(load_partial(x + i, n - i), set1(least)), set1(inverse))));
 }
 
 // Four words, each two adjacent numbers of two adjacent tokens.
 typedef uint64_t Words __attribute__((vector_size(32)));
 
-// The numbers of a token came first in each word, and those of a dimension are to; 0 for what is not finite.
+// The numbers of a token came first in each word, and those of a dimension are to; 0 for what is
+// not finite.
 HR_INLINE Words crossed(Words x) {
   constexpr uint64_t each = 0x0001000100010001, middle = 0xffff0000;
-  const Words bad = ((x & 0x7f80 * each) + 0x80 * each) & 0x8000 * each;  // an exponent of all ones carries into the sign
+  const Words bad = ((x & 0x7f80 * each) + 0x80 * each) &
+                    0x8000 * each;  // an exponent of all ones carries into the sign
   x &= ~((bad << 1) - (bad >> 15));
   return (x & ~(middle | middle << 16)) | (x & middle) << 16 | (x >> 16 & middle);
 }
@@ -96,8 +107,10 @@ HR_INLINE void cross_words(const uint8_t* from, size_t from_stride, uint8_t* to,
   };
   const auto put = [&](int i, Words x) { memcpy(to + i * to_stride, &x, sizeof x); };
   const Words x = line(0), y = line(1), z = line(2), w = line(3);
-  const Words a = __builtin_shufflevector(x, y, 0, 4, 2, 6), b = __builtin_shufflevector(x, y, 1, 5, 3, 7);
-  const Words c = __builtin_shufflevector(z, w, 0, 4, 2, 6), d = __builtin_shufflevector(z, w, 1, 5, 3, 7);
+  const Words a = __builtin_shufflevector(x, y, 0, 4, 2, 6),
+              b = __builtin_shufflevector(x, y, 1, 5, 3, 7);
+  const Words c = __builtin_shufflevector(z, w, 0, 4, 2, 6),
+              d = __builtin_shufflevector(z, w, 1, 5, 3, 7);
   put(0, __builtin_shufflevector(a, c, 0, 1, 4, 5));
   put(1, __builtin_shufflevector(b, d, 0, 1, 4, 5));
   put(2, __builtin_shufflevector(a, c, 2, 3, 6, 7));
@@ -105,12 +118,14 @@ HR_INLINE void cross_words(const uint8_t* from, size_t from_stride, uint8_t* to,
 }
 
 HR_INLINE void cross_bf16(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
-  const size_t key_stride = 4 * kKvTile, value_stride = static_cast<size_t>(shape.value_columns()) * 4;
+  const size_t key_stride = 4 * kKvTile,
+               value_stride = static_cast<size_t>(shape.value_columns()) * 4;
   int d = 0;
   for (; d + 16 <= shape.value_dim; d += 16)  // a line at a time
     for (int t = 0; t < kKvTile; t += 8)
       for (int e = d; e < d + 16; e += 8)
-        cross_words(keys + e / 2 * key_stride + 4 * t, key_stride, out + t / 2 * value_stride + 4 * e, value_stride);
+        cross_words(keys + e / 2 * key_stride + 4 * t, key_stride,
+                    out + t / 2 * value_stride + 4 * e, value_stride);
   for (; d < shape.value_dim; d += 2)
     for (int t = 0; t < kKvTile; t += 2) {
       Words x{};
@@ -131,7 +146,9 @@ HR_INLINE void cross_f32(const float* keys, int num_values, int width, float* ou
 
 // Codes of four tokens and four dimensions: each lane was a token's, and is a dimension's.
 typedef uint8_t Codes __attribute__((vector_size(16)));
-HR_INLINE Codes crossed(Codes x) { return __builtin_shufflevector(x, x, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15); }
+HR_INLINE Codes crossed(Codes x) {
+  return __builtin_shufflevector(x, x, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+}
 
 HR_INLINE void cross_codes(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
   const int lanes = shape.value_lanes();
@@ -153,7 +170,8 @@ void values_of_keys(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
   if (is_quantised(shape.type))
     cross_codes(keys, shape, out);
   else if (shape.type == KvType::kF32)
-    cross_f32(reinterpret_cast<const float*>(keys), shape.value_dim, shape.value_columns(), reinterpret_cast<float*>(out));
+    cross_f32(reinterpret_cast<const float*>(keys), shape.value_dim, shape.value_columns(),
+              reinterpret_cast<float*>(out));
   else
     cross_bf16(keys, shape, out);
 }

@@ -1,23 +1,29 @@
-// Tile times activation block, for every packed format. Included inside the namespace of an instruction set.
+// Tile times activation block, for every packed format. Included inside the namespace of an
+// instruction set.
 //
-// A group's weights are decoded once into registers and the rows of the block stream against them. Integer sums are exact, and
-// the float sum of an output runs over the groups in ascending order in one accumulator, so a row's result does not depend on
-// how many rows share the block (promise 1). All loops over the rows are unrolled by hand: one that is not makes the compiler keep
-// the accumulators in memory.
+// A group's weights are decoded once into registers and the rows of the block stream against them.
+// Integer sums are exact, and the float sum of an output runs over the groups in ascending order in
+// one accumulator, so a row's result does not depend on how many rows share the block (promise 1).
+// All loops over the rows are unrolled by hand: one that is not makes the compiler keep the
+// accumulators in memory.
 
-// Scale and minimum of one group of 32 columns; `integers` and `minima` are those of its two 16-column halves.
+// Scale and minimum of one group of 32 columns; `integers` and `minima` are those of its two
+// 16-column halves.
 template <Scales S>
 struct GroupScale {
   Vf scale, min;
   Vs integers, minima;
-  bool shifted = has_min(S);  // whether there is a minimum, so that the code 0 stands for no sum of its own
+  bool shifted =
+      has_min(S);  // whether there is a minimum, so that the code 0 stands for no sum of its own
 };
 
 template <Unit U>
 HR_INLINE GroupScale<U.scales> group_scale(const uint8_t* unit, int g) {
   constexpr Scales S = U.scales;
   GroupScale<S> r;
-  const auto halves = [unit](int i) { return load_half(reinterpret_cast<const uint16_t*>(unit) + 16 * i); };
+  const auto halves = [unit](int i) {
+    return load_half(reinterpret_cast<const uint16_t*>(unit) + 16 * i);
+  };
   if constexpr (S == Scales::kPower32) {
     r.scale = from_bits(shift_left<23>(load_u8(unit + 16 * g)));
   } else if constexpr (!is_super(S)) {
@@ -54,11 +60,15 @@ struct GroupCodes {
     const CodePieces& pieces = kCodePieces<U.bits>[first + j];
     const CodePiece &p = pieces.of[0], &q = pieces.of[1], &r = pieces.of[2];
     Vb codes = fields(load_bytes(lines + 64 * p.line), p.at, p.mask);
-    if (pieces.count > 1) codes = or_fields(codes, load_bytes(lines + 64 * q.line), q.at - q.up, q.mask << q.up);
-    if (pieces.count > 2) codes = or_fields(codes, load_bytes(lines + 64 * r.line), r.at - r.up, r.mask << r.up);
+    if (pieces.count > 1)
+      codes = or_fields(codes, load_bytes(lines + 64 * q.line), q.at - q.up, q.mask << q.up);
+    if (pieces.count > 2)
+      codes = or_fields(codes, load_bytes(lines + 64 * r.line), r.at - r.up, r.mask << r.up);
     return codes;
   }
-  HR_INLINE Vb operator[](int j) const { return U.is_lookup() ? look_up(stored(j), table) : stored(j); }
+  HR_INLINE Vb operator[](int j) const {
+    return U.is_lookup() ? look_up(stored(j), table) : stored(j);
+  }
   HR_INLINE Vb low_nibbles(int j) const
     requires(U.is_lookup())
   {
@@ -72,14 +82,16 @@ struct GroupCodes {
   HR_INLINE GroupCodes operator+(int more) const { return {lines, first + more, table}; }
 };
 
-// Group g of a unit whose values, if they are looked up, come with the matrix or are those of float codes.
+// Group g of a unit whose values, if they are looked up, come with the matrix or are those of float
+// codes.
 template <Unit U>
 HR_INLINE GroupCodes<U> group_codes(const uint8_t* unit, const TileShape& shape, int g) {
   const uint8_t* lines = unit + U.codes_offset() + g * U.lines_per_group() * 64;
   return {lines, 0, U.scales == Scales::kPower32 ? kFloat4Codes : shape.lookup.codes};
 }
 
-// Minus the zero code times a sum of activations, of which x is -Factor times: what a group's integer sum starts from.
+// Minus the zero code times a sum of activations, of which x is -Factor times: what a group's
+// integer sum starts from.
 template <Unit U, int Factor>
 HR_INLINE Vi minus_zero(Vi x) {
   static_assert(U.zero() % Factor == 0);
@@ -88,18 +100,21 @@ HR_INLINE Vi minus_zero(Vi x) {
   return shift_left<U.zero() ? __builtin_ctz(U.zero() / Factor) : 0>(x);
 }
 
-// The same for a group, of -8 times the sum. That of a table has its zero code, or none, when a step runs.
+// The same for a group, of -8 times the sum. That of a table has its zero code, or none, when a
+// step runs.
 template <Unit U>
 HR_INLINE Vi start_of_sum(int32_t x, bool shifted) {
   if constexpr (U.scales == Scales::kTable) {
-    constexpr int up = U.code_bits() > 4 ? U.code_bits() - 4 : 0, down = U.code_bits() < 4 ? 4 - U.code_bits() : 0;
+    constexpr int up = U.code_bits() > 4 ? U.code_bits() - 4 : 0,
+                  down = U.code_bits() < 4 ? 4 - U.code_bits() : 0;
     return set1(shifted ? 0 : x * (1 << up) / (1 << down));
   } else {
     return minus_zero<U, 8>(set1(x));
   }
 }
 
-// The sums of a group's halves, each times its integer. Pairs of 16 bits have room for all but those of 6 bits.
+// The sums of a group's halves, each times its integer. Pairs of 16 bits have room for all but
+// those of 6 bits.
 template <Unit U>
 HR_INLINE Vi scale_halves(Vi low, Vi high, Vs integers) {
   if constexpr (16 * 127 * ((1 << U.code_bits()) - 1) <= 32767)
@@ -115,20 +130,24 @@ template <Unit U, class W>
 HR_INLINE Vf weight_sums(const W& w, const GroupScale<U.scales>& s) {
   if constexpr (!is_sub16(U.scales)) {
     const int zero_code = s.shifted ? 0 : U.zero();
-    const Vf codes = mul(to_float(sub(code_sums<U.code_bits(), 8>(w), set1(32 * zero_code))), s.scale);
+    const Vf codes =
+        mul(to_float(sub(code_sums<U.code_bits(), 8>(w), set1(32 * zero_code))), s.scale);
     return s.shifted ? fma(s.min, set1(32.0f), codes) : codes;
   } else {
     const Vi zeros = set1(16 * U.zero());
-    const Vi low = sub(code_sums<U.code_bits(), 4>(w), zeros), high = sub(code_sums<U.code_bits(), 4>(w + 4), zeros);
+    const Vi low = sub(code_sums<U.code_bits(), 4>(w), zeros),
+             high = sub(code_sums<U.code_bits(), 4>(w + 4), zeros);
     const Vf codes = mul(to_float(dot_shorts(join_shorts(low, high), s.integers)), s.scale);
     if constexpr (!has_min(U.scales)) return codes;
-    return fma(to_float(dot_shorts(s.minima, load_pair(kOnes))), mul(s.min, set1(-4.0f * 16)), codes);
+    return fma(to_float(dot_shorts(s.minima, load_pair(kOnes))), mul(s.min, set1(-4.0f * 16)),
+               codes);
   }
 }
 
 // Rows m .. m + N - 1 of a block times a group, their integer sums together.
 template <Unit U, int N, class W>
-HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* group, int rows, int m) {
+HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* group,
+                         int rows, int m) {
   constexpr Scales S = U.scales;
   const auto* x = reinterpret_cast<const int8_t*>(group) + kGroup * m;
   const auto* scales = reinterpret_cast<const float*>(group + kGroup * rows) + m;
@@ -139,7 +158,8 @@ HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, con
     for (int i = 0; i < N; i++) sums[i] = start_of_sum<U>(zero_sums[i], s.shifted);
     dots<U.code_bits(), 8, N>(sums, w, x);
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);
+    for (int i = 0; i < N; i++)
+      acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);
     if (s.shifted) {
 #pragma GCC unroll 4
       for (int i = 0; i < N; i++) acc[i] = fma(s.min, set1(scales[3 * rows + i]), acc[i]);
@@ -158,7 +178,8 @@ HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, con
       Vi sum = scale_halves<U>(low[i], high[i], s.integers);
       if constexpr (U.zero() > 0) sum = add(sum, minus_zero<U, 4>(dot_shorts(s.integers, halves)));
       acc[i] = fma(to_float(sum), mul(s.scale, xs), acc[i]);
-      if constexpr (has_min(S)) acc[i] = fma(to_float(dot_shorts(s.minima, halves)), mul(s.min, xs), acc[i]);
+      if constexpr (has_min(S))
+        acc[i] = fma(to_float(dot_shorts(s.minima, halves)), mul(s.min, xs), acc[i]);
     }
   }
 }
@@ -166,20 +187,23 @@ HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, con
 // All rows of a block times a group, without offsets.
 template <Unit U, int Rows, int M = 0, class W>
 HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* group) {
-  constexpr int most = is_sub16(U.scales) ? (kSumsTogether + 1) / 2 : kSumsTogether, left = Rows - M;
+  constexpr int most = is_sub16(U.scales) ? (kSumsTogether + 1) / 2 : kSumsTogether,
+                left = Rows - M;
   constexpr int turns = (left + most - 1) / most, n = (left + turns - 1) / turns;
   add_group<U, n>(acc + M, w, s, group, Rows, M);
   if constexpr (M + n < Rows) add_rows<U, Rows, M + n>(acc, w, s, group);
 }
 
-// Weights are fetched this far ahead, into L2: it has room for more misses under way than L1, and the hardware's prefetcher falls
-// behind as soon as there is something to compute. (4 to 16 KB do equally well; into L1, five rows of Q8_0 take 1.6 times as long. Where
-// dot products are one instruction, a single row runs at the pace of memory without; in AVX2 it takes twice as long.)
+// Weights are fetched this far ahead, into L2: it has room for more misses under way than L1, and
+// the hardware's prefetcher falls behind as soon as there is something to compute. (4 to 16 KB do
+// equally well; into L1, five rows of Q8_0 take 1.6 times as long. Where dot products are one
+// instruction, a single row runs at the pace of memory without; in AVX2 it takes twice as long.)
 constexpr int kFetchAhead = 7168;
 
 // All rows of a block times a group, with their offsets if they have any.
 template <Unit U, int Rows, bool Offset, class W>
-HR_INLINE void add_whole_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* block) {
+HR_INLINE void add_whole_group(Vf* acc, const W& w, const GroupScale<U.scales>& s,
+                               const uint8_t* block) {
   add_rows<U, Rows>(acc, w, s, block);
   if constexpr (Offset) {
     const Vf sums = weight_sums<U>(w, s);
@@ -201,7 +225,8 @@ void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* 
         constexpr int share = U.bytes() / U.groups();
         for (int i = 0; i < share; i += 64) prefetch_l2(tile + g * share + kFetchAhead + i);
       }
-      add_whole_group<U, Rows, Offset>(acc, group_codes<U>(tile, shape, g), group_scale<U>(tile, g), block);
+      add_whole_group<U, Rows, Offset>(acc, group_codes<U>(tile, shape, g), group_scale<U>(tile, g),
+                                       block);
     }
   }
 #pragma GCC unroll 16
@@ -210,7 +235,8 @@ void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* 
 
 // A super-block of a tile of points of a grid, decoded.
 HR_INLINE void decode_grid(const uint8_t* blocks, const TileShape& shape, uint8_t* unit) {
-  for (int r = 0; r < kTileRows; r += kGridRows) shape.grid->decode(blocks + r * shape.grid->block_bytes, shape.points, r, unit);
+  for (int r = 0; r < kTileRows; r += kGridRows)
+    shape.grid->decode(blocks + r * shape.grid->block_bytes, shape.points, r, unit);
 }
 
 template <int Rows, bool Offset>
@@ -225,18 +251,21 @@ void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
     for (int i = 0; i < bytes; i += 64) prefetch_l2(tile + kFetchAhead + i);
     decode_grid(tile, shape, unit);
     for (int g = 0; g < U.groups(); g++, block += q8_group_bytes(Offset) * Rows)
-      add_whole_group<U, Rows, Offset>(acc, group_codes<U>(unit, shape, g), group_scale<U>(unit, g), block);
+      add_whole_group<U, Rows, Offset>(acc, group_codes<U>(unit, shape, g), group_scale<U>(unit, g),
+                                       block);
   }
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
-// int8 weights with one scale a row: nothing but dot products until the end of the tile. Sums start at minus the zero code times the
-// sum of the activations, so no partial one is larger than kMaxRowColumns allows. With few rows each has several sums, as many as
-// it takes for one to be ready when its turn comes again: any order is exact.
+// int8 weights with one scale a row: nothing but dot products until the end of the tile. Sums start
+// at minus the zero code times the sum of the activations, so no partial one is larger than
+// kMaxRowColumns allows. With few rows each has several sums, as many as it takes for one to be
+// ready when its turn comes again: any order is exact.
 //
-// The loop is so tight that what it waits for is weights. Up to 4 rows the hardware's prefetcher is the best that there is; then it
-// falls behind, and weights are fetched into L2, and with 8 rows or more from there into L1.
+// The loop is so tight that what it waits for is weights. Up to 4 rows the hardware's prefetcher is
+// the best that there is; then it falls behind, and weights are fetched into L2, and with 8 rows or
+// more from there into L1.
 template <int Rows>
 void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
   constexpr int turns = Rows >= 3 || kMaxRows < 16 ? 1 : 4 / Rows;
@@ -271,17 +300,22 @@ void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* b
   }
 }
 
-// The same, and what the outliers of each row add: a column of weights times a number, in the order of columns.
+// The same, and what the outliers of each row add: a column of weights times a number, in the order
+// of columns.
 template <int Rows>
-void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t* block,
+                     float* out) {
   const auto* outliers = reinterpret_cast<const Outliers*>(block);
   matmul_i8_row<Rows>(tile, shape, block + Rows * sizeof(Outliers), out);
-  const auto* scales = reinterpret_cast<const float*>(tile + static_cast<size_t>(shape.units) * unit_bytes(Format::kI8Mixed));
+  const auto* scales = reinterpret_cast<const float*>(tile + static_cast<size_t>(shape.units) *
+                                                                 unit_bytes(Format::kI8Mixed));
   for (int m = 0; m < Rows; m++)
     for (int i = 0; i < outliers[m].count; i++) {
       const int column = outliers[m].columns[i];
       const uint8_t* codes = tile + column / 4 * 64 + column % 4;
-      for (int r = 0; r < kTileRows; r++) out[16 * m + r] += outliers[m].values[i] * (scales[r] * static_cast<float>(codes[4 * r] - 128));
+      for (int r = 0; r < kTileRows; r++)
+        out[16 * m + r] +=
+            outliers[m].values[i] * (scales[r] * static_cast<float>(codes[4 * r] - 128));
     }
 }
 
@@ -293,7 +327,8 @@ void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
   for (int m = 0; m < Rows; m++) acc[m] = zero();
   const auto* x = reinterpret_cast<const Pair*>(block);
   for (int u = 0; u < shape.units; u++, tile += 64, x += kPairStride * Rows) {
-    if constexpr (Rows >= 6) prefetch_l2(tile + kFetchAhead);  // with fewer the hardware keeps up alone
+    if constexpr (Rows >= 6)
+      prefetch_l2(tile + kFetchAhead);  // with fewer the hardware keeps up alone
     const Vb w = load_bytes(tile);
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * m);
@@ -310,7 +345,8 @@ void matmul_float(const uint8_t* tile, const TileShape& shape, const uint8_t* bl
   for (int m = 0; m < Rows; m++) acc[m] = zero();
   const auto* x = reinterpret_cast<const float*>(block);
   for (int u = 0; u < shape.units; u++, tile += unit_bytes(F)) {
-    const Vf w = F == Format::kF16 ? load_half(reinterpret_cast<const uint16_t*>(tile)) : load(reinterpret_cast<const float*>(tile));
+    const Vf w = F == Format::kF16 ? load_half(reinterpret_cast<const uint16_t*>(tile))
+                                   : load(reinterpret_cast<const float*>(tile));
     const float* column = x + (u / 2) * 2 * Rows + u % 2;
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) acc[m] = fma(w, set1(column[2 * m]), acc[m]);

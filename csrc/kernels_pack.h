@@ -1,17 +1,21 @@
-// Activation packing: rows of floats into the blocks that the matrix kernels read. Included inside the namespace of an instruction set.
+// Activation packing: rows of floats into the blocks that the matrix kernels read. Included inside
+// the namespace of an instruction set.
 
-// Numbers that are not finite have no code: the group, or the row, that has one gets the code 0 and a scale that is NaN, so that all that
-// is computed from it is NaN, and no other row is.
+// Numbers that are not finite have no code: the group, or the row, that has one gets the code 0 and
+// a scale that is NaN, so that all that is computed from it is NaN, and no other row is.
 HR_INLINE bool is_finite(Vf sum_of_zeros) { return ge_mask(sum_of_zeros, zero()) == 0xffff; }
 
-// int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even; around 0, or around the middle of the range.
+// int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even; around 0, or
+// around the middle of the range.
 template <bool Offset>
 HR_INLINE void pack_group(const float* x, int n, uint8_t* group, int rows, int m) {
-  Vf a = n >= kGroup ? load(x) : load_partial(x, n), b = n >= kGroup ? load(x + 16) : load_partial(x + 16, n - 16);
+  Vf a = n >= kGroup ? load(x) : load_partial(x, n),
+     b = n >= kGroup ? load(x + 16) : load_partial(x + 16, n - 16);
   const bool finite = is_finite(fma(a, zero(), mul(b, zero())));
   float top, middle = 0;
   if constexpr (Offset) {
-    const float high = reduce_max(max(a, b)), low = -reduce_max(max(sub(zero(), a), sub(zero(), b)));
+    const float high = reduce_max(max(a, b)),
+                low = -reduce_max(max(sub(zero(), a), sub(zero(), b)));
     middle = 0.5f * (high + low);
     top = 0.5f * (high - low);
     a = sub(a, set1(middle));
@@ -23,7 +27,8 @@ HR_INLINE void pack_group(const float* x, int n, uint8_t* group, int rows, int m
     a = b = zero();
     top = middle = kNotFinite;
   }
-  const Vf inverse = set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
+  const Vf inverse =
+      set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
   const Vi low = round_to_int(mul(a, inverse)), high = round_to_int(mul(b, inverse));
   auto* codes = reinterpret_cast<int8_t*>(group) + kGroup * m;
   store_s8(codes, low);
@@ -41,14 +46,17 @@ HR_INLINE void pack_group(const float* x, int n, uint8_t* group, int rows, int m
 }
 
 template <bool Offset>
-void pack_q8(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
+void pack_q8(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows,
+             int m) {
   for (int i = 0; i < count; i++, x += stride, m++) {
     uint8_t* group = block;
-    for (int k = 0; k < columns; k += kGroup, group += q8_group_bytes(Offset) * rows) pack_group<Offset>(x + k, n - k, group, rows, m);
+    for (int k = 0; k < columns; k += kGroup, group += q8_group_bytes(Offset) * rows)
+      pack_group<Offset>(x + k, n - k, group, rows, m);
   }
 }
 
-// The numbers of a row that are outliers: beyond the threshold, or where these are too many beyond the next higher one that leaves few.
+// The numbers of a row that are outliers: beyond the threshold, or where these are too many beyond
+// the next higher one that leaves few.
 void find_outliers(const float* x, int n, Outliers& found) {
   for (float threshold = Outliers::kThreshold;; threshold *= 1.25f) {
     int count = 0;
@@ -62,19 +70,23 @@ void find_outliers(const float* x, int n, Outliers& found) {
   }
 }
 
-// Columns k to k + 15 of a row of n, where outliers are 0. `next` is the first of them from column k on, and is moved on.
+// Columns k to k + 15 of a row of n, where outliers are 0. `next` is the first of them from column
+// k on, and is moved on.
 Vf without_outliers(const float* x, int k, int n, const Outliers& outliers, int& next) {
   const Vf v = n - k >= 16 ? load(x + k) : load_partial(x + k, n - k);
   if (next == outliers.count || outliers.columns[next] >= k + 16) return v;
   alignas(64) float some[16];
   store(some, v);
-  while (next < outliers.count && outliers.columns[next] < k + 16) some[outliers.columns[next++] - k] = 0;
+  while (next < outliers.count && outliers.columns[next] < k + 16)
+    some[outliers.columns[next++] - k] = 0;
   return load(some);
 }
 
-// int8 with one scale a row: the row's highest magnitude / 127. kMixed: that of all but its outliers, which are listed before.
+// int8 with one scale a row: the row's highest magnitude / 127. kMixed: that of all but its
+// outliers, which are listed before.
 template <bool kMixed>
-void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
+void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, uint8_t* block,
+                 int rows, int m) {
   uint8_t* const start = block + (kMixed ? rows * sizeof(Outliers) : 0);
   Outliers none;
   for (int i = 0; i < count; i++, x += stride, m++) {
@@ -92,10 +104,12 @@ void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, u
     if (kMixed && finite && reduce_max(highest) > Outliers::kThreshold) {
       find_outliers(x, n, outliers);
       highest = zero();
-      for (int k = 0; k < n; k += 16) highest = max(highest, abs(without_outliers(x, k, n, outliers, next)));
+      for (int k = 0; k < n; k += 16)
+        highest = max(highest, abs(without_outliers(x, k, n, outliers, next)));
     }
     const float top = finite ? reduce_max(highest) : kNotFinite;
-    const Vf inverse = set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
+    const Vf inverse =
+        set1(top > 1e-36f ? 127.0f / top : 0.0f);  // of less the inverse would overflow
     auto* scales = reinterpret_cast<float*>(start);
     auto* zero_sums = reinterpret_cast<int32_t*>(scales + rows);
     auto* codes = reinterpret_cast<int8_t*>(zero_sums + rows) + kGroup * m;
@@ -103,7 +117,8 @@ void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, u
     next = 0;
     for (int k = 0; k < columns; k += kGroup, codes += kGroup * rows)
       for (int half = 0; half < kGroup; half += 16) {
-        const Vi code = round_to_int(mul(without_outliers(x, k + half, coded, outliers, next), inverse));
+        const Vi code =
+            round_to_int(mul(without_outliers(x, k + half, coded, outliers, next), inverse));
         store_s8(codes + half, code);
         sum = add(sum, code);
       }
@@ -113,15 +128,18 @@ void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, u
 }
 
 // Two columns of a row side by side: x[columns / 2][rows][2].
-void pack_f32(const float* x, size_t stride, int count, int n, int columns, uint8_t* block, int rows, int m) {
+void pack_f32(const float* x, size_t stride, int count, int n, int columns, uint8_t* block,
+              int rows, int m) {
   auto* out = reinterpret_cast<float*>(block);
   for (int i = 0; i < count; i++, x += stride, m++)
     for (int k = 0; k < columns; k++) out[(k / 2 * rows + m) * 2 + k % 2] = k < n ? x[k] : 0.0f;
 }
 
-// The same in bf16. Only where a pair is two bf16: elsewhere the kernels of bf16 weights read float32.
-void pack_bf16([[maybe_unused]] const float* x, [[maybe_unused]] size_t stride, [[maybe_unused]] int count, [[maybe_unused]] int n,
-               [[maybe_unused]] int columns, [[maybe_unused]] uint8_t* block, [[maybe_unused]] int rows, [[maybe_unused]] int m) {
+// The same in bf16. Only where a pair is two bf16: elsewhere the kernels of bf16 weights read
+// float32.
+void pack_bf16([[maybe_unused]] const float* x, [[maybe_unused]] size_t stride,
+               [[maybe_unused]] int count, [[maybe_unused]] int n, [[maybe_unused]] int columns,
+               [[maybe_unused]] uint8_t* block, [[maybe_unused]] int rows, [[maybe_unused]] int m) {
   if constexpr (kHasBf16) {
     auto* out = reinterpret_cast<Pair*>(block);
     for (int i = 0; i < count; i++, x += stride, m++)

@@ -1,7 +1,8 @@
-// Row kernels: norm, activation, gated unit, rotation. Included inside the namespace of an instruction set.
-// Every reduction has one order, fixed by the length of the row alone.
+// Row kernels: norm, activation, gated unit, rotation. Included inside the namespace of an
+// instruction set. Every reduction has one order, fixed by the length of the row alone.
 
-constexpr float kNotFinite = __builtin_nanf("");  // what is computed from numbers that are not finite, or too large
+constexpr float kNotFinite =
+    __builtin_nanf("");  // what is computed from numbers that are not finite, or too large
 
 // The lines of a row: whole ones, then what is left; `line(i, n)` has n numbers at i.
 template <class F>
@@ -36,15 +37,19 @@ void norm(const float* x, const float* weight, const float* bias, float eps, int
   constexpr bool centred = Kind == NormKind::kLayer;
   const float count = static_cast<float>(n);
   Vf mean = zero();
-  if constexpr (centred) mean = set1(sum_lines(x, n, [](Vf v, int, Vf sum) { return add(sum, v); }) / count);
-  const float square = sum_lines(x, n,
-                                 [&](Vf v, int m, Vf sum) {
-                                   if constexpr (centred) v = m == 16 ? sub(v, mean) : keep_lanes(sub(v, mean), 0, m, 0.0f);
-                                   return fma(v, v, sum);
-                                 }) /
-                       count;
+  if constexpr (centred)
+    mean = set1(sum_lines(x, n, [](Vf v, int, Vf sum) { return add(sum, v); }) / count);
+  const float square =
+      sum_lines(x, n,
+                [&](Vf v, int m, Vf sum) {
+                  if constexpr (centred)
+                    v = m == 16 ? sub(v, mean) : keep_lanes(sub(v, mean), 0, m, 0.0f);
+                  return fma(v, v, sum);
+                }) /
+      count;
   // Where the squares are too large for a sum, a factor of 0 would make a row of zeros of it.
-  const Vf factor = set1(__builtin_isfinite(square) ? 1.0f / __builtin_sqrtf(square + eps) : kNotFinite);
+  const Vf factor =
+      set1(__builtin_isfinite(square) ? 1.0f / __builtin_sqrtf(square + eps) : kNotFinite);
   each_line(n, [&](int i, int m) {
     Vf v = load_line(x + i, m);
     if constexpr (centred) v = sub(v, mean);
@@ -60,7 +65,9 @@ void activate(const float* x, float* out, int n) {
 
 template <Activation A>
 void glu(const float* gate, const float* up, float* out, int n) {
-  each_line(n, [&](int i, int m) { store_line(out + i, gated<A>(load_line(gate + i, m), load_line(up + i, m)), m); });
+  each_line(n, [&](int i, int m) {
+    store_line(out + i, gated<A>(load_line(gate + i, m), load_line(up + i, m)), m);
+  });
 }
 
 template <Activation A>
@@ -70,7 +77,8 @@ void activate_tile(const float* x, int rows, float* out, size_t stride) {
 
 template <Activation A>
 void glu_tile(const float* gate, const float* up, int rows, float* out, size_t stride) {
-  for (int m = 0; m < rows; m++) store(out + m * stride, gated<A>(load(gate + 16 * m), load(up + 16 * m)));
+  for (int m = 0; m < rows; m++)
+    store(out + m * stride, gated<A>(load(gate + 16 * m), load(up + 16 * m)));
 }
 
 template <int A = 0>
@@ -86,13 +94,17 @@ void fill_activations(Kernels& k) {
 }
 
 void add_rows(const float* x, const float* y, float* out, int n) {
-  each_line(n, [&](int i, int m) { store_line(out + i, add(load_line(x + i, m), load_line(y + i, m)), m); });
+  each_line(n, [&](int i, int m) {
+    store_line(out + i, add(load_line(x + i, m), load_line(y + i, m)), m);
+  });
 }
 
-void finish_tile(const float* x, int rows, int n, const float* residual, size_t residual_stride, float* out, size_t stride) {
+void finish_tile(const float* x, int rows, int n, const float* residual, size_t residual_stride,
+                 float* out, size_t stride) {
   for (int m = 0; m < rows; m++) {
     const Vf v = load(x + 16 * m);
-    store_line(out + m * stride, residual ? add(v, load_line(residual + m * residual_stride, n)) : v, n);
+    store_line(out + m * stride,
+               residual ? add(v, load_line(residual + m * residual_stride, n)) : v, n);
   }
 }
 
@@ -103,15 +115,18 @@ void rotate_tile(float* x, int rows, const float* cos, const float* sin, size_t 
   }
 }
 
-void rotate_row(const float* x, const float* cos, const float* sin, int head_dim, int n, float* out) {
+void rotate_row(const float* x, const float* cos, const float* sin, int head_dim, int n,
+                float* out) {
   each_line(n, [&](int i, int m) {
     const Vf v = load_line(x + i, m);
-    store_line(out + i, fma(v, load(cos + i % head_dim), mul(swap_pairs(v), load(sin + i % head_dim))), m);
+    store_line(out + i,
+               fma(v, load(cos + i % head_dim), mul(swap_pairs(v), load(sin + i % head_dim))), m);
   });
 }
 
 void scale(const float* x, float factor, float* out, int n) {
-  each_line(n, [&](int i, int m) { store_line(out + i, mul(load_line(x + i, m), set1(factor)), m); });
+  each_line(n,
+            [&](int i, int m) { store_line(out + i, mul(load_line(x + i, m), set1(factor)), m); });
 }
 
 void soft_cap_row(const float* x, float cap, float* out, int n) {
@@ -121,19 +136,23 @@ void soft_cap_row(const float* x, float cap, float* out, int n) {
 void combine(const float* x, const float* weights, int count, int n, float* out) {
   each_line(n, [&](int k, int m) {
     Vf sum = mul(load_line(x + k, m), set1(weights[0]));
-    for (int i = 1; i < count; i++) sum = fma(load_line(x + static_cast<size_t>(i) * n + k, m), set1(weights[i]), sum);
+    for (int i = 1; i < count; i++)
+      sum = fma(load_line(x + static_cast<size_t>(i) * n + k, m), set1(weights[i]), sum);
     store_line(out + k, sum, m);
   });
 }
 
-// Multiply-adds done by `iterations` rounds of twelve independent dots, to measure what the processor can do: of int8 eight at a time,
-// since some processors sum up a group of columns in 16 bits.
+// Multiply-adds done by `iterations` rounds of twelve independent dots, to measure what the
+// processor can do: of int8 eight at a time, since some processors sum up a group of columns in 16
+// bits.
 template <int Kind>
 double dot_rate_of(int64_t iterations) {
   alignas(64) int8_t x[64 + 32 * kSumsTogether];
   for (size_t i = 0; i < sizeof x; i++) x[i] = static_cast<int8_t>(i % 64);
   const int8_t* read = x;
-  const auto forget = [&read] { asm volatile("" : "+r"(read) : : "memory"); };  // what was read may be other now
+  const auto forget = [&read] {
+    asm volatile("" : "+r"(read) : : "memory");
+  };  // what was read may be other now
   forget();
   Vb w[8];
   for (Vb& each : w) each = fields(load_bytes(reinterpret_cast<const uint8_t*>(read)), 0, 15);
@@ -141,7 +160,8 @@ double dot_rate_of(int64_t iterations) {
   Vf floats[12];
   // All lanes are different, or one chain would do for several.
 #pragma GCC unroll 12
-  for (int i = 0; i < 12; i++) sums[i] = add(load_s8(read), set1(16 * i)), floats[i] = to_float(sums[i]);
+  for (int i = 0; i < 12; i++)
+    sums[i] = add(load_s8(read), set1(16 * i)), floats[i] = to_float(sums[i]);
   const volatile float half = 0.5f;
   const Vf f = set1(half);
   for (int64_t n = 0; n < iterations; n++) {
@@ -168,5 +188,7 @@ double dot_rate_of(int64_t iterations) {
 }
 
 double dot_rate(int kind, int64_t iterations) {
-  return kind == 0 ? dot_rate_of<0>(iterations / 8) : kind == 1 ? dot_rate_of<1>(iterations) : dot_rate_of<2>(iterations);
+  return kind == 0   ? dot_rate_of<0>(iterations / 8)
+         : kind == 1 ? dot_rate_of<1>(iterations)
+                     : dot_rate_of<2>(iterations);
 }

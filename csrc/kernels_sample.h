@@ -1,5 +1,5 @@
-// Sampling kernels: passes over a row of logits. Included inside the namespace of an instruction set.
-// Peaks let most of them skip most of the row.
+// Sampling kernels: passes over a row of logits. Included inside the namespace of an instruction
+// set. Peaks let most of them skip most of the row.
 
 constexpr float kInfinity = __builtin_inff();
 
@@ -26,7 +26,8 @@ HR_INLINE uint32_t tiles_at(const LogitRow& row, int first, Vf floor) {
   return ge_mask(load_partial(row.peaks + first, n), floor) & ((1u << n) - 1);
 }
 
-// Calls visit(tile, logits) for each tile whose peak reaches the floor, and then group() for each 16 tiles that had one.
+// Calls visit(tile, logits) for each tile whose peak reaches the floor, and then group() for each
+// 16 tiles that had one.
 template <class Visit, class Group>
 HR_INLINE void each_tile(const LogitRow& row, float floor, Visit&& visit, Group&& group) {
   for (int first = 0; first < row.num_peaks(); first += 16) {
@@ -62,19 +63,23 @@ bool peaks(const float* logits, int size, float* out) {
 
 int top(const LogitRow& row) {
   Vf high = set1(-kInfinity);
-  each_line(row.num_peaks(), [&](int i, int n) { high = max(high, keep_lanes(load_line(row.peaks + i, n), 0, n, -kInfinity)); });
+  each_line(row.num_peaks(), [&](int i, int n) {
+    high = max(high, keep_lanes(load_line(row.peaks + i, n), 0, n, -kInfinity));
+  });
   const Vf highest = set1(reduce_max(high));
   for (int first = 0; first < row.num_peaks(); first += 16)
     if (const uint32_t hits = tiles_at(row, first, highest)) {
       const int tile = first + __builtin_ctz(hits);
-      if (const uint32_t tokens = ge_mask(load_tile(row.logits, row.size, tile), highest)) return kTileRows * tile + __builtin_ctz(tokens);
+      if (const uint32_t tokens = ge_mask(load_tile(row.logits, row.size, tile), highest))
+        return kTileRows * tile + __builtin_ctz(tokens);
     }
   return 0;  // there is a NaN
 }
 
 int count(const LogitRow& row, Cut cut) {
   int n = 0;
-  each_tile(row, cut.logit, [&](int tile, Vf x) { n += __builtin_popcount(kept(x, tile, cut)); }, [] {});
+  each_tile(
+      row, cut.logit, [&](int tile, Vf x) { n += __builtin_popcount(kept(x, tile, cut)); }, [] {});
   return n;
 }
 
@@ -90,22 +95,25 @@ int collect(const LogitRow& row, Cut from, Cut to, int* ids) {
   return n;
 }
 
-// e^x for x <= 0 within 2e-7 of its size; 0 below -88. Cephes' expf. Adding a number whose last bit counts ones rounds x / ln 2 to n and
-// leaves n + 127, the exponent of 2^n, in the low bits.
+// e^x for x <= 0 within 2e-7 of its size; 0 below -88. Cephes' expf. Adding a number whose last bit
+// counts ones rounds x / ln 2 to n and leaves n + 127, the exponent of 2^n, in the low bits.
 constexpr float kRoundToExponent = 12582912.0f + 127.0f;
 HR_INLINE Vf exp_negative(Vf x) {
-  const Vf clamped = max(x, set1(-88.0f)), shifted = fma(clamped, set1(1.44269504f), set1(kRoundToExponent));
+  const Vf clamped = max(x, set1(-88.0f)),
+           shifted = fma(clamped, set1(1.44269504f), set1(kRoundToExponent));
   const Vf n = sub(shifted, set1(kRoundToExponent));
   const Vf r = fma(n, set1(2.12194440e-4f), fma(n, set1(-0.693359375f), clamped));
   Vf p = set1(1.9875691500e-4f);
-  constexpr float coefficients[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  constexpr float coefficients[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                                    1.6666665459e-1f, 5.0000001201e-1f};
   for (const float c : coefficients) p = fma(p, r, set1(c));
   p = fma(mul(p, r), r, add(r, set1(1.0f)));
   return mul(p, exponent_from_low_bits(shifted));
 }
 
-// A sum of weights, as good as one in double: what the float sum of a lane rounds away is summed beside it (Knuth's two-sum). Where a
-// nucleus ends at equal logits, a share that is there or not decides: of two equal tokens and a little more, the first has no half.
+// A sum of weights, as good as one in double: what the float sum of a lane rounds away is summed
+// beside it (Knuth's two-sum). Where a nucleus ends at equal logits, a share that is there or not
+// decides: of two equal tokens and a little more, the first has no half.
 struct Mass {
   double total = 0;
   Vf sums = zero(), lost = zero();
@@ -154,8 +162,9 @@ Share share(const LogitRow& row, Cut cut, const float* weights) {
   return {mass.total, count};
 }
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of 8 counters at once.
-// A lane carries a 32-bit word in its low half; its high half fills with rubbish, which nothing reads.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of 8 counters
+// at once. A lane carries a 32-bit word in its low half; its high half fills with rubbish, which
+// nothing reads.
 struct Philox {
   Vl keys[10][2];
 
@@ -192,19 +201,24 @@ void philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]) {
 }
 
 // A standard Gumbel variate from 32 random bits, by inversion.
-HR_INLINE double gumbel(uint32_t word) { return -__builtin_log(-__builtin_log((word + 0.5) * 0x1p-32)); }
+HR_INLINE double gumbel(uint32_t word) {
+  return -__builtin_log(-__builtin_log((word + 0.5) * 0x1p-32));
+}
 
-// At least gumbel(word), and close to it where that is large, without a logarithm. With u the uniform number, -log u >= 1 - u,
-// so gumbel <= -log(1 - u) = 32 log 2 - log(~word + 0.5); and the bits of a float, read as an integer, bound its log2 from
-// below by a straight line between powers of two.
+// At least gumbel(word), and close to it where that is large, without a logarithm. With u the
+// uniform number, -log u >= 1 - u, so gumbel <= -log(1 - u) = 32 log 2 - log(~word + 0.5); and the
+// bits of a float, read as an integer, bound its log2 from below by a straight line between powers
+// of two.
 HR_INLINE Vf gumbel_bound(Vi words) {
-  const Vf half = add(to_float(shift_right<1>(sub(set1(-1), words))), set1(0.25f));  // (~word + 0.5) / 2, or a little less
+  const Vf half = add(to_float(shift_right<1>(sub(set1(-1), words))),
+                      set1(0.25f));  // (~word + 0.5) / 2, or a little less
   const Vf log2 = fma(to_float(bits(half)), set1(0x1p-23f), set1(-127.0f));
   return fma(sub(set1(31.0f), log2), set1(0.6931472f), set1(kRounding));
 }
 
-// A draw from the softmax (Gumbel 1954; Maddison et al. 2014). Tokens that no noise, or not the noise that they have, could lift
-// to the best so far are passed over; the result is exact. Words 0..3 of counter i are the noise of tokens 4 i to 4 i + 3.
+// A draw from the softmax (Gumbel 1954; Maddison et al. 2014). Tokens that no noise, or not the
+// noise that they have, could lift to the best so far are passed over; the result is exact. Words
+// 0..3 of counter i are the noise of tokens 4 i to 4 i + 3.
 struct Race {
   const LogitRow& row;
   const Cut cut;
@@ -226,8 +240,10 @@ struct Race {
 
   // Tiles 2 pair and 2 pair + 1.
   HR_INLINE void run(int pair) {
-    constexpr uint64_t order[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // so that even lanes have the first four counters
-    Vl c[4] = {add(set1(static_cast<uint64_t>(8 * pair)), load(order)), set1(uint64_t{stream.position}), set1(uint64_t{stream.seq_index}),
+    constexpr uint64_t order[8] = {0, 4, 1, 5,
+                                   2, 6, 3, 7};  // so that even lanes have the first four counters
+    Vl c[4] = {add(set1(static_cast<uint64_t>(8 * pair)), load(order)),
+               set1(uint64_t{stream.position}), set1(uint64_t{stream.seq_index}),
                set1(uint64_t{0})};
     random(c);
     const Vl low = join_low(c[0], c[1]), high = join_low(c[2], c[3]);
@@ -238,13 +254,15 @@ struct Race {
   HR_INLINE void run(int tile, Vi words) {
     const Vf x = load_tile(row.logits, row.size, tile);
     const Vf bound = fma(sub(x, top), factor, gumbel_bound(words));
-    uint32_t hopeful = ge_mask(bound, set1(static_cast<float>(best) - kRounding)) & kept(x, tile, cut);
+    uint32_t hopeful =
+        ge_mask(bound, set1(static_cast<float>(best) - kRounding)) & kept(x, tile, cut);
     if (!hopeful) return;
     uint32_t noise[16];
     store(noise, words);
     for (; hopeful; hopeful &= hopeful - 1) {
       const int i = __builtin_ctz(hopeful), id = kTileRows * tile + i;
-      const double score = (static_cast<double>(row.logits[id]) - row.top) / temperature + gumbel(noise[i]);
+      const double score =
+          (static_cast<double>(row.logits[id]) - row.top) / temperature + gumbel(noise[i]);
       if (score > best || (score == best && id < best_id)) {
         best = score;
         best_id = id;
@@ -255,8 +273,11 @@ struct Race {
   // Bits of the tiles first .. first + 15 that may have the winner.
   HR_INLINE uint32_t hopeful_tiles(int first) const {
     const int n = row.num_peaks() - first;
-    const Vf peaks = n >= 16 ? load(row.peaks + first) : keep_lanes(load_partial(row.peaks + first, n), 0, n, -kInfinity);
-    return ge_mask(mul(sub(peaks, top), factor), set1(static_cast<float>(best) - kMaxGumbel - kRounding)) & ge_mask(peaks, set1(cut.logit));
+    const Vf peaks = n >= 16 ? load(row.peaks + first)
+                             : keep_lanes(load_partial(row.peaks + first, n), 0, n, -kInfinity);
+    return ge_mask(mul(sub(peaks, top), factor),
+                   set1(static_cast<float>(best) - kMaxGumbel - kRounding)) &
+           ge_mask(peaks, set1(cut.logit));
   }
 };
 
@@ -265,7 +286,8 @@ int noisiest(const LogitRow& row, Cut cut, double temperature, NoiseStream strea
   race.run(row.top_id / 32);
   for (int first = 0; first < row.num_peaks(); first += 16) {
     const uint32_t hits = race.hopeful_tiles(first);
-    for (uint32_t pairs = (hits | hits >> 1) & 0x5555; pairs; pairs &= pairs - 1) race.run((first + __builtin_ctz(pairs)) / 2);
+    for (uint32_t pairs = (hits | hits >> 1) & 0x5555; pairs; pairs &= pairs - 1)
+      race.run((first + __builtin_ctz(pairs)) / 2);
   }
   return race.best_id;
 }

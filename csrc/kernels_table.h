@@ -1,6 +1,7 @@
-// The source of every kernel, compiled once per instruction set: a unit names its vector header as HR_SIMD and includes this file
-// inside its own namespace. Nothing from the standard library is called here: an inline function of it compiled for AVX-512 might be the
-// copy that the linker keeps for all units.
+// The source of every kernel, compiled once per instruction set: a unit names its vector header as
+// HR_SIMD and includes this file inside its own namespace. Nothing from the standard library is
+// called here: an inline function of it compiled for AVX-512 might be the copy that the linker
+// keeps for all units.
 // clang-format off: each of these needs those before it.
 #include "simd_unroll.h"
 #include HR_SIMD

@@ -13,8 +13,8 @@ constexpr float kNotFinite = std::numeric_limits<float>::quiet_NaN();
 // Below 0 for a number that is not finite, or is not once it is rounded to bf16.
 int32_t margin(float x) { return 0x7f7f7fff - (__builtin_bit_cast(int32_t, x) & 0x7fffffff); }
 
-// The numbers as they are stored: `x` itself, or a copy in `memory` where any that is not finite is one NaN. A query would look past a key
-// of minus infinity.
+// The numbers as they are stored: `x` itself, or a copy in `memory` where any that is not finite is
+// one NaN. A query would look past a key of minus infinity.
 const float* settled(const float* x, int n, std::vector<float>& memory) {
   int32_t margins = 0;
   for (int i = 0; i < n; i++) margins |= margin(x[i]);
@@ -44,16 +44,20 @@ T* key_number(uint8_t* record, int lane, int d) {
 template <class T>
 T* value_number(uint8_t* record, const KvRecord& shape, int lane, int d) {
   constexpr int per = 4 / sizeof(T);
-  return reinterpret_cast<T*>(record + shape.value_offset()) + (lane / per * shape.value_columns() + d) * per + lane % per;
+  return reinterpret_cast<T*>(record + shape.value_offset()) +
+         (lane / per * shape.value_columns() + d) * per + lane % per;
 }
 
 // Byte i of a token's codes, in K and in V.
 constexpr int place_in_lane(int i) { return i % 2 * 2 + i / 2; }
 
-uint8_t* key_byte(uint8_t* record, int lane, int i) { return record + (i / 4 * kKvTile + lane) * 4 + place_in_lane(i % 4); }
+uint8_t* key_byte(uint8_t* record, int lane, int i) {
+  return record + (i / 4 * kKvTile + lane) * 4 + place_in_lane(i % 4);
+}
 
 uint8_t* value_byte(uint8_t* record, const KvRecord& shape, int lane, int i) {
-  return record + shape.value_offset() + (lane / 4 * shape.value_lanes() + i) * 4 + place_in_lane(lane % 4);
+  return record + shape.value_offset() + (lane / 4 * shape.value_lanes() + i) * 4 +
+         place_in_lane(lane % 4);
 }
 
 // The step of a token, and kKvTile numbers behind it its least number.
@@ -75,7 +79,8 @@ uint8_t code_byte(const uint8_t* codes, int dim, int bits, int i) {
 template <class T>
 void settle_value(uint8_t* record, const KvRecord& shape, int lane) {
   bool finite = true;
-  for (int d = 0; d < shape.value_dim; d++) finite &= !is_nan(*value_number<T>(record, shape, lane, d));
+  for (int d = 0; d < shape.value_dim; d++)
+    finite &= !is_nan(*value_number<T>(record, shape, lane, d));
   if (finite) return;
   for (int d = 0; d < shape.key_dim; d++) store(key_number<T>(record, lane, d), kNotFinite);
   for (int d = 0; d < shape.value_dim; d++) store(value_number<T>(record, shape, lane, d), 0.0f);
@@ -83,16 +88,21 @@ void settle_value(uint8_t* record, const KvRecord& shape, int lane) {
 
 template <class T>
 void copy_numbers(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
-  for (int d = 0; d < shape.key_dim; d++) *key_number<T>(to, to_lane, d) = *key_number<T>(from, from_lane, d);
-  for (int d = 0; d < shape.value_dim; d++) *value_number<T>(to, shape, to_lane, d) = *value_number<T>(from, shape, from_lane, d);
+  for (int d = 0; d < shape.key_dim; d++)
+    *key_number<T>(to, to_lane, d) = *key_number<T>(from, from_lane, d);
+  for (int d = 0; d < shape.value_dim; d++)
+    *value_number<T>(to, shape, to_lane, d) = *value_number<T>(from, shape, from_lane, d);
 }
 
 void copy_codes(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
-  for (int i = 0; i < shape.code_bytes(shape.key_dim); i++) *key_byte(to, to_lane, i) = *key_byte(from, from_lane, i);
-  for (int i = 0; i < shape.code_bytes(shape.value_dim); i++) *value_byte(to, shape, to_lane, i) = *value_byte(from, shape, from_lane, i);
+  for (int i = 0; i < shape.code_bytes(shape.key_dim); i++)
+    *key_byte(to, to_lane, i) = *key_byte(from, from_lane, i);
+  for (int i = 0; i < shape.code_bytes(shape.value_dim); i++)
+    *value_byte(to, shape, to_lane, i) = *value_byte(from, shape, from_lane, i);
   for (int part = 0; part < 2 * kKvTile; part += kKvTile) {
     key_scale(to, shape, to_lane)[part] = key_scale(from, shape, from_lane)[part];
-    if (shape.value_dim) value_scale(to, shape, to_lane)[part] = value_scale(from, shape, from_lane)[part];
+    if (shape.value_dim)
+      value_scale(to, shape, to_lane)[part] = value_scale(from, shape, from_lane)[part];
   }
 }
 
@@ -126,17 +136,21 @@ bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const
 }
 
 void settle(uint8_t* record, const KvRecord& shape, int lane) {
-  return shape.type == KvType::kBf16 ? settle_value<uint16_t>(record, shape, lane) : settle_value<float>(record, shape, lane);
+  return shape.type == KvType::kBf16 ? settle_value<uint16_t>(record, shape, lane)
+                                     : settle_value<float>(record, shape, lane);
 }
 
-void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes* value) {
+void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key,
+                 const KvCodes* value) {
   const int bits = shape.bits();
-  for (int i = 0; i < shape.code_bytes(shape.key_dim); i++) *key_byte(record, lane, i) = code_byte(key.codes, shape.key_dim, bits, i);
+  for (int i = 0; i < shape.code_bytes(shape.key_dim); i++)
+    *key_byte(record, lane, i) = code_byte(key.codes, shape.key_dim, bits, i);
   const bool finite = !value || value->is_finite();
   uint16_t* scale = key_scale(record, shape, lane);
   scale[0] = key.step, scale[kKvTile] = finite ? key.least : kNotFiniteBf16;
   if (!value) return;
-  for (int i = 0; i < shape.value_lanes(); i++) *value_byte(record, shape, lane, i) = code_byte(value->codes, shape.value_dim, bits, i);
+  for (int i = 0; i < shape.value_lanes(); i++)
+    *value_byte(record, shape, lane, i) = code_byte(value->codes, shape.value_dim, bits, i);
   scale = value_scale(record, shape, lane);
   scale[0] = value->step, scale[kKvTile] = finite ? value->least : uint16_t{0};
 }
@@ -150,7 +164,8 @@ void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const Kv
 void KvCache::move(int source, int target) const {
   for (int layer = 0; layer < layers_; layer++)
     for (int head = 0; head < heads_; head++)
-      copy_token(record(layer, head, target / kKvTile), target % kKvTile, record(layer, head, source / kKvTile), source % kKvTile, shape_);
+      copy_token(record(layer, head, target / kKvTile), target % kKvTile,
+                 record(layer, head, source / kKvTile), source % kKvTile, shape_);
 }
 
 }  // namespace headrace

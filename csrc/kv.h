@@ -7,15 +7,19 @@
 
 namespace headrace {
 
-// Eight blocks with adjacent numbers are adjacent for a head (a long linear read), and all layers and heads of these eight
-// blocks are adjacent too: so the cache grows in huge pages, a chunk at a time, as blocks are first used. The last chunk has as many
-// blocks as are left.
+// Eight blocks with adjacent numbers are adjacent for a head (a long linear read), and all layers
+// and heads of these eight blocks are adjacent too: so the cache grows in huge pages, a chunk at a
+// time, as blocks are first used. The last chunk has as many blocks as are left.
 class KvCache {
  public:
   static constexpr int kChunk = 8;
 
   KvCache(int layers, int heads, int blocks, KvRecord shape)
-      : layers_(layers), heads_(heads), blocks_(blocks), shape_(shape), arena_(product({layers, heads, blocks}, shape.bytes())) {}
+      : layers_(layers),
+        heads_(heads),
+        blocks_(blocks),
+        shape_(shape),
+        arena_(product({layers, heads, blocks}, shape.bytes())) {}
 
   int heads() const { return heads_; }
   int num_blocks() const { return blocks_; }
@@ -24,7 +28,8 @@ class KvCache {
   size_t bytes() const { return static_cast<size_t>(blocks_) * layers_ * heads_ * shape_.bytes(); }
   uint8_t* record(int layer, int head, int block) const {
     const int first = block / kChunk * kChunk, chunk = std::min(kChunk, blocks_ - first);
-    const size_t before = static_cast<size_t>(first) * layers_ * heads_, within = static_cast<size_t>(layer) * heads_ + head;
+    const size_t before = static_cast<size_t>(first) * layers_ * heads_,
+                 within = static_cast<size_t>(layer) * heads_ + head;
     return arena_.data() + (before + within * chunk + block - first) * shape_.bytes();
   }
   void move(int source, int target) const;
@@ -35,18 +40,21 @@ class KvCache {
   Arena arena_;
 };
 
-// What is not finite is kept in the key, as NaN, and never in a value, where even a weight of zero would let it through: to rows that do
-// not see the token, and to a later owner of the block. So a token with a number that is not finite makes NaN of all rows that see it.
-// Values that are part of keys are made without such numbers (`values_of_keys`).
+// What is not finite is kept in the key, as NaN, and never in a value, where even a weight of zero
+// would let it through: to rows that do not see the token, and to a later owner of the block. So a
+// token with a number that is not finite makes NaN of all rows that see it. Values that are part of
+// keys are made without such numbers (`values_of_keys`).
 
-// Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for keys. Values say whether all of them are finite: where
-// they are not, `settle` must follow before anything reads the token.
+// Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for keys. Values say
+// whether all of them are finite: where they are not, `settle` must follow before anything reads
+// the token.
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
 bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
 // Zeros for a value with a number that is not finite, and NaN for its key.
 void settle(uint8_t* record, const KvRecord& shape, int lane);
 // A whole key and value, quantised; null where values are part of keys.
-void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key, const KvCodes* value);
+void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key,
+                 const KvCodes* value);
 // Key and value of one token from record to record.
 void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape);
 

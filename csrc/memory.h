@@ -1,4 +1,5 @@
-// Large blocks of memory on huge pages: streaming weights from 4 KB pages costs a fifth of the bandwidth.
+// Large blocks of memory on huge pages: streaming weights from 4 KB pages costs a fifth of the
+// bandwidth.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -22,10 +23,12 @@ inline size_t product(std::initializer_list<int> sizes, size_t bytes) {
   return bytes;
 }
 
-// Throws std::bad_alloc for more bytes than this machine has, where all of them will be written: an arena is given without asking whether
-// there is so much.
+// Throws std::bad_alloc for more bytes than this machine has, where all of them will be written: an
+// arena is given without asking whether there is so much.
 inline void check_fits_memory(size_t bytes) {
-  if (bytes / static_cast<size_t>(sysconf(_SC_PAGE_SIZE)) > static_cast<size_t>(sysconf(_SC_PHYS_PAGES))) throw std::bad_alloc();
+  if (bytes / static_cast<size_t>(sysconf(_SC_PAGE_SIZE)) >
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)))
+    throw std::bad_alloc();
 }
 
 // Anonymous, zeroed, 2 MB aligned; pages become resident when they are first touched.
@@ -35,13 +38,15 @@ class Arena {
   explicit Arena(size_t bytes) {
     if (bytes == 0) return;
     if (bytes > SIZE_MAX / 2) throw std::bad_alloc();
-    mapping_ = mmap(nullptr, mapped(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    mapping_ = mmap(nullptr, mapped(bytes), PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping_ == MAP_FAILED) {
       mapping_ = nullptr;
       throw std::bad_alloc();
     }
     bytes_ = bytes;
-    data_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(mapping_) + kPage - 1) / kPage * kPage);
+    data_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(mapping_) + kPage - 1) / kPage *
+                                       kPage);
 #ifdef MADV_HUGEPAGE
     madvise(data_, mapped(bytes) - kPage, MADV_HUGEPAGE);
 #endif

@@ -1,6 +1,8 @@
-// Paged attention. The context of a row is cut into splits of 256 tokens counted from position 0; each split is a softmax of its own,
-// and the splits are merged in ascending order. Where the splits of a row are computed, by one thread or by several, does not
-// change a bit. Sinks, the first tokens of all, which a row sees besides its window, are splits of their own that come first.
+// Paged attention. The context of a row is cut into splits of 256 tokens counted from position 0;
+// each split is a softmax of its own, and the splits are merged in ascending order. Where the
+// splits of a row are computed, by one thread or by several, does not change a bit. Sinks, the
+// first tokens of all, which a row sees besides its window, are splits of their own that come
+// first.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -24,7 +26,8 @@ thread_local Scratch scratch;
 
 class Attention : public Op {
  public:
-  Attention(AttentionArgs args, AttentionWork& work) : Op("attention"), a_(std::move(args)), work_(work) {}
+  Attention(AttentionArgs args, AttentionWork& work)
+      : Op("attention"), a_(std::move(args)), work_(work) {}
 
   int items(const Plan& plan, const Step& step) override {
     work_.prepare(plan, step);
@@ -33,9 +36,13 @@ class Attention : public Op {
 
   void run(const Plan& plan, const Step& step, int begin, int end, int) override {
     SplitRecords records = locate(plan, step, work_.items[begin], work_.items[begin].first_part);
-    // The next item is this thread's too, but for the last of its range, also where items are dealt one by one.
-    const auto next = [this](int i) { return i + 1 < static_cast<int>(work_.items.size()) ? &work_.items[i + 1] : nullptr; };
-    for (int i = begin; i < end; i++) run_item(plan, step, work_.items[i], next(i), records, scratch);
+    // The next item is this thread's too, but for the last of its range, also where items are dealt
+    // one by one.
+    const auto next = [this](int i) {
+      return i + 1 < static_cast<int>(work_.items.size()) ? &work_.items[i + 1] : nullptr;
+    };
+    for (int i = begin; i < end; i++)
+      run_item(plan, step, work_.items[i], next(i), records, scratch);
   }
 
   // The second region of a step whose contexts were split over threads: merges the partial results.
@@ -44,7 +51,8 @@ class Attention : public Op {
     const AttentionItem& item = work_.merges[i];
     const int queries = num_queries(item), splits = item.last_part - item.first_part;
     SoftmaxStates& total = work_.partial;  // the first split's, where no other thread writes
-    for (int s = 1; s < splits; s++) merge_states(plan, total, item.partial, work_.partial, item.partial + s * queries, queries);
+    for (int s = 1; s < splits; s++)
+      merge_states(plan, total, item.partial, work_.partial, item.partial + s * queries, queries);
     finish(plan, item, total, item.partial);
   }
 
@@ -54,13 +62,18 @@ class Attention : public Op {
   size_t query_stride() const { return (static_cast<size_t>(work_.shape.key_dim) + 16) * 4; }
   int width() const { return work_.shape.value_columns(); }
 
-  SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item, int part) const {
+  SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item,
+                      int part) const {
     SplitRecords records;
     const KvRows& kv = step.kv[work_.group];
-    const int first = item.split(part) * kSplitBlocks, end = item.is_sinks(part) ? work_.sink_tokens : item.context;
-    for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < end; records.blocks++)
+    const int first = item.split(part) * kSplitBlocks,
+              end = item.is_sinks(part) ? work_.sink_tokens : item.context;
+    for (; records.blocks < kSplitBlocks && (first + records.blocks) * kKvTile < end;
+         records.blocks++)
       put(plan, records, records.blocks,
-          cache(plan).record(a_.layer, item.head, kv.block_table[static_cast<size_t>(item.seq) * kv.max_blocks + first + records.blocks]));
+          cache(plan).record(a_.layer, item.head,
+                             kv.block_table[static_cast<size_t>(item.seq) * kv.max_blocks + first +
+                                            records.blocks]));
     return records;
   }
 
@@ -70,8 +83,8 @@ class Attention : public Op {
   }
 
   // `records` are those of the first part; when it is done, those of the next item.
-  void run_item(const Plan& plan, const Step& step, const AttentionItem& item, const AttentionItem* next_item, SplitRecords& records,
-                Scratch& s) const {
+  void run_item(const Plan& plan, const Step& step, const AttentionItem& item,
+                const AttentionItem* next_item, SplitRecords& records, Scratch& s) const {
     const int queries = num_queries(item);
     s.blocks.resize(std::max(s.blocks.size(), kSplitBlocks * cache(plan).shape().bytes()));
     s.first.resize(queries), s.last.resize(queries), s.own.resize(queries);
@@ -80,8 +93,8 @@ class Attention : public Op {
     for (int part = item.first_part; part < item.last_part; part++) {
       SoftmaxStates& states = part == item.first_part ? s.total : s.split;
       const SplitRecords next = part + 1 < item.last_part ? locate(plan, step, item, part + 1)
-                                : next_item               ? locate(plan, step, *next_item, next_item->first_part)
-                                                          : records;
+                                : next_item ? locate(plan, step, *next_item, next_item->first_part)
+                                            : records;
       attend_split(plan, step, item, part, records, next, states, s);
       if (part > item.first_part) merge_states(plan, s.total, 0, s.split, 0, queries);
       records = next;
@@ -89,7 +102,8 @@ class Attention : public Op {
     if (item.partial < 0) return finish(plan, item, s.total, 0);
     std::copy(s.total.max.begin(), s.total.max.end(), work_.partial.max.begin() + item.partial);
     std::copy(s.total.sum.begin(), s.total.sum.end(), work_.partial.sum.begin() + item.partial);
-    std::copy(s.total.out.begin(), s.total.out.end(), work_.partial.out.begin() + static_cast<size_t>(item.partial) * width());
+    std::copy(s.total.out.begin(), s.total.out.end(),
+              work_.partial.out.begin() + static_cast<size_t>(item.partial) * width());
   }
 
   void pack_queries(const Plan& plan, const AttentionItem& item, int queries, Scratch& s) const {
@@ -107,25 +121,33 @@ class Attention : public Op {
         plan.kernels().rotate_head(s.query.data(), shape.key_dim, shape.key_turn());
         q = s.query.data();
       }
-      plan.kernels().pack_query[static_cast<int>(shape.type)](q, shape.key_dim, s.queries.data() + n * query_stride());
+      plan.kernels().pack_query[static_cast<int>(shape.type)](
+          q, shape.key_dim, s.queries.data() + n * query_stride());
     }
   }
 
-  void merge_states(const Plan& plan, SoftmaxStates& to, int first, const SoftmaxStates& from, int first_from, int queries) const {
+  void merge_states(const Plan& plan, SoftmaxStates& to, int first, const SoftmaxStates& from,
+                    int first_from, int queries) const {
     for (int n = 0; n < queries; n++) {
       const size_t a = first + n, b = first_from + n;
-      plan.kernels().merge(&to.max[a], &to.sum[a], &to.out[a * width()], from.max[b], from.sum[b], &from.out[b * width()], width());
+      plan.kernels().merge(&to.max[a], &to.sum[a], &to.out[a * width()], from.max[b], from.sum[b],
+                           &from.out[b * width()], width());
     }
   }
 
-  // One split of the context against all rows of the item. Below the draft rows of a tree every row sees the same slots; from there
-  // on each row has a path of its own, gathered in position order so that every lane holds what it would hold in plain decoding.
-  void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int part, const SplitRecords& records,
-                    const SplitRecords& next, SoftmaxStates& states, Scratch& s) const {
-    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b], group = work_.share, split = item.split(part);
+  // One split of the context against all rows of the item. Below the draft rows of a tree every row
+  // sees the same slots; from there on each row has a path of its own, gathered in position order
+  // so that every lane holds what it would hold in plain decoding.
+  void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int part,
+                    const SplitRecords& records, const SplitRecords& next, SoftmaxStates& states,
+                    Scratch& s) const {
+    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b],
+              group = work_.share, split = item.split(part);
     for (int row = item.first_row, n = 0; row < item.last_row; row++) {
       const int position = step.positions[row], seen = work_.first_visible(position);
-      const int first = item.is_sinks(part) ? 0 : seen, last = !item.is_sinks(part) ? position + 1 : seen ? work_.sink_tokens : 0;
+      const int first = item.is_sinks(part) ? 0 : seen, last = !item.is_sinks(part) ? position + 1
+                                                               : seen ? work_.sink_tokens
+                                                                      : 0;
       for (int g = 0; g < group; g++, n++) {
         s.first[n] = first - split * kSplitTokens;
         s.last[n] = last - split * kSplitTokens;
@@ -142,9 +164,11 @@ class Attention : public Op {
       SplitRecords gathered = records;
       for (int i = 0; i < records.blocks; i++)
         put(plan, gathered, i,
-            gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i], &s.blocks[i * cache(plan).shape().bytes()]));
+            gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i],
+                   &s.blocks[i * cache(plan).shape().bytes()]));
       make_values(plan, gathered, s);
-      attend(plan, gathered, nullptr, (row - item.first_row) * group, (row + 1 - item.first_row) * group, states, s);
+      attend(plan, gathered, nullptr, (row - item.first_row) * group,
+             (row + 1 - item.first_row) * group, states, s);
     }
   }
 
@@ -161,32 +185,38 @@ class Attention : public Op {
   }
 
   // Block t of a draft row's context, put together in `copy` if the row's own path crosses it.
-  const uint8_t* gather(const Plan& plan, const Step& step, const AttentionItem& item, int row, int t, const uint8_t* record,
-                        uint8_t* copy) const {
+  const uint8_t* gather(const Plan& plan, const Step& step, const AttentionItem& item, int row,
+                        int t, const uint8_t* record, uint8_t* copy) const {
     const KvRecord& shape = cache(plan).shape();
     const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b];
     if ((t + 1) * kKvTile <= shared) return record;
     std::memcpy(copy, record, shape.bytes());
     int position = shared;
     for (int word = 0; word < step.ancestor_words; word++)
-      for (uint64_t bits = step.ancestors[static_cast<size_t>(row) * step.ancestor_words + word]; bits; bits &= bits - 1, position++) {
+      for (uint64_t bits = step.ancestors[static_cast<size_t>(row) * step.ancestor_words + word];
+           bits; bits &= bits - 1, position++) {
         if (position / kKvTile != t) continue;
-        const int slot = step.kv[work_.group].slots[step.row_start[b] + step.scheduled_len[b] + 64 * word + std::countr_zero(bits)];
-        copy_token(copy, position % kKvTile, cache(plan).record(a_.layer, item.head, slot / kKvTile), slot % kKvTile, shape);
+        const int slot = step.kv[work_.group].slots[step.row_start[b] + step.scheduled_len[b] +
+                                                    64 * word + std::countr_zero(bits)];
+        copy_token(copy, position % kKvTile,
+                   cache(plan).record(a_.layer, item.head, slot / kKvTile), slot % kKvTile, shape);
       }
     return copy;
   }
 
-  // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, for which nothing is in the caches.
-  void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin, int end, SoftmaxStates& states,
-              Scratch& s) const {
+  // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, for which
+  // nothing is in the caches.
+  void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin,
+              int end, SoftmaxStates& states, Scratch& s) const {
     const KvRecord& shape = work_.shape;
     const Blocks chunks(end - begin, plan.kernels().max_queries);
     for (int c = 0; c < chunks.count; c++) {
       const int n = begin + chunks.first(c);
       plan.kernels().attend[static_cast<int>(shape.type)](
-          {records, c ? nullptr : next, shape, a_.scale, a_.softcap, a_.slopes.empty() ? nullptr : &s.slopes[n], chunks.rows(c),
-           s.queries.data() + n * query_stride(), query_stride(), &s.first[n], &s.last[n], &s.own[n], &states.max[n], &states.sum[n],
+          {records, c ? nullptr : next, shape, a_.scale, a_.softcap,
+           a_.slopes.empty() ? nullptr : &s.slopes[n], chunks.rows(c),
+           s.queries.data() + n * query_stride(), query_stride(), &s.first[n], &s.last[n],
+           &s.own[n], &states.max[n], &states.sum[n],
            &states.out[static_cast<size_t>(n) * width()]});
     }
   }
@@ -194,7 +224,8 @@ class Attention : public Op {
   // What the weights are divided by: their sum, and the weight of the head's sink.
   float total_weight(const Plan& plan, int head, float max, float sum) const {
     if (a_.sinks < 0) return sum;
-    return static_cast<float>(sum + std::exp2(plan.vector(a_.sinks)[head] * std::numbers::log2e - max));
+    return static_cast<float>(sum +
+                              std::exp2(plan.vector(a_.sinks)[head] * std::numbers::log2e - max));
   }
 
   void finish(const Plan& plan, const AttentionItem& item, SoftmaxStates& states, int first) const {
@@ -204,16 +235,20 @@ class Attention : public Op {
     float* values = &states.out[static_cast<size_t>(first) * width()];
     for (int n = 0; n < num_queries(item); n++) {
       float* y = values + n * width();
-      const float total = total_weight(plan, item.head * group + n % group, states.max[first + n], states.sum[first + n]);
+      const float total = total_weight(plan, item.head * group + n % group, states.max[first + n],
+                                       states.sum[first + n]);
       plan.kernels().scale(y, 1.0f / total, y, work_.shape.value_dim);
-      if (is_quantised(shape.type)) plan.kernels().rotate_head(y, work_.shape.value_dim, shape.value_turn());
-      if (!out.packed) std::copy_n(y, a_.value_dim, out.row(item.first_row + n / group) + column + n % group * a_.value_dim);
+      if (is_quantised(shape.type))
+        plan.kernels().rotate_head(y, work_.shape.value_dim, shape.value_turn());
+      if (!out.packed)
+        std::copy_n(y, a_.value_dim,
+                    out.row(item.first_row + n / group) + column + n % group * a_.value_dim);
     }
     if (!out.packed) return;
     const int heads = width() == a_.value_dim ? group : 1;  // without padding between them
     for (int g = 0; g < group; g += heads)
-      plan.pack_columns(out, item.first_row, item.rows(), column + g * a_.value_dim, values + g * width(), group * width(),
-                        heads * a_.value_dim);
+      plan.pack_columns(out, item.first_row, item.rows(), column + g * a_.value_dim,
+                        values + g * width(), group * width(), heads * a_.value_dim);
   }
 
   const AttentionArgs a_;

@@ -1,6 +1,7 @@
-// Mixtures of experts: which experts a row goes to, and what they make of it. The rows of a step are listed by expert, so that each
-// expert's weights are read once however many rows go there; what comes of a row is summed up in the order of its own routing, and so does
-// not depend on what else is in the step.
+// Mixtures of experts: which experts a row goes to, and what they make of it. The rows of a step
+// are listed by expert, so that each expert's weights are read once however many rows go there;
+// what comes of a row is summed up in the order of its own routing, and so does not depend on what
+// else is in the step.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -17,11 +18,14 @@ class Route : public Op {
  public:
   explicit Route(const RouteArgs& args) : Op("route"), a_(args) {}
 
-  int items(const Plan& plan, const Step& step) override { return Plan::rows_of(plan.buffer(a_.out), step); }
+  int items(const Plan& plan, const Step& step) override {
+    return Plan::rows_of(plan.buffer(a_.out), step);
+  }
 
   void run(const Plan& plan, const Step&, int begin, int end, int) override {
     const Buffer& x = plan.buffer(a_.x);
-    for (int row = begin; row < end; row++) route(x.row(row), x.width, plan.vector(a_.bias), plan.buffer(a_.out).row(row));
+    for (int row = begin; row < end; row++)
+      route(x.row(row), x.width, plan.vector(a_.bias), plan.buffer(a_.out).row(row));
   }
 
  private:
@@ -38,9 +42,11 @@ class Route : public Op {
     if (chooses) best(s.wanted, a_.top_k, s.order);
     double sum = 0;
     for (int k = 0; k < a_.top_k && chooses; k++) sum += s.scores[s.order[k]];
-    for (int k = 0; k < a_.top_k; k++) {  // a row that cannot choose goes to the first experts, with weights that spoil it
+    for (int k = 0; k < a_.top_k;
+         k++) {  // a row that cannot choose goes to the first experts, with weights that spoil it
       out[k] = static_cast<float>(chooses ? s.order[k] : k);
-      const double weight = chooses ? s.scores[s.order[k]] / (a_.normalised ? sum : 1.0) : std::numeric_limits<double>::quiet_NaN();
+      const double weight = chooses ? s.scores[s.order[k]] / (a_.normalised ? sum : 1.0)
+                                    : std::numeric_limits<double>::quiet_NaN();
       out[a_.top_k + k] = static_cast<float>(weight * a_.factor);
     }
   }
@@ -52,7 +58,8 @@ class Route : public Op {
     double sum = 0;
     for (int e = 0; e < experts; e++) {
       if (!std::isfinite(logits[e])) return false;
-      s.scores[e] = a_.sigmoid ? 1 / (1 + std::exp(-static_cast<double>(logits[e]))) : std::exp(logits[e] - highest);
+      s.scores[e] = a_.sigmoid ? 1 / (1 + std::exp(-static_cast<double>(logits[e])))
+                               : std::exp(logits[e] - highest);
       sum += s.scores[e];
     }
     for (int e = 0; e < experts; e++) {
@@ -76,33 +83,40 @@ class Route : public Op {
     }
     best(s.best, a_.groups, s.order);
     for (int i = a_.top_groups; i < a_.groups; i++)
-      std::fill_n(s.wanted.begin() + s.order[i] * size, size, -std::numeric_limits<double>::infinity());
+      std::fill_n(s.wanted.begin() + s.order[i] * size, size,
+                  -std::numeric_limits<double>::infinity());
   }
 
   // The numbers of the `count` highest values, highest first, and of equal ones the lower number.
   static void best(const std::vector<double>& values, int count, std::vector<int>& order) {
     order.resize(values.size());
     for (size_t i = 0; i < values.size(); i++) order[i] = static_cast<int>(i);
-    std::partial_sort(order.begin(), order.begin() + count, order.end(),
-                      [&](int a, int b) { return values[a] > values[b] || (values[a] == values[b] && a < b); });
+    std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int a, int b) {
+      return values[a] > values[b] || (values[a] == values[b] && a < b);
+    });
   }
 
   const RouteArgs a_;
 };
 
-// What comes of the choices of each row, one after the other, summed up in the order of the row's routing.
-void combine_rows(const Plan& plan, const float* results, int routing, int out, int begin, int end) {
+// What comes of the choices of each row, one after the other, summed up in the order of the row's
+// routing.
+void combine_rows(const Plan& plan, const float* results, int routing, int out, int begin,
+                  int end) {
   const Buffer &to = plan.buffer(out), &by = plan.buffer(routing);
   const int top_k = by.width / 2;
   for (int row = begin; row < end; row++)
-    plan.kernels().combine(results + static_cast<size_t>(row) * top_k * to.width, by.row(row) + top_k, top_k, to.width, to.row(row));
+    plan.kernels().combine(results + static_cast<size_t>(row) * top_k * to.width,
+                           by.row(row) + top_k, top_k, to.width, to.row(row));
 }
 
 class Combine : public Op {
  public:
   Combine(int out, int x, int routing) : Op("combine"), out_(out), x_(x), routing_(routing) {}
 
-  int items(const Plan& plan, const Step& step) override { return Plan::rows_of(plan.buffer(out_), step); }
+  int items(const Plan& plan, const Step& step) override {
+    return Plan::rows_of(plan.buffer(out_), step);
+  }
   void run(const Plan& plan, const Step&, int begin, int end, int) override {
     combine_rows(plan, plan.buffer(x_).floats, routing_, out_, begin, end);
   }
@@ -111,17 +125,21 @@ class Combine : public Op {
   const int out_, x_, routing_;
 };
 
-// An op over experts. Its regions run one after the other, over blocks of rows that go to one expert.
+// An op over experts. Its regions run one after the other, over blocks of rows that go to one
+// expert.
 class Experts {
  public:
-  Experts(ExpertsArgs args, ExpertsWork& work) : a_(std::move(args)), work_(work), loads_(static_cast<size_t>(a_.num_experts)) {}
+  Experts(ExpertsArgs args, ExpertsWork& work)
+      : a_(std::move(args)), work_(work), loads_(static_cast<size_t>(a_.num_experts)) {}
 
   std::span<const int64_t> loads() const { return loads_; }
 
-  // Each block's rows in the form of its weights. The blocks of a single row are all alike: one is packed for all.
+  // Each block's rows in the form of its weights. The blocks of a single row are all alike: one is
+  // packed for all.
   int pack_items(const Plan& plan, const Step& step) {
     const int rows = Plan::rows_of(plan.buffer(a_.x), step);
-    work_.prepare(plan.buffer(a_.routing), rows, plan.kernels().max_rows, loads_, a_.first, static_cast<int>(a_.gate.size()));
+    work_.prepare(plan.buffer(a_.routing), rows, plan.kernels().max_rows, loads_, a_.first,
+                  static_cast<int>(a_.gate.size()));
     is_single_ = rows == 1 && num_blocks() == work_.top_k;
     return is_single_ ? 1 : num_blocks();
   }
@@ -138,34 +156,47 @@ class Experts {
     }
   }
 
-  // Gate and up, 32 columns at a time, into packed rows; into floats where a whole row must be there to be packed.
-  int hidden_items(const Plan& plan, const Step&) { return work_.items(plan.buffer(work_.hidden).columns / kGroup); }
+  // Gate and up, 32 columns at a time, into packed rows; into floats where a whole row must be
+  // there to be packed.
+  int hidden_items(const Plan& plan, const Step&) {
+    return work_.items(plan.buffer(work_.hidden).columns / kGroup);
+  }
   void hidden(const Plan& plan, int begin, int end) const {
-    const Buffer &x = plan.buffer(work_.packed), &packed = plan.buffer(work_.hidden), &loose = plan.buffer(work_.loose_hidden);
+    const Buffer &x = plan.buffer(work_.packed), &packed = plan.buffer(work_.hidden),
+                 &loose = plan.buffer(work_.loose_hidden);
     const Form gate = form(plan, a_.gate), up = form(plan, a_.up), down = form(plan, a_.down);
     alignas(64) float rows[kMaxBlockRows * kGroup];
     work_.each(packed.columns / kGroup, begin, end, [&](const ExpertBlock& block, int group) {
-      const int first = kGroup * group, n = std::clamp(packed.width - first, 0, kGroup), e = block.expert;
+      const int first = kGroup * group, n = std::clamp(packed.width - first, 0, kGroup),
+                e = block.expert;
       const ExpertBlock from = is_single_ ? work_.blocks[0] : block;
-      const GatedUnit unit{plan.weight(a_.gate[e]), plan.weight(a_.up[e]), bias(plan, a_.gate_bias, e), bias(plan, a_.up_bias, e)};
-      gated_group(plan, unit, group, at(x, gate, from), at(x, up, from), block.rows, a_.activate, rows);
+      const GatedUnit unit{plan.weight(a_.gate[e]), plan.weight(a_.up[e]),
+                           bias(plan, a_.gate_bias, e), bias(plan, a_.up_bias, e)};
+      gated_group(plan, unit, group, at(x, gate, from), at(x, up, from), block.rows, a_.activate,
+                  rows);
       if (!is_by_row(down)) return pack_piece(plan, packed, down, block, first, rows, n);
       for (int m = 0; m < block.rows && n; m++)
-        std::memcpy(loose.row(block.first + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
+        std::memcpy(loose.row(block.first + m) + first, rows + kGroup * m,
+                    static_cast<size_t>(n) * 4);
     });
   }
 
-  int hidden_pack_items(const Plan& plan, const Step&) { return is_by_row(form(plan, a_.down)) ? num_blocks() : 0; }
+  int hidden_pack_items(const Plan& plan, const Step&) {
+    return is_by_row(form(plan, a_.down)) ? num_blocks() : 0;
+  }
   void hidden_pack(const Plan& plan, int begin, int end) const {
     const Buffer &loose = plan.buffer(work_.loose_hidden), &packed = plan.buffer(work_.hidden);
     for (int b = begin; b < end; b++) {
       const ExpertBlock& block = work_.blocks[b];
-      for (int m = 0; m < block.rows; m++) pack_row(plan, packed, form(plan, a_.down), block, m, loose.row(block.first + m));
+      for (int m = 0; m < block.rows; m++)
+        pack_row(plan, packed, form(plan, a_.down), block, m, loose.row(block.first + m));
     }
   }
 
   // Rows of the result, each to its place.
-  int down_items(const Plan& plan, const Step&) { return work_.items(plan.weight(a_.down[0]).tiles()); }
+  int down_items(const Plan& plan, const Step&) {
+    return work_.items(plan.weight(a_.down[0]).tiles());
+  }
   void down(const Plan& plan, int begin, int end) const {
     const Buffer &hidden = plan.buffer(work_.hidden), &result = plan.buffer(work_.result);
     float* const results = a_.combines ? result.floats : plan.buffer(a_.out).floats;
@@ -173,17 +204,22 @@ class Experts {
     alignas(64) float tile[kMaxBlockRows * 16];
     work_.each(plan.weight(a_.down[0]).tiles(), begin, end, [&](const ExpertBlock& block, int t) {
       const Weight& w = plan.weight(a_.down[block.expert]);
-      multiply(plan, w, t, false, at(hidden, down, block), block.rows, bias(plan, a_.down_bias, block.expert), tile);
+      multiply(plan, w, t, false, at(hidden, down, block), block.rows,
+               bias(plan, a_.down_bias, block.expert), tile);
       const int n = std::min(kTileRows, w.rows - kTileRows * t);
       for (int m = 0; m < block.rows; m++) {
-        float* to = results + static_cast<size_t>(work_.routed[block.first + m].place) * result.width + kTileRows * t;
+        float* to = results +
+                    static_cast<size_t>(work_.routed[block.first + m].place) * result.width +
+                    kTileRows * t;
         plan.kernels().finish_tile(tile + kTileRows * m, 1, n, nullptr, 0, to, result.width);
       }
     });
   }
 
   bool combines() const { return a_.combines; }
-  int combine_items(const Plan& plan, const Step& step) { return Plan::rows_of(plan.buffer(a_.out), step); }
+  int combine_items(const Plan& plan, const Step& step) {
+    return Plan::rows_of(plan.buffer(a_.out), step);
+  }
   void combine(const Plan& plan, int begin, int end) const {
     combine_rows(plan, plan.buffer(work_.result).floats, a_.routing, a_.out, begin, end);
   }
@@ -192,23 +228,30 @@ class Experts {
   int num_blocks() const { return static_cast<int>(work_.blocks.size()); }
 
   // The form of what these weights, all alike in this, are multiplied with.
-  static Form form(const Plan& plan, const std::vector<int>& weights) { return plan.form(plan.weight(weights[0]), false); }
+  static Form form(const Plan& plan, const std::vector<int>& weights) {
+    return plan.form(plan.weight(weights[0]), false);
+  }
 
   static const float* bias(const Plan& plan, const std::vector<int>& biases, int expert) {
     return biases.empty() ? nullptr : plan.vector(biases[expert]);
   }
 
   static uint8_t* at(const Buffer& buffer, Form form, const ExpertBlock& block) {
-    return buffer.forms[static_cast<int>(form)] + block.first * form_row_bytes(form, buffer.columns);
+    return buffer.forms[static_cast<int>(form)] +
+           block.first * form_row_bytes(form, buffer.columns);
   }
 
-  static void pack_row(const Plan& plan, const Buffer& to, Form form, const ExpertBlock& block, int m, const float* x) {
-    plan.kernels().pack[static_cast<int>(form)](x, 0, 1, to.width, to.columns, at(to, form, block), block.rows, m);
+  static void pack_row(const Plan& plan, const Buffer& to, Form form, const ExpertBlock& block,
+                       int m, const float* x) {
+    plan.kernels().pack[static_cast<int>(form)](x, 0, 1, to.width, to.columns, at(to, form, block),
+                                                block.rows, m);
   }
 
-  static void pack_piece(const Plan& plan, const Buffer& to, Form form, const ExpertBlock& block, int first, const float* x, int n) {
+  static void pack_piece(const Plan& plan, const Buffer& to, Form form, const ExpertBlock& block,
+                         int first, const float* x, int n) {
     uint8_t* piece = at(to, form, block) + form_column_bytes(form, first) * block.rows;
-    plan.kernels().pack[static_cast<int>(form)](x, kGroup, block.rows, n, kGroup, piece, block.rows, 0);
+    plan.kernels().pack[static_cast<int>(form)](x, kGroup, block.rows, n, kGroup, piece, block.rows,
+                                                0);
   }
 
   const ExpertsArgs a_;
@@ -225,8 +268,12 @@ class ExpertsRegion : public Op {
       : Op("experts"), experts_(std::move(experts)), items_(items), run_(run) {}
 
   int items(const Plan& plan, const Step& step) override { return (*experts_.*items_)(plan, step); }
-  void run(const Plan& plan, const Step&, int begin, int end, int) override { (*experts_.*run_)(plan, begin, end); }
-  std::span<const int64_t> expert_loads() const override { return items_ == &Experts::pack_items ? experts_->loads() : Op::expert_loads(); }
+  void run(const Plan& plan, const Step&, int begin, int end, int) override {
+    (*experts_.*run_)(plan, begin, end);
+  }
+  std::span<const int64_t> expert_loads() const override {
+    return items_ == &Experts::pack_items ? experts_->loads() : Op::expert_loads();
+  }
 
  private:
   const std::shared_ptr<Experts> experts_;
@@ -238,7 +285,9 @@ class ExpertsRegion : public Op {
 
 std::unique_ptr<Op> make_route(const RouteArgs& args) { return std::make_unique<Route>(args); }
 
-std::unique_ptr<Op> make_combine(int out, int x, int routing) { return std::make_unique<Combine>(out, x, routing); }
+std::unique_ptr<Op> make_combine(int out, int x, int routing) {
+  return std::make_unique<Combine>(out, x, routing);
+}
 
 std::vector<std::unique_ptr<Op>> make_experts(ExpertsArgs args, ExpertsWork& work) {
   const auto experts = std::make_shared<Experts>(std::move(args), work);

@@ -1,4 +1,5 @@
-// Linear ops: tiles of 16 outputs, each over some blocks of activation rows, with the epilogue while they are in the L1 cache.
+// Linear ops: tiles of 16 outputs, each over some blocks of activation rows, with the epilogue
+// while they are in the L1 cache.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -9,14 +10,18 @@ namespace headrace {
 namespace {
 
 // Block `b` of the input of a weight, in the form that the weight is multiplied with.
-const uint8_t* block_for(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, const Weight& w) {
+const uint8_t* block_for(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks,
+                         int b, const Weight& w) {
   return x.block(plan.form(w, offset), blocks, b);
 }
 
-// Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and what the adapters of the rows add.
-void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b, int weight, int t, int bias, float* out) {
+// Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and what the
+// adapters of the rows add.
+void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b,
+              int weight, int t, int bias, float* out) {
   const Weight& w = plan.weight(weight);
-  multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b), plan.vector(bias), out);
+  multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b),
+           plan.vector(bias), out);
   plan.adapters().add_up(plan.kernels(), weight, t, blocks.first(b), blocks.rows(b), out);
 }
 
@@ -25,8 +30,12 @@ class AdapterDown : public Op {
   AdapterDown(Adapters& adapters, int x, std::vector<int> weights)
       : Op("adapter_down"), adapters_(adapters), x_(x), weights_(std::move(weights)) {}
 
-  int items(const Plan& plan, const Step& step) override { return adapters_.prepare(weights_, plan.buffer(x_), step); }
-  void run(const Plan& plan, const Step&, int begin, int end, int) override { adapters_.run_down(plan, plan.buffer(x_), begin, end); }
+  int items(const Plan& plan, const Step& step) override {
+    return adapters_.prepare(weights_, plan.buffer(x_), step);
+  }
+  void run(const Plan& plan, const Step&, int begin, int end, int) override {
+    adapters_.run_down(plan, plan.buffer(x_), begin, end);
+  }
 
  private:
   Adapters& adapters_;
@@ -34,14 +43,16 @@ class AdapterDown : public Op {
   const std::vector<int> weights_;
 };
 
-// Items of a matrix product: all tiles of the weight for some blocks of rows, then for the next. Contiguous items, as threads get
-// them, are then rows of their own: what a thread writes in one op it reads in the next, out of its own cache.
+// Items of a matrix product: all tiles of the weight for some blocks of rows, then for the next.
+// Contiguous items, as threads get them, are then rows of their own: what a thread writes in one op
+// it reads in the next, out of its own cache.
 class TileItems {
  public:
   TileItems(const Plan& plan, const Blocks& blocks, int tiles)
       : blocks_(blocks),
         tiles_(tiles),
-        chunks_(std::max(blocks.count / kLeastBlocks, std::min({blocks.count, plan.threads(), kFewChunks}))) {}
+        chunks_(std::max(blocks.count / kLeastBlocks,
+                         std::min({blocks.count, plan.threads(), kFewChunks}))) {}
 
   int count() const { return chunks_ * tiles_; }
 
@@ -55,9 +66,12 @@ class TileItems {
   }
 
  private:
-  // Chunks beyond a few have at least so many blocks: with fewer, fetching the weights again for each would cost more than it saves.
+  // Chunks beyond a few have at least so many blocks: with fewer, fetching the weights again for
+  // each would cost more than it saves.
   static constexpr int kLeastBlocks = 8, kFewChunks = 4;
-  int first_block(int chunk) const { return static_cast<int>(static_cast<int64_t>(blocks_.count) * chunk / chunks_); }
+  int first_block(int chunk) const {
+    return static_cast<int>(static_cast<int64_t>(blocks_.count) * chunk / chunks_);
+  }
 
   const Blocks& blocks_;
   const int tiles_, chunks_;
@@ -66,7 +80,13 @@ class TileItems {
 class Linear : public Op {
  public:
   Linear(int out, int x, int weight, int bias, int residual, bool offset)
-      : Op(residual >= 0 ? "linear_add" : "linear"), out_(out), x_(x), weight_(weight), bias_(bias), residual_(residual), offset_(offset) {}
+      : Op(residual >= 0 ? "linear_add" : "linear"),
+        out_(out),
+        x_(x),
+        weight_(weight),
+        bias_(bias),
+        residual_(residual),
+        offset_(offset) {}
 
   int items(const Plan& plan, const Step&) override { return work(plan).count(); }
 
@@ -78,19 +98,24 @@ class Linear : public Op {
     work(plan).each(begin, end, [&](int t, int b) {
       multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile);
       const int n = std::min(16, rows - 16 * t), row = blocks.first(b);
-      const float* residual = residual_ >= 0 ? plan.buffer(residual_).row(row) + 16 * t : nullptr;  // as wide as the output
-      plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width, out.row(row) + 16 * t, out.width);
+      const float* residual = residual_ >= 0 ? plan.buffer(residual_).row(row) + 16 * t
+                                             : nullptr;  // as wide as the output
+      plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width,
+                                 out.row(row) + 16 * t, out.width);
     });
   }
 
  private:
-  TileItems work(const Plan& plan) const { return {plan, plan.blocks_of(plan.buffer(x_)), plan.weight(weight_).tiles()}; }
+  TileItems work(const Plan& plan) const {
+    return {plan, plan.blocks_of(plan.buffer(x_)), plan.weight(weight_).tiles()};
+  }
 
   const int out_, x_, weight_, bias_, residual_;
   const bool offset_;
 };
 
-// An op that computes tiles of 16 columns of its output by themselves; two of them make one 32-column group of a packed one.
+// An op that computes tiles of 16 columns of its output by themselves; two of them make one
+// 32-column group of a packed one.
 class TiledOp : public Op {
  public:
   TiledOp(std::string kind, int out, int x) : Op(std::move(kind)), out_(out), x_(x) {}
@@ -107,7 +132,8 @@ class TiledOp : public Op {
         if (16 * t < out.width)
           compute(plan, x, blocks, b, t, rows + 16 * half);
         else
-          for (int m = 0; m < blocks.rows(b); m++) std::fill_n(rows + kGroup * m + 16 * half, 16, 0.0f);
+          for (int m = 0; m < blocks.rows(b); m++)
+            std::fill_n(rows + kGroup * m + 16 * half, 16, 0.0f);
       }
       write(plan, blocks, b, pair, rows);
     });
@@ -115,19 +141,23 @@ class TiledOp : public Op {
 
  protected:
   // Tile t of the output for block b: rows[m][16], kGroup apart.
-  virtual void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows) const = 0;
+  virtual void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t,
+                       float* rows) const = 0;
 
  private:
   TileItems work(const Plan& plan) const {
     const Buffer& out = plan.buffer(out_);
-    return {plan, plan.blocks_of(plan.buffer(x_)), ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup};
+    return {plan, plan.blocks_of(plan.buffer(x_)),
+            ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup};
   }
 
   void write(const Plan& plan, const Blocks& blocks, int b, int pair, const float* rows) const {
     const Buffer& out = plan.buffer(out_);
-    const int first = kGroup * pair, n = std::clamp(out.width - first, 0, kGroup), row = blocks.first(b);
+    const int first = kGroup * pair, n = std::clamp(out.width - first, 0, kGroup),
+              row = blocks.first(b);
     if (out.packed) return plan.pack_columns(out, row, blocks.rows(b), first, rows, kGroup, n);
-    for (int m = 0; m < blocks.rows(b); m++) std::memcpy(out.row(row + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
+    for (int m = 0; m < blocks.rows(b); m++)
+      std::memcpy(out.row(row + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
   }
 
   const int out_, x_;
@@ -136,10 +166,16 @@ class TiledOp : public Op {
 class GluLinear : public TiledOp {
  public:
   GluLinear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation)
-      : TiledOp("glu_linear", out, x), gate_(gate), up_(up), gate_bias_(gate_bias), up_bias_(up_bias), activation_(activation) {}
+      : TiledOp("glu_linear", out, x),
+        gate_(gate),
+        up_(up),
+        gate_bias_(gate_bias),
+        up_bias_(up_bias),
+        activation_(activation) {}
 
  private:
-  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows) const override {
+  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t,
+               float* rows) const override {
     alignas(64) float g[kMaxBlockRows * 16], u[kMaxBlockRows * 16];
     multiply(plan, x, false, blocks, b, gate_, t, gate_bias_, g);
     multiply(plan, x, false, blocks, b, up_, t, up_bias_, u);
@@ -156,7 +192,8 @@ class LinearActivate : public TiledOp {
       : TiledOp("linear_activate", out, x), weight_(weight), bias_(bias), activation_(activation) {}
 
  private:
-  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows) const override {
+  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t,
+               float* rows) const override {
     alignas(64) float tile[kMaxBlockRows * 16];
     multiply(plan, x, false, blocks, b, weight_, t, bias_, tile);
     plan.kernels().activate_tile[static_cast<int>(activation_)](tile, blocks.rows(b), rows, kGroup);
@@ -166,8 +203,8 @@ class LinearActivate : public TiledOp {
   const Activation activation_;
 };
 
-// q, k and v of the same rows, where keys are as long as values. Queries and keys are rotated in place, keys and values go straight to the
-// KV cache unless it is quantised.
+// q, k and v of the same rows, where keys are as long as values. Queries and keys are rotated in
+// place, keys and values go straight to the KV cache unless it is quantised.
 class QkvRopeWrite : public Op {
  public:
   explicit QkvRopeWrite(const QkvArgs& args) : Op("qkv_rope_write"), a_(args) {}
@@ -180,10 +217,12 @@ class QkvRopeWrite : public Op {
     alignas(64) float tile[kMaxBlockRows * 16];
     work(plan).each(begin, end, [&](int t, int b) {
       int part = 0;
-      while (t >= plan.weight(a_.weights[part]).tiles()) t -= plan.weight(a_.weights[part++]).tiles();
+      while (t >= plan.weight(a_.weights[part]).tiles())
+        t -= plan.weight(a_.weights[part++]).tiles();
       const Weight& w = plan.weight(a_.weights[part]);
       multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile);
-      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b), head_dim = plan.kv(a_.layer.group).shape().key_dim;
+      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b),
+                head_dim = plan.kv(a_.layer.group).shape().key_dim;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);
         const float* cos = angles.row(row) + 16 * t % head_dim;
@@ -191,12 +230,15 @@ class QkvRopeWrite : public Op {
       }
       if (part == 0) {
         const Buffer& out = plan.buffer(a_.out);
-        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, out.row(row) + 16 * t, out.width);
+        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, out.row(row) + 16 * t,
+                                   out.width);
       } else if (a_.kv[part - 1] >= 0) {
         const Buffer& kv = plan.buffer(a_.kv[part - 1]);
-        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, kv.row(row) + 16 * t, kv.width);
+        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, kv.row(row) + 16 * t,
+                                   kv.width);
       } else {
-        for (int m = 0; m < blocks.rows(b); m++) write(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
+        for (int m = 0; m < blocks.rows(b); m++)
+          write(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
       }
     });
   }
@@ -212,13 +254,15 @@ class QkvRopeWrite : public Op {
   }
 
   // Columns first .. first + n - 1 of a key (part 1) or value (part 2).
-  void write(const Plan& plan, const Step& step, int part, int row, int first, int n, const float* y) {
+  void write(const Plan& plan, const Step& step, int part, int row, int first, int n,
+             const float* y) {
     const KvCache& cache = plan.kv(a_.layer.group);
     const KvRecord& shape = cache.shape();
     const KvRows& rows = step.kv[a_.layer.group];
     const int slot = rows.slots[row], lane = slot % kKvTile;
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
-      const int head = (first + i) / shape.key_dim, d = (first + i) % shape.key_dim, run = std::min(n - i, shape.key_dim - d);
+      const int head = (first + i) / shape.key_dim, d = (first + i) % shape.key_dim,
+                run = std::min(n - i, shape.key_dim - d);
       uint8_t* record = cache.record(a_.layer.layer, head, slot / kKvTile);
       if (part == 1)
         write_keys(record, shape, lane, d, y + i, run);
@@ -232,12 +276,16 @@ class QkvRopeWrite : public Op {
   std::atomic<bool> unsettled_{false};
 };
 
-// Settles the tokens of a step in which a value is not finite. Their keys are those of other threads until the op before is done.
+// Settles the tokens of a step in which a value is not finite. Their keys are those of other
+// threads until the op before is done.
 class SettleValues : public Op {
  public:
-  SettleValues(QkvRopeWrite* written, KvLayer layer) : Op(written->kind), written_(written), layer_(layer) {}
+  SettleValues(QkvRopeWrite* written, KvLayer layer)
+      : Op(written->kind), written_(written), layer_(layer) {}
 
-  int items(const Plan&, const Step& step) override { return written_->take_unsettled() ? step.rows : 0; }
+  int items(const Plan&, const Step& step) override {
+    return written_->take_unsettled() ? step.rows : 0;
+  }
 
   void run(const Plan& plan, const Step& step, int begin, int end, int) override {
     const KvCache& cache = plan.kv(layer_.group);
@@ -261,10 +309,12 @@ std::unique_ptr<Op> make_adapter_down(Adapters& adapters, int x, std::vector<int
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset) {
   return std::make_unique<Linear>(out, x, weight, bias, residual, offset);
 }
-std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation) {
+std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias,
+                                    Activation activation) {
   return std::make_unique<GluLinear>(out, x, gate, up, gate_bias, up_bias, activation);
 }
-std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias, Activation activation) {
+std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias,
+                                         Activation activation) {
   return std::make_unique<LinearActivate>(out, x, weight, bias, activation);
 }
 std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args) {

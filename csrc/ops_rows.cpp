@@ -9,8 +9,9 @@
 namespace headrace {
 namespace {
 
-// Its items are the rows of a float buffer. Those of a packed one are its blocks: rows of a block share cache lines, which two threads
-// that write to them would take from each other again and again.
+// Its items are the rows of a float buffer. Those of a packed one are its blocks: rows of a block
+// share cache lines, which two threads that write to them would take from each other again and
+// again.
 class RowOp : public Op {
  public:
   RowOp(std::string kind, int out) : Op(std::move(kind)), out_(out) {}
@@ -96,7 +97,10 @@ class Input : public RowWriter {
 class RopeAngles : public RowOp {
  public:
   RopeAngles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim)
-      : RowOp("rope_angles", out), inverse_frequencies_(std::move(inverse_frequencies)), scale_(scale), head_dim_(head_dim) {}
+      : RowOp("rope_angles", out),
+        inverse_frequencies_(std::move(inverse_frequencies)),
+        scale_(scale),
+        head_dim_(head_dim) {}
 
  protected:
   void run_row(const Plan& plan, const Step& step, int row) override {
@@ -109,7 +113,8 @@ class RopeAngles : public RowOp {
       cos[d] = static_cast<float>(rotated ? std::cos(angle) * scale_ : 1.0);
       sin[d] = static_cast<float>(rotated ? std::sin(angle) * scale_ * (d % 2 ? 1 : -1) : 0.0);
     }
-    for (int d = head_dim_; d < plan.buffer(out_).width / 2; d++) cos[d] = cos[d - head_dim_], sin[d] = sin[d - head_dim_];
+    for (int d = head_dim_; d < plan.buffer(out_).width / 2; d++)
+      cos[d] = cos[d - head_dim_], sin[d] = sin[d - head_dim_];
   }
   const std::vector<double> inverse_frequencies_;
   const double scale_;
@@ -118,7 +123,8 @@ class RopeAngles : public RowOp {
 
 class Rope : public RowWriter {
  public:
-  Rope(int out, int x, int angles, int head_dim) : RowWriter("rope", out), x_(x), angles_(angles), head_dim_(head_dim) {}
+  Rope(int out, int x, int angles, int head_dim)
+      : RowWriter("rope", out), x_(x), angles_(angles), head_dim_(head_dim) {}
 
  private:
   void compute(const Plan& plan, const Step&, int row, float* y) override {
@@ -148,11 +154,15 @@ class Norm : public RowWriter {
   void compute(const Plan& plan, const Step& step, int row, float* y) override {
     const Buffer& x = plan.buffer(a_.x);
     const float *weight = plan.vector(a_.weight), *bias = plan.vector(a_.bias);
-    const int weight_step = plan.vector_length(a_.weight) == x.width ? a_.size : 0;  // else all groups of columns share one
+    const int weight_step = plan.vector_length(a_.weight) == x.width
+                                ? a_.size
+                                : 0;  // else all groups of columns share one
     const int bias_step = bias && plan.vector_length(a_.bias) == x.width ? a_.size : 0;
-    if (x.rows == RowKind::kGathered && plan.buffer(out_).rows == RowKind::kPooled) row += step.logit_rows;
+    if (x.rows == RowKind::kGathered && plan.buffer(out_).rows == RowKind::kPooled)
+      row += step.logit_rows;
     for (int first = 0; first < x.width; first += a_.size, weight += weight_step, bias += bias_step)
-      plan.kernels().norm[static_cast<int>(a_.kind)](x.row(row) + first, weight, bias, a_.eps, a_.size, y + first);
+      plan.kernels().norm[static_cast<int>(a_.kind)](x.row(row) + first, weight, bias, a_.eps,
+                                                     a_.size, y + first);
   }
 
   const NormArgs a_;
@@ -161,7 +171,8 @@ class Norm : public RowWriter {
 
 class Pack : public RowOp {
  public:
-  Pack(int out, int x, std::vector<int32_t> order) : RowOp("pack", out), x_(x), order_(std::move(order)) {}
+  Pack(int out, int x, std::vector<int32_t> order)
+      : RowOp("pack", out), x_(x), order_(std::move(order)) {}
 
  protected:
   void run_row(const Plan& plan, const Step&, int row) override {
@@ -170,13 +181,15 @@ class Pack : public RowOp {
     if (!order_.empty()) {
       thread_local std::vector<float> ordered;
       ordered.resize(order_.size());
-      std::transform(order_.begin(), order_.end(), ordered.begin(), [x](int32_t column) { return x[column]; });
+      std::transform(order_.begin(), order_.end(), ordered.begin(),
+                     [x](int32_t column) { return x[column]; });
       x = ordered.data();
     }
     plan.pack_columns(out, row, 1, 0, x, out.width, out.width);
   }
   const int x_;
-  const std::vector<int32_t> order_;  // column i of what is packed is column order_[i]; empty: as they are
+  const std::vector<int32_t>
+      order_;  // column i of what is packed is column order_[i]; empty: as they are
 };
 
 class GatherRows : public RowOp {
@@ -201,7 +214,8 @@ class TakeColumns : public RowWriter {
 
  private:
   void compute(const Plan& plan, const Step&, int row, float* y) override {
-    std::memcpy(y, plan.buffer(x_).row(row) + first_, static_cast<size_t>(plan.buffer(out_).width) * 4);
+    std::memcpy(y, plan.buffer(x_).row(row) + first_,
+                static_cast<size_t>(plan.buffer(out_).width) * 4);
   }
 
   const int x_, first_;
@@ -226,7 +240,8 @@ class Add : public RowWriter {
 
  private:
   void compute(const Plan& plan, const Step&, int row, float* y) override {
-    plan.kernels().add(plan.buffer(x_).row(row), plan.buffer(y_).row(row), y, plan.buffer(out_).width);
+    plan.kernels().add(plan.buffer(x_).row(row), plan.buffer(y_).row(row), y,
+                       plan.buffer(out_).width);
   }
 
   const int x_, y_;
@@ -234,14 +249,16 @@ class Add : public RowWriter {
 
 class ConcatHeads : public RowWriter {
  public:
-  ConcatHeads(int out, int x, int y, int x_dim, int y_dim) : RowWriter("concat_heads", out), x_(x), y_(y), x_dim_(x_dim), y_dim_(y_dim) {}
+  ConcatHeads(int out, int x, int y, int x_dim, int y_dim)
+      : RowWriter("concat_heads", out), x_(x), y_(y), x_dim_(x_dim), y_dim_(y_dim) {}
 
  private:
   void compute(const Plan& plan, const Step&, int row, float* to) override {
     const int heads = plan.buffer(out_).width / (x_dim_ + y_dim_);
     for (int head = 0; head < heads; head++, to += x_dim_ + y_dim_) {
       std::memcpy(to, plan.buffer(x_).head(row, head, x_dim_), static_cast<size_t>(x_dim_) * 4);
-      std::memcpy(to + x_dim_, plan.buffer(y_).head(row, head, y_dim_), static_cast<size_t>(y_dim_) * 4);
+      std::memcpy(to + x_dim_, plan.buffer(y_).head(row, head, y_dim_),
+                  static_cast<size_t>(y_dim_) * 4);
     }
   }
 
@@ -250,7 +267,8 @@ class ConcatHeads : public RowWriter {
 
 class Glu : public RowWriter {
  public:
-  Glu(int out, int gate, int up, Activation activation) : RowWriter("glu", out), gate_(gate), up_(up), activation_(activation) {}
+  Glu(int out, int gate, int up, Activation activation)
+      : RowWriter("glu", out), gate_(gate), up_(up), activation_(activation) {}
 
  private:
   void compute(const Plan& plan, const Step&, int row, float* y) override {
@@ -264,11 +282,13 @@ class Glu : public RowWriter {
 
 class Activate : public RowWriter {
  public:
-  Activate(int out, int x, Activation activation) : RowWriter("activate", out), x_(x), activation_(activation) {}
+  Activate(int out, int x, Activation activation)
+      : RowWriter("activate", out), x_(x), activation_(activation) {}
 
  private:
   void compute(const Plan& plan, const Step&, int row, float* y) override {
-    plan.kernels().activate[static_cast<int>(activation_)](plan.buffer(x_).row(row), y, plan.buffer(out_).width);
+    plan.kernels().activate[static_cast<int>(activation_)](plan.buffer(x_).row(row), y,
+                                                           plan.buffer(out_).width);
   }
 
   const int x_;
@@ -308,8 +328,10 @@ class GateRows : public RowWriter {
  private:
   void compute(const Plan& plan, const Step&, int row, float* y) override {
     const double gate = *plan.buffer(gate_).row(row);
-    const double open = std::isfinite(gate) ? 1 / (1 + std::exp(-gate)) : std::numeric_limits<double>::quiet_NaN();
-    plan.kernels().scale(plan.buffer(x_).row(row), static_cast<float>(open), y, plan.buffer(out_).width);
+    const double open =
+        std::isfinite(gate) ? 1 / (1 + std::exp(-gate)) : std::numeric_limits<double>::quiet_NaN();
+    plan.kernels().scale(plan.buffer(x_).row(row), static_cast<float>(open), y,
+                         plan.buffer(out_).width);
   }
 
   const int x_, gate_;
@@ -317,28 +339,52 @@ class GateRows : public RowWriter {
 
 }  // namespace
 
-std::unique_ptr<Op> make_embed(int out, int weight, int first) { return std::make_unique<Embed>(out, weight, first); }
-std::unique_ptr<Op> make_embed_position(int out, int weight) { return std::make_unique<EmbedPosition>(out, weight); }
+std::unique_ptr<Op> make_embed(int out, int weight, int first) {
+  return std::make_unique<Embed>(out, weight, first);
+}
+std::unique_ptr<Op> make_embed_position(int out, int weight) {
+  return std::make_unique<EmbedPosition>(out, weight);
+}
 std::unique_ptr<Op> make_input(int out) { return std::make_unique<Input>(out); }
-std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim) {
+std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale,
+                                     int head_dim) {
   return std::make_unique<RopeAngles>(out, std::move(inverse_frequencies), scale, head_dim);
 }
-std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim) { return std::make_unique<Rope>(out, x, angles, head_dim); }
+std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim) {
+  return std::make_unique<Rope>(out, x, angles, head_dim);
+}
 std::unique_ptr<Op> make_norm(const NormArgs& args) { return std::make_unique<Norm>(args); }
-std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order) { return std::make_unique<Pack>(out, x, std::move(order)); }
-std::unique_ptr<Op> make_gather_rows(int out, int x) { return std::make_unique<GatherRows>(out, x); }
-std::unique_ptr<Op> make_take_columns(int out, int x, int first) { return std::make_unique<TakeColumns>(out, x, first); }
-std::unique_ptr<Op> make_exchange(std::string kind, std::function<void(const Plan&, const Step&)> exchange) {
+std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order) {
+  return std::make_unique<Pack>(out, x, std::move(order));
+}
+std::unique_ptr<Op> make_gather_rows(int out, int x) {
+  return std::make_unique<GatherRows>(out, x);
+}
+std::unique_ptr<Op> make_take_columns(int out, int x, int first) {
+  return std::make_unique<TakeColumns>(out, x, first);
+}
+std::unique_ptr<Op> make_exchange(std::string kind,
+                                  std::function<void(const Plan&, const Step&)> exchange) {
   return std::make_unique<Exchange>(std::move(kind), std::move(exchange));
 }
 std::unique_ptr<Op> make_add(int out, int x, int y) { return std::make_unique<Add>(out, x, y); }
 std::unique_ptr<Op> make_concat_heads(int out, int x, int y, int x_dim, int y_dim) {
   return std::make_unique<ConcatHeads>(out, x, y, x_dim, y_dim);
 }
-std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation) { return std::make_unique<Glu>(out, gate, up, activation); }
-std::unique_ptr<Op> make_activate(int out, int x, Activation activation) { return std::make_unique<Activate>(out, x, activation); }
-std::unique_ptr<Op> make_scale(int out, int x, float factor) { return std::make_unique<Scale>(out, x, factor); }
-std::unique_ptr<Op> make_soft_cap(int out, int x, float cap) { return std::make_unique<SoftCap>(out, x, cap); }
-std::unique_ptr<Op> make_gate_rows(int out, int x, int gate) { return std::make_unique<GateRows>(out, x, gate); }
+std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation) {
+  return std::make_unique<Glu>(out, gate, up, activation);
+}
+std::unique_ptr<Op> make_activate(int out, int x, Activation activation) {
+  return std::make_unique<Activate>(out, x, activation);
+}
+std::unique_ptr<Op> make_scale(int out, int x, float factor) {
+  return std::make_unique<Scale>(out, x, factor);
+}
+std::unique_ptr<Op> make_soft_cap(int out, int x, float cap) {
+  return std::make_unique<SoftCap>(out, x, cap);
+}
+std::unique_ptr<Op> make_gate_rows(int out, int x, int gate) {
+  return std::make_unique<GateRows>(out, x, gate);
+}
 
 }  // namespace headrace

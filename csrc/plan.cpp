@@ -14,11 +14,15 @@ namespace {
 constexpr size_t kArenaBytes = size_t{64} << 20;
 
 void check_whole_rows(const Buffer& buffer) {
-  if (buffer.in_pieces && (buffer.wanted[static_cast<int>(Form::kQ8Row)] || buffer.wanted[static_cast<int>(Form::kQ8Mixed)]))
-    throw std::invalid_argument("a buffer that is written in pieces cannot be packed with one scale a row");
+  if (buffer.in_pieces && (buffer.wanted[static_cast<int>(Form::kQ8Row)] ||
+                           buffer.wanted[static_cast<int>(Form::kQ8Mixed)]))
+    throw std::invalid_argument(
+        "a buffer that is written in pieces cannot be packed with one scale a row");
 }
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 }  // namespace
 
@@ -33,7 +37,8 @@ void Plan::reserve_weights(size_t bytes) {
 }
 
 uint8_t* Plan::allocate(size_t bytes) {
-  if (arenas_.empty() || arena_used_ + bytes > arenas_.back().size()) reserve_weights(std::max(bytes, kArenaBytes));
+  if (arenas_.empty() || arena_used_ + bytes > arenas_.back().size())
+    reserve_weights(std::max(bytes, kArenaBytes));
   arena_used_ += bytes, weight_bytes_ += bytes;
   return arenas_.back().data() + arena_used_ - bytes;
 }
@@ -53,7 +58,8 @@ const uint64_t* Plan::points_of(const Stored& stored) {
 int Plan::add_weight(const Stored& stored) {
   check_stored(stored);
   const uint64_t* points = points_of(stored);
-  const size_t bytes = packed_bytes(stored.format, stored.rows, stored.cols), tiles = (stored.rows + kTileRows - 1) / kTileRows;
+  const size_t bytes = packed_bytes(stored.format, stored.rows, stored.cols),
+               tiles = (stored.rows + kTileRows - 1) / kTileRows;
   return keep(pack(stored, points, allocate(bytes), bytes / tiles, *pool_));
 }
 
@@ -64,7 +70,8 @@ std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
     return {first, add_weight(b)};
   }
   const uint64_t *points_a = points_of(a), *points_b = points_of(b);
-  const size_t bytes = packed_bytes(a.format, a.rows, a.cols), tile = bytes / ((a.rows + kTileRows - 1) / kTileRows);
+  const size_t bytes = packed_bytes(a.format, a.rows, a.cols),
+               tile = bytes / ((a.rows + kTileRows - 1) / kTileRows);
   uint8_t* to = allocate(2 * bytes);
   const int first = keep(pack(a, points_a, to, 2 * tile, *pool_));
   return {first, keep(pack(b, points_b, to + tile, 2 * tile, *pool_))};
@@ -130,7 +137,8 @@ void Plan::add_embed(int out, int weight, int first, int vocab) {
 
 void Plan::add_input(int out) {
   int& width = programs_.back().input_width;
-  if (width && width != buffers_[out].width) throw std::invalid_argument("a program has inputs of one width");
+  if (width && width != buffers_[out].width)
+    throw std::invalid_argument("a program has inputs of one width");
   width = buffers_[out].width;
   add_op(make_input(out));
 }
@@ -138,11 +146,13 @@ void Plan::add_input(int out) {
 void Plan::reads(int buffer, int weight, bool offset) {
   Buffer& b = buffers_[buffer];
   const Weight& w = weights_[weight];
-  if (!b.packed || b.width != w.cols) throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
+  if (!b.packed || b.width != w.cols)
+    throw std::invalid_argument("a linear op reads a packed buffer as wide as its weight");
   b.wanted[static_cast<int>(form(w, offset))] = true;
   capacity_ = {};  // the next step makes room for this form, also if the op is refused after all
   check_whole_rows(b);
-  // Readers of different formats share the buffer: the longest padding serves all, since each reads its own units from the start.
+  // Readers of different formats share the buffer: the longest padding serves all, since each reads
+  // its own units from the start.
   const int unit = std::max({unit_columns(w.format), kGroup});
   b.columns = std::max(b.columns, (w.cols + unit - 1) / unit * unit);
 }
@@ -169,31 +179,37 @@ int Plan::add_adapter() {
   return adapters_.add();
 }
 
-// Gives every buffer room for the rows of the step; returns whether the buffers have moved. Grows by doubling, and never shrinks.
+// Gives every buffer room for the rows of the step; returns whether the buffers have moved. Grows
+// by doubling, and never shrinks.
 bool Plan::reserve(const Step& step) {
   std::array<int, kNumRowKinds> capacity = capacity_;
   for (size_t kind = 0; kind < kNumRowKinds; kind++)
     if (const int needed = rows_of(static_cast<RowKind>(kind), step); needed > capacity[kind])
       capacity[kind] = std::max(needed, 2 * capacity[kind]);
   if (capacity == capacity_) return false;
-  const auto walk = [&](uint8_t* base) {  // lays all buffers out from `base` on; returns where they end
-    size_t at = 0;
-    const auto place = [&](size_t bytes) {
-      uint8_t* p = base ? base + at : nullptr;
-      if (std::max(at, bytes) > SIZE_MAX / 4) throw std::bad_alloc();
-      const size_t padded = (bytes + 127) / 64 * 64;
-      if (p) activations_->guard(p + bytes, padded - bytes);
-      at += padded;
-      return p;
-    };
-    for (Buffer& b : buffers_) {
-      const auto rows_of = [&](size_t bytes) { return product({capacity[static_cast<size_t>(b.rows)], b.per_row}, bytes); };
-      if (!b.packed) b.floats = reinterpret_cast<float*>(place(rows_of(static_cast<size_t>(b.width) * 4)));
-      for (int f = 0; f < kNumForms; f++)
-        if (b.wanted[f]) b.forms[f] = place(rows_of(form_row_bytes(static_cast<Form>(f), b.columns)));
-    }
-    return at;
-  };
+  const auto walk =
+      [&](uint8_t* base) {  // lays all buffers out from `base` on; returns where they end
+        size_t at = 0;
+        const auto place = [&](size_t bytes) {
+          uint8_t* p = base ? base + at : nullptr;
+          if (std::max(at, bytes) > SIZE_MAX / 4) throw std::bad_alloc();
+          const size_t padded = (bytes + 127) / 64 * 64;
+          if (p) activations_->guard(p + bytes, padded - bytes);
+          at += padded;
+          return p;
+        };
+        for (Buffer& b : buffers_) {
+          const auto rows_of = [&](size_t bytes) {
+            return product({capacity[static_cast<size_t>(b.rows)], b.per_row}, bytes);
+          };
+          if (!b.packed)
+            b.floats = reinterpret_cast<float*>(place(rows_of(static_cast<size_t>(b.width) * 4)));
+          for (int f = 0; f < kNumForms; f++)
+            if (b.wanted[f])
+              b.forms[f] = place(rows_of(form_row_bytes(static_cast<Form>(f), b.columns)));
+        }
+        return at;
+      };
   activations_.reset();
   capacity_ = {};  // so it stays if there is not enough memory
   const size_t bytes = walk(nullptr);
@@ -204,15 +220,20 @@ bool Plan::reserve(const Step& step) {
   return true;
 }
 
-void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const {
+void Plan::pack_columns(const Buffer& buffer, int row, int count, int first, const float* x,
+                        size_t stride, int n) const {
   const Blocks& blocks = blocks_of(buffer);
   const int columns = first + n == buffer.width ? buffer.columns - first : n;
   while (count > 0) {
-    const int b = blocks.of_row(row), rows = blocks.rows(b), m = row - blocks.first(b), here = std::min(count, rows - m);
-    for (int f = 0; f < kNumForms; f++) {  // in every form the columns before `first` fill whole units of the block
+    const int b = blocks.of_row(row), rows = blocks.rows(b), m = row - blocks.first(b),
+              here = std::min(count, rows - m);
+    for (int f = 0; f < kNumForms;
+         f++) {  // in every form the columns before `first` fill whole units of the block
       if (!buffer.wanted[f]) continue;
       const auto form = static_cast<Form>(f);
-      kernels_->pack[f](x, stride, here, n, columns, buffer.block(form, blocks, b) + form_column_bytes(form, first) * rows, rows, m);
+      kernels_->pack[f](x, stride, here, n, columns,
+                        buffer.block(form, blocks, b) + form_column_bytes(form, first) * rows, rows,
+                        m);
     }
     row += here, count -= here, x += here * stride;
   }
@@ -231,7 +252,8 @@ std::array<int, 2> Plan::kv_buffers(int group) {
 AttentionWork& Plan::attention_work(int group, int num_heads, int value_dim) {
   auto& work = attention_work_[{group, num_heads, value_dim}];
   if (!work)
-    work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(), kv_[static_cast<size_t>(group)],
+    work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(),
+                                           kv_[static_cast<size_t>(group)],
                                            kv(group).shape().computed(value_dim));
   return *work;
 }
@@ -242,8 +264,8 @@ ExpertsWork& Plan::experts_work(const ExpertsShape& shape) {
   return *work;
 }
 
-// The first op from `op` on that has work for several threads. What is a single item is run on the way, while the others wait:
-// that is as fast as a region of its own, and saves a barrier.
+// The first op from `op` on that has work for several threads. What is a single item is run on the
+// way, while the others wait: that is as fast as a region of its own, and saves a barrier.
 int Plan::advance(const Program& program, int op, const Step& step, int thread) {
   for (; op < static_cast<int>(program.ops.size()); op++) {
     Op& next = *program.ops[op];
@@ -260,7 +282,8 @@ int Plan::advance(const Program& program, int op, const Step& step, int thread) 
 
 bool Plan::run(int number, const Step& step) {
   const Program& program = programs_[static_cast<size_t>(number)];
-  for (size_t kind = 0; kind < kNumRowKinds; kind++) blocks_[kind] = Blocks(rows_of(static_cast<RowKind>(kind), step), kernels_->max_rows);
+  for (size_t kind = 0; kind < kNumRowKinds; kind++)
+    blocks_[kind] = Blocks(rows_of(static_cast<RowKind>(kind), step), kernels_->max_rows);
   const bool moved = reserve(step);
   adapters_.begin(step);
   step_number_++;

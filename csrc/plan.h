@@ -1,4 +1,5 @@
-// A compiled program: ops over buffers, run by all threads of a pool, one barrier between ops. A step is one call of run().
+// A compiled program: ops over buffers, run by all threads of a pool, one barrier between ops. A
+// step is one call of run().
 #pragma once
 #include <array>
 #include <climits>
@@ -33,11 +34,12 @@ struct Step {
   std::vector<KvRows> kv;       // by group; empty where the program keeps nothing
   const uint64_t* ancestors;    // null: every draft tree is a chain
   const int32_t* gathered_row;  // the logit rows, and behind them the pooled rows
-  const float* inputs;          // [rows, as wide as the program reads]; null where it begins with tokens
-  const int32_t* adapters;      // of each sequence, -1: none; null: none has one
+  const float* inputs;  // [rows, as wide as the program reads]; null where it begins with tokens
+  const int32_t* adapters;  // of each sequence, -1: none; null: none has one
 };
 
-// `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is left with a slow tail.
+// `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is
+// left with a slow tail.
 struct Blocks {
   int count = 0, base = 0, extra = 0;
 
@@ -47,29 +49,35 @@ struct Blocks {
   }
   int rows(int block) const { return base + (block < extra); }
   int first(int block) const { return block * base + (block < extra ? block : extra); }
-  int of_row(int row) const { return row < extra * (base + 1) ? row / (base + 1) : (row - extra) / base; }
+  int of_row(int row) const {
+    return row < extra * (base + 1) ? row / (base + 1) : (row - extra) / base;
+  }
 };
 
-// Which rows of a step a buffer has: all; those that are gathered, of which the first have logits and the others are pooled; or one of
-// these two kinds alone.
+// Which rows of a step a buffer has: all; those that are gathered, of which the first have logits
+// and the others are pooled; or one of these two kinds alone.
 enum class RowKind { kStep, kGathered, kLogit, kPooled };
 constexpr int kNumRowKinds = 4;
 
-// Rows of numbers between two ops: float32, or packed in each form that a reader wants (and then not as float32).
+// Rows of numbers between two ops: float32, or packed in each form that a reader wants (and then
+// not as float32).
 struct Buffer {
   int width;
   RowKind rows;
   bool packed;
-  int per_row = 1;         // its rows for each of those
-  bool in_pieces = false;  // its rows are not written whole, so no form can be wanted that takes a whole row
-  int columns = 0;         // padded to the units of the readers
+  int per_row = 1;  // its rows for each of those
+  bool in_pieces =
+      false;  // its rows are not written whole, so no form can be wanted that takes a whole row
+  int columns = 0;  // padded to the units of the readers
   std::array<bool, kNumForms> wanted{};
   float* floats = nullptr;  // parts of the plan's activation memory
   std::array<uint8_t*, kNumForms> forms{};
 
   float* row(int i) const { return floats + static_cast<size_t>(i) * width; }
   // A head of `dim` numbers in a row; the one head of a row that has no more is every head.
-  const float* head(int i, int number, int dim) const { return row(i) + (width == dim ? 0 : static_cast<size_t>(number) * dim); }
+  const float* head(int i, int number, int dim) const {
+    return row(i) + (width == dim ? 0 : static_cast<size_t>(number) * dim);
+  }
   uint8_t* block(Form form, const Blocks& blocks, int b) const {
     return forms[static_cast<int>(form)] + blocks.first(b) * form_row_bytes(form, columns);
   }
@@ -86,8 +94,8 @@ struct ExpertsShape {
   auto operator<=>(const ExpertsShape&) const = default;
 };
 
-// A group of layers that keep alike, and see alike: `window` positions back, the row's own included, and the first `sink_tokens` of all;
-// 0: everything.
+// A group of layers that keep alike, and see alike: `window` positions back, the row's own
+// included, and the first `sink_tokens` of all; 0: everything.
 struct KvGroup {
   KvCache cache;
   int window, sink_tokens;
@@ -130,7 +138,8 @@ class Plan {
   // Adds a group of layers; groups are numbered in the order in which they come.
   void add_kv_group(KvGroup group) { kv_.push_back(std::move(group)); }
 
-  // From now on quantised weights are multiplied with float32 activations; not those of int8 by row.
+  // From now on quantised weights are multiplied with float32 activations; not those of int8 by
+  // row.
   void use_float_activations() { float_activations_ = true; }
 
   int add_weight(const Stored& stored);
@@ -150,7 +159,8 @@ class Plan {
   void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
   // Declares that the last program reads or writes KV.
   void keeps() { programs_.back().keeps = true; }
-  // The op that looks up the embeddings of `vocab` tokens, of which the weight has those from `first` on.
+  // The op that looks up the embeddings of `vocab` tokens, of which the weight has those from
+  // `first` on.
   void add_embed(int out, int weight, int first, int vocab);
   // The op that brings the caller's rows into a buffer.
   void add_input(int out);
@@ -166,7 +176,8 @@ class Plan {
   const Adapters& adapters() const { return adapters_; }
   int add_adapter();
 
-  // Runs a step; returns whether the buffers have moved. What an op throws ends the step, and is thrown here.
+  // Runs a step; returns whether the buffers have moved. What an op throws ends the step, and is
+  // thrown here.
   bool run(int program, const Step& step);
   // A caller that works on the plan without Python's lock has a turn, from before it is given up.
   OneCaller& caller() { return caller_; }
@@ -176,7 +187,9 @@ class Plan {
   const Program& program(int number) const { return programs_[static_cast<size_t>(number)]; }
   const Kernels& kernels() const { return *kernels_; }
   // The form of activations that a weight is multiplied with.
-  Form form(const Weight& w, bool offset) const { return kernels_->form[static_cast<int>(w.mode(offset))][static_cast<int>(w.format)]; }
+  Form form(const Weight& w, bool offset) const {
+    return kernels_->form[static_cast<int>(w.mode(offset))][static_cast<int>(w.format)];
+  }
   int num_weights() const { return static_cast<int>(weights_.size()); }
   const Weight& weight(int id) const { return weights_[id]; }
   int num_vectors() const { return static_cast<int>(vectors_.size()); }
@@ -189,18 +202,27 @@ class Plan {
   const KvCache& kv(int group) const { return kv_[static_cast<size_t>(group)].cache; }
   int threads() const { return pool_->threads(); }
   const std::shared_ptr<Pool>& pool() const { return pool_; }
-  // The memory of the buffers, and the rows that a buffer has room for. The memory is another when they have grown.
+  // The memory of the buffers, and the rows that a buffer has room for. The memory is another when
+  // they have grown.
   const std::shared_ptr<Arena>& activations() const { return activations_; }
-  size_t capacity(const Buffer& buffer) const { return static_cast<size_t>(capacity_[static_cast<size_t>(buffer.rows)]) * buffer.per_row; }
+  size_t capacity(const Buffer& buffer) const {
+    return static_cast<size_t>(capacity_[static_cast<size_t>(buffer.rows)]) * buffer.per_row;
+  }
   // Rows of a buffer in a step, and the blocks that they are packed in.
   static int rows_of(const Buffer& buffer, const Step& step) { return rows_of(buffer.rows, step); }
-  const Blocks& blocks_of(const Buffer& buffer) const { return blocks_[static_cast<size_t>(buffer.rows)]; }
-  // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a packed buffer, in all wanted forms; `first` is a
-  // multiple of the group. What comes last in a row brings the zeros behind it.
-  void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x, size_t stride, int n) const;
-  // The buffers for keys and for values that a group quantises; -1 where its cache takes them tile by tile.
+  const Blocks& blocks_of(const Buffer& buffer) const {
+    return blocks_[static_cast<size_t>(buffer.rows)];
+  }
+  // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a packed buffer, in
+  // all wanted forms; `first` is a multiple of the group. What comes last in a row brings the zeros
+  // behind it.
+  void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x,
+                    size_t stride, int n) const;
+  // The buffers for keys and for values that a group quantises; -1 where its cache takes them tile
+  // by tile.
   std::array<int, 2> kv_buffers(int group);
-  // The attention work of the running step, planned once for all layers of a group with so many heads and such values.
+  // The attention work of the running step, planned once for all layers of a group with so many
+  // heads and such values.
   AttentionWork& attention_work(int group, int num_heads, int value_dim);
   int64_t step_number() const { return step_number_; }
   // What the ops over experts of one shape share, one after the other.
@@ -217,7 +239,8 @@ class Plan {
 
  private:
   static int rows_of(RowKind kind, const Step& step) {
-    const int rows[kNumRowKinds] = {step.rows, step.logit_rows + step.pooled_rows, step.logit_rows, step.pooled_rows};
+    const int rows[kNumRowKinds] = {step.rows, step.logit_rows + step.pooled_rows, step.logit_rows,
+                                    step.pooled_rows};
     return rows[static_cast<int>(kind)];
   }
   uint8_t* allocate(size_t bytes);
@@ -250,7 +273,8 @@ class Plan {
   OneCaller caller_;
   std::array<int, kNumRowKinds> capacity_{};  // rows that buffers of each kind have room for
   Deal deal_;
-  std::map<std::array<int, 3>, std::unique_ptr<AttentionWork>> attention_work_;  // by group, heads and value_dim
+  std::map<std::array<int, 3>, std::unique_ptr<AttentionWork>>
+      attention_work_;  // by group, heads and value_dim
   std::map<ExpertsShape, std::unique_ptr<ExpertsWork>> experts_work_;
   int64_t step_number_ = 0;
   bool profiling_ = false;
@@ -262,10 +286,12 @@ class Plan {
 std::unique_ptr<Op> make_embed(int out, int weight, int first);
 std::unique_ptr<Op> make_embed_position(int out, int weight);
 std::unique_ptr<Op> make_input(int out);
-// A row of angles has cosines, then signed sines, one for each dimension of a head and 16 more from the start: whatever dimension a
-// tile of 16 outputs begins with, its angles are 16 adjacent numbers.
+// A row of angles has cosines, then signed sines, one for each dimension of a head and 16 more from
+// the start: whatever dimension a tile of 16 outputs begins with, its angles are 16 adjacent
+// numbers.
 constexpr int angles_width(int head_dim) { return 2 * (head_dim + kTileRows); }
-std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale, int head_dim);
+std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale,
+                                     int head_dim);
 std::unique_ptr<Op> make_rope(int out, int x, int angles, int head_dim);
 struct NormArgs {
   int out, x, weight, bias;  // vectors of `size` numbers, or as wide as the buffers
@@ -278,8 +304,10 @@ std::unique_ptr<Op> make_norm(const NormArgs& args);
 std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
 std::unique_ptr<Op> make_take_columns(int out, int x, int first);
-// What other processes have a part in: a function that reads and writes buffers of the plan. What it throws ends the step.
-std::unique_ptr<Op> make_exchange(std::string kind, std::function<void(const Plan&, const Step&)> exchange);
+// What other processes have a part in: a function that reads and writes buffers of the plan. What
+// it throws ends the step.
+std::unique_ptr<Op> make_exchange(std::string kind,
+                                  std::function<void(const Plan&, const Step&)> exchange);
 std::unique_ptr<Op> make_add(int out, int x, int y);
 std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation);
 std::unique_ptr<Op> make_activate(int out, int x, Activation activation);
@@ -290,8 +318,10 @@ std::unique_ptr<Op> make_gate_rows(int out, int x, int gate);
 // What comes before a linear op over these weights: the first half of what adapters add to it.
 std::unique_ptr<Op> make_adapter_down(Adapters& adapters, int x, std::vector<int> weights);
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
-std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias, Activation activation);
-std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias, Activation activation);
+std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias,
+                                    Activation activation);
+std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias,
+                                         Activation activation);
 // Each head of x, or the one that it has, times the head's weight.
 std::unique_ptr<Op> make_head_linear(int out, int x, std::vector<int> weights);
 // The x_dim numbers of each head of x, or of the one that it has, then the y_dim numbers of y.
@@ -300,12 +330,14 @@ struct QkvArgs {
   int out, x, angles;
   std::array<int, 3> weights, biases;
   KvLayer layer;
-  std::array<int, 2> kv;  // buffers that take keys and values instead of the KV cache; -1: straight there
+  std::array<int, 2>
+      kv;  // buffers that take keys and values instead of the KV cache; -1: straight there
 };
-// And the op after it, which puts the keys and values of those buffers into the KV cache, or settles values that are not finite.
+// And the op after it, which puts the keys and values of those buffers into the KV cache, or
+// settles values that are not finite.
 std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args);
-// Keys and values from two buffers to the KV cache, in its number format; v is -1 where values are part of the keys. Its time is booked
-// on `kind`.
+// Keys and values from two buffers to the KV cache, in its number format; v is -1 where values are
+// part of the keys. Its time is booked on `kind`.
 std::unique_ptr<Op> make_kv_write(std::string kind, int k, int v, KvLayer layer);
 struct AttentionArgs {
   int out, q, layer, value_dim;  // value_dim: numbers of a head that are written
@@ -315,10 +347,12 @@ struct AttentionArgs {
 };
 // Attention, and the op after it that merges contexts split over threads.
 std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work);
-std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale, AttentionWork& work);
+std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale,
+                                                  AttentionWork& work);
 struct RouteArgs {
   int out, x, top_k;
-  bool sigmoid, normalised;  // scores are those of a softmax, or sigmoids; the weights come to a sum of 1
+  bool sigmoid,
+      normalised;  // scores are those of a softmax, or sigmoids; the weights come to a sum of 1
   float factor;
   int groups, top_groups, bias;
 };
@@ -329,7 +363,8 @@ struct ExpertsArgs {
   std::vector<int> gate, up, down, gate_bias, up_bias, down_bias;
   Kernels::GluTile activate;
   int first, num_experts;  // the experts that the weights are of begin with `first`, of so many
-  bool combines;           // else `out` has what comes of each choice of a row; of an expert that is not here, anything
+  bool combines;  // else `out` has what comes of each choice of a row; of an expert that is not
+                  // here, anything
 };
 // What comes of a row's choices, [rows, top_k * width], summed up by the weights of its routing.
 std::unique_ptr<Op> make_combine(int out, int x, int routing);

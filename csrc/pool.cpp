@@ -19,14 +19,18 @@ void pause_cpu() {
 #if defined(__x86_64__)
   _mm_pause();
 #elif defined(__aarch64__)
-  asm volatile("isb" ::: "memory");  // waits for a few dozen cycles, as x86's pause does; `yield` does nothing on most processors
+  asm volatile("isb" ::
+                   : "memory");  // waits for a few dozen cycles, as x86's pause does; `yield` does
+                                 // nothing on most processors
 #endif
 }
 
-constexpr int kSpins = 2000;  // about 20-50 us: longer than any wait inside a step on a quiet machine
-constexpr int kShare = 8;     // a chunk is this part of what is left of a range: large ones first, single items at the end
-// How long a worker waits for the next step before it parks: longer than what Python does between two steps, short enough not to
-// keep a core from others for long.
+constexpr int kSpins =
+    2000;                  // about 20-50 us: longer than any wait inside a step on a quiet machine
+constexpr int kShare = 8;  // a chunk is this part of what is left of a range: large ones first,
+                           // single items at the end
+// How long a worker waits for the next step before it parks: longer than what Python does between
+// two steps, short enough not to keep a core from others for long.
 constexpr std::chrono::microseconds kLinger{300};
 
 int process_id() {
@@ -51,7 +55,8 @@ int num_processors() {
 void Deal::reset(int items) {
   const int n = static_cast<int>(ranges_.size());
   for (int t = 0; t < n; t++) {
-    ranges_[t].next.store(static_cast<int>(static_cast<int64_t>(items) * t / n), std::memory_order_relaxed);
+    ranges_[t].next.store(static_cast<int>(static_cast<int64_t>(items) * t / n),
+                          std::memory_order_relaxed);
     ranges_[t].end = static_cast<int>(static_cast<int64_t>(items) * (t + 1) / n);
   }
 }
@@ -70,7 +75,10 @@ bool Deal::next(int thread, int& begin, int& end) {
   return false;
 }
 
-Pool::Pool(int threads) : threads_(std::max(1, threads)), spins_(threads_ > num_processors() ? 0 : kSpins), process_(process_id()) {
+Pool::Pool(int threads)
+    : threads_(std::max(1, threads)),
+      spins_(threads_ > num_processors() ? 0 : kSpins),
+      process_(process_id()) {
   try {
     for (int t = 1; t < threads_; t++) workers_.emplace_back([this, t] { work(t); });
   } catch (...) {
@@ -84,7 +92,8 @@ Pool::~Pool() { stop(); }
 bool Pool::is_forked() const { return process_ != process_id(); }
 
 void Pool::stop() {
-  if (is_forked()) {  // there are no threads to join here, and a std::thread that was not joined may not be destroyed
+  if (is_forked()) {  // there are no threads to join here, and a std::thread that was not joined
+                      // may not be destroyed
     static_cast<void>(new std::vector<std::thread>(std::move(workers_)));
     return;
   }
@@ -94,7 +103,8 @@ void Pool::stop() {
   for (auto& worker : workers_) worker.join();
 }
 
-// Spins, then sleeps until it is notified: a thread that only gave way to others would be in the way of those that it waits for.
+// Spins, then sleeps until it is notified: a thread that only gave way to others would be in the
+// way of those that it waits for.
 void Pool::wait_change(const std::atomic<uint32_t>& value, uint32_t old) const {
   for (int spins = 0; spins < spins_; spins++) {
     if (value.load(std::memory_order_acquire) != old) return;
@@ -107,8 +117,11 @@ void Pool::work(int thread) {
   uint32_t seen = 0;
   for (;;) {
     const auto deadline = std::chrono::steady_clock::now() + kLinger;
-    while (spins_ > 0 && job_number_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < deadline)
-      for (int spins = 0; spins < 64 && job_number_.load(std::memory_order_acquire) == seen; spins++) pause_cpu();
+    while (spins_ > 0 && job_number_.load(std::memory_order_acquire) == seen &&
+           std::chrono::steady_clock::now() < deadline)
+      for (int spins = 0; spins < 64 && job_number_.load(std::memory_order_acquire) == seen;
+           spins++)
+        pause_cpu();
     job_number_.wait(seen, std::memory_order_acquire);
     seen = job_number_.load(std::memory_order_acquire);
     if (stop_) return;
@@ -126,14 +139,17 @@ void Pool::keep_off_caller() {
   if (sched_getaffinity(0, sizeof others, &others) != 0) return;
   CPU_CLR(cpu, &others);
   if (CPU_COUNT(&others) < threads_ - 1) return;
-  for (auto& worker : workers_) pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+  for (auto& worker : workers_)
+    pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
 #endif
 }
 
 void Pool::run(const std::function<void(int)>& job) {
   if (threads_ == 1) return job(0);
-  if (is_forked()) throw std::runtime_error("this process was forked, and the threads are not in it");
-  if (in_use_.exchange(true)) throw std::runtime_error("the threads are at work for another caller: one at a time");
+  if (is_forked())
+    throw std::runtime_error("this process was forked, and the threads are not in it");
+  if (in_use_.exchange(true))
+    throw std::runtime_error("the threads are at work for another caller: one at a time");
   keep_off_caller();
   FirstError error;
   job_ = &job;
@@ -142,7 +158,8 @@ void Pool::run(const std::function<void(int)>& job) {
   job_number_.fetch_add(1, std::memory_order_release);
   job_number_.notify_all();
   error.guard([&] { job(0); });
-  for (uint32_t left; (left = running_.load(std::memory_order_acquire)) != 0;) wait_change(running_, left);
+  for (uint32_t left; (left = running_.load(std::memory_order_acquire)) != 0;)
+    wait_change(running_, left);
   in_use_.store(false, std::memory_order_release);
   error.rethrow();
 }

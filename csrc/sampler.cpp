@@ -14,11 +14,12 @@ constexpr double kGreedyBelow = 1e-5;  // temperatures under this count as 0
 constexpr int kFew = 128;              // tokens that are sorted rather than divided further
 constexpr double kFarthest = 87;       // weights further down, in temperatures, are 0
 
-// A row with its peaks, and the memory to work on it. The row may be a caller's array, which another thread can write to meanwhile: the
-// token is then any, but one of the vocabulary.
+// A row with its peaks, and the memory to work on it. The row may be a caller's array, which
+// another thread can write to meanwhile: the token is then any, but one of the vocabulary.
 class Row {
  public:
-  Row(const Kernels& kernels, const float* logits, int size, Scratch& scratch) : kernels_(kernels), scratch_(scratch) {
+  Row(const Kernels& kernels, const float* logits, int size, Scratch& scratch)
+      : kernels_(kernels), scratch_(scratch) {
     const size_t whole = static_cast<size_t>(size + 15) / 16 * 16;
     scratch.peaks.resize(whole / 16);
     scratch.weights.resize(whole);
@@ -42,7 +43,9 @@ class Row {
     return kernels_.weigh(row_, cut, static_cast<float>(1 / temperature), scratch_.weights.data());
   }
   float weight(int id) const { return scratch_.weights[static_cast<size_t>(id)]; }
-  bool keeps(Cut cut, int id) const { return (*this)[id] > cut.logit || ((*this)[id] == cut.logit && id <= cut.id); }
+  bool keeps(Cut cut, int id) const {
+    return (*this)[id] > cut.logit || ((*this)[id] == cut.logit && id <= cut.id);
+  }
   int noisiest(Cut cut, double temperature, NoiseStream stream) const {
     return std::min(kernels_.noisiest(row_, cut, temperature, stream), row_.size - 1);
   }
@@ -55,7 +58,8 @@ class Row {
   std::span<const int> sorted(Cut from, Cut to) const;
 
  private:
-  // Two cuts between which a set of best tokens ends: the narrower does not hold enough; the wider does, or it is all there is.
+  // Two cuts between which a set of best tokens ends: the narrower does not hold enough; the wider
+  // does, or it is all there is.
   struct Bracket {
     Cut narrower;
     Share inside;  // the narrower
@@ -69,7 +73,8 @@ class Row {
   LogitRow row_;
 };
 
-// Lower for a higher logit, of equal ones for the lower id, which is the low half. An integer, so that there is an order of any logits.
+// Lower for a higher logit, of equal ones for the lower id, which is the low half. An integer, so
+// that there is an order of any logits.
 uint64_t rank(float logit, int id) {
   const auto bits = std::bit_cast<uint32_t>(logit + 0.0f);  // of the two zeros one
   const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000;
@@ -77,22 +82,26 @@ uint64_t rank(float logit, int id) {
 }
 
 std::span<const int> Row::sorted(Cut from, Cut to) const {
-  const std::span<int> ids(scratch_.ids.data(), static_cast<size_t>(kernels_.collect(row_, from, to, scratch_.ids.data())));
+  const std::span<int> ids(scratch_.ids.data(), static_cast<size_t>(kernels_.collect(
+                                                    row_, from, to, scratch_.ids.data())));
   scratch_.ranks.clear();
   for (const int id : ids) scratch_.ranks.push_back(rank(row_.logits[id], id));
   std::sort(scratch_.ranks.begin(), scratch_.ranks.end());
-  std::transform(scratch_.ranks.begin(), scratch_.ranks.end(), ids.begin(), [](uint64_t r) { return static_cast<int>(r & 0xffffffff); });
+  std::transform(scratch_.ranks.begin(), scratch_.ranks.end(), ids.begin(),
+                 [](uint64_t r) { return static_cast<int>(r & 0xffffffff); });
   return ids;
 }
 
-// Goes down from the top in steps that double, then halves the last until few tokens, or equal ones, are left in it.
+// Goes down from the top in steps that double, then halves the last until few tokens, or equal
+// ones, are left in it.
 template <class Measure, class Enough>
 Row::Bracket Row::bracket(Cut cut, double step, Measure&& measure, Enough&& enough) const {
   Bracket b{down_to(std::nextafter(row_.top, kInfinity)), {0, 0}, cut};
   Share outside;
   for (;; step *= 2) {
     const auto floor = static_cast<float>(row_.top - step);
-    const bool is_last = !(floor > cut.logit);  // also where the cut is NaN, which another thread has just written
+    const bool is_last =
+        !(floor > cut.logit);  // also where the cut is NaN, which another thread has just written
     const Cut at = is_last ? cut : down_to(floor);
     outside = measure(at);
     if (is_last || enough(outside)) {
@@ -123,7 +132,8 @@ Cut Row::best(Cut cut, int n) const {
   const Bracket b = bracket(cut, 1.0, measure, [n](Share share) { return share.count >= n; });
   const std::span<const int> ids = sorted(b.narrower, b.wider);
   if (ids.empty()) return b.wider;
-  const int last = ids[static_cast<size_t>(std::clamp(n - b.inside.count, 1, static_cast<int>(ids.size())) - 1)];
+  const int last =
+      ids[static_cast<size_t>(std::clamp(n - b.inside.count, 1, static_cast<int>(ids.size())) - 1)];
   return {row_.logits[last], last};
 }
 
@@ -132,7 +142,8 @@ Cut Row::nucleus(Cut cut, double temperature, double p) const {
   const auto lowest = static_cast<float>(row_.top - kFarthest * temperature);
   if (cut.logit < lowest) cut = down_to(lowest);
   const auto measure = [this](Cut at) { return kernels_.share(row_, at, scratch_.weights.data()); };
-  const Bracket b = bracket(cut, 2 * temperature, measure, [needed](Share share) { return share.mass >= needed; });
+  const Bracket b = bracket(cut, 2 * temperature, measure,
+                            [needed](Share share) { return share.mass >= needed; });
   const std::span<const int> ids = sorted(b.narrower, b.wider);
   needed -= b.inside.mass;
   size_t last = 0;
@@ -143,7 +154,9 @@ Cut Row::nucleus(Cut cut, double temperature, double p) const {
 // min_p, then top_k, then top_p: each keeps the best of the tokens that those before it kept.
 Cut filter(const Row& row, const SamplingOptions& options) {
   Cut cut = row.all();
-  if (options.min_p > 0) cut = row.down_to(static_cast<float>(row.top() + options.temperature * std::log(options.min_p)));
+  if (options.min_p > 0)
+    cut =
+        row.down_to(static_cast<float>(row.top() + options.temperature * std::log(options.min_p)));
   if (options.top_k > 0 && options.top_k < options.vocab) cut = row.best(cut, options.top_k);
   if (options.top_p < 1) cut = row.nucleus(cut, options.temperature, options.top_p);
   return cut;
@@ -151,12 +164,15 @@ Cut filter(const Row& row, const SamplingOptions& options) {
 
 int choose(const Row& row, const SamplingOptions& options, uint32_t seq_index, uint32_t position) {
   if (options.temperature < kGreedyBelow) return row.top_id();
-  return row.noisiest(filter(row, options), options.temperature, {position, seq_index, options.seed});
+  return row.noisiest(filter(row, options), options.temperature,
+                      {position, seq_index, options.seed});
 }
 
 TokenLogprobs describe(const Row& row, int token, int num_logprobs) {
   const double log_mass = std::log(row.weigh(row.all(), 1.0));
-  const auto logprob = [&](int id) { return static_cast<float>(static_cast<double>(row[id]) - row.top() - log_mass); };
+  const auto logprob = [&](int id) {
+    return static_cast<float>(static_cast<double>(row[id]) - row.top() - log_mass);
+  };
   TokenLogprobs result{logprob(token), row.count({row[token], token}), {}, {}};
   if (!num_logprobs) return result;
   for (int id : row.sorted({kInfinity, -1}, row.best(row.all(), num_logprobs))) {
@@ -169,7 +185,8 @@ TokenLogprobs describe(const Row& row, int token, int num_logprobs) {
 // The logits of all tokens that the mask forbids become -inf.
 void keep_allowed(Mask mask, std::span<float> logits) {
   for (size_t first = 0; first < logits.size(); first += kMaskBits) {
-    const std::span<float> part = logits.subspan(first, std::min<size_t>(kMaskBits, logits.size() - first));
+    const std::span<float> part =
+        logits.subspan(first, std::min<size_t>(kMaskBits, logits.size() - first));
     const uint32_t allowed = mask[first / kMaskBits];
     if (!allowed)
       std::fill(part.begin(), part.end(), -kInfinity);
@@ -183,16 +200,21 @@ void check(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-void check_token(int token, int vocab) { check(token >= 0 && token < vocab, "a token id is outside the vocabulary"); }
+void check_token(int token, int vocab) {
+  check(token >= 0 && token < vocab, "a token id is outside the vocabulary");
+}
 
 void check_options(const SamplingOptions& o) {
   check(o.vocab > 0 && o.vocab <= 1 << 24, "vocab must be between 1 and 2^24");
-  check(std::isfinite(o.temperature) && o.temperature >= 0, "temperature must be finite and not negative");
+  check(std::isfinite(o.temperature) && o.temperature >= 0,
+        "temperature must be finite and not negative");
   check(o.top_k >= 0, "top_k must not be negative");
   check(o.top_p > 0 && o.top_p <= 1, "top_p must be above 0 and at most 1");
   check(o.min_p >= 0 && o.min_p <= 1, "min_p must be between 0 and 1");
-  check(std::isfinite(o.repetition_penalty) && o.repetition_penalty > 0, "repetition_penalty must be finite and above 0");
-  check(std::isfinite(o.presence_penalty) && std::isfinite(o.frequency_penalty), "penalties must be finite");
+  check(std::isfinite(o.repetition_penalty) && o.repetition_penalty > 0,
+        "repetition_penalty must be finite and above 0");
+  check(std::isfinite(o.presence_penalty) && std::isfinite(o.frequency_penalty),
+        "penalties must be finite");
   for (const auto& [token, bias] : o.logit_bias) {
     check_token(token, o.vocab);
     check(std::isfinite(bias), "logit_bias must be finite");
@@ -202,13 +224,15 @@ void check_options(const SamplingOptions& o) {
 
 }  // namespace
 
-TokenLogprobs token_logprobs(const Kernels& kernels, const float* logits, int size, int token, int num_logprobs, Scratch& scratch) {
+TokenLogprobs token_logprobs(const Kernels& kernels, const float* logits, int size, int token,
+                             int num_logprobs, Scratch& scratch) {
   check_token(token, size);
   check(num_logprobs >= 0, "num_logprobs must not be negative");
   return describe(Row(kernels, logits, size, scratch), token, num_logprobs);
 }
 
-Sampler::Sampler(const Kernels* kernels, SamplingOptions options, const std::vector<int>& prompt, uint32_t seq_index)
+Sampler::Sampler(const Kernels* kernels, SamplingOptions options, const std::vector<int>& prompt,
+                 uint32_t seq_index)
     : kernels_(kernels), options_(std::move(options)), seq_index_(seq_index) {
   check_options(options_);
   for (int token : prompt) {
@@ -223,22 +247,30 @@ Sampler Sampler::clone(uint32_t seq_index) const {
   return copy;
 }
 
-Drawn Sampler::draw(const float* logits, uint32_t position, Mask mask, int num_logprobs, Scratch& scratch) {
+Drawn Sampler::draw(const float* logits, uint32_t position, Mask mask, int num_logprobs,
+                    Scratch& scratch) {
   Drawn drawn;
   const bool adjusting = adjusts(position, mask);
   {
-    const Row row(*kernels_, adjusting ? adjusted(logits, position, mask, scratch.adjusted) : logits, options_.vocab, scratch);
+    const Row row(*kernels_,
+                  adjusting ? adjusted(logits, position, mask, scratch.adjusted) : logits,
+                  options_.vocab, scratch);
     drawn.token = choose(row, options_, seq_index_, position);
     if (num_logprobs >= 0 && !adjusting) drawn.logprobs = describe(row, drawn.token, num_logprobs);
   }
   if (num_logprobs >= 0 && adjusting)
-    drawn.logprobs = token_logprobs(*kernels_, logits, options_.vocab, drawn.token, num_logprobs, scratch);
+    drawn.logprobs =
+        token_logprobs(*kernels_, logits, options_.vocab, drawn.token, num_logprobs, scratch);
   append(drawn.token);
   return drawn;
 }
 
-TokenLogprobs Sampler::likeliest(const float* logits, uint32_t position, Mask mask, int count, Scratch& scratch) const {
-  const Row row(*kernels_, adjusts(position, mask) ? adjusted(logits, position, mask, scratch.adjusted) : logits, options_.vocab, scratch);
+TokenLogprobs Sampler::likeliest(const float* logits, uint32_t position, Mask mask, int count,
+                                 Scratch& scratch) const {
+  const Row row(
+      *kernels_,
+      adjusts(position, mask) ? adjusted(logits, position, mask, scratch.adjusted) : logits,
+      options_.vocab, scratch);
   return describe(row, row.top_id(), count);
 }
 
@@ -248,8 +280,12 @@ void Sampler::append(int token) {
   if (has_penalties()) see(token, 1);
 }
 
-void Sampler::probabilities(const float* logits, uint32_t position, Mask mask, double* out, Scratch& scratch) const {
-  const Row row(*kernels_, adjusts(position, mask) ? adjusted(logits, position, mask, scratch.adjusted) : logits, options_.vocab, scratch);
+void Sampler::probabilities(const float* logits, uint32_t position, Mask mask, double* out,
+                            Scratch& scratch) const {
+  const Row row(
+      *kernels_,
+      adjusts(position, mask) ? adjusted(logits, position, mask, scratch.adjusted) : logits,
+      options_.vocab, scratch);
   const int vocab = options_.vocab;
   if (options_.temperature < kGreedyBelow) {
     std::fill(out, out + vocab, 0.0);
@@ -259,16 +295,20 @@ void Sampler::probabilities(const float* logits, uint32_t position, Mask mask, d
   const Cut cut = filter(row, options_);
   double mass = 0;
   for (int id = 0; id < vocab; id++) {
-    out[id] = row.keeps(cut, id) ? std::exp((static_cast<double>(row[id]) - row.top()) / options_.temperature) : 0.0;
+    out[id] = row.keeps(cut, id)
+                  ? std::exp((static_cast<double>(row[id]) - row.top()) / options_.temperature)
+                  : 0.0;
     mass += out[id];
   }
   for (int id = 0; id < vocab; id++) out[id] /= mass;
 }
 
 std::pair<double, double> Sampler::uniforms(uint32_t position) const {
-  // Philox as in `noisiest`, with another last word of the counter, which gives blocks of their own.
+  // Philox as in `noisiest`, with another last word of the counter, which gives blocks of their
+  // own.
   const uint32_t counter[] = {0, position, seq_index_, 1};
-  const uint32_t key[] = {static_cast<uint32_t>(options_.seed), static_cast<uint32_t>(options_.seed >> 32)};
+  const uint32_t key[] = {static_cast<uint32_t>(options_.seed),
+                          static_cast<uint32_t>(options_.seed >> 32)};
   uint32_t words[4];
   kernels_->philox(counter, key, words);
   const auto uniform = [](uint32_t high, uint32_t low) {  // the middles of 2^53 equal parts
@@ -278,7 +318,8 @@ std::pair<double, double> Sampler::uniforms(uint32_t position) const {
 }
 
 bool Sampler::has_penalties() const {
-  return options_.repetition_penalty != 1 || options_.presence_penalty != 0 || options_.frequency_penalty != 0;
+  return options_.repetition_penalty != 1 || options_.presence_penalty != 0 ||
+         options_.frequency_penalty != 0;
 }
 
 void Sampler::see(int token, uint32_t in_output) {
@@ -288,16 +329,20 @@ void Sampler::see(int token, uint32_t in_output) {
 }
 
 bool Sampler::adjusts(uint32_t position, Mask mask) const {
-  return mask || !options_.logit_bias.empty() || !seen_.empty() || (!options_.banned.empty() && position < options_.banned_until);
+  return mask || !options_.logit_bias.empty() || !seen_.empty() ||
+         (!options_.banned.empty() && position < options_.banned_until);
 }
 
-const float* Sampler::adjusted(const float* logits, uint32_t position, Mask mask, std::vector<float>& memory) const {
+const float* Sampler::adjusted(const float* logits, uint32_t position, Mask mask,
+                               std::vector<float>& memory) const {
   memory.assign(logits, logits + options_.vocab);
   for (const auto& [token, bias] : options_.logit_bias) memory[static_cast<size_t>(token)] += bias;
   for (const Seen& seen : seen_) {
     float& logit = memory[static_cast<size_t>(seen.token)];
     logit = logit > 0 ? logit / options_.repetition_penalty : logit * options_.repetition_penalty;
-    if (seen.in_output) logit -= options_.frequency_penalty * static_cast<float>(seen.in_output) + options_.presence_penalty;
+    if (seen.in_output)
+      logit -= options_.frequency_penalty * static_cast<float>(seen.in_output) +
+               options_.presence_penalty;
   }
   if (position < options_.banned_until)
     for (int token : options_.banned) memory[static_cast<size_t>(token)] = -kInfinity;
@@ -305,26 +350,30 @@ const float* Sampler::adjusted(const float* logits, uint32_t position, Mask mask
   return memory.data();
 }
 
-Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft, Mask masks, int num_logprobs,
-                      Scratch& scratch) {
+Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft,
+                      Mask masks, int num_logprobs, Scratch& scratch) {
   const int num_nodes = static_cast<int>(draft.tokens.size());
   Verified result;
   int node = -1;
   do {
     if (node >= 0) result.path.push_back(node);
     const float* row = logits + static_cast<ptrdiff_t>(node + 1) * sampler.vocab();
-    const Mask mask = masks ? masks + static_cast<ptrdiff_t>(node + 1) * mask_words(sampler.vocab()) : nullptr;
+    const Mask mask =
+        masks ? masks + static_cast<ptrdiff_t>(node + 1) * mask_words(sampler.vocab()) : nullptr;
     Drawn drawn = sampler.draw(row, position++, mask, num_logprobs, scratch);
     result.tokens.push_back(drawn.token);
     if (drawn.logprobs) result.logprobs.push_back(std::move(*drawn.logprobs));
     const int parent = node++;  // children come after their parent
-    const auto is_next = [&](size_t i) { return draft.parents[i] == parent && draft.tokens[i] == drawn.token; };
+    const auto is_next = [&](size_t i) {
+      return draft.parents[i] == parent && draft.tokens[i] == drawn.token;
+    };
     while (node < num_nodes && !is_next(static_cast<size_t>(node))) node++;
   } while (node < num_nodes);
   return result;
 }
 
-std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, Mask mask, uint32_t seq_index, int width, Scratch& scratch) {
+std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, Mask mask,
+                        uint32_t seq_index, int width, Scratch& scratch) {
   std::optional<Sampler> initial;
   if (width > 1) initial.emplace(sampler.clone(seq_index));
   std::vector<int> tokens = {sampler.draw(logits, position, mask, -1, scratch).token};

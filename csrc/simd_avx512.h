@@ -1,7 +1,8 @@
 // 16-lane vectors as one AVX-512 register. Included inside the namespace of an instruction set.
-// The dot products are inline assembly: with intrinsics GCC 12 neither folds the broadcast into the instruction nor keeps the
-// accumulators of a 16-row block in registers. Those of integers are volatile, so that they stay in the order of the source: two sums in
-// turns are a tenth faster than one after the other and, on Zen 4, faster than four.
+// The dot products are inline assembly: with intrinsics GCC 12 neither folds the broadcast into the
+// instruction nor keeps the accumulators of a 16-row block in registers. Those of integers are
+// volatile, so that they stay in the order of the source: two sums in turns are a tenth faster than
+// one after the other and, on Zen 4, faster than four.
 using Vf = __m512;
 struct Vi {
   __m512i v;
@@ -11,16 +12,22 @@ using Vs = Vi;  // two 16-bit numbers in each lane
 constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
 constexpr int kLinesTogether = 1;
-constexpr int kSumsTogether = 2;    // integer sums that go on in turns: a dot product waits for the one before it in the same sum
-constexpr int kRowsToFetchFor = 2;  // from so many rows in a block, weights with scales by group are fetched ahead
+constexpr int kSumsTogether = 2;  // integer sums that go on in turns: a dot product waits for the
+                                  // one before it in the same sum
+constexpr int kRowsToFetchFor =
+    2;  // from so many rows in a block, weights with scales by group are fetched ahead
 constexpr int kMaxQueries = kAccumulators / 2;
 
 HR_INLINE Vf zero() { return _mm512_setzero_ps(); }
 HR_INLINE Vf set1(float x) { return _mm512_set1_ps(x); }
 HR_INLINE Vf load(const float* p) { return _mm512_loadu_ps(p); }
 HR_INLINE void store(float* p, Vf x) { _mm512_storeu_ps(p, x); }
-HR_INLINE __mmask16 lanes_below(int n) { return static_cast<__mmask16>(n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1); }
-HR_INLINE Vf load_partial(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
+HR_INLINE __mmask16 lanes_below(int n) {
+  return static_cast<__mmask16>(n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1);
+}
+HR_INLINE Vf load_partial(const float* p, int n) {
+  return _mm512_maskz_loadu_ps(lanes_below(n), p);
+}
 HR_INLINE void store_partial(float* p, Vf x, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), x); }
 HR_INLINE Vf add(Vf x, Vf y) { return _mm512_add_ps(x, y); }
 HR_INLINE Vf sub(Vf x, Vf y) { return _mm512_sub_ps(x, y); }
@@ -31,12 +38,15 @@ HR_INLINE Vf max(Vf x, Vf y) { return _mm512_max_ps(x, y); }
 HR_INLINE Vf abs(Vf x) { return _mm512_abs_ps(x); }
 HR_INLINE Vf swap_pairs(Vf x) { return _mm512_permute_ps(x, 0xB1); }
 HR_INLINE Vf keep_lanes(Vf x, int first, int last, float other) {
-  return _mm512_mask_mov_ps(_mm512_set1_ps(other), static_cast<__mmask16>(lanes_below(last) & ~lanes_below(first)), x);
+  return _mm512_mask_mov_ps(_mm512_set1_ps(other),
+                            static_cast<__mmask16>(lanes_below(last) & ~lanes_below(first)), x);
 }
 // Bit i: whether x[i] >= y[i].
 HR_INLINE uint32_t ge_mask(Vf x, Vf y) { return _mm512_cmp_ps_mask(x, y, _CMP_GE_OQ); }
 // x where its bit is set, 0 elsewhere.
-HR_INLINE Vf keep_bits(Vf x, uint32_t mask) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(mask), x); }
+HR_INLINE Vf keep_bits(Vf x, uint32_t mask) {
+  return _mm512_maskz_mov_ps(static_cast<__mmask16>(mask), x);
+}
 HR_INLINE Vi set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HR_INLINE Vi add(Vi x, Vi y) { return {_mm512_add_epi32(x.v, y.v)}; }
 HR_INLINE Vi sub(Vi x, Vi y) { return {_mm512_sub_epi32(x.v, y.v)}; }
@@ -59,14 +69,24 @@ HR_INLINE Vf from_bits(Vi x) { return _mm512_castsi512_ps(x.v); }
 HR_INLINE void store(uint32_t* p, Vi x) { _mm512_storeu_si512(p, x.v); }
 HR_INLINE Vf to_float(Vi x) { return _mm512_cvtepi32_ps(x.v); }
 HR_INLINE Vi round_to_int(Vf x) { return {_mm512_cvtps_epi32(x)}; }
-HR_INLINE Vf exponent_from_low_bits(Vf x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23)); }
-HR_INLINE Vf round(Vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+HR_INLINE Vf exponent_from_low_bits(Vf x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23));
+}
+HR_INLINE Vf round(Vf x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 // x * 2^n for whole n.
 HR_INLINE Vf times_power_of_2(Vf x, Vf n) { return _mm512_scalef_ps(x, n); }
-HR_INLINE void store_s8(int8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v)); }
-HR_INLINE void store_s16(int16_t* p, Vi x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(x.v)); }
+HR_INLINE void store_s8(int8_t* p, Vi x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v));
+}
+HR_INLINE void store_s16(int16_t* p, Vi x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(x.v));
+}
 // The low bytes.
-HR_INLINE void store_u8(uint8_t* p, Vi x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
+HR_INLINE void store_u8(uint8_t* p, Vi x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
+}
 HR_INLINE int32_t reduce_add(Vi x) { return _mm512_reduce_add_epi32(x.v); }
 HR_INLINE float reduce_add(Vf x) {
   const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
@@ -75,25 +95,36 @@ HR_INLINE float reduce_add(Vf x) {
   return _mm_cvtss_f32(_mm_add_ss(t, _mm_movehdup_ps(t)));
 }
 HR_INLINE float reduce_max(Vf x) { return _mm512_reduce_max_ps(x); }
-HR_INLINE Vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-HR_INLINE Vf load_bf16(const uint16_t* p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+HR_INLINE Vf load_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-HR_INLINE Vi load_s8(const int8_t* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
-HR_INLINE Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+HR_INLINE Vf load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+HR_INLINE Vi load_s8(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+HR_INLINE Vi load_u8(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 HR_INLINE Vb load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 HR_INLINE __m512i moved_down(__m512i x, int down) {
   typedef uint16_t Words __attribute__((vector_size(64)));
   const auto words = reinterpret_cast<Words>(x);
   return reinterpret_cast<__m512i>(down < 0 ? words << -down : words >> down);
 }
-// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is negative.
+// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is
+// negative.
 HR_INLINE Vb fields(Vb x, int down, int mask) {
-  return {mask == 255 ? x.v : _mm512_and_si512(moved_down(x.v, down), _mm512_set1_epi8(static_cast<char>(mask)))};
+  return {mask == 255
+              ? x.v
+              : _mm512_and_si512(moved_down(x.v, down), _mm512_set1_epi8(static_cast<char>(mask)))};
 }
 // These bits beside those of `others`, which are 0 there: others | (x & mask).
 HR_INLINE Vb or_fields(Vb others, Vb x, int down, int mask) {
-  return {_mm512_ternarylogic_epi64(others.v, moved_down(x.v, down), _mm512_set1_epi8(static_cast<char>(mask)), 0xF8)};
+  return {_mm512_ternarylogic_epi64(others.v, moved_down(x.v, down),
+                                    _mm512_set1_epi8(static_cast<char>(mask)), 0xF8)};
 }
 // Byte C of each lane at its top, and others below.
 template <int C>
@@ -106,14 +137,21 @@ HR_INLINE Vi byte_of(Vb x) {
   return shift_right<24>(top_byte<C>(x));
 }
 // Of numbers below 16 in each lane, the float of the table that each is the number of.
-HR_INLINE Vf look_up_floats(Vi numbers, const float* table) { return _mm512_permutexvar_ps(numbers.v, _mm512_loadu_ps(table)); }
+HR_INLINE Vf look_up_floats(Vi numbers, const float* table) {
+  return _mm512_permutexvar_ps(numbers.v, _mm512_loadu_ps(table));
+}
 // Of nibbles, the byte of the table that each is the number of.
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
-  const __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  const __m512i t =
+      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm512_shuffle_epi8(t, nibbles.v)};
 }
-HR_INLINE Vs load_pairs_s8(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-HR_INLINE Vs load_pairs_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+HR_INLINE Vs load_pairs_s8(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+HR_INLINE Vs load_pairs_u8(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 // Of numbers below 256.
 HR_INLINE Vs low_nibbles(Vs x) { return {_mm512_and_si512(x.v, _mm512_set1_epi16(15))}; }
 HR_INLINE Vs high_nibbles(Vs x) { return {_mm512_srli_epi16(x.v, 4)}; }
@@ -124,14 +162,18 @@ HR_INLINE Vs load_pair(const int16_t* p) {
   return set1(pair);
 }
 // Of numbers that 16 bits have room for.
-HR_INLINE Vs join_shorts(Vi low, Vi high) { return {_mm512_mask_blend_epi16(0xAAAAAAAA, low.v, _mm512_slli_epi32(high.v, 16))}; }
+HR_INLINE Vs join_shorts(Vi low, Vi high) {
+  return {_mm512_mask_blend_epi16(0xAAAAAAAA, low.v, _mm512_slli_epi32(high.v, 16))};
+}
 HR_INLINE Vi high_shorts(Vs x) { return {_mm512_srai_epi32(x.v, 16)}; }
 HR_INLINE Vi low_shorts(Vs x) { return {_mm512_srai_epi32(_mm512_slli_epi32(x.v, 16), 16)}; }
 // The products of the low and of the high ones, added up.
 HR_INLINE Vi dot_shorts(Vs x, Vs y) { return {_mm512_madd_epi16(x.v, y.v)}; }
 HR_INLINE Vi add_dot_shorts(Vi acc, Vs x, const int16_t* pair) {
   typedef int32_t Both __attribute__((may_alias));
-  asm volatile("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(x.v), "m"(*reinterpret_cast<const Both*>(pair)));
+  asm volatile("vpdpwssd %2%{1to16%}, %1, %0"
+               : "+v"(acc.v)
+               : "v"(x.v), "m"(*reinterpret_cast<const Both*>(pair)));
   return acc;
 }
 // Of 16-bit fields the bits from `down` on, so many as a code has.
@@ -143,7 +185,8 @@ HR_INLINE Vs code_pairs(Vb x, int down) {
 // There are 32: nothing needs to be held there.
 HR_INLINE void stay_in_registers(const Vi&) {}
 HR_INLINE void stay_in_registers(const Vf&) {}
-// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines, whatever the width of w.
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines
+// lines, whatever the width of w.
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
 #pragma GCC unroll 8
@@ -172,7 +215,8 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
   return acc;
 }
 HR_INLINE void store_pairs(Pair* p, Vf x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
 // sums[n] += a line of pairs times x[n * stride].
 template <int N>
@@ -182,7 +226,10 @@ HR_INLINE void dot_pairs(Vf (&sums)[N], const uint8_t* line, const Pair* x, size
 }
 #else
 HR_INLINE Vf even_bf16(Vb w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16)); }
-HR_INLINE Vf odd_bf16(Vb w) { return _mm512_castsi512_ps(_mm512_and_si512(w.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u)))); }
+HR_INLINE Vf odd_bf16(Vb w) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(w.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 #include "simd_pairs.h"
 #endif
 struct Vl {  // 8 lanes of 64 bits
@@ -196,9 +243,13 @@ HR_INLINE Vl xor3(Vl x, Vl y, Vl z) { return {_mm512_ternarylogic_epi64(x.v, y.v
 HR_INLINE Vl mul_low(Vl x, Vl y) { return {_mm512_mul_epu32(x.v, y.v)}; }
 HR_INLINE Vl high_half(Vl x) { return {_mm512_srli_epi64(x.v, 32)}; }
 // The low half of x below that of y.
-HR_INLINE Vl join_low(Vl x, Vl y) { return {_mm512_mask_blend_epi32(0xAAAA, x.v, _mm512_slli_epi64(y.v, 32))}; }
+HR_INLINE Vl join_low(Vl x, Vl y) {
+  return {_mm512_mask_blend_epi32(0xAAAA, x.v, _mm512_slli_epi64(y.v, 32))};
+}
 // Lanes 0, 2, 4, 6 of x, each followed by that of y; lanes 1, 3, 5, 7.
 HR_INLINE Vi even_lanes(Vl x, Vl y) { return {_mm512_unpacklo_epi64(x.v, y.v)}; }
 HR_INLINE Vi odd_lanes(Vl x, Vl y) { return {_mm512_unpackhi_epi64(x.v, y.v)}; }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-HR_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+HR_INLINE void prefetch_l2(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}

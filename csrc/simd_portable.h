@@ -1,5 +1,6 @@
-// 16-lane vectors in the vector extension of GCC and Clang: any processor, in whatever width it has.
-// Included inside the namespace of an instruction set; simd_avx2.h and simd_avx512.h offer the same names.
+// 16-lane vectors in the vector extension of GCC and Clang: any processor, in whatever width it
+// has. Included inside the namespace of an instruction set; simd_avx2.h and simd_avx512.h offer the
+// same names.
 typedef float Vf __attribute__((vector_size(64)));
 typedef int32_t Vint __attribute__((vector_size(64)));
 struct Vi {
@@ -15,7 +16,8 @@ constexpr int kMaxRows = 4;
 constexpr int kAccumulators = 4;  // vectors of sums that stay in registers
 constexpr int kSumsTogether = 1;
 constexpr int kLinesTogether = 1;
-constexpr int kRowsToFetchFor = 1;  // from so many rows in a block, weights with scales by group are fetched ahead
+constexpr int kRowsToFetchFor =
+    1;  // from so many rows in a block, weights with scales by group are fetched ahead
 constexpr int kMaxQueries = kAccumulators / 2;
 
 #define EACH_LANE(expr)                     \
@@ -90,18 +92,23 @@ HR_INLINE Vf to_float(Vi a) { return __builtin_convertvector(a.v, Vf); }
 // What no int32 is becomes the least one, as x86 has it.
 HR_INLINE Vi round_to_int(Vf a) {
   Vint r;
-  for (int i = 0; i < 16; i++) r[i] = a[i] >= -0x1p31f && a[i] < 0x1p31f ? static_cast<int32_t>(__builtin_rintf(a[i])) : INT32_MIN;
+  for (int i = 0; i < 16; i++)
+    r[i] = a[i] >= -0x1p31f && a[i] < 0x1p31f ? static_cast<int32_t>(__builtin_rintf(a[i]))
+                                              : INT32_MIN;
   return {r};
 }
 // The number whose exponent field is the low bits of x.
-HR_INLINE Vf exponent_from_low_bits(Vf a) { return reinterpret_cast<Vf>(reinterpret_cast<Vint>(a) << 23); }
+HR_INLINE Vf exponent_from_low_bits(Vf a) {
+  return reinterpret_cast<Vf>(reinterpret_cast<Vint>(a) << 23);
+}
 HR_INLINE Vf round(Vf a) {
   Vf r;
   EACH_LANE(__builtin_rintf(a[i]));
 }
 // a * 2^n for whole n up to 127; 0 from -127 down.
 HR_INLINE Vf times_power_of_2(Vf a, Vf n) {
-  return a * reinterpret_cast<Vf>(shift_left<23>(add(round_to_int(max(set1(-127.0f), n)), set1(127))).v);
+  return a * reinterpret_cast<Vf>(
+                 shift_left<23>(add(round_to_int(max(set1(-127.0f), n)), set1(127))).v);
 }
 HR_INLINE void store_s8(int8_t* p, Vi a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
@@ -151,12 +158,16 @@ HR_INLINE Vb load_bytes(const uint8_t* p) {
   memcpy(&r, p, 64);
   return r;
 }
-// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is negative.
+// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is
+// negative.
 HR_INLINE Vb fields(Vb a, int down, int mask) {
-  return {(down < 0 ? a.v << -down : a.v >> down) & static_cast<int32_t>(static_cast<uint32_t>(mask) * 0x01010101u)};
+  return {(down < 0 ? a.v << -down : a.v >> down) &
+          static_cast<int32_t>(static_cast<uint32_t>(mask) * 0x01010101u)};
 }
 // These bits beside those of `others`, which are 0 there.
-HR_INLINE Vb or_fields(Vb others, Vb a, int down, int mask) { return {others.v | fields(a, down, mask).v}; }
+HR_INLINE Vb or_fields(Vb others, Vb a, int down, int mask) {
+  return {others.v | fields(a, down, mask).v};
+}
 // Byte C of each lane at its top, and others below.
 template <int C>
 HR_INLINE Vi top_byte(Vb x) {
@@ -210,37 +221,46 @@ HR_INLINE Vi dot_shorts(const Vs& a, const Vs& b) {
   for (int i = 0; i < 16; i++) r[i] = a.v[2 * i] * b.v[2 * i] + a.v[2 * i + 1] * b.v[2 * i + 1];
   return {r};
 }
-HR_INLINE Vi add_dot_shorts(Vi acc, const Vs& x, const int16_t* pair) { return add(acc, dot_shorts(x, load_pair(pair))); }
+HR_INLINE Vi add_dot_shorts(Vi acc, const Vs& x, const int16_t* pair) {
+  return add(acc, dot_shorts(x, load_pair(pair)));
+}
 // Of 16-bit fields the bits from `down` on, so many as a code has.
 template <int Bits>
 HR_INLINE Vs code_pairs(Vb a, int down) {
   Vs r;
   memcpy(&r, &a, 64);
-  for (int16_t& x : r.v) x = static_cast<int16_t>(static_cast<uint16_t>(x) >> down & ((1 << Bits) - 1));
+  for (int16_t& x : r.v)
+    x = static_cast<int16_t>(static_cast<uint16_t>(x) >> down & ((1 << Bits) - 1));
   return r;
 }
 HR_INLINE void stay_in_registers(const Vi&) {}
 HR_INLINE void stay_in_registers(const Vf&) {}
-// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines lines. Bits is the width of w.
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines
+// lines. Bits is the width of w.
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
   for (int j = 0; j < Lines; j++)
     for (int i = 0; i < R; i++) {
       const int8_t* q = x + 32 * i + 4 * j;
       const Vint v = w[j].v;
-      sums[i].v += (v & 255) * static_cast<int32_t>(q[0]) + (v >> 8 & 255) * static_cast<int32_t>(q[1]) +
-                   (v >> 16 & 255) * static_cast<int32_t>(q[2]) + (v >> 24 & 255) * static_cast<int32_t>(q[3]);
+      sums[i].v += (v & 255) * static_cast<int32_t>(q[0]) +
+                   (v >> 8 & 255) * static_cast<int32_t>(q[1]) +
+                   (v >> 16 & 255) * static_cast<int32_t>(q[2]) +
+                   (v >> 24 & 255) * static_cast<int32_t>(q[3]);
     }
 }
 // The sums of w[j][4 lane + b] over Lines lines and b. Bits is the width of w.
 template <int Bits, int Lines, class W>
 HR_INLINE Vi code_sums(const W& w) {
   Vint sums = {};
-  for (int j = 0; j < Lines; j++) sums += (w[j].v & 255) + (w[j].v >> 8 & 255) + (w[j].v >> 16 & 255) + (w[j].v >> 24 & 255);
+  for (int j = 0; j < Lines; j++)
+    sums += (w[j].v & 255) + (w[j].v >> 8 & 255) + (w[j].v >> 16 & 255) + (w[j].v >> 24 & 255);
   return {sums};
 }
 HR_INLINE Vf even_bf16(Vb a) { return reinterpret_cast<Vf>(a.v << 16); }
-HR_INLINE Vf odd_bf16(Vb a) { return reinterpret_cast<Vf>(a.v & static_cast<int32_t>(0xffff0000u)); }
+HR_INLINE Vf odd_bf16(Vb a) {
+  return reinterpret_cast<Vf>(a.v & static_cast<int32_t>(0xffff0000u));
+}
 #include "simd_pairs.h"
 // 8 lanes of 64 bits.
 typedef uint64_t Vlong __attribute__((vector_size(64)));

@@ -1,4 +1,5 @@
-// The blocks are those of ggml (`block_iq4_nl` and so on in `ggml-common.h`); what they mean is in headrace/quant/gguf_blocks.py.
+// The blocks are those of ggml (`block_iq4_nl` and so on in `ggml-common.h`); what they mean is in
+// headrace/quant/gguf_blocks.py.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -14,7 +15,8 @@ uint16_t half_at(const uint8_t* p) {
   return half;
 }
 
-void read_iq4_nl(const uint8_t* b, uint8_t* codes, uint16_t* scales) {  // d, codes[32]: low nibbles are the first half
+void read_iq4_nl(const uint8_t* b, uint8_t* codes,
+                 uint16_t* scales) {  // d, codes[32]: low nibbles are the first half
   scales[0] = half_at(b);
   for (int i = 0; i < 16; i++) {
     codes[i] = b[2 + i] & 15;
@@ -22,7 +24,8 @@ void read_iq4_nl(const uint8_t* b, uint8_t* codes, uint16_t* scales) {  // d, co
   }
 }
 
-// Codes 0 to 3 that stand for -1 to 2 become integers of 2 bits around 2, of the other sign, and so does their scale.
+// Codes 0 to 3 that stand for -1 to 2 become integers of 2 bits around 2, of the other sign, and so
+// does their scale.
 uint8_t around_two(int code) { return static_cast<uint8_t>(code ^ 3); }
 uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
@@ -41,7 +44,8 @@ void read_tq1_0(const uint8_t* b, uint8_t* codes, uint16_t* scales) {  // codes[
 }
 
 void read_tq2_0(const uint8_t* b, uint8_t* codes, uint16_t* scales) {  // codes[256], d
-  for (int k = 0; k < 256; k++) codes[k] = around_two(b[k / 128 * 32 + k % 32] >> k % 128 / 32 * 2 & 3);
+  for (int k = 0; k < 256; k++)
+    codes[k] = around_two(b[k / 128 * 32 + k % 32] >> k % 128 / 32 * 2 & 3);
   scales[0] = negative(half_at(b + 64));
 }
 
@@ -49,10 +53,12 @@ void read_tq2_0(const uint8_t* b, uint8_t* codes, uint16_t* scales) {  // codes[
 uint16_t half_of_e4m3(uint8_t code) {
   constexpr uint16_t kSubnormal[] = {0, 0x1800, 0x1c00, 0x1e00, 0x2000, 0x2100, 0x2200, 0x2300};
   if (code == 127) return 0;
-  return (code & 127) < 8 ? kSubnormal[code & 7] : static_cast<uint16_t>(((code & 127) << 7) + (8 << 10));
+  return (code & 127) < 8 ? kSubnormal[code & 7]
+                          : static_cast<uint16_t>(((code & 127) << 7) + (8 << 10));
 }
 
-void read_nvfp4(const uint8_t* b, uint8_t* codes, uint16_t* scales) {  // scales[4], codes[64] in halves of 16
+void read_nvfp4(const uint8_t* b, uint8_t* codes,
+                uint16_t* scales) {  // scales[4], codes[64] in halves of 16
   for (int j = 0; j < 4; j++) {
     scales[j] = half_of_e4m3(b[j]);
     for (int i = 0; i < 8; i++) {
@@ -72,8 +78,10 @@ constexpr TableBlocks kBlocks[] = {
 }  // namespace
 
 const TableBlocks& table_blocks(const std::string& name) {
-  const auto* found = std::find_if(std::begin(kBlocks), std::end(kBlocks), [&](const TableBlocks& b) { return name == b.name; });
-  if (found == std::end(kBlocks)) throw std::invalid_argument("no kernel reads a table from blocks of " + name);
+  const auto* found = std::find_if(std::begin(kBlocks), std::end(kBlocks),
+                                   [&](const TableBlocks& b) { return name == b.name; });
+  if (found == std::end(kBlocks))
+    throw std::invalid_argument("no kernel reads a table from blocks of " + name);
   return *found;
 }
 

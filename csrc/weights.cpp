@@ -53,7 +53,8 @@ void scale_min_k4(const uint8_t* s, int j, int8_t* scale, uint8_t* min) {
   }
 }
 
-// Each reader takes the block that holds group g (counted inside the block) and fills what its packed format needs.
+// Each reader takes the block that holds group g (counted inside the block) and fills what its
+// packed format needs.
 void read_q4_0(const uint8_t* b, int, Group& r) {
   r.scale = read16(b);
   nibbles(b + 2, r.codes);
@@ -96,10 +97,12 @@ void read_q2_k(const uint8_t* b, int g, Group& r) {  // scales[16], codes[64], d
 
 void read_q3_k(const uint8_t* b, int g, Group& r) {  // high bits[32], low bits[64], scales[12], d
   const uint8_t* q = b + 32 + 32 * (g / 4);
-  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>((q[i] >> 2 * (g % 4) & 3) | (b[i] >> g & 1) << 2);
+  for (int i = 0; i < 32; i++)
+    r.codes[i] = static_cast<uint8_t>((q[i] >> 2 * (g % 4) & 3) | (b[i] >> g & 1) << 2);
   const uint8_t* s = b + 96;
   for (int h = 0; h < 2; h++) {
-    const int j = 2 * g + h, low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> 2 * (j / 4) & 3;
+    const int j = 2 * g + h, low = j < 8 ? s[j] & 15 : s[j - 8] >> 4,
+              high = s[8 + j % 4] >> 2 * (j / 4) & 3;
     r.scales[h] = static_cast<int8_t>((low | high << 4) - 32);
   }
   r.d = read16(b + 108);
@@ -113,23 +116,27 @@ void read_q4_k(const uint8_t* b, int g, Group& r) {  // d, dmin, scales[12], cod
   for (int i = 0; i < 32; i++) r.codes[i] = q[i] >> 4 * (g % 2) & 15;
 }
 
-void read_q5_k(const uint8_t* b, int g, Group& r) {  // d, dmin, scales[12], high bits[32], codes[128]
+void read_q5_k(const uint8_t* b, int g,
+               Group& r) {  // d, dmin, scales[12], high bits[32], codes[128]
   r.d = read16(b);
   r.dmin = read16(b + 2);
   scale_min_k4(b + 4, g, &r.scales[0], &r.mins[0]);
   const uint8_t *high = b + 16, *q = b + 48 + 32 * (g / 2);
-  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>((q[i] >> 4 * (g % 2) & 15) | (high[i] >> g & 1) << 4);
+  for (int i = 0; i < 32; i++)
+    r.codes[i] = static_cast<uint8_t>((q[i] >> 4 * (g % 2) & 15) | (high[i] >> g & 1) << 4);
 }
 
 void read_q6_k(const uint8_t* b, int g, Group& r) {  // low bits[128], high bits[64], scales[16], d
   const uint8_t *low = b + 64 * (g / 4) + 32 * (g % 2), *high = b + 128 + 32 * (g / 4);
   const int shift = 4 * (g % 4 / 2);
-  for (int i = 0; i < 32; i++) r.codes[i] = static_cast<uint8_t>((low[i] >> shift & 15) | (high[i] >> 2 * (g % 4) & 3) << 4);
+  for (int i = 0; i < 32; i++)
+    r.codes[i] = static_cast<uint8_t>((low[i] >> shift & 15) | (high[i] >> 2 * (g % 4) & 3) << 4);
   for (int h = 0; h < 2; h++) r.scales[h] = static_cast<int8_t>(b[192 + 2 * g + h]);
   r.d = read16(b + 208);
 }
 
-// The exponent of values that are doubled. Those below 2^-126 are 0: no product with them would be a normal number.
+// The exponent of values that are doubled. Those below 2^-126 are 0: no product with them would be
+// a normal number.
 uint8_t half_power(uint8_t e) { return e ? static_cast<uint8_t>(e - 1) : 0; }
 
 void read_mxfp4(const uint8_t* b, int, Group& r) {
@@ -144,9 +151,11 @@ void read_mxfp4_pairs(const uint8_t* b, int, Group& r) {  // the scale lies apar
   }
 }
 
-void read_iq4_xs(const uint8_t* b, int g, Group& r) {  // d, high bits of scales[8], low bits[8], codes[128]
+void read_iq4_xs(const uint8_t* b, int g,
+                 Group& r) {  // d, high bits of scales[8], low bits[8], codes[128]
   r.d = read16(b);
-  r.scales[0] = static_cast<int8_t>(((b[4 + g / 2] >> 4 * (g % 2) & 15) | (read16(b + 2) >> 2 * g & 3) << 4) - 32);
+  r.scales[0] = static_cast<int8_t>(
+      ((b[4 + g / 2] >> 4 * (g % 2) & 15) | (read16(b + 2) >> 2 * g & 3) << 4) - 32);
   nibbles(b + 8 + 16 * g, r.codes);
 }
 
@@ -164,27 +173,33 @@ void place(uint8_t* unit, int g, int r, const Group& group) {
       const int shared = kShape.scales == Scales::kSuper16Min ? group.mins[h] << 4 : 0;
       unit[64 + n * (16 * g + r) + h] = static_cast<uint8_t>(group.scales[h] | shared);
     }
-    if (kShape.scales == Scales::kSuper32Min) unit[kShape.min_offset() + 16 * g + r] = group.mins[0];
+    if (kShape.scales == Scales::kSuper32Min)
+      unit[kShape.min_offset() + 16 * g + r] = group.mins[0];
   } else if constexpr (kShape.scales == Scales::kPower32) {
     unit[16 * g + r] = group.power;
   } else {
     std::memcpy(unit + 32 * g + 2 * r, &group.scale, 2);
-    if (has_min(kShape.scales)) std::memcpy(unit + kShape.min_offset() + 32 * g + 2 * r, &group.min, 2);
+    if (has_min(kShape.scales))
+      std::memcpy(unit + kShape.min_offset() + 32 * g + 2 * r, &group.min, 2);
   }
   uint8_t* lines = unit + kShape.codes_offset() + g * kShape.lines_per_group() * 64 + 4 * r;
   place_codes<kShape.bits>(group.codes, lines);
 }
 
-// Row r of a tile. One function for each format of a file, so that what to do with a group is known when it is compiled.
-template <Format kFormat, int kBlockColumns, int kBlockBytes, void (*kRead)(const uint8_t*, int, Group&)>
-void pack_grouped_row(const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile, int r) {
+// Row r of a tile. One function for each format of a file, so that what to do with a group is known
+// when it is compiled.
+template <Format kFormat, int kBlockColumns, int kBlockBytes,
+          void (*kRead)(const uint8_t*, int, Group&)>
+void pack_grouped_row(const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile,
+                      int r) {
   constexpr Unit kShape = unit_of(kFormat);
   constexpr int kBlockGroups = kBlockColumns / kGroup;
   Group group{};
   for (int i = 0; i < cols / kGroup; i++) {
     kRead(row + static_cast<size_t>(i / kBlockGroups) * kBlockBytes, i % kBlockGroups, group);
     if (block_scales) group.power = half_power(block_scales[i]);
-    place<kFormat>(tile + static_cast<size_t>(i / kShape.groups()) * kShape.bytes(), i % kShape.groups(), r, group);
+    place<kFormat>(tile + static_cast<size_t>(i / kShape.groups()) * kShape.bytes(),
+                   i % kShape.groups(), r, group);
   }
 }
 
@@ -192,7 +207,8 @@ void pack_grouped_row(const uint8_t* row, const uint8_t* block_scales, int cols,
 void pack_float_row(Format f, const uint8_t* row, int cols, uint8_t* tile, int r) {
   const size_t size = f == Format::kF32 ? 4 : 2;
   for (int k = 0; k < cols; k++) {
-    const size_t at = f == Format::kBf16 ? static_cast<size_t>(k / 2 * 16 + r) * 2 + k % 2 : static_cast<size_t>(k) * 16 + r;
+    const size_t at = f == Format::kBf16 ? static_cast<size_t>(k / 2 * 16 + r) * 2 + k % 2
+                                         : static_cast<size_t>(k) * 16 + r;
     std::memcpy(tile + at * size, row + k * size, size);
   }
 }
@@ -208,12 +224,14 @@ struct Source {
   const char* name;
   Format format;
   int block_columns, block_bytes;
-  void (*pack_row)(const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile, int r) = nullptr;  // of grouped formats
+  void (*pack_row)(const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile,
+                   int r) = nullptr;  // of grouped formats
   bool has_block_scales = false;
   size_t num_values = 0;  // that come with the matrix, beside those of grids
 };
 
-template <Format kFormat, int kBlockColumns, int kBlockBytes, void (*kRead)(const uint8_t* block, int group, Group& out)>
+template <Format kFormat, int kBlockColumns, int kBlockBytes,
+          void (*kRead)(const uint8_t* block, int group, Group& out)>
 constexpr Source grouped(const char* name, bool has_block_scales = false, size_t num_values = 0) {
   constexpr auto pack_row = pack_grouped_row<kFormat, kBlockColumns, kBlockBytes, kRead>;
   return {name, kFormat, kBlockColumns, kBlockBytes, pack_row, has_block_scales, num_values};
@@ -249,7 +267,8 @@ Source source_of(const std::string& name) {
 
 float unpack_i8_row(const Weight& w, const uint8_t* tile, int r, int k) {
   float scale;
-  std::memcpy(&scale, tile + static_cast<size_t>(w.shape.units) * unit_bytes(Format::kI8Row) + 4 * r, 4);
+  std::memcpy(&scale,
+              tile + static_cast<size_t>(w.shape.units) * unit_bytes(Format::kI8Row) + 4 * r, 4);
   return scale * static_cast<float>(tile[static_cast<size_t>(k / 4) * 64 + 4 * r + k % 4] - 128);
 }
 
@@ -258,10 +277,13 @@ void require(bool ok, const char* message) {
 }
 
 void check_shape(int rows, int cols) {
-  if (std::min(rows, cols) <= 0 || std::max(rows, cols) > 1 << 24) throw std::invalid_argument("a weight has 1 to 2^24 rows and columns");
+  if (std::min(rows, cols) <= 0 || std::max(rows, cols) > 1 << 24)
+    throw std::invalid_argument("a weight has 1 to 2^24 rows and columns");
 }
 
-size_t row_bytes(int cols, int block_columns, int block_bytes) { return static_cast<size_t>(cols) / block_columns * block_bytes; }
+size_t row_bytes(int cols, int block_columns, int block_bytes) {
+  return static_cast<size_t>(cols) / block_columns * block_bytes;
+}
 
 TileShape shape_of(const std::string& format, int cols) {
   TileShape shape{units_of(packed_format(format), cols)};
@@ -273,7 +295,8 @@ TileShape shape_of(const std::string& format, int cols) {
 void copy_blocks(const uint8_t* row, const TileShape& shape, uint8_t* tile, int r) {
   const int bytes = shape.grid->block_bytes;
   for (int u = 0; u < shape.units; u++)
-    std::memcpy(tile + (static_cast<size_t>(u) * kTileRows + r) * bytes, row + static_cast<size_t>(u) * bytes, bytes);
+    std::memcpy(tile + (static_cast<size_t>(u) * kTileRows + r) * bytes,
+                row + static_cast<size_t>(u) * bytes, bytes);
 }
 
 float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
@@ -284,17 +307,23 @@ float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
   const int stored = code_at(lines, shape.bits, i);
   if (shape.scales == Scales::kPower32) {
     const uint8_t power = unit[16 * g + r];
-    return power ? std::ldexp(static_cast<float>(kFloat4Codes[stored] - kFloat4Zero), power - 127) : 0.0f;
+    return power ? std::ldexp(static_cast<float>(kFloat4Codes[stored] - kFloat4Zero), power - 127)
+                 : 0.0f;
   }
   const int code = (shape.is_lookup() ? w.shape.lookup.codes[stored] : stored) - shape.zero();
   const auto half = [&](size_t at) { return half_to_float(read16(unit + at + 2 * r)); };
   if (!is_super(shape.scales))
-    return half(32 * g) * static_cast<float>(code) + (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
-  const uint8_t integer = unit[64 + (is_sub16(shape.scales) ? 2 * (16 * g + r) + i / 16 : 16 * g + r)];
-  if (!has_min(shape.scales)) return half(0) * static_cast<float>(static_cast<int8_t>(integer)) * static_cast<float>(code);
+    return half(32 * g) * static_cast<float>(code) +
+           (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
+  const uint8_t integer =
+      unit[64 + (is_sub16(shape.scales) ? 2 * (16 * g + r) + i / 16 : 16 * g + r)];
+  if (!has_min(shape.scales))
+    return half(0) * static_cast<float>(static_cast<int8_t>(integer)) * static_cast<float>(code);
   const bool shared = shape.scales == Scales::kSuper16Min;
-  const int scale = shared ? integer & 15 : integer, min = shared ? integer >> 4 : unit[shape.min_offset() + 16 * g + r];
-  return half(0) * static_cast<float>(scale) * static_cast<float>(code) - half(32) * static_cast<float>(min);
+  const int scale = shared ? integer & 15 : integer,
+            min = shared ? integer >> 4 : unit[shape.min_offset() + 16 * g + r];
+  return half(0) * static_cast<float>(scale) * static_cast<float>(code) -
+         half(32) * static_cast<float>(min);
 }
 
 }  // namespace
@@ -304,18 +333,22 @@ Format packed_format(const std::string& stored) { return source_of(stored).forma
 size_t packed_bytes(const std::string& format, int rows, int cols) {
   check_shape(rows, cols);
   const Format f = packed_format(format);
-  return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) * tile_bytes(f, shape_of(format, cols));
+  return static_cast<size_t>((rows + kTileRows - 1) / kTileRows) *
+         tile_bytes(f, shape_of(format, cols));
 }
 
 size_t check_rows(const Stored& stored, int block_columns, int block_bytes) {
   check_shape(stored.rows, stored.cols);
   const auto rows = static_cast<size_t>(stored.rows);
   const size_t bytes = row_bytes(stored.cols, block_columns, block_bytes);
-  require(stored.cols % block_columns == 0 && stored.bytes % bytes == 0, "a weight's bytes do not match its shape and format");
+  require(stored.cols % block_columns == 0 && stored.bytes % bytes == 0,
+          "a weight's bytes do not match its shape and format");
   const size_t there = stored.bytes / bytes;  // of which a row order may take some
-  require(stored.row_order.empty() ? there == rows : stored.row_order.size() == rows, "a weight has other rows than those that are stored");
+  require(stored.row_order.empty() ? there == rows : stored.row_order.size() == rows,
+          "a weight has other rows than those that are stored");
   for (const int64_t row : stored.row_order)
-    require(row >= 0 && static_cast<size_t>(row) < there, "a weight's row order names a row that is not there");
+    require(row >= 0 && static_cast<size_t>(row) < there,
+            "a weight's row order names a row that is not there");
   return there;
 }
 
@@ -325,26 +358,35 @@ void check_stored(const Stored& stored) {
   const size_t there = check_rows(stored, source.block_columns, source.block_bytes);
   require(stored.row_scales.size() == (row_scaled ? there : 0),
           "a weight needs a scale for each row that is stored, or none at all in this format");
-  require(stored.block_scales.size() == (source.has_block_scales ? there * (static_cast<size_t>(stored.cols) / source.block_columns) : 0),
+  require(stored.block_scales.size() ==
+              (source.has_block_scales
+                   ? there * (static_cast<size_t>(stored.cols) / source.block_columns)
+                   : 0),
           "a weight needs a scale for each block that is stored, or none at all in this format");
   require(source.format == Format::kGrid || stored.values.size() == source.num_values,
           "a weight comes with the 16 values of its codes, or none at all in this format");
-  require(!row_scaled || stored.cols <= kMaxRowColumns, "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
+  require(!row_scaled || stored.cols <= kMaxRowColumns,
+          "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
 }
 
 Weight pack(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride, Pool& pool) {
   const Source source = source_of(stored.format);
-  Weight w{source.format, stored.rows, stored.cols, shape_of(stored.format, stored.cols), stride, to};
+  Weight w{source.format, stored.rows, stored.cols, shape_of(stored.format, stored.cols),
+           stride,        to};
   w.shape.points = points;
   // The bound of 16 is for GCC, which else warns of more values than a lookup has.
-  for (size_t i = 0; i < std::min<size_t>(source.num_values, 16); i++) w.shape.lookup.set(i, stored.values[i]);
+  for (size_t i = 0; i < std::min<size_t>(source.num_values, 16); i++)
+    w.shape.lookup.set(i, stored.values[i]);
   const auto scales_of = [&](int64_t row) {
-    return source.has_block_scales ? stored.block_scales.data() + row * (stored.cols / source.block_columns) : nullptr;
+    return source.has_block_scales
+               ? stored.block_scales.data() + row * (stored.cols / source.block_columns)
+               : nullptr;
   };
   pool.parallel(w.tiles(), [&](int begin, int end, int) {
     for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
       const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
-      const uint8_t* bytes = stored.row(row, row_bytes(stored.cols, source.block_columns, source.block_bytes));
+      const uint8_t* bytes =
+          stored.row(row, row_bytes(stored.cols, source.block_columns, source.block_bytes));
       uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
       if (source.pack_row)
         source.pack_row(bytes, scales_of(from), w.cols, tile, row % kTileRows);

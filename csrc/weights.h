@@ -11,9 +11,10 @@
 
 namespace headrace {
 
-// A matrix as it comes from a file: row after row of blocks in one of the formats that files know, and beside them the scales of the
-// rows, or those of the blocks of each row, in formats that have these. Values that codes are the numbers of come with it where they are
-// integers: 16, or the points of a grid.
+// A matrix as it comes from a file: row after row of blocks in one of the formats that files know,
+// and beside them the scales of the rows, or those of the blocks of each row, in formats that have
+// these. Values that codes are the numbers of come with it where they are integers: 16, or the
+// points of a grid.
 struct Stored {
   std::string format;
   int rows, cols;
@@ -25,7 +26,9 @@ struct Stored {
   std::span<const int8_t> values = {};
 
   // The bytes of row i, of so many each.
-  const uint8_t* row(int i, size_t row_bytes) const { return data + static_cast<size_t>(row_order.empty() ? i : row_order[i]) * row_bytes; }
+  const uint8_t* row(int i, size_t row_bytes) const {
+    return data + static_cast<size_t>(row_order.empty() ? i : row_order[i]) * row_bytes;
+  }
 };
 
 // A matrix whose scales lie in a table (format.h), before any of its rows is there.
@@ -37,7 +40,8 @@ struct TableSpec {
   std::array<float, 16> values = {};  // of kLookup4
 };
 
-// Rows of such a matrix, one after the other: first is a multiple of 16, and so is count unless they are the last.
+// Rows of such a matrix, one after the other: first is a multiple of 16, and so is count unless
+// they are the last.
 struct TableRows {
   int first, count;
   const uint8_t* codes;   // [count][cols]
@@ -56,7 +60,9 @@ struct Weight {
 
   int tiles() const { return (rows + kTileRows - 1) / kTileRows; }
   const uint8_t* tile(int i) const { return data + static_cast<size_t>(i) * stride; }
-  Mode mode(bool offset) const { return wide ? Mode::kFloat : offset ? Mode::kInt8Offset : Mode::kInt8; }
+  Mode mode(bool offset) const {
+    return wide ? Mode::kFloat : offset ? Mode::kInt8Offset : Mode::kInt8;
+  }
 };
 
 // The packed format of a stored one. Throws std::invalid_argument for a name that is not known.
@@ -71,11 +77,12 @@ constexpr size_t vector_bytes(int n) { return static_cast<size_t>(n + 15) / 16 *
 // Throws std::invalid_argument for parts that do not fit together.
 void check_stored(const Stored& stored);
 
-// The same for the rows alone, whose blocks have so many columns and bytes; returns how many rows are stored.
+// The same for the rows alone, whose blocks have so many columns and bytes; returns how many rows
+// are stored.
 size_t check_rows(const Stored& stored, int block_columns, int block_bytes);
 
-// Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the tile's own size), with all threads. `points` are
-// those of its grid, if it has one.
+// Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the tile's own
+// size), with all threads. `points` are those of its grid, if it has one.
 Weight pack(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride, Pool& pool);
 
 // Throws std::invalid_argument for a matrix that no kernel reads.
@@ -87,7 +94,8 @@ Weight empty_table(const TableSpec& spec);
 // Packs rows into their tiles, with all threads.
 void pack_table(const Weight& weight, const TableRows& rows, Pool& pool);
 
-// Packs all rows of such a matrix as they come from a file; the first throws std::invalid_argument for blocks that are not of its kind.
+// Packs all rows of such a matrix as they come from a file; the first throws std::invalid_argument
+// for blocks that are not of its kind.
 void check_table_blocks(const Weight& weight, const Stored& stored);
 void pack_table_blocks(const Weight& weight, const Stored& stored, Pool& pool);
 

@@ -1,4 +1,6 @@
-"""The face for programs with an event loop: requests go into the engine's thread, and what comes of them comes back into the loop."""
+"""The face for programs with an event loop: requests go into the engine's thread, and what comes of
+them comes back into the loop.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -15,11 +17,20 @@ from headrace.config import SERVING
 from headrace.errors import RequestFailedError
 from headrace.face import ChatOptions, Face
 from headrace.prompts import Message, Prompt
-from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOutput, SamplingParams, Update
+from headrace.request import (
+    CheckedRequest,
+    Pooling,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    Update,
+)
 
 
 class _Inbox:
-    """The updates of one request, handed from the engine's thread to the loop that asks for them."""
+    """The updates of one request, handed from the engine's thread to the loop that asks for
+    them.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -41,9 +52,11 @@ class _Inbox:
 class AsyncLLM(Face):
     """`LLM` for programs with an event loop: many requests at once, each a task, in shared steps.
 
-    Loading takes its time in the constructor: call it before the loop runs, or by `await asyncio.to_thread(AsyncLLM, model)`. The options
-    are the fields of `EngineConfig`, over the defaults in `config.SERVING`, which keep the time between two tokens short. Prompts are
-    read in threads of the loop. Use it in a `with` or `async with` block, or call `close()`. A task that is cancelled ends its request.
+    Loading takes its time in the constructor: call it before the loop runs, or by `await
+    asyncio.to_thread(AsyncLLM, model)`. The options are the fields of `EngineConfig`, over the
+    defaults in `config.SERVING`, which keep the time between two tokens short. Prompts are read in
+    threads of the loop. Use it in a `with` or `async with` block, or call `close()`. A task that is
+    cancelled ends its request.
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
@@ -60,9 +73,18 @@ class AsyncLLM(Face):
         adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
-        """Continue a prompt, or answer a conversation: the whole result. Arguments and errors are those of `LLM.stream`."""
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
-        return await self._run(await self._checked(partial(self._check_one, prompt, params, options, **terms)))
+        """Continue a prompt, or answer a conversation: the whole result. Arguments and errors are
+        those of `LLM.stream`.
+        """
+        terms = {
+            "priority": priority,
+            "timeout": timeout,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
+        return await self._run(
+            await self._checked(partial(self._check_one, prompt, params, options, **terms))
+        )
 
     async def stream(
         self,
@@ -75,8 +97,15 @@ class AsyncLLM(Face):
         adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[Update]:
-        """The same update by update, as `LLM.stream` gives them. Leaving the iterator ends the request."""
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+        """The same update by update, as `LLM.stream` gives them. Leaving the iterator ends the
+        request.
+        """
+        terms = {
+            "priority": priority,
+            "timeout": timeout,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
         request = await self._checked(partial(self._check_one, prompt, params, options, **terms))
         request_id, inbox, result = str(next(self._numbers)), _Inbox(), None
         try:
@@ -103,8 +132,16 @@ class AsyncLLM(Face):
     ) -> NDArray[np.float32]:  # [dim]
         """The vector of a prompt. Arguments and errors are those of `LLM.embed`."""
         how = PoolingParams(pooling=pooling, normalise=normalise)
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter, "pooling": how}
-        result = await self._run(await self._checked(partial(self._check_one, prompt, None, {}, **terms)))
+        terms = {
+            "priority": priority,
+            "timeout": timeout,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+            "pooling": how,
+        }
+        result = await self._run(
+            await self._checked(partial(self._check_one, prompt, None, {}, **terms))
+        )
         if result.embedding is None:
             raise RequestFailedError("the prompt was not embedded in time", [result])
         return result.embedding
@@ -129,11 +166,21 @@ class AsyncLLM(Face):
     def __enter__(self) -> "AsyncLLM":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         await asyncio.to_thread(self.close)

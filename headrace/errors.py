@@ -13,7 +13,9 @@ class HeadraceError(Exception):
 
 
 class RequestError(HeadraceError, ValueError):
-    """A request or an option that cannot be served as written: out of range, too long, contradictory."""
+    """A request or an option that cannot be served as written: out of range, too long,
+    contradictory.
+    """
 
     exit_code = 2
 
@@ -33,7 +35,9 @@ class FormatError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """A well-formed model of an architecture, tensor type or feature that Headrace does not know."""
+    """A well-formed model of an architecture, tensor type or feature that Headrace does not
+    know.
+    """
 
 
 class ChecksumError(ModelError):
@@ -55,7 +59,9 @@ class ClosedError(HeadraceError):
 
 
 class RankLostError(HeadraceError):
-    """A process that runs a part of the model ended, or does not answer; those that are left start it again."""
+    """A process that runs a part of the model ended, or does not answer; those that are left start
+    it again.
+    """
 
 
 class NoReplicaError(HeadraceError):
@@ -67,11 +73,15 @@ class NonFiniteLogitsError(HeadraceError):
 
 
 class ConstraintError(HeadraceError):
-    """No token can follow in an output by its own rules, or it takes too long to find out which; its request fails alone."""
+    """No token can follow in an output by its own rules, or it takes too long to find out which;
+    its request fails alone.
+    """
 
 
 class RequestFailedError(HeadraceError):
-    """Requests that failed while they ran. `outputs` has the results of all, the whole ones included."""
+    """Requests that failed while they ran. `outputs` has the results of all, the whole ones
+    included.
+    """
 
     def __init__(self, message: str, outputs: "list[RequestOutput]") -> None:
         super().__init__(message)

@@ -1,4 +1,6 @@
-"""What `LLM` and `AsyncLLM` have in common: a loaded model, its thread, and all that is asked of these but answers."""
+"""What `LLM` and `AsyncLLM` have in common: a loaded model, its thread, and all that is asked of
+these but answers.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,9 +32,13 @@ class ChatOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     """Descriptions of functions that the model may ask to be called."""
     documents: Sequence[Mapping[str, Any]] | None
-    """Texts that the answer is to be drawn from, with the keys that the template wants: mostly `title` and `text`."""
+    """Texts that the answer is to be drawn from, with the keys that the template wants: mostly
+    `title` and `text`.
+    """
     add_generation_prompt: bool
-    """Whether the text ends with the beginning of an answer (the default), rather than with the last message."""
+    """Whether the text ends with the beginning of an answer (the default), rather than with the
+    last message.
+    """
     continue_final_message: bool
     """Whether the answer goes on with the last message, which is then the beginning of it."""
     chat_template_kwargs: Mapping[str, Any] | None
@@ -42,26 +48,40 @@ class ChatOptions(TypedDict, total=False):
 class Face:
     """A model that is ready to be asked."""
 
-    def __init__(self, model: str | PathLike[str], options: Mapping[str, Any], defaults: FaceDefaults) -> None:
+    def __init__(
+        self, model: str | PathLike[str], options: Mapping[str, Any], defaults: FaceDefaults
+    ) -> None:
         if not isinstance(model, str | PathLike):
             raise RequestError(f"model must be a name or a path, not {type(model).__name__}")
         self._model = model = fspath(model)
-        self._engine, self._prompts, self._tokenizer, checkpoint = load_model(model, engine_config(options, defaults))
+        self._engine, self._prompts, self._tokenizer, checkpoint = load_model(
+            model, engine_config(options, defaults)
+        )
         self._thread = EngineThread(self._engine)
         self._spec = checkpoint.spec  # and not the rest, which keeps the file open
         self.config = self._engine.config
         self._numbers = count()
-        """Ids of requests: chosen here, so that they are known before the engine has the request."""
+        """Ids of requests: chosen here, so that they are known before the engine has the request.
+        """
 
     def apply_chat_template(
-        self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False, **options: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **options: Any,
     ) -> str | list[int]:
-        """The prompt that a conversation makes, by the model's chat template: token ids or, without `tokenize`, text.
+        """The prompt that a conversation makes, by the model's chat template: token ids or, without
+        `tokenize`, text.
 
-        Arguments and defaults mean what they do in Hugging Face transformers; `options` are the other ones of `ChatOptions`. Special
-        tokens are in the text, so give the token ids to `generate`, or the conversation itself to `chat`. Raises as `chat` does.
+        Arguments and defaults mean what they do in Hugging Face transformers; `options` are the
+        other ones of `ChatOptions`. Special tokens are in the text, so give the token ids to
+        `generate`, or the conversation itself to `chat`. Raises as `chat` does.
         """
-        read = self._prompts.read_chat(messages, add_generation_prompt=add_generation_prompt, **options)
+        read = self._prompts.read_chat(
+            messages, add_generation_prompt=add_generation_prompt, **options
+        )
         return list(read.token_ids) if tokenize else read.text or ""
 
     def get_tokenizer(self) -> Tokenizer:
@@ -74,10 +94,12 @@ class Face:
         return self._spec
 
     def load_adapter(self, name: str, adapter: str | PathLike[str]) -> None:
-        """Load a LoRA adapter under a name, for requests that ask for it: a folder as PEFT saves it, or `hf:...`.
+        """Load a LoRA adapter under a name, for requests that ask for it: a folder as PEFT saves
+        it, or `hf:...`.
 
-        It goes with weights in any format, and is kept in bf16 beside them. Raises RequestError for a name that is taken, ModelError for
-        an adapter that is missing, malformed, of another model or of a kind that is not known.
+        It goes with weights in any format, and is kept in bf16 beside them. Raises RequestError for
+        a name that is taken, ModelError for an adapter that is missing, malformed, of another model
+        or of a kind that is not known.
         """
         if not isinstance(name, str) or not name:
             raise RequestError(f"the name of an adapter is a text that is not empty, not {name!r}")
@@ -85,7 +107,9 @@ class Face:
         self._thread.call(lambda: self._engine.load_adapter(name, matrices))
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter and give its memory back; requests under way keep it to their end. Raises RequestError for an unknown name."""
+        """Unload an adapter and give its memory back; requests under way keep it to their end.
+        Raises RequestError for an unknown name.
+        """
         self._thread.call(lambda: self._engine.unload_adapter(name))
 
     def stats(self) -> Stats:
@@ -93,42 +117,75 @@ class Face:
         return self._thread.call(self._engine.stats)
 
     def block_map(self) -> BlockMap:
-        """Which request holds which block of KV now; `headrace.planner.block_picture.block_map_svg` draws it."""
+        """Which request holds which block of KV now; `headrace.planner.block_picture.block_map_svg`
+        draws it.
+        """
         return self._thread.call(self._engine.block_map)
 
     def close(self) -> None:
-        """End all requests and give the memory back; threads that wait for a result get a ClosedError. May be called more than once."""
+        """End all requests and give the memory back; threads that wait for a result get a
+        ClosedError. May be called more than once.
+        """
         self._thread.close()
         self._prompts.close()
 
     def __repr__(self) -> str:
         spec, limits = self.spec, self._engine.limits
-        shape = f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary {spec.vocab_size:,}"
-        kv = f"KV for {max(limits.kv.num_blocks) * limits.kv.block_size:,} tokens in {limits.kv.dtype}"
+        shape = (
+            f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary "
+            f"{spec.vocab_size:,}"
+        )
+        kv = (
+            f"KV for {max(limits.kv.num_blocks) * limits.kv.block_size:,} tokens in "
+            f"{limits.kv.dtype}"
+        )
         lossy = f"; lossy: {self.config.lossy}" if self.config.lossy else ""
-        state = "closed" if self._thread.closed else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}{lossy}"
+        state = (
+            "closed"
+            if self._thread.closed
+            else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}{lossy}"
+        )
         return f"{type(self).__name__}({self._model!r}: {shape}; {state})"
 
     def _check_one(
-        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None, options: ChatOptions, **terms: object
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None,
+        options: ChatOptions,
+        **terms: object,
     ) -> CheckedRequest:
-        """The request that a prompt or a conversation makes; `terms` are further arguments of `Engine.check`. Queues nothing."""
+        """The request that a prompt or a conversation makes; `terms` are further arguments of
+        `Engine.check`. Queues nothing.
+        """
         read: Callable[[Any], TokenizedPrompt] = self._prompts.read_prompt
         if not isinstance(prompt, str | Mapping):
-            read, params = partial(self._prompts.read_chat, **options), CHAT_PARAMS if params is None else params
+            read, params = (
+                partial(self._prompts.read_chat, **options),
+                CHAT_PARAMS if params is None else params,
+            )
         elif options:
-            raise RequestError(f"{', '.join(options)} belongs to a conversation, and the prompt is none")
+            raise RequestError(
+                f"{', '.join(options)} belongs to a conversation, and the prompt is none"
+            )
         (request,) = self._check(read, [prompt], params=params, **terms)
         return request
 
-    def _check(self, read: Callable[[_T], TokenizedPrompt], prompts: Sequence[_T], **asked: object) -> list[CheckedRequest]:
-        """The requests that these prompts make; `asked` are arguments of `Engine.check`, one for all or one for each. Queues nothing."""
+    def _check(
+        self, read: Callable[[_T], TokenizedPrompt], prompts: Sequence[_T], **asked: object
+    ) -> list[CheckedRequest]:
+        """The requests that these prompts make; `asked` are arguments of `Engine.check`, one for
+        all or one for each. Queues nothing.
+        """
         self._thread.check_open()
         columns = {name: _one_each(name, given, len(prompts)) for name, given in asked.items()}
         requests = []
         for i, prompt in enumerate(prompts):
             token_ids, text = read(prompt)
-            requests.append(self._engine.check(token_ids, prompt=text, **{name: column[i] for name, column in columns.items()}))
+            requests.append(
+                self._engine.check(
+                    token_ids, prompt=text, **{name: column[i] for name, column in columns.items()}
+                )
+            )
         return requests
 
 
@@ -137,5 +194,8 @@ def _one_each(name: str, given: object, count: int) -> Sequence[Any]:
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         return [given] * count
     if len(given) != count:
-        raise RequestError(f"{name} has {len(given):,} entries and there are {count:,} prompts: give one value for all, or one for each")
+        raise RequestError(
+            f"{name} has {len(given):,} entries and there are {count:,} prompts: give one "
+            "value for all, or one for each"
+        )
     return given

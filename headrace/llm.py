@@ -15,24 +15,34 @@ from headrace.engine.thread import Inbox
 from headrace.errors import RequestError, RequestFailedError
 from headrace.face import CHAT_PARAMS, ChatOptions, Face
 from headrace.prompts import Message, Prompt, is_conversation
-from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOutput, SamplingParams, Update
+from headrace.request import (
+    CheckedRequest,
+    Pooling,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    Update,
+)
 
 
 class LLM(Face):
     """A model that continues text and answers conversations.
 
-    `model` is an alias, a path, `hf:...` or `pypi:...`; the options are the fields of `EngineConfig`, over the defaults in
-    `config.OFFLINE`. Use it in a `with` block, or call `close()`, to give the memory back. Methods may be called from several threads,
-    and interrupted; in a process that was forked from the one that made it they raise ClosedError.
+    `model` is an alias, a path, `hf:...` or `pypi:...`; the options are the fields of
+    `EngineConfig`, over the defaults in `config.OFFLINE`. Use it in a `with` block, or call
+    `close()`, to give the memory back. Methods may be called from several threads, and interrupted;
+    in a process that was forked from the one that made it they raise ClosedError.
 
-    Where no parameters are given a text is continued under those of `SamplingParams()`, which end after 16 tokens, and a conversation
-    is answered as in `headrace run`, under `config.INTERACTIVE.sampling`, up to the end of the answer.
+    Where no parameters are given a text is continued under those of `SamplingParams()`, which end
+    after 16 tokens, and a conversation is answered as in `headrace run`, under
+    `config.INTERACTIVE.sampling`, up to the end of the answer.
 
-    `generate`, `chat`, `stream` and `stream_text` take the terms on which a request is served beside its parameters. None of them
-    changes a token: `priority` (the lower, the sooner a request is served; waiting makes up for it), `timeout` (seconds after which a
-    request ends with what it has) and `cache_salt` (only requests of the same salt share KV in the prefix cache). Beside them stands
-    `adapter`, the name of a LoRA adapter that `load_adapter` has loaded, for a model that is changed by it: requests with different
-    adapters and without any share their steps.
+    `generate`, `chat`, `stream` and `stream_text` take the terms on which a request is served
+    beside its parameters. None of them changes a token: `priority` (the lower, the sooner a request
+    is served; waiting makes up for it), `timeout` (seconds after which a request ends with what it
+    has) and `cache_salt` (only requests of the same salt share KV in the prefix cache). Beside them
+    stands `adapter`, the name of a LoRA adapter that `load_adapter` has loaded, for a model that is
+    changed by it: requests with different adapters and without any share their steps.
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
@@ -41,7 +51,12 @@ class LLM(Face):
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def generate(
@@ -57,15 +72,25 @@ class LLM(Face):
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the order of the prompts.
 
-        Parameters and terms are one value for all prompts, or a list with one for each. Raises RequestError for a
-        prompt, parameters or terms that cannot be served, before anything runs, and RequestFailedError, which has all results, when
-        requests failed on the way.
+        Parameters and terms are one value for all prompts, or a list with one for each. Raises
+        RequestError for a prompt, parameters or terms that cannot be served, before anything runs,
+        and RequestFailedError, which has all results, when requests failed on the way.
         """
         if not isinstance(prompts, Iterable):
-            raise RequestError(f"prompts must be text, a dictionary or a list of these, not {type(prompts).__name__}")
+            raise RequestError(
+                "prompts must be text, a dictionary or a list of these, not "
+                f"{type(prompts).__name__}"
+            )
         several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
-        return self._run(self._check(self._prompts.read_prompt, several, params=params, **terms), progress)
+        terms = {
+            "priority": priority,
+            "timeout": timeout,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
+        return self._run(
+            self._check(self._prompts.read_prompt, several, params=params, **terms), progress
+        )
 
     def chat(
         self,
@@ -79,15 +104,27 @@ class LLM(Face):
         progress: bool = False,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, by the model's chat template, which the `options` are for.
+        """Answer a conversation, or each of a list of them, by the model's chat template, which the
+        `options` are for.
 
         An empty list is one of no conversations. Otherwise as `generate`.
         """
         if not isinstance(messages, Iterable) or isinstance(messages, str | Mapping):
-            raise RequestError(f"messages must be a list of messages, or a list of such lists, not {type(messages).__name__}")
+            raise RequestError(
+                "messages must be a list of messages, or a list of such lists, not "
+                f"{type(messages).__name__}"
+            )
         several: list[Any] = [messages] if is_conversation(messages) else list(messages)
-        read, params = partial(self._prompts.read_chat, **options), CHAT_PARAMS if params is None else params
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+        read, params = (
+            partial(self._prompts.read_chat, **options),
+            CHAT_PARAMS if params is None else params,
+        )
+        terms = {
+            "priority": priority,
+            "timeout": timeout,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
         return self._run(self._check(read, several, params=params, **terms), progress)
 
     def embed(
@@ -102,19 +139,31 @@ class LLM(Face):
         adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> NDArray[np.float32]:  # [prompts, dim]
-        """A vector for each prompt, in their order, of what the model makes of its tokens: the rows behind the model's last norm.
+        """A vector for each prompt, in their order, of what the model makes of its tokens: the rows
+        behind the model's last norm.
 
-        `pooling` says of which tokens: the `last`, the `mean` of all, or the first (`cls`); with `normalise` each vector has a length
-        of 1. The requests share steps with all others, and a vector has the same bits whatever those are. With `mean` nothing of the
-        prompt comes from the prefix cache, since every row is needed. Raises as `generate` does; a request that its timeout ends has
-        failed.
+        `pooling` says of which tokens: the `last`, the `mean` of all, or the first (`cls`); with
+        `normalise` each vector has a length of 1. The requests share steps with all others, and a
+        vector has the same bits whatever those are. With `mean` nothing of the prompt comes from
+        the prefix cache, since every row is needed. Raises as `generate` does; a request that its
+        timeout ends has failed.
         """
         if not isinstance(prompts, Iterable):
-            raise RequestError(f"prompts must be text, a dictionary or a list of these, not {type(prompts).__name__}")
+            raise RequestError(
+                "prompts must be text, a dictionary or a list of these, not "
+                f"{type(prompts).__name__}"
+            )
         several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+        terms = {
+            "priority": priority,
+            "timeout": timeout,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
         how = PoolingParams(pooling=pooling, normalise=normalise)
-        outputs = self._run(self._check(self._prompts.read_prompt, several, pooling=how, **terms), progress)
+        outputs = self._run(
+            self._check(self._prompts.read_prompt, several, pooling=how, **terms), progress
+        )
         vectors = [output.embedding for output in outputs if output.embedding is not None]
         if len(vectors) < len(outputs):
             first = next(i for i, output in enumerate(outputs) if output.embedding is None)
@@ -132,13 +181,20 @@ class LLM(Face):
         adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[Update]:
-        """Continue a prompt, or answer a conversation, update by update: each has the new text, token ids and log-probabilities.
+        """Continue a prompt, or answer a conversation, update by update: each has the new text,
+        token ids and log-probabilities.
 
-        An update is of one of the `n` continuations, and the last one of each has its finish reason. The very last update has the
-        whole result, as `generate` returns it. A beam search gives its texts in one piece each at the end, since until then another
-        beam may win. Raises as `generate` does. Closing the iterator, or letting go of it, ends the request.
+        An update is of one of the `n` continuations, and the last one of each has its finish
+        reason. The very last update has the whole result, as `generate` returns it. A beam search
+        gives its texts in one piece each at the end, since until then another beam may win. Raises
+        as `generate` does. Closing the iterator, or letting go of it, ends the request.
         """
-        terms = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+        terms = {
+            "priority": priority,
+            "timeout": timeout,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
         return self._stream(self._check_one(prompt, params, options, **terms))
 
     def stream_text(
@@ -152,10 +208,20 @@ class LLM(Face):
         adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[str]:
-        """The text of `stream` alone, piece by piece, for one continuation; the pieces joined are the text of its result."""
+        """The text of `stream` alone, piece by piece, for one continuation; the pieces joined are
+        the text of its result.
+        """
         if params is not None and getattr(params, "n", 1) != 1:
-            raise RequestError(f"n is {params.n}, and the text of several continuations would be mixed up: use stream")
-        terms: dict[str, Any] = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt, "adapter": adapter}
+            raise RequestError(
+                f"n is {params.n}, and the text of several continuations would be mixed "
+                "up: use stream"
+            )
+        terms: dict[str, Any] = {
+            "priority": priority,
+            "timeout": timeout,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
         updates = self.stream(prompt, params, **terms, **options)
         return (update.text for update in updates if update.text)
 
@@ -178,7 +244,11 @@ class LLM(Face):
         outputs = [results[request_id] for request_id in ids]
         failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
         if failed:
-            raise RequestFailedError(f"{len(failed)} of {len(outputs)} requests failed; prompt {failed[0][0]}: {failed[0][1]}", outputs)
+            raise RequestFailedError(
+                f"{len(failed)} of {len(outputs)} requests failed; prompt {failed[0][0]}: "
+                f"{failed[0][1]}",
+                outputs,
+            )
         return outputs
 
     def _stream(self, request: CheckedRequest) -> Iterator[Update]:

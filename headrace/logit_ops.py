@@ -1,7 +1,9 @@
-"""Ops on the logits of a step and on its pooled rows, their results, and the ticket of a launched step: records and protocols.
+"""Ops on the logits of a step and on its pooled rows, their results, and the ticket of a launched
+step: records and protocols.
 
-A launch takes a batch and a list of logit ops, and gives a ticket; waiting for it gives one result for each op. So a device can draw
-where its logits are, and start the next step (`RaggedBatch.token_source`) before anything has come back to the host.
+A launch takes a batch and a list of logit ops, and gives a ticket; waiting for it gives one result
+for each op. So a device can draw where its logits are, and start the next step
+(`RaggedBatch.token_source`) before anything has come back to the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,8 @@ from headrace.constraint import Masks
 
 
 class SamplerState(Protocol):
-    """What the draws of a sequence depend on: sampling parameters, the key of its noise, and the tokens that penalties apply to.
+    """What the draws of a sequence depend on: sampling parameters, the key of its noise, and the
+    tokens that penalties apply to.
 
     Executables draw with it, in the order of their launches; it is opaque to all other parts.
     """
@@ -30,19 +33,29 @@ class SamplerState(Protocol):
 
 
 class Draw(NamedTuple):
-    """Verify a draft tree and draw the token after its accepted path; without a draft, draw one token."""
+    """Verify a draft tree and draw the token after its accepted path; without a draft, draw one
+    token.
+    """
 
-    row: int  # index among the logit rows of the last scheduled known token; the rows of draft nodes follow it
+    # index among the logit rows of the last scheduled known token; the rows of draft nodes follow
+    # it
+    row: int
     position: int  # position in the sequence of the first token to draw
     sampler: SamplerState
     draft: DraftTree = NO_DRAFT
-    num_logprobs: int = -1  # number of top log-probabilities wanted with each token's own; -1: not even its own
+    num_logprobs: int = (
+        -1
+    )  # number of top log-probabilities wanted with each token's own; -1: not even its own
     method: AcceptanceMethod = "exact"
-    masks: Masks | None = None  # [1 + nodes, words] the tokens that may be drawn from each of its rows; None: all may
+    masks: Masks | None = (
+        None  # [1 + nodes, words] the tokens that may be drawn from each of its rows; None: all may
+    )
 
 
 class LaterDraws(Sequence[Draw]):
-    """The draws of an earlier launch, a few positions later. An executable that knows `draws` need not look at each of them again."""
+    """The draws of an earlier launch, a few positions later. An executable that knows `draws` need
+    not look at each of them again.
+    """
 
     def __init__(self, draws: Sequence[Draw], later: int) -> None:
         self.draws = draws
@@ -51,7 +64,10 @@ class LaterDraws(Sequence[Draw]):
     @cached_property
     def _made(self) -> list[Draw]:
         later = self.later  # `_replace` takes three times as long
-        return [Draw(d.row, d.position + later, d.sampler, d.draft, d.num_logprobs, d.method, d.masks) for d in self.draws]
+        return [
+            Draw(d.row, d.position + later, d.sampler, d.draft, d.num_logprobs, d.method, d.masks)
+            for d in self.draws
+        ]
 
     def __len__(self) -> int:
         return len(self.draws)
@@ -89,7 +105,9 @@ class Ranked(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Give the log-probabilities of a token under the raw distribution of a row; the result is a `TokenLogprobs`."""
+    """Give the log-probabilities of a token under the raw distribution of a row; the result is a
+    `TokenLogprobs`.
+    """
 
     row: int
     token: int
@@ -97,7 +115,9 @@ class Score(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """Draw draft tokens: the one that `Draw` would draw from the row, and then the next best under the same noise."""
+    """Draw draft tokens: the one that `Draw` would draw from the row, and then the next best under
+    the same noise.
+    """
 
     row: int
     position: int
@@ -116,7 +136,9 @@ class Expanded(NamedTuple):
 
 
 class PoolState(Protocol):
-    """The rows of a prompt that have been pooled so far; executables add to it, in the order of their launches."""
+    """The rows of a prompt that have been pooled so far; executables add to it, in the order of
+    their launches.
+    """
 
     def add(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
         """Add rows [rows, dim], one after the other; returns the sum of all up to now [dim]."""
@@ -142,11 +164,15 @@ LogitOpResult = Drawn | Ranked | TokenLogprobs | Expanded | Pooled | None
 
 
 class StepResult(NamedTuple):
-    """The results of a launch. Logits and hidden rows are there if they were asked for, and valid until the next launch."""
+    """The results of a launch. Logits and hidden rows are there if they were asked for, and valid
+    until the next launch.
+    """
 
     values: list[LogitOpResult]  # one for each logit op, in their order
     logits: NDArray[np.float32] | None = None  # [R, vocab]
-    hidden: NDArray[np.float32] | None = None  # [R, dim] the rows that the logits are computed from, if the program keeps them
+    hidden: NDArray[np.float32] | None = (
+        None  # [R, dim] the rows that the logits are computed from, if the program keeps them
+    )
 
 
 class Ticket(Protocol):

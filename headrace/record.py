@@ -1,8 +1,9 @@
 """Frozen records: `dataclass(frozen=True)` with methods that all records share.
 
-The standard decorator compiles six methods for each class, which takes a millisecond of every start: a tenth of a second for all that
-an engine is made of. A record has the same fields, keywords, comparison and errors, and `dataclasses.replace`, `fields` and the like
-take it for what it is.
+The standard decorator compiles six methods for each class, which takes a millisecond of every
+start: a tenth of a second for all that an engine is made of. A record has the same fields,
+keywords, comparison and errors, and `dataclasses.replace`, `fields` and the like take it for what
+it is.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,12 @@ def frozen(*, eq: bool = True, kw_only: bool = False) -> Callable[[type[_T]], ty
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def frozen(cls: type[_T] | None = None, /, *, eq: bool = True, kw_only: bool = False) -> type[_T] | Callable[[type[_T]], type[_T]]:
-    """Make a frozen record of a class with annotated fields. Without `eq` it is equal to itself alone."""
+def frozen(
+    cls: type[_T] | None = None, /, *, eq: bool = True, kw_only: bool = False
+) -> type[_T] | Callable[[type[_T]], type[_T]]:
+    """Make a frozen record of a class with annotated fields. Without `eq` it is equal to itself
+    alone.
+    """
     if cls is None:
         return lambda cls: _frozen(cls, eq, kw_only)
     return _frozen(cls, eq, kw_only)
@@ -43,13 +48,17 @@ def _initialiser(cls: Any) -> Callable[..., None]:
     in_order = [one.name for one in fields(cls) if not one.kw_only]
     names = in_order + [one.name for one in fields(cls) if one.kw_only]
     defaults = {one.name: one.default for one in fields(cls) if one.default is not MISSING}
-    factories = {one.name: one.default_factory for one in fields(cls) if one.default_factory is not MISSING}
+    factories = {
+        one.name: one.default_factory for one in fields(cls) if one.default_factory is not MISSING
+    }
     has_post_init = hasattr(cls, "__post_init__")
 
     def __init__(self: Any, /, *args: Any, **named: Any) -> None:
         count = len(args)
         if count > len(in_order):
-            raise TypeError(f"{cls.__name__} takes {len(in_order)} positional arguments, and {count} were given")
+            raise TypeError(
+                f"{cls.__name__} takes {len(in_order)} positional arguments, and {count} were given"
+            )
         values = dict(zip(in_order, args, strict=False))
         for name in names[count:]:
             if name in named:

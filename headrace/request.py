@@ -1,4 +1,6 @@
-"""What is asked of the engine and what it answers: records, and the checks that need no model. Names as in vLLM."""
+"""What is asked of the engine and what it answers: records, and the checks that need no model.
+Names as in vLLM.
+"""
 
 import difflib
 import math
@@ -62,7 +64,9 @@ _BIAS_LIMIT = 100.0
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue one prompt. Raises RequestError, which names the field, for values out of range."""
+    """How to continue one prompt. Raises RequestError, which names the field, for values out of
+    range.
+    """
 
     n: int = 1
     """Continuations of the prompt, each under its own noise, or the best of a beam search."""
@@ -75,7 +79,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this likely, relative to the likeliest."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output."""
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output.
+    """
     presence_penalty: float = 0.0
     """Taken from the logits of tokens that are in the output."""
     frequency_penalty: float = 0.0
@@ -85,18 +90,27 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Draw these tokens alone; an end token that is not among them is never drawn."""
     bad_words: Sequence[str] | None = None
-    """Words that are not to come, as far as the tokenizer writes them with and without a space before in one way: the last token of
-    each is not drawn where the output ends with its others."""
+    """Words that are not to come, as far as the tokenizer writes them with and without a space
+    before in one way: the last token of each is not drawn where the output ends with its others.
+    """
     structured_outputs: StructuredOutputs | None = None
     """What the output must be."""
     beam_width: int | None = None
-    """Search with so many beams, and draw nothing. Beams are ranked by log-probabilities with biases and penalties applied."""
+    """Search with so many beams, and draw nothing. Beams are ranked by log-probabilities with
+    biases and penalties applied.
+    """
     length_penalty: float = 1.0
-    """The score of a finished beam is the sum of its log-probabilities / output tokens ** length_penalty."""
+    """The score of a finished beam is the sum of its log-probabilities / output tokens **
+    length_penalty.
+    """
     early_stopping: bool = False
-    """End a beam search with the first `beam_width` finished beams, even if one that goes on scores higher."""
+    """End a beam search with the first `beam_width` finished beams, even if one that goes on scores
+    higher.
+    """
     seed: int | None = None
-    """The same seed gives the same tokens; None: derived from the engine's seed and the number of the request."""
+    """The same seed gives the same tokens; None: derived from the engine's seed and the number of
+    the request.
+    """
     stop: str | Sequence[str] | None = None
     """Text that ends the output and is not part of it."""
     stop_token_ids: Sequence[int] | None = None
@@ -125,26 +139,39 @@ class SamplingParams:
         checked: dict[str, Any] = {}
         for name, (least, most) in _INTEGERS.items():
             value = getattr(self, name)
-            checked[name] = None if value is None and name in _NULLABLE else integer(name, value, least, most)
+            checked[name] = (
+                None if value is None and name in _NULLABLE else integer(name, value, least, most)
+            )
         for name, bounds in _NUMBERS.items():
             checked[name] = number(name, getattr(self, name), *bounds)
             if name in _NOT_ZERO and checked[name] == 0:
                 raise RequestError(f"{name} must be above 0")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {reprlib.repr(getattr(self, name))}")
+                raise RequestError(
+                    f"{name} must be true or false, not {reprlib.repr(getattr(self, name))}"
+                )
         checked["logit_bias"] = _biases(self.logit_bias)
         checked["stop"] = _stops(self.stop)
-        checked["stop_token_ids"] = token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOPS)
+        checked["stop_token_ids"] = token_ids(
+            "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOPS
+        )
         if self.allowed_token_ids is not None:
-            checked["allowed_token_ids"] = token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
+            checked["allowed_token_ids"] = token_ids(
+                "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS
+            )
             if not checked["allowed_token_ids"]:
                 raise RequestError("allowed_token_ids is empty, so no token could be drawn")
         checked["bad_words"] = bad_words(self.bad_words)
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
-            raise RequestError(f"structured_outputs must be StructuredOutputs, not {type(self.structured_outputs).__name__}")
+            raise RequestError(
+                "structured_outputs must be StructuredOutputs, not "
+                f"{type(self.structured_outputs).__name__}"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}"
+            )
         if self.beam_width is not None:
             self._check_beam(self.beam_width)
         for name, value in checked.items():
@@ -152,27 +179,41 @@ class SamplingParams:
 
     def _check_beam(self, width: int) -> None:
         if self.n > width:
-            raise RequestError(f"n is {self.n}, and a search with beam_width {width} has no more than {width} results")
+            raise RequestError(
+                f"n is {self.n}, and a search with beam_width {width} has no more than "
+                f"{width} results"
+            )
         for name, neutral in _NO_DRAW.items():
             if getattr(self, name) not in neutral:
                 allowed = " or ".join(f"{value:g}" for value in neutral)
-                raise RequestError(f"a beam search draws nothing, so {name} must be {allowed}, not {getattr(self, name):g}")
+                raise RequestError(
+                    f"a beam search draws nothing, so {name} must be {allowed}, not "
+                    f"{getattr(self, name):g}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """How to embed one prompt. Raises RequestError, which names the field, for values that there are not."""
+    """How to embed one prompt. Raises RequestError, which names the field, for values that there
+    are not.
+    """
 
     pooling: Pooling = "last"
-    """Which rows behind the model's last norm make the vector: that of the last token, the mean of all, or that of the first (`cls`)."""
+    """Which rows behind the model's last norm make the vector: that of the last token, the mean of
+    all, or that of the first (`cls`).
+    """
     normalise: bool = False
     """Whether the vector is brought to a length of 1."""
 
     def __post_init__(self) -> None:
         if self.pooling not in get_args(Pooling):
-            raise RequestError(f"pooling must be {', '.join(get_args(Pooling))}, not {reprlib.repr(self.pooling)}")
+            raise RequestError(
+                f"pooling must be {', '.join(get_args(Pooling))}, not {reprlib.repr(self.pooling)}"
+            )
         if not isinstance(self.normalise, bool):
-            raise RequestError(f"normalise must be true or false, not {reprlib.repr(self.normalise)}")
+            raise RequestError(
+                f"normalise must be true or false, not {reprlib.repr(self.normalise)}"
+            )
 
 
 class CheckedRequest(NamedTuple):
@@ -183,7 +224,9 @@ class CheckedRequest(NamedTuple):
     prompt: str | None
     """The text of the prompt, where it is known."""
     priority: int
-    """The lower, the sooner it is served. Waiting makes up for it: a level is worth a fixed number of steps."""
+    """The lower, the sooner it is served. Waiting makes up for it: a level is worth a fixed number
+    of steps.
+    """
     timeout: float | None
     """Seconds from submission after which the request ends with what it has; None: no end."""
     cache_salt: str | None
@@ -195,11 +238,15 @@ class CheckedRequest(NamedTuple):
     constraint: "Constraint | None" = None
     """What its outputs may begin with."""
     output_token_ids: Sequence[Sequence[int]] = ()
-    """The tokens that each continuation has already, where another engine began it: nothing of them is said again. Empty: none has any."""
+    """The tokens that each continuation has already, where another engine began it: nothing of them
+    is said again. Empty: none has any.
+    """
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability under the raw distribution, and its rank there (1 is the likeliest)."""
+    """A token's log-probability under the raw distribution, and its rank there (1 is the
+    likeliest).
+    """
 
     logprob: float
     rank: int
@@ -212,7 +259,9 @@ Logprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds that a request spent waiting, until its first token, and from there to its end: they sum to its whole time."""
+    """Seconds that a request spent waiting, until its first token, and from there to its end: they
+    sum to its whole time.
+    """
 
     queue: float
     prefill: float
@@ -229,7 +278,9 @@ class DraftStats(NamedTuple):
     accepted: int = 0
     """Those that were right: tokens beyond the one that a step gives anyway."""
     seconds_saved: float = 0.0
-    """Estimated: the plain steps that were not needed, less what draft rows took, and to find them; below 0 where speculation lost time."""
+    """Estimated: the plain steps that were not needed, less what draft rows took, and to find them;
+    below 0 where speculation lost time.
+    """
 
     def plus(self, other: "DraftStats") -> "DraftStats":
         """Both together."""
@@ -260,15 +311,21 @@ class CompletionOutput:
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     cumulative_logprob: float | None
-    """Sum of the log-probabilities of its tokens, where they are asked for; of a beam always, and of those that it was ranked by."""
+    """Sum of the log-probabilities of its tokens, where they are asked for; of a beam always, and
+    of those that it was ranked by.
+    """
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    """The stop token id or stop string that ended it; None for the model's own end token and for a length."""
+    """The stop token id or stop string that ended it; None for the model's own end token and for a
+    length.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """All that became of a request. `prompt_logprobs[0]` is None: nothing precedes the first token."""
+    """All that became of a request. `prompt_logprobs[0]` is None: nothing precedes the first
+    token.
+    """
 
     request_id: str
     prompt: str | None
@@ -289,7 +346,9 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a step brought to one continuation of a request. Those of a beam search come all at its end, each with all its text."""
+    """What a step brought to one continuation of a request. Those of a beam search come all at its
+    end, each with all its text.
+    """
 
     request_id: str
     index: int
@@ -304,36 +363,57 @@ class Update:
     """The whole result, with the last update of the request."""
 
 
-def check_terms(priority: object, timeout: object, cache_salt: object) -> tuple[int, float | None, str | None]:
-    """The terms on which a request is served, as `CheckedRequest` has them. Raises RequestError, which names the argument."""
-    if cache_salt is not None and not (isinstance(cache_salt, str) and len(cache_salt) <= MAX_SALT_CHARACTERS):
-        raise RequestError(f"cache_salt must be text of at most {MAX_SALT_CHARACTERS:,} characters, not {reprlib.repr(cache_salt)}")
+def check_terms(
+    priority: object, timeout: object, cache_salt: object
+) -> tuple[int, float | None, str | None]:
+    """The terms on which a request is served, as `CheckedRequest` has them. Raises RequestError,
+    which names the argument.
+    """
+    if cache_salt is not None and not (
+        isinstance(cache_salt, str) and len(cache_salt) <= MAX_SALT_CHARACTERS
+    ):
+        raise RequestError(
+            f"cache_salt must be text of at most {MAX_SALT_CHARACTERS:,} characters, not "
+            f"{reprlib.repr(cache_salt)}"
+        )
     seconds = None if timeout is None else number("timeout", timeout, 0.0, _MAX_SECONDS)
     return integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY), seconds, cache_salt
 
 
 def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise RequestError for the first given name that is not known, with the nearest one that is."""
+    """Raise RequestError for the first given name that is not known, with the nearest one
+    that is.
+    """
     known = list(known)
     for name in given:
         if name not in known:
             nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-            hint = f"; did you mean {nearest[0]}?" if nearest else f"; there are: {', '.join(known)}"
+            hint = (
+                f"; did you mean {nearest[0]}?" if nearest else f"; there are: {', '.join(known)}"
+            )
             raise RequestError(f"unknown {what} {reprlib.repr(name)}{hint}")
 
 
 def integer(name: str, value: object, least: int, most: int) -> int:
     """`value` as an int within bounds. Raises RequestError."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
-        raise RequestError(f"{name} must be a whole number from {least:,} to {most:,}, not {reprlib.repr(value)}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Integral)
+        or not least <= int(value) <= most
+    ):
+        raise RequestError(
+            f"{name} must be a whole number from {least:,} to {most:,}, not {reprlib.repr(value)}"
+        )
     return int(value)
 
 
-def token_ids(name: str, values: object, limit: int, too_many: str = "{name} has more than {limit:,} entries") -> list[int]:
+def token_ids(
+    name: str, values: object, limit: int, too_many: str = "{name} has more than {limit:,} entries"
+) -> list[int]:
     """`values` as a list of at most `limit` ints that may be token ids.
 
-    Raises RequestError, with the message `too_many` for more than `limit` values; {count} in it says how many there are. Where their
-    number is known, it is looked at before the first of them.
+    Raises RequestError, with the message `too_many` for more than `limit` values; {count} in it
+    says how many there are. Where their number is known, it is looked at before the first of them.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list of token ids, not {reprlib.repr(values)}")
@@ -341,11 +421,15 @@ def token_ids(name: str, values: object, limit: int, too_many: str = "{name} has
     try:
         ids = list(islice(values, limit + 1)) if count <= limit else []
     except TypeError:  # an array without dimensions
-        raise RequestError(f"{name} must be a list of token ids, not {reprlib.repr(values)}") from None
+        raise RequestError(
+            f"{name} must be a list of token ids, not {reprlib.repr(values)}"
+        ) from None
     if count > limit or len(ids) > limit:
         how_many = f"{count:,}" if count > limit else f"more than {limit:,}"
         raise RequestError(too_many.format(name=name, limit=limit, count=how_many))
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _MAX_COUNT:  # the same as below, at a fiftieth of the time
+    if (
+        set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _MAX_COUNT
+    ):  # the same as below, at a fiftieth of the time
         return ids
     return [integer(name, token, 0, _MAX_COUNT) for token in ids]
 
@@ -353,11 +437,15 @@ def token_ids(name: str, values: object, limit: int, too_many: str = "{name} has
 def number(name: str, value: object, least: float, most: float) -> float:
     """`value` as a float within bounds. Raises RequestError."""
     try:
-        checked = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+        checked = (
+            math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+        )
     except OverflowError:
         checked = math.inf
     if not least <= checked <= most:  # NaN is not
-        raise RequestError(f"{name} must be a number from {least:g} to {most:g}, not {reprlib.repr(value)}")
+        raise RequestError(
+            f"{name} must be a number from {least:g} to {most:g}, not {reprlib.repr(value)}"
+        )
     return checked
 
 
@@ -367,7 +455,10 @@ def _biases(value: object) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, not {reprlib.repr(value)}")
     ids = token_ids("logit_bias", value.keys(), MAX_BIASES)
-    return {token: number("logit_bias", bias, -_BIAS_LIMIT, _BIAS_LIMIT) for token, bias in zip(ids, value.values(), strict=True)}
+    return {
+        token: number("logit_bias", bias, -_BIAS_LIMIT, _BIAS_LIMIT)
+        for token, bias in zip(ids, value.values(), strict=True)
+    }
 
 
 def _stops(value: object) -> list[str]:
@@ -378,5 +469,8 @@ def _stops(value: object) -> list[str]:
         raise RequestError(f"stop has {len(stops):,} strings, more than {MAX_STOPS}")
     for stop in stops:
         if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-            raise RequestError(f"stop has a string of {len(stop):,} characters; it must have 1 to {MAX_STOP_CHARACTERS:,}")
+            raise RequestError(
+                f"stop has a string of {len(stop):,} characters; it must have 1 to "
+                f"{MAX_STOP_CHARACTERS:,}"
+            )
     return list(dict.fromkeys(stops))

@@ -37,7 +37,9 @@ class KvStats(NamedTuple):
 
 
 class StageStep(NamedTuple):
-    """A step in one stage of a pipeline, on one rank: from when it had what it reads to its end. Seconds by a clock that ranks share."""
+    """A step in one stage of a pipeline, on one rank: from when it had what it reads to its end.
+    Seconds by a clock that ranks share.
+    """
 
     rank: int
     number: int
@@ -47,7 +49,9 @@ class StageStep(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """What the engine does now, and what it has done since it was made. Times are seconds, rates are of the last few seconds."""
+    """What the engine does now, and what it has done since it was made. Times are seconds, rates
+    are of the last few seconds.
+    """
 
     running: int
     """Sequences with KV."""
@@ -133,12 +137,18 @@ class Stats(NamedTuple):
     @property
     def waste(self) -> float:
         """Share of the KV memory in use that holds nothing."""
-        return ratio(sum(group.slots_empty * group.slot_bytes for group in self.kv), self.kv_bytes_used)
+        return ratio(
+            sum(group.slots_empty * group.slot_bytes for group in self.kv), self.kv_bytes_used
+        )
 
     @property
     def fragmentation(self) -> float:
-        """Share of the KV memory in use that no known token will fill: what is lost because memory is dealt in blocks."""
-        lost = sum((group.slots_empty - group.slots_promised) * group.slot_bytes for group in self.kv)
+        """Share of the KV memory in use that no known token will fill: what is lost because memory
+        is dealt in blocks.
+        """
+        lost = sum(
+            (group.slots_empty - group.slots_promised) * group.slot_bytes for group in self.kv
+        )
         return ratio(lost, self.kv_bytes_used)
 
     @property
@@ -169,7 +179,9 @@ class SequenceStats(NamedTuple):
     cached: int
     """Prompt tokens whose KV was there already."""
     state: str
-    """waiting, preempted, prefill, decode, or padding: it has ended, and a static batch goes on computing it."""
+    """waiting, preempted, prefill, decode, or padding: it has ended, and a static batch goes on
+    computing it.
+    """
     age: float
     """Seconds since the request came."""
 

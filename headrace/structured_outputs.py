@@ -1,4 +1,6 @@
-"""What the text of an output must be: the record that asks for it, and the checks that need no model. Names as in vLLM."""
+"""What the text of an output must be: the record that asks for it, and the checks that need no
+model. Names as in vLLM.
+"""
 
 import json
 import reprlib
@@ -19,14 +21,18 @@ MAX_BAD_WORD_CHARACTERS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What the output must be: just one of these. Raises RequestError, which names the field, for what none of them can be."""
+    """What the output must be: just one of these. Raises RequestError, which names the field, for
+    what none of them can be.
+    """
 
     json: str | Mapping[str, Any] | None = None
     """JSON that is valid by this schema, given as a record or as its text; kept as text."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """Text that this regular expression matches as a whole, in the syntax of Rust's `regex` without look-around and backreferences."""
+    """Text that this regular expression matches as a whole, in the syntax of Rust's `regex` without
+    look-around and backreferences.
+    """
     choice: Sequence[str] | None = None
     """One of these texts."""
     grammar: str | None = None
@@ -34,12 +40,21 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
-            raise RequestError(f"json_object must be true or false, not {reprlib.repr(self.json_object)}")
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+            raise RequestError(
+                f"json_object must be true or false, not {reprlib.repr(self.json_object)}"
+            )
+        given = [
+            name
+            for name in ("json", "regex", "choice", "grammar")
+            if getattr(self, name) is not None
+        ]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             named = " and ".join(given) if given else "none"
-            raise RequestError(f"structured_outputs must have just one of json, json_object, regex, choice and grammar; it has {named}")
+            raise RequestError(
+                "structured_outputs must have just one of json, json_object, regex, "
+                f"choice and grammar; it has {named}"
+            )
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
         if self.choice is not None:
@@ -51,7 +66,11 @@ class StructuredOutputs:
 
 def bad_words(value: object) -> list[str] | None:
     """`SamplingParams.bad_words`, checked. Raises RequestError."""
-    return None if value is None else _texts("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+    return (
+        None
+        if value is None
+        else _texts("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+    )
 
 
 def check_text(name: str, value: object, most: int) -> str:
@@ -78,7 +97,9 @@ def _texts(name: str, value: object, most: int, most_characters: int) -> list[st
 def _choices(value: object) -> list[str]:
     choices = list(dict.fromkeys(_texts("choice", value, MAX_CHOICES, MAX_CHARACTERS)))
     if (total := sum(map(len, choices))) > MAX_CHARACTERS:
-        raise RequestError(f"choice has {total:,} characters in all; it may have {MAX_CHARACTERS:,}")
+        raise RequestError(
+            f"choice has {total:,} characters in all; it may have {MAX_CHARACTERS:,}"
+        )
     return choices
 
 
@@ -95,7 +116,9 @@ def _schema(value: object) -> str:
         reason = "it is too deep" if isinstance(error, RecursionError) else reprlib.repr(str(error))
         raise RequestError(f"json is not a JSON schema: {reason}") from None
     if not isinstance(schema, dict):
-        raise RequestError(f"json must be a schema, which is a JSON object, not {reprlib.repr(schema)}")
+        raise RequestError(
+            f"json must be a schema, which is a JSON object, not {reprlib.repr(schema)}"
+        )
     if _depth(schema) > MAX_DEPTH:
         raise RequestError(f"json is more than {MAX_DEPTH} objects and lists deep")
     return text
@@ -110,6 +133,8 @@ def _depth(value: object) -> int:
     level: list[Any] = [value]
     depth = 0
     while depth <= MAX_DEPTH and (level := [one for one in level if isinstance(one, dict | list)]):
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+        ]
         depth += 1
     return depth

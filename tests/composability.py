@@ -1,6 +1,8 @@
-"""What is held together with what: the methods, the options, the cases that cover every pair of options, and the page of them.
+"""What is held together with what: the methods, the options, the cases that cover every pair of
+options, and the page of them.
 
-`python -m tests.composability` writes docs/composability.md, which a test compares. A new method is one more entry of METHODS.
+`python -m tests.composability` writes docs/composability.md, which a test compares. A new method is
+one more entry of METHODS.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,20 +26,37 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the engine."""
     draft: Mapping[str, Any] | None = None
-    """For one that drafts with a model: how `tests/draft_engines.py` makes its engine; otherwise `options` names it."""
+    """For one that drafts with a model: how `tests/draft_engines.py` makes its engine; otherwise
+    `options` names it.
+    """
     happened: Callable[[Stats], bool] = lambda stats: stats.drafted > 0
     """Whether it was at work at all."""
 
 
-TITLES = {"ngram": "n-gram", "online": "online table", "jacobi": "Jacobi", "lookahead": "lookahead", "auto": "auto"}
+TITLES = {
+    "ngram": "n-gram",
+    "online": "online table",
+    "jacobi": "Jacobi",
+    "lookahead": "lookahead",
+    "auto": "auto",
+}
 METHODS = [
-    *(Method(TITLES[name], {"proposer": name, "adaptive_speculation": False}) for name in PROPOSERS if name not in NEEDS and name != "off"),
+    *(
+        Method(TITLES[name], {"proposer": name, "adaptive_speculation": False})
+        for name in PROPOSERS
+        if name not in NEEDS and name != "off"
+    ),
     Method("auto, controlled", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
     Method("draft model", draft={"how": "draft_model"}),
     Method("first layers", draft={"how": "self_draft", "depth": 3, "width": 2}),
     Method("Medusa heads", draft={"how": "medusa", "depth": 3, "width": 2}),
     Method("auto with all of these", draft={"how": "auto", "depth": 3}),
-    Method("auto with all of these, controlled", {"adaptive_speculation": True}, {"how": "auto"}, happened=lambda stats: stats.steps > 0),
+    Method(
+        "auto with all of these, controlled",
+        {"adaptive_speculation": True},
+        {"how": "auto"},
+        happened=lambda stats: stats.steps > 0,
+    ),
 ]
 
 
@@ -56,8 +75,17 @@ class Option:
 
 PLAIN = Option("")
 AXES: list[tuple[Option, Option]] = [
-    (Option("greedy", {"temperature": 0.0}), Option("sampled", {"temperature": 0.7, "top_p": 0.95})),
-    (PLAIN, Option("penalties", {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2})),
+    (
+        Option("greedy", {"temperature": 0.0}),
+        Option("sampled", {"temperature": 0.7, "top_p": 0.95}),
+    ),
+    (
+        PLAIN,
+        Option(
+            "penalties",
+            {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        ),
+    ),
     (PLAIN, Option("logit bias", {"logit_bias": {4: 2.0, 9: -100.0}})),
     (PLAIN, Option("grammar", {"structured_outputs": StructuredOutputs(regex="([b-t]|a[^a])*")})),
     (PLAIN, Option("stop strings", {"stop": ["ad", "t"], "min_tokens": 36})),
@@ -66,7 +94,10 @@ AXES: list[tuple[Option, Option]] = [
     (PLAIN, Option("chunked prefill", engine={"max_num_batched_tokens": 7})),
     (PLAIN, Option("preemption", engine={"slots": 96})),
     (PLAIN, Option("multi-step decoding", engine={"multi_step_ms": 1e6})),
-    (Option("", engine={"prefix_cache": False}), Option("prefix cache", engine={"prefix_cache": True})),
+    (
+        Option("", engine={"prefix_cache": False}),
+        Option("prefix cache", engine={"prefix_cache": True}),
+    ),
     (PLAIN, Option("int8 KV", model={"kv_dtype": "int8"})),
     (PLAIN, Option("int4 weights", model={"format": "Q4_0"})),
 ]
@@ -78,7 +109,9 @@ Case = tuple[Option, ...]
 
 
 def pairwise_cases() -> list[Case]:
-    """Cases in which every pair of options of different axes comes up: greedily, those that cover most that is missing."""
+    """Cases in which every pair of options of different axes comes up: greedily, those that cover
+    most that is missing.
+    """
     everything = [tuple(case) for case in product(*([0, 1] for _ in AXES))]
 
     def pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
@@ -97,11 +130,20 @@ CASES = pairwise_cases()
 
 REAL_CASES: list[tuple[str, list[str]]] = [
     ("Repeat after me: one two three four. One two three four. One two", ["greedy", "logprobs"]),
-    ("The list again, item by item: apple, pear, plum, apple, pear, plum, apple,", ["greedy", "penalties", "n = 4"]),
-    ("def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a", ["sampled", "logprobs", "n = 4", "logit bias"]),
+    (
+        "The list again, item by item: apple, pear, plum, apple, pear, plum, apple,",
+        ["greedy", "penalties", "n = 4"],
+    ),
+    (
+        "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a",
+        ["sampled", "logprobs", "n = 4", "logit bias"],
+    ),
     ("word " * 90, ["greedy", "chunked prefill", "logprobs"]),
     ("One, two, three. One, two,", ["sampled", "stop strings"]),
-    ("Name three rivers of Europe, and the countries that they flow through.", ["sampled", "preemption"]),
+    (
+        "Name three rivers of Europe, and the countries that they flow through.",
+        ["sampled", "preemption"],
+    ),
 ]
 """On the default model, whose weights are in four bits: a prompt, and options by title."""
 
@@ -116,13 +158,19 @@ def page() -> str:
     lines = [
         "# What composes with what",
         "",
-        "Written by `python -m tests.composability` from the cases that `tests/engine/test_composability.py` runs; a test fails when it",
-        "is stale. In each case token ids, text and log-probabilities must be equal to the last bit to those of plain decoding: the",
-        "request alone, in one piece, without drafts, with the same weights and KV format, on the `cpu` backend.",
+        "Written by `python -m tests.composability` from the cases that "
+        "`tests/engine/test_composability.py` runs; a test fails when it",
+        "is stale. In each case token ids, text and log-probabilities must be equal to "
+        "the last bit to those of plain decoding: the",
+        "request alone, in one piece, without drafts, with the same weights and KV "
+        "format, on the `cpu` backend.",
         "",
-        f"Each method runs {len(CASES)} cases on a tiny model, in which every pair of options comes up, and those that need no model of",
-        f"their own {len(REAL_CASES)} more on the default model (`tests/engine/test_drafts_real.py` has the others). A cell says in how",
-        "many the option is. With the prefix cache one request comes again. Each method also runs beside beam searches in one batch, and",
+        f"Each method runs {len(CASES)} cases on a tiny model, in which every pair of "
+        "options comes up, and those that need no model of",
+        f"their own {len(REAL_CASES)} more on the default model "
+        "(`tests/engine/test_drafts_real.py` has the others). A cell says in how",
+        "many the option is. With the prefix cache one request comes again. Each method "
+        "also runs beside beam searches in one batch, and",
         "neither changes what the other gives.",
         "",
         f"| method | {' | '.join(option.title for option in OPTIONS)} |",
@@ -130,12 +178,19 @@ def page() -> str:
     ]
     for method in METHODS:
         real = [] if method.draft else REAL_CASES
-        counts = [sum(option in case for case in CASES) + sum(option.title in titles for _, titles in real) for option in OPTIONS]
+        counts = [
+            sum(option in case for case in CASES)
+            + sum(option.title in titles for _, titles in real)
+            for option in OPTIONS
+        ]
         lines.append(f"| {method.title} | {' | '.join(str(count) for count in counts)} |")
     lines += ["", "The cases on the tiny model:"]
     lines += [f"* {title(case)}" for case in CASES]
     lines += ["", "On the default model:"]
-    lines += [f"* {', '.join(titles)}: `{prompt[:40].splitlines()[0]}...`" for prompt, titles in REAL_CASES]
+    lines += [
+        f"* {', '.join(titles)}: `{prompt[:40].splitlines()[0]}...`"
+        for prompt, titles in REAL_CASES
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,6 @@
-"""Engines over tiny models with everything that a model can draft with: shared by the tests of drafting."""
+"""Engines over tiny models with everything that a model can draft with: shared by the tests of
+drafting.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -37,48 +39,86 @@ def draft_engine(
     kv_dtype: KvDtype = "f32",
     **config: Any,
 ) -> tuple[Engine, dict[str, Proposer]]:
-    """An engine that drafts by `how`, a proposer's name or `auto` with all there are, and its proposers.
+    """An engine that drafts by `how`, a proposer's name or `auto` with all there are, and its
+    proposers.
 
     The model itself is its draft unless there is another.
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
     needed = {option: 1 for method, option in NEEDS.items() if how in (method, "auto")}
-    given: dict[str, Any] = needed | {"proposer": how, "draft_depth": depth, "draft_width": width, "max_draft_tokens": 128}
+    given: dict[str, Any] = needed | {
+        "proposer": how,
+        "draft_depth": depth,
+        "draft_width": width,
+        "max_draft_tokens": 128,
+    }
     wanted = EngineConfig(acceptance_method=config.get("acceptance_method", "exact"), **given)
     methods = asked_for(wanted)
-    sees = config.get("attention_window", 0), config.get("attention_sinks", EngineConfig.attention_sinks)
+    sees = (
+        config.get("attention_window", 0),
+        config.get("attention_sinks", EngineConfig.attention_sinks),
+    )
     program = trace_model(spec, tensors).with_window(*sees).pooling()
     kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
-    target = compile_program(backend, program.keeping_hidden() if "medusa" in methods else program, tensors, kv, config.get("threads", 1))
+    target = compile_program(
+        backend,
+        program.keeping_hidden() if "medusa" in methods else program,
+        tensors,
+        kv,
+        config.get("threads", 1),
+    )
     draft_models = DraftModels(block_size=size)
     if "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
         draft_program = trace_model(draft_spec, draft_tensors).with_window(*sees)
-        own = replace(kv, num_blocks=(-(-(draft_slots or slots) // size),) * len(draft_program.kv_groups))
+        own = replace(
+            kv, num_blocks=(-(-(draft_slots or slots) // size),) * len(draft_program.kv_groups)
+        )
         compiled = target.attach(draft_program, draft_tensors, own)
         manager = KvManager(draft_program.kv_groups, own, max_rows(depth))
-        draft_models = replace(draft_models, draft=DraftModel(compiled, manager, longest or spec.max_context))
+        draft_models = replace(
+            draft_models, draft=DraftModel(compiled, manager, longest or spec.max_context)
+        )
     if "self_draft" in methods:
-        short = trace_model(replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors).with_window(*sees)
+        short = trace_model(
+            replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors
+        ).with_window(*sees)
         draft_models = replace(draft_models, short=target.attach(short, tensors))
     if "medusa" in methods:
         draft_models = replace(draft_models, heads=medusa_heads(target, spec, depth))
     proposers = make_proposers(wanted, draft_models)
-    return tiny_engine(model, backend, proposer=proposers, executable=target, slots=slots, kv_dtype=kv_dtype, **config), proposers
+    return tiny_engine(
+        model,
+        backend,
+        proposer=proposers,
+        executable=target,
+        slots=slots,
+        kv_dtype=kv_dtype,
+        **config,
+    ), proposers
 
 
-def medusa_heads(target: Executable, spec: ModelSpec, count: int, seed: int = 0) -> list[Executable]:
+def medusa_heads(
+    target: Executable, spec: ModelSpec, count: int, seed: int = 0
+) -> list[Executable]:
     """Random heads, compiled beside the model."""
     tensors = head_tensors(spec, count, seed)
-    programs = [trace(lambda g, i=i: head_forward(i, spec.dim, spec.vocab_size, g), tensors) for i in range(count)]  # type: ignore[misc]
+    programs = [
+        trace(lambda g, i=i: head_forward(i, spec.dim, spec.vocab_size, g), tensors)
+        for i in range(count)
+    ]  # type: ignore[misc]
     return [target.attach(program, tensors) for program in programs]
 
 
 def head_tensors(spec: ModelSpec, count: int, seed: int = 0) -> Tensors:
     """Random heads under our names."""
     rng = np.random.default_rng(seed)
-    shapes = {"0.linear.weight": (spec.dim, spec.dim), "0.linear.bias": (spec.dim,), "1.weight": (spec.vocab_size, spec.dim)}
+    shapes = {
+        "0.linear.weight": (spec.dim, spec.dim),
+        "0.linear.bias": (spec.dim,),
+        "1.weight": (spec.vocab_size, spec.dim),
+    }
     tensors = {}
     for i in range(count):
         for part, shape in shapes.items():

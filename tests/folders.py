@@ -23,13 +23,22 @@ from tests.backend.batches import Sequence, batch_of
 TOKENS = 45
 _VOCAB = 96
 Stored = Callable[[str, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""From the name and the values of a weight to the values that it has once it is quantised, and the tensors that stand for it."""
+"""From the name and the values of a weight to the values that it has once it is quantised, and the
+tensors that stand for it.
+"""
 
 
 def tiny_llama(hidden: int = 64, ffn: int = 100) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": _VOCAB, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": 3}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)).eval()
+    sizes = {
+        "vocab_size": _VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": 3,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -39,14 +48,23 @@ def tiny_llama(hidden: int = 64, ffn: int = 100) -> LlamaForCausalLM:
 def configure(folder: Path, model: LlamaForCausalLM, config: dict[str, Any]) -> None:
     """The `config.json` of a model with this `quantization_config`."""
     model.config.save_pretrained(folder)
-    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": config, "architectures": ["LlamaForCausalLM"]}
+    values = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": config,
+        "architectures": ["LlamaForCausalLM"],
+    }
     (folder / "config.json").write_text(json.dumps(values))
 
 
 def write_folder(
-    folder: Path, model: LlamaForCausalLM, config: dict[str, Any], stored: Stored, metadata: dict[str, str] | None = None
+    folder: Path,
+    model: LlamaForCausalLM,
+    config: dict[str, Any],
+    stored: Stored,
+    metadata: dict[str, str] | None = None,
 ) -> None:
-    """The folder of a model whose linear layers, but not its head, are quantised; the model gets the weights that these stand for."""
+    """The folder of a model whose linear layers, but not its head, are quantised; the model gets
+    the weights that these stand for.
+    """
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if value.ndim == 2 and "proj" in name:
@@ -59,30 +77,46 @@ def write_folder(
     save_file(state, folder / "model.safetensors", metadata)
 
 
-def assembled(folder: Path, config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]:
+def assembled(
+    folder: Path, config: dict[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, StoredTensor]:
     """What a method makes of a file of these tensors."""
     save_file(dict(tensors), folder / "part.safetensors")
     return method_of(config).assemble(config, read_safetensors(folder / "part.safetensors"), "a")
 
 
-def logits_of(executable: reference.ReferenceExecutable | cpu.CpuExecutable, chunks: list[int]) -> NDArray[np.float32]:
+def logits_of(
+    executable: reference.ReferenceExecutable | cpu.CpuExecutable, chunks: list[int]
+) -> NDArray[np.float32]:
     """Of a prompt computed in chunks of these sizes, [tokens, vocab]."""
-    sequence, tokens, found = Sequence([1, 3, 0], 32), (np.arange(TOKENS) * 37 % _VOCAB).tolist(), []
+    sequence, tokens, found = (
+        Sequence([1, 3, 0], 32),
+        (np.arange(TOKENS) * 37 % _VOCAB).tolist(),
+        [],
+    )
     for rows in chunks:
-        batch = batch_of([sequence], [tokens[sequence.computed : sequence.computed + rows]], [([], [])], False)
+        batch = batch_of(
+            [sequence], [tokens[sequence.computed : sequence.computed + rows]], [([], [])], False
+        )
         found.append(forward(executable, batch).logits.copy())
         sequence.computed += rows
     return np.concatenate(found)
 
 
-def backends(checkpoint: Checkpoint, isa: str, threads: int = 2) -> tuple[reference.ReferenceExecutable, cpu.CpuExecutable]:
+def backends(
+    checkpoint: Checkpoint, isa: str, threads: int = 2
+) -> tuple[reference.ReferenceExecutable, cpu.CpuExecutable]:
     program, kv = trace_model(checkpoint.spec, checkpoint.tensors), KvConfig((4,), 32, "f32")
     tensors = checkpoint.tensors
-    return reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
+    return reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(
+        program, tensors, kv, threads, isa
+    )
 
 
 def check_engine(folder: Path, model: LlamaForCausalLM, near: float = 0.03) -> Checkpoint:
-    """The reference computes what transformers does with the same weights; the cpu backend is near, with its tokens but for near-ties."""
+    """The reference computes what transformers does with the same weights; the cpu backend is near,
+    with its tokens but for near-ties.
+    """
     checkpoint = open_checkpoint(folder)
     with torch.no_grad():
         want = model(torch.arange(TOKENS)[None] * 37 % _VOCAB).logits[0].numpy()

@@ -3,13 +3,32 @@
 from tests.tiny import TinyVocabulary
 
 SINGLE = '{}[]":,.-+ 0123456789abcdefnmt'
-LONGER = ['{"', '": ', '", "', ", ", "true", "false", "null", "na", "name", "me", "ab", "abc", "10", "}}", '"}', *"\\ulsriz"]
+LONGER = [
+    '{"',
+    '": ',
+    '", "',
+    ", ",
+    "true",
+    "false",
+    "null",
+    "na",
+    "name",
+    "me",
+    "ab",
+    "abc",
+    "10",
+    "}}",
+    '"}',
+    *"\\ulsriz",
+]
 VOCAB = 61
 EOS = (59, 60)
 
 
 class JsonVocabulary(TinyVocabulary):
-    """Pieces of JSON, two bytes of a longer character, and two end tokens, which are spelt as text is."""
+    """Pieces of JSON, two bytes of a longer character, and two end tokens, which are spelt as text
+    is.
+    """
 
     def __init__(self, eos_ids: tuple[int, ...] = EOS) -> None:
         super().__init__(VOCAB, eos_ids)

@@ -1,4 +1,6 @@
-"""An executable for tests that answers one launch late, as a device does: what the engine does meanwhile must not need the answer."""
+"""An executable for tests that answers one launch late, as a device does: what the engine does
+meanwhile must not need the answer.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +14,8 @@ _T = TypeVar("_T", RaggedBatch, KvRows)
 
 
 class LateExecutable:
-    """Runs a launch of another executable when its results are waited for, or when the second launch after it comes.
+    """Runs a launch of another executable when its results are waited for, or when the second
+    launch after it comes.
 
     So what the engine does between two launches, it does without the results of the first.
     """
@@ -25,11 +28,20 @@ class LateExecutable:
         """Launches that came before the one before had run."""
         self._late: _LateTicket | None = None
 
-    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> "_LateTicket":
+    def launch(
+        self,
+        batch: RaggedBatch,
+        ops: Sequence[LogitOp] = (),
+        *,
+        logits: bool = False,
+        hidden: bool = False,
+    ) -> "_LateTicket":
         self.overlaps += self._late is not None and not self._late.ready
         self._run_late()
         own = copied(batch)._replace(kv=tuple(map(copied, batch.kv)))
-        self._late = _LateTicket(lambda: self.inner.launch(own, list(ops), logits=logits, hidden=hidden).wait())
+        self._late = _LateTicket(
+            lambda: self.inner.launch(own, list(ops), logits=logits, hidden=hidden).wait()
+        )
         return self._late
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
@@ -75,7 +87,13 @@ class _LateHostBlocks:
 
 def copied(arrays: _T) -> _T:
     """The same named tuple, with arrays of its own."""
-    return arrays._replace(**{name: value.copy() for name, value in arrays._asdict().items() if isinstance(value, np.ndarray)})
+    return arrays._replace(
+        **{
+            name: value.copy()
+            for name, value in arrays._asdict().items()
+            if isinstance(value, np.ndarray)
+        }
+    )
 
 
 class _LateTicket:
@@ -90,5 +108,7 @@ class _LateTicket:
     def wait(self) -> StepResult:
         if self._result is None:
             result = self._run()
-            self._result = StepResult(result.values, *(None if rows is None else rows.copy() for rows in result[1:]))
+            self._result = StepResult(
+                result.values, *(None if rows is None else rows.copy() for rows in result[1:])
+            )
         return self._result

@@ -19,7 +19,9 @@ Rows = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts over rows of `dim` numbers, the first of which, one for each expert, are the logits of the routing."""
+    """Experts over rows of `dim` numbers, the first of which, one for each expert, are the logits
+    of the routing.
+    """
 
     experts: int = 8
     top_k: int = 2
@@ -40,25 +42,46 @@ class Mixture:
 
     @property
     def tensors(self) -> Tensors:
-        """Random weights; the router takes the logits out of the row as they are, so that every backend routes alike."""
-        shapes = {"gate": (self.hidden, self.dim), "up": (self.hidden, self.dim), "down": (self.dim, self.hidden)}
+        """Random weights; the router takes the logits out of the row as they are, so that every
+        backend routes alike.
+        """
+        shapes = {
+            "gate": (self.hidden, self.dim),
+            "up": (self.hidden, self.dim),
+            "down": (self.dim, self.hidden),
+        }
         formats = {"gate": self.format, "up": self.format, "down": self.down_format or self.format}
-        found = {"router": StoredTensor.from_floats("router", np.eye(self.experts, self.dim, dtype=np.float32))}
+        found = {
+            "router": StoredTensor.from_floats(
+                "router", np.eye(self.experts, self.dim, dtype=np.float32)
+            )
+        }
         for part, (rows, cols) in shapes.items():
             for e in range(self.experts):
                 name = f"{part}.{e}"
-                found[name] = random_stored(formats[part], rows, cols, 100 * e + rows + len(part), name, cols**-0.5)
+                found[name] = random_stored(
+                    formats[part], rows, cols, 100 * e + rows + len(part), name, cols**-0.5
+                )
                 found[f"{name}.bias"] = _vector(f"{name}.bias", rows, e + rows)
         found["router.bias"] = _vector("router.bias", self.experts, 7)
         return found
 
     def route(self, g: Tracer, logits: Value) -> Value:
         bias = g.vector("router.bias", self.experts) if self.has_route_bias else None
-        options = {"normalised": self.normalised, "factor": self.factor, "groups": self.groups, "bias": bias}
+        options = {
+            "normalised": self.normalised,
+            "factor": self.factor,
+            "groups": self.groups,
+            "bias": bias,
+        }
         return g.route(logits, self.top_k, self.scoring, **options)
 
     def mix(self, g: Tracer, x: Value, routing: Value) -> Value:
-        sizes = {"gate": (self.hidden, self.dim), "up": (self.hidden, self.dim), "down": (self.dim, self.hidden)}
+        sizes = {
+            "gate": (self.hidden, self.dim),
+            "up": (self.hidden, self.dim),
+            "down": (self.dim, self.hidden),
+        }
 
         def weights(part: str) -> tuple[Weight, ...]:
             return tuple(g.weight(f"{part}.{e}", *sizes[part]) for e in range(self.experts))
@@ -68,7 +91,13 @@ class Mixture:
             return tuple(g.vector(name, sizes[part][0]) for name in names)
 
         parts = ("gate", "up", "down")
-        return g.experts(x, routing, *map(weights, parts), self.activation, (biases("gate"), biases("up"), biases("down")))
+        return g.experts(
+            x,
+            routing,
+            *map(weights, parts),
+            self.activation,
+            (biases("gate"), biases("up"), biases("down")),
+        )
 
     def program(self) -> tuple[Program, Tensors]:
         """Input rows to what comes of their experts."""
@@ -86,7 +115,9 @@ class Mixture:
     def routing(self) -> tuple[Program, Tensors]:
         """Rows of logits to their routing."""
         tensors = self.tensors
-        return trace(lambda g: g.gather_rows(self.route(g, g.input(self.experts))), tensors), tensors
+        return trace(
+            lambda g: g.gather_rows(self.route(g, g.input(self.experts))), tensors
+        ), tensors
 
 
 def _vector(name: str, size: int, seed: int) -> StoredTensor:
@@ -97,4 +128,6 @@ def rows_batch(x: Rows) -> RaggedBatch:
     """A step of one-row sequences with these input rows, and logits for all of them."""
     n = len(x)
     zeros, order = ints([0] * n), ints(list(range(n)))
-    return RaggedBatch(zeros, zeros, ints(list(range(n + 1))), zeros, zeros + 1, (), None, order, order, None, x)
+    return RaggedBatch(
+        zeros, zeros, ints(list(range(n + 1))), zeros, zeros + 1, (), None, order, order, None, x
+    )

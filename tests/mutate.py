@@ -1,8 +1,10 @@
-"""Deliberate faults, one at a time, and whether a test notices: `make mutate`, or `make mutate MODULE=planner/roofline`.
+"""Deliberate faults, one at a time, and whether a test notices: `make mutate`, or `make mutate
+MODULE=planner/roofline`.
 
-Each part is changed and tested in a copy under build/mutate, by the tests of the folder that mirrors it, or by fewer of them, for a file
-alone: `make mutate MODULE=engine/acceptance TESTS="test_acceptance.py test_speculation.py"`. What was found is kept there: the next call
-goes on where this one was stopped, tries again what had survived, and does anew what has changed.
+Each part is changed and tested in a copy under build/mutate, by the tests of the folder that
+mirrors it, or by fewer of them, for a file alone: `make mutate MODULE=engine/acceptance
+TESTS="test_acceptance.py test_speculation.py"`. What was found is kept there: the next call goes on
+where this one was stopped, tries again what had survived, and does anew what has changed.
 """
 
 import json
@@ -19,7 +21,10 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build/mutate"
 PARTS = {  # with the tests that are left out, which take minutes and hold no single part
     **{part: () for part in ("program", "planner", "kv", "accept", "propose")},
-    "engine": tuple(f"test_{name}.py" for name in ("machine*", "promise*", "composability", "overload", "drafts_real")),
+    "engine": tuple(
+        f"test_{name}.py"
+        for name in ("machine*", "promise*", "composability", "overload", "drafts_real")
+    ),
 }
 CONFIG = """[mutmut]
 source_paths=headrace
@@ -49,11 +54,14 @@ settings.register_profile(
 settings.load_profile("mutate")
 """
 _NOISE = (r",? *\bstrict=\w+", r", *(?=\))", r"(?<=\bcast\()[^,]*")
-"""What may differ without a difference: whether zips are strict, commas at the end, types of casts."""
+"""What may differ without a difference: whether zips are strict, commas at the end, types of casts.
+"""
 
 
 def main(module: str, tests: list[str]) -> None:
-    """Try all mutants of a part, or of one of its files with these tests of the part; of every part where none is named."""
+    """Try all mutants of a part, or of one of its files with these tests of the part; of every part
+    where none is named.
+    """
     part, _, file = module.partition("/")
     if part and part not in PARTS:
         sys.exit(f"no part {part!r}; there are: {', '.join(PARTS)}")
@@ -62,7 +70,13 @@ def main(module: str, tests: list[str]) -> None:
     for name in [part] if part else PARTS:
         folder = WORK / (f"{name}-{file}" if tests else name)  # which tests there are is kept, too
         _prepare(name, folder, tests)
-        _mutmut(folder, "run", "--max-children", "1", *([f"headrace.{name}.{file.removesuffix('.py')}.*"] if file else []))
+        _mutmut(
+            folder,
+            "run",
+            "--max-children",
+            "1",
+            *([f"headrace.{name}.{file.removesuffix('.py')}.*"] if file else []),
+        )
         _report(name, folder)
 
 
@@ -83,20 +97,33 @@ def _prepare(part: str, folder: Path, tests: list[str]) -> None:
     for file in folder.glob("mutants/**/*.meta"):
         found = json.loads(file.read_text())
         codes = found["exit_code_by_key"]
-        found["exit_code_by_key"] = {name: code if _status(code) in ("killed", "timeout") else None for name, code in codes.items()}
+        found["exit_code_by_key"] = {
+            name: code if _status(code) in ("killed", "timeout") else None
+            for name, code in codes.items()
+        }
         file.write_text(json.dumps(found))
 
 
 def _mutmut(folder: Path, *words: str) -> str:
     """Runs mutmut there; its output where it is asked to show something.
 
-    Without `site` an editable installation, which would be found before the mutants, is not looked at; `setquit` gives back `exit`.
+    Without `site` an editable installation, which would be found before the mutants, is not looked
+    at; `setquit` gives back `exit`.
     """
     start = "import site; site.setquit(); from mutmut.__main__ import cli; cli()"
     packages = [path for path in sys.path if path.endswith("site-packages")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(packages), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(packages),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     wanted = subprocess.PIPE if words[0] == "show" else None
-    done = subprocess.run([sys.executable, "-S", "-c", start, *words], cwd=folder, env=environment, stdout=wanted, text=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", start, *words],
+        cwd=folder,
+        env=environment,
+        stdout=wanted,
+        text=True,
+    )
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout or ""
@@ -111,7 +138,11 @@ def _report(part: str, folder: Path) -> None:
         print(f"  {file.stem}: {dict(Counter(map(_status, codes.values())))}")
         survivors += [name for name, code in codes.items() if _status(code) == "survived"]
     for name in survivors:
-        change = [line for line in _mutmut(folder, "show", name).splitlines() if re.match(r"[+-](?![+-]{2})", line)]
+        change = [
+            line
+            for line in _mutmut(folder, "show", name).splitlines()
+            if re.match(r"[+-](?![+-]{2})", line)
+        ]
         if len({_essence(line[1:]) for line in change}) > 1:
             print(f"\n{name}", *change, sep="\n")
 

@@ -10,9 +10,18 @@ from headrace.proposer import ProposerTraits, SequenceView
 
 
 class RandomTrees:
-    """Trees of random size and shape. `truth` has all tokens of a sequence, by its id, where they are known."""
+    """Trees of random size and shape. `truth` has all tokens of a sequence, by its id, where they
+    are known.
+    """
 
-    def __init__(self, seed: int, vocab: int, truth: Mapping[tuple[int, int], list[int]], max_nodes: int = 9, right: float = 0.7) -> None:
+    def __init__(
+        self,
+        seed: int,
+        vocab: int,
+        truth: Mapping[tuple[int, int], list[int]],
+        max_nodes: int = 9,
+        right: float = 0.7,
+    ) -> None:
         self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None)
         self.commits: list[Commit] = []
         self._random = random.Random(seed)
@@ -27,7 +36,10 @@ class RandomTrees:
         named = Counter(commit.source for commit in commits)
         for commit in commits:
             known = seqs[commit.source].known
-            assert known[len(known) - len(commit.tokens) :] == commit.tokens or named[commit.source] > 1
+            assert (
+                known[len(known) - len(commit.tokens) :] == commit.tokens
+                or named[commit.source] > 1
+            )
         self.commits += commits
 
     def _tree(self, seq: SequenceView, budget: int) -> DraftTree:
@@ -37,8 +49,14 @@ class RandomTrees:
         depth_if_right = {-1: 0}  # nodes whose path is right so far
         for node in range(rng.randint(0, budget)):
             parent = node - 1 if rng.random() < 0.5 else rng.randint(-1, node - 1)
-            place = len(seq.known) + depth_if_right[parent] if parent in depth_if_right else len(truth)
-            token = truth[place] if place < len(truth) and rng.random() < self._right else rng.randrange(self._vocab)
+            place = (
+                len(seq.known) + depth_if_right[parent] if parent in depth_if_right else len(truth)
+            )
+            token = (
+                truth[place]
+                if place < len(truth) and rng.random() < self._right
+                else rng.randrange(self._vocab)
+            )
             if place < len(truth) and token == truth[place]:
                 depth_if_right[node] = depth_if_right[parent] + 1
             tokens.append(token)

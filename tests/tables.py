@@ -24,22 +24,45 @@ KINDS = {
 }
 
 
-def random_table(kind: str, rows: int, cols: int, seed: int, name: str = "w", scale: float = 0.1, fill: int | None = None) -> StoredTensor:
-    """A [rows, cols] matrix of this kind whose values are of the order of `scale`; with `fill` all codes are that one."""
+def random_table(
+    kind: str,
+    rows: int,
+    cols: int,
+    seed: int,
+    name: str = "w",
+    scale: float = 0.1,
+    fill: int | None = None,
+) -> StoredTensor:
+    """A [rows, cols] matrix of this kind whose values are of the order of `scale`; with `fill` all
+    codes are that one.
+    """
     return random_codes(KINDS[kind], rows, cols, seed, name, scale, fill)
 
 
 def random_codes(
-    spec: QuantSpec, rows: int, cols: int, seed: int, name: str = "w", scale: float = 0.1, fill: int | None = None
+    spec: QuantSpec,
+    rows: int,
+    cols: int,
+    seed: int,
+    name: str = "w",
+    scale: float = 0.1,
+    fill: int | None = None,
 ) -> StoredTensor:
     """The same in any format whose scales are numbers of their own."""
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 1 << spec.bits, (rows, cols), np.uint8) if fill is None else np.full((rows, cols), fill, np.uint8)
+    codes = (
+        rng.integers(0, 1 << spec.bits, (rows, cols), np.uint8)
+        if fill is None
+        else np.full((rows, cols), fill, np.uint8)
+    )
     if not np.isfinite(spec.values).all():
         codes[~np.isfinite(spec.values)[codes]] = 0
     size = float(np.abs(spec.values[codes]).max()) or 1.0
     shape = rows, spec.num_scales(cols)
-    parts: dict[str, Any] = {"codes": codes, "scales": _stored(rng.uniform(-2, 2, shape) * scale / size, spec.scale)}  # type: ignore[arg-type]
+    parts: dict[str, Any] = {
+        "codes": codes,
+        "scales": _stored(rng.uniform(-2, 2, shape) * scale / size, spec.scale),
+    }  # type: ignore[arg-type]
     if spec.zero_type == "u8":
         parts["zeros"] = rng.integers(0, 1 << spec.bits, shape, np.uint8)
     elif spec.zero_type:

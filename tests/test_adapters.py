@@ -16,27 +16,37 @@ PROMPT = "A water wheel turns because"
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
 
 
-def write_adapter(folder: Path, rank: int, layers: Sequence[int] = (3, 20), heads: int = 576, dim: int = 576) -> Path:
-    """A random adapter of the queries and outputs of some layers, here of SmolLM2-135M, strong enough to change its text.
+def write_adapter(
+    folder: Path, rank: int, layers: Sequence[int] = (3, 20), heads: int = 576, dim: int = 576
+) -> Path:
+    """A random adapter of the queries and outputs of some layers, here of SmolLM2-135M, strong
+    enough to change its text.
 
     `heads`: columns of all heads together.
     """
     rng, shapes = np.random.default_rng(rank), {"q": (heads, dim), "o": (dim, heads)}
     tensors = {
-        f"base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_{half}.weight": rng.standard_normal(shape, np.float32)
+        f"base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_{half}.weight": rng.standard_normal(
+            shape, np.float32
+        )
         for layer in layers
         for part, (rows, cols) in shapes.items()
         for half, shape in (("A", (rank, cols)), ("B", (rows, rank)))
     }
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 0.5}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 0.5})
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {f"rank {rank}": write_adapter(tmp_path_factory.mktemp("adapters") / str(rank), rank) for rank in (4, 16)}
+    return {
+        f"rank {rank}": write_adapter(tmp_path_factory.mktemp("adapters") / str(rank), rank)
+        for rank in (4, 16)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +62,9 @@ def test_one_for_each_prompt_or_one_for_all(llm: LLM, folders: dict[str, Path]) 
     together = llm.generate([PROMPT] * 4, GREEDY, adapter=names)
     for result, name in zip(together, names, strict=True):
         (by_itself,) = llm.generate(PROMPT, GREEDY, adapter=name)
-        assert [(o.token_ids, o.logprobs) for o in by_itself.outputs] == [(o.token_ids, o.logprobs) for o in result.outputs]
+        assert [(o.token_ids, o.logprobs) for o in by_itself.outputs] == [
+            (o.token_ids, o.logprobs) for o in result.outputs
+        ]
         assert "".join(llm.stream_text(PROMPT, GREEDY, adapter=name)) == result.outputs[0].text
     assert len({result.outputs[0].text for result in together}) == 3
     vectors = llm.embed([PROMPT] * 3, adapter=names[:3])
@@ -75,16 +87,34 @@ def test_what_is_refused(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> 
         llm.unload_adapter("empty")
 
 
-def test_the_command_line(llm: LLM, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--raw", "--temperature", "0", "--max-tokens", "8", "--presence-penalty", "0", "--max-model-len", "128"]
+def test_the_command_line(
+    llm: LLM, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--raw",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "8",
+        "--presence-penalty",
+        "0",
+        "--max-model-len",
+        "128",
+    ]
     texts = []
     for lora in ([], ["--lora", f"it={folders['rank 16']}"]):
         assert main(["run", "smollm2", PROMPT, *flags, *lora]) == 0
         out, err = capsys.readouterr()
         texts.append(out.removesuffix("\n"))
         assert " out" in err
-    expected = [llm.generate(PROMPT, GREEDY, adapter=name)[0].outputs[0].text for name in (None, "rank 16")]
+    expected = [
+        llm.generate(PROMPT, GREEDY, adapter=name)[0].outputs[0].text for name in (None, "rank 16")
+    ]
     assert texts == expected
-    for wrong, message in (("x", "--lora takes a name and a path"), ("=x", "--lora takes"), ("it=/nowhere", "/nowhere")):
+    for wrong, message in (
+        ("x", "--lora takes a name and a path"),
+        ("=x", "--lora takes"),
+        ("it=/nowhere", "/nowhere"),
+    ):
         assert main(["run", "smollm2", PROMPT, *flags, "--lora", wrong]) in (2, 3)
         assert message in capsys.readouterr().err

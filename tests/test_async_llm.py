@@ -1,4 +1,6 @@
-"""The face for event loops: the results of `LLM`, many at once, and requests that end with their tasks."""
+"""The face for event loops: the results of `LLM`, many at once, and requests that end with their
+tasks.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -20,7 +22,9 @@ PROMPTS: list[Any] = ["hello", "w", {"prompt_token_ids": [5, 6, 7]}, MESSAGES]
 
 def with_llm(model: str, work: Callable[[AsyncLLM], Awaitable[_T]]) -> _T:  # noqa: F811
     async def run() -> _T:
-        async with await asyncio.to_thread(AsyncLLM, model, max_model_len=64, kv_blocks=8, threads=1) as llm:
+        async with await asyncio.to_thread(
+            AsyncLLM, model, max_model_len=64, kv_blocks=8, threads=1
+        ) as llm:
             result = await work(llm)
             while not await asyncio.to_thread(clean, llm):
                 await asyncio.sleep(0.001)
@@ -39,7 +43,9 @@ def test_whole_results_all_at_once(model: str, expected: list[Any]) -> None:  # 
     async def work(llm: AsyncLLM) -> list[Any]:
         return list(await asyncio.gather(*(llm.generate(prompt, PARAMS) for prompt in PROMPTS)))
 
-    assert [result.outputs for result in with_llm(model, work)] == [result.outputs for result in expected]
+    assert [result.outputs for result in with_llm(model, work)] == [
+        result.outputs for result in expected
+    ]
 
 
 def test_streams_all_at_once(model: str, expected: list[Any]) -> None:  # noqa: F811
@@ -58,11 +64,17 @@ def test_streams_all_at_once(model: str, expected: list[Any]) -> None:  # noqa: 
 
 def test_embeddings(model: str) -> None:  # noqa: F811
     async def work(llm: AsyncLLM) -> list[Any]:
-        return list(await asyncio.gather(llm.embed("hello"), llm.embed("w", "mean", normalise=True), llm.generate("w", LONG)))
+        return list(
+            await asyncio.gather(
+                llm.embed("hello"), llm.embed("w", "mean", normalise=True), llm.generate("w", LONG)
+            )
+        )
 
     last, mean, _ = with_llm(model, work)
     with LLM(model, max_model_len=64, kv_blocks=8, threads=1) as llm:
-        assert np.array_equal(last, llm.embed("hello")[0]) and np.array_equal(mean, llm.embed("w", "mean", normalise=True)[0])
+        assert np.array_equal(last, llm.embed("hello")[0]) and np.array_equal(
+            mean, llm.embed("w", "mean", normalise=True)[0]
+        )
 
 
 def test_requests_end_with_their_tasks(model: str) -> None:  # noqa: F811
@@ -81,7 +93,13 @@ def test_requests_end_with_their_tasks(model: str) -> None:  # noqa: F811
 
 def test_errors(model: str) -> None:  # noqa: F811
     async def work(llm: AsyncLLM) -> None:
-        for prompt, options in [("", {}), (5, {}), ("a" * 999, {}), ([{"role": "user"}, 5], {}), ("a", {"tools": []})]:
+        for prompt, options in [
+            ("", {}),
+            (5, {}),
+            ("a" * 999, {}),
+            ([{"role": "user"}, 5], {}),
+            ("a", {"tools": []}),
+        ]:
             with pytest.raises(RequestError):
                 await llm.generate(prompt, LONG, **options)  # type: ignore[arg-type]
         with pytest.raises(RequestFailedError, match="in time"):

@@ -18,10 +18,17 @@ FACES = {"serving": SERVING, "offline": OFFLINE, "interactive": INTERACTIVE}
 
 def documented() -> dict[str, dict[str, str]]:
     """The table: face -> option -> the first word of its cell."""
-    text = (Path(__file__).parents[1] / "docs/scheduling.md").read_text().partition("## Faces and their defaults")[2]
+    text = (
+        (Path(__file__).parents[1] / "docs/scheduling.md")
+        .read_text()
+        .partition("## Faces and their defaults")[2]
+    )
     heading, _, *rows = re.findall(r"^\|(.*)\|$", text.partition("\n## ")[0], re.MULTILINE)
     faces = [cell.split()[0] for cell in heading.split("|")[1:]]
-    cells = [[re.split(r"[\s,](?!\d)", cell.strip())[0].strip("`") for cell in row.split("|")] for row in rows]
+    cells = [
+        [re.split(r"[\s,](?!\d)", cell.strip())[0].strip("`") for cell in row.split("|")]
+        for row in rows
+    ]
     return {face: {row[0]: row[1 + i] for row in cells} for i, face in enumerate(faces)}
 
 
@@ -35,7 +42,11 @@ def defaults_of(face: FaceDefaults) -> Mapping[str, Any]:
 
 def test_rows_are_those_of_the_backend() -> None:
     """What docs/scheduling.md says of chunks."""
-    for face, backend, most in ((SERVING, "cpu", (64, 512, 16)), (SERVING, "cuda", (256, 2048, 256)), (OFFLINE, "cuda", (256, 2048, 2048))):
+    for face, backend, most in (
+        (SERVING, "cpu", (64, 512, 16)),
+        (SERVING, "cuda", (256, 2048, 256)),
+        (OFFLINE, "cuda", (256, 2048, 2048)),
+    ):
         config = engine_config({"backend": backend}, face)
         assert (config.max_seqs, config.max_rows, config.max_chunk_rows) == most
     small = engine_config({"backend": "cuda", "max_num_batched_tokens": 100})
@@ -45,12 +56,19 @@ def test_rows_are_those_of_the_backend() -> None:
 @pytest.mark.parametrize("face", FACES)
 def test_as_documented(face: str) -> None:
     found, table = defaults_of(FACES[face]), documented()[face]
-    assert {name: found[name] for name in table if name != "seed"} == {name: value(text) for name, text in table.items() if name != "seed"}
+    assert {name: found[name] for name in table if name != "seed"} == {
+        name: value(text) for name, text in table.items() if name != "seed"
+    }
     assert SamplingParams(**FACES[face].sampling).seed == value(table["seed"])
 
 
 def test_the_table_has_every_difference() -> None:
-    differing = {name for face in FACES.values() for record in (face.engine, face.sampling) for name in record}
+    differing = {
+        name
+        for face in FACES.values()
+        for record in (face.engine, face.sampling)
+        for name in record
+    }
     assert differing == documented()["serving"].keys()
     assert defaults_of(SERVING) == vars(EngineConfig()) | vars(SamplingParams())
 

@@ -1,4 +1,6 @@
-"""What the pages say is so: the worked step of docs/architecture.md is one that the engine runs, and what they name is there."""
+"""What the pages say is so: the worked step of docs/architecture.md is one that the engine runs,
+and what they name is there.
+"""
 
 import re
 from collections.abc import Sequence
@@ -91,7 +93,10 @@ class WorkedStep:
         return [
             *(f"{name} = {getattr(batch, name).tolist()}" for name in ("tokens", "positions")),
             f"slots = {kv.slots.tolist()}",
-            *(f"{name} = {getattr(batch, name).tolist()}" for name in ("row_start", "context_len", "scheduled_len")),
+            *(
+                f"{name} = {getattr(batch, name).tolist()}"
+                for name in ("row_start", "context_len", "scheduled_len")
+            ),
             f"block_table = {kv.block_table.tolist()}",
             f"ancestors = [{', '.join(f'0b{word:03b}' for (word,) in batch.ancestors.tolist())}]",
             *(f"{name} = {getattr(batch, name).tolist()}" for name in ("logit_rows", "seq_of")),
@@ -102,16 +107,36 @@ class WorkedStep:
         lines = []
         for op, drawn in zip(launch.ops, launch.results, strict=True):
             assert isinstance(op, Draw) and isinstance(drawn, Drawn)
-            draft = f", draft={DraftTree.__name__}({op.draft.tokens}, {op.draft.parents})" if op.draft.tokens else ""
-            lines.append(f"Draw(row={op.row}, position={op.position}{draft}) -> Drawn(tokens={drawn.tokens}, path={drawn.path})")
-        lines += [f"Commit(source={c.source}, path={c.path}, tokens={c.tokens})" for c in sorted(self.commits)]
+            draft = (
+                f", draft={DraftTree.__name__}({op.draft.tokens}, {op.draft.parents})"
+                if op.draft.tokens
+                else ""
+            )
+            lines.append(
+                f"Draw(row={op.row}, position={op.position}{draft}) -> "
+                f"Drawn(tokens={drawn.tokens}, path={drawn.path})"
+            )
+        lines += [
+            f"Commit(source={c.source}, path={c.path}, tokens={c.tokens})"
+            for c in sorted(self.commits)
+        ]
         lines += [f"move slot {source} -> {target}" for source, target in self.moves]
-        return [*lines, *(f"{name}: known = {seq.known}, computed = {seq.computed}" for name, seq in zip("ABC", self.seqs, strict=True))]
+        return [
+            *lines,
+            *(
+                f"{name}: known = {seq.known}, computed = {seq.computed}"
+                for name, seq in zip("ABC", self.seqs, strict=True)
+            ),
+        ]
 
 
 def block(title: str) -> list[str]:
     """The lines of the code block whose first line is this remark, without remarks and layout."""
-    text = next(text for text in re.findall(r"```\n(.*?)```", ARCHITECTURE, re.DOTALL) if text.startswith(f"# {title}"))
+    text = next(
+        text
+        for text in re.findall(r"```\n(.*?)```", ARCHITECTURE, re.DOTALL)
+        if text.startswith(f"# {title}")
+    )
     lines = (squeezed(line.partition("#")[0]) for line in text.splitlines())
     return [line for line in lines if line]
 
@@ -136,10 +161,23 @@ class TestTheWorkedStep:
 
 @cache
 def names() -> set[str]:
-    """Every name in the code, every string that could be one (options, keys, metrics), and what pyproject.toml names."""
-    code = [name for name in files() if name.startswith(("headrace/", "csrc/", "benchmarks/")) and not name.endswith(".md")]
-    found = {text.text for name in code for text in texts(name, (ROOT / name).read_text()) if text.kind == "name"}
-    return {part for name in found for part in name.split(".")} | set(NAME.findall((ROOT / "pyproject.toml").read_text()))
+    """Every name in the code, every string that could be one (options, keys, metrics), and what
+    pyproject.toml names.
+    """
+    code = [
+        name
+        for name in files()
+        if name.startswith(("headrace/", "csrc/", "benchmarks/")) and not name.endswith(".md")
+    ]
+    found = {
+        text.text
+        for name in code
+        for text in texts(name, (ROOT / name).read_text())
+        if text.kind == "name"
+    }
+    return {part for name in found for part in name.split(".")} | set(
+        NAME.findall((ROOT / "pyproject.toml").read_text())
+    )
 
 
 def spans(page: Path) -> list[str]:
@@ -158,9 +196,17 @@ class TestThePages:
         most = {"architecture.md": 160, "glossary.md": 60}.get(page.name, 120)
         assert len(page.read_text().splitlines()) <= most
 
-    @pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md"), ROOT / "benchmarks/README.md"], ids=lambda page: page.name)
+    @pytest.mark.parametrize(
+        "page",
+        [*PAGES, *ROOT.glob("*.md"), ROOT / "benchmarks/README.md"],
+        ids=lambda page: page.name,
+    )
     def test_links(self, page: Path) -> None:
-        for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link):
+        for target, _, anchor in (
+            link.partition("#")
+            for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+            if "://" not in link
+        ):
             file = page.parent / target if target else page
             assert file.exists(), target
             assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
@@ -181,5 +227,7 @@ class TestThePages:
 
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
     def test_names_are_there(self, page: Path) -> None:
-        named = [span for span in spans(page) if _CODE_NAME.fullmatch(span) and not _FILE.fullmatch(span)]
+        named = [
+            span for span in spans(page) if _CODE_NAME.fullmatch(span) and not _FILE.fullmatch(span)
+        ]
         assert not [span for span in named if set(NAME.findall(span)) - names()]

@@ -28,7 +28,9 @@ def test_a_vector_for_each_prompt(llm: LLM) -> None:
         alone = np.concatenate([llm.embed(prompt, pooling) for prompt in PROMPTS])
         assert vectors == pytest.approx(alone, rel=1e-5)
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-        assert llm.embed(PROMPTS, pooling, normalise=True) == pytest.approx(vectors / lengths, rel=1e-5)
+        assert llm.embed(PROMPTS, pooling, normalise=True) == pytest.approx(
+            vectors / lengths, rel=1e-5
+        )
     assert llm.embed([]).shape == (0, llm.spec.dim)
     stats = llm.stats()
     assert stats.blocks_free == stats.blocks_total and stats.tokens == 0 and stats.prompt_tokens > 0

@@ -1,4 +1,6 @@
-"""The tables of docs/families.md, which are made here: `python -m tests.test_families_page` writes them anew."""
+"""The tables of docs/families.md, which are made here: `python -m tests.test_families_page` writes
+them anew.
+"""
 
 from headrace.model import FAMILIES
 from tests.families import VARIANTS
@@ -11,17 +13,29 @@ BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
 
 def table() -> str:
-    lines = ["| family | `config.json` | GGUF | logits of llama.cpp | variants that tests hold |", "|---|---|---|---|---|"]
+    lines = [
+        "| family | `config.json` | GGUF | logits of llama.cpp | variants that tests hold |",
+        "|---|---|---|---|---|",
+    ]
     for name, family in FAMILIES.items():
-        config, gguf = (f"`{layout.architectures[0]}`" if layout else "-" for layout in (family.config, family.gguf))
+        config, gguf = (
+            f"`{layout.architectures[0]}`" if layout else "-"
+            for layout in (family.config, family.gguf)
+        )
         variants = ", ".join(variant for variant, made in VARIANTS.items() if made.family == name)
         lines.append(f"| {name} | {config} | {gguf} | {llama_cpp(name)} | {variants} |")
     return "\n".join([*lines, "", *exceptions()]) + "\n"
 
 
 def llama_cpp(family: str) -> str:
-    """The largest relative error of a row of logits, over all variants of a family that llama.cpp runs."""
-    errors = [error for case, (_, error) in fixtures.verdicts().items() if VARIANTS[CASES[case].variant].family == family]
+    """The largest relative error of a row of logits, over all variants of a family that llama.cpp
+    runs.
+    """
+    errors = [
+        error
+        for case, (_, error) in fixtures.verdicts().items()
+        if VARIANTS[CASES[case].variant].family == family
+    ]
     return f"{max(errors):.0e}" if errors else "-"
 
 
@@ -34,11 +48,18 @@ def exceptions() -> list[str]:
         ("nor does it run, so that those variants are judged without it", judged),
         ("a GGUF file does not say, so that it is the file that is judged", UNSAID),
     ]
-    return [f"Of `{fixtures.package()}`:", "", *(f"* {what}: {listed(names)}" for what, names in rows)]
+    return [
+        f"Of `{fixtures.package()}`:",
+        "",
+        *(f"* {what}: {listed(names)}" for what, names in rows),
+    ]
 
 
 def listed(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{reason} ({', '.join(n for n in reasons if reasons[n] == reason)})" for reason in dict.fromkeys(reasons.values()))
+    return "; ".join(
+        f"{reason} ({', '.join(n for n in reasons if reasons[n] == reason)})"
+        for reason in dict.fromkeys(reasons.values())
+    )
 
 
 def page() -> tuple[str, str, str]:

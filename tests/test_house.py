@@ -1,4 +1,6 @@
-"""The house rules that a machine can check: what imports what, how long things may be, what is never used."""
+"""The house rules that a machine can check: what imports what, how long things may be, what is
+never used.
+"""
 
 import ast
 import re
@@ -12,7 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "headrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
-PYTHON_FILES = [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+PYTHON_FILES = [
+    *FILES,
+    *sorted((ROOT / "tests").rglob("*.py")),
+    *sorted((ROOT / "benchmarks").rglob("*.py")),
+]
 CXX_FILES = sorted(f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -34,16 +40,22 @@ def imports(file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{name_of(file)}:{node.lineno}: imports are absolute"
+            assert node.level == 0 and node.module, (
+                f"{name_of(file)}:{node.lineno}: imports are absolute"
+            )
             for alias in node.names:
                 below = ROOT.joinpath(*node.module.split("."), alias.name)
-                is_module = node.module == "headrace" or below.is_dir() or below.with_suffix(".py").exists()
+                is_module = (
+                    node.module == "headrace" or below.is_dir() or below.with_suffix(".py").exists()
+                )
                 yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
 def own_imports(file: Path) -> set[str]:
     """Imported modules of Headrace, named from the package down: `model.spec`."""
-    return {name.removeprefix("headrace.") for name in imports(file) if name.startswith("headrace.")}
+    return {
+        name.removeprefix("headrace.") for name in imports(file) if name.startswith("headrace.")
+    }
 
 
 def part_of(file: Path) -> str:
@@ -51,36 +63,73 @@ def part_of(file: Path) -> str:
 
 
 def rows_under(heading: str) -> list[tuple[str, str]]:
-    """The first two cells of each row of a table in docs/architecture.md whose first cell is code."""
-    text = (ROOT / "docs/architecture.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    """The first two cells of each row of a table in docs/architecture.md whose first cell is
+    code.
+    """
+    text = (
+        (ROOT / "docs/architecture.md")
+        .read_text()
+        .partition(f"\n## {heading}\n")[2]
+        .partition("\n## ")[0]
+    )
     return re.findall(r"^\| (`.*?) \| (.*?) \|$", text, re.MULTILINE)
 
 
 def import_table() -> dict[str, set[str]]:
     """What each part may import."""
     rows = rows_under("What may import what")
-    names = [(re.findall(r"`([\w.]+)`", left), set(re.findall(r"`([\w.]+)`", right))) for left, right in rows]
+    names = [
+        (re.findall(r"`([\w.]+)`", left), set(re.findall(r"`([\w.]+)`", right)))
+        for left, right in rows
+    ]
     return {part: allowed for parts, allowed in names for part in parts}
 
 
 ALLOWED = import_table()
-RECORDS = {"batch", "logit_ops", "proposer", "constraint", "request", "structured_outputs", "config", "stats", "errors", "record"}
+RECORDS = {
+    "batch",
+    "logit_ops",
+    "proposer",
+    "constraint",
+    "request",
+    "structured_outputs",
+    "config",
+    "stats",
+    "errors",
+    "record",
+}
 ALLOWED |= {"__init__": {"llm", "async_llm", *RECORDS}, "__main__": {"cli"}}
 
 
 def modules(requirements: list[str]) -> set[str]:
     """What their distributions are imported as."""
-    return {re.sub("^(opentelemetry)-.*", r"\1", distribution).replace("-", "_") for distribution in names(requirements)}
+    return {
+        re.sub("^(opentelemetry)-.*", r"\1", distribution).replace("-", "_")
+        for distribution in names(requirements)
+    }
 
 
 class TestTheHouse:
     def test_every_part_is_on_the_page_and_there(self) -> None:
         """The list names what is directly in the package, and of a folder some files."""
-        named = [(set(re.findall(r"`([\w./]+)`", parts)), re.findall(r"`([\w./]+\.py)`", what)) for parts, what in rows_under("The house")]
+        named = [
+            (set(re.findall(r"`([\w./]+)`", parts)), re.findall(r"`([\w./]+\.py)`", what))
+            for parts, what in rows_under("The house")
+        ]
         listed = set().union(*(parts for parts, _ in named))
-        there = {f"{f.name}/" if f.is_dir() else f.name for f in PACKAGE.iterdir() if f.suffix == ".py" or (f / "__init__.py").exists()}
+        there = {
+            f"{f.name}/" if f.is_dir() else f.name
+            for f in PACKAGE.iterdir()
+            if f.suffix == ".py" or (f / "__init__.py").exists()
+        }
         assert listed == there - {"__init__.py", "__main__.py"}
-        assert not [f"{part}{file}" for parts, files in named for part in parts for file in files if not (PACKAGE / part / file).exists()]
+        assert not [
+            f"{part}{file}"
+            for parts, files in named
+            for part in parts
+            for file in files
+            if not (PACKAGE / part / file).exists()
+        ]
 
     def test_the_import_table_has_every_part_and_no_other(self) -> None:
         parts = {part_of(file) for file in FILES} - {"__init__", "__main__"}
@@ -92,8 +141,18 @@ class TestTheHouse:
             assert name == "_native" or module.is_dir() or module.with_suffix(".py").exists(), name
 
     def test_proposers_are_named_so(self) -> None:
-        classes = [node for f in FILES if f.parent.name == "propose" for node in tree(f).body if isinstance(node, ast.ClassDef)]
-        proposing = [c.name for c in classes if {"propose", "observe"} <= {n.name for n in c.body if isinstance(n, ast.FunctionDef)}]
+        classes = [
+            node
+            for f in FILES
+            if f.parent.name == "propose"
+            for node in tree(f).body
+            if isinstance(node, ast.ClassDef)
+        ]
+        proposing = [
+            c.name
+            for c in classes
+            if {"propose", "observe"} <= {n.name for n in c.body if isinstance(n, ast.FunctionDef)}
+        ]
         assert proposing
         assert {name for name in proposing if not name.endswith("Proposer")} <= {"Guard"}
 
@@ -105,7 +164,11 @@ class TestImports:
             part = part_of(file)
             assert part in ALLOWED, f"docs/architecture.md does not say what {part} may import"
             allowed = ALLOWED[part] | RECORDS | {part}
-            above = {name for name in own_imports(file) if not any(name == a or name.startswith(a + ".") for a in allowed)}
+            above = {
+                name
+                for name in own_imports(file)
+                if not any(name == a or name.startswith(a + ".") for a in allowed)
+            }
             wrong += [f"{name_of(file)} imports {name}" for name in sorted(above)]
         assert not wrong, "see docs/architecture.md"
 
@@ -122,36 +185,80 @@ class TestImports:
         """They may share files that hold none."""
         files = [f for f in FILES if f.parent.name == "propose" and f.name != "__init__.py"]
         proposers = {
-            f"propose.{f.stem}" for f in files if "propose" in {n.name for n in ast.walk(tree(f)) if isinstance(n, ast.FunctionDef)}
+            f"propose.{f.stem}"
+            for f in files
+            if "propose" in {n.name for n in ast.walk(tree(f)) if isinstance(n, ast.FunctionDef)}
         }
         assert proposers
         assert not [name_of(f) for f in files if own_imports(f) & proposers]
 
     def test_the_engine_names_no_proposer_and_no_backend(self) -> None:
-        others = {f.stem for f in FILES if f.parent.name in ("propose", "backend") and f.name != "__init__.py"}
+        others = {
+            f.stem
+            for f in FILES
+            if f.parent.name in ("propose", "backend") and f.name != "__init__.py"
+        }
         for file in (f for f in FILES if f.parent.name == "engine"):
-            words = {node.value for node in ast.walk(tree(file)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            words = {
+                node.value
+                for node in ast.walk(tree(file))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }
             words |= {name.rpartition(".")[2] for name in own_imports(file)}
             assert not words & others, name_of(file)
 
     def test_only_what_pyproject_names(self) -> None:
-        """And what the server and its spans need is imported by the server alone, what links ranks where there are several."""
+        """And what the server and its spans need is imported by the server alone, what links ranks
+        where there are several.
+        """
         extras = PROJECT["optional-dependencies"]
-        known = modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]]) | set(sys.stdlib_module_names) | {"headrace"}
+        known = (
+            modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]])
+            | set(sys.stdlib_module_names)
+            | {"headrace"}
+        )
         for file in FILES:
-            serves = part_of(file) in ("server", "scaleout") or name_of(file) == "headrace/cli/serve.py"
-            own = modules([*extras["server"], *extras["otel"], *(extras["route"] + extras["ray"] if part_of(file) == "scaleout" else ())])
+            serves = (
+                part_of(file) in ("server", "scaleout") or name_of(file) == "headrace/cli/serve.py"
+            )
+            own = modules(
+                [
+                    *extras["server"],
+                    *extras["otel"],
+                    *(extras["route"] + extras["ray"] if part_of(file) == "scaleout" else ()),
+                ]
+            )
             own |= {"grpc"} if "ray" in own else set()  # whose errors Ray passes on
             links = modules(extras["distributed"]) if part_of(file) == "parallel" else set()
-            links |= modules(extras["cuda"]) if name_of(file).startswith("headrace/backend/cuda/") else set()
-            assert not {name.partition(".")[0] for name in imports(file)} - known - links - (own if serves else set()), name_of(file)
+            links |= (
+                modules(extras["cuda"])
+                if name_of(file).startswith("headrace/backend/cuda/")
+                else set()
+            )
+            assert (
+                not {name.partition(".")[0] for name in imports(file)}
+                - known
+                - links
+                - (own if serves else set())
+            ), name_of(file)
 
     def test_ray_is_for_the_files_of_its_name(self) -> None:
         """So several replicas without it need none of it."""
-        on_ray = {file for file in FILES if any(name.partition(".")[0] in ("ray", "grpc") for name in imports(file))}
+        on_ray = {
+            file
+            for file in FILES
+            if any(name.partition(".")[0] in ("ray", "grpc") for name in imports(file))
+        }
         assert on_ray and all(file.match("scaleout/ray_*.py") for file in on_ray)
-        users = {file for file in FILES if any(name.startswith("scaleout.ray_") for name in own_imports(file))} - on_ray
-        assert set(map(name_of, users)) == {"headrace/cli/serve.py", "headrace/scaleout/ray_replica.py"}
+        users = {
+            file
+            for file in FILES
+            if any(name.startswith("scaleout.ray_") for name in own_imports(file))
+        } - on_ray
+        assert set(map(name_of, users)) == {
+            "headrace/cli/serve.py",
+            "headrace/scaleout/ray_replica.py",
+        }
 
     def test_every_dependency_is_used(self) -> None:
         used = {name.partition(".")[0] for file in FILES for name in imports(file)}
@@ -163,15 +270,26 @@ class TestSafety:
         forbidden = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
         for file in PYTHON_FILES:
             assert not {name.partition(".")[0] for name in imports(file)} & forbidden, name_of(file)
-            keywords = [node for node in ast.walk(tree(file)) if isinstance(node, ast.keyword) and node.arg == "allow_pickle"]
-            assert all(getattr(node.value, "value", None) is False for node in keywords), name_of(file)
+            keywords = [
+                node
+                for node in ast.walk(tree(file))
+                if isinstance(node, ast.keyword) and node.arg == "allow_pickle"
+            ]
+            assert all(getattr(node.value, "value", None) is False for node in keywords), name_of(
+                file
+            )
 
     def test_templates_run_in_one_sandbox(self) -> None:
         made = []
         for file in FILES:
             if any(name.partition(".")[0] == "jinja2" for name in imports(file)):
                 calls = [node.func for node in ast.walk(tree(file)) if isinstance(node, ast.Call)]
-                bases = [base for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef) for base in node.bases]
+                bases = [
+                    base
+                    for node in ast.walk(tree(file))
+                    if isinstance(node, ast.ClassDef)
+                    for base in node.bases
+                ]
                 names = (ast.unparse(node).rpartition(".")[2] for node in (*calls, *bases))
                 made += [name for name in names if name.endswith(("Environment", "Template"))]
         assert made == ["ImmutableSandboxedEnvironment"]
@@ -179,8 +297,13 @@ class TestSafety:
 
 class TestSizes:
     def test_python_files(self) -> None:
-        most = dict.fromkeys(PYTHON_FILES, 400) | {PACKAGE / "batch.py": 120, PACKAGE / "engine/step.py": 120}
-        assert not [f"{name_of(f)}: {n} lines" for f in PYTHON_FILES if (n := num_lines(f)) >= most[f]]
+        most = dict.fromkeys(PYTHON_FILES, 400) | {
+            PACKAGE / "batch.py": 120,
+            PACKAGE / "engine/step.py": 120,
+        }
+        assert not [
+            f"{name_of(f)}: {n} lines" for f in PYTHON_FILES if (n := num_lines(f)) >= most[f]
+        ]
 
     def test_cxx_files(self) -> None:
         assert CXX_FILES
@@ -188,8 +311,17 @@ class TestSizes:
 
     def test_functions(self) -> None:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        functions = [(file, node) for file in PYTHON_FILES for node in ast.walk(tree(file)) if isinstance(node, kinds)]
-        assert not [f"{name_of(file)}: {f.name}" for file, f in functions if (f.end_lineno or 0) - f.lineno + 1 >= 60]
+        functions = [
+            (file, node)
+            for file in PYTHON_FILES
+            for node in ast.walk(tree(file))
+            if isinstance(node, kinds)
+        ]
+        assert not [
+            f"{name_of(file)}: {f.name}"
+            for file, f in functions
+            if (f.end_lineno or 0) - f.lineno + 1 >= 60
+        ]
 
 
 class TestDependencies:
@@ -197,7 +329,12 @@ class TestDependencies:
         extras = chain.from_iterable(PROJECT["optional-dependencies"].values())
         listed = names([*BUILD_REQUIREMENTS, *PROJECT["dependencies"], *extras])
         cells = re.findall(r"^\|(.*)\|$", (ROOT / "docs/dependencies.md").read_text(), re.MULTILINE)
-        explained = {word for row in cells for cell in row.split("|")[:2] for word in re.findall(r"[\w-]+", cell)}
+        explained = {
+            word
+            for row in cells
+            for cell in row.split("|")[:2]
+            for word in re.findall(r"[\w-]+", cell)
+        }
         assert not set(listed) - explained
 
 

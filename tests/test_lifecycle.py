@@ -1,4 +1,6 @@
-"""How calls of an `LLM` and its process end: interrupted, closed under it, collected, forked, exited. A step is atomic in all of it."""
+"""How calls of an `LLM` and its process end: interrupted, closed under it, collected, forked,
+exited. A step is atomic in all of it.
+"""
 
 import gc
 import os
@@ -25,8 +27,12 @@ LONG = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
 Fixture = Any
 
 
-def in_step(llm: LLM, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], at: int = 2) -> list[int]:  # noqa: F811
-    """Let something happen in the middle of the `at`-th launch; returns a list that grows by each launch which ended."""
+def in_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], at: int = 2
+) -> list[int]:  # noqa: F811
+    """Let something happen in the middle of the `at`-th launch; returns a list that grows by each
+    launch which ended.
+    """
     executable, ended = llm._engine._loop.executable, list[int]()
     launch, calls = executable.launch, iter(range(1, 10_000))
 
@@ -51,7 +57,9 @@ def interrupt() -> None:
 
 class TestInterrupts:
     @pytest.mark.parametrize("num_prompts", [1, 3])
-    def test_a_step_is_not_cut_in_two(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, num_prompts: int) -> None:  # noqa: F811
+    def test_a_step_is_not_cut_in_two(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, num_prompts: int
+    ) -> None:  # noqa: F811
         expected = llm.generate("hello", GREEDY)[0].outputs
         ended = in_step(llm, monkeypatch, interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -62,7 +70,9 @@ class TestInterrupts:
     def test_other_threads_go_on(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         expected, results = llm.generate("w", LONG)[0].outputs, list[Any]()
         other = threading.Thread(target=lambda: results.append(llm.generate("w", LONG)[0].outputs))
-        in_step(llm, monkeypatch, other.start, at=2)  # by then this thread is where an interrupt is expected
+        in_step(
+            llm, monkeypatch, other.start, at=2
+        )  # by then this thread is where an interrupt is expected
         in_step(llm, monkeypatch, interrupt, at=5)
         with pytest.raises(KeyboardInterrupt):
             while True:
@@ -98,7 +108,9 @@ class TestInterrupts:
 
 
 class TestCollection:
-    def test_a_stream_that_is_collected_in_a_step_ends_after_it(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_a_stream_that_is_collected_in_a_step_ends_after_it(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # noqa: F811
         expected, held = llm.generate("w", LONG)[0].outputs, list[Any]()
         lost = SimpleNamespace(stream=llm.stream("hello", LONG))
         lost.itself = lost  # so that it is the collector that ends it
@@ -118,7 +130,9 @@ class TestCollection:
         assert held == [{"1"}] and clean(llm) and llm.stats().aborted == 1
 
     @pytest.mark.parametrize("use", ["close", "stats"])
-    def test_what_a_finaliser_asks_in_a_step_never_waits(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, use: str) -> None:  # noqa: F811
+    def test_what_a_finaliser_asks_in_a_step_never_waits(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, use: str
+    ) -> None:  # noqa: F811
         said = []
 
         def finalise() -> None:
@@ -145,7 +159,9 @@ class TestCollection:
 
         def all_gone() -> bool:
             gc.collect()
-            return len(os.listdir("/proc/self/task")) <= before  # a thread of a library may end, too
+            return (
+                len(os.listdir("/proc/self/task")) <= before
+            )  # a thread of a library may end, too
 
         until(all_gone)
 
@@ -184,17 +200,23 @@ class TestClosing:
         finally:
             signal.signal(signal.SIGINT, previous)
 
-    def test_what_the_engine_does_not_get_over_closes_it(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_what_the_engine_does_not_get_over_closes_it(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # noqa: F811
         def fails(*args: Any) -> Any:
             raise SystemError("beyond repair")
 
         monkeypatch.setattr(llm._engine, "step", fails)
         for use in (lambda: llm.generate("hello"), llm.stats, lambda: list(llm.stream("hello"))):
-            with pytest.raises(ClosedError, match=r"the engine has ended by an error of its own: .*beyond repair"):
+            with pytest.raises(
+                ClosedError, match=r"the engine has ended by an error of its own: .*beyond repair"
+            ):
                 use()
         llm.close()
 
-    def test_what_cannot_be_closed_is_given_up(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_what_cannot_be_closed_is_given_up(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # noqa: F811
         def fails(*args: Any) -> Any:
             raise MemoryError
 
@@ -225,7 +247,13 @@ class TestThread:
 
         def look() -> None:
             thread, begun = threading.current_thread(), llm._thread.step_begun
-            seen.append((thread.name, thread.daemon, begun is not None and started <= begun <= time.monotonic()))
+            seen.append(
+                (
+                    thread.name,
+                    thread.daemon,
+                    begun is not None and started <= begun <= time.monotonic(),
+                )
+            )
 
         in_step(llm, monkeypatch, look)
         assert llm._thread.step_begun is None
@@ -233,7 +261,9 @@ class TestThread:
         assert seen == [("headrace-engine", True, True)]
         until(lambda: llm._thread.step_begun is None)
 
-    def test_in_a_step_it_knows_whether_a_command_waits(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_in_a_step_it_knows_whether_a_command_waits(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # noqa: F811
         known = list[bool]()
 
         def look() -> None:
@@ -245,7 +275,9 @@ class TestThread:
         llm.generate("hello", GREEDY)
         assert known == [False, True]
 
-    def test_it_waits_for_commands_only_where_there_is_no_work(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_it_waits_for_commands_only_where_there_is_no_work(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # noqa: F811
         monkeypatch.setattr(engine_thread, "_LINGER", 0.01)
         drain, waits = llm._thread._drain, set[tuple[bool, float]]()
 
@@ -275,7 +307,9 @@ class TestThread:
             inbox.get()
 
     @pytest.mark.parametrize("only_results", [False, True])
-    def test_a_receiver_of_results_alone_is_given_no_other_update(self, llm: LLM, only_results: bool) -> None:  # noqa: F811
+    def test_a_receiver_of_results_alone_is_given_no_other_update(
+        self, llm: LLM, only_results: bool
+    ) -> None:  # noqa: F811
         inbox = engine_thread.Inbox()
         llm._thread.add([llm._engine.check([5], GREEDY)], ["a"], inbox, only_results=only_results)
         updates = [inbox.get()]
@@ -300,7 +334,9 @@ class TestThread:
         assert counts == [150] * 3
         until(lambda: not threads_named("headrace-engine"))
 
-    def test_where_the_system_gives_no_thread(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_where_the_system_gives_no_thread(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # noqa: F811
         def refuse(*args: Any, **options: Any) -> None:
             raise RuntimeError("can't start new thread")
 
@@ -370,7 +406,8 @@ run()
     "code",
     [
         "generate_in_a_daemon()",
-        "stream = llm.stream('hello', LONG); next(stream); import atexit; atexit.register(llm.close)",
+        "stream = llm.stream('hello', LONG); next(stream); import atexit; "
+        "atexit.register(llm.close)",
         "t = threading.Thread(target=run); t.start()",
         "run()\n" + FORKS,
         "generate_in_a_daemon()\n" + FORKS,
@@ -381,11 +418,15 @@ def test_the_end_of_a_process(model: str, code: str) -> None:  # noqa: F811
     """It ends by itself, with nothing to say, whatever threads and forks there are."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     command = [sys.executable, "-c", PRELUDE + code, model]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path}
+    )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
-def test_a_failure_of_one_call_is_not_one_of_another(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_failure_of_one_call_is_not_one_of_another(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:  # noqa: F811
     expected, results = llm.generate("w", GREEDY)[0].outputs, list[Any]()
 
     def fail() -> None:
@@ -393,7 +434,12 @@ def test_a_failure_of_one_call_is_not_one_of_another(llm: LLM, monkeypatch: pyte
 
     for _ in range(2):  # it is tried once more
         in_step(llm, monkeypatch, fail, at=1)
-    with pytest.raises(RequestFailedError, match="1 of 1 requests failed; prompt 0: the device is lost") as error:
+    with pytest.raises(
+        RequestFailedError, match="1 of 1 requests failed; prompt 0: the device is lost"
+    ) as error:
         llm.generate("hello", GREEDY)
-    assert isinstance(error.value.outputs[0].error, OSError) and error.value.outputs[0].outputs[0].finish_reason == "error"
+    assert (
+        isinstance(error.value.outputs[0].error, OSError)
+        and error.value.outputs[0].outputs[0].finish_reason == "error"
+    )
     assert llm.generate("w", GREEDY)[0].outputs == expected and clean(llm) and not results

@@ -37,7 +37,9 @@ def llm(model: str) -> Iterator[LLM]:
 def clean(llm: LLM) -> bool:
     """Whether nothing is left of past requests."""
     stats = llm.stats()
-    return stats.blocks_free == stats.blocks_total and not (stats.running or stats.waiting or llm._thread._routes or llm._engine.has_work)
+    return stats.blocks_free == stats.blocks_total and not (
+        stats.running or stats.waiting or llm._thread._routes or llm._engine.has_work
+    )
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -56,7 +58,12 @@ class TestGenerate:
         assert result.prompt_token_ids == tokenizer.encode("hello w")
         assert result.prompt_logprobs is None and result.finished and result.error is None
         (output,) = result.outputs
-        assert (output.index, len(output.token_ids), output.finish_reason, output.stop_reason) == (0, 8, "length", None)
+        assert (output.index, len(output.token_ids), output.finish_reason, output.stop_reason) == (
+            0,
+            8,
+            "length",
+            None,
+        )
         assert output.text == tokenizer.decode(output.token_ids)
         assert (output.logprobs, output.cumulative_logprob) == (None, None)
         assert clean(llm)
@@ -69,12 +76,19 @@ class TestGenerate:
         assert totals == sorted(totals, reverse=True) and len(plain.outputs) == 1
         assert list(llm.stream_text("hello w", replace(params, n=1))) == [searched.outputs[0].text]
         updates = list(llm.stream("hello w", params))
-        assert [(update.index, update.text) for update in updates] == [(i, output.text) for i, output in enumerate(searched.outputs)]
+        assert [(update.index, update.text) for update in updates] == [
+            (i, output.text) for i, output in enumerate(searched.outputs)
+        ]
         assert clean(llm)
 
     def test_all_forms_of_prompts_in_order(self, llm: LLM) -> None:
         ids = llm.get_tokenizer().encode("hello")
-        prompts = ["hello", {"prompt_token_ids": ids}, {"prompt": "hello"}, {"prompt": "as I say", "prompt_token_ids": ids}]
+        prompts = [
+            "hello",
+            {"prompt_token_ids": ids},
+            {"prompt": "hello"},
+            {"prompt": "as I say", "prompt_token_ids": ids},
+        ]
         results = llm.generate(prompts, GREEDY)
         assert [result.prompt for result in results] == ["hello", None, "hello", "as I say"]
         assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
@@ -85,8 +99,12 @@ class TestGenerate:
         params = [replace(GREEDY, max_tokens=1 + i % 5) for i in range(20)]
         results = llm.generate(prompts, params)
         assert [result.prompt for result in results] == prompts
-        assert [len(result.outputs[0].token_ids) for result in results] == [1 + i % 5 for i in range(20)]
-        alone = [llm.generate(prompt, p)[0].outputs for prompt, p in zip(prompts, params, strict=True)]
+        assert [len(result.outputs[0].token_ids) for result in results] == [
+            1 + i % 5 for i in range(20)
+        ]
+        alone = [
+            llm.generate(prompt, p)[0].outputs for prompt, p in zip(prompts, params, strict=True)
+        ]
         assert alone == [result.outputs for result in results]
 
     def test_defaults(self, llm: LLM) -> None:
@@ -102,7 +120,9 @@ class TestGenerate:
         assert output.logprobs is not None
         for token, entry in zip(output.token_ids, output.logprobs, strict=True):
             assert next(iter(entry)) == token and entry[token].rank == 1 and len(entry) == 2
-        assert output.cumulative_logprob == pytest.approx(sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True)))
+        assert output.cumulative_logprob == pytest.approx(
+            sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True))
+        )
 
     @pytest.mark.parametrize(
         ("prompts", "message"),
@@ -116,12 +136,17 @@ class TestGenerate:
             ({"promt": "hello"}, "unknown key of a prompt 'promt'; did you mean prompt"),
             ({"prompt_token_ids": [100_000]}, "the vocabulary ends at"),
             ("x" * 64, "the prompt has 6[45] tokens, and the context of 64"),
-            ("x" * 2_000_000, "the prompt has 2,000,000 bytes, more than a context of 64 tokens can hold"),
+            (
+                "x" * 2_000_000,
+                "the prompt has 2,000,000 bytes, more than a context of 64 tokens can hold",
+            ),
             ("\ud800", "surrogates"),
         ],
     )
     def test_a_bad_one_among_good_ones(self, llm: LLM, prompts: Any, message: str) -> None:
-        bad = [] if isinstance(prompts, int) else prompts if isinstance(prompts, list) else [prompts]
+        bad = (
+            [] if isinstance(prompts, int) else prompts if isinstance(prompts, list) else [prompts]
+        )
         with pytest.raises(RequestError, match=message):
             llm.generate(["hello", *bad] if bad else prompts, GREEDY)
         assert llm.stats().steps == 0
@@ -129,7 +154,9 @@ class TestGenerate:
 
     def test_terms_for_each_prompt_or_for_all(self, llm: LLM) -> None:
         text = "hello " * 20
-        first, late = llm.generate([text, text], replace(GREEDY, max_tokens=2), cache_salt=["a", "b"], timeout=[None, 0.0])
+        first, late = llm.generate(
+            [text, text], replace(GREEDY, max_tokens=2), cache_salt=["a", "b"], timeout=[None, 0.0]
+        )
         assert (first.cached_tokens, first.outputs[0].finish_reason) == (0, "length")
         assert (late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("timeout", [])
         assert not llm.generate(text, GREEDY, cache_salt="b")[0].cached_tokens
@@ -141,7 +168,9 @@ class TestGenerate:
     def test_priorities_reach_the_engine(self, model: str) -> None:
         with LLM(model, backend="reference", max_model_len=64, max_num_seqs=1) as llm:
             add, seen = llm._engine.add, []
-            llm._engine.add = lambda request, *ids, **how: seen.append(request.priority) or add(request, *ids, **how)  # type: ignore[method-assign,func-returns-value]
+            llm._engine.add = lambda request, *ids, **how: (
+                seen.append(request.priority) or add(request, *ids, **how)
+            )  # type: ignore[method-assign,func-returns-value]
             llm.generate(["hello", "w"], GREEDY, priority=[3, -2])
             llm.chat([MESSAGES, MESSAGES], GREEDY, priority=5)
             "".join(llm.stream_text("hello", GREEDY, priority=-1))
@@ -150,12 +179,19 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"params": [GREEDY]}, "params has 1 entries and there are 2 prompts: give one value for all, or one for each"),
+            (
+                {"params": [GREEDY]},
+                "params has 1 entries and there are 2 prompts: give one value for all, or "
+                "one for each",
+            ),
             ({"params": []}, "params has 0 entries and there are 2 prompts"),
             ({"params": "greedy"}, "params must be SamplingParams, not str"),
             ({"params": [GREEDY, {"n": 1}]}, "params must be SamplingParams, not dict"),
             ({"priority": [1, 2, 3]}, "priority has 3 entries and there are 2 prompts"),
-            ({"priority": [0, 1001]}, "priority must be a whole number from -1,000 to 1,000, not 1001"),
+            (
+                {"priority": [0, 1001]},
+                "priority must be a whole number from -1,000 to 1,000, not 1001",
+            ),
             ({"priority": None}, "priority must be a whole number"),
             ({"timeout": (1.0,)}, "timeout has 1 entries and there are 2 prompts"),
             ({"timeout": [None, -1]}, "timeout must be a number from 0"),
@@ -163,7 +199,9 @@ class TestGenerate:
             ({"cache_salt": 7}, "cache_salt must be text of at most 1,024 characters, not 7"),
         ],
     )
-    def test_parameters_and_terms_that_cannot_be(self, llm: LLM, options: dict[str, Any], message: str) -> None:
+    def test_parameters_and_terms_that_cannot_be(
+        self, llm: LLM, options: dict[str, Any], message: str
+    ) -> None:
         for use, prompts in ((llm.generate, ["hello", "w"]), (llm.chat, [MESSAGES, MESSAGES])):
             with pytest.raises(RequestError) as error:
                 use(prompts, **options)  # type: ignore[operator]
@@ -172,7 +210,10 @@ class TestGenerate:
 
     def test_parameters_may_be_left_out_for_some(self, llm: LLM) -> None:
         results = llm.generate(["hello", "hello"], [None, GREEDY])  # type: ignore[list-item]
-        assert [len(result.outputs[0].token_ids) <= n for result, n in zip(results, (16, 8), strict=True)] == [True, True]
+        assert [
+            len(result.outputs[0].token_ids) <= n
+            for result, n in zip(results, (16, 8), strict=True)
+        ] == [True, True]
 
     def test_a_failure_brings_all_results(self, model: str, write_gguf: Any) -> None:  # noqa: F811
         with LLM(model, backend="reference", max_model_len=64, multi_step_ms=0) as whole:
@@ -187,16 +228,24 @@ class TestGenerate:
                 return ticket
 
             whole._engine._loop.executable.launch = spoiled  # type: ignore[method-assign]
-            with pytest.raises(RequestFailedError, match="1 of 2 requests failed; prompt 1: the model produced") as error:
+            with pytest.raises(
+                RequestFailedError, match="1 of 2 requests failed; prompt 1: the model produced"
+            ) as error:
                 whole.generate(["hello w", "hello"], GREEDY)
             good, bad = error.value.outputs
             assert good.outputs == expected
-            assert isinstance(bad.error, NonFiniteLogitsError) and bad.outputs[0].finish_reason == "error"
+            assert (
+                isinstance(bad.error, NonFiniteLogitsError)
+                and bad.outputs[0].finish_reason == "error"
+            )
             assert whole.generate("hello w", GREEDY)[0].outputs == expected
             assert clean(whole)
 
     def test_progress(self, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-        assert llm.generate("hello", GREEDY, progress=True)[0].outputs == llm.generate("hello", GREEDY)[0].outputs
+        assert (
+            llm.generate("hello", GREEDY, progress=True)[0].outputs
+            == llm.generate("hello", GREEDY)[0].outputs
+        )
 
 
 class TestChat:
@@ -228,7 +277,9 @@ class TestChat:
         assert llm.chat([], GREEDY) == []
 
     def test_its_defaults_are_those_of_the_command_line(self, llm: LLM) -> None:
-        """An answer goes on to its end: here to that of the context, as the model's random weights do not know an end."""
+        """An answer goes on to its end: here to that of the context, as the model's random weights
+        do not know an end.
+        """
         expected = llm.chat(MESSAGES, SamplingParams(**INTERACTIVE.sampling))[0]
         (result,) = llm.chat(MESSAGES)
         assert result.outputs == expected.outputs and len(result.outputs[0].token_ids) > 16
@@ -237,10 +288,17 @@ class TestChat:
 
     def test_arguments_of_the_template(self, write_gguf: Any) -> None:  # noqa: F811
         path = write_gguf(
-            {"tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ add_generation_prompt }}{{ mood }}"}
+            {
+                "tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ "
+                "add_generation_prompt }}{{ mood }}"
+            }
         )
         with LLM(str(path), backend="reference", max_model_len=64) as llm:
-            options = {"tools": [{}, {}], "add_generation_prompt": False, "chat_template_kwargs": {"mood": "dry"}}
+            options = {
+                "tools": [{}, {}],
+                "add_generation_prompt": False,
+                "chat_template_kwargs": {"mood": "dry"},
+            }
             assert llm.chat(MESSAGES, GREEDY, **options)[0].prompt == "hello2Falsedry"
             assert llm.chat([MESSAGES], GREEDY)[0].prompt == "helloTrue"
             with pytest.raises(RequestError, match="chat_template_kwargs may not replace messages"):
@@ -253,7 +311,10 @@ class TestStream:
     def test_pieces_join_to_the_text(self, llm: LLM) -> None:
         expected = llm.generate("hello", GREEDY)[0].outputs[0].text
         assert "".join(llm.stream_text("hello", GREEDY)) == expected
-        assert "".join(llm.stream_text(MESSAGES, GREEDY)) == llm.chat(MESSAGES, GREEDY)[0].outputs[0].text
+        assert (
+            "".join(llm.stream_text(MESSAGES, GREEDY))
+            == llm.chat(MESSAGES, GREEDY)[0].outputs[0].text
+        )
 
     @pytest.mark.parametrize("n", [1, 3])
     def test_updates_have_all_that_the_result_has(self, llm: LLM, n: int) -> None:
@@ -261,7 +322,9 @@ class TestStream:
         *_, last = updates = list(llm.stream("hello w", params))
         (expected,) = llm.generate("hello w", params)
         assert (
-            last.result is not None and last.result.outputs == expected.outputs and last.result.prompt_logprobs == expected.prompt_logprobs
+            last.result is not None
+            and last.result.outputs == expected.outputs
+            and last.result.prompt_logprobs == expected.prompt_logprobs
         )
         assert [update.result for update in updates[:-1]] == [None] * (len(updates) - 1)
         assert last.result.finished and last.result.timing.decode > 0
@@ -274,7 +337,12 @@ class TestStream:
         assert clean(llm)
 
     def test_a_conversation_takes_the_options_of_a_template(self, write_gguf: Any) -> None:  # noqa: F811
-        path = write_gguf({"tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ add_generation_prompt }}"})
+        path = write_gguf(
+            {
+                "tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ "
+                "add_generation_prompt }}"
+            }
+        )
         with LLM(str(path), backend="reference", max_model_len=64) as llm:
             options: Any = {"tools": [{}, {}], "add_generation_prompt": False}
             *_, last = llm.stream(MESSAGES, GREEDY, **options)
@@ -282,12 +350,16 @@ class TestStream:
             assert llm.apply_chat_template(MESSAGES, tools=[{}], tokenize=False) == "hello1False"
             ids = llm.apply_chat_template(MESSAGES, add_generation_prompt=True)
             assert ids == llm.get_tokenizer().encode("helloTrue", add_special=False)
-            with pytest.raises(RequestError, match="tools, add_generation_prompt belongs to a conversation"):
+            with pytest.raises(
+                RequestError, match="tools, add_generation_prompt belongs to a conversation"
+            ):
                 llm.stream("hello", GREEDY, **options)
 
     def test_a_failure_ends_it(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(llm._engine._loop.executable, "launch", lambda *args, **options: 1 / 0)
-        with pytest.raises(RequestFailedError, match="the request failed: division by zero") as error:
+        with pytest.raises(
+            RequestFailedError, match="the request failed: division by zero"
+        ) as error:
             list(llm.stream("hello", GREEDY))
         assert error.value.outputs[0].outputs[0].finish_reason == "error" and clean(llm)
 
@@ -309,7 +381,9 @@ class TestStream:
         assert clean(llm)
 
     def test_several_at_once(self, llm: LLM) -> None:
-        expected = [llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in ("hello", "w", "ll")]
+        expected = [
+            llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in ("hello", "w", "ll")
+        ]
         first, second = llm.stream("hello", GREEDY), llm.stream("w", GREEDY)
         texts = [next(first).text, next(second).text]
         texts.append(llm.generate("ll", GREEDY)[0].outputs[0].text)
@@ -321,7 +395,9 @@ class TestStream:
     def test_refused_at_once(self, llm: LLM) -> None:
         with pytest.raises(RequestError, match="the prompt is empty"):
             llm.stream("", GREEDY)
-        with pytest.raises(RequestError, match="n is 2, and the text of several continuations would be mixed up"):
+        with pytest.raises(
+            RequestError, match="n is 2, and the text of several continuations would be mixed up"
+        ):
             llm.stream_text("hello", replace(GREEDY, n=2))
 
 
@@ -356,13 +432,28 @@ class TestLife:
         llm.close()
         llm.close()
         assert repr(llm).endswith("closed)")
-        for use in (lambda: llm.generate("hello"), lambda: llm.chat(MESSAGES), lambda: llm.stream("hello"), llm.stats):
+        for use in (
+            lambda: llm.generate("hello"),
+            lambda: llm.chat(MESSAGES),
+            lambda: llm.stream("hello"),
+            llm.stats,
+        ):
             with pytest.raises(ClosedError):
                 use()
 
-    @pytest.mark.parametrize("options", [{}, {"proposer": "auto", "draft_layers": 1}, {"proposer": "draft_model"}, {"batching": "static"}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"proposer": "auto", "draft_layers": 1},
+            {"proposer": "draft_model"},
+            {"batching": "static"},
+        ],
+    )
     def test_closing_gives_all_back_at_once(self, model: str, options: dict[str, Any]) -> None:
-        """The thread beside the caller's lives as long as the packed weights, the descriptor as long as the file's pages."""
+        """The thread beside the caller's lives as long as the packed weights, the descriptor as
+        long as the file's pages.
+        """
         if options.get("proposer") == "draft_model":
             options = options | {"draft_model": model}
 
@@ -377,13 +468,17 @@ class TestLife:
                 with LLM(model, threads=2, max_model_len=64, **options) as llm:
                     llm.generate(["hello", "w"], GREEDY)
                     assert held() > before
-                until(lambda: held() == before)  # a thread that has ended is listed for a moment more
+                until(
+                    lambda: held() == before
+                )  # a thread that has ended is listed for a moment more
         finally:
             gc.enable()
 
     def test_closed_under_a_stream(self, model: str) -> None:
         llm = LLM(model, backend="reference")
-        pieces = llm.stream("hello", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))  # the engine goes on meanwhile
+        pieces = llm.stream(
+            "hello", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        )  # the engine goes on meanwhile
         next(pieces)
         llm.close()
         with pytest.raises(ClosedError):

@@ -1,4 +1,6 @@
-"""Prompts in all their forms, to token ids: what is read, and what is refused in the same words by every face."""
+"""Prompts in all their forms, to token ids: what is read, and what is refused in the same words by
+every face.
+"""
 
 from collections.abc import Iterator
 from itertools import repeat
@@ -79,21 +81,43 @@ class TestRead:
     def test_text_and_dictionaries(self, llm: LLM) -> None:
         reader, encode = llm._prompts, llm.get_tokenizer().encode
         ids = encode("hello")
-        assert reader.read("hello") == reader.read({"prompt": "hello"}) == reader.read_prompt("hello") == TokenizedPrompt(ids, "hello")
+        assert (
+            reader.read("hello")
+            == reader.read({"prompt": "hello"})
+            == reader.read_prompt("hello")
+            == TokenizedPrompt(ids, "hello")
+        )
         assert reader.read({"prompt_token_ids": ids}) == TokenizedPrompt(ids, None)
-        assert reader.read({"prompt_token_ids": ids, "prompt": "as I say"}) == TokenizedPrompt(ids, "as I say")
+        assert reader.read({"prompt_token_ids": ids, "prompt": "as I say"}) == TokenizedPrompt(
+            ids, "as I say"
+        )
 
     def test_a_conversation_brings_its_special_tokens_itself(self, llm: LLM) -> None:
         tokenizer = llm.get_tokenizer()
-        reader = PromptReader("m", tokenizer, "{{ bos_token }}{{ messages[0].content }}", Renderer(), CONTEXT)
+        reader = PromptReader(
+            "m", tokenizer, "{{ bos_token }}{{ messages[0].content }}", Renderer(), CONTEXT
+        )
         rendered, spelt = reader.read(MESSAGES), reader.read(f"{tokenizer.bos_token}hello")
-        assert rendered == reader.read_chat(MESSAGES) and rendered.text == spelt.text == f"{tokenizer.bos_token}hello"
-        assert rendered.token_ids == [tokenizer.bos_id, *tokenizer.encode("hello", add_special=False)]
-        assert tokenizer.bos_id not in spelt.token_ids[1:] and len(spelt.token_ids) > len(rendered.token_ids)  # a user's text is text
+        assert (
+            rendered == reader.read_chat(MESSAGES)
+            and rendered.text == spelt.text == f"{tokenizer.bos_token}hello"
+        )
+        assert rendered.token_ids == [
+            tokenizer.bos_id,
+            *tokenizer.encode("hello", add_special=False),
+        ]
+        assert tokenizer.bos_id not in spelt.token_ids[1:] and len(spelt.token_ids) > len(
+            rendered.token_ids
+        )  # a user's text is text
 
     def test_what_a_conversation_is(self) -> None:
         assert is_conversation(MESSAGES) and is_conversation(tuple(MESSAGES))
-        assert not any(map(is_conversation, ([], [MESSAGES], "hello", MESSAGES[0], [*MESSAGES, "x"], iter(MESSAGES))))
+        assert not any(
+            map(
+                is_conversation,
+                ([], [MESSAGES], "hello", MESSAGES[0], [*MESSAGES, "x"], iter(MESSAGES)),
+            )
+        )
 
 
 class TestRefusals:
@@ -109,26 +133,56 @@ class TestRefusals:
             ({"promt": "hello"}, "unknown key of a prompt 'promt'; did you mean prompt"),
             ({"prompt_token_ids": None}, "prompt_token_ids must be a list of token ids, not None"),
             ({"prompt_token_ids": "12"}, "prompt_token_ids must be a list of token ids, not '12'"),
-            ({"prompt_token_ids": np.array(5)}, "prompt_token_ids must be a list of token ids, not array(5)"),
-            ({"prompt_token_ids": [1, 2.0]}, "prompt_token_ids must be a whole number from 0 to 2,147,483,647, not 2.0"),
-            ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be a whole number from 0 to 2,147,483,647, not True"),
+            (
+                {"prompt_token_ids": np.array(5)},
+                "prompt_token_ids must be a list of token ids, not array(5)",
+            ),
+            (
+                {"prompt_token_ids": [1, 2.0]},
+                "prompt_token_ids must be a whole number from 0 to 2,147,483,647, not 2.0",
+            ),
+            (
+                {"prompt_token_ids": [1, True]},
+                "prompt_token_ids must be a whole number from 0 to 2,147,483,647, not True",
+            ),
             ({"prompt_token_ids": [-1]}, "prompt_token_ids must be a whole number from 0"),
             ({"prompt_token_ids": [2**31]}, "prompt_token_ids must be a whole number from 0"),
-            ({"prompt_token_ids": [100_000]}, "prompt_token_ids has 100,000, and the vocabulary ends at"),
-            ({"prompt_token_ids": [1] * CONTEXT}, "the prompt has 64 tokens, and the context of 64 must hold it and one more"),
-            ({"prompt_token_ids": Untouchable()}, "the prompt has 1,000,000,000,000 tokens, and the context of 64"),
-            ({"prompt_token_ids": Endless()}, "the prompt has more than 63 tokens, and the context of 64"),
+            (
+                {"prompt_token_ids": [100_000]},
+                "prompt_token_ids has 100,000, and the vocabulary ends at",
+            ),
+            (
+                {"prompt_token_ids": [1] * CONTEXT},
+                "the prompt has 64 tokens, and the context of 64 must hold it and one more",
+            ),
+            (
+                {"prompt_token_ids": Untouchable()},
+                "the prompt has 1,000,000,000,000 tokens, and the context of 64",
+            ),
+            (
+                {"prompt_token_ids": Endless()},
+                "the prompt has more than 63 tokens, and the context of 64",
+            ),
             ("x" * CONTEXT, "and the context of 64 must hold it and one more"),
-            ("x" * 2_000_000, "the prompt has 2,000,000 bytes, more than a context of 64 tokens can hold"),
+            (
+                "x" * 2_000_000,
+                "the prompt has 2,000,000 bytes, more than a context of 64 tokens can hold",
+            ),
             ("\ud800", "the text is not valid Unicode: it has lone surrogates"),
             ([], "a conversation must be a list of messages, each with a role and content"),
-            ([*MESSAGES, "hello"], "a conversation must be a list of messages, each with a role and content"),
+            (
+                [*MESSAGES, "hello"],
+                "a conversation must be a list of messages, each with a role and content",
+            ),
             (7, "a conversation must be a list of messages, each with a role and content"),
         ],
     )
     def test_in_the_same_words(self, llm: LLM, session: Session, prompt: Any, message: str) -> None:
         said = []
-        for use in (lambda: llm.stream(prompt, GREEDY), lambda: list(session.answer(prompt, GREEDY, Event()))):
+        for use in (
+            lambda: llm.stream(prompt, GREEDY),
+            lambda: list(session.answer(prompt, GREEDY, Event())),
+        ):
             with pytest.raises(RequestError) as error:
                 use()
             said.append(str(error.value))
@@ -138,9 +192,13 @@ class TestRefusals:
     def test_no_chat_template(self, write_gguf: Any) -> None:  # noqa: F811
         model = str(write_gguf({"tokenizer.chat_template": None}))
         said = (
-            f"{model} has no chat template, so it cannot take a conversation: give it plain text, with LLM.generate or headrace run --raw"
+            f"{model} has no chat template, so it cannot take a conversation: give it plain "
+            "text, with LLM.generate or headrace run --raw"
         )
-        with LLM(model, **OPTIONS) as llm, Session(model, engine_config(OPTIONS, INTERACTIVE)) as session:
+        with (
+            LLM(model, **OPTIONS) as llm,
+            Session(model, engine_config(OPTIONS, INTERACTIVE)) as session,
+        ):
             for use in (
                 lambda: llm.chat(MESSAGES),
                 lambda: llm.stream(MESSAGES),
@@ -178,12 +236,28 @@ class TestOnce:
 
     def test_what_was_checked_is_added_as_it_is(self, llm: LLM) -> None:
         engine = llm._engine
-        checked = engine.check(np.array([1, 2, 3]), GREEDY, prompt="text", priority=np.int64(2), timeout=9, cache_salt="a")  # type: ignore[arg-type]
-        assert checked == ([1, 2, 3], GREEDY, "text", 2, 9.0, "a", None, None, None, ()) and type(checked.prompt_token_ids[0]) is int
+        checked = engine.check(
+            np.array([1, 2, 3]),
+            GREEDY,
+            prompt="text",
+            priority=np.int64(2),
+            timeout=9,
+            cache_salt="a",
+        )  # type: ignore[arg-type]
+        assert (
+            checked == ([1, 2, 3], GREEDY, "text", 2, 9.0, "a", None, None, None, ())
+            and type(checked.prompt_token_ids[0]) is int
+        )
         assert not engine.has_work
         request = engine._requests[engine.add(checked, "mine")]
         assert request.prompt_token_ids is checked.prompt_token_ids
-        assert (request.id, request.prompt, request.priority, request.timeout, request.cache_salt) == ("mine", "text", 2, 9.0, "a")
+        assert (
+            request.id,
+            request.prompt,
+            request.priority,
+            request.timeout,
+            request.cache_salt,
+        ) == ("mine", "text", 2, 9.0, "a")
         with pytest.raises(RequestError, match="a request 'mine' is under way already"):
             engine.add(checked, "mine")
         engine.abort("mine")

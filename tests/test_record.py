@@ -66,7 +66,9 @@ class Twin:
 
 class TestFrozen:
     def test_values_and_defaults(self) -> None:
-        assert (point := Point(1)).total == 3 and point.tags == [] and point.tags is not Point(1).tags
+        assert (
+            (point := Point(1)).total == 3 and point.tags == [] and point.tags is not Point(1).tags
+        )
         assert vars(Point(1, tags=["t"], y=5)) == {"x": 1, "y": 5, "tags": ["t"]}
         assert list(vars(Point(tags=[], y=1, x=0))) == ["x", "y", "tags"]
         assert Named(1, 2, [], "n").name == "N" and Loose(a=3).b == 1
@@ -74,12 +76,21 @@ class TestFrozen:
     def test_as_the_standard_one(self) -> None:
         for args, named in (((1,), {}), ((1, "a", (2,)), {}), ((), {"z": (3,), "x": 4})):
             standard, twin = Standard(*args, **named), Twin(*args, **named)
-            assert repr(twin) == repr(standard).replace("Standard", "Twin") and hash(twin) == hash(standard)
+            assert repr(twin) == repr(standard).replace("Standard", "Twin") and hash(twin) == hash(
+                standard
+            )
             assert astuple(twin) == astuple(standard) and vars(twin) == vars(standard)
-            assert [(one.name, one.default) for one in fields(twin)] == [(one.name, one.default) for one in fields(standard)]
+            assert [(one.name, one.default) for one in fields(twin)] == [
+                (one.name, one.default) for one in fields(standard)
+            ]
 
     def test_equality(self) -> None:
-        assert Twin(1) == Twin(1) != Twin(2) and Twin(1) != Standard(1) and Empty() == Empty() and len({Empty(), Empty()}) == 1
+        assert (
+            Twin(1) == Twin(1) != Twin(2)
+            and Twin(1) != Standard(1)
+            and Empty() == Empty()
+            and len({Empty(), Empty()}) == 1
+        )
         assert Named(1) != Point(1) and len({Twin(1), Twin(1), Twin(1, "x")}) == 2
         loose = Loose(a=1)
         assert loose == loose != Loose(a=1) and len({loose, Loose(a=1)}) == 2

@@ -35,9 +35,18 @@ from headrace.request import SamplingParams
         ({"n": 10**9}, "n must be"),
         ({"n": None}, "n must be"),
         ({"beam_width": 0}, "beam_width must be a whole number from 1 to 128, not 0"),
-        ({"beam_width": 2, "n": 3}, "n is 3, and a search with beam_width 2 has no more than 2 results"),
-        ({"beam_width": 2, "temperature": 0.7}, "a beam search draws nothing, so temperature must be 0 or 1, not 0.7"),
-        ({"beam_width": 2, "top_p": 0.9}, "a beam search draws nothing, so top_p must be 1, not 0.9"),
+        (
+            {"beam_width": 2, "n": 3},
+            "n is 3, and a search with beam_width 2 has no more than 2 results",
+        ),
+        (
+            {"beam_width": 2, "temperature": 0.7},
+            "a beam search draws nothing, so temperature must be 0 or 1, not 0.7",
+        ),
+        (
+            {"beam_width": 2, "top_p": 0.9},
+            "a beam search draws nothing, so top_p must be 1, not 0.9",
+        ),
         ({"beam_width": 2, "top_k": 5}, "so top_k must be 0 or -1, not 5"),
         ({"beam_width": 2, "min_p": 0.1}, "so min_p must be 0, not 0.1"),
         ({"length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10"),
@@ -87,7 +96,9 @@ def test_accepted() -> None:
     )
     assert params.temperature == 0.5
     assert params.stop == ["x" * 1024]
-    assert params.stop_token_ids == [3, 4] and all(type(token) is int for token in params.stop_token_ids)
+    assert params.stop_token_ids == [3, 4] and all(
+        type(token) is int for token in params.stop_token_ids
+    )
     assert params.logit_bias == {3: 1.0}
     assert SamplingParams(stop=["a", "b", "a"]).stop == ["a", "b"]
     assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=16, n=1)

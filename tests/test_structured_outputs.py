@@ -58,7 +58,10 @@ def test_refused(asked: dict[str, Any], message: str) -> None:
 
 
 def test_accepted() -> None:
-    assert StructuredOutputs(json={"type": "object", "title": "é"}).json == '{"type": "object", "title": "é"}'
+    assert (
+        StructuredOutputs(json={"type": "object", "title": "é"}).json
+        == '{"type": "object", "title": "é"}'
+    )
     assert StructuredOutputs(json='{ "b": 1, "a": 2 }').json == '{ "b": 1, "a": 2 }'
     assert StructuredOutputs(json=deep(31)).json
     assert StructuredOutputs(choice=["a", "b", "a"]).choice == ["a", "b"]
@@ -69,7 +72,10 @@ def test_accepted() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs must be StructuredOutputs, not dict"),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            "structured_outputs must be StructuredOutputs, not dict",
+        ),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"allowed_token_ids": [2**31]}, "allowed_token_ids"),

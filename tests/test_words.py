@@ -1,4 +1,6 @@
-"""Terms that are gone stay gone: no name, option, JSON key, message, comment or page has one of `retired_terms.toml`."""
+"""Terms that are gone stay gone: no name, option, JSON key, message, comment or page has one of
+`retired_terms.toml`.
+"""
 
 import re
 import tomllib
@@ -38,7 +40,11 @@ def retired_in(text: Text) -> Iterator[Found]:
                 yield Found(text.line + text.text.count("\n", 0, match.start()), match[0], use)
         return
     for name in text.text.split("."):
-        uses = [IDENTIFIERS[name]] if name in IDENTIFIERS else [WORDS[word] for word in words_in(name) if word in WORDS]
+        uses = (
+            [IDENTIFIERS[name]]
+            if name in IDENTIFIERS
+            else [WORDS[word] for word in words_in(name) if word in WORDS]
+        )
         yield from (Found(text.line, text.text, use) for use in uses)
 
 
@@ -50,7 +56,9 @@ def retired_in_file(name: str) -> list[Found]:
 class TestTheTree:
     @pytest.mark.parametrize("name", files())
     def test_no_file_has_a_term_that_is_gone(self, name: str) -> None:
-        assert not [f"{name}:{line}: {term!r}: use {use}" for line, term, use in retired_in_file(name)]
+        assert not [
+            f"{name}:{line}: {term!r}: use {use}" for line, term, use in retired_in_file(name)
+        ]
 
     def test_no_file_is_named_by_one(self) -> None:
         names = {part.partition(".")[0] for name in files() for part in Path(name).parts}
@@ -85,11 +93,21 @@ class TestTheFinder:
     )
     def test_names_are_found(self, term: str, name: str, source: str) -> None:
         line = source.format(term)
-        assert term in {found.term for text in texts(name, "\n" + line) for found in retired_in(text) if found.line in (2, 3)}
+        assert term in {
+            found.term
+            for text in texts(name, "\n" + line)
+            for found in retired_in(text)
+            if found.line in (2, 3)
+        }
 
     @pytest.mark.parametrize("word", WORDS)
     def test_words_are_found_in_longer_names(self, word: str) -> None:
-        for name in (f"num_{word}", f"{word.upper()}_MS", f"Num{word.capitalize()}", f"max{word.capitalize()}Len"):
+        for name in (
+            f"num_{word}",
+            f"{word.upper()}_MS",
+            f"Num{word.capitalize()}",
+            f"max{word.capitalize()}Len",
+        ):
             assert list(retired_in(Text(1, name, "name"))), name
 
     @pytest.mark.parametrize("entry", TERMS["prose"], ids=lambda entry: entry["use"])
@@ -108,4 +126,6 @@ class TestTheFinder:
             "e.cpp": f'\n\nthrow Error("{phrase}");\n',
             "f.md": f"\n\nThis is {phrase}.\n",
         }.items():
-            assert 3 in {found.line for text in texts(name, source) for found in retired_in(text)}, name
+            assert 3 in {
+                found.line for text in texts(name, source) for found in retired_in(text)
+            }, name

@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[1]
 NAME = re.compile(r"[A-Za-z_]\w*")
 
 _OPTION = re.compile(r"-{0,2}([A-Za-z_][\w-]*)")
-_CXX_TOKEN = re.compile(r'(?P<comment>//[^\n]*|/\*.*?\*/)|(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<name>[A-Za-z_]\w*)', re.DOTALL)
+_CXX_TOKEN = re.compile(
+    r'(?P<comment>//[^\n]*|/\*.*?\*/)|(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<name>[A-Za-z_]\w*)',
+    re.DOTALL,
+)
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 _REMARK = re.compile(r"(?<!\S)#.*")
 
@@ -27,7 +30,9 @@ class Text(NamedTuple):
 
 
 def python_texts(source: str) -> Iterator[Text]:
-    """Every name, string and comment of a Python file. A string that could be a name, or an option, counts as one."""
+    """Every name, string and comment of a Python file. A string that could be a name, or an option,
+    counts as one.
+    """
     for node in ast.walk(ast.parse(source)):
         line = getattr(node, "lineno", 1)
         if isinstance(node, ast.Constant):
@@ -79,6 +84,11 @@ def texts(name: str, source: str) -> Iterator[Text]:
 def files() -> list[str]:
     """All files of ours, named from the root."""
     folders = [ROOT / name for name in ("headrace", "csrc", "tests", "benchmarks", "docs")]
-    found = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".cpp", ".h", ".md")]
+    found = [
+        file
+        for folder in folders
+        for file in folder.rglob("*")
+        if file.suffix in (".py", ".cpp", ".h", ".md")
+    ]
     tools = [ROOT / name for name in ("Makefile", "CMakeLists.txt", "pyproject.toml", ".ci/run")]
     return sorted(str(file.relative_to(ROOT)) for file in (*found, *ROOT.glob("*.md"), *tools))

@@ -22,7 +22,9 @@ from tests.backend.stored import random_stored
 from tests.late import LateExecutable
 
 BLOCK_SIZE = {"cpu": 32, "cuda": 4, "reference": 4}
-"""Slots in a block: small, so that little text needs many, where the backend does not insist on its own."""
+"""Slots in a block: small, so that little text needs many, where the backend does not insist on its
+own.
+"""
 
 Tensors = dict[str, StoredTensor]
 
@@ -41,9 +43,11 @@ def tiny_model(
     architecture: str = "llama",
     **constants: Any,
 ) -> tuple[ModelSpec, Tensors]:
-    """A random Llama with matrices in any stored format, and norms in F32; several windows take turns, layer by layer.
+    """A random Llama with matrices in any stored format, and norms in F32; several windows take
+    turns, layer by layer.
 
-    Of another `architecture` where its equations take such a specification, which has these `constants` besides.
+    Of another `architecture` where its equations take such a specification, which has these
+    `constants` besides.
     """
     head_dim = dim // heads
     turns = (window,) if isinstance(window, int) else window
@@ -67,19 +71,30 @@ def tiny_model(
 
 
 def random_tensors(spec: ModelSpec, seed: int, format: str = "F32") -> Tensors:
-    """Random tensors for a model: matrices in any stored format, and vectors, which are all near 1, in F32."""
+    """Random tensors for a model: matrices in any stored format, and vectors, which are all near 1,
+    in F32.
+    """
     rng = np.random.default_rng(seed)
     tensors, shapes = {}, tensor_shapes(spec)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
-    # Drawn kind by kind, first those that no layer has: tests are tuned to these models, whatever order the equations ask in.
-    for name in sorted(shapes, key=lambda name: ("." in name, kinds.index(name.rpartition(".")[2]))):
+    # Drawn kind by kind, first those that no layer has: tests are tuned to these models, whatever
+    # order the equations ask in.
+    for name in sorted(
+        shapes, key=lambda name: ("." in name, kinds.index(name.rpartition(".")[2]))
+    ):
         shape = shapes[name]
         if len(shape) == 1:
-            tensors[name] = StoredTensor.from_floats(name, (1 + 0.1 * rng.standard_normal(shape)).astype(np.float32))
+            tensors[name] = StoredTensor.from_floats(
+                name, (1 + 0.1 * rng.standard_normal(shape)).astype(np.float32)
+            )
         else:
-            gain = {"embed": shape[1] ** 0.5, "head": 3.0}.get(name, 1.5)  # logits neither flat nor certain
+            gain = {"embed": shape[1] ** 0.5, "head": 3.0}.get(
+                name, 1.5
+            )  # logits neither flat nor certain
             scale = gain / shape[1] ** 0.5
-            tensors[name] = random_stored(format, *shape, seed=int(rng.integers(2**32)), name=name, scale=scale)
+            tensors[name] = random_stored(
+                format, *shape, seed=int(rng.integers(2**32)), name=name, scale=scale
+            )
     return tensors
 
 
@@ -102,7 +117,11 @@ class TinyVocabulary:
         """The longest pieces first."""
         data, ids = text.encode(), []
         while data:
-            found = [i for i, piece in enumerate(self.pieces) if piece and data.startswith(piece) and i not in self.eos_ids]
+            found = [
+                i
+                for i, piece in enumerate(self.pieces)
+                if piece and data.startswith(piece) and i not in self.eos_ids
+            ]
             if not found:
                 raise RequestError("a character has no piece")
             ids.append(max(found, key=lambda i: len(self.pieces[i])))
@@ -132,13 +151,19 @@ class _Decoder:
         return clone
 
     def push(self, token_id: int) -> str:
-        return "" if token_id in self._skipped else self._utf8.decode(self._vocabulary.token_bytes(token_id))
+        return (
+            ""
+            if token_id in self._skipped
+            else self._utf8.decode(self._vocabulary.token_bytes(token_id))
+        )
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
-def tiny_executable(model: tuple[ModelSpec, Tensors], backend: str, kv: KvConfig, threads: int = 1) -> Executable:
+def tiny_executable(
+    model: tuple[ModelSpec, Tensors], backend: str, kv: KvConfig, threads: int = 1
+) -> Executable:
     """The model, compiled."""
     spec, tensors = model
     return compile_program(backend, trace_model(spec, tensors).pooling(), tensors, kv, threads)
@@ -164,24 +189,43 @@ def tiny_engine(
     """
     spec, tensors = model
     name = proposer if isinstance(proposer, str) else "off"
-    own = proposer if isinstance(proposer, Mapping) else {} if isinstance(proposer, str) else {"test": proposer}
-    defaults: dict[str, Any] = {"multi_step_ms": 0, "proposer": name, "adaptive_speculation": False, "max_draft_tokens": 128 if own else 16}
+    own = (
+        proposer
+        if isinstance(proposer, Mapping)
+        else {}
+        if isinstance(proposer, str)
+        else {"test": proposer}
+    )
+    defaults: dict[str, Any] = {
+        "multi_step_ms": 0,
+        "proposer": name,
+        "adaptive_speculation": False,
+        "max_draft_tokens": 128 if own else 16,
+    }
     options = EngineConfig(backend=backend, **defaults | config)
     block_size = BLOCK_SIZE[backend]
-    program = trace_model(spec, tensors).with_window(options.attention_window, options.attention_sinks).pooling()
+    program = (
+        trace_model(spec, tensors)
+        .with_window(options.attention_window, options.attention_sinks)
+        .pooling()
+    )
     groups = program.kv_groups
     kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_dtype)
     if not release_outside_window:
         groups = tuple(replace(group, window=0, num_sink_tokens=0) for group in groups)
     limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, groups)
-    executable = executable or compile_program(backend, program, tensors, kv, options.threads, options.activations)
+    executable = executable or compile_program(
+        backend, program, tensors, kv, options.threads, options.activations
+    )
     if late:
         executable = LateExecutable(executable)
     vocabulary = vocabulary or TinyVocabulary(spec.vocab_size, eos_ids)
     return Engine(executable, vocabulary, limits, options, own or make_proposers(options))
 
 
-def run_all(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+def run_all(
+    engine: Engine, requests: list[tuple[list[int], SamplingParams]]
+) -> list[RequestOutput]:
     """The results of the requests, all added at once, in their order."""
     ids = [engine.add_request(prompt, params) for prompt, params in requests]
     results = {update.request_id: update.result for update in drain(engine) if update.result}

@@ -1,4 +1,5 @@
-"""What the GPU backend makes of a GPU: bandwidth, arithmetic, tokens, and the work of the host, each beside what it should reach.
+"""What the GPU backend makes of a GPU: bandwidth, arithmetic, tokens, and the work of the host,
+each beside what it should reach.
 
     python benchmarks/cuda                         writes benchmarks/cuda/results/<name of the GPU>.json
     python benchmarks/cuda --models 8b --out FILE
@@ -24,11 +25,20 @@ from headrace.cli.table import print_table
 
 def machine() -> dict[str, object]:
     """What the figures were measured on."""
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+    versions = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+    }
     if is_interpreting():
         return {"gpu": "interpreter", **versions}
     about = torch.cuda.get_device_properties(0)
-    return {"gpu": about.name, "multiprocessors": about.multi_processor_count, "l2_bytes": about.L2_cache_size, **versions}
+    return {
+        "gpu": about.name,
+        "multiprocessors": about.multi_processor_count,
+        "l2_bytes": about.L2_cache_size,
+        **versions,
+    }
 
 
 def text(number: float) -> str:
@@ -39,16 +49,28 @@ def text(number: float) -> str:
 def row_of(figure: Figure) -> list[str]:
     """A line of the table."""
     sign = "at most" if figure.less_is_better else "at least"
-    wanted = "" if figure.floor is None else f"{sign} {text(figure.floor)}: {'yes' if figure.is_reached else 'NO'}"
+    wanted = (
+        ""
+        if figure.floor is None
+        else f"{sign} {text(figure.floor)}: {'yes' if figure.is_reached else 'NO'}"
+    )
     spread = f"{text(figure.value)} ({text(figure.low)}-{text(figure.high)}) {figure.unit}"
     return [figure.name, spread.strip(), wanted]
 
 
 def main() -> None:
     """Measure, write, and print a table last."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", help="of 135m, 1b and 8b (default: all)")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="number formats of weights (default: all)")
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        default=list(FORMATS),
+        help="number formats of weights (default: all)",
+    )
     parser.add_argument("--out", type=Path, help="file for the figures")
     parser.add_argument("--smoke", action="store_true", help="small enough for the interpreter")
     args = parser.parse_args()
@@ -63,7 +85,10 @@ def main() -> None:
     def add(figure: Figure) -> None:
         found.append(figure)
         print(f"{time.perf_counter() - begun:6.0f} s  {'  '.join(row_of(figure))}", flush=True)
-        out.write_text(json.dumps({"machine": about, "figures": [one.as_json() for one in found]}, indent=1) + "\n")
+        out.write_text(
+            json.dumps({"machine": about, "figures": [one.as_json() for one in found]}, indent=1)
+            + "\n"
+        )
 
     for spec in sizes.specs:
         for number in args.formats:

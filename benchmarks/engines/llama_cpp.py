@@ -1,4 +1,6 @@
-"""llama.cpp, through the C functions that llama-cpp-python binds; contexts and batches as its own llama-batched-bench has them."""
+"""llama.cpp, through the C functions that llama-cpp-python binds; contexts and batches as its own
+llama-batched-bench has them.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,14 +16,18 @@ _BATCH = 2048  # rows of one call, of which it computes 512 at a time: its defau
 
 
 class Engine:
-    """A context with a sequence for each request. Sampling is an argmax in NumPy; there is no detokenisation."""
+    """A context with a sequence for each request. Sampling is an argmax in NumPy; there is no
+    detokenisation.
+    """
 
     version = c.__version__
 
     def __init__(self, model: Path, threads: int, num_requests: int, longest: int) -> None:
         c.llama_log_set(_silence, None)
         c.llama_backend_init()
-        self._model = c.llama_model_load_from_file(str(model).encode(), c.llama_model_default_params())
+        self._model = c.llama_model_load_from_file(
+            str(model).encode(), c.llama_model_default_params()
+        )
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {model.name}")
         params = c.llama_context_default_params()
@@ -30,14 +36,20 @@ class Engine:
         params.n_threads = params.n_threads_batch = threads
         self._context = c.llama_init_from_model(self._model, params)
         if not self._context:
-            raise RuntimeError(f"llama.cpp has no room for {num_requests} sequences of {longest} tokens")
+            raise RuntimeError(
+                f"llama.cpp has no room for {num_requests} sequences of {longest} tokens"
+            )
         self._vocab_size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self._model))
         self._batch = c.llama_batch_init(_BATCH, 0, 1)
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Times]:
         c.llama_memory_clear(c.llama_get_memory(self._context), False)
         start, first, last = perf_counter(), {}, {}
-        rows = [(i, at, token, at == len(ids) - 1) for i, ids in enumerate(prompts) for at, token in enumerate(ids)]
+        rows = [
+            (i, at, token, at == len(ids) - 1)
+            for i, ids in enumerate(prompts)
+            for at, token in enumerate(ids)
+        ]
         for step in range(num_tokens):
             drawn = list(self._run(rows))
             for sequence, _, _, now in drawn:
@@ -56,7 +68,9 @@ class Engine:
                 raise RuntimeError("llama_decode failed")
             for i, (sequence, at, _, wanted) in enumerate(part):
                 if wanted:
-                    logits = np.ctypeslib.as_array(c.llama_get_logits_ith(self._context, i), shape=(self._vocab_size,))
+                    logits = np.ctypeslib.as_array(
+                        c.llama_get_logits_ith(self._context, i), shape=(self._vocab_size,)
+                    )
                     yield sequence, at, int(logits.argmax()), perf_counter()
 
     def _fill(self, rows: list[Row]) -> None:

@@ -1,4 +1,6 @@
-"""OpenVINO GenAI: its plain pipeline for one request, its pipeline with continuous batching for several."""
+"""OpenVINO GenAI: its plain pipeline for one request, its pipeline with continuous batching for
+several.
+"""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -39,7 +41,9 @@ class Engine:
     def _alone(self, ids: ov.Tensor, config: genai.GenerationConfig) -> Times:
         metrics = self._one.generate(ids, config).perf_metrics
         if metrics.get_num_generated_tokens() != config.max_new_tokens:
-            raise RuntimeError(f"{metrics.get_num_generated_tokens()} tokens instead of {config.max_new_tokens}")
+            raise RuntimeError(
+                f"{metrics.get_num_generated_tokens()} tokens instead of {config.max_new_tokens}"
+            )
         return Times(metrics.get_ttft().mean / 1000, metrics.get_generate_duration().mean / 1000)
 
     def _together(self, inputs: list[ov.Tensor], config: genai.GenerationConfig) -> list[Times]:

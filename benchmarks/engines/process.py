@@ -31,9 +31,15 @@ def interpreter(engine: str) -> str:
     folder = BENCH / engine
     python = str(folder / "bin" / "python")
     if not (folder / "ready").exists():
-        print(f"setting up {engine} in {folder.relative_to(ROOT)}, once: this can take minutes and gigabytes", file=sys.stderr)
+        print(
+            f"setting up {engine} in {folder.relative_to(ROOT)}, once: this can take "
+            "minutes and gigabytes",
+            file=sys.stderr,
+        )
         commands = [[sys.executable, "-m", "venv", "--clear", str(folder)]]
-        commands += [[python, "-m", "pip", "-q", *command.split()] for command in ENGINES[engine].pip]
+        commands += [
+            [python, "-m", "pip", "-q", *command.split()] for command in ENGINES[engine].pip
+        ]
         for command in commands:
             result = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
             if result.returncode:
@@ -43,15 +49,23 @@ def interpreter(engine: str) -> str:
 
 
 def turn(python: str, engine: str, threads: int, words: list[str]) -> dict[str, Any]:
-    """What one run of `worker.py` found, and the seconds from its start to its first token. Raises Unavailable."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    """What one run of `worker.py` found, and the seconds from its start to its first token. Raises
+    Unavailable.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+    }
     if ENGINES[engine].pip:
         environment.pop("PYTHONPATH", None)  # a peer sees its own packages alone
     command = [python, str(WORKER), engine, *words, "--threads", str(threads)]
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         start = time.perf_counter()
         try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
         except OSError as error:
             raise Unavailable(f"{python}: {error.strerror}") from None
         watchdog = Timer(MOST_SECONDS, process.kill)
@@ -68,7 +82,9 @@ def turn(python: str, engine: str, threads: int, words: list[str]) -> dict[str, 
             finally:
                 watchdog.cancel()
         if process.returncode == -signal.SIGKILL:
-            raise Unavailable(f"killed: out of memory, or not done within {MOST_SECONDS // 60} minutes")
+            raise Unavailable(
+                f"killed: out of memory, or not done within {MOST_SECONDS // 60} minutes"
+            )
         if not found:
             errors.seek(0)
             raise Unavailable(_last_line(errors.read()))

@@ -1,4 +1,6 @@
-"""Hugging Face transformers on torch, its plain `generate`; several requests are one batch of equally long prompts."""
+"""Hugging Face transformers on torch, its plain `generate`; several requests are one batch of
+equally long prompts.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +48,8 @@ class _Stopwatch(StoppingCriteria):
         self.start = perf_counter()
         self.times: list[float] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         self.times.append(perf_counter() - self.start)
         return torch.zeros(len(input_ids), dtype=torch.bool)

@@ -1,4 +1,6 @@
-"""vLLM's CPU build, in one process, stepped by hand so that each token's time is seen from outside."""
+"""vLLM's CPU build, in one process, stepped by hand so that each token's time is seen from
+outside.
+"""
 
 import os
 import sys
@@ -25,7 +27,9 @@ class Engine:
     version = vllm.__version__
 
     def __init__(self, model: Path, threads: int, num_requests: int, longest: int) -> None:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(
+            map(str, sorted(os.sched_getaffinity(0))[:threads])
+        )
         llm = vllm.LLM(
             str(model),
             dtype="bfloat16",
@@ -39,7 +43,9 @@ class Engine:
         self._ids = count()
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Times]:
-        params = vllm.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        params = vllm.SamplingParams(
+            temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
         first: dict[str, float] = {}
         last: dict[str, float] = {}
         start = perf_counter()

@@ -1,8 +1,10 @@
-"""Attention over a paged KV cache: decode against the memory's pace, prefill against bf16 arithmetic.
+"""Attention over a paged KV cache: decode against the memory's pace, prefill against bf16
+arithmetic.
 
-A decode step reads the keys and values of its contexts once for all heads of a group. Each case walks over many contexts, so
-that none is in a cache when its turn comes, once with the blocks of a sequence side by side, as the pool deals them, and once
-shuffled over the whole pool, which shows what such runs are worth. A context includes the row's own token.
+A decode step reads the keys and values of its contexts once for all heads of a group. Each case
+walks over many contexts, so that none is in a cache when its turn comes, once with the blocks of a
+sequence side by side, as the pool deals them, and once shuffled over the whole pool, which shows
+what such runs are worth. A context includes the row's own token.
 """
 
 import math
@@ -80,7 +82,9 @@ class Shape(NamedTuple):
         """The op, for its costs."""
         heads = self.group * self.kv_heads
         value = Value(0, heads * self.head_dim, "step")
-        return ops.Attention(value, value, 0, heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5)
+        return ops.Attention(
+            value, value, 0, heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5
+        )
 
     def load(self, case: Case) -> Load:
         """What a step of the case costs by."""
@@ -95,20 +99,43 @@ def attention(bench: Bench) -> None:
         measure(bench, Shape(group, head_dim, kv_dtype), CONTEXTS, BATCHES, PROMPTS)
 
 
-def measure(bench: Bench, shape: Shape, contexts: tuple[int, ...], batches: tuple[int, ...], prompts: tuple[int, ...]) -> None:
+def measure(
+    bench: Bench,
+    shape: Shape,
+    contexts: tuple[int, ...],
+    batches: tuple[int, ...],
+    prompts: tuple[int, ...],
+) -> None:
     """Decode and prefill of one shape."""
-    sizes = [(context, batch) for context, batch in product(contexts, batches) if context * batch * shape.token_bytes <= MOST_BYTES]
+    sizes = [
+        (context, batch)
+        for context, batch in product(contexts, batches)
+        if context * batch * shape.token_bytes <= MOST_BYTES
+    ]
     decode = [((context - 1, 1),) * batch for context, batch in sizes]
     prefill = [((0, rows),) for rows in prompts]
     cases = [Case(seqs, shuffled) for seqs in (*decode, *prefill) for shuffled in (False, True)]
     most_tokens = max(max(_tokens(case) for case in cases), bench.cold_bytes // shape.token_bytes)
     num_blocks = -(-most_tokens // BLOCK_SIZE)
-    plan = AttentionPlan(bench.threads, shape.group * shape.kv_heads, shape.kv_heads, shape.head_dim, num_blocks, shape.kv_dtype)
-    steps = {case: list(_steps(case, num_blocks, bench.cold_bytes // shape.token_bytes)) for case in cases}
+    plan = AttentionPlan(
+        bench.threads,
+        shape.group * shape.kv_heads,
+        shape.kv_heads,
+        shape.head_dim,
+        num_blocks,
+        shape.kv_dtype,
+    )
+    steps = {
+        case: list(_steps(case, num_blocks, bench.cold_bytes // shape.token_bytes))
+        for case in cases
+    }
     kernels = {case: bench.busy(lambda b=b: plan.seconds(b) / len(b)) for case, b in steps.items()}
     kind: Kind = "f32" if shape.kv_dtype == "f32" else "bf16"
     rounds = bench.rounds({"bandwidth": bench.bandwidth(), "rate": bench.rate(kind)} | kernels)
-    name = f"{shape.group} heads a KV head ({shape.kv_heads}), head_dim {shape.head_dim}, {shape.kv_dtype}"
+    name = (
+        f"{shape.group} heads a KV head ({shape.kv_heads}), head_dim {shape.head_dim}, "
+        f"{shape.kv_dtype}"
+    )
     _report_decode(bench, name, shape, rounds, decode)
     _report_prefill(bench, name, shape, rounds, prefill)
 
@@ -118,31 +145,44 @@ def _tokens(case: Case) -> int:
 
 
 def _steps(case: Case, num_blocks: int, least_tokens: int) -> Iterator[RaggedBatch]:
-    """Steps of the case on different blocks, so many that together they read `least_tokens` tokens, or all blocks once."""
+    """Steps of the case on different blocks, so many that together they read `least_tokens` tokens,
+    or all blocks once.
+    """
     order: Ints = np.arange(num_blocks, dtype=np.int32)
     if case.shuffled:
         order = np.random.default_rng(4).permutation(order)
     tables = _tokens(case) // BLOCK_SIZE
-    count = 1 if case.seqs[0][0] == 0 else min(num_blocks // tables, math.ceil(least_tokens / _tokens(case)))
+    count = (
+        1
+        if case.seqs[0][0] == 0
+        else min(num_blocks // tables, math.ceil(least_tokens / _tokens(case)))
+    )
     for step in range(count):
         blocks = order[step * tables : (step + 1) * tables]
         yield ragged(case.seqs, blocks.reshape(len(case.seqs), -1), VOCAB, False)
 
 
-def _report_decode(bench: Bench, name: str, shape: Shape, rounds: Rounds, decode: list[tuple[tuple[int, int], ...]]) -> None:
+def _report_decode(
+    bench: Bench, name: str, shape: Shape, rounds: Rounds, decode: list[tuple[tuple[int, int], ...]]
+) -> None:
     table = []
     for seqs in decode:
         case = Case(seqs, False)
         nbytes = shape.op().bytes(shape.load(case))
         share, shuffled = (
-            rounds.spread(lambda seconds, roof, nbytes=nbytes: nbytes / seconds / roof, c, "bandwidth") for c in (case, Case(seqs, True))
+            rounds.spread(
+                lambda seconds, roof, nbytes=nbytes: nbytes / seconds / roof, c, "bandwidth"
+            )
+            for c in (case, Case(seqs, True))
         )
         table.append(
             {
                 "context": sum(seqs[0]),
                 "batch": len(seqs),
                 "microseconds": rounds.spread(lambda seconds: seconds * 1e6, case),
-                "kv_gb_s": rounds.spread(lambda seconds, nbytes=nbytes: nbytes / seconds / 1e9, case),
+                "kv_gb_s": rounds.spread(
+                    lambda seconds, nbytes=nbytes: nbytes / seconds / 1e9, case
+                ),
                 "roof_share": share,
                 "target": verdict(share, least=TARGET),
                 "shuffled_share": shuffled,
@@ -150,29 +190,52 @@ def _report_decode(bench: Bench, name: str, shape: Shape, rounds: Rounds, decode
         )
     roof = rounds.spread(lambda rate: rate / 1e9, "bandwidth")
     facts = shape._asdict() | {"kv_heads": shape.kv_heads, "roof_gb_s": roof}
-    bench.table("attention", f"decode, {name}; roof {roof.text('.1f')} GB/s", DECODE_COLUMNS, table, step="decode", **facts)
+    bench.table(
+        "attention",
+        f"decode, {name}; roof {roof.text('.1f')} GB/s",
+        DECODE_COLUMNS,
+        table,
+        step="decode",
+        **facts,
+    )
 
 
-def _report_prefill(bench: Bench, name: str, shape: Shape, rounds: Rounds, prefill: list[tuple[tuple[int, int], ...]]) -> None:
+def _report_prefill(
+    bench: Bench,
+    name: str,
+    shape: Shape,
+    rounds: Rounds,
+    prefill: list[tuple[tuple[int, int], ...]],
+) -> None:
     table = []
     for seqs in prefill:
         case = Case(seqs, False)
         flops = shape.op().flops(shape.load(case))
         share, shuffled = (
-            rounds.spread(lambda seconds, roof, flops=flops: flops / seconds / roof, c, "rate") for c in (case, Case(seqs, True))
+            rounds.spread(lambda seconds, roof, flops=flops: flops / seconds / roof, c, "rate")
+            for c in (case, Case(seqs, True))
         )
         table.append(
             {
                 "rows": seqs[0][1],
                 "microseconds": rounds.spread(lambda seconds: seconds * 1e6, case),
-                "g_operations_s": rounds.spread(lambda seconds, flops=flops: flops / seconds / 1e9, case),
+                "g_operations_s": rounds.spread(
+                    lambda seconds, flops=flops: flops / seconds / 1e9, case
+                ),
                 "roof_share": share,
                 "shuffled_share": shuffled,
             }
         )
     roof = rounds.spread(lambda rate: rate / 1e9, "rate")
     facts = shape._asdict() | {"kv_heads": shape.kv_heads, "roof_g_operations_s": roof}
-    bench.table("attention", f"prefill, {name}; roof {roof.text(',.0f')} G operations/s", PREFILL_COLUMNS, table, step="prefill", **facts)
+    bench.table(
+        "attention",
+        f"prefill, {name}; roof {roof.text(',.0f')} G operations/s",
+        PREFILL_COLUMNS,
+        table,
+        step="prefill",
+        **facts,
+    )
 
 
 if __name__ == "__main__":

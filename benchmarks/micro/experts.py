@@ -1,8 +1,10 @@
-"""Mixtures of experts on cold weights: what share of the memory's pace they keep, by the number of rows that decode together.
+"""Mixtures of experts on cold weights: what share of the memory's pace they keep, by the number of
+rows that decode together.
 
-A step reads the experts that its rows go to, each once, so that its bytes grow with the rows until all experts are hit. Beside it stands a
-dense gated unit, as wide as the experts of one row, with as many rows as an expert has in the mean: what an op over experts takes more for
-a byte is the price of finding rows and of many small products.
+A step reads the experts that its rows go to, each once, so that its bytes grow with the rows until
+all experts are hit. Beside it stands a dense gated unit, as wide as the experts of one row, with as
+many rows as an expert has in the mean: what an op over experts takes more for a byte is the price
+of finding rows and of many small products.
 """
 
 import statistics
@@ -20,7 +22,9 @@ from tests.backend.stored import random_stored
 FORMAT = "Q4_0"
 ROWS = (1, 2, 4, 8, 16, 32)
 TOKENS = 32
-"""Different rows: a sample runs all of them, as many at a time as a step has, so that what comes from a cache is little."""
+"""Different rows: a sample runs all of them, as many at a time as a step has, so that what comes
+from a cache is little.
+"""
 COLUMNS = (
     Column("rows", "rows"),
     Column("hit", "experts hit"),
@@ -52,10 +56,20 @@ def experts(bench: Bench) -> None:
 
 def measure(bench: Bench, shape: Shape) -> None:
     """One table: a shape, by number of rows."""
-    mixture, dense = MixturePlan(shape, bench.threads), DensePlan(shape, bench.threads, bench.cold_bytes)
-    dense_rows = {rows: max(1, round(rows * shape.top_k / mixture.experts_hit(rows))) for rows in ROWS}
-    things = {"roof": bench.bandwidth()} | {rows: bench.busy(lambda rows=rows: mixture.seconds(rows)) for rows in ROWS}
-    things |= {("dense", n): bench.busy(lambda n=n: dense.seconds(n)) for n in sorted(set(dense_rows.values()))}
+    mixture, dense = (
+        MixturePlan(shape, bench.threads),
+        DensePlan(shape, bench.threads, bench.cold_bytes),
+    )
+    dense_rows = {
+        rows: max(1, round(rows * shape.top_k / mixture.experts_hit(rows))) for rows in ROWS
+    }
+    things = {"roof": bench.bandwidth()} | {
+        rows: bench.busy(lambda rows=rows: mixture.seconds(rows)) for rows in ROWS
+    }
+    things |= {
+        ("dense", n): bench.busy(lambda n=n: dense.seconds(n))
+        for n in sorted(set(dense_rows.values()))
+    }
     rounds = bench.rounds(things)
     table = []
     for rows in ROWS:
@@ -65,16 +79,27 @@ def measure(bench: Bench, shape: Shape) -> None:
                 "rows": rows,
                 "hit": round(mixture.experts_hit(rows), 1),
                 "microseconds": rounds.spread(lambda seconds: seconds * 1e6, rows),
-                "weight_gb_s": rounds.spread(lambda seconds, nbytes=nbytes: nbytes / seconds / 1e9, rows),
-                "roof_share": rounds.spread(lambda seconds, roof, nbytes=nbytes: nbytes / seconds / roof, rows, "roof"),
+                "weight_gb_s": rounds.spread(
+                    lambda seconds, nbytes=nbytes: nbytes / seconds / 1e9, rows
+                ),
+                "roof_share": rounds.spread(
+                    lambda seconds, roof, nbytes=nbytes: nbytes / seconds / roof, rows, "roof"
+                ),
                 "dense_rows": dense_rows[rows],
                 "to_dense": rounds.spread(
-                    lambda seconds, other, nbytes=nbytes: (seconds / nbytes) / (other / dense.unit_bytes), rows, ("dense", dense_rows[rows])
+                    lambda seconds, other, nbytes=nbytes: (
+                        (seconds / nbytes) / (other / dense.unit_bytes)
+                    ),
+                    rows,
+                    ("dense", dense_rows[rows]),
                 ),
             }
         )
     roof = rounds.spread(lambda rate: rate / 1e9, "roof")
-    title = f"{shape.experts} experts {FORMAT} {shape.hidden} x {shape.dim}, {shape.top_k} for a row; roof {roof.text('.1f')} GB/s"
+    title = (
+        f"{shape.experts} experts {FORMAT} {shape.hidden} x {shape.dim}, {shape.top_k} for a "
+        f"row; roof {roof.text('.1f')} GB/s"
+    )
     bench.table("experts", title, COLUMNS, table, shape=shape, format=FORMAT, roof_gb_s=roof)
 
 
@@ -84,11 +109,22 @@ class MixturePlan:
     def __init__(self, shape: Shape, threads: int) -> None:
         self.plan = plan = plain_plan(threads)
         rng = np.random.default_rng(5)
-        x, logits = (embedded(plan, rng.standard_normal((TOKENS, width), np.float32)) for width in (shape.dim, shape.experts))
-        routing, out = plan.add_buffer(2 * shape.top_k, "step", False), plan.add_buffer(shape.dim, "step", False)
+        x, logits = (
+            embedded(plan, rng.standard_normal((TOKENS, width), np.float32))
+            for width in (shape.dim, shape.experts)
+        )
+        routing, out = (
+            plan.add_buffer(2 * shape.top_k, "step", False),
+            plan.add_buffer(shape.dim, "step", False),
+        )
         before, weights = (
             plan.weight_bytes,
-            list(zip(*(add_unit(plan, shape.dim, shape.hidden) for _ in range(shape.experts)), strict=True)),
+            list(
+                zip(
+                    *(add_unit(plan, shape.dim, shape.hidden) for _ in range(shape.experts)),
+                    strict=True,
+                )
+            ),
         )
         self.expert_bytes = (plan.weight_bytes - before) // shape.experts
         plan.route(routing, logits, shape.top_k, "softmax", True, 1.0, (1, 1), -1)
@@ -114,18 +150,30 @@ class MixturePlan:
     @staticmethod
     def _batches(num_rows: int) -> Sequence[RaggedBatch]:
         tokens = np.arange(TOKENS, dtype=np.int32)
-        return [single_rows(num_rows)._replace(tokens=tokens[first : first + num_rows]) for first in range(0, TOKENS, num_rows)]
+        return [
+            single_rows(num_rows)._replace(tokens=tokens[first : first + num_rows])
+            for first in range(0, TOKENS, num_rows)
+        ]
 
 
 class DensePlan:
-    """Gated units with one input and weights of their own each, as many as it takes for none to be in a cache."""
+    """Gated units with one input and weights of their own each, as many as it takes for none to be
+    in a cache.
+    """
 
     def __init__(self, shape: Shape, threads: int, least_bytes: int) -> None:
         self.plan = plan = plain_plan(threads)
         width = shape.top_k * shape.hidden
-        loose = embedded(plan, np.random.default_rng(6).standard_normal((max(ROWS), shape.dim), np.float32))
+        loose = embedded(
+            plan, np.random.default_rng(6).standard_normal((max(ROWS), shape.dim), np.float32)
+        )
         x, hidden, out = (
-            plan.add_buffer(*buffer) for buffer in ((shape.dim, "step", True), (width, "step", True), (shape.dim, "step", False))
+            plan.add_buffer(*buffer)
+            for buffer in (
+                (shape.dim, "step", True),
+                (width, "step", True),
+                (shape.dim, "step", False),
+            )
         )
         plan.pack(x, loose)
         before, self.units, self.unit_bytes = plan.weight_bytes, 0, 0
@@ -144,7 +192,10 @@ class DensePlan:
 
 def add_unit(plan: _native.Plan, dim: int, hidden: int) -> tuple[int, int, int]:
     """The weights of a gated unit: gate, up, down."""
-    wide, narrow = random_stored(FORMAT, hidden, dim, 0).parts["codes"], random_stored(FORMAT, dim, hidden, 1).parts["codes"]
+    wide, narrow = (
+        random_stored(FORMAT, hidden, dim, 0).parts["codes"],
+        random_stored(FORMAT, dim, hidden, 1).parts["codes"],
+    )
     gate, up = plan.add_weight_pair(FORMAT, wide, None, FORMAT, wide, None, hidden, dim)
     return gate, up, plan.add_weight(FORMAT, dim, hidden, narrow, None)
 

@@ -1,8 +1,9 @@
 """Linear ops of many rows: what share of the measured multiply-add rate they keep.
 
-From about 16 rows on arithmetic bounds, not memory. The roof is a chain of dot products on registers, int8 or bf16; what a
-kernel must do besides (decode weights, scales, minima, load activations) is what it falls short by. Formats with scales by
-group are shown with both forms of int8 activations: symmetric, and with the offset that queries, keys, values and the head have.
+From about 16 rows on arithmetic bounds, not memory. The roof is a chain of dot products on
+registers, int8 or bf16; what a kernel must do besides (decode weights, scales, minima, load
+activations) is what it falls short by. Formats with scales by group are shown with both forms of
+int8 activations: symmetric, and with the offset that queries, keys, values and the head have.
 """
 
 from harness import Bench, Column, main, verdict
@@ -43,21 +44,33 @@ def measure(bench: Bench, stored: StoredTensor) -> None:
     kind: Kind = "int8" if stored.format.quantised else "bf16"
     num_rows = ROWS[:2] if bench.quick else ROWS
     least_bytes = bench.cold_bytes // 4  # twice a large cache: enough to keep 16 rows honest
-    plans = {offset: LinearPlan(stored, bench.threads, least_bytes, max(num_rows), offset) for offset in {False, by_group}}
-    kernels = {(offset, rows): bench.busy(lambda p=p, rows=rows: p.seconds(rows)) for offset, p in plans.items() for rows in num_rows}
+    plans = {
+        offset: LinearPlan(stored, bench.threads, least_bytes, max(num_rows), offset)
+        for offset in {False, by_group}
+    }
+    kernels = {
+        (offset, rows): bench.busy(lambda p=p, rows=rows: p.seconds(rows))
+        for offset, p in plans.items()
+        for rows in num_rows
+    }
     rounds = bench.rounds({"roof": bench.rate(kind)} | kernels)
     table = []
     for rows in num_rows:
         flops = 2 * rows * stored.rows * stored.cols
         shares = {
-            offset: rounds.spread(lambda seconds, roof, flops=flops: flops / seconds / roof, (offset, rows), "roof") for offset in plans
+            offset: rounds.spread(
+                lambda seconds, roof, flops=flops: flops / seconds / roof, (offset, rows), "roof"
+            )
+            for offset in plans
         }
         least = SIXTEEN_ROWS.get(name, TARGETS.get(name)) if rows == 16 else TARGETS.get(name)
         table.append(
             {
                 "rows": rows,
                 "microseconds": rounds.spread(lambda seconds: seconds * 1e6, (False, rows)),
-                "g_operations_s": rounds.spread(lambda seconds, flops=flops: flops / seconds / 1e9, (False, rows)),
+                "g_operations_s": rounds.spread(
+                    lambda seconds, flops=flops: flops / seconds / 1e9, (False, rows)
+                ),
                 "roof_share": shares[False],
                 "target": verdict(shares[False], least=least) if least else "",
                 "offset_share": shares.get(True, ""),
@@ -67,9 +80,15 @@ def measure(bench: Bench, stored: StoredTensor) -> None:
     plan = plans[False]
     title = (
         f"gemm {name} {stored.rows} x {stored.cols}: {plan.copies} copies, "
-        f"error {max(p.error for p in plans.values()):.1e}; roof {roof.text(',.0f')} G {kind} operations/s"
+        f"error {max(p.error for p in plans.values()):.1e}; roof {roof.text(',.0f')} G "
+        f"{kind} operations/s"
     )
-    facts = {"format": name, "shape": stored.shape, "errors": [p.error for p in plans.values()], "roof_g_operations_s": roof}
+    facts = {
+        "format": name,
+        "shape": stored.shape,
+        "errors": [p.error for p in plans.values()],
+        "roof_g_operations_s": roof,
+    }
     bench.table("gemm", title, COLUMNS, table, **facts)
 
 

@@ -1,7 +1,9 @@
-"""Linear ops of few rows on cold weights: what share of the memory's pace they keep, and what more rows cost.
+"""Linear ops of few rows on cold weights: what share of the memory's pace they keep, and what more
+rows cost.
 
-One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or drafts) should come nearly free,
-until arithmetic bounds: the limit of a row count is the larger of the two times. The bytes are those of the packed weight.
+One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or drafts)
+should come nearly free, until arithmetic bounds: the limit of a row count is the larger of the two
+times. The bytes are those of the packed weight.
 """
 
 from harness import Bench, Column, main, verdict
@@ -40,7 +42,11 @@ def gemv(bench: Bench) -> None:
 
 def measure(bench: Bench, name: str, shape: tuple[int, int]) -> None:
     """One table: a weight, by number of rows."""
-    stored = random_codes(named_format(name), *shape, seed=0) if name in TABLES else random_stored(name, *shape, seed=0)
+    stored = (
+        random_codes(named_format(name), *shape, seed=0)
+        if name in TABLES
+        else random_stored(name, *shape, seed=0)
+    )
     linear = LinearPlan(stored, bench.threads, bench.cold_bytes, max(ROWS))
     kernels = {rows: bench.busy(lambda rows=rows: linear.seconds(rows)) for rows in ROWS}
     kind: Kind = "int8" if stored.format.quantised else "bf16"
@@ -51,25 +57,45 @@ def measure(bench: Bench, name: str, shape: tuple[int, int]) -> None:
 
     table = []
     for rows in ROWS:
-        share = rounds.spread(lambda seconds, roof: linear.weight_bytes / seconds / roof, rows, "roof")
+        share = rounds.spread(
+            lambda seconds, roof: linear.weight_bytes / seconds / roof, rows, "roof"
+        )
         to_one = rounds.spread(lambda seconds, one: seconds / one, rows, 1)
         table.append(
             {
                 "rows": rows,
                 "microseconds": rounds.spread(lambda seconds: seconds * 1e6, rows),
-                "weight_gb_s": rounds.spread(lambda seconds: linear.weight_bytes / seconds / 1e9, rows),
+                "weight_gb_s": rounds.spread(
+                    lambda seconds: linear.weight_bytes / seconds / 1e9, rows
+                ),
                 "roof_share": share,
-                "limit_share": rounds.spread(lambda seconds, *roof, rows=rows: limit(rows, *roof) / seconds, rows, "roof", "rate"),
+                "limit_share": rounds.spread(
+                    lambda seconds, *roof, rows=rows: limit(rows, *roof) / seconds,
+                    rows,
+                    "roof",
+                    "rate",
+                ),
                 "to_one_row": to_one,
-                "target": verdict(share, least=LEAST_SHARE) if rows == 1 else verdict(to_one, most=MOST_FOR_FIVE) if rows == 5 else "",
+                "target": verdict(share, least=LEAST_SHARE)
+                if rows == 1
+                else verdict(to_one, most=MOST_FOR_FIVE)
+                if rows == 5
+                else "",
             }
         )
     roof = rounds.spread(lambda rate: rate / 1e9, "roof")
     title = (
-        f"gemv {name} {shape[0]} x {shape[1]}: {linear.bits:.2f} bits a weight, {linear.copies} copies, "
+        f"gemv {name} {shape[0]} x {shape[1]}: {linear.bits:.2f} bits a weight, "
+        f"{linear.copies} copies, "
         f"error {linear.error:.1e}; roof {roof.text('.1f')} GB/s"
     )
-    facts = {"format": name, "shape": shape, "bits": linear.bits, "error": linear.error, "roof_gb_s": roof}
+    facts = {
+        "format": name,
+        "shape": shape,
+        "bits": linear.bits,
+        "error": linear.error,
+        "roof_gb_s": roof,
+    }
     bench.table("gemv", title, COLUMNS, table, **facts)
 
 

@@ -1,8 +1,10 @@
-"""What the micro benchmarks share: rounds in which kernels and the roof take turns, and where the figures go.
+"""What the micro benchmarks share: rounds in which kernels and the roof take turns, and where the
+figures go.
 
-A round measures the roof and every kernel once, one after the other, and ratios are formed inside a round: a slow second of
-the machine then falls on both sides. While a thing runs, the process should have all of its threads' time on the processors;
-where it had less, another process had them, and that sample does not count.
+A round measures the roof and every kernel once, one after the other, and ratios are formed inside a
+round: a slow second of the machine then falls on both sides. While a thing runs, the process should
+have all of its threads' time on the processors; where it had less, another process had them, and
+that sample does not count.
 """
 
 import argparse
@@ -14,7 +16,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/ lends its random tensors and tiny models
+sys.path.append(
+    str(Path(__file__).resolve().parents[2])
+)  # tests/ lends its random tensors and tiny models
 
 from headrace import _native
 from headrace.cli.table import print_table
@@ -22,7 +26,9 @@ from headrace.planner import host
 from headrace.program.op import Kind
 
 COLD_BYTES = 256 << 20
-"""Read in turn, so much has left every cache before its next turn; as much as the roof itself reads."""
+"""Read in turn, so much has left every cache before its next turn; as much as the roof itself
+reads.
+"""
 ROUNDS = 7
 _QUIET = 0.9
 """Least share of wall time x threads that the process must have had."""
@@ -33,7 +39,9 @@ _FEWEST = 3
 
 
 class Timed(NamedTuple):
-    """Something to measure: returns seconds, or a rate, and keeps so many threads busy meanwhile."""
+    """Something to measure: returns seconds, or a rate, and keeps so many threads busy
+    meanwhile.
+    """
 
     run: Callable[[], float]
     threads: int
@@ -66,29 +74,40 @@ class Rounds:
     """Samples by name, one of each in a round."""
 
     def __init__(self, things: Mapping[Any, Timed], least: int, most: int) -> None:
-        """Measure `least` rounds, and go on to `most` until each thing has so many quiet samples."""
+        """Measure `least` rounds, and go on to `most` until each thing has so many quiet
+        samples.
+        """
         self.samples: dict[Hashable, list[Sample]] = {name: [] for name in things}
         for thing in things.values():
-            thing.run()  # fills the caches that are meant to be filled, and makes room for the activations
+            # fills the caches that are meant to be filled, and makes room for the activations
+            thing.run()
         for done in range(1, most + 1):
             _progress(f"round {done} of {max(done, least)}")
             for name, thing in things.items():
                 self.samples[name].append(_sample(thing))
-            if done >= least and all(sum(s.quiet for s in samples) >= least for samples in self.samples.values()):
+            if done >= least and all(
+                sum(s.quiet for s in samples) >= least for samples in self.samples.values()
+            ):
                 break
         _progress("")
 
     def spread(self, figure: Callable[..., float], *names: Hashable) -> Spread:
-        """`figure` of the values that these things had in a round, over the rounds in which they were undisturbed."""
+        """`figure` of the values that these things had in a round, over the rounds in which they
+        were undisturbed.
+        """
         rounds = list(zip(*(self.samples[name] for name in names), strict=True))
         quiet = [samples for samples in rounds if all(sample.quiet for sample in samples)]
         counted = quiet if len(quiet) >= min(_FEWEST, len(rounds)) else rounds
         figures = [figure(*(sample.value for sample in samples)) for samples in counted]
-        return Spread(statistics.median(figures), min(figures), max(figures), len(figures), counted is quiet)
+        return Spread(
+            statistics.median(figures), min(figures), max(figures), len(figures), counted is quiet
+        )
 
 
 def _progress(text: str) -> None:
-    """One line that is overwritten, on a terminal only; a livelier one would take time from what is measured."""
+    """One line that is overwritten, on a terminal only; a livelier one would take time from what is
+    measured.
+    """
     if sys.stderr.isatty():
         print(f"\r{text:20}\r", end="", file=sys.stderr, flush=True)
 
@@ -116,8 +135,13 @@ class Bench:
         self.quick = quick
         self.cold_bytes = COLD_BYTES >> 6 if quick else COLD_BYTES
         self._lines = lines
-        self._write({"cpu": host.cpu_name(), "isa": _native.isa(), "threads": self.threads, "quick": quick})
-        print(f"{host.cpu_name()}, {_native.isa()}, {self.threads} threads; median (least-most), ~: disturbed by other processes")
+        self._write(
+            {"cpu": host.cpu_name(), "isa": _native.isa(), "threads": self.threads, "quick": quick}
+        )
+        print(
+            f"{host.cpu_name()}, {_native.isa()}, {self.threads} threads; median "
+            "(least-most), ~: disturbed by other processes"
+        )
 
     def bandwidth(self, threads: int = 0) -> Timed:
         """The roof of what streams from memory, bytes per second."""
@@ -137,26 +161,51 @@ class Bench:
         """Measure these things in turns."""
         return Rounds(things, *((2, 2) if self.quick else (ROUNDS, 2 * ROUNDS)))
 
-    def table(self, program: str, title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, object]], **facts: object) -> None:
-        """Print the rows, and write each as a JSON line together with the facts that all of them share."""
+    def table(
+        self,
+        program: str,
+        title: str,
+        columns: Sequence[Column],
+        rows: Iterable[Mapping[str, object]],
+        **facts: object,
+    ) -> None:
+        """Print the rows, and write each as a JSON line together with the facts that all of them
+        share.
+        """
         rows = list(rows)
         for row in rows:
             self._write({"program": program} | facts | row)
         words = {key for row in rows for key, value in row.items() if isinstance(value, str)}
-        headings = [column.heading if column.key in words and not column.form else f">{column.heading}" for column in columns]
+        headings = [
+            column.heading if column.key in words and not column.form else f">{column.heading}"
+            for column in columns
+        ]
         print()
-        print_table(headings, [[_cell(row.get(column.key, ""), column.form) for column in columns] for row in rows], title)
+        print_table(
+            headings,
+            [[_cell(row.get(column.key, ""), column.form) for column in columns] for row in rows],
+            title,
+        )
         sys.stdout.flush()
 
     def _write(self, line: Mapping[str, object]) -> None:
         if self._lines:
-            plain = {key: value._asdict() if isinstance(value, Spread) else value for key, value in line.items()}
+            plain = {
+                key: value._asdict() if isinstance(value, Spread) else value
+                for key, value in line.items()
+            }
             self._lines.write(json.dumps(plain) + "\n")
             self._lines.flush()
 
 
 def _cell(value: object, form: str) -> str:
-    return value.text(form) if isinstance(value, Spread) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        value.text(form)
+        if isinstance(value, Spread)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def verdict(figure: Spread, *, least: float = 0.0, most: float = 0.0) -> str:
@@ -167,10 +216,24 @@ def verdict(figure: Spread, *, least: float = 0.0, most: float = 0.0) -> str:
 
 def main(description: str | None, *programs: Callable[[Bench], None]) -> None:
     """Run the programs with the options of the command line."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row as a line of JSON")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes and two rounds: shows that it runs, measures nothing")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compute threads; 0: as many as may be used",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every row as a line of JSON"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny sizes and two rounds: shows that it runs, measures nothing",
+    )
     args = parser.parse_args()
     if args.threads < 0:
         parser.error("--threads must be 0 or more")

@@ -1,7 +1,9 @@
-"""The end of a decode step: one row of logits from the vocabulary's matrix, and drawing a token from it.
+"""The end of a decode step: one row of logits from the vocabulary's matrix, and drawing a token
+from it.
 
-The head is a cold matrix of its own, so bandwidth is its roof. Rows to draw from are Gaussian: `flat` spreads the probability
-over thousands of tokens, which no trained model does and which is the worst case of top_p; `peaked` has it on a few.
+The head is a cold matrix of its own, so bandwidth is its roof. Rows to draw from are Gaussian:
+`flat` spreads the probability over thousands of tokens, which no trained model does and which is
+the worst case of top_p; `peaked` has it on a few.
 """
 
 import statistics
@@ -33,7 +35,10 @@ HEAD_COLUMNS = (
     Column("weight_gb_s", "weights GB/s", ".1f"),
     Column("roof_share", "of the roof", ".0%"),
 )
-SAMPLING_COLUMNS = (Column("sampling", "sampling"), *(Column(f"{name}_us", f"{name}, us", ",.1f") for name in ROWS))
+SAMPLING_COLUMNS = (
+    Column("sampling", "sampling"),
+    *(Column(f"{name}_us", f"{name}, us", ",.1f") for name in ROWS),
+)
 
 
 def head(bench: Bench) -> None:
@@ -49,28 +54,55 @@ def product(bench: Bench, vocab: int, width: int) -> None:
     for name in FORMATS:
         if width % 256 and name.endswith("_K"):
             continue  # super-blocks of 256 columns
-        linear = LinearPlan(random_stored(name, vocab, width, seed=0), bench.threads, bench.cold_bytes, 1, offset=True)
-        rounds = bench.rounds({"roof": bench.bandwidth(), "head": bench.busy(lambda linear=linear: linear.seconds(1))})
+        linear = LinearPlan(
+            random_stored(name, vocab, width, seed=0),
+            bench.threads,
+            bench.cold_bytes,
+            1,
+            offset=True,
+        )
+        rounds = bench.rounds(
+            {"roof": bench.bandwidth(), "head": bench.busy(lambda linear=linear: linear.seconds(1))}
+        )
         table.append(
             {
                 "format": name,
                 "milliseconds": rounds.spread(lambda seconds: seconds * 1e3, "head"),
-                "weight_gb_s": rounds.spread(lambda seconds, nbytes=linear.weight_bytes: nbytes / seconds / 1e9, "head"),
-                "roof_share": rounds.spread(lambda seconds, roof, nbytes=linear.weight_bytes: nbytes / seconds / roof, "head", "roof"),
+                "weight_gb_s": rounds.spread(
+                    lambda seconds, nbytes=linear.weight_bytes: nbytes / seconds / 1e9, "head"
+                ),
+                "roof_share": rounds.spread(
+                    lambda seconds, roof, nbytes=linear.weight_bytes: nbytes / seconds / roof,
+                    "head",
+                    "roof",
+                ),
                 "error": linear.error,
             }
         )
-    bench.table("head", f"head of {vocab:,} x {width:,}, one row", HEAD_COLUMNS, table, vocab=vocab, width=width)
+    bench.table(
+        "head",
+        f"head of {vocab:,} x {width:,}, one row",
+        HEAD_COLUMNS,
+        table,
+        vocab=vocab,
+        width=width,
+    )
 
 
 def sampling(bench: Bench, vocab: int) -> None:
     """Drawing from a row of logits: one thread."""
     normal = np.random.default_rng(5).standard_normal(vocab).astype(np.float32)
     rows = {name: normal * np.float32(spread) for name, spread in ROWS.items()}
-    things = {(how, name): Timed(draws(params, row), 1) for how, params in SAMPLING.items() for name, row in rows.items()}
+    things = {
+        (how, name): Timed(draws(params, row), 1)
+        for how, params in SAMPLING.items()
+        for name, row in rows.items()
+    }
     rounds = bench.rounds(things)
     table = [
-        {"sampling": how} | {f"{name}_us": rounds.spread(lambda seconds: seconds * 1e6, (how, name)) for name in ROWS} for how in SAMPLING
+        {"sampling": how}
+        | {f"{name}_us": rounds.spread(lambda seconds: seconds * 1e6, (how, name)) for name in ROWS}
+        for how in SAMPLING
     ]
     bench.table("sampling", f"drawing from {vocab:,} logits", SAMPLING_COLUMNS, table, vocab=vocab)
 

@@ -1,10 +1,12 @@
-"""How many instructions the kernels of one row take for a weight, by format, from the built extension.
+"""How many instructions the kernels of one row take for a weight, by format, from the built
+extension.
 
     python benchmarks/micro/instructions.py build/cp311-cp311-linux_x86_64/CMakeFiles/_native.dir/csrc/isa_avx2.cpp.o
 
-Counted is the innermost loop that multiplies, over the weights that it multiplies: what lies outside is done once for many groups. A
-processor that begins n instructions a cycle cannot decode faster than n / count weights a cycle. Needs objdump. The object is that of AVX2,
-whose byte products, `vpmaddubsw`, take 32 weights or, of codes of 8 bits, half of the bits of 32.
+Counted is the innermost loop that multiplies, over the weights that it multiplies: what lies
+outside is done once for many groups. A processor that begins n instructions a cycle cannot decode
+faster than n / count weights a cycle. Needs objdump. The object is that of AVX2, whose byte
+products, `vpmaddubsw`, take 32 weights or, of codes of 8 bits, half of the bits of 32.
 """
 
 import argparse
@@ -29,7 +31,12 @@ class Instruction(NamedTuple):
 
 def functions(file: str) -> dict[str, list[Instruction]]:
     """The code of an object file by the names of its functions."""
-    listing = subprocess.run(["objdump", "-d", "-C", "--no-show-raw-insn", file], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["objdump", "-d", "-C", "--no-show-raw-insn", file],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     found: dict[str, list[Instruction]] = {}
     code: list[Instruction] = []
     for line in listing.splitlines():
@@ -45,7 +52,11 @@ def loops(code: list[Instruction]) -> list[list[Instruction]]:
     at = {instruction.address: i for i, instruction in enumerate(code)}
     bodies = []
     for i, instruction in enumerate(code):
-        to = re.match(r"[0-9a-f]+", instruction.operands) if instruction.name.startswith("j") else None
+        to = (
+            re.match(r"[0-9a-f]+", instruction.operands)
+            if instruction.name.startswith("j")
+            else None
+        )
         first = at.get(int(to[0], 16)) if to else None
         if first is not None and first <= i:
             bodies.append(code[first : i + 1])
@@ -53,7 +64,9 @@ def loops(code: list[Instruction]) -> list[list[Instruction]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("object", help="isa_avx2.cpp.o of a build")
     args = parser.parse_args()
     listed = FORMATS.read_text().partition("enum class Format : int {")[2].partition("}")[0]
@@ -62,7 +75,9 @@ def main() -> None:
     rows = []
     for function, code in functions(args.object).items():
         kernel = _KERNEL.search(function)
-        multiplies = [body for body in loops(code) if any(each.name == "vpmaddubsw" for each in body)]
+        multiplies = [
+            body for body in loops(code) if any(each.name == "vpmaddubsw" for each in body)
+        ]
         if not kernel or not multiplies:
             continue
         name, body = names[int(kernel[1])], multiplies[0]
@@ -70,7 +85,9 @@ def main() -> None:
         weights = 32 * products // (2 if name in eight_bits else 1)
         rows.append([name, f"{len(body):,}", f"{weights:,}", f"{len(body) / weights:.3f}"])
     print_table(
-        ["format", ">instructions", ">weights", ">for a weight"], sorted(rows, key=lambda row: row[-1]), "one row, int8 activations"
+        ["format", ">instructions", ">weights", ">for a weight"],
+        sorted(rows, key=lambda row: row[-1]),
+        "one row, int8 activations",
     )
 
 

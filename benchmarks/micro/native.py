@@ -1,4 +1,6 @@
-"""The smallest native plans that run a kernel on data of its own: linear ops, and attention over a filled KV cache."""
+"""The smallest native plans that run a kernel on data of its own: linear ops, and attention over a
+filled KV cache.
+"""
 
 import statistics
 import sys
@@ -16,7 +18,8 @@ from headrace.quant.formats import StoredTensor
 
 Floats = NDArray[np.float32]
 VOCAB = 64
-"""Tokens of the plans that fill a KV cache: their embeddings are the only difference between rows."""
+"""Tokens of the plans that fill a KV cache: their embeddings are the only difference between rows.
+"""
 _PASSES = 3
 """Runs of a plan in a sample, whose median counts."""
 _MOST_ERROR = 0.02
@@ -25,18 +28,26 @@ _CHECKED = 256
 """Outputs that are held against NumPy."""
 
 
-def ragged(seqs: Sequence[tuple[int, int]], tables: Ints, vocab: int, logits: bool = True) -> RaggedBatch:
-    """A step of scheduled rows: (context, rows) of each sequence, and its blocks, [sequences, blocks]. Logits of each last row."""
+def ragged(
+    seqs: Sequence[tuple[int, int]], tables: Ints, vocab: int, logits: bool = True
+) -> RaggedBatch:
+    """A step of scheduled rows: (context, rows) of each sequence, and its blocks, [sequences,
+    blocks]. Logits of each last row.
+    """
     context, rows = (np.array(column, np.int32) for column in zip(*seqs, strict=True))
     start = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
     seq_of = np.repeat(np.arange(len(rows)), rows)
     positions = (np.arange(start[-1]) - start[seq_of] + context[seq_of]).astype(np.int32)
-    slots = (tables[seq_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).astype(np.int32)
+    slots = (tables[seq_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).astype(
+        np.int32
+    )
     tokens = (np.arange(start[-1]) % vocab).astype(np.int32)
     logit_rows = start[1:] - 1 if logits else start[:0]
     tables = np.ascontiguousarray(tables, np.int32)
     seqs = np.arange(len(logit_rows), dtype=np.int32)
-    return RaggedBatch(tokens, positions, start, context, rows, (KvRows(slots, tables),), None, logit_rows, seqs)
+    return RaggedBatch(
+        tokens, positions, start, context, rows, (KvRows(slots, tables),), None, logit_rows, seqs
+    )
 
 
 def single_rows(num_rows: int, logits: bool = False) -> RaggedBatch:
@@ -47,11 +58,22 @@ def single_rows(num_rows: int, logits: bool = False) -> RaggedBatch:
 def run(plan: _native.Plan, batch: RaggedBatch) -> None:
     """One step."""
     kv = batch.kv if plan.kv_bytes else ()
-    plan.run(batch.tokens, batch.positions, batch.row_start, batch.context_len, batch.scheduled_len, kv, None, batch.logit_rows)
+    plan.run(
+        batch.tokens,
+        batch.positions,
+        batch.row_start,
+        batch.context_len,
+        batch.scheduled_len,
+        kv,
+        None,
+        batch.logit_rows,
+    )
 
 
 def op_seconds(plan: _native.Plan, batches: Sequence[RaggedBatch]) -> dict[str, float]:
-    """Seconds that a run of all the batches spends in each kind of op, the barrier behind it included."""
+    """Seconds that a run of all the batches spends in each kind of op, the barrier behind it
+    included.
+    """
     plan.set_profiling(True)
     for batch in batches:
         run(plan, batch)
@@ -73,18 +95,32 @@ def embedded(plan: _native.Plan, x: Floats) -> int:
 
 
 class LinearPlan:
-    """Linear ops with one input and a weight of their own each, copies of one another: out = x @ weight.T.
+    """Linear ops with one input and a weight of their own each, copies of one another: out = x @
+    weight.T.
 
-    With enough copies no weight is in a cache when its turn comes, as in a model. `offset`: int8 codes lie around the middle
-    of their group's range, as in front of queries, keys, values and the head.
+    With enough copies no weight is in a cache when its turn comes, as in a model. `offset`: int8
+    codes lie around the middle of their group's range, as in front of queries, keys, values and the
+    head.
     """
 
-    def __init__(self, stored: StoredTensor, threads: int, least_bytes: int, most_rows: int, offset: bool = False) -> None:
+    def __init__(
+        self,
+        stored: StoredTensor,
+        threads: int,
+        least_bytes: int,
+        most_rows: int,
+        offset: bool = False,
+    ) -> None:
         self.stored = stored
-        self.x: Floats = np.random.default_rng(1).standard_normal((most_rows, stored.cols), np.float32)
+        self.x: Floats = np.random.default_rng(1).standard_normal(
+            (most_rows, stored.cols), np.float32
+        )
         self.plan = plan = plain_plan(threads)
         loose = embedded(plan, self.x)
-        packed, self._out = plan.add_buffer(stored.cols, "step", True), plan.add_buffer(stored.rows, "step", False)
+        packed, self._out = (
+            plan.add_buffer(stored.cols, "step", True),
+            plan.add_buffer(stored.rows, "step", False),
+        )
         plan.pack(packed, loose)
         before, self.weight_bytes, self.copies = plan.weight_bytes, 0, 0
         while self.copies * self.weight_bytes < least_bytes:
@@ -96,15 +132,22 @@ class LinearPlan:
     def seconds(self, num_rows: int) -> float:
         """Seconds of one of the ops."""
         batch = [single_rows(num_rows)]
-        return statistics.median(op_seconds(self.plan, batch)["linear"] for _ in range(_PASSES)) / self.copies
+        return (
+            statistics.median(op_seconds(self.plan, batch)["linear"] for _ in range(_PASSES))
+            / self.copies
+        )
 
     @property
     def bits(self) -> float:
-        """Bits that the kernel reads for a weight, scales included; the file may have a few per cent less."""
+        """Bits that the kernel reads for a weight, scales included; the file may have a few per
+        cent less.
+        """
         return 8 * self.weight_bytes / (self.stored.rows * self.stored.cols)
 
     def refuse_wrong_results(self) -> None:
-        """Hold some outputs of the last op against NumPy: the time of a wrong kernel is worth nothing."""
+        """Hold some outputs of the last op against NumPy: the time of a wrong kernel is worth
+        nothing.
+        """
         num_rows = min(5, len(self.x))
         run(self.plan, single_rows(num_rows))
         columns = np.linspace(0, self.stored.rows - 1, _CHECKED).astype(int)
@@ -115,14 +158,19 @@ class LinearPlan:
         if not self.error <= _MOST_ERROR:
             what = f"{self.stored.format.name} {self.stored.rows} x {self.stored.cols}"
             sys.exit(
-                f"the linear kernel for {what} is wrong, relative error {self.error:.3f}: see what tests/backend/test_cpu_linear.py says"
+                f"the linear kernel for {what} is wrong, relative error {self.error:.3f}: "
+                "see what tests/backend/test_cpu_linear.py says"
             )
 
 
 class AttentionPlan:
-    """One layer of attention over a KV cache that is filled with the keys and values of random rows."""
+    """One layer of attention over a KV cache that is filled with the keys and values of random
+    rows.
+    """
 
-    def __init__(self, threads: int, heads: int, kv_heads: int, head_dim: int, num_blocks: int, kv_dtype: str) -> None:
+    def __init__(
+        self, threads: int, heads: int, kv_heads: int, head_dim: int, num_blocks: int, kv_dtype: str
+    ) -> None:
         rng = np.random.default_rng(2)
         self.plan = plan = _native.Plan("", threads)
         plan.add_kv_group(1, kv_heads, head_dim, head_dim, 0, num_blocks, kv_dtype)
@@ -130,7 +178,10 @@ class AttentionPlan:
         packed = plan.add_buffer(BLOCK_SIZE, "step", True)
         plan.pack(packed, x)
         angles = plan.rope_angles([], 1.0, head_dim)  # rotates nothing
-        q, out = plan.add_buffer(heads * head_dim, "step", False), plan.add_buffer(heads * head_dim, "step", False)
+        q, out = (
+            plan.add_buffer(heads * head_dim, "step", False),
+            plan.add_buffer(heads * head_dim, "step", False),
+        )
         weights = [self._weight(rng, h * head_dim) for h in (heads, kv_heads, kv_heads)]
         plan.qkv_rope_write(q, packed, angles, weights, [-1, -1, -1], (0, 0))
         plan.attention(out, q, (0, 0), heads, head_dim, head_dim**-0.5)
@@ -140,7 +191,9 @@ class AttentionPlan:
 
     def _weight(self, rng: np.random.Generator, rows: int) -> Any:
         values = rng.standard_normal((rows, BLOCK_SIZE), np.float32) * np.float32(BLOCK_SIZE**-0.5)
-        return self.plan.add_weight("F32", rows, BLOCK_SIZE, values.view(np.uint8).reshape(-1), None)
+        return self.plan.add_weight(
+            "F32", rows, BLOCK_SIZE, values.view(np.uint8).reshape(-1), None
+        )
 
     def seconds(self, batches: Sequence[RaggedBatch]) -> float:
         """Seconds of attention in all the batches together, partial results merged."""

@@ -1,6 +1,8 @@
-"""RMSNorm that writes packed rows for the linear op behind it: nanoseconds for a row, all threads at work.
+"""RMSNorm that writes packed rows for the linear op behind it: nanoseconds for a row, all threads
+at work.
 
-A row belongs to one thread, so one row alone shows the latency of an op, its barrier included; many rows show throughput.
+A row belongs to one thread, so one row alone shows the latency of an op, its barrier included; many
+rows show throughput.
 """
 
 import statistics
@@ -16,10 +18,15 @@ OPS = 64
 PASSES = {1: 99, 16: 25, 512: 3}
 """Runs of the plan in a sample, whose median counts: few rows take microseconds."""
 READERS = {"int8": ("Q8_0", False), "int8_offset": ("Q8_0", True), "bf16": ("BF16", False)}
-"""Form of the packed rows: the format of the weight that reads them, and whether it wants an offset."""
+"""Form of the packed rows: the format of the weight that reads them, and whether it wants an
+offset.
+"""
 COLUMNS = (
     Column("rows", "rows"),
-    *(Column(f"{form}_ns_a_row", f"{form.replace('_', ' with ')}, ns a row", ",.0f") for form in READERS),
+    *(
+        Column(f"{form}_ns_a_row", f"{form.replace('_', ' with ')}, ns a row", ",.0f")
+        for form in READERS
+    ),
 )
 
 
@@ -32,17 +39,30 @@ def norm(bench: Bench) -> None:
 def measure(bench: Bench, width: int) -> None:
     """One table: a width, by number of rows and form."""
     norms = {form: Norms(bench.threads, width, *reader) for form, reader in READERS.items()}
-    rounds = bench.rounds({(form, rows): bench.busy(lambda n=n, r=rows: n.seconds(r)) for form, n in norms.items() for rows in PASSES})
+    rounds = bench.rounds(
+        {
+            (form, rows): bench.busy(lambda n=n, r=rows: n.seconds(r))
+            for form, n in norms.items()
+            for rows in PASSES
+        }
+    )
     table = [
         {"rows": rows}
-        | {f"{form}_ns_a_row": rounds.spread(lambda seconds, rows=rows: seconds * 1e9 / rows, (form, rows)) for form in READERS}
+        | {
+            f"{form}_ns_a_row": rounds.spread(
+                lambda seconds, rows=rows: seconds * 1e9 / rows, (form, rows)
+            )
+            for form in READERS
+        }
         for rows in PASSES
     ]
     bench.table("norm", f"norm and pack, width {width:,}", COLUMNS, table, width=width)
 
 
 class Norms:
-    """A plan of many norms of the same rows, and the linear op whose format says how they are packed."""
+    """A plan of many norms of the same rows, and the linear op whose format says how they are
+    packed.
+    """
 
     def __init__(self, threads: int, width: int, format_name: str, offset: bool) -> None:
         self.plan = plan = plain_plan(threads)
@@ -53,12 +73,22 @@ class Norms:
         for _ in range(OPS):
             plan.norm(packed, x, vector, -1, "rms", width, 1e-5)
         reader = random_stored(format_name, 16, width, seed=0)
-        plan.linear(out, packed, plan.add_weight(format_name, 16, width, reader.parts["codes"], None), -1, -1, offset)
+        plan.linear(
+            out,
+            packed,
+            plan.add_weight(format_name, 16, width, reader.parts["codes"], None),
+            -1,
+            -1,
+            offset,
+        )
 
     def seconds(self, num_rows: int) -> float:
         """Seconds of one norm."""
         batch = [single_rows(num_rows)]
-        return statistics.median(op_seconds(self.plan, batch)["norm"] for _ in range(PASSES[num_rows])) / OPS
+        return (
+            statistics.median(op_seconds(self.plan, batch)["norm"] for _ in range(PASSES[num_rows]))
+            / OPS
+        )
 
 
 if __name__ == "__main__":

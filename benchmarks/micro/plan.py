@@ -1,9 +1,10 @@
-"""What a step costs beyond its roofline: the default model and one so tiny that nothing else is left.
+"""What a step costs beyond its roofline: the default model and one so tiny that nothing else is
+left.
 
-The roofline of a step is the sum over its ops of the time that bytes or operations take at least, with the bandwidth of the
-same round. Overhead is what the wall clock shows beyond it: first the way from Python into the first op and back, then the
-barriers between ops (timed as in roof.py), and the rest is what the kernels fall short by. Last, what the engine pays to
-build a step's arrays.
+The roofline of a step is the sum over its ops of the time that bytes or operations take at least,
+with the bandwidth of the same round. Overhead is what the wall clock shows beyond it: first the way
+from Python into the first op and back, then the barriers between ops (timed as in roof.py), and the
+rest is what the kernels fall short by. Last, what the engine pays to build a step's arrays.
 """
 
 import statistics
@@ -51,7 +52,11 @@ STEP_COLUMNS = (
     Column("barrier_us", "their us", ",.1f"),
     Column("kernels_us", "+ kernels us", ",.0f"),
 )
-BUILD_COLUMNS = (Column("seqs", "seqs"), Column("microseconds", "us", ",.1f"), Column("each_us", "us a sequence", ",.2f"))
+BUILD_COLUMNS = (
+    Column("seqs", "seqs"),
+    Column("microseconds", "us", ",.1f"),
+    Column("each_us", "us a sequence", ",.2f"),
+)
 
 
 def plan(bench: Bench) -> None:
@@ -69,25 +74,38 @@ def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, Stored
     kv = KvConfig((max(SEQUENCES) * blocks_each,))
     executable = compile(trace_model(spec, tensors), tensors, kv, bench.threads)
     tables = np.arange(kv.num_blocks[0], dtype=np.int32).reshape(max(SEQUENCES), blocks_each)
-    executable.launch(ragged([(0, CONTEXT)] * max(SEQUENCES), tables, spec.vocab_size))  # fills the context
+    executable.launch(
+        ragged([(0, CONTEXT)] * max(SEQUENCES), tables, spec.vocab_size)
+    )  # fills the context
     batches = {n: ragged([(CONTEXT, 1)] * n, tables[:n], spec.vocab_size) for n in SEQUENCES}
     rates = {kind: bench.rate(kind).run() for kind in KINDS}
 
     def roofline(seqs: int, bandwidth: float) -> float:
         machine = Machine(cpu_name(), _native.isa(), bench.threads, bandwidth, rates)
-        return step_seconds(executable.program, Load(((CONTEXT, 1),) * seqs, seqs, KV_BYTES), machine)
+        return step_seconds(
+            executable.program, Load(((CONTEXT, 1),) * seqs, seqs, KV_BYTES), machine
+        )
 
-    things = {"bandwidth": bench.bandwidth(), "barrier": bench.busy(Barriers(bench.threads, 1).seconds)}
+    things = {
+        "bandwidth": bench.bandwidth(),
+        "barrier": bench.busy(Barriers(bench.threads, 1).seconds),
+    }
     things |= {("wall", n): bench.busy(wall(executable, batch)) for n, batch in batches.items()}
-    things |= {("outside", n): bench.busy(outside(executable, batch)) for n, batch in batches.items()}
+    things |= {
+        ("outside", n): bench.busy(outside(executable, batch)) for n, batch in batches.items()
+    }
     rounds = bench.rounds(things)
     table = [
         {
             "seqs": n,
             "wall_us": rounds.spread(lambda s: s * 1e6, ("wall", n)),
             "roofline_us": rounds.spread(lambda b, n=n: roofline(n, b) * 1e6, "bandwidth"),
-            "roofline_share": rounds.spread(lambda s, b, n=n: roofline(n, b) / s, ("wall", n), "bandwidth"),
-            "overhead_us": rounds.spread(lambda s, b, n=n: (s - roofline(n, b)) * 1e6, ("wall", n), "bandwidth"),
+            "roofline_share": rounds.spread(
+                lambda s, b, n=n: roofline(n, b) / s, ("wall", n), "bandwidth"
+            ),
+            "overhead_us": rounds.spread(
+                lambda s, b, n=n: (s - roofline(n, b)) * 1e6, ("wall", n), "bandwidth"
+            ),
             "outside_us": rounds.spread(lambda o: o * 1e6, ("outside", n)),
             "barriers": count,
             "barrier_us": rounds.spread(lambda one, count=count: one * count * 1e6, "barrier"),
@@ -99,7 +117,13 @@ def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, Stored
         for n, count in ((n, num_barriers(executable, batch)) for n, batch in batches.items())
     ]
     executable.close()
-    bench.table("plan", f"decode steps of {name}, {CONTEXT} tokens of context", STEP_COLUMNS, table, model=name)
+    bench.table(
+        "plan",
+        f"decode steps of {name}, {CONTEXT} tokens of context",
+        STEP_COLUMNS,
+        table,
+        model=name,
+    )
 
 
 def wall(executable: CpuExecutable, batch: RaggedBatch) -> Callable[[], float]:
@@ -114,7 +138,9 @@ def wall(executable: CpuExecutable, batch: RaggedBatch) -> Callable[[], float]:
 
 
 def outside(executable: CpuExecutable, batch: RaggedBatch) -> Callable[[], float]:
-    """Seconds of a step before its first op and after its last: Python, checks, waking the threads."""
+    """Seconds of a step before its first op and after its last: Python, checks, waking the
+    threads.
+    """
 
     def once() -> float:
         start = time.perf_counter()
@@ -145,12 +171,21 @@ def builds(bench: Bench) -> None:
         }
         for n in things
     ]
-    bench.table("build", f"building a RaggedBatch of decode rows, {BUILT_CONTEXT} tokens of context", BUILD_COLUMNS, table)
+    bench.table(
+        "build",
+        f"building a RaggedBatch of decode rows, {BUILT_CONTEXT} tokens of context",
+        BUILD_COLUMNS,
+        table,
+    )
 
 
 def building(num_seqs: int) -> Callable[[], float]:
-    """Seconds of build(), for sequences of an engine that has computed all of their prompts but the last token."""
-    engine = tiny_engine(tiny_model(0, context=1024), "cpu", slots=num_seqs * 512, max_num_seqs=num_seqs, threads=1)
+    """Seconds of build(), for sequences of an engine that has computed all of their prompts but the
+    last token.
+    """
+    engine = tiny_engine(
+        tiny_model(0, context=1024), "cpu", slots=num_seqs * 512, max_num_seqs=num_seqs, threads=1
+    )
     scheduled = []
     for _ in range(num_seqs):
         engine.add_request([1] * (BUILT_CONTEXT + 1), SamplingParams(max_tokens=2))

@@ -1,7 +1,9 @@
-"""The roof itself: what this machine reads, multiplies and synchronises at most, with one thread and with all.
+"""The roof itself: what this machine reads, multiplies and synchronises at most, with one thread
+and with all.
 
-The planner's `headrace doctor` figures come from the same native loops. A barrier is what every op of a step ends with: it is
-timed with plans of ops that have no work at all, one item of it, and one for each thread.
+The planner's `headrace doctor` figures come from the same native loops. A barrier is what every op
+of a step ends with: it is timed with plans of ops that have no work at all, one item of it, and one
+for each thread.
 """
 
 import statistics
@@ -30,19 +32,37 @@ def roof(bench: Bench) -> None:
     things = {("memory read", n): bench.bandwidth(n) for n in counts}
     things |= {(f"{kind} multiply-adds", n): bench.rate(kind, n) for kind in KINDS for n in counts}
     items = {"no item": 0, "1 item": 1, "an item a thread": bench.threads}
-    things |= {(f"barrier, {name}", n): Timed(Barriers(n, count).seconds, n) for name, count in items.items() for n in counts}
+    things |= {
+        (f"barrier, {name}", n): Timed(Barriers(n, count).seconds, n)
+        for name, count in items.items()
+        for n in counts
+    }
     rounds = bench.rounds(things)
     table = []
     for what, threads in things:
-        unit, factor = ("ns", 1e9) if what.startswith("barrier") else ("GB/s" if what == "memory read" else "G operations/s", 1e-9)
+        unit, factor = (
+            ("ns", 1e9)
+            if what.startswith("barrier")
+            else ("GB/s" if what == "memory read" else "G operations/s", 1e-9)
+        )
         figure = rounds.spread(lambda value, factor=factor: value * factor, (what, threads))
         scaling = rounds.spread(lambda value, one: value / one, (what, threads), (what, 1))
-        table.append({"what": what, "threads": threads, "figure": figure, "unit": unit, "to_one_thread": scaling})
+        table.append(
+            {
+                "what": what,
+                "threads": threads,
+                "figure": figure,
+                "unit": unit,
+                "to_one_thread": scaling,
+            }
+        )
     bench.table("roof", "roof", COLUMNS, table)
 
 
 class Barriers:
-    """A plan of ops that gather a row of 16 numbers for each row with logits, and are given `items` of these."""
+    """A plan of ops that gather a row of 16 numbers for each row with logits, and are given `items`
+    of these.
+    """
 
     def __init__(self, threads: int, items: int) -> None:
         self.plan = plain_plan(threads)

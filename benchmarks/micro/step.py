@@ -1,9 +1,12 @@
-"""What a step costs outside the native plan: scheduling, building, drawing, committing, emitting; and what multi-step decoding saves.
+"""What a step costs outside the native plan: scheduling, building, drawing, committing, emitting;
+and what multi-step decoding saves.
 
-Every sequence decodes one row in every step. The plan is timed from outside; the rest of `Engine.step` is what is shown, in
-microseconds, median (quarter-three quarters of the calls), of a step and of each sequence. Most of it at one sequence is the price of
-memory: a plan that has read all weights leaves nothing of Python in the caches. The values of `--multi-step-ms` take turns in one
-engine, and speed is tokens per second in ratio to the first of them in the same round, median (least-most).
+Every sequence decodes one row in every step. The plan is timed from outside; the rest of
+`Engine.step` is what is shown, in microseconds, median (quarter-three quarters of the calls), of a
+step and of each sequence. Most of it at one sequence is the price of memory: a plan that has read
+all weights leaves nothing of Python in the caches. The values of `--multi-step-ms` take turns in
+one engine, and speed is tokens per second in ratio to the first of them in the same round, median
+(least-most).
 """
 
 import argparse
@@ -43,7 +46,9 @@ class TimedPlan:
 
 
 class Turn(NamedTuple):
-    """What one value of `multi_step_ms` made of one round: for each call in which all sequences decode, microseconds of a step."""
+    """What one value of `multi_step_ms` made of one round: for each call in which all sequences
+    decode, microseconds of a step.
+    """
 
     inside: list[float]
     """In the plan."""
@@ -53,14 +58,20 @@ class Turn(NamedTuple):
     """Of all these calls."""
 
 
-def measure(engine: Engine, plan: TimedPlan, params: SamplingParams, seqs: int, prompt: list[int]) -> Turn:
+def measure(
+    engine: Engine, plan: TimedPlan, params: SamplingParams, seqs: int, prompt: list[int]
+) -> Turn:
     for _ in range(seqs):
         engine.add_request(prompt, params)
     inside, outside, calls = [], [], []
     while engine.has_work:
         before, steps, start = plan.seconds, engine._loop.num_steps, time.perf_counter()
         updates = engine.step()
-        called, run, steps = time.perf_counter() - start, plan.seconds - before, engine._loop.num_steps - steps
+        called, run, steps = (
+            time.perf_counter() - start,
+            plan.seconds - before,
+            engine._loop.num_steps - steps,
+        )
         if len(updates) == seqs:
             inside.append(run * 1e6 / steps)
             outside.append((called - run) * 1e6 / steps)
@@ -70,7 +81,9 @@ def measure(engine: Engine, plan: TimedPlan, params: SamplingParams, seqs: int, 
 
 def show(turns: list[Turn], first: list[Turn], seqs: int) -> str:
     inside = statistics.median(time for turn in turns for time in turn.inside)
-    low, outside, high = statistics.quantiles((time for turn in turns for time in turn.outside), n=4)
+    low, outside, high = statistics.quantiles(
+        (time for turn in turns for time in turn.outside), n=4
+    )
     ratios = [other.seconds / turn.seconds for turn, other in zip(turns, first, strict=True)]
     spread = f"{outside:,.0f} ({low:,.0f}-{high:,.0f})"
     speed = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
@@ -78,13 +91,21 @@ def show(turns: list[Turn], first: list[Turn], seqs: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     values = [0, EngineConfig.multi_step_ms, OFFLINE.engine["multi_step_ms"]]
-    parser.add_argument("--multi-step-ms", type=float, nargs="+", default=values, help="values of EngineConfig.multi_step_ms to compare")
+    parser.add_argument(
+        "--multi-step-ms",
+        type=float,
+        nargs="+",
+        default=values,
+        help="values of EngineConfig.multi_step_ms to compare",
+    )
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
     args = parser.parse_args()
     config = EngineConfig(threads=args.threads, max_model_len=1024)
@@ -92,11 +113,19 @@ def main() -> None:
     loop: Any = engine._loop
     loop.executable.plan = plan = TimedPlan(loop.executable.plan)
     ways = {
-        ms: MultiStep(loop.scheduler, loop.executable, engine.limits.kv.block_size, replace(config, multi_step_ms=ms), time.perf_counter)
+        ms: MultiStep(
+            loop.scheduler,
+            loop.executable,
+            engine.limits.kv.block_size,
+            replace(config, multi_step_ms=ms),
+            time.perf_counter,
+        )
         for ms in args.multi_step_ms
     }
     prompt = tokenizer.encode("A water wheel turns because")
-    print(f"{'':28}{'seqs':>9}{'ms':>9}{'plan':>9}{'outside':>22}{'a seq':>10}{'share':>8}{'speed':>18}")
+    print(
+        f"{'':28}{'seqs':>9}{'ms':>9}{'plan':>9}{'outside':>22}{'a seq':>10}{'share':>8}{'speed':>18}"
+    )
     for name, options in CASES.items():
         params = SamplingParams(max_tokens=args.steps, ignore_eos=True, **options)
         for seqs in args.sequences:
@@ -107,7 +136,10 @@ def main() -> None:
                     result = measure(engine, plan, params, seqs, prompt)
                     turns[ms] += [result] if turn else []
             for ms, mine in turns.items():
-                print(f"{name:28}{seqs:9}{ms:9g}{show(mine, turns[args.multi_step_ms[0]], seqs)}", flush=True)
+                print(
+                    f"{name:28}{seqs:9}{ms:9g}{show(mine, turns[args.multi_step_ms[0]], seqs)}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Routing to replicas: policies on five traces, in simulated time over real engines; and how long a decision takes.
+"""Routing to replicas: policies on five traces, in simulated time over real engines; and how long a
+decision takes.
 
     python benchmarks/routing                                  4, 16 and 64 replicas, and the decisions with 1,000
     python benchmarks/routing --replicas 16 --trace chats      some of it; --no-decisions leaves those out, --replicas 0 leaves all else out
 
-The figures of the traces follow from the seed: they are the same on every machine. See README.md for what they are.
+The figures of the traces follow from the seed: they are the same on every machine. See README.md
+for what they are.
 """
 
 import argparse
@@ -26,7 +28,17 @@ from traces import TRACES
 
 from headrace.cli.table import print_table
 
-_HEADINGS = ["trace", "policy", ">hit rate", ">of infinite", ">recurring", ">skew", ">p50, ms", ">p99, ms", "missed"]
+_HEADINGS = [
+    "trace",
+    "policy",
+    ">hit rate",
+    ">of infinite",
+    ">recurring",
+    ">skew",
+    ">p50, ms",
+    ">p99, ms",
+    "missed",
+]
 LEAST_OF_INFINITE, MOST_SKEW, MOST_DECISION = 0.9, 1.3, 0.001
 
 
@@ -41,7 +53,10 @@ def missed(own: Figures, other: Figures) -> list[str]:
 
 
 def _cells(found: Figures) -> list[str]:
-    shares = ["" if isnan(share) else f"{share:.1%}" for share in (found.hit_rate, found.of_infinite, found.of_infinite_recurring)]
+    shares = [
+        "" if isnan(share) else f"{share:.1%}"
+        for share in (found.hit_rate, found.of_infinite, found.of_infinite_recurring)
+    ]
     return [*shares, f"{found.skew:.2f}", f"{1e3 * found.p50:.0f}", f"{1e3 * found.p99:.0f}"]
 
 
@@ -52,12 +67,23 @@ def simulate(names: list[str], replicas: int, length: int, seed: int) -> list[di
         runs: dict[str, Figures] = {}
         for policy, make in POLICIES.items():
             trace = TRACES[name](np.random.default_rng(seed), replicas, length)
-            served = Simulation(make(replicas, seed), [Replica() for _ in range(replicas)], trace).run()
+            served = Simulation(
+                make(replicas, seed), [Replica() for _ in range(replicas)], trace
+            ).run()
             runs[policy] = figures(served, replicas)
         for policy, found in runs.items():
             wrong = missed(found, runs["power of two"]) if policy == "headrace" else []
             rows.append([name, policy, *_cells(found), ", ".join(wrong)])
-            facts.append({"trace": name, "replicas": replicas, "policy": policy, "seed": seed, "missed": wrong} | asdict(found))
+            facts.append(
+                {
+                    "trace": name,
+                    "replicas": replicas,
+                    "policy": policy,
+                    "seed": seed,
+                    "missed": wrong,
+                }
+                | asdict(found)
+            )
     print()
     print_table(_HEADINGS, rows, f"{replicas} replicas, {length} requests for each")
     sys.stdout.flush()
@@ -67,26 +93,61 @@ def simulate(names: list[str], replicas: int, length: int, seed: int) -> list[di
 def decide(replicas: int, count: int, seed: int) -> list[dict[str, object]]:
     """Time decisions, and print a table."""
     timed = [time_decisions(replicas, prompt_len, count, seed) for prompt_len in (512, 2048, 8192)]
-    rows = [[f"{one.prompt_len:,}", *(f"{1e6 * t:,.0f}" for t in (one.median, one.p99, one.most))] for one in timed]
+    rows = [
+        [f"{one.prompt_len:,}", *(f"{1e6 * t:,.0f}" for t in (one.median, one.p99, one.most))]
+        for one in timed
+    ]
     print()
-    print_table([">prompt", ">median, us", ">p99", ">most"], rows, f"one decision with {replicas:,} replicas")
+    print_table(
+        [">prompt", ">median, us", ">p99", ">most"],
+        rows,
+        f"one decision with {replicas:,} replicas",
+    )
     return [asdict(one) for one in timed]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks/routing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", default="4,16,64", metavar="N,...", help="numbers of replicas (default: %(default)s)")
-    parser.add_argument("--trace", action="append", choices=list(TRACES), help="one of the traces; may be given several times")
-    parser.add_argument("--requests", type=int, default=120, metavar="N", help="for each replica (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/routing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--replicas",
+        default="4,16,64",
+        metavar="N,...",
+        help="numbers of replicas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--trace",
+        action="append",
+        choices=list(TRACES),
+        help="one of the traces; may be given several times",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=120,
+        metavar="N",
+        help="for each replica (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--no-decisions", action="store_true", help="do not time decisions")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row as a line of JSON")
-    parser.add_argument("--quick", action="store_true", help="4 replicas, 40 requests for each, and decisions with 50")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every row as a line of JSON"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="4 replicas, 40 requests for each, and decisions with 50",
+    )
     args = parser.parse_args()
     sizes = [int(size) for size in ("4" if args.quick else args.replicas).split(",") if int(size)]
     facts: list[Mapping[str, object]] = []
     for size in sizes:
-        facts += simulate(args.trace or list(TRACES), size, 40 if args.quick else args.requests, args.seed)
+        facts += simulate(
+            args.trace or list(TRACES), size, 40 if args.quick else args.requests, args.seed
+        )
     if not args.no_decisions:
         facts += decide(50 if args.quick else 1000, 100 if args.quick else 2000, args.seed)
     if args.json:

@@ -1,4 +1,6 @@
-"""How long one routing decision takes, with all that it remembers: seconds of its thread, as other processes share the machine."""
+"""How long one routing decision takes, with all that it remembers: seconds of its thread, as other
+processes share the machine.
+"""
 
 from dataclasses import dataclass
 from time import thread_time
@@ -25,7 +27,9 @@ class Decisions:
 
 
 def time_decisions(replicas: int, prompt_len: int, count: int, seed: int) -> Decisions:
-    """Every other prompt begins with one of eight prefixes, half as long; replicas hold as much as they may, and `count` requests run."""
+    """Every other prompt begins with one of eight prefixes, half as long; replicas hold as much as
+    they may, and `count` requests run.
+    """
     rng = np.random.default_rng(seed)
     router = PrefixRouter(BLOCK_SIZE, MAX_BLOCKS)
     for number in range(replicas):
@@ -47,4 +51,11 @@ def time_decisions(replicas: int, prompt_len: int, count: int, seed: int) -> Dec
             router.first_token(routed)
             router.ended(routed, [*tokens, 0])
     timed = np.array(seconds[to_fill:])
-    return Decisions(replicas, prompt_len, count, float(np.median(timed)), float(np.percentile(timed, 99)), float(timed.max()))
+    return Decisions(
+        replicas,
+        prompt_len,
+        count,
+        float(np.median(timed)),
+        float(np.percentile(timed, 99)),
+        float(timed.max()),
+    )

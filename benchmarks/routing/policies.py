@@ -1,4 +1,6 @@
-"""The policies that are compared. Each is told of a request, of its first token and of its end, and names the replica."""
+"""The policies that are compared. Each is told of a request, of its first token and of its end, and
+names the replica.
+"""
 
 from typing import Protocol
 
@@ -39,7 +41,9 @@ class Ours:
 
 
 class PowerOfTwo:
-    """The better of two that are drawn at random: the one with fewer requests under way (Mitzenmacher 2001)."""
+    """The better of two that are drawn at random: the one with fewer requests under way
+    (Mitzenmacher 2001).
+    """
 
     def __init__(self, replicas: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

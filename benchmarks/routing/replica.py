@@ -1,8 +1,10 @@
-"""A replica in simulated time: the real engine, with its scheduler, KV manager and prefix cache, over an executable that computes nothing.
+"""A replica in simulated time: the real engine, with its scheduler, KV manager and prefix cache,
+over an executable that computes nothing.
 
-The clock moves by what a step would take on a device that has the figures below, those of a model of 8 billion parameters in 16 bits on
-one large GPU: weights and context are read at 3 TB/s, and multiply-adds take 400 T operations/s, where the longer of weights and
-multiply-adds counts; 1 ms goes to all else. A device of another speed stretches all times alike.
+The clock moves by what a step would take on a device that has the figures below, those of a model
+of 8 billion parameters in 16 bits on one large GPU: weights and context are read at 3 TB/s, and
+multiply-adds take 400 T operations/s, where the longer of weights and multiply-adds counts; 1 ms
+goes to all else. A device of another speed stretches all times alike.
 """
 
 from collections.abc import Sequence
@@ -36,14 +38,20 @@ _TYPICAL_CONTEXT = 1500
 
 
 def step_seconds(rows: int, context: int) -> float:
-    """Seconds of a step with so many rows, whose sequences have so many tokens of context together."""
+    """Seconds of a step with so many rows, whose sequences have so many tokens of context
+    together.
+    """
     return _OTHER_SECONDS + max(_WEIGHT_SECONDS, rows * _ROW_SECONDS) + context * _CONTEXT_SECONDS
 
 
 def fitted_cost() -> StepCost:
-    """What an operator would tell the router, from the times of two steps: an empty one and a full chunk."""
+    """What an operator would tell the router, from the times of two steps: an empty one and a full
+    chunk.
+    """
     empty, full = step_seconds(1, 0), step_seconds(CHUNK, 0)
-    return StepCost(empty, (full - empty) / CHUNK, _TYPICAL_CONTEXT * _CONTEXT_SECONDS, CHUNK, MAX_NUM_SEQS)
+    return StepCost(
+        empty, (full - empty) / CHUNK, _TYPICAL_CONTEXT * _CONTEXT_SECONDS, CHUNK, MAX_NUM_SEQS
+    )
 
 
 class Clock:
@@ -57,7 +65,9 @@ class Clock:
 
 
 class Timed:
-    """An executable that takes the time of a step, and computes nothing: every token is as likely as any other."""
+    """An executable that takes the time of a step, and computes nothing: every token is as likely
+    as any other.
+    """
 
     max_in_flight = 1
 
@@ -66,7 +76,9 @@ class Timed:
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp], **_: bool) -> Done:
         self._clock.now += step_seconds(len(batch.tokens), int(batch.context_len.sum()))
-        return Done(StepResult(run_logit_ops(ops, np.zeros((len(batch.logit_rows), VOCAB), np.float32))))
+        return Done(
+            StepResult(run_logit_ops(ops, np.zeros((len(batch.logit_rows), VOCAB), np.float32)))
+        )
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         """There is nothing to move."""
@@ -79,7 +91,9 @@ class Timed:
 
 
 class News(NamedTuple):
-    """What a step brought: requests that have their first token since, and those that have ended."""
+    """What a step brought: requests that have their first token since, and those that have
+    ended.
+    """
 
     end: float
     first_tokens: list[str]
@@ -92,10 +106,17 @@ class Replica:
     def __init__(self) -> None:
         self._clock = Clock()
         config = EngineConfig(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=CHUNK + MAX_NUM_SEQS, chunked_prefill_size=CHUNK, multi_step_ms=0
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=CHUNK + MAX_NUM_SEQS,
+            chunked_prefill_size=CHUNK,
+            multi_step_ms=0,
         )
-        limits = EngineLimits(VOCAB, MAX_MODEL_LEN, KvConfig((NUM_BLOCKS,), BLOCK_SIZE), toy_groups(FULL))
-        self._engine = Engine(Timed(self._clock), TinyVocabulary(VOCAB), limits, config, clock=self._clock)  # type: ignore[arg-type]
+        limits = EngineLimits(
+            VOCAB, MAX_MODEL_LEN, KvConfig((NUM_BLOCKS,), BLOCK_SIZE), toy_groups(FULL)
+        )
+        self._engine = Engine(
+            Timed(self._clock), TinyVocabulary(VOCAB), limits, config, clock=self._clock
+        )  # type: ignore[arg-type]
         self._waiting = set[str]()
         """Requests without a first token."""
         self.is_busy = False
@@ -106,7 +127,9 @@ class Replica:
         """Whether a request is under way."""
         return self._engine.has_work
 
-    def add(self, now: float, request_id: str, prompt: list[int], num_tokens: int, scope: Scope) -> None:
+    def add(
+        self, now: float, request_id: str, prompt: list[int], num_tokens: int, scope: Scope
+    ) -> None:
         """Queue a request at a time."""
         self._clock.now = now
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

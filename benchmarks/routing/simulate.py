@@ -1,4 +1,6 @@
-"""Requests of a trace through replicas, in simulated time: events in their order, each the coming of a request or the end of a step."""
+"""Requests of a trace through replicas, in simulated time: events in their order, each the coming
+of a request or the end of a step.
+"""
 
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -65,12 +67,19 @@ class Simulation:
         prompt, request_id = said + conversation.turns[turn].tokens, str(len(self.served))
         number = self.policy.route(request_id, prompt, conversation.scope)
         blocks = self._all.blocks(prompt)
-        most = len(self._all.find(blocks[: (len(prompt) - 1) // BLOCK_SIZE], conversation.scope)) * BLOCK_SIZE
+        most = (
+            len(self._all.find(blocks[: (len(prompt) - 1) // BLOCK_SIZE], conversation.scope))
+            * BLOCK_SIZE
+        )
         self._all.insert(0, blocks, conversation.scope, 1 << 60)
-        self.served[request_id] = Served(conversation.prefix, number, len(prompt), now, most_cached=most)
+        self.served[request_id] = Served(
+            conversation.prefix, number, len(prompt), now, most_cached=most
+        )
         self._turns[request_id] = conversation, turn
         replica = self.replicas[number]
-        replica.add(now, request_id, prompt, conversation.turns[turn].num_tokens, conversation.scope)
+        replica.add(
+            now, request_id, prompt, conversation.turns[turn].num_tokens, conversation.scope
+        )
         if not replica.is_busy:
             self._step(now, number)
 
@@ -91,9 +100,14 @@ class Simulation:
         self._step(news.end, number)
 
     def _end(self, now: float, result: RequestOutput) -> None:
-        served, said = self.served[result.request_id], [*result.prompt_token_ids, *result.outputs[0].token_ids]
+        served, said = (
+            self.served[result.request_id],
+            [*result.prompt_token_ids, *result.outputs[0].token_ids],
+        )
         served.cached = result.cached_tokens
-        served.row_seconds = (served.prompt_len - served.cached) * (result.timing.queue + result.timing.prefill / 2)
+        served.row_seconds = (served.prompt_len - served.cached) * (
+            result.timing.queue + result.timing.prefill / 2
+        )
         self.policy.ended(result.request_id, said)
         conversation, turn = self._turns.pop(result.request_id)
         self._all.insert(0, self._all.blocks(said[:-1]), conversation.scope, 1 << 60)
@@ -111,7 +125,9 @@ class Figures:
     of_infinite: float
     """Hit rate to that of one replica with infinite memory."""
     of_infinite_recurring: float
-    """The same, over the requests whose prefix comes at least ten times for each replica; nan where there are none."""
+    """The same, over the requests whose prefix comes at least ten times for each replica; nan where
+    there are none.
+    """
     skew: float
     """Most to mean queued row-seconds of the replicas."""
     p50: float
@@ -126,7 +142,9 @@ def figures(served: list[Served], num_replicas: int) -> Figures:
     for one in served:
         seconds[one.replica] += one.row_seconds
         counts[one.prefix] = counts.get(one.prefix, 0) + 1
-    recurring = [one for one in served if one.prefix >= 0 and counts[one.prefix] >= 10 * num_replicas]
+    recurring = [
+        one for one in served if one.prefix >= 0 and counts[one.prefix] >= 10 * num_replicas
+    ]
     waits = np.array([one.first_token - one.came for one in served])
     return Figures(
         len(served),

@@ -1,7 +1,9 @@
-"""The five traces: requests by the time at which they come, for a number of replicas. The same seed makes the same trace.
+"""The five traces: requests by the time at which they come, for a number of replicas. The same seed
+makes the same trace.
 
-A trace is a list of conversations, each a list of turns: the next turn comes some time after the answer to the one before, and its prompt
-is all that was said, with new tokens behind it. Everything but chats has one turn.
+A trace is a list of conversations, each a list of turns: the next turn comes some time after the
+answer to the one before, and its prompt is all that was said, with new tokens behind it. Everything
+but chats has one turn.
 """
 
 from collections.abc import Callable
@@ -58,46 +60,77 @@ def hot_prefix(rng: Generator, replicas: int, length: int) -> Trace:
     """One prefix of 2,048 tokens for all, and a question of 128 tokens in the median."""
     prefix = _tokens(rng, 2048)
     times = _times(rng, length * replicas, 60.0 * replicas)
-    return [Conversation(time, [Turn(prefix + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], 0) for time in times]
+    return [
+        Conversation(
+            time, [Turn(prefix + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))], 0
+        )
+        for time in times
+    ]
 
 
 def many_tenants(rng: Generator, replicas: int, length: int) -> Trace:
-    """32 tenants of unequal size (Zipf), each with a salt and a prefix of 1,536 tokens: together more than a replica can hold."""
+    """32 tenants of unequal size (Zipf), each with a salt and a prefix of 1,536 tokens: together
+    more than a replica can hold.
+    """
     prefixes = [_tokens(rng, 1536) for _ in range(32)]
     shares = 1 / np.arange(1, 33)
     tenants = rng.choice(32, size=length * replicas, p=shares / shares.sum())
     trace = []
-    for time, tenant in zip(_times(rng, length * replicas, 35.0 * replicas), tenants.tolist(), strict=True):
+    for time, tenant in zip(
+        _times(rng, length * replicas, 35.0 * replicas), tenants.tolist(), strict=True
+    ):
         turn = Turn(prefixes[tenant] + _tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng))
         trace.append(Conversation(time, [turn], tenant, (f"tenant {tenant}", None)))
     return trace
 
 
 def chats(rng: Generator, replicas: int, length: int) -> Trace:
-    """Conversations of six turns behind a prefix of 256 tokens that all have; a turn adds 128 tokens in the median and an answer."""
+    """Conversations of six turns behind a prefix of 256 tokens that all have; a turn adds 128
+    tokens in the median and an answer.
+    """
     prefix = _tokens(rng, 256)
     trace = []
     for time in _times(rng, length * replicas // 6, 7.0 * replicas):
-        turns = [Turn(_tokens(rng, _length(rng, 128, 0.6, 16, 1024)), _output(rng), float(rng.exponential(0.5))) for _ in range(6)]
-        trace.append(Conversation(time, [Turn(prefix + turns[0].tokens, turns[0].num_tokens), *turns[1:]], 0))
+        turns = [
+            Turn(
+                _tokens(rng, _length(rng, 128, 0.6, 16, 1024)),
+                _output(rng),
+                float(rng.exponential(0.5)),
+            )
+            for _ in range(6)
+        ]
+        trace.append(
+            Conversation(time, [Turn(prefix + turns[0].tokens, turns[0].num_tokens), *turns[1:]], 0)
+        )
     return trace
 
 
 def no_sharing(rng: Generator, replicas: int, length: int) -> Trace:
     """Prompts of 256 tokens in the median that have nothing in common."""
     times = _times(rng, length * replicas, 35.0 * replicas)
-    return [Conversation(time, [Turn(_tokens(rng, _length(rng, 256, 0.8, 16, 2048)), _output(rng))]) for time in times]
+    return [
+        Conversation(time, [Turn(_tokens(rng, _length(rng, 256, 0.8, 16, 2048)), _output(rng))])
+        for time in times
+    ]
 
 
 def bursts(rng: Generator, replicas: int, length: int) -> Trace:
-    """Every second 12 requests for each replica within 50 ms about a document of 1,024 tokens; between them requests that share nothing."""
+    """Every second 12 requests for each replica within 50 ms about a document of 1,024 tokens;
+    between them requests that share nothing.
+    """
     trace = no_sharing(rng, replicas, length // 3)
     trace = [conversation._replace(start=conversation.start * 3.5) for conversation in trace]
     for number in range(max(1, length // 18)):
         document = _tokens(rng, 1024)
         starts = number + 0.05 * rng.random(12 * replicas)
-        turns = [Turn(document + _tokens(rng, _length(rng, 64, 0.6, 16, 256)), _output(rng)) for _ in starts]
-        trace += [Conversation(float(start), [turn], number) for start, turn in zip(starts, turns, strict=True)]
+        turns = [
+            Turn(document + _tokens(rng, _length(rng, 64, 0.6, 16, 256)), _output(rng))
+            for _ in starts
+        ]
+        trace += [
+            Conversation(float(start), [turn], number)
+            for start, turn in zip(starts, turns, strict=True)
+        ]
     return sorted(trace, key=lambda conversation: conversation.start)
 
 

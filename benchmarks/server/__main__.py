@@ -1,11 +1,13 @@
-"""What HTTP costs, and how the server compares with another: tokens/s, time to first token and between tokens, at several streams.
+"""What HTTP costs, and how the server compares with another: tokens/s, time to first token and
+between tokens, at several streams.
 
     python benchmarks/server                                   the server beside the engine alone, at 1, 8 and 32 streams
     python benchmarks/server --peer 'llama-server -m {model} --port {port} -np 32 -c 65536 -t 2'
 
-The engine alone runs the same requests in its own process while a dummy process burns the CPU that the load generator was measured to
-use, since both need it on one machine; without the dummy is the raw figure. The sides take turns. A peer is any server of
-OpenAI's completions: its command has {model} and {port}, and it is ready once /health answers.
+The engine alone runs the same requests in its own process while a dummy process burns the CPU that
+the load generator was measured to use, since both need it on one machine; without the dummy is the
+raw figure. The sides take turns. A peer is any server of OpenAI's completions: its command has
+{model} and {port}, and it is ready once /health answers.
 """
 
 import argparse
@@ -44,14 +46,24 @@ Run = dict[str, Any]
 def bodies(count: int, prompt: int, output: int) -> list[Run]:
     """Requests whose prompts have nothing in common."""
     rng = np.random.default_rng(0)
-    words = [" ".join(f"{word:x}" for word in rng.integers(16, 4096, size=prompt // 2)) for _ in range(count)]
-    return [{"prompt": text, "max_tokens": output, "temperature": 0, "ignore_eos": True} for text in words]
+    words = [
+        " ".join(f"{word:x}" for word in rng.integers(16, 4096, size=prompt // 2))
+        for _ in range(count)
+    ]
+    return [
+        {"prompt": text, "max_tokens": output, "temperature": 0, "ignore_eos": True}
+        for text in words
+    ]
 
 
 def load(url: str, streams: int, asked: list[Run]) -> Run:
     """The requests over HTTP."""
     done = subprocess.run(
-        [sys.executable, str(LOAD), url, str(streams)], input=json.dumps(asked), capture_output=True, text=True, check=False
+        [sys.executable, str(LOAD), url, str(streams)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         sys.exit(f"benchmarks/server: {url}: {done.stderr.strip().splitlines()[-1]}")
@@ -67,7 +79,10 @@ def alone(llm: AsyncLLM, streams: int, asked: list[Run], burn: float) -> Run:
         nonlocal tokens
         while left:
             body = left.pop()
-            result = await llm.generate(body["prompt"], SamplingParams(max_tokens=body["max_tokens"], temperature=0, ignore_eos=True))
+            result = await llm.generate(
+                body["prompt"],
+                SamplingParams(max_tokens=body["max_tokens"], temperature=0, ignore_eos=True),
+            )
             tokens += len(result.outputs[0].token_ids)
 
     async def all_lanes() -> None:
@@ -91,7 +106,10 @@ def server(command: list[str], port: int) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             while True:
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                with (
+                    contextlib.suppress(OSError),
+                    urllib.request.urlopen(f"{url}/health", timeout=5),
+                ):
                     break
                 if process.poll() is not None:
                     sys.exit(f"benchmarks/server: `{shlex.join(command)}` ended")
@@ -119,25 +137,68 @@ def row(name: str, streams: int, runs: list[Run], base: list[float]) -> list[str
     ]
     for what in ("first", "gaps", "each"):
         for percent in (50, 99):
-            values = [1000 * float(np.percentile(run[what], percent)) for run in runs if run.get(what)]
+            values = [
+                1000 * float(np.percentile(run[what], percent)) for run in runs if run.get(what)
+            ]
             cells.append(f"{statistics.median(values):,.1f}" if values else "")
     return cells
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks/server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--streams", type=lambda text: [int(word) for word in text.split(",")], default=[1, 8, 32], metavar="N,...")
-    parser.add_argument("--requests", type=int, default=3, metavar="N", help="of each stream (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of a prompt, about (default: %(default)s)")
-    parser.add_argument("--output", type=int, default=128, metavar="N", help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side (default: %(default)s)")
-    parser.add_argument("--peer", metavar="COMMAND", help="another server, in place of the engine alone")
+    parser.add_argument(
+        "--streams",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=[1, 8, 32],
+        metavar="N,...",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=3, metavar="N", help="of each stream (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of a prompt, about (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of an answer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="turns of each side (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--peer", metavar="COMMAND", help="another server, in place of the engine alone"
+    )
     parser.add_argument("--peer-model", metavar="FILE", help="its model; --model if left out")
     args = parser.parse_args()
     rows = []
     port, context = free_port(), str(4 * (args.prompt + args.output))
-    command = [sys.executable, "-m", "headrace", "serve", args.model, "--port", str(port), "--max-model-len", context]
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "serve",
+        args.model,
+        "--port",
+        str(port),
+        "--max-model-len",
+        context,
+    ]
     for streams in args.streams:
         asked = bodies(streams * args.requests, args.prompt, args.output)
         sides: dict[str, list[Run]] = {}
@@ -149,21 +210,39 @@ def main() -> None:
         for _ in range(args.rounds):
             with server(command, port) as url:
                 load(url, streams, asked[:streams])
-                ours = turn("Headrace, HTTP", lambda url=url, n=streams, asked=asked: load(url, n, asked))
+                ours = turn(
+                    "Headrace, HTTP", lambda url=url, n=streams, asked=asked: load(url, n, asked)
+                )
             if args.peer:
                 other = free_port()
-                words = shlex.split(args.peer.format(model=args.peer_model or args.model, port=other))
+                words = shlex.split(
+                    args.peer.format(model=args.peer_model or args.model, port=other)
+                )
                 with server(words, other) as url:
                     load(url, streams, asked[:streams])
                     turn("peer, HTTP", lambda url=url, n=streams, asked=asked: load(url, n, asked))
             else:
-                for name, burn in (("engine alone, and a dummy", ours["cpu"]), ("engine alone", 0.0)):
-                    with AsyncLLM(args.model, max_model_len=int(context)) as llm:  # another, whose cache has none of the prompts
+                for name, burn in (
+                    ("engine alone, and a dummy", ours["cpu"]),
+                    ("engine alone", 0.0),
+                ):
+                    with AsyncLLM(
+                        args.model, max_model_len=int(context)
+                    ) as llm:  # another, whose cache has none of the prompts
                         alone(llm, streams, asked[:streams], 0)
-                        turn(name, lambda llm=llm, n=streams, asked=asked, burn=burn: alone(llm, n, asked, burn))
+                        turn(
+                            name,
+                            lambda llm=llm, n=streams, asked=asked, burn=burn: alone(
+                                llm, n, asked, burn
+                            ),
+                        )
         base = [run["tokens"] / run["seconds"] for run in sides["Headrace, HTTP"]]
         rows += [row(name, streams, runs, base) for name, runs in sides.items()]
-        rows[-len(sides)][0] += f"; load {statistics.median(run['cpu'] for run in sides['Headrace, HTTP']):.0%} of a core"
+        rows[-len(sides)][0] += (
+            "; load "
+            f"{statistics.median(run['cpu'] for run in sides['Headrace, HTTP']):.0%} of a "
+            "core"
+        )
     headings = [
         "",
         ">streams",
@@ -176,7 +255,11 @@ def main() -> None:
         ">each token p50, ms",
         ">p99",
     ]
-    print_table(headings, rows, f"{args.model}, prompts of about {args.prompt} tokens, answers of {args.output}")
+    print_table(
+        headings,
+        rows,
+        f"{args.model}, prompts of about {args.prompt} tokens, answers of {args.output}",
+    )
 
 
 if __name__ == "__main__":

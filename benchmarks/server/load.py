@@ -1,8 +1,10 @@
-"""A client of many streams at once, in a process of its own: prints one line of JSON with what it saw, and the CPU that it took.
+"""A client of many streams at once, in a process of its own: prints one line of JSON with what it
+saw, and the CPU that it took.
 
     python load.py URL STREAMS < requests.json
 
-`requests.json` is a list of bodies for /v1/completions. There are always so many under way; each is a stream over a connection of its own.
+`requests.json` is a list of bodies for /v1/completions. There are always so many under way; each is
+a stream over a connection of its own.
 """
 
 import asyncio
@@ -31,7 +33,10 @@ async def stream(host: str, port: int, body: dict[str, Any], seen: Seen) -> None
     """One request, to its end."""
     reader, writer = await asyncio.open_connection(host, port)
     data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: "
+        f"application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     begun = first = last = perf_counter()
     writer.write(head.encode() + data)
     is_first = True
@@ -64,7 +69,11 @@ async def main(url: str, streams: int, bodies: list[dict[str, Any]]) -> None:
     begun = perf_counter()
     await asyncio.gather(*(lane() for _ in range(streams)))
     seconds, used = perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF)
-    print(json.dumps({"seconds": seconds, "cpu": (used.ru_utime + used.ru_stime) / seconds} | vars(seen)))
+    print(
+        json.dumps(
+            {"seconds": seconds, "cpu": (used.ru_utime + used.ru_stime) / seconds} | vars(seen)
+        )
+    )
 
 
 if __name__ == "__main__":

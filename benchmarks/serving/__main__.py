@@ -1,4 +1,5 @@
-"""What serving many requests costs and gains: memory waste, batching, pauses, KV memory, KV formats and windows.
+"""What serving many requests costs and gains: memory waste, batching, pauses, KV memory, KV formats
+and windows.
 
     python benchmarks/serving                                  everything
     python benchmarks/serving batching --requests 500          one of: waste, batching, pauses, memory, kv_formats, windows
@@ -15,5 +16,12 @@ from pauses import pauses
 from waste import waste
 from windows import windows
 
-_ALL = {"waste": waste, "batching": batching, "pauses": pauses, "memory": memory, "kv_formats": kv_formats, "windows": windows}
+_ALL = {
+    "waste": waste,
+    "batching": batching,
+    "pauses": pauses,
+    "memory": memory,
+    "kv_formats": kv_formats,
+    "windows": windows,
+}
 main(__doc__, _ALL)

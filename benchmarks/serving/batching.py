@@ -1,7 +1,8 @@
 """In-flight against static batching: the same requests, sequences at once and kernels, in turns.
 
-All requests are there at the start. Both sides must give the same tokens, or nothing is timed. Static batching pads short
-prompts with slots but not with rows (headrace/engine/static.py), which is kinder than servers of that kind were.
+All requests are there at the start. Both sides must give the same tokens, or nothing is timed.
+Static batching pads short prompts with slots but not with rows (headrace/engine/static.py), which
+is kinder than servers of that kind were.
 """
 
 import numpy as np
@@ -13,7 +14,10 @@ TARGET = 2.5
 
 
 def batching(bench: Bench) -> None:
-    engines = {name: bench.engine(batching=name, max_num_seqs=MAX_NUM_SEQS, max_model_len=2048) for name in ("inflight", "static")}
+    engines = {
+        name: bench.engine(batching=name, max_num_seqs=MAX_NUM_SEQS, max_model_len=2048)
+        for name in ("inflight", "static")
+    }
     asks = trace(engines["inflight"].limits.vocab_size, bench.num_requests)
     runs: dict[str, list[Served]] = {name: [] for name in engines}
     for engine in engines.values():
@@ -28,8 +32,16 @@ def batching(bench: Bench) -> None:
     tokens = sum(ask.num_tokens for ask in asks)
     rows = [_row(name, served, tokens) for name, served in runs.items()]
     headings = ["batching", ">output tokens/s", ">mean latency, s", ">p50", ">p95", ">memory waste"]
-    bench.table("batching", f"{len(asks)} requests at once, at most {MAX_NUM_SEQS} running sequences; {WORDS}", headings, rows)
-    ratios = [static.seconds / inflight.seconds for inflight, static in zip(runs["inflight"], runs["static"], strict=True)]
+    bench.table(
+        "batching",
+        f"{len(asks)} requests at once, at most {MAX_NUM_SEQS} running sequences; {WORDS}",
+        headings,
+        rows,
+    )
+    ratios = [
+        static.seconds / inflight.seconds
+        for inflight, static in zip(runs["inflight"], runs["static"], strict=True)
+    ]
     verdict = "" if np.median(ratios) >= TARGET else ", missed"
     facts = {"ratio": ratios, "target": TARGET}
     bench.table(
@@ -43,7 +55,19 @@ def batching(bench: Bench) -> None:
 def _row(name: str, runs: list[Served], tokens: int) -> tuple[dict[str, object], list[str]]:
     speeds = [tokens / run.seconds for run in runs]
     latencies = {"mean": [float(np.mean(run.latencies)) for run in runs]}
-    latencies |= {f"p{p}": [float(np.percentile(run.latencies, p)) for run in runs] for p in (50, 95)}
+    latencies |= {
+        f"p{p}": [float(np.percentile(run.latencies, p)) for run in runs] for p in (50, 95)
+    }
     wasted = [run.waste for run in runs]
-    cells = [name, spread(speeds, ",.0f"), *(spread(values, ",.1f") for values in latencies.values()), f"{100 * np.median(wasted):.1f} %"]
-    return {"batching": name, "tokens_per_second": speeds, "latency": latencies, "waste": wasted}, cells
+    cells = [
+        name,
+        spread(speeds, ",.0f"),
+        *(spread(values, ",.1f") for values in latencies.values()),
+        f"{100 * np.median(wasted):.1f} %",
+    ]
+    return {
+        "batching": name,
+        "tokens_per_second": speeds,
+        "latency": latencies,
+        "waste": wasted,
+    }, cells

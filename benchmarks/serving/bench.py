@@ -1,4 +1,6 @@
-"""What the serving benchmarks share: options, where figures go, and a run of requests through an engine."""
+"""What the serving benchmarks share: options, where figures go, and a run of requests through an
+engine.
+"""
 
 import argparse
 import json
@@ -9,7 +11,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import IO, Any, NamedTuple
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/ lends its tiny models and the text
+sys.path.append(
+    str(Path(__file__).resolve().parents[2])
+)  # tests/ lends its tiny models and the text
 
 from headrace import _native
 from headrace.assembly.load import load_model
@@ -56,16 +60,37 @@ class Bench:
         self.num_requests = 12 if args.quick else args.requests
         self.prompt: int = args.prompt
         self.cached: int = args.cached
-        self.variants: list[dict[str, Any]] = args.set or [{}, {"chunked_prefill_size": 64}, {"chunked_prefill_size": 512}]
+        self.variants: list[dict[str, Any]] = args.set or [
+            {},
+            {"chunked_prefill_size": 64},
+            {"chunked_prefill_size": 512},
+        ]
         self._lines = lines
-        self._write({"cpu": host.cpu_name(), "isa": _native.isa(), "threads": self.threads, "model": self.model, "quick": self.quick})
-        print(f"{host.cpu_name()}, {_native.isa()}, {self.threads} threads, {self.model}; median (least-most)")
+        self._write(
+            {
+                "cpu": host.cpu_name(),
+                "isa": _native.isa(),
+                "threads": self.threads,
+                "model": self.model,
+                "quick": self.quick,
+            }
+        )
+        print(
+            f"{host.cpu_name()}, {_native.isa()}, {self.threads} threads, {self.model}; "
+            "median (least-most)"
+        )
 
     def engine(self, **options: Any) -> Engine:
         """The model under these fields of EngineConfig."""
         return load_model(self.model, engine_config({"threads": self.threads} | options)).engine
 
-    def table(self, program: str, title: str, headings: Sequence[str], rows: Iterable[tuple[Mapping[str, object], Sequence[str]]]) -> None:
+    def table(
+        self,
+        program: str,
+        title: str,
+        headings: Sequence[str],
+        rows: Iterable[tuple[Mapping[str, object], Sequence[str]]],
+    ) -> None:
         """Rows as they go to JSON, each with its cells."""
         cells = []
         for facts, row in rows:
@@ -103,7 +128,13 @@ def serve(engine: Engine, asks: Sequence[Ask], what: str = "") -> Served:
                 say(f"{what}: {len(outputs):,} of {len(asks):,} requests")
     seconds = perf_counter() - begun
     say("")
-    return Served(seconds, [latencies[i] for i in ids], [outputs[i] for i in ids], statistics.fmean(waste), statistics.fmean(fragmentation))
+    return Served(
+        seconds,
+        [latencies[i] for i in ids],
+        [outputs[i] for i in ids],
+        statistics.fmean(waste),
+        statistics.fmean(fragmentation),
+    )
 
 
 def say(text: str) -> None:
@@ -116,7 +147,11 @@ def spread(values: Iterable[float], form: str) -> str:
     """`median (least-most)`."""
     values = list(values)
     middle = format(statistics.median(values), form)
-    return f"{middle} ({format(min(values), form)}-{format(max(values), form)})" if len(values) > 1 else middle
+    return (
+        f"{middle} ({format(min(values), form)}-{format(max(values), form)})"
+        if len(values) > 1
+        else middle
+    )
 
 
 def _fields(text: str) -> dict[str, Any]:
@@ -131,13 +166,38 @@ def _fields(text: str) -> dict[str, Any]:
 
 def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]]) -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks/serving", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks/serving",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"which to run: {', '.join(programs)} (default: all)")
+    parser.add_argument(
+        "programs",
+        nargs="*",
+        metavar="PROGRAM",
+        help=f"which to run: {', '.join(programs)} (default: all)",
+    )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; 0: as many as may be used")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=160, metavar="N", help="of the trace, in `batching` (default: %(default)s of 500)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compute threads; 0: as many as may be used",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="turns of each side (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=160,
+        metavar="N",
+        help="of the trace, in `batching` (default: %(default)s of 500)",
+    )
     parser.add_argument(
         "--prompt",
         type=int,
@@ -145,10 +205,28 @@ def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]
         metavar="N",
         help="tokens of the long prompt (default: 4096 in `pauses`, all the context in `memory`)",
     )
-    parser.add_argument("--cached", type=int, default=0, metavar="N", help="of which so many are read before the streams of `pauses` begin")
-    parser.add_argument("--set", type=_fields, action="append", metavar="F=V,...", help="fields of EngineConfig, a row of `pauses`")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every row as a line of JSON")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes and one round: shows that it runs, measures nothing")
+    parser.add_argument(
+        "--cached",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of which so many are read before the streams of `pauses` begin",
+    )
+    parser.add_argument(
+        "--set",
+        type=_fields,
+        action="append",
+        metavar="F=V,...",
+        help="fields of EngineConfig, a row of `pauses`",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every row as a line of JSON"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny sizes and one round: shows that it runs, measures nothing",
+    )
     args = parser.parse_args()
     if unknown := set(args.programs) - set(programs):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(programs)}")

@@ -1,8 +1,10 @@
-"""Number formats of keys and values: what a token takes, how many fit here, and what the model loses.
+"""Number formats of keys and values: what a token takes, how many fit here, and what the model
+loses.
 
-Loss is that of a text in pieces of 512 tokens, each from an empty cache: the mean negative log-likelihood, and the divergence
-KL(reference, format) of the next-token distributions from those of the reference backend, which computes in float64. The cpu
-backend's int8 activations are in all of its rows, so the loss of a format is what it adds to that of f32.
+Loss is that of a text in pieces of 512 tokens, each from an empty cache: the mean negative
+log-likelihood, and the divergence KL(reference, format) of the next-token distributions from those
+of the reference backend, which computes in float64. The cpu backend's int8 activations are in all
+of its rows, so the loss of a format is what it adds to that of f32.
 """
 
 from collections.abc import Iterator
@@ -27,11 +29,18 @@ _TRUTH = "reference"
 def kv_formats(bench: Bench) -> None:
     checkpoint = open_checkpoint(resolve(bench.model))
     facts = describe(bench.model)
-    ids = checkpoint.load_tokenizer().encode(TEXT.read_text(), add_special=False, parse_special=False)
+    ids = checkpoint.load_tokenizer().encode(
+        TEXT.read_text(), add_special=False, parse_special=False
+    )
     length, most = (48, 1) if bench.quick else (512, 8)
-    pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][:most]
+    pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][
+        :most
+    ]
     truth = _log_probabilities(checkpoint, "reference", "f32", pieces, bench.threads)
-    formats = {name: _log_probabilities(checkpoint, "cpu", name, pieces, bench.threads) for name in sorted(KV_DTYPES["cpu"])}
+    formats = {
+        name: _log_probabilities(checkpoint, "cpu", name, pieces, bench.threads)
+        for name in sorted(KV_DTYPES["cpu"])
+    }
     losses: dict[str, list[NDArray[np.float64]]] = {_TRUTH: [], **{name: [] for name in formats}}
     divergences: dict[str, list[NDArray[np.float64]]] = {name: [] for name in losses}
     for number, piece in enumerate(pieces):
@@ -47,22 +56,35 @@ def kv_formats(bench: Bench) -> None:
         row = {"kv_dtype": name, "nll": loss, "kl": divergence}
         cells = [name, "", "", f"{loss:.4f}", "" if name == _TRUTH else f"{divergence:.4f}"]
         if name != _TRUTH:
-            row |= {"bytes_per_token": facts["kv_bytes_per_token"][name], "tokens_that_fit": facts["fits"][name]["tokens"]}
+            row |= {
+                "bytes_per_token": facts["kv_bytes_per_token"][name],
+                "tokens_that_fit": facts["fits"][name]["tokens"],
+            }
             cells[1:3] = f"{row['bytes_per_token']:,}", f"{row['tokens_that_fit']:,}"
         rows.append((row, cells))
     title = f"KV formats: {len(pieces)} pieces of {length} tokens"
-    bench.table("kv_formats", title, ["format", ">bytes/token", ">tokens that fit here", ">mean NLL", ">KL"], rows)
+    bench.table(
+        "kv_formats",
+        title,
+        ["format", ">bytes/token", ">tokens that fit here", ">mean NLL", ">KL"],
+        rows,
+    )
 
 
 def _log_probabilities(
     checkpoint: Checkpoint, backend: str, dtype: KvDtype, pieces: list[list[int]], threads: int
 ) -> Iterator[NDArray[np.float64]]:  # [tokens, vocabulary], piece by piece
-    program, blocks = trace_model(checkpoint.spec, checkpoint.tensors), -(-len(pieces[0]) // KvConfig.block_size)
+    program, blocks = (
+        trace_model(checkpoint.spec, checkpoint.tensors),
+        -(-len(pieces[0]) // KvConfig.block_size),
+    )
     num_groups = len(program.kv_groups)
     kv = KvConfig((blocks,) * num_groups, dtype=dtype)
     executable = compile_program(backend, program, checkpoint.tensors, kv, threads)
     for piece in pieces:
         sequence = Sequence(list(range(blocks)), kv.block_size)
-        logits = forward(executable, batch_of([sequence], [piece], [([], [])], False, num_groups)).logits.astype(np.float64)
+        logits = forward(
+            executable, batch_of([sequence], [piece], [([], [])], False, num_groups)
+        ).logits.astype(np.float64)
         logits -= logits.max(axis=1, keepdims=True)
         yield logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

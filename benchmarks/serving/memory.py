@@ -1,7 +1,9 @@
-"""Memory of KV: what the planner predicts against what the process maps and what of it is resident, with long prompts.
+"""Memory of KV: what the planner predicts against what the process maps and what of it is resident,
+with long prompts.
 
-The default model at its whole context, and a random model of little width with a prompt of 131,071 tokens. Mapped must equal
-predicted to the byte; resident is counted in the pages (2 MB) that were touched. Linux only.
+The default model at its whole context, and a random model of little width with a prompt of 131,071
+tokens. Mapped must equal predicted to the byte; resident is counted in the pages (2 MB) that were
+touched. Linux only.
 """
 
 import gc
@@ -48,14 +50,23 @@ def mappings() -> dict[int, Mapping]:
 
 def memory(bench: Bench) -> None:
     rows = []
-    real = bench.engine(max_num_seqs=1, max_model_len=1024 if bench.quick else bench.prompt and bench.prompt + 1)
+    real = bench.engine(
+        max_num_seqs=1, max_model_len=1024 if bench.quick else bench.prompt and bench.prompt + 1
+    )
     rows.append(_row(bench.model, real, _bytes_per_token(bench.model)))
     tokens = 2048 if bench.quick else 131072
     model = tiny_model(0, dim=64, context=tokens + 1)
     narrow = tiny_engine(model, "cpu", slots=tokens, threads=bench.threads, max_num_seqs=1)
-    rows.append(_row("random, width 64", narrow, token_bytes(trace_model(*model).kv_groups, "bf16")))
+    rows.append(
+        _row("random, width 64", narrow, token_bytes(trace_model(*model).kv_groups, "bf16"))
+    )
     headings = ["model", ">prompt", ">predicted", ">mapped", ">resident", ">in use"]
-    bench.table("memory", "memory of KV, bytes: of the whole pool, and resident after the prompt", headings, rows)
+    bench.table(
+        "memory",
+        "memory of KV, bytes: of the whole pool, and resident after the prompt",
+        headings,
+        rows,
+    )
 
 
 def _bytes_per_token(model: str) -> int:
@@ -68,7 +79,11 @@ def _bytes_per_token(model: str) -> int:
 def _row(name: str, engine: Engine, per_token: int) -> tuple[dict[str, object], list[str]]:
     kv, (num_blocks,) = engine.limits.kv, engine.limits.kv.num_blocks
     predicted = num_blocks * kv.block_size * per_token
-    arena = [address for address, found in mappings().items() if found.nbytes == -(-predicted // PAGE) * PAGE]
+    arena = [
+        address
+        for address, found in mappings().items()
+        if found.nbytes == -(-predicted // PAGE) * PAGE
+    ]
     prompt_len = min(engine.limits.max_model_len - 1, num_blocks * kv.block_size)
     prompt = np.random.default_rng(0).integers(engine.limits.vocab_size, size=prompt_len).tolist()
     serve(engine, [Ask(prompt, 1)], name)
@@ -78,5 +93,19 @@ def _row(name: str, engine: Engine, per_token: int) -> tuple[dict[str, object], 
     used = -(-prompt_len // kv.block_size) * kv.block_size * per_token
     engine.close()
     gc.collect()
-    facts = {"model": name, "prompt": prompt_len, "predicted": predicted, "mapped": mapped, "resident": resident, "used": used}
-    return facts, [name, f"{prompt_len:,}", f"{predicted:,}", f"{mapped:,}", f"{resident:,} ({size(resident)})", f"{used:,}"]
+    facts = {
+        "model": name,
+        "prompt": prompt_len,
+        "predicted": predicted,
+        "mapped": mapped,
+        "resident": resident,
+        "used": used,
+    }
+    return facts, [
+        name,
+        f"{prompt_len:,}",
+        f"{predicted:,}",
+        f"{mapped:,}",
+        f"{resident:,} ({size(resident)})",
+        f"{used:,}",
+    ]

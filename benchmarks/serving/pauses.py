@@ -1,8 +1,10 @@
-"""What a long prompt does to the requests that are being answered: time between tokens of 16 streams, before and while it is read.
+"""What a long prompt does to the requests that are being answered: time between tokens of 16
+streams, before and while it is read.
 
-A row for each set of EngineConfig fields (`--set`); the sets take turns. Small steps shorten the pauses, and lengthen the way
-to the long prompt's own first token: that is the trade. A chunk's row takes the longer the deeper it is in the prompt, and so does the
-whole prompt; `--cached N` reads N of its tokens before the streams begin, which leaves the last ones to be measured.
+A row for each set of EngineConfig fields (`--set`); the sets take turns. Small steps shorten the
+pauses, and lengthen the way to the long prompt's own first token: that is the trade. A chunk's row
+takes the longer the deeper it is in the prompt, and so does the whole prompt; `--cached N` reads N
+of its tokens before the streams begin, which leaves the last ones to be measured.
 """
 
 from time import perf_counter
@@ -18,7 +20,9 @@ TARGET = 3.0
 
 
 class Pauses(NamedTuple):
-    """Seconds between two tokens of a stream, and from submitting the long prompt to its first token."""
+    """Seconds between two tokens of a stream, and from submitting the long prompt to its first
+    token.
+    """
 
     quiet: list[float]
     during: list[float]
@@ -26,10 +30,18 @@ class Pauses(NamedTuple):
 
 
 def pauses(bench: Bench) -> None:
-    long_prompt, cached, steps = (256, 128, 5) if bench.quick else (bench.prompt or 4096, bench.cached, 100)
+    long_prompt, cached, steps = (
+        (256, 128, 5) if bench.quick else (bench.prompt or 4096, bench.cached, 100)
+    )
     longest = long_prompt + 2 * steps
-    engines = [bench.engine(**{"max_num_seqs": STREAMS + 1, "max_model_len": longest} | variant) for variant in bench.variants]
-    names = [", ".join(f"{name}={value}" for name, value in variant.items()) or "as it comes" for variant in bench.variants]
+    engines = [
+        bench.engine(**{"max_num_seqs": STREAMS + 1, "max_model_len": longest} | variant)
+        for variant in bench.variants
+    ]
+    names = [
+        ", ".join(f"{name}={value}" for name, value in variant.items()) or "as it comes"
+        for variant in bench.variants
+    ]
     found: list[list[Pauses]] = [[] for _ in engines]
     rng = np.random.default_rng(0)
     for turn in range(bench.rounds):
@@ -44,16 +56,30 @@ def pauses(bench: Bench) -> None:
     say("")
     for engine in engines:
         engine.close()
-    headings = ["EngineConfig", ">quiet p50, ms", ">p99", ">during p50, ms", ">p99", ">p99 to quiet p99", "target", ">first token, s"]
+    headings = [
+        "EngineConfig",
+        ">quiet p50, ms",
+        ">p99",
+        ">during p50, ms",
+        ">p99",
+        ">p99 to quiet p99",
+        "target",
+        ">first token, s",
+    ]
     rows = [_row(name, rounds) for name, rounds in zip(names, found, strict=True)]
-    title = f"a prompt of {long_prompt:,} tokens, {cached:,} of them cached, comes to {STREAMS} streams"
+    title = (
+        f"a prompt of {long_prompt:,} tokens, {cached:,} of them cached, comes to {STREAMS} streams"
+    )
     bench.table("pauses", title, headings, rows)
 
 
 def _measure(engine: Engine, long: Ask, steps: int, rng: np.random.Generator) -> Pauses:
     """Streams alone for so many steps, and then until the long prompt's first token."""
     endless = engine.limits.max_model_len - 65
-    asks = [Ask(rng.integers(engine.limits.vocab_size, size=64).tolist(), endless) for _ in range(STREAMS)]
+    asks = [
+        Ask(rng.integers(engine.limits.vocab_size, size=64).tolist(), endless)
+        for _ in range(STREAMS)
+    ]
     streams = [engine.add_request(ask.prompt, ask.params) for ask in asks]
     last: dict[str, float] = {}
 
@@ -83,8 +109,15 @@ def _measure(engine: Engine, long: Ask, steps: int, rng: np.random.Generator) ->
 
 
 def _row(name: str, rounds: list[Pauses]) -> tuple[dict[str, object], list[str]]:
-    times = {f"{what}_p{p}": [float(np.percentile(getattr(r, what), p)) for r in rounds] for what in ("quiet", "during") for p in (50, 99)}
-    ratios = [during / quiet for during, quiet in zip(times["during_p99"], times["quiet_p99"], strict=True)]
+    times = {
+        f"{what}_p{p}": [float(np.percentile(getattr(r, what), p)) for r in rounds]
+        for what in ("quiet", "during")
+        for p in (50, 99)
+    }
+    ratios = [
+        during / quiet
+        for during, quiet in zip(times["during_p99"], times["quiet_p99"], strict=True)
+    ]
     first = [r.first_token for r in rounds]
     target = f"< {TARGET:g}{'' if np.median(ratios) < TARGET else ', missed'}"
     cells = [spread((1000 * value for value in values), ",.0f") for values in times.values()]

@@ -1,10 +1,13 @@
-"""Memory waste on the trace, by block size and batching: slots in use that hold no KV, as a share of those in use.
+"""Memory waste on the trace, by block size and batching: slots in use that hold no KV, as a share
+of those in use.
 
-Some of these are about to be filled, by prompts that have their blocks and are still being read; what lies beyond all known
-tokens is fragmentation: last blocks part empty, and what a static batch reserves.
+Some of these are about to be filled, by prompts that have their blocks and are still being read;
+what lies beyond all known tokens is fragmentation: last blocks part empty, and what a static batch
+reserves.
 
-The scheduler and the block pool are the engine's own, with 32 sequences at most; the executable computes nothing, since what is counted
-depends on lengths alone. So blocks of 16 can be counted too, which the cpu backend does not have.
+The scheduler and the block pool are the engine's own, with 32 sequences at most; the executable
+computes nothing, since what is counted depends on lengths alone. So blocks of 16 can be counted
+too, which the cpu backend does not have.
 """
 
 from collections.abc import Sequence
@@ -34,7 +37,9 @@ class Nothing:
     max_in_flight = 1
 
     def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp], **_: bool) -> Done:
-        return Done(StepResult(run_logit_ops(ops, np.zeros((len(batch.logit_rows), _VOCAB), np.float32))))
+        return Done(
+            StepResult(run_logit_ops(ops, np.zeros((len(batch.logit_rows), _VOCAB), np.float32)))
+        )
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         """There is nothing to move."""
@@ -50,7 +55,12 @@ def engine_of(batching: str, block_size: int) -> Engine:
     longest = MOST_PROMPT + MOST_OUTPUT
     kv = KvConfig((MAX_NUM_SEQS * -(-longest // block_size),), block_size)
     config = EngineConfig(batching=batching, max_num_seqs=MAX_NUM_SEQS, multi_step_ms=0)
-    return Engine(Nothing(), TinyVocabulary(_VOCAB), EngineLimits(_VOCAB, longest, kv, toy_groups(FULL)), config)
+    return Engine(
+        Nothing(),
+        TinyVocabulary(_VOCAB),
+        EngineLimits(_VOCAB, longest, kv, toy_groups(FULL)),
+        config,
+    )
 
 
 def waste(bench: Bench) -> None:
@@ -59,8 +69,36 @@ def waste(bench: Bench) -> None:
     rows = []
     for batching, block_size in (("inflight", 16), ("inflight", 32), ("static", 32)):
         served = serve(engine_of(batching, block_size), asks, f"{batching}, blocks of {block_size}")
-        target = f"< {TARGET:.0%}" + (", missed" if served.waste >= TARGET else "") if batching == "inflight" else ""
-        facts = {"batching": batching, "block_size": block_size, "waste": served.waste, "fragmentation": served.fragmentation}
-        rows.append((facts, [batching, str(block_size), f"{100 * served.waste:.1f} %", f"{100 * served.fragmentation:.1f} %", target]))
-    title = f"memory waste: {len(asks)} requests, {WORDS}; {tokens:,.0f} tokens each in the mean; mean over steps"
-    bench.table("waste", title, ["batching", ">block size", ">waste", ">of it beyond what is known", "target of waste"], rows)
+        target = (
+            f"< {TARGET:.0%}" + (", missed" if served.waste >= TARGET else "")
+            if batching == "inflight"
+            else ""
+        )
+        facts = {
+            "batching": batching,
+            "block_size": block_size,
+            "waste": served.waste,
+            "fragmentation": served.fragmentation,
+        }
+        rows.append(
+            (
+                facts,
+                [
+                    batching,
+                    str(block_size),
+                    f"{100 * served.waste:.1f} %",
+                    f"{100 * served.fragmentation:.1f} %",
+                    target,
+                ],
+            )
+        )
+    title = (
+        f"memory waste: {len(asks)} requests, {WORDS}; {tokens:,.0f} tokens each in the mean; "
+        "mean over steps"
+    )
+    bench.table(
+        "waste",
+        title,
+        ["batching", ">block size", ">waste", ">of it beyond what is known", "target of waste"],
+        rows,
+    )

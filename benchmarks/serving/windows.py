@@ -1,6 +1,8 @@
-"""A window over a model that was trained without one: what it loses on a long text, with sinks and without, and the KV that it keeps.
+"""A window over a model that was trained without one: what it loses on a long text, with sinks and
+without, and the KV that it keeps.
 
-Loss is the mean negative log-likelihood of the tokens of one long text that come after twice the window.
+Loss is the mean negative log-likelihood of the tokens of one long text that come after twice the
+window.
 """
 
 import numpy as np
@@ -21,11 +23,24 @@ def windows(bench: Bench) -> None:
         say(name)
         with LLM(bench.model, threads=bench.threads, max_num_seqs=1, **options) as llm:
             ids = llm.get_tokenizer().encode(TEXT.read_text())[:most]
-            (result,) = llm.generate([{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, prompt_logprobs=0))
+            (result,) = llm.generate(
+                [{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, prompt_logprobs=0)
+            )
             (kv,) = llm.stats().kv
-        scores = [-scored[token].logprob for token, scored in zip(ids, result.prompt_logprobs or [], strict=True) if scored]
+        scores = [
+            -scored[token].logprob
+            for token, scored in zip(ids, result.prompt_logprobs or [], strict=True)
+            if scored
+        ]
         loss, nbytes = float(np.mean(scores[2 * window :])), kv.blocks_total * kv.block_bytes
-        rows.append(({"seen": name, "nll": loss, "kv_bytes": nbytes}, [name, f"{loss:.3f}", f"{nbytes / 1e6:,.1f}"]))
+        rows.append(
+            (
+                {"seen": name, "nll": loss, "kv_bytes": nbytes},
+                [name, f"{loss:.3f}", f"{nbytes / 1e6:,.1f}"],
+            )
+        )
     say("")
     title = f"Windows: tokens {2 * window:,} to {len(ids):,} of a text"
-    bench.table("windows", title, ["tokens that a row sees", ">mean NLL", ">MB of KV for a sequence"], rows)
+    bench.table(
+        "windows", title, ["tokens that a row sees", ">mean NLL", ">MB of KV for a sequence"], rows
+    )

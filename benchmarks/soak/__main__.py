@@ -1,7 +1,9 @@
-"""The server under load and faults, in a process as it is served: each scenario prints what held, and the exit code is 1 where one did not.
+"""The server under load and faults, in a process as it is served: each scenario prints what held,
+and the exit code is 1 where one did not.
 
-python benchmarks/soak                                  everything, in an hour, half of which is `mixed`
-python benchmarks/soak [--seconds N] SCENARIO ...       some of them; N seconds of those that have a length: load, overload, mixed
+python benchmarks/soak                                  everything, in an hour, half of which is
+`mixed` python benchmarks/soak [--seconds N] SCENARIO ...       some of them; N seconds of those
+that have a length: load, overload, mixed
 """
 
 import argparse
@@ -12,13 +14,28 @@ from importlib import import_module
 from harness import Findings
 
 _ALL = (
-    *("load", "abort_storm", "disconnect", "kv_pressure", "two_large", "starvation", "overload", "ends", "engine_killed", "server_killed"),
+    *(
+        "load",
+        "abort_storm",
+        "disconnect",
+        "kv_pressure",
+        "two_large",
+        "starvation",
+        "overload",
+        "ends",
+        "engine_killed",
+        "server_killed",
+    ),
     *("engine_stopped", "mixed", "distinct", "slow_readers"),
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks/soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(_ALL))
     parser.add_argument("--seconds", type=float)
     args = parser.parse_args()
@@ -29,7 +46,11 @@ def main() -> None:
         module, findings, begun = import_module(name), Findings(args.seconds), time.monotonic()
         print(f"{name}: {(module.__doc__ or '').strip()}", flush=True)
         module.run(findings)
-        print(f"  {'FAILED' if findings.num_failed else 'passed'} in {time.monotonic() - begun:.0f} s\n", flush=True)
+        print(
+            f"  {'FAILED' if findings.num_failed else 'passed'} in "
+            f"{time.monotonic() - begun:.0f} s\n",
+            flush=True,
+        )
         failed += [name] * bool(findings.num_failed)
     if failed:
         sys.exit(f"benchmarks/soak: {', '.join(failed)} failed")

@@ -1,4 +1,6 @@
-"""2,000 streams, each closed by its client after 0 to 50 pieces of text, in the queue and in prefill as well."""
+"""2,000 streams, each closed by its client after 0 to 50 pieces of text, in the queue and in
+prefill as well.
+"""
 
 import asyncio
 import random
@@ -14,9 +16,14 @@ def run(findings: Findings) -> None:
     flags = ("--threads", "1", "--kv-blocks", "512", "--max-num-seqs", "16", "--max-waiting", "64")
     with serving(findings, tiny_model(), *flags) as server:
         statuses = asyncio.run(_storm(server.port))
-        findings.holds(set(statuses) <= {0, 200}, f"{len(statuses):,} closed; statuses that were seen: {sorted(set(statuses) - {0})}")
+        findings.holds(
+            set(statuses) <= {0, 200},
+            f"{len(statuses):,} closed; statuses that were seen: {sorted(set(statuses) - {0})}",
+        )
         check_rest(findings, server, 2)
-        findings.holds(server.get("/health").json["restarts"] == 0, "the engine was never started again")
+        findings.holds(
+            server.get("/health").json["restarts"] == 0, "the engine was never started again"
+        )
 
 
 async def _storm(port: int) -> list[int]:

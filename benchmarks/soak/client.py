@@ -34,8 +34,11 @@ class Answer:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-async def ask(port: int, path: str, body: Body, *, pieces: int | None = None, seconds: float | None = None) -> Answer:
-    """Ask, and leave after so many pieces of text or so many seconds, whichever comes first; None: never.
+async def ask(
+    port: int, path: str, body: Body, *, pieces: int | None = None, seconds: float | None = None
+) -> Answer:
+    """Ask, and leave after so many pieces of text or so many seconds, whichever comes first; None:
+    never.
 
     One that is cancelled leaves too, and returns what it saw.
     """
@@ -49,7 +52,10 @@ async def ask(port: int, path: str, body: Body, *, pieces: int | None = None, se
 
 async def fill(port: int, blocks: int) -> None:
     """Take all of KV once, and 64 connections, so that what follows finds every page resident."""
-    prompts: list[Body] = [{"prompt": [100 + i] * 700, "max_tokens": 8, "temperature": 0} for i in range(blocks // 20 + 1)]
+    prompts: list[Body] = [
+        {"prompt": [100 + i] * 700, "max_tokens": 8, "temperature": 0}
+        for i in range(blocks // 20 + 1)
+    ]
     await asyncio.gather(*(ask(port, "/v1/completions", body) for body in prompts))
     more: Body = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "stream": True}
     await asyncio.gather(*(ask(port, "/v1/completions", more) for _ in range(64)))
@@ -80,7 +86,9 @@ async def _exchange(answer: Answer, port: int, path: str, body: Body, pieces: in
             name, _, value = line.partition(": ")
             answer.headers[name.lower()] = value
         if "content-length" in answer.headers:
-            _read_body(answer, json.loads(await reader.readexactly(int(answer.headers["content-length"]))))
+            _read_body(
+                answer, json.loads(await reader.readexactly(int(answer.headers["content-length"])))
+            )
             return
         async for event in _events(answer, reader):
             if not answer.times:

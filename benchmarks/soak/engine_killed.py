@@ -1,4 +1,6 @@
-"""kill -9 of the engine process under 20 streams: each client hears of it, and the next request is answered by another engine."""
+"""kill -9 of the engine process under 20 streams: each client hears of it, and the next request is
+answered by another engine.
+"""
 
 import asyncio
 import os
@@ -21,22 +23,29 @@ def run(findings: Findings) -> None:
         heard = sum(one.error == "engine_dead" or one.status == 503 for one in answers)
         latest = max(one.begun + one.seconds - killed for one in answers)
         findings.holds(
-            heard == _STREAMS and latest <= 2, f"{heard} of {_STREAMS} clients hear of it, the last after {latest:.2f} s (at most 2)"
+            heard == _STREAMS and latest <= 2,
+            f"{heard} of {_STREAMS} clients hear of it, the last after {latest:.2f} s (at most 2)",
         )
         took = wait(lambda: server.get("/health/ready").status == 200, 30)
-        findings.holds(took is not None, f"ready again {(took or 30) + latest:.1f} s after the kill")
+        findings.holds(
+            took is not None, f"ready again {(took or 30) + latest:.1f} s after the kill"
+        )
         again = asyncio.run(ask(server.port, "/v1/completions", canary)).text
         findings.holds(again == alone != "", "the next request is answered as before")
         health = server.get("/health").json
         findings.holds(
-            health["restarts"] == 1 and not is_alive(first) and server.engine_pid != first, f"{health['restarts']} restart, no process left"
+            health["restarts"] == 1 and not is_alive(first) and server.engine_pid != first,
+            f"{health['restarts']} restart, no process left",
         )
         check_rest(findings, server, 2)
 
 
 async def _streams(port: int, kill: object) -> tuple[list[Answer], float]:
     body: Body = {"prompt": "hello", "max_tokens": 3500, "ignore_eos": True, "stream": True}
-    tasks = [asyncio.ensure_future(ask(port, "/v1/completions", body, seconds=30)) for _ in range(_STREAMS)]
+    tasks = [
+        asyncio.ensure_future(ask(port, "/v1/completions", body, seconds=30))
+        for _ in range(_STREAMS)
+    ]
     await asyncio.sleep(0.4)
     kill()  # type: ignore[operator]
     killed = time.monotonic()

@@ -1,6 +1,8 @@
-"""64 streams at once, a fifth of whose clients leave at a random moment: nothing leaks, and no answer is another's.
+"""64 streams at once, a fifth of whose clients leave at a random moment: nothing leaks, and no
+answer is another's.
 
-The model is the default one, whose greedy answers have to do with their prompts: each was computed before, alone, and all must equal it.
+The model is the default one, whose greedy answers have to do with their prompts: each was computed
+before, alone, and all must equal it.
 """
 
 import asyncio
@@ -14,12 +16,22 @@ _STREAMS = 64
 _SECONDS = 180.0
 _LEAVE = 0.2
 _BLOCKS = 384
-_THINGS = "wheel granite lighthouse bread glacier violin beehive compass engine tree tide loom sundial canal owl salt".split()
-_ASKS = ("Explain what a {} is.", "Write a rhyme about a {}.", "List facts about a {}.", "A story: once a {}" + " and a bridge" * 90)
+_THINGS = (
+    "wheel granite lighthouse bread glacier violin beehive compass engine tree tide loom "
+    "sundial canal owl salt"
+).split()
+_ASKS = (
+    "Explain what a {} is.",
+    "Write a rhyme about a {}.",
+    "List facts about a {}.",
+    "A story: once a {}" + " and a bridge" * 90,
+)
 
 
 def canaries() -> list[tuple[str, Body]]:
-    """Requests of which no two have the same prompt: most are short, some are read in several steps."""
+    """Requests of which no two have the same prompt: most are short, some are read in several
+    steps.
+    """
     found: list[tuple[str, Body]] = []
     for i in range(_STREAMS):
         text, length = _ASKS[i % 4].format(_THINGS[i // 4]), 24 + 7 * i % 64
@@ -27,30 +39,55 @@ def canaries() -> list[tuple[str, Body]]:
         if i % 2:
             found.append(("/v1/completions", {"prompt": text} | terms))
         else:
-            found.append(("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]} | terms))
+            found.append(
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]} | terms)
+            )
     return found
 
 
 def run(findings: Findings) -> None:
     seconds = findings.seconds or _SECONDS
-    with serving(findings, "smollm2", "--max-num-seqs", "48", "--max-waiting", "64", "--kv-blocks", str(_BLOCKS)) as server:
+    with serving(
+        findings,
+        "smollm2",
+        "--max-num-seqs",
+        "48",
+        "--max-waiting",
+        "64",
+        "--kv-blocks",
+        str(_BLOCKS),
+    ) as server:
         asked = canaries()
         expected = asyncio.run(_one_by_one(server.port, asked))
-        findings.holds(len(set(expected)) == len(expected) and all(expected), f"{len(set(expected))} different answers, computed alone")
+        findings.holds(
+            len(set(expected)) == len(expected) and all(expected),
+            f"{len(set(expected))} different answers, computed alone",
+        )
         asyncio.run(fill(server.port, _BLOCKS))
         check_rest(findings, server, 5)
         watch = Watch(server)
         watch.look()
-        whole, left, wrong, failed = asyncio.run(_load(server.port, asked, expected, seconds, watch))
-        findings.holds(not wrong, f"{whole:,} streams to their end, of which {wrong} differ from the answer alone")
+        whole, left, wrong, failed = asyncio.run(
+            _load(server.port, asked, expected, seconds, watch)
+        )
+        findings.holds(
+            not wrong,
+            f"{whole:,} streams to their end, of which {wrong} differ from the answer alone",
+        )
         findings.holds(not failed, f"{failed} streams failed; {left:,} clients left")
         check_rest(findings, server, 5)
         watch.look()
         for name, samples in watch.samples.items():
             end, third = samples[-1][1], seconds / 3
-            second, last = watch.mean_anon(name, third, 2 * third), watch.mean_anon(name, 2 * third, seconds)
+            second, last = (
+                watch.mean_anon(name, third, 2 * third),
+                watch.mean_anon(name, 2 * third, seconds),
+            )
             drift = max(abs(last / second - 1), end.anon / second - 1)
-            means = f"{second / 2**20:.1f} MB in the second third, {last / 2**20:.1f} in the last, {end.anon / 2**20:.1f} at the end"
+            means = (
+                f"{second / 2**20:.1f} MB in the second third, {last / 2**20:.1f} in the "
+                f"last, {end.anon / 2**20:.1f} at the end"
+            )
             findings.holds(drift <= 0.02, f"{name}: {means}: {drift:.1%} (at most 2 %)")
             check_steady(findings, name, samples, third)
 
@@ -59,7 +96,9 @@ async def _one_by_one(port: int, asked: list[tuple[str, Body]]) -> list[str]:
     return [(await ask(port, path, body)).text for path, body in asked]
 
 
-async def _load(port: int, asked: list[tuple[str, Body]], expected: list[str], seconds: float, watch: Watch) -> tuple[int, int, int, int]:
+async def _load(
+    port: int, asked: list[tuple[str, Body]], expected: list[str], seconds: float, watch: Watch
+) -> tuple[int, int, int, int]:
     rng, until = random.Random(0), time.monotonic() + seconds
     whole = left = wrong = failed = 0
 
@@ -68,7 +107,11 @@ async def _load(port: int, asked: list[tuple[str, Body]], expected: list[str], s
         while time.monotonic() < until:
             chosen = rng.randrange(len(asked))
             leaves = rng.random() < _LEAVE
-            answer: Answer = await ask(port, *asked[chosen], seconds=rng.choice((0.02, 0.3, 2, 10)) * rng.random() if leaves else None)
+            answer: Answer = await ask(
+                port,
+                *asked[chosen],
+                seconds=rng.choice((0.02, 0.3, 2, 10)) * rng.random() if leaves else None,
+            )
             if answer.is_whole and not answer.error:
                 whole += 1
                 wrong += answer.text != expected[chosen]

@@ -1,4 +1,6 @@
-"""Three times as many requests as can be served, for a minute: those too many hear so at once, and the others lose nothing by it."""
+"""Three times as many requests as can be served, for a minute: those too many hear so at once, and
+the others lose nothing by it.
+"""
 
 import asyncio
 import random
@@ -14,7 +16,16 @@ _RUNNING, _WAITING = 8, 16
 
 def run(findings: Findings) -> None:
     seconds = findings.seconds or _SECONDS
-    flags = ("--threads", "1", "--max-num-seqs", str(_RUNNING), "--max-waiting", str(_WAITING), "--kv-blocks", "512")
+    flags = (
+        "--threads",
+        "1",
+        "--max-num-seqs",
+        str(_RUNNING),
+        "--max-waiting",
+        str(_WAITING),
+        "--kv-blocks",
+        "512",
+    )
     with serving(findings, tiny_model(), *flags) as server:
         asyncio.run(_closed(server.port, 3))
         rates = [asyncio.run(_closed(server.port, _SATURATION_SECONDS))]
@@ -29,25 +40,47 @@ def run(findings: Findings) -> None:
         )
         findings.holds(waiting <= _WAITING, f"at most {waiting:.0f} waited (at most {_WAITING})")
         findings.holds(
-            all("retry-after" in one.headers and one.error == "server_overloaded" for one in refused),
+            all(
+                "retry-after" in one.headers and one.error == "server_overloaded" for one in refused
+            ),
             "each refusal says when to come again",
         )
         times = [1000 * one.seconds for one in refused]
-        shown = f"p50 {percentile(times, 50):.1f} ms (at most 50), p99 {percentile(times, 99):.0f}, with the client on the same cores"
+        shown = (
+            f"p50 {percentile(times, 50):.1f} ms (at most 50), p99 "
+            f"{percentile(times, 99):.0f}, with the client on the same cores"
+        )
         findings.holds(bool(refused) and percentile(times, 50) <= 50, f"refused after {shown}")
-        goodput, saturation = len(served) / max(one.begun + one.seconds - answers[0].begun for one in served), sum(rates) / 2
-        shown = f"{goodput:.2f} requests/s served, {rates[0]:.2f} before and {rates[1]:.2f} after as fast as they are answered"
-        findings.holds(goodput >= 0.9 * saturation, f"{shown}: {goodput / saturation:.0%} (at least 90 %)")
-        findings.holds(took is not None and took <= 5, f"at rest and ready {took or 30:.1f} s after the last answer (at most 5)")
+        goodput, saturation = (
+            len(served) / max(one.begun + one.seconds - answers[0].begun for one in served),
+            sum(rates) / 2,
+        )
+        shown = (
+            f"{goodput:.2f} requests/s served, {rates[0]:.2f} before and {rates[1]:.2f} after "
+            "as fast as they are answered"
+        )
+        findings.holds(
+            goodput >= 0.9 * saturation, f"{shown}: {goodput / saturation:.0%} (at least 90 %)"
+        )
+        findings.holds(
+            took is not None and took <= 5,
+            f"at rest and ready {took or 30:.1f} s after the last answer (at most 5)",
+        )
         check_rest(findings, server, 2)
 
 
 def _body(rng: random.Random) -> Body:
-    return {"prompt": [rng.randint(3, 250) for _ in range(32)], "max_tokens": 1000, "ignore_eos": True}
+    return {
+        "prompt": [rng.randint(3, 250) for _ in range(32)],
+        "max_tokens": 1000,
+        "ignore_eos": True,
+    }
 
 
 async def _closed(port: int, seconds: float) -> float:
-    """Requests per second with as many clients as sequences run, or a few more, each of which waits for its answer."""
+    """Requests per second with as many clients as sequences run, or a few more, each of which waits
+    for its answer.
+    """
     rng, begun, ended = random.Random(1), time.monotonic(), 0
 
     async def client() -> None:

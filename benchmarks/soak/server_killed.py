@@ -1,4 +1,6 @@
-"""kill -9 of the API process under load: the engine and the renderer of templates end with it, and nothing of them is left."""
+"""kill -9 of the API process under load: the engine and the renderer of templates end with it, and
+nothing of them is left.
+"""
 
 import os
 import time
@@ -10,10 +12,17 @@ def run(findings: Findings) -> None:
     flags = ("--threads", "1", "--kv-blocks", "2048", "--max-num-seqs", "12")
     shared = set(os.listdir("/dev/shm"))
     server = Running(tiny_model(), *flags)
-    server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1})
+    server.post(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1},
+    )
     left = [*children(server.process.pid)]
     streams = [
-        server.open_stream("/v1/completions", {"prompt": "hello", "max_tokens": 3500, "ignore_eos": True, "stream": True}) for _ in range(8)
+        server.open_stream(
+            "/v1/completions",
+            {"prompt": "hello", "max_tokens": 3500, "ignore_eos": True, "stream": True},
+        )
+        for _ in range(8)
     ]
     wait(lambda: server.figures()["headrace_sequences_running"] == 8, 10)
     server.process.kill()

@@ -1,4 +1,6 @@
-"""Clients that read a byte a second: what is kept for each is bounded, others do not notice, and none keeps its place for ever."""
+"""Clients that read a byte a second: what is kept for each is bounded, others do not notice, and
+none keeps its place for ever.
+"""
 
 import asyncio
 import json
@@ -9,42 +11,85 @@ from client import Answer, ask, request
 from harness import Findings, Held, Running, check_rest, held, serving, tiny_model, wait
 
 _SLOW = 100
-_BODY = {"prompt": "hello", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "logprobs": 5, "stream": True}
-_OTHER = {"prompt": "hello world", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+_BODY = {
+    "prompt": "hello",
+    "max_tokens": 2000,
+    "temperature": 0,
+    "ignore_eos": True,
+    "logprobs": 5,
+    "stream": True,
+}
+_OTHER = {
+    "prompt": "hello world",
+    "max_tokens": 300,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
 _MOST_EACH = 2 << 20
 
 
 def run(findings: Findings) -> None:
     """29."""
-    flags = ("--threads", "1", "--kv-blocks", "8192", "--max-num-seqs", str(_SLOW), "--max-waiting", "8", "--send-timeout", "10")
+    flags = (
+        "--threads",
+        "1",
+        "--kv-blocks",
+        "8192",
+        "--max-num-seqs",
+        str(_SLOW),
+        "--max-waiting",
+        "8",
+        "--send-timeout",
+        "10",
+    )
     with serving(findings, tiny_model(), *flags) as server:
         alone = asyncio.run(ask(server.port, "/v1/completions", _OTHER))
         before = held(server.process.pid)
         asyncio.run(_slow_beside_others(findings, server, alone, before))
         took = wait(lambda: held(server.process.pid).fds <= before.fds + 1, 60)
-        findings.holds(took is not None, f"their connections are cut: {held(server.process.pid).fds} files open, {before.fds} before")
+        findings.holds(
+            took is not None,
+            f"their connections are cut: {held(server.process.pid).fds} files open, "
+            f"{before.fds} before",
+        )
         check_rest(findings, server, 5)
 
 
-async def _slow_beside_others(findings: Findings, server: Running, alone: Answer, before: Held) -> None:
-    """Others ask one after the other: while the engine writes for the slow ones, and then until these are cut."""
+async def _slow_beside_others(
+    findings: Findings, server: Running, alone: Answer, before: Held
+) -> None:
+    """Others ask one after the other: while the engine writes for the slow ones, and then until
+    these are cut.
+    """
     slow = [asyncio.ensure_future(_read_slowly(server.port)) for _ in range(_SLOW)]
     pid, most, begun = server.process.pid, before.anon, time.monotonic()
     meanwhile: list[Answer] = []
     after: list[Answer] = []
     await asyncio.sleep(2)
     while (seconds := time.monotonic() - begun) < 120 and held(pid).fds > before.fds + _SLOW // 10:
-        (after if await asyncio.to_thread(server.at_rest) else meanwhile).append(await ask(server.port, "/v1/completions", _OTHER))
+        (after if await asyncio.to_thread(server.at_rest) else meanwhile).append(
+            await ask(server.port, "/v1/completions", _OTHER)
+        )
         most = max(most, held(pid).anon)
         await asyncio.sleep(0.2)
     findings.says(f"cut after {seconds:.0f} s, of which a client that takes nothing has 10")
-    for others, when in ((meanwhile, "while the engine writes for the slow ones too"), (after, "after that")):
+    for others, when in (
+        (meanwhile, "while the engine writes for the slow ones too"),
+        (after, "after that"),
+    ):
         right = sum(one.is_whole and one.text == alone.text != "" for one in others)
         slowest = max((one.seconds for one in others), default=0)
-        findings.holds(right == len(others) > 0, f"{right} of {len(others)} others were served right {when}, in {slowest:.2f} s or less")
+        findings.holds(
+            right == len(others) > 0,
+            f"{right} of {len(others)} others were served right {when}, in {slowest:.2f} s or less",
+        )
     findings.says(f"alone in {alone.seconds:.2f} s")
     each = (most - before.anon) / _SLOW
-    findings.holds(each <= _MOST_EACH, f"at most {each / 1024:,.0f} kB for each in the API process (at most {_MOST_EACH >> 10:,})")
+    findings.holds(
+        each <= _MOST_EACH,
+        f"at most {each / 1024:,.0f} kB for each in the API process (at most {_MOST_EACH >> 10:,})",
+    )
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)

@@ -1,10 +1,12 @@
-"""500 JSON schemas, answered by a model: whether each answer is valid by its schema, and what that costs a token.
+"""500 JSON schemas, answered by a model: whether each answer is valid by its schema, and what that
+costs a token.
 
     python benchmarks/structured [--schemas N] [--model MODEL] [--threads N] [--batch N]
 
-The same requests are answered without a schema, to the same lengths, and once more with it, in turns by batches. The time of a side is
-that of the whole call, with reading the prompts and, the first time, with compiling the schemas; there is no prefix cache. Exit code 1: an
-answer was not valid, or 5 % were cut.
+The same requests are answered without a schema, to the same lengths, and once more with it, in
+turns by batches. The time of a side is that of the whole call, with reading the prompts and, the
+first time, with compiling the schemas; there is no prefix cache. Exit code 1: an answer was not
+valid, or 5 % were cut.
 """
 
 import argparse
@@ -21,16 +23,25 @@ _MOST_TOKENS = 300
 _MOST_CUT = 0.05
 
 
-def timed(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> tuple[list[RequestOutput], float]:
+def timed(
+    llm: LLM, prompts: list[Any], params: list[SamplingParams]
+) -> tuple[list[RequestOutput], float]:
     begun = perf_counter()
     results = llm.chat(prompts, params)
     return results, perf_counter() - begun
 
 
-def with_schemas(llm: LLM, seeds: range, schemas: list[Schema]) -> tuple[list[Any], list[SamplingParams]]:
+def with_schemas(
+    llm: LLM, seeds: range, schemas: list[Schema]
+) -> tuple[list[Any], list[SamplingParams]]:
     prompts = [[{"role": "user", "content": f"Invent record {seed}, as JSON."}] for seed in seeds]
     asked = [
-        SamplingParams(max_tokens=_MOST_TOKENS, temperature=0.8, seed=seed, structured_outputs=StructuredOutputs(json=schema))
+        SamplingParams(
+            max_tokens=_MOST_TOKENS,
+            temperature=0.8,
+            seed=seed,
+            structured_outputs=StructuredOutputs(json=schema),
+        )
         for seed, schema in zip(seeds, schemas, strict=True)
     ]
     return prompts, asked
@@ -38,7 +49,9 @@ def with_schemas(llm: LLM, seeds: range, schemas: list[Schema]) -> tuple[list[An
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks/structured", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="benchmarks/structured",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--schemas", type=int, default=500)
     parser.add_argument("--model", default="smollm2")
@@ -46,10 +59,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=25)
     args = parser.parse_args()
     faults, num_cut, tokens = [], 0, 0
-    costs: dict[str, list[float]] = {"without": [], "with a schema": [], "with one that is compiled": []}
+    costs: dict[str, list[float]] = {
+        "without": [],
+        "with a schema": [],
+        "with one that is compiled": [],
+    }
     with LLM(args.model, threads=args.threads, prefix_cache=False) as llm:
         llm.chat(
-            [{"role": "user", "content": "hello"}], SamplingParams(max_tokens=20, structured_outputs=StructuredOutputs(json_object=True))
+            [{"role": "user", "content": "hello"}],
+            SamplingParams(max_tokens=20, structured_outputs=StructuredOutputs(json_object=True)),
         )
         for begin in range(0, args.schemas, args.batch):
             seeds = range(begin, min(begin + args.batch, args.schemas))
@@ -75,10 +93,16 @@ def main() -> None:
         certain = llm.stats().certain
     print("\n".join(faults))
     valid = args.schemas - num_cut - len(faults)
-    print(f"{args.schemas} schemas, {tokens:,} tokens: {valid} valid, {len(faults)} not valid, {num_cut} cut by max_tokens={_MOST_TOKENS}")
+    print(
+        f"{args.schemas} schemas, {tokens:,} tokens: {valid} valid, {len(faults)} not "
+        f"valid, {num_cut} cut by max_tokens={_MOST_TOKENS}"
+    )
     for name, side in costs.items():
         ratios = [own / free for own, free in zip(side, costs["without"], strict=True)]
-        spread = f"{statistics.median(ratios):.2f} times ({min(ratios):.2f}-{max(ratios):.2f}, batches of {args.batch})"
+        spread = (
+            f"{statistics.median(ratios):.2f} times ({min(ratios):.2f}-{max(ratios):.2f}, "
+            f"batches of {args.batch})"
+        )
         print(f"{statistics.median(side):.2f} ms a token {name}: {spread}")
     print(f"{certain:,} tokens were certain")
     if faults or num_cut > _MOST_CUT * args.schemas:

@@ -1,4 +1,6 @@
-"""JSON schemas from a seed: nested records, lists, enums, $ref, anyOf, patterns, formats and bounds, whose values end soon."""
+"""JSON schemas from a seed: nested records, lists, enums, $ref, anyOf, patterns, formats and
+bounds, whose values end soon.
+"""
 
 import json
 import random
@@ -8,9 +10,19 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 Schema = dict[str, Any]
 
-_NAMES = "name size colour place date parts owner state code price weight notes kind level owners route unit".split()
+_NAMES = (
+    "name size colour place date parts owner state code price weight notes kind level owners "
+    "route unit"
+).split()
 _WORDS = ("red", "green", "blue", "north", "south", "open", "closed", "naïve", "日本", 'a "b"')
-_PATTERNS = ("^[A-Z]{2}-[0-9]{3}$", "^(mon|tues|fri)day$", "^[a-f0-9]{4,8}$", r"^\d{1,3}(\.\d{1,2})?$", "^x*y+z?$", '^[^aeiou"\\\\]{3}$')
+_PATTERNS = (
+    "^[A-Z]{2}-[0-9]{3}$",
+    "^(mon|tues|fri)day$",
+    "^[a-f0-9]{4,8}$",
+    r"^\d{1,3}(\.\d{1,2})?$",
+    "^x*y+z?$",
+    '^[^aeiou"\\\\]{3}$',
+)
 _FORMATS: tuple[Schema, ...] = (
     {"format": "date"},
     {"format": "time", "maxLength": 15},
@@ -49,7 +61,12 @@ class _Maker:
         names = self._rng.sample(_NAMES, self._rng.randint(2, 4) - (depth > 1))
         required = [name for name in names if self._rng.random() < 0.7] or names[:1]
         properties = {name: self.value(depth + 1) for name in names}
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+        }
 
     def value(self, depth: int) -> Schema:
         kinds = [self._text, self._matching, self._number, self._enum, self._simple]
@@ -71,20 +88,37 @@ class _Maker:
     def _number(self, depth: int) -> Schema:
         least = self._rng.randint(-1000, 1000)
         if self._rng.random() < 0.3:
-            return {"type": "number", "minimum": least, "exclusiveMaximum": least + 50, "multipleOf": self._rng.choice((0.25, 0.5))}
-        bounds = {"minimum": least, self._rng.choice(("maximum", "exclusiveMaximum")): least + self._rng.randint(1, 5000)}
+            return {
+                "type": "number",
+                "minimum": least,
+                "exclusiveMaximum": least + 50,
+                "multipleOf": self._rng.choice((0.25, 0.5)),
+            }
+        bounds = {
+            "minimum": least,
+            self._rng.choice(("maximum", "exclusiveMaximum")): least + self._rng.randint(1, 5000),
+        }
         return {"type": "integer"} | bounds
 
     def _enum(self, depth: int) -> Schema:
         values = [*self._rng.sample(_WORDS, 3), self._rng.randint(-5, 99), None, True]
-        return {"enum": self._rng.sample(values, self._rng.randint(2, 5))} if self._rng.random() < 0.8 else {"const": values[0]}
+        return (
+            {"enum": self._rng.sample(values, self._rng.randint(2, 5))}
+            if self._rng.random() < 0.8
+            else {"const": values[0]}
+        )
 
     def _simple(self, depth: int) -> Schema:
         return {"type": self._rng.choice(("boolean", "null", ["boolean", "null"]))}
 
     def _items(self, depth: int) -> Schema:
         least = self._rng.randint(0, 2)
-        return {"type": "array", "items": self.value(depth + 1), "minItems": least, "maxItems": least + self._rng.randint(1, 2)}
+        return {
+            "type": "array",
+            "items": self.value(depth + 1),
+            "minItems": least,
+            "maxItems": least + self._rng.randint(1, 2),
+        }
 
     def _any_of(self, depth: int) -> Schema:
         return {"anyOf": [self.value(depth + 1) for _ in range(self._rng.randint(2, 3))]}
@@ -93,5 +127,9 @@ class _Maker:
         """What is defined refers to nothing: it would have no end where it came to itself."""
         name = f"d{self._rng.randint(0, 2)}"
         if name not in self.definitions:
-            self.definitions[name] = self.record(_MOST_DEPTH - 1) if self._rng.random() < 0.5 else self.value(_MOST_DEPTH)
+            self.definitions[name] = (
+                self.record(_MOST_DEPTH - 1)
+                if self._rng.random() < 0.5
+                else self.value(_MOST_DEPTH)
+            )
         return {"$ref": f"#/$defs/{name}"}

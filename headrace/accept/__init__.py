@@ -23,7 +23,9 @@ class OutputView(Protocol):
     @property
     def constraint(self) -> Constraint | None: ...  # what may follow
     def clone(self) -> Self: ...
-    def push(self, token: int, logprobs: TokenLogprobs | None) -> None: ...  # sets `finish_reason` if the token ends the output
+    def push(
+        self, token: int, logprobs: TokenLogprobs | None
+    ) -> None: ...  # sets `finish_reason` if the token ends the output
 
 
 AnyOutput = TypeVar("AnyOutput", bound=OutputView)
@@ -36,7 +38,8 @@ class Drawing:
     source: int
     """Index of the sequence in the step."""
     row: int
-    """Index among the logit rows of its last scheduled row; the rows of its draft nodes follow it."""
+    """Index among the logit rows of its last scheduled row; the rows of its draft nodes follow it.
+    """
     position: int
     """Position of the next token in the sequence."""
     known: list[int]
@@ -60,22 +63,33 @@ class Accepted(NamedTuple):
 class Acceptor(Protocol):
     """Decides which sequences go on after a step, and with which tokens.
 
-    One acceptor serves all requests whose sequences are independent; a beam search belongs to its request.
+    One acceptor serves all requests whose sequences are independent; a beam search belongs to its
+    request.
     """
 
     is_group: bool
-    """Whether all sequences of a request draw in the same step, one token each, and are accepted together: a beam group."""
+    """Whether all sequences of a request draw in the same step, one token each, and are accepted
+    together: a beam group.
+    """
     needs_logits: bool
     """Whether `accept` reads the logits."""
 
     def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
         """The ops on the logits of the step: one for each drawing, in their order."""
 
-    def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
-        """The sequences that go on, in their new order, by the results of those ops and, if needed, `logits` [rows, vocab].
+    def accept(
+        self,
+        drawings: list[Drawing],
+        values: Sequence[LogitOpResult],
+        logits: NDArray[np.float32] | None,
+    ) -> list[Accepted]:
+        """The sequences that go on, in their new order, by the results of those ops and, if needed,
+        `logits` [rows, vocab].
 
         A drawing that is continued several times is forked; one that is not continued is freed.
         """
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """The outputs that the request shows, by index, when its sequences have written `outputs`: only what is final."""
+        """The outputs that the request shows, by index, when its sequences have written `outputs`:
+        only what is final.
+        """

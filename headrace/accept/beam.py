@@ -1,8 +1,9 @@
 """Beam search: of all continuations of a request's sequences, the likeliest few go on.
 
-The total of a beam is the sum of its tokens' log-probabilities, under biases and penalties, at temperature 1. Its score, by which
-finished beams are compared, is total / length ** length_penalty (Wu et al. 2016, without their constant 5; the length counts output
-tokens, with an end token). Beams finish and a search ends as in Hugging Face transformers.
+The total of a beam is the sum of its tokens' log-probabilities, under biases and penalties, at
+temperature 1. Its score, by which finished beams are compared, is total / length ** length_penalty
+(Wu et al. 2016, without their constant 5; the length counts output tokens, with an end token).
+Beams finish and a search ends as in Hugging Face transformers.
 """
 
 from bisect import insort
@@ -22,7 +23,9 @@ from headrace.sampling.sampler import token_logprobs
 
 
 class Candidate(NamedTuple):
-    """A beam with one more token. Candidates sort best first: equal totals by beam, then by token."""
+    """A beam with one more token. Candidates sort best first: equal totals by beam, then by
+    token.
+    """
 
     loss: float  # the total, negated
     beam: int
@@ -38,16 +41,22 @@ class Hypothesis(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """The beam search of one request. Its drawings, and the sequences that it accepts, are in the order of the beams, best first."""
+    """The beam search of one request. Its drawings, and the sequences that it accepts, are in the
+    order of the beams, best first.
+    """
 
     width: int
     num_results: int
     length_penalty: float
     early_stopping: bool
     num_end_ids: int
-    """Number of tokens that may end a beam: each beam has so many candidates more than can go on, and still more with stop strings."""
+    """Number of tokens that may end a beam: each beam has so many candidates more than can go on,
+    and still more with stop strings.
+    """
     needs_logits: bool
-    """Whether there are stop strings, or log-probabilities are asked for; otherwise the top tokens of each row are enough."""
+    """Whether there are stop strings, or log-probabilities are asked for; otherwise the top tokens
+    of each row are enough.
+    """
     totals: list[float] = field(default_factory=lambda: [0.0])
     """Totals of the live beams, best first."""
     finished: list[Hypothesis] = field(default_factory=list)
@@ -57,12 +66,19 @@ class BeamSearch:
     def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
         """The top tokens of each beam."""
         assert len(drawings) == len(self.totals), "all beams draw together"
-        if drawings[0].output.token_ids:  # the samplers have not seen the tokens that the last step of the search chose
+        if (
+            drawings[0].output.token_ids
+        ):  # the samplers have not seen the tokens that the last step of the search chose
             for drawing in drawings:
                 drawing.sampler.append(drawing.known[-1])
         return self._top_tokens(drawings, self.width + self.num_end_ids)
 
-    def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
+    def accept(
+        self,
+        drawings: list[Drawing],
+        values: Sequence[LogitOpResult],
+        logits: NDArray[np.float32] | None,
+    ) -> list[Accepted]:
         """The beams with one more token; none when the search has ended."""
         count = self.width + self.num_end_ids
         while None not in values:
@@ -77,15 +93,22 @@ class BeamSearch:
         return [Accepted(i, None) for i in range(len(drawings))]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """The best `num_results`, once all beams have ended; beams that were cut short are compared with finished ones."""
+        """The best `num_results`, once all beams have ended; beams that were cut short are compared
+        with finished ones.
+        """
         if any(output.finish_reason is None for output in outputs):
             return []
         cut_short = list(map(self._hypothesis, outputs, self.totals))
         best = sorted([*self.finished, *cut_short], key=lambda hypothesis: -hypothesis.score)
-        return [cast(AnyOutput, hypothesis.output) for hypothesis in best[: self.num_results]]  # finished ones are clones of such outputs
+        return [
+            cast(AnyOutput, hypothesis.output) for hypothesis in best[: self.num_results]
+        ]  # finished ones are clones of such outputs
 
     def _top_tokens(self, drawings: list[Drawing], count: int) -> list[LogitOp]:
-        return [TopTokens(drawing.row, drawing.position, drawing.sampler, count, drawing.masks) for drawing in drawings]
+        return [
+            TopTokens(drawing.row, drawing.position, drawing.sampler, count, drawing.masks)
+            for drawing in drawings
+        ]
 
     def _candidates(self, ranked: Sequence[Ranked]) -> list[Candidate]:
         """The candidates of all beams, best first."""
@@ -97,12 +120,18 @@ class BeamSearch:
         )
 
     def _select(
-        self, candidates: list[Candidate], drawings: list[Drawing], logits: NDArray[np.float32] | None, count: int
+        self,
+        candidates: list[Candidate],
+        drawings: list[Drawing],
+        logits: NDArray[np.float32] | None,
+        count: int,
     ) -> list[Accepted] | None:
-        """Finish those of the best `width` candidates that end, and accept the best `width` that do not end.
+        """Finish those of the best `width` candidates that end, and accept the best `width` that do
+        not end.
 
-        Candidates that end but are not among the best `width` are dropped: better ones go on. Returns None, with nothing changed, if
-        stop strings end so many that more than `count` candidates of a beam are needed.
+        Candidates that end but are not among the best `width` are dropped: better ones go on.
+        Returns None, with nothing changed, if stop strings end so many that more than `count`
+        candidates of a beam are needed.
         """
         accepted: list[Accepted] = []
         totals: list[float] = []
@@ -120,8 +149,14 @@ class BeamSearch:
                 accepted.append(Accepted(beam, Commit(drawing.source, [], [token], logprobs)))
                 totals.append(-loss)
             elif rank < self.width:
-                insort(finished, self._hypothesis(output, -loss), key=lambda hypothesis: -hypothesis.score)
-            if len(accepted) == self.width or (rank >= self.width - 1 and output.finish_reason == "length"):
+                insort(
+                    finished,
+                    self._hypothesis(output, -loss),
+                    key=lambda hypothesis: -hypothesis.score,
+                )
+            if len(accepted) == self.width or (
+                rank >= self.width - 1 and output.finish_reason == "length"
+            ):
                 break
             unseen[beam] -= 1
             if not unseen[beam] and logits is not None and count < logits.shape[1]:
@@ -142,15 +177,22 @@ class BeamSearch:
     def _ends(self, totals: list[float], length: int) -> bool:
         """Whether the search ends: no beam goes on, or `width` beams are finished.
 
-        Without early stopping, the best live beam must also score no more than the worst finished one. It is scored at its present
-        length, although its score may rise with its length later.
+        Without early stopping, the best live beam must also score no more than the worst finished
+        one. It is scored at its present length, although its score may rise with its length later.
         """
         full = len(self.finished) == self.width
-        return not totals or (full and (self.early_stopping or self._score(totals[0], length) <= self.finished[-1].score))
+        return not totals or (
+            full
+            and (self.early_stopping or self._score(totals[0], length) <= self.finished[-1].score)
+        )
 
 
-def _logprobs(drawing: Drawing, token: int, logits: NDArray[np.float32] | None) -> list[TokenLogprobs]:
-    """The log-probabilities of a token in a list of one, or an empty list where they are not asked for."""
+def _logprobs(
+    drawing: Drawing, token: int, logits: NDArray[np.float32] | None
+) -> list[TokenLogprobs]:
+    """The log-probabilities of a token in a list of one, or an empty list where they are not asked
+    for.
+    """
     if drawing.num_logprobs < 0:
         return []
     assert logits is not None, "a search with log-probabilities asks for logits"

@@ -22,12 +22,25 @@ class IndependentAcceptor:
 
     def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
         """A `Draw` for each drawing."""
-        return [Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method, d.masks) for d in drawings]
+        return [
+            Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method, d.masks)
+            for d in drawings
+        ]
 
-    def accept(self, drawings: list[Drawing], values: Sequence[LogitOpResult], logits: NDArray[np.float32] | None) -> list[Accepted]:
+    def accept(
+        self,
+        drawings: list[Drawing],
+        values: Sequence[LogitOpResult],
+        logits: NDArray[np.float32] | None,
+    ) -> list[Accepted]:
         """Each drawing with its commit, in their order."""
         return [
-            Accepted(i, Commit(drawing.source, drawn.path, drawn.tokens, drawn.logprobs) if isinstance(drawn, Drawn) else None)
+            Accepted(
+                i,
+                Commit(drawing.source, drawn.path, drawn.tokens, drawn.logprobs)
+                if isinstance(drawn, Drawn)
+                else None,
+            )
             for i, (drawing, drawn) in enumerate(zip(drawings, values, strict=True))
         ]
 

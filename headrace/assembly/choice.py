@@ -1,4 +1,6 @@
-"""Which backend a model runs on: the one that is named, or with `auto` the GPU where there is one that can have it, else the CPU."""
+"""Which backend a model runs on: the one that is named, or with `auto` the GPU where there is one
+that can have it, else the CPU.
+"""
 
 import logging
 from dataclasses import replace
@@ -25,8 +27,11 @@ class Choice(NamedTuple):
     """Why a GPU that is there is not used, or that kernels are interpreted; mostly empty."""
 
 
-def with_backend(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints | None = None) -> EngineConfig:
-    """The same configuration with the name of the backend that the model runs on, and a line in the log where there is a remark.
+def with_backend(
+    config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints | None = None
+) -> EngineConfig:
+    """The same configuration with the name of the backend that the model runs on, and a line in the
+    log where there is a remark.
 
     Raises RequestError for a backend that cannot run here, and for KV that it does not keep.
     """
@@ -38,8 +43,12 @@ def with_backend(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftChec
     return chosen
 
 
-def choose(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints | None = None) -> Choice:
-    """The backend of a model, with what drafts for it. Raises RequestError for one that cannot run here."""
+def choose(
+    config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints | None = None
+) -> Choice:
+    """The backend of a model, with what drafts for it. Raises RequestError for one that cannot run
+    here.
+    """
     if config.backend == "cuda":
         return named_gpu(gpu.look())
     if config.backend != "auto":
@@ -59,7 +68,9 @@ def automatic(host: GpuHost) -> Choice:
 
 
 def named_gpu(host: GpuHost) -> Choice:
-    """The `cuda` backend, in the interpreter where Triton is told so. Raises RequestError where it cannot run, with what to do."""
+    """The `cuda` backend, in the interpreter where Triton is told so. Raises RequestError where it
+    cannot run, with what to do.
+    """
     if not host.interprets:
         if host.obstacle:
             raise RequestError(f"the cuda backend cannot run here: {host.obstacle}")
@@ -67,7 +78,9 @@ def named_gpu(host: GpuHost) -> Choice:
     if host.absent:
         raise RequestError(f"the cuda backend needs {' and '.join(host.absent)}: {gpu.INSTALL}")
     return Choice(
-        "cuda", "the kernels of the cuda backend are interpreted, thousands of times slower than on a GPU: TRITON_INTERPRET is set"
+        "cuda",
+        "the kernels of the cuda backend are interpreted, thousands of times slower than "
+        "on a GPU: TRITON_INTERPRET is set",
     )
 
 
@@ -84,7 +97,13 @@ def _misfit(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoin
     """Why a model cannot run on the GPU; empty where it can."""
     try:
         check_kv_dtype(config.backend, config.kv_dtype)
-        fit_memory(config, checkpoint, target_program(config, checkpoint), drafts, config.max_model_len or checkpoint.spec.max_context)
+        fit_memory(
+            config,
+            checkpoint,
+            target_program(config, checkpoint),
+            drafts,
+            config.max_model_len or checkpoint.spec.max_context,
+        )
     except ImportError as error:
         return f"torch or triton cannot be imported: {error}"
     except (RequestError, UnsupportedModelError, MemoryLimitError) as error:

@@ -1,4 +1,6 @@
-"""What of a machine's memory, or of its GPU's, a model may have, and how it is shared out: weights, what runs them, KV."""
+"""What of a machine's memory, or of its GPU's, a model may have, and how it is shared out: weights,
+what runs them, KV.
+"""
 
 from typing import NamedTuple
 
@@ -29,19 +31,25 @@ def most_logit_rows(vocab_size: int) -> int:
 
 
 def step_rows(config: EngineConfig, vocab_size: int) -> MostRows:
-    """Most rows of a step, and most of them with logits: one for each sequence, and those of drafts and of prompts."""
+    """Most rows of a step, and most of them with logits: one for each sequence, and those of drafts
+    and of prompts.
+    """
     logit_rows = config.max_seqs + (config.max_logit_rows or most_logit_rows(vocab_size))
     return MostRows(config.max_rows, min(config.max_rows, logit_rows))
 
 
 def draft_rows(config: EngineConfig, rows: MostRows) -> MostRows:
-    """The same of a model that drafts for it: at each depth it has the likeliest tokens of each sequence, all of them with logits."""
+    """The same of a model that drafts for it: at each depth it has the likeliest tokens of each
+    sequence, all of them with logits.
+    """
     of_drafts = min(rows.rows, config.max_seqs * config.draft_width)
     return MostRows(of_drafts, of_drafts)
 
 
 def memory_for(config: EngineConfig, program: Program) -> Memory:
-    """The memory that a backend, which is named in `config`, has for a program that was lowered for it."""
+    """The memory that a backend, which is named in `config`, has for a program that was lowered for
+    it.
+    """
     if config.backend == "cuda":
         from headrace.backend.cuda.host_blocks import staging_bytes
         from headrace.backend.cuda.memory import free_memory, run_bytes
@@ -52,27 +60,52 @@ def memory_for(config: EngineConfig, program: Program) -> Memory:
             rows = step_rows(config, program.logits.width)
             to_run = run_bytes(program, config.kv_dtype, *rows)
             if config.kv_offload_bytes and config.prefix_cache:
-                to_run += staging_bytes([group.block_bytes(config.kv_dtype, KV_BLOCK_SIZES["cuda"]) for group in program.kv_groups])
+                to_run += staging_bytes(
+                    [
+                        group.block_bytes(config.kv_dtype, KV_BLOCK_SIZES["cuda"])
+                        for group in program.kv_groups
+                    ]
+                )
             return Memory(free, to_run, on_gpu=True)
     return Memory(available_memory())
 
 
 def fit_memory(
-    config: EngineConfig, checkpoint: Checkpoint, program: Program, draft_checkpoints: DraftCheckpoints, max_model_len: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    program: Program,
+    draft_checkpoints: DraftCheckpoints,
+    max_model_len: int,
 ) -> tuple[KvConfig, KvConfig | None]:
-    """The KV of a model, which runs this program, and of its draft model, beside the weights of all that runs, as the backend holds them.
+    """The KV of a model, which runs this program, and of its draft model, beside the weights of all
+    that runs, as the backend holds them.
 
-    Ranks on this machine share its memory; of those that are spread over several, this one is to hold the largest. No weight is read.
-    Raises MemoryLimitError where they do not fit in the memory that is available.
+    Ranks on this machine share its memory; of those that are spread over several, this one is to
+    hold the largest. No weight is read. Raises MemoryLimitError where they do not fit in the memory
+    that is available.
     """
-    programs, spread = rank_programs(config, program, checkpoint.tensors), is_spread(mesh_of(config))
+    programs, spread = (
+        rank_programs(config, program, checkpoint.tensors),
+        is_spread(mesh_of(config)),
+    )
     shares = [own.weight_bytes for own in programs]
-    weights = (max(shares) if spread else sum(shares)) + draft_checkpoints.weight_bytes(config.backend, checkpoint.spec)
+    weights = (max(shares) if spread else sum(shares)) + draft_checkpoints.weight_bytes(
+        config.backend, checkpoint.spec
+    )
     block_size = KV_BLOCK_SIZES[config.backend]
     uses = [KvUse(own.kv_groups, config.max_rows) for own in programs]
     if spread:
-        uses = [max(uses, key=lambda use: sum(group.block_bytes(config.kv_dtype, block_size) for group in use.groups))]
+        uses = [
+            max(
+                uses,
+                key=lambda use: sum(
+                    group.block_bytes(config.kv_dtype, block_size) for group in use.groups
+                ),
+            )
+        ]
     if draft := draft_checkpoints.draft:
         uses.append(KvUse(own_program(config, draft).kv_groups, max_rows(config.draft_depth)))
-    kv, *others = size_kv(uses, config, max_model_len, weights, memory_for(config, programs[0]), block_size)
+    kv, *others = size_kv(
+        uses, config, max_model_len, weights, memory_for(config, programs[0]), block_size
+    )
     return kv, others[-1] if draft else None

@@ -1,11 +1,22 @@
-"""The options of an engine as a caller gives them, checked: names, types, bounds, choices, and what goes together."""
+"""The options of an engine as a caller gives them, checked: names, types, bounds, choices, and what
+goes together.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
 from headrace.assembly.kv_size import MOST_BLOCKS
-from headrace.config import SERVING, AcceptanceMethod, Activations, BackendName, EngineConfig, FaceDefaults, KvDtype, LatentAttention
+from headrace.config import (
+    SERVING,
+    AcceptanceMethod,
+    Activations,
+    BackendName,
+    EngineConfig,
+    FaceDefaults,
+    KvDtype,
+    LatentAttention,
+)
 from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
 from headrace.propose import PROPOSERS, check_speculation
@@ -43,17 +54,26 @@ _CHOICES = {
     "acceptance_method": get_args(AcceptanceMethod),
     "batching": tuple(SCHEDULERS),
 }
-_FLAGS = ("enable_expert_parallel", "enable_sequence_parallel", "adaptive_speculation", "prefix_cache", "jump_forward")
+_FLAGS = (
+    "enable_expert_parallel",
+    "enable_sequence_parallel",
+    "adaptive_speculation",
+    "prefix_cache",
+    "jump_forward",
+)
 _NAMES = ("draft_model", "medusa_heads")
 
 
 def engine_config(options: Mapping[str, Any], defaults: FaceDefaults = SERVING) -> EngineConfig:
     """The configuration with these fields of `EngineConfig` set, over the defaults of a face.
 
-    Raises RequestError for an unknown field, a value out of range, and options of speculative decoding that contradict each other.
+    Raises RequestError for an unknown field, a value out of range, and options of speculative
+    decoding that contradict each other.
     """
     check_names("option", options, (field.name for field in fields(EngineConfig)))
-    config = EngineConfig(**dict(defaults.engine) | {name: _checked(name, value) for name, value in options.items()})
+    config = EngineConfig(
+        **dict(defaults.engine) | {name: _checked(name, value) for name, value in options.items()}
+    )
     check_speculation(config)
     return config
 

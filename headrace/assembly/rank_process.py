@@ -1,6 +1,8 @@
-"""The process of a rank that is not the first: it opens the same model, compiles its share, and does what rank 0 says.
+"""The process of a rank that is not the first: it opens the same model, compiles its share, and
+does what rank 0 says.
 
-`headrace.parallel.launch` starts it with a socket that it inherits, over which its setup comes first. It ends when that is closed.
+`headrace.parallel.launch` starts it with a socket that it inherits, over which its setup comes
+first. It ends when that is closed.
 """
 
 import ctypes
@@ -44,7 +46,9 @@ def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
     checkpoint = open_model(setup["model"], config)
     carrier = GlooCarrier(mesh, setup["rank"])
     rank_config = RankConfig(mesh, setup["rank"], kv, setup["threads"], config.activations)
-    rank = Rank(rank_config, target_program(config, checkpoint), checkpoint.tensors, Exchange(carrier))
+    rank = Rank(
+        rank_config, target_program(config, checkpoint), checkpoint.tensors, Exchange(carrier)
+    )
     alike = replace(config, draft_model="")  # which runs on rank 0 alone
     drafts = open_draft_checkpoints(alike, checkpoint, checkpoint.load_tokenizer())
     compile_draft_models(alike, drafts, checkpoint, rank, None)

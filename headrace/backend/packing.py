@@ -19,28 +19,49 @@ _CHUNK_CODES = 1 << 22
 
 
 def packed_bytes(tensor: StoredTensor) -> int:
-    """Bytes that a matrix takes once it is packed; nothing of it is read. Raises ValueError for a format that no kernel reads."""
+    """Bytes that a matrix takes once it is packed; nothing of it is read. Raises ValueError for a
+    format that no kernel reads.
+    """
     spec = _table_spec(tensor)
-    return spec.nbytes if spec else _native.packed_bytes(tensor.format.name, tensor.rows, tensor.cols)
+    return (
+        spec.nbytes if spec else _native.packed_bytes(tensor.format.name, tensor.rows, tensor.cols)
+    )
 
 
 def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
-    """Pack a matrix and give the pages of its file back; returns its number. Raises UnsupportedModelError, which names the tensor."""
+    """Pack a matrix and give the pages of its file back; returns its number. Raises
+    UnsupportedModelError, which names the tensor.
+    """
     with named_in_errors(tensor.name):
         if spec := _table_spec(tensor):
             weight = plan.add_table(spec)
             _fill(plan, weight, tensor)
         else:
             name, codes = tensor.format.name, tensor.parts["codes"]
-            weight = plan.add_weight(name, tensor.rows, tensor.cols, codes, tensor.row_order, tensor.scales, _integers(tensor))
+            weight = plan.add_weight(
+                name,
+                tensor.rows,
+                tensor.cols,
+                codes,
+                tensor.row_order,
+                tensor.scales,
+                _integers(tensor),
+            )
     tensor.release()
     return weight
 
 
 def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tuple[int, int]:
-    """The same for two matrices of one shape, which lie tile by tile in turn where they are alike, since they are read in turns."""
+    """The same for two matrices of one shape, which lie tile by tile in turn where they are alike,
+    since they are read in turns.
+    """
     first, second = _table_spec(a), _table_spec(b)
-    if bool(first) != bool(second) or (not first and a.format != b.format) or a.row_order is not None or b.row_order is not None:
+    if (
+        bool(first) != bool(second)
+        or (not first and a.format != b.format)
+        or a.row_order is not None
+        or b.row_order is not None
+    ):
         return add_weight(plan, a), add_weight(plan, b)
     with named_in_errors(f"{a.name} or {b.name}"):
         if first and second:
@@ -48,7 +69,10 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
             _fill(plan, weights[0], a)
             _fill(plan, weights[1], b)
         else:
-            parts = (a.format.name, a.parts["codes"], a.scales), (b.format.name, b.parts["codes"], b.scales)
+            parts = (
+                (a.format.name, a.parts["codes"], a.scales),
+                (b.format.name, b.parts["codes"], b.scales),
+            )
             weights = plan.add_weight_pair(*parts[0], *parts[1], a.rows, a.cols, _integers(a))
     a.release()
     b.release()
@@ -56,13 +80,17 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
 
 
 def column_order(tensor: StoredTensor) -> tuple[int, ...]:
-    """The columns of activations in the order in which a packed matrix has them; empty: as they are."""
+    """The columns of activations in the order in which a packed matrix has them; empty: as they
+    are.
+    """
     return () if tensor.column_order is None else tuple(tensor.column_order.tolist())
 
 
 @contextmanager
 def named_in_errors(tensor: str) -> Iterator[None]:
-    """Raises UnsupportedModelError, which names the tensor, for a weight that the kernels refuse."""
+    """Raises UnsupportedModelError, which names the tensor, for a weight that the kernels
+    refuse.
+    """
     try:
         yield
     except ValueError as error:
@@ -70,14 +98,18 @@ def named_in_errors(tensor: str) -> Iterator[None]:
 
 
 def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
-    """How a matrix with a table of scales is packed; None for one that is packed as its file has it."""
+    """How a matrix with a table of scales is packed; None for one that is packed as its file has
+    it.
+    """
     spec = tensor.format.spec
     if spec is None or tensor.format.table_rows is None:
         return None
     values = list(CODEBOOKS[spec.codebook]) if spec.codebook in CODEBOOKS else []
     codes = "lookup" if values else str(spec.bits) if spec.codebook == "integer" else spec.codebook
     columns = spec.group or -(-tensor.cols // GROUP) * GROUP
-    return _native.TableSpec(codes, tensor.rows, tensor.cols, columns, spec.scale, spec.zero_type, values)
+    return _native.TableSpec(
+        codes, tensor.rows, tensor.cols, columns, spec.scale, spec.zero_type, values
+    )
 
 
 def _integers(tensor: StoredTensor) -> NDArray[np.int8] | None:
@@ -85,7 +117,9 @@ def _integers(tensor: StoredTensor) -> NDArray[np.int8] | None:
 
 
 def _fill(plan: _native.Plan, weight: int, tensor: StoredTensor) -> None:
-    """Bring the rows of a matrix with a table of scales: those of ggml's blocks as they lie, others some at a time."""
+    """Bring the rows of a matrix with a table of scales: those of ggml's blocks as they lie, others
+    some at a time.
+    """
     if tensor.format.block > 1:
         plan.fill_table_blocks(weight, tensor.format.name, tensor.parts["codes"], tensor.row_order)
         return
@@ -94,7 +128,13 @@ def _fill(plan: _native.Plan, weight: int, tensor: StoredTensor) -> None:
     step = max(1, _CHUNK_CODES // tensor.cols // 16) * 16
     for first in range(0, tensor.rows, step):
         last = min(first + step, tensor.rows)
-        rows = read(tensor.parts, slice(first, last) if tensor.row_order is None else tensor.row_order[first:last])
-        scales, zeros = (None if numbers is None else np.ascontiguousarray(numbers).view(np.uint8) for numbers in (rows.scales, rows.zeros))
+        rows = read(
+            tensor.parts,
+            slice(first, last) if tensor.row_order is None else tensor.row_order[first:last],
+        )
+        scales, zeros = (
+            None if numbers is None else np.ascontiguousarray(numbers).view(np.uint8)
+            for numbers in (rows.scales, rows.zeros)
+        )
         assert scales is not None
         plan.fill_table(weight, first, np.ascontiguousarray(rows.codes), scales, zeros)

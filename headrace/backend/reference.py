@@ -1,4 +1,6 @@
-"""The reference backend: NumPy, op by op, readable. It is the truth that every other backend is held to in tests."""
+"""The reference backend: NumPy, op by op, readable. It is the truth that every other backend is
+held to in tests.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +34,20 @@ _DTYPE = np.float64
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     """The program op by op, with the bytes of weights in float64."""
     size = np.dtype(_DTYPE).itemsize
-    return program.with_weights({w.name: replace(w, nbytes=size * w.rows * w.cols, kind="f32") for w in program.weights.values()})
+    return program.with_weights(
+        {
+            w.name: replace(w, nbytes=size * w.rows * w.cols, kind="f32")
+            for w in program.weights.values()
+        }
+    )
 
 
 def compile(
-    program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int, activations: Activations = "f32"
+    program: Program,
+    weights: Mapping[str, StoredTensor],
+    kv: KvConfig,
+    threads: int,
+    activations: Activations = "f32",
 ) -> "ReferenceExecutable":
     """Compile for NumPy; `threads` is NumPy's own affair, and activations are float64."""
     return ReferenceExecutable(program, weights, kv)
@@ -52,8 +63,15 @@ class ReferenceExecutable:
         self.kv = kv
         self.weights = _floats(program, weights)
         self.kv_groups = program.kv_groups
-        self.stores = [Store(group, num_blocks * kv.block_size) for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)]
-        self.places = {layer: (number, i) for number, group in enumerate(self.kv_groups) for i, layer in enumerate(group.layers)}
+        self.stores = [
+            Store(group, num_blocks * kv.block_size)
+            for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)
+        ]
+        self.places = {
+            layer: (number, i)
+            for number, group in enumerate(self.kv_groups)
+            for i, layer in enumerate(group.layers)
+        }
         self._results: list[LogitOpResult] = []
         """Results of the logit ops of the last launch."""
         self.loads = _no_loads(self.program)
@@ -62,18 +80,33 @@ class ReferenceExecutable:
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
         """Nothing is made ahead."""
 
-    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
+    def launch(
+        self,
+        batch: RaggedBatch,
+        ops: Sequence[LogitOp] = (),
+        *,
+        logits: bool = False,
+        hidden: bool = False,
+    ) -> Done:
         step = _Step(self, batch._replace(tokens=tokens_of(batch, self._results)))
         for op in self.program.ops:
             step.run(op)
         assert self.program.logits, "a stage without logits is run with all others"
         rows = step.rows[self.program.logits.id].astype(np.float32)
-        pooled = step.rows[self.program.pooled.id].astype(np.float32) if self.program.pooled else None
+        pooled = (
+            step.rows[self.program.pooled.id].astype(np.float32) if self.program.pooled else None
+        )
         self._results = run_logit_ops(ops, rows, pooled)
-        kept = step.rows[self.program.hidden.id].astype(np.float32) if hidden and self.program.hidden else None
+        kept = (
+            step.rows[self.program.hidden.id].astype(np.float32)
+            if hidden and self.program.hidden
+            else None
+        )
         return Done(StepResult(self._results, rows if logits else None, kept))
 
-    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "ReferenceExecutable":
+    def attach(
+        self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
+    ) -> "ReferenceExecutable":
         if kv is not None:
             return ReferenceExecutable(program, weights, kv)
         other = copy(self)
@@ -109,7 +142,10 @@ class ReferenceExecutable:
                 cache[:, t] = cache[:, s]
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        blocks = [(num, store.block_bytes(self.kv.block_size)) for num, store in zip(self.kv.num_blocks, self.stores, strict=True)]
+        blocks = [
+            (num, store.block_bytes(self.kv.block_size))
+            for num, store in zip(self.kv.num_blocks, self.stores, strict=True)
+        ]
         counts = host_block_counts(num_bytes, blocks)
         return ReferenceHostBlocks(self.stores, counts, self.kv.block_size) if all(counts) else None
 
@@ -119,12 +155,25 @@ class ReferenceExecutable:
 
 
 def _no_loads(program: Program) -> dict[int, NDArray[np.int64]]:
-    """Rows that have gone to each expert, none yet, by the id of what the op over experts writes."""
-    return {op.out.id: np.zeros(len(op.gate), np.int64) for op in program.ops if isinstance(op, mixture.Experts)}
+    """Rows that have gone to each expert, none yet, by the id of what the op over experts
+    writes.
+    """
+    return {
+        op.out.id: np.zeros(len(op.gate), np.int64)
+        for op in program.ops
+        if isinstance(op, mixture.Experts)
+    }
 
 
-def _floats(program: Program, weights: Mapping[str, StoredTensor], known: Mapping[str, Floats] = MappingProxyType({})) -> dict[str, Floats]:
-    return {name: known[name] if name in known else weights[name].dequantise().astype(_DTYPE) for name in program.weights}
+def _floats(
+    program: Program,
+    weights: Mapping[str, StoredTensor],
+    known: Mapping[str, Floats] = MappingProxyType({}),
+) -> dict[str, Floats]:
+    return {
+        name: known[name] if name in known else weights[name].dequantise().astype(_DTYPE)
+        for name in program.weights
+    }
 
 
 class _Step:
@@ -151,7 +200,13 @@ class _Step:
     def _gathered(self, kind: RowKind) -> slice:
         """Which of the gathered rows are of a kind."""
         num_logit_rows = len(self.batch.logit_rows)
-        return slice(num_logit_rows) if kind == "logit" else slice(num_logit_rows, None) if kind == "pooled" else slice(None)
+        return (
+            slice(num_logit_rows)
+            if kind == "logit"
+            else slice(num_logit_rows, None)
+            if kind == "pooled"
+            else slice(None)
+        )
 
     def w(self, weight: Weight) -> Floats:
         return self.executable.weights[weight.name]
@@ -179,13 +234,19 @@ class _Step:
         return y if bias is None else y + self.w(bias)
 
     def visible(self, group: int) -> list[Ints]:
-        """Slots of a group that each row sees, in position order: the context, then its ancestors in the step and itself."""
+        """Slots of a group that each row sees, in position order: the context, then its ancestors
+        in the step and itself.
+        """
         if group not in self._visible:
             self._visible[group] = self._slots_seen(group)
         return self._visible[group]
 
     def _slots_seen(self, group: int) -> list[Ints]:
-        batch, block, table = self.batch, self.executable.kv.block_size, self.batch.kv[group].block_table
+        batch, block, table = (
+            self.batch,
+            self.executable.kv.block_size,
+            self.batch.kv[group].block_table,
+        )
         result = []
         for b, first in enumerate(batch.row_start[:-1]):
             index = np.arange(batch.context_len[b] + batch.row_start[b + 1] - first)
@@ -200,7 +261,10 @@ class _Step:
             return np.arange(context + local + 1, dtype=np.int32)
         words = self.batch.ancestors[row]
         nodes = [i for i in range(64 * len(words)) if int(words[i // 64]) >> (i % 64) & 1]
-        return np.array([*range(context + num_scheduled), *(context + num_scheduled + i for i in nodes)], dtype=np.int32)
+        return np.array(
+            [*range(context + num_scheduled), *(context + num_scheduled + i for i in nodes)],
+            dtype=np.int32,
+        )
 
 
 def _embed(s: _Step, op: ops.Embed) -> Floats:
@@ -222,7 +286,9 @@ def _rope_angles(s: _Step, op: ops.RopeAngles) -> Floats:
 
 
 def _norm(s: _Step, op: ops.Norm) -> Floats:
-    x = s.some_rows(op.x, op.out).reshape(-1, op.x.width // op.size, op.size)  # there may be no rows
+    x = s.some_rows(op.x, op.out).reshape(
+        -1, op.x.width // op.size, op.size
+    )  # there may be no rows
     if op.kind == "layer":
         x = x - np.mean(x, axis=2, keepdims=True)
     mean_square: Floats = np.mean(x * x, axis=2, keepdims=True)
@@ -246,12 +312,16 @@ def _linear_add(s: _Step, op: ops.LinearAdd) -> Floats:
 
 def _head_linear(s: _Step, op: ops.HeadLinear) -> Floats:
     parts = _heads(s.x(op.x), len(op.heads), op.heads[0].cols)
-    return np.concatenate([parts[head] @ s.w(weight).T for head, weight in enumerate(op.heads)], axis=1)
+    return np.concatenate(
+        [parts[head] @ s.w(weight).T for head, weight in enumerate(op.heads)], axis=1
+    )
 
 
 def _concat_heads(s: _Step, op: ops.ConcatHeads) -> Floats:
     x, y = _heads(s.x(op.x), op.num_heads, op.x_dim), _heads(s.x(op.y), op.num_heads, op.y_dim)
-    return np.concatenate([part for head in range(op.num_heads) for part in (x[head], y[head])], axis=1)
+    return np.concatenate(
+        [part for head in range(op.num_heads) for part in (x[head], y[head])], axis=1
+    )
 
 
 def _heads(x: Floats, num_heads: int, dim: int) -> list[Floats]:
@@ -286,7 +356,9 @@ def _kv_write(s: _Step, op: ops.KvWrite) -> None:
 
 
 def _qkv_rope_write(s: _Step, op: ops.QkvRopeWrite) -> Floats:
-    q, k, v = (s.matmul(op.x, w, b) for w, b in ((op.q, op.q_bias), (op.k, op.k_bias), (op.v, op.v_bias)))
+    q, k, v = (
+        s.matmul(op.x, w, b) for w, b in ((op.q, op.q_bias), (op.k, op.k_bias), (op.v, op.v_bias))
+    )
     angles = s.x(op.angles)
     _write(s, op.layer, _rotate(k, angles, op.head_dim), v)
     return _rotate(q, angles, op.head_dim)
@@ -337,7 +409,9 @@ def _glu(s: _Step, op: ops.Glu) -> Floats:
 
 
 def _glu_linear(s: _Step, op: ops.GluLinear) -> Floats:
-    return gated(s.matmul(op.x, op.gate, op.gate_bias), s.matmul(op.x, op.up, op.up_bias), op.activation)
+    return gated(
+        s.matmul(op.x, op.gate, op.gate_bias), s.matmul(op.x, op.up, op.up_bias), op.activation
+    )
 
 
 def _add(s: _Step, op: ops.Add) -> Floats:

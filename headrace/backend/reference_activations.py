@@ -21,7 +21,9 @@ def activated(x: Floats, activation: Activation) -> Floats:
         case "gelu":
             y = x * (0.5 * erfc(x * -(0.5**0.5)).astype(np.float64))
         case "gelu_tanh":  # 1 + tanh(u) is 2 / (1 + exp(-2u))
-            y = x / (1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5))))
+            y = x / (
+                1 + np.exp(x * (-2 * (2 / np.pi) ** 0.5 + x * x * (-0.08943 * (2 / np.pi) ** 0.5)))
+            )
         case "relu":
             y = np.maximum(x, 0)
         case "clamped_swiglu":

@@ -23,12 +23,17 @@ class Store:
 
 
 class ReferenceHostBlocks:
-    """Copies of blocks beside the stores: the twin of what a device has in the host's memory. They cost no time to speak of."""
+    """Copies of blocks beside the stores: the twin of what a device has in the host's memory. They
+    cost no time to speak of.
+    """
 
     block_seconds = 0.0
 
     def __init__(self, stores: Sequence[Store], num_blocks: Sequence[int], block_size: int) -> None:
-        self.num_blocks, self.block_bytes = tuple(num_blocks), tuple(store.block_bytes(block_size) for store in stores)
+        self.num_blocks, self.block_bytes = (
+            tuple(num_blocks),
+            tuple(store.block_bytes(block_size) for store in stores),
+        )
         self._stores, self._size = stores, block_size
         self._copies: dict[tuple[int, int], list[Floats]] = {}  # by group and host block
 
@@ -36,9 +41,14 @@ class ReferenceHostBlocks:
         self._copies[group, host_block] = [slots.copy() for slots in self._slots(group, block)]
 
     def load(self, group: int, host_block: int, block: int) -> None:
-        for slots, copied in zip(self._slots(group, block), self._copies[group, host_block], strict=True):
+        for slots, copied in zip(
+            self._slots(group, block), self._copies[group, host_block], strict=True
+        ):
             slots[:] = copied
 
     def _slots(self, group: int, block: int) -> list[Floats]:
         store = self._stores[group]
-        return [cache[:, block * self._size : (block + 1) * self._size] for cache in (store.keys, store.values)]
+        return [
+            cache[:, block * self._size : (block + 1) * self._size]
+            for cache in (store.keys, store.values)
+        ]

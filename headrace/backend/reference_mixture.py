@@ -47,7 +47,10 @@ def experts(s: "_Step", op: mixture.Experts) -> Floats:
     for e in np.unique(experts):
         rows, places = np.nonzero(experts == e)
         s.executable.loads[op.out.id][e] += len(rows)
-        gate, up, down = ((w[e], b[e] if b else None) for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)))
+        gate, up, down = (
+            (w[e], b[e] if b else None)
+            for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias))
+        )
         hidden = gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
         each[rows, places] = s.product(hidden, *down)
     mixed: Floats = (each * weights[:, :, None]).sum(axis=1)

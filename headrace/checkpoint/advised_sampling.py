@@ -1,4 +1,6 @@
-"""The sampling parameters that the authors of a model advise: in `generation_config.json`, or under `general.sampling` in GGUF."""
+"""The sampling parameters that the authors of a model advise: in `generation_config.json`, or under
+`general.sampling` in GGUF.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +22,20 @@ _GGUF = {
 
 
 def advised_sampling(source: Metadata | Path) -> dict[str, Any]:
-    """Those that are given, by field of `SamplingParams`; the same ones as in vLLM. Raises FormatError for values out of range."""
+    """Those that are given, by field of `SamplingParams`; the same ones as in vLLM. Raises
+    FormatError for values out of range.
+    """
     if isinstance(source, Path):
         path = find(source, "generation_config.json")
         where, names = "generation_config.json", _FOLDER
         given: Mapping[str, Any] = read_json(path) if path else {}
     else:
         where, names, given = source.where, _GGUF, source
-    found = {field: given[name] for field, name in names.items() if name in given and given[name] is not None}
+    found = {
+        field: given[name]
+        for field, name in names.items()
+        if name in given and given[name] is not None
+    }
     try:
         params = SamplingParams(**found)
     except RequestError as error:

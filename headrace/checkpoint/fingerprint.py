@@ -10,13 +10,16 @@ from headrace.checkpoint.tokenizer import Tokenizer
 
 
 def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """Of the specification, the vocabulary, and of each tensor its format and three of its rows: no file is read as a whole.
+    """Of the specification, the vocabulary, and of each tensor its format and three of its rows: no
+    file is read as a whole.
 
     The context that is asked for makes no difference. It shows a mistake, and no forgery.
     """
     digest = blake2b(digest_size=16)
     digest.update(repr(replace(checkpoint.spec, context=0)).encode())
-    digest.update(repr((sorted(tokenizer.eos_ids), sorted(tokenizer.special_ids), tokenizer.bos_id)).encode())
+    digest.update(
+        repr((sorted(tokenizer.eos_ids), sorted(tokenizer.special_ids), tokenizer.bos_id)).encode()
+    )
     for token in range(tokenizer.vocab_size):
         digest.update(tokenizer.token_bytes(token) + b"\0")
     for name, tensor in sorted(checkpoint.tensors.items()):

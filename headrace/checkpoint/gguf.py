@@ -1,9 +1,10 @@
 """GGUF v2 and v3 files, memory-mapped and bounds-checked; nothing in the file is trusted.
 
-Layout (ggml, `docs/gguf.md`), little endian: magic, version, tensor count, key-value count; key-values; tensor records
-(name, dimensions, type, offset); padding; tensor data. Sizes in the file are 64-bit and Python integers cannot overflow:
-each is held against the bytes that remain before anything is allocated. Metadata values are decoded when asked for, so
-that opening a file costs one pass over its header and memory stays small whatever the header claims.
+Layout (ggml, `docs/gguf.md`), little endian: magic, version, tensor count, key-value count;
+key-values; tensor records (name, dimensions, type, offset); padding; tensor data. Sizes in the file
+are 64-bit and Python integers cannot overflow: each is held against the bytes that remain before
+anything is allocated. Metadata values are decoded when asked for, so that opening a file costs one
+pass over its header and memory stays small whatever the header claims.
 """
 
 import math
@@ -37,13 +38,26 @@ _MAX_STRINGS = 4 << 20
 _INT64_MAX = 2**63 - 1
 
 BOOL, STRING, ARRAY = 7, 8, 9
-SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    BOOL: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _SCALAR_BYTES = {kind: np.dtype(name).itemsize for kind, name in SCALARS.items()}
 
 # By ggml's type number; "-" are numbers that ggml has retired.
 TENSOR_TYPES = dict(
     enumerate(
-        "F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S "
+        "F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS "
+        "IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S "
         "IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4 NVFP4".split()
     )
 )
@@ -109,7 +123,9 @@ class _Cursor:
             if element in _SCALAR_BYTES:
                 self.take(count * _SCALAR_BYTES[element], "an array")
                 return
-            if count > (len(self.data) - self.offset) // 8:  # a string takes at least 8 bytes, an array 12
+            if (
+                count > (len(self.data) - self.offset) // 8
+            ):  # a string takes at least 8 bytes, an array 12
                 self.fail(f"an array of {count:,} entries does not fit in the file")
             if element == STRING:
                 self.skip_strings(count)
@@ -128,14 +144,21 @@ class _Cursor:
             start = self.take(size, "a string")
             return self.data[start : start + size].decode()
         if kind != ARRAY:
-            scalar = np.frombuffer(self.data, SCALARS[kind], 1, self.take(_SCALAR_BYTES[kind], "a value"))[0].item()
+            scalar = np.frombuffer(
+                self.data, SCALARS[kind], 1, self.take(_SCALAR_BYTES[kind], "a value")
+            )[0].item()
             return bool(scalar) if kind == BOOL else scalar
         element, count = self.u32("an array type"), self.u64("an array length")
         if element == STRING:
             return self.strings(count)
         if element == ARRAY:
             return [self.value(ARRAY) for _ in range(count)]
-        return np.frombuffer(self.data, SCALARS[element], count, self.take(count * _SCALAR_BYTES[element], "an array"))
+        return np.frombuffer(
+            self.data,
+            SCALARS[element],
+            count,
+            self.take(count * _SCALAR_BYTES[element], "an array"),
+        )
 
     def strings(self, count: int) -> list[str]:
         if count > _MAX_STRINGS:
@@ -170,12 +193,16 @@ class Metadata(Fields):
         return len(self._entries)
 
     def __getitem__(self, key: str) -> Any:
-        """The value: int, float, bool, str, a numeric array (a view of the file), or a list of strings or arrays."""
+        """The value: int, float, bool, str, a numeric array (a view of the file), or a list of
+        strings or arrays.
+        """
         kind, offset = self._entries[key]
         try:
             return _Cursor(self._data, self.where, offset).value(kind)
         except UnicodeDecodeError as error:
-            raise FormatError(f"{self.where}: {key} is not valid UTF-8 (at byte {offset:,})") from error
+            raise FormatError(
+                f"{self.where}: {key} is not valid UTF-8 (at byte {offset:,})"
+            ) from error
 
     def raw(self, key: str) -> RawValue:
         """The value with its type, byte by byte, to be written again."""
@@ -208,8 +235,8 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Open a GGUF file.
 
-    Raises FormatError, with the file's name and the offset, for anything that breaks the format, and
-    UnsupportedModelError for a tensor of a type that is not in `FORMATS`.
+    Raises FormatError, with the file's name and the offset, for anything that breaks the format,
+    and UnsupportedModelError for a tensor of a type that is not in `FORMATS`.
     """
     cursor = _Cursor(map_file(path), path.name)
     start = cursor.take(4, "the magic number")
@@ -218,7 +245,11 @@ def read_gguf(path: Path) -> GgufFile:
     version = cursor.u32("the version")
     if version not in (2, 3):
         big_endian = version & 0xFFFF == 0 and version != 0
-        cursor.fail("a big-endian GGUF file; only little-endian ones can be read" if big_endian else f"GGUF version {version}")
+        cursor.fail(
+            "a big-endian GGUF file; only little-endian ones can be read"
+            if big_endian
+            else f"GGUF version {version}"
+        )
     num_tensors, num_entries = cursor.u64("the tensor count"), cursor.u64("the key-value count")
     for count, what in ((num_tensors, "tensors"), (num_entries, "key-values")):
         if count > _MAX_RECORDS:
@@ -256,20 +287,33 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
     for record in sorted(records.values(), key=lambda record: record.offset):
         type_name = TENSOR_TYPES.get(record.type, "unknown")
         if type_name not in _KNOWN:
-            what = f"tensor {record.name} has type {record.type} ({type_name}); known: {', '.join(_KNOWN)}"
+            what = (
+                f"tensor {record.name} has type {record.type} ({type_name}); known: "
+                f"{', '.join(_KNOWN)}"
+            )
             raise UnsupportedModelError(f"{cursor.name}: {what}")
         stored = FORMATS[type_name]
         if record.shape[-1] % stored.block:
-            cursor.fail(f"tensor {record.name} has {record.shape[-1]:,} columns, not a multiple of {type_name}'s {stored.block}")
+            cursor.fail(
+                f"tensor {record.name} has {record.shape[-1]:,} columns, not a multiple "
+                f"of {type_name}'s {stored.block}"
+            )
         nbytes = math.prod(record.shape) // stored.block * stored.nbytes
         start = base + record.offset
         if record.offset % alignment:
-            cursor.fail(f"tensor {record.name} starts at {record.offset:,}, not a multiple of the alignment {alignment}")
+            cursor.fail(
+                f"tensor {record.name} starts at {record.offset:,}, not a multiple of the "
+                f"alignment {alignment}"
+            )
         if start < end:
             cursor.fail(f"tensor {record.name} overlaps {last}")
         if nbytes > len(data) - start:
-            cursor.fail(f"tensor {record.name} ends at {start + nbytes:,}, the file at {len(data):,}")
-        tensors[record.name] = StoredTensor.from_bytes(record.name, stored, record.shape, data[start : start + nbytes])
+            cursor.fail(
+                f"tensor {record.name} ends at {start + nbytes:,}, the file at {len(data):,}"
+            )
+        tensors[record.name] = StoredTensor.from_bytes(
+            record.name, stored, record.shape, data[start : start + nbytes]
+        )
         end, last = start + nbytes, record.name
     return tensors
 

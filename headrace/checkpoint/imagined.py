@@ -1,4 +1,6 @@
-"""A model of which there is nothing but `config.json`: its tensors are zeros, which take no memory, in any format."""
+"""A model of which there is nothing but `config.json`: its tensors are zeros, which take no memory,
+in any format.
+"""
 
 import math
 from dataclasses import replace
@@ -38,13 +40,24 @@ def open_config(path: Path) -> Checkpoint:
 
 
 def imagined_tensors(spec: ModelSpec, format: Format) -> dict[str, StoredTensor]:
-    """Every tensor of a model: matrices in this format where their rows are whole blocks of it, else in BF16, and vectors in F32."""
+    """Every tensor of a model: matrices in this format where their rows are whole blocks of it,
+    else in BF16, and vectors in F32.
+    """
     tensors = {}
     for name, shape in tensor_shapes(spec).items():
-        suits = FORMATS["F32"] if len(shape) == 1 else format if shape[-1] % format.block == 0 else FORMATS["BF16"]
+        suits = (
+            FORMATS["F32"]
+            if len(shape) == 1
+            else format
+            if shape[-1] % format.block == 0
+            else FORMATS["BF16"]
+        )
         rows = math.prod(shape[:-1])
         blocks = shape[-1] // suits.block
         sizes = {"codes": (rows, blocks, suits.nbytes), "block_scales": (rows, blocks)}
-        parts = {part: np.broadcast_to(np.zeros((), kind.dtype), sizes.get(part, (rows,))) for part, kind in suits.parts.items()}
+        parts = {
+            part: np.broadcast_to(np.zeros((), kind.dtype), sizes.get(part, (rows,)))
+            for part, kind in suits.parts.items()
+        }
         tensors[name] = StoredTensor(name, suits, shape, parts)
     return tensors

@@ -1,4 +1,6 @@
-"""From a file or folder to a checked checkpoint: one specification and every tensor it calls for, under our names."""
+"""From a file or folder to a checked checkpoint: one specification and every tensor it calls for,
+under our names.
+"""
 
 import math
 import os
@@ -32,7 +34,9 @@ _MAX_WIDTH = 1 << 20
 
 @frozen(eq=False)
 class Checkpoint:
-    """A model as it lies on disk: tensors are views of memory maps, and rotary rows are in interleaved order."""
+    """A model as it lies on disk: tensors are views of memory maps, and rotary rows are in
+    interleaved order.
+    """
 
     path: Path
     spec: ModelSpec
@@ -43,11 +47,15 @@ class Checkpoint:
     """The chat template of conversations with tools, where there is another for them."""
 
     def advised_sampling(self) -> dict[str, Any]:
-        """The sampling parameters that its authors advise, by field of `SamplingParams`. Raises FormatError."""
+        """The sampling parameters that its authors advise, by field of `SamplingParams`. Raises
+        FormatError.
+        """
         return advised_sampling(self.tokenizer_source)
 
     def load_tokenizer(self) -> "Tokenizer":
-        """Build the tokenizer; raises as the two builders do. The library behind it is imported only here."""
+        """Build the tokenizer; raises as the two builders do. The library behind it is imported
+        only here.
+        """
         if isinstance(self.tokenizer_source, Path):
             from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 
@@ -58,17 +66,22 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, is_absorbed: bool = False) -> Checkpoint:
-    """Open a GGUF file, or a folder with `config.json` and safetensors, for the absorbed form of attention by latent rows or the plain one.
+    """Open a GGUF file, or a folder with `config.json` and safetensors, for the absorbed form of
+    attention by latent rows or the plain one.
 
-    Raises ModelNotFoundError, FormatError (malformed, missing tensor, wrong shape) or UnsupportedModelError (architecture,
-    tensor type or feature that we do not know; pickled weights).
+    Raises ModelNotFoundError, FormatError (malformed, missing tensor, wrong shape) or
+    UnsupportedModelError (architecture, tensor type or feature that we do not know; pickled
+    weights).
     """
     return _open_folder(path, is_absorbed) if os.path.isdir(path) else _open_gguf(path, is_absorbed)
 
 
 def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
-        raise UnsupportedModelError(f"{path.name}: a pickle can run code and is never loaded; convert the model to safetensors or GGUF")
+        raise UnsupportedModelError(
+            f"{path.name}: a pickle can run code and is never loaded; convert the model "
+            "to safetensors or GGUF"
+        )
     if path.suffix == ".safetensors":
         raise FormatError(f"{path.name}: name the folder that holds it together with config.json")
     file = read_gguf(path)
@@ -79,10 +92,15 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
         lambda: file.tensors,
     )
     if file.metadata.integer("split.count", 1) > 1:
-        raise file.metadata.unsupported("split.count", ": one part of a split model; merge the parts first")
+        raise file.metadata.unsupported(
+            "split.count", ": one part of a split model; merge the parts first"
+        )
     spec = _with_form(checked(layout.spec(file.metadata, file.tensors), path.name), is_absorbed)
     tensors = assemble(spec, layout, file.tensors, path.name)
-    template, tools = (file.metadata.string(f"tokenizer.chat_template{kind}", "") or None for kind in ("", ".tool_use"))
+    template, tools = (
+        file.metadata.string(f"tokenizer.chat_template{kind}", "") or None
+        for kind in ("", ".tool_use")
+    )
     name = file.metadata.string("general.name", path.stem)
     return Checkpoint(path, replace(spec, name=name), tensors, template, file.metadata, tools)
 
@@ -95,32 +113,65 @@ def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
     folder = open_folder(path)
     spec = _with_form(checked(folder.spec, path.name), is_absorbed)
     tensors = assemble(spec, folder.layout, folder.tensors(), path.name)
-    return Checkpoint(path, replace(spec, name=model_name(path)), tensors, chat_template(path), path, chat_template(path, "tool_use"))
+    return Checkpoint(
+        path,
+        replace(spec, name=model_name(path)),
+        tensors,
+        chat_template(path),
+        path,
+        chat_template(path, "tool_use"),
+    )
 
 
 def _with_form(spec: ModelSpec, is_absorbed: bool) -> ModelSpec:
-    return replace(spec, latent=replace(spec.latent, is_absorbed=is_absorbed)) if spec.latent else spec
+    return (
+        replace(spec, latent=replace(spec.latent, is_absorbed=is_absorbed)) if spec.latent else spec
+    )
 
 
 def checked(spec: ModelSpec, where: str) -> ModelSpec:
-    """The same specification. Raises FormatError for sizes and constants with which the equations cannot be computed."""
+    """The same specification. Raises FormatError for sizes and constants with which the equations
+    cannot be computed.
+    """
 
     def require(condition: bool, what: str) -> None:
         if not condition:
             raise FormatError(f"{where}: {what}")
 
-    sizes = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_context")
+    sizes = (
+        "num_layers",
+        "dim",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "ffn_dim",
+        "vocab_size",
+        "max_context",
+    )
     for size in sizes:
         require(0 < getattr(spec, size) <= _MAX_SIZE, f"{size} is {getattr(spec, size)}")
-    require(spec.num_layers <= _MAX_LAYERS, f"{spec.num_layers:,} layers, more than {_MAX_LAYERS:,}")
-    require(spec.num_heads * spec.head_dim <= _MAX_WIDTH, f"{spec.num_heads:,} heads of {spec.head_dim:,}")
-    require(spec.num_heads % spec.num_kv_heads == 0, f"{spec.num_heads} heads do not share {spec.num_kv_heads} KV heads evenly")
+    require(
+        spec.num_layers <= _MAX_LAYERS, f"{spec.num_layers:,} layers, more than {_MAX_LAYERS:,}"
+    )
+    require(
+        spec.num_heads * spec.head_dim <= _MAX_WIDTH,
+        f"{spec.num_heads:,} heads of {spec.head_dim:,}",
+    )
+    require(
+        spec.num_heads % spec.num_kv_heads == 0,
+        f"{spec.num_heads} heads do not share {spec.num_kv_heads} KV heads evenly",
+    )
     require(0 <= spec.norm_eps < 1, f"the norm's epsilon is {spec.norm_eps}")
-    require(all(0 <= window <= _MAX_SIZE for window in spec.windows), "a sliding window is negative")
+    require(
+        all(0 <= window <= _MAX_SIZE for window in spec.windows), "a sliding window is negative"
+    )
     constants = [value for value in vars(spec).values() if isinstance(value, float)]
     require(all(math.isfinite(value) for value in constants), "a constant is not finite")
     require(spec.logit_softcap >= 0 and spec.attention_softcap >= 0, "a cap is negative")
-    require(len(spec.windows) in (0, spec.num_layers) and len(spec.rotated) in (0, spec.num_layers), "a layer has no window or rotation")
+    require(
+        len(spec.windows) in (0, spec.num_layers) and len(spec.rotated) in (0, spec.num_layers),
+        "a layer has no window or rotation",
+    )
     require(0 <= spec.learned_positions <= _MAX_SIZE, f"{spec.learned_positions} positions")
     for rope in spec.ropes:
         _check_rope(rope, spec.head_dim, require)
@@ -132,36 +183,84 @@ def checked(spec: ModelSpec, where: str) -> ModelSpec:
 
 
 def _check_rope(rope: RopeSpec, head_dim: int, require: Callable[[bool, str], None]) -> None:
-    require(rope.dim % 2 == 0 and 0 < rope.dim <= head_dim, f"{rope.dim} rotary dimensions in heads of {head_dim}")
+    require(
+        rope.dim % 2 == 0 and 0 < rope.dim <= head_dim,
+        f"{rope.dim} rotary dimensions in heads of {head_dim}",
+    )
     require(rope.theta > 1, f"the rotary base is {rope.theta}")
     require(rope.factor > 0, f"the rotary factor is {rope.factor}")
-    require(0 <= rope.original_context <= _MAX_SIZE, f"the original context is {rope.original_context}")
-    require(rope.low_freq_factor < rope.high_freq_factor, "low_freq_factor is not below high_freq_factor")
+    require(
+        0 <= rope.original_context <= _MAX_SIZE, f"the original context is {rope.original_context}"
+    )
+    require(
+        rope.low_freq_factor < rope.high_freq_factor,
+        "low_freq_factor is not below high_freq_factor",
+    )
     require(rope.beta_fast > 0 and rope.beta_slow > 0, "beta_fast and beta_slow must be positive")
-    require(rope.scaling != "dynamic" or rope.dim > 2, "dynamic scaling needs more than 2 rotary dimensions")
-    require(rope.scaling != "longrope" or len(rope.factors) == len(rope.long_factors) > 0, "longrope needs factors of both kinds")
+    require(
+        rope.scaling != "dynamic" or rope.dim > 2,
+        "dynamic scaling needs more than 2 rotary dimensions",
+    )
+    require(
+        rope.scaling != "longrope" or len(rope.factors) == len(rope.long_factors) > 0,
+        "longrope needs factors of both kinds",
+    )
     for factors in (rope.factors, rope.long_factors):
-        require(len(factors) in (0, rope.dim // 2), f"{len(factors)} rotary factors for {rope.dim // 2} pairs")
-        require(all(math.isfinite(factor) and factor > 0 for factor in factors), "a rotary factor is not a positive number")
-    require(all(math.isfinite(value) for value in astuple(rope) if isinstance(value, float)), "a rotary constant is not finite")
+        require(
+            len(factors) in (0, rope.dim // 2),
+            f"{len(factors)} rotary factors for {rope.dim // 2} pairs",
+        )
+        require(
+            all(math.isfinite(factor) and factor > 0 for factor in factors),
+            "a rotary factor is not a positive number",
+        )
+    require(
+        all(math.isfinite(value) for value in astuple(rope) if isinstance(value, float)),
+        "a rotary constant is not finite",
+    )
 
 
-def _check_latent(spec: ModelSpec, latent: LatentSpec, require: Callable[[bool, str], None]) -> None:
-    require(spec.num_heads * spec.num_layers <= _MAX_EXPERTS, f"{spec.num_heads:,} heads in {spec.num_layers:,} layers")
+def _check_latent(
+    spec: ModelSpec, latent: LatentSpec, require: Callable[[bool, str], None]
+) -> None:
+    require(
+        spec.num_heads * spec.num_layers <= _MAX_EXPERTS,
+        f"{spec.num_heads:,} heads in {spec.num_layers:,} layers",
+    )
     for size in ("kv_rank", "value_dim"):
         require(0 < getattr(latent, size) <= _MAX_SIZE, f"{size} is {getattr(latent, size)}")
     require(0 <= latent.query_rank <= _MAX_SIZE, f"query_rank is {latent.query_rank}")
     require(0 <= latent.norm_eps < 1, f"the epsilon of a latent norm is {latent.norm_eps}")
-    require(0 < spec.rotary_dim < spec.head_dim, f"{spec.rotary_dim} rotated numbers in queries of {spec.head_dim}")
+    require(
+        0 < spec.rotary_dim < spec.head_dim,
+        f"{spec.rotary_dim} rotated numbers in queries of {spec.head_dim}",
+    )
     width = spec.num_heads * max(latent.kv_rank + spec.rotary_dim, latent.value_dim)
     require(width <= _MAX_WIDTH, f"{spec.num_heads:,} heads over latent rows of {latent.kv_rank:,}")
 
 
-def _check_experts(experts: ExpertSpec, num_layers: int, require: Callable[[bool, str], None]) -> None:
-    require(0 < experts.num_experts * num_layers <= _MAX_EXPERTS, f"{experts.num_experts:,} experts in {num_layers:,} layers")
-    require(0 < experts.top_k <= experts.num_experts, f"a row goes to {experts.top_k} of {experts.num_experts} experts")
+def _check_experts(
+    experts: ExpertSpec, num_layers: int, require: Callable[[bool, str], None]
+) -> None:
+    require(
+        0 < experts.num_experts * num_layers <= _MAX_EXPERTS,
+        f"{experts.num_experts:,} experts in {num_layers:,} layers",
+    )
+    require(
+        0 < experts.top_k <= experts.num_experts,
+        f"a row goes to {experts.top_k} of {experts.num_experts} experts",
+    )
     require(0 < experts.ffn_dim <= _MAX_SIZE, f"the width of an expert is {experts.ffn_dim}")
-    require(0 <= experts.shared_ffn_dim <= _MAX_SIZE, f"the width of the shared expert is {experts.shared_ffn_dim}")
+    require(
+        0 <= experts.shared_ffn_dim <= _MAX_SIZE,
+        f"the width of the shared expert is {experts.shared_ffn_dim}",
+    )
     groups, chosen = experts.groups, experts.top_groups
-    require(0 < chosen <= groups and experts.num_experts % groups == 0, f"{chosen} of {groups} groups of {experts.num_experts} experts")
-    require(experts.top_k <= experts.num_experts // groups * chosen, f"{chosen} groups have fewer than {experts.top_k} experts")
+    require(
+        0 < chosen <= groups and experts.num_experts % groups == 0,
+        f"{chosen} of {groups} groups of {experts.num_experts} experts",
+    )
+    require(
+        experts.top_k <= experts.num_experts // groups * chosen,
+        f"{chosen} groups have fewer than {experts.top_k} experts",
+    )

@@ -1,8 +1,9 @@
 """How text is cut into words before byte-level BPE, by the name in `tokenizer.ggml.pre`.
 
-GGUF files name the rule and do not carry it. The names and the settings that hang on them are llama.cpp's table
-(`llama-vocab.cpp`); the expressions are those of the models' own `tokenizer.json`. Names whose rule we cannot hold to
-that standard are refused: a wrong cut shifts token ids without any error.
+GGUF files name the rule and do not carry it. The names and the settings that hang on them are
+llama.cpp's table (`llama-vocab.cpp`); the expressions are those of the models' own
+`tokenizer.json`. Names whose rule we cannot hold to that standard are refused: a wrong cut shifts
+token ids without any error.
 """
 
 # ruff: noqa: RUF001 - letters that look like others are what it is about
@@ -49,20 +50,28 @@ class PreTokenizer:
     """Text is brought to Unicode form NFC first."""
 
     def build(self) -> pre_tokenizers.PreTokenizer:
-        splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in self.expressions]
-        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        splits = [
+            pre_tokenizers.Split(Regex(expression), "isolated") for expression in self.expressions
+        ]
+        return pre_tokenizers.Sequence(
+            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
 
 
 _RULES: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2 phi-2 mpt olmo jais trillion exaone4 granite-docling": PreTokenizer((_GPT2,)),
-    "smollm starcoder refact command-r codeshell exaone minerva-7b": PreTokenizer((r"\p{N}", _GPT2)),
+    "smollm starcoder refact command-r codeshell exaone minerva-7b": PreTokenizer(
+        (r"\p{N}", _GPT2)
+    ),
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": PreTokenizer(
         (_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,), whole_words=True, adds_bos=True
     ),
     "dbrx smaug-bpe chatglm-bpe": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,)),
     "qwen2": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}" + _REST,), composes=True),
-    "deepseek-r1-qwen megrez stablelm2 hunyuan": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}" + _REST,)),
+    "deepseek-r1-qwen megrez stablelm2 hunyuan": PreTokenizer(
+        (_CONTRACTIONS + _WORDS + r"\p{N}" + _REST,)
+    ),
     "tekken": PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
     "glm4": PreTokenizer((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST,), whole_words=True),
     "gpt-4o llama4 kanana2": PreTokenizer((_O200K,)),
@@ -70,17 +79,33 @@ _RULES: dict[str, PreTokenizer] = {
     "bloom poro-chat gpt3-finnish": PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
     "viking": PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
     "deepseek-llm": PreTokenizer(
-        (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+")
+        (
+            r"[\r\n]",
+            rf"\s?[{_CASED}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            "[一-龥ࠀ-一가-퟿]+",
+            r"\p{N}+",
+        )
     ),
-    "deepseek-v3 hunyuan-dense": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATION + _SPACES)),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "deepseek-v3 hunyuan-dense": PreTokenizer(
+        (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _PUNCTUATION + _SPACES)
+    ),
+    "deepseek-coder": PreTokenizer(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+    ),
 }
 
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {name: rule for names, rule in _RULES.items() for name in names.split()}
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    name: rule for names, rule in _RULES.items() for name in names.split()
+}
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
     """The rule of that name. Raises UnsupportedModelError."""
     if name not in PRE_TOKENIZERS:
-        raise UnsupportedModelError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; known: {', '.join(PRE_TOKENIZERS)}")
+        raise UnsupportedModelError(
+            f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; known: "
+            f"{', '.join(PRE_TOKENIZERS)}"
+        )
     return PRE_TOKENIZERS[name]

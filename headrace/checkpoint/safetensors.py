@@ -1,8 +1,9 @@
-"""safetensors files, single and sharded, memory-mapped; the header is parsed here, within the format's own limits.
+"""safetensors files, single and sharded, memory-mapped; the header is parsed here, within the
+format's own limits.
 
-Layout (huggingface/safetensors): header length (u64, little endian), a JSON object `name -> dtype, shape, data_offsets`,
-tensor data without gaps. The official reader cannot hand out bfloat16 without torch, hence this one. Row-major, so shapes
-are in NumPy order as they stand.
+Layout (huggingface/safetensors): header length (u64, little endian), a JSON object `name -> dtype,
+shape, data_offsets`, tensor data without gaps. The official reader cannot hand out bfloat16 without
+torch, hence this one. Row-major, so shapes are in NumPy order as they stand.
 """
 
 import json
@@ -24,20 +25,27 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_TENSORS = 65_536
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 6 << 20
-"""The format allows 100 MB; 96 bytes for each of `_MAX_TENSORS` are plenty and keep a hostile header small in memory."""
+"""The format allows 100 MB; 96 bytes for each of `_MAX_TENSORS` are plenty and keep a hostile
+header small in memory.
+"""
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, by name; their data are views of its memory map.
 
-    Raises FormatError for anything that breaks the format, UnsupportedModelError for a dtype that is not in `_DTYPES`.
+    Raises FormatError for anything that breaks the format, UnsupportedModelError for a dtype that
+    is not in `_DTYPES`.
     """
     mapped = map_file(path)
     size = int.from_bytes(mapped[:8], "little")
     if len(mapped) < 8 or size > len(mapped) - 8:
-        raise FormatError(f"{path.name}: a header of {size:,} bytes does not fit in the file's {len(mapped):,}")
+        raise FormatError(
+            f"{path.name}: a header of {size:,} bytes does not fit in the file's {len(mapped):,}"
+        )
     if size > _MAX_HEADER_BYTES:
-        raise FormatError(f"{path.name}: a header of {size:,} bytes, more than {_MAX_HEADER_BYTES:,}")
+        raise FormatError(
+            f"{path.name}: a header of {size:,} bytes, more than {_MAX_HEADER_BYTES:,}"
+        )
     header = _parse_header(mapped[8 : 8 + size], path.name)
     data = np.frombuffer(mapped, np.uint8)[8 + size :]
     tensors: dict[str, StoredTensor] = {}
@@ -45,7 +53,9 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     for name, entry in sorted(header.items(), key=lambda item: item[1][2]):
         dtype, shape, (start, stop) = entry
         if dtype not in _DTYPES:
-            raise UnsupportedModelError(f"{path.name}: tensor {name} has dtype {dtype[:32]}; known: {', '.join(_DTYPES)}")
+            raise UnsupportedModelError(
+                f"{path.name}: tensor {name} has dtype {dtype[:32]}; known: {', '.join(_DTYPES)}"
+            )
         stored = _DTYPES[dtype]
         if 0 in shape:
             raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is empty")
@@ -53,18 +63,25 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             place = f"at bytes {start:,} to {stop:,}, expected from {end:,}"
             raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is {place}")
         if stop > len(data):
-            raise FormatError(f"{path.name}: the tensors end at byte {stop:,} of the data or later, the file at {len(data):,}")
+            raise FormatError(
+                f"{path.name}: the tensors end at byte {stop:,} of the data or later, the "
+                f"file at {len(data):,}"
+            )
         tensors[name] = StoredTensor.from_bytes(name, stored, shape, data[start:stop])
         end = stop
     if end < len(data):
-        raise FormatError(f"{path.name}: the tensors end at byte {end:,} of the data, the file at {len(data):,}")
+        raise FormatError(
+            f"{path.name}: the tensors end at byte {end:,} of the data, the file at {len(data):,}"
+        )
     return tensors
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a Hugging Face model folder: one `*.safetensors` file, or shards named by an index.
+    """The tensors of a Hugging Face model folder: one `*.safetensors` file, or shards named by an
+    index.
 
-    Raises as `read_safetensors`, and UnsupportedModelError where there are only pickled weights: unpickling runs code.
+    Raises as `read_safetensors`, and UnsupportedModelError where there are only pickled weights:
+    unpickling runs code.
     """
     if index := find(folder, _INDEX):
         return _read_shards(folder, index)
@@ -75,9 +92,14 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     if len(names) == 1:
         return read_safetensors(member(folder, names[0]))
     if names:
-        raise FormatError(f"{folder.name}: several safetensors files and no {_INDEX}: {', '.join(names[:8])}")
+        raise FormatError(
+            f"{folder.name}: several safetensors files and no {_INDEX}: {', '.join(names[:8])}"
+        )
     if pickles := [name for name in there if name.endswith(_PICKLES)]:
-        raise UnsupportedModelError(f"{folder.name}: {pickles[0]} is a pickle, which can run code; convert the model to safetensors")
+        raise UnsupportedModelError(
+            f"{folder.name}: {pickles[0]} is a pickle, which can run code; convert the "
+            "model to safetensors"
+        )
     raise ModelNotFoundError(f"{folder}: no safetensors file")
 
 
@@ -85,7 +107,9 @@ def _read_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
     where = read_json(index, _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
         raise FormatError(f"{_INDEX}: weight_map must map tensor names to file names")
-    shards = {shard: read_safetensors(member(folder, shard)) for shard in sorted(set(where.values()))}
+    shards = {
+        shard: read_safetensors(member(folder, shard)) for shard in sorted(set(where.values()))
+    }
     for name, shard in where.items():
         if name not in shards[shard]:
             raise FormatError(f"{_INDEX}: tensor {name[:100]} is not in {shard}")
@@ -118,8 +142,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(value: Any, name: str, file_name: str) -> _Entry:
     match value:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if len(value) == 3:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if (
+            len(value) == 3
+        ):
             sizes = (*shape, start, stop)
-            if all(type(size) is int and 0 <= size < 2**63 for size in sizes) and start <= stop and len(shape) <= 8:
+            if (
+                all(type(size) is int and 0 <= size < 2**63 for size in sizes)
+                and start <= stop
+                and len(shape) <= 8
+            ):
                 return dtype, tuple(shape), (start, stop)
-    raise FormatError(f"{file_name}: the entry of tensor {name[:100]} is not a dtype, a shape and two offsets in order")
+    raise FormatError(
+        f"{file_name}: the entry of tensor {name[:100]} is not a dtype, a shape and two "
+        "offsets in order"
+    )

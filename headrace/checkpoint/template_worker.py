@@ -1,9 +1,12 @@
-"""The process in which chat templates run: jinja2 programs that come with a model and are trusted with nothing.
+"""The process in which chat templates run: jinja2 programs that come with a model and are trusted
+with nothing.
 
-`templates.py` starts it and speaks with it, in frames of JSON behind their length. A template runs in jinja2's immutable sandbox, with what
-transformers gives it (trimmed blocks, `tojson`, `raise_exception`, `strftime_now`, loop controls, `generation` blocks). No sandbox
-bounds time and memory, and none has been without holes, so the process has limits of its own: on both, and it can open no file,
-write to none and start no process. Whatever breaks them ends it, and the next conversation gets another one.
+`templates.py` starts it and speaks with it, in frames of JSON behind their length. A template runs
+in jinja2's immutable sandbox, with what transformers gives it (trimmed blocks, `tojson`,
+`raise_exception`, `strftime_now`, loop controls, `generation` blocks). No sandbox bounds time and
+memory, and none has been without holes, so the process has limits of its own: on both, and it can
+open no file, write to none and start no process. Whatever breaks them ends it, and the next
+conversation gets another one.
 """
 
 import codecs
@@ -47,14 +50,22 @@ class _Refusal(Exception):
 
 
 def serve(seconds: int, memory: int) -> None:
-    """Compile and render until stdin ends. Each frame may use the processor for `seconds`, the process `memory` bytes of addresses.
+    """Compile and render until stdin ends. Each frame may use the processor for `seconds`, the
+    process `memory` bytes of addresses.
 
-    A frame `{"template": ...}` says what is rendered from now on, and has no answer. A frame `{"names": ...}` is answered by
-    `{"text": ...}`, or by `{"blame": "template" or "messages", "message": ...}`. Without memory the process ends with ENOMEM.
+    A frame `{"template": ...}` says what is rendered from now on, and has no answer. A frame
+    `{"names": ...}` is answered by `{"text": ...}`, or by `{"blame": "template" or "messages",
+    "message": ...}`. Without memory the process ends with ENOMEM.
     """
-    time.localtime()  # reads the time zone while files can be opened, and the next the codec of string literals
+    # reads the time zone while files can be opened, and the next the codec of string literals
+    time.localtime()
     codecs.lookup("unicode_escape")
-    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+    for what in (
+        resource.RLIMIT_CORE,
+        resource.RLIMIT_FSIZE,
+        resource.RLIMIT_NOFILE,
+        resource.RLIMIT_NPROC,
+    ):
         resource.setrlimit(what, (0, 0))
     _limit(resource.RLIMIT_AS, memory)
     template = ""
@@ -80,7 +91,9 @@ def serve(seconds: int, memory: int) -> None:
 def _limit(what: int, value: int) -> None:
     """Set a limit for this process, and leave the highest that it may set as it is."""
     highest = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest))
+    resource.setrlimit(
+        what, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest)
+    )
 
 
 def _answer(answer: dict[str, str]) -> None:
@@ -103,14 +116,20 @@ def render(template: str, names: dict[str, Any]) -> str:
         for part in compiled.generate(**names):
             size += len(part)
             if size > _MAX_OUTPUT:
-                raise _Refusal("messages", f"the chat template's output is longer than {_MAX_OUTPUT:,} characters")
+                raise _Refusal(
+                    "messages",
+                    f"the chat template's output is longer than {_MAX_OUTPUT:,} characters",
+                )
             parts.append(part)
     except (_Refusal, MemoryError):
         raise
     except SecurityError as error:
         raise _Refusal("template", f"chat template: {error}") from error
-    except Exception as error:  # a template can raise whatever Python can: a missing field, a wrong type, a call of None
-        raise _Refusal("messages", f"the chat template cannot render these messages: {error}") from error
+    # a template can raise whatever Python can: a missing field, a wrong type, a call of None
+    except Exception as error:
+        raise _Refusal(
+            "messages", f"the chat template cannot render these messages: {error}"
+        ) from error
     return "".join(parts)
 
 
@@ -123,7 +142,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's text for training; here its body as it stands."""
+    """`{% generation %}`, which marks the assistant's text for training; here its body as it
+    stands.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
@@ -135,8 +156,15 @@ class _GenerationBlock(Extension):
 @lru_cache(maxsize=1)
 def _compile(template: str) -> Template:
     if len(template) > _MAX_TEMPLATE:
-        raise _Refusal("template", f"chat template of {len(template):,} characters, more than {_MAX_TEMPLATE:,}")
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"])
+        raise _Refusal(
+            "template",
+            f"chat template of {len(template):,} characters, more than {_MAX_TEMPLATE:,}",
+        )
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
+    )
     for name in ("lipsum", "cycler", "joiner"):  # not part of what chat templates may expect
         del environment.globals[name]
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
@@ -144,9 +172,20 @@ def _compile(template: str) -> Template:
     try:
         return environment.from_string(template)
     except TemplateSyntaxError as error:
-        raise _Refusal("template", f"chat template, line {error.lineno}: {error.message}") from error
-    except (TemplateError, RecursionError, ValueError, OverflowError, SyntaxError, MemoryError) as error:  # the last for deep nesting, too
-        raise _Refusal("template", f"chat template: {str(error) or 'it is nested too deep'}") from error
+        raise _Refusal(
+            "template", f"chat template, line {error.lineno}: {error.message}"
+        ) from error
+    except (
+        TemplateError,
+        RecursionError,
+        ValueError,
+        OverflowError,
+        SyntaxError,
+        MemoryError,
+    ) as error:  # the last for deep nesting, too
+        raise _Refusal(
+            "template", f"chat template: {str(error) or 'it is nested too deep'}"
+        ) from error
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -158,7 +197,13 @@ def _strftime_now(layout: str) -> str:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """JSON as it is: jinja2's own filter escapes it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

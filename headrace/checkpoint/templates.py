@@ -1,7 +1,9 @@
-"""Chat templates: rendered in a process of their own (`template_worker.py`), which can be ended when one takes too much.
+"""Chat templates: rendered in a process of their own (`template_worker.py`), which can be ended
+when one takes too much.
 
-The process imports the standard library and jinja2, and takes a tenth of a second to start. So it is started when a model is opened,
-beside the loading of its weights, and nothing waits for it before the first conversation.
+The process imports the standard library and jinja2, and takes a tenth of a second to start. So it
+is started when a model is opened, beside the loading of its weights, and nothing waits for it
+before the first conversation.
 """
 
 import errno
@@ -25,22 +27,28 @@ from headrace.errors import ClosedError, FormatError, RequestError
 _SECONDS = 2
 """Of the processor, for one rendering."""
 _PATIENCE = 60.0
-"""Seconds on the clock: for a machine so busy, or a process so stopped, that the processor's do not pass."""
+"""Seconds on the clock: for a machine so busy, or a process so stopped, that the processor's do not
+pass.
+"""
 _MEMORY = 512 << 20
 _MAX_REQUEST = 64 << 20
 _HEAD = 4
 """Bytes before each frame: its length, little endian."""
 _CHUNK = 1 << 16
 
-# Isolated (-I) and without site (-S) it starts fast and runs nothing that the environment names; modules are where this process has them.
+# Isolated (-I) and without site (-S) it starts fast and runs nothing that the environment names;
+# modules are where this process has them.
 _MAIN = (
     "import sys; sys.path[:] = sys.argv[3:]; "
-    "from headrace.checkpoint.template_worker import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+    "from headrace.checkpoint.template_worker import serve; serve(int(sys.argv[1]), "
+    "int(sys.argv[2]))"
 )
 
 
 class Renderer:
-    """Renders chat templates, one at a time, in a process that starts when it is needed. May be used from several threads."""
+    """Renders chat templates, one at a time, in a process that starts when it is needed. May be
+    used from several threads.
+    """
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -49,7 +57,9 @@ class Renderer:
         self._closed = False
 
     def prepare(self, template: str) -> None:
-        """Have the template compiled, and wait for nothing; what is wrong with it is said when it is rendered."""
+        """Have the template compiled, and wait for nothing; what is wrong with it is said when it
+        is rendered.
+        """
         with self._lock, suppress(RequestError):  # a process that cannot start is tried again then
             self._ready(template)
 
@@ -65,27 +75,49 @@ class Renderer:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation; encode it with `parse_special` and without `add_special`.
+        """The prompt text of a conversation; encode it with `parse_special` and without
+        `add_special`.
 
-        `chat_template_kwargs` are further names for the template, such as `enable_thinking`. Raises FormatError for a template that is
-        not valid or does what it must not; RequestError for messages that are no JSON or that the template cannot render, for output
-        over 4 MB, and for a rendering that takes more than 2 s or 512 MB; ClosedError after `close`.
+        `chat_template_kwargs` are further names for the template, such as `enable_thinking`. Raises
+        FormatError for a template that is not valid or does what it must not; RequestError for
+        messages that are no JSON or that the template cannot render, for output over 4 MB, and for
+        a rendering that takes more than 2 s or 512 MB; ClosedError after `close`.
         """
         further = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(further, Mapping):
-            raise RequestError(f"chat_template_kwargs must be a dictionary, not {type(further).__name__}")
-        names: dict[str, Any] = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt}
-        names |= {"messages": list(map(_with_reasoning, messages)), "tools": tools, "documents": documents}
+            raise RequestError(
+                f"chat_template_kwargs must be a dictionary, not {type(further).__name__}"
+            )
+        names: dict[str, Any] = {
+            "bos_token": bos,
+            "eos_token": eos,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        names |= {
+            "messages": list(map(_with_reasoning, messages)),
+            "tools": tools,
+            "documents": documents,
+        }
         for name in ("tools", "documents"):
-            if names[name] is not None and not (isinstance(names[name], Sequence) and all(isinstance(one, Mapping) for one in names[name])):
-                raise RequestError(f"{name} must be a list of dictionaries, not {reprlib.repr(names[name])}")
+            if names[name] is not None and not (
+                isinstance(names[name], Sequence)
+                and all(isinstance(one, Mapping) for one in names[name])
+            ):
+                raise RequestError(
+                    f"{name} must be a list of dictionaries, not {reprlib.repr(names[name])}"
+                )
         if not isinstance(add_generation_prompt, bool):
-            raise RequestError(f"add_generation_prompt must be true or false, not {reprlib.repr(add_generation_prompt)}")
+            raise RequestError(
+                "add_generation_prompt must be true or false, not "
+                f"{reprlib.repr(add_generation_prompt)}"
+            )
         if taken := sorted(names.keys() & further.keys()):
             raise RequestError(f"chat_template_kwargs may not replace {', '.join(taken)}")
         request = _frame({"names": names | dict(further)})
         if len(request) > _MAX_REQUEST:
-            raise RequestError(f"the conversation has {len(request):,} bytes, more than {_MAX_REQUEST:,}")
+            raise RequestError(
+                f"the conversation has {len(request):,} bytes, more than {_MAX_REQUEST:,}"
+            )
         self._leave_parent()
         with self._lock:
             answer = self._exchange(template, request)
@@ -94,7 +126,9 @@ class Renderer:
         raise (FormatError if answer["blame"] == "template" else RequestError)(answer["message"])
 
     def close(self) -> None:
-        """End the process; a rendering under way in another thread ends with ClosedError. May be called more than once."""
+        """End the process; a rendering under way in another thread ends with ClosedError. May be
+        called more than once.
+        """
         self._closed = True
         self._leave_parent()
         if worker := self._worker:
@@ -105,7 +139,9 @@ class Renderer:
                 worker.stop()
 
     def _leave_parent(self) -> None:
-        """In a fork, begin anew: the process is the parent's, and a thread that held the lock is not here."""
+        """In a fork, begin anew: the process is the parent's, and a thread that held the lock is
+        not here.
+        """
         if self._owner != os.getpid():
             self._owner, self._lock, self._worker = os.getpid(), RLock(), None
 
@@ -133,8 +169,14 @@ class Renderer:
         code = worker.stop()
         if self._closed:
             raise ClosedError("this model was closed while its chat template was rendered")
-        ends = {errno.ENOMEM: f"took more than {_MEMORY >> 20} MB", -signal.SIGXCPU: f"took more than {_SECONDS} s"}
-        raise RequestError(f"the chat template {ends.get(code, f'ended the process that renders it, with code {code}')}")
+        ends = {
+            errno.ENOMEM: f"took more than {_MEMORY >> 20} MB",
+            -signal.SIGXCPU: f"took more than {_SECONDS} s",
+        }
+        raise RequestError(
+            "the chat template "
+            f"{ends.get(code, f'ended the process that renders it, with code {code}')}"
+        )
 
 
 class _Worker:
@@ -142,13 +184,31 @@ class _Worker:
 
     def __init__(self) -> None:
         root = str(Path(__file__).parents[2])
-        command = [sys.executable, "-I", "-S", "-c", _MAIN, str(_SECONDS), str(_MEMORY), *map(os.path.abspath, sys.path), root]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _MAIN,
+            str(_SECONDS),
+            str(_MEMORY),
+            *map(os.path.abspath, sys.path),
+            root,
+        ]
+        pipes: Any = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.DEVNULL,
+            "bufsize": 0,
+        }
         try:
-            # A session of its own: Ctrl-C on the terminal is for us. It ends itself when its stdin does.
+            # A session of its own: Ctrl-C on the terminal is for us. It ends itself when its stdin
+            # does.
             self._process = subprocess.Popen(command, **pipes, cwd="/", start_new_session=True)
         except OSError as error:
-            raise RequestError(f"the process that renders chat templates cannot start: {error.strerror}") from error
+            raise RequestError(
+                f"the process that renders chat templates cannot start: {error.strerror}"
+            ) from error
         assert self._process.stdin and self._process.stdout
         self._stdin, self._stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._stdin, False)
@@ -164,11 +224,15 @@ class _Worker:
             self._send()
 
     def exchange(self, request: bytes) -> bytes | None:
-        """The answer to a request; None where the process has ended. Raises RequestError when it takes too long."""
+        """The answer to a request; None where the process has ended. Raises RequestError when it
+        takes too long.
+        """
         self._unsent += request
         received, deadline, poll = bytearray(), time.monotonic() + _PATIENCE, select.poll()
         poll.register(self._stdout, select.POLLIN)
-        while len(received) < _HEAD or len(received) < _HEAD + int.from_bytes(received[:_HEAD], "little"):
+        while len(received) < _HEAD or len(received) < _HEAD + int.from_bytes(
+            received[:_HEAD], "little"
+        ):
             if self._unsent:
                 poll.register(self._stdin, select.POLLOUT)
             ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
@@ -191,7 +255,9 @@ class _Worker:
         self._process.kill()
 
     def stop(self) -> int:
-        """End it, and give back its memory and our ends of the pipes. Returns its exit code, 0 where it had been stopped before."""
+        """End it, and give back its memory and our ends of the pipes. Returns its exit code, 0
+        where it had been stopped before.
+        """
         return self._stop() or 0
 
     def _send(self) -> None:
@@ -205,7 +271,9 @@ class _Worker:
 
 
 def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
-    """What `_Worker.stop` does; in a fork, to which the process does not belong, it only closes our ends."""
+    """What `_Worker.stop` does; in a fork, to which the process does not belong, it only closes our
+    ends.
+    """
     for pipe in (process.stdin, process.stdout):
         if pipe:
             pipe.close()
@@ -217,10 +285,16 @@ def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose reasoning, if it has any, is under each of the names that templates read, as transformers has it."""
+    """A message whose reasoning, if it has any, is under each of the names that templates read, as
+    transformers has it.
+    """
     given = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
     reasoning = next((text for text in given if text is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return (
+        message
+        if reasoning is None
+        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def _frame(content: dict[str, Any]) -> bytes:

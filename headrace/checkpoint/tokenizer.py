@@ -1,4 +1,6 @@
-"""Text to token ids and back, exactly, over the `tokenizers` library; built by `tokenizer_gguf` and `tokenizer_hf`."""
+"""Text to token ids and back, exactly, over the `tokenizers` library; built by `tokenizer_gguf` and
+`tokenizer_hf`.
+"""
 
 import codecs
 import re
@@ -14,16 +16,32 @@ from headrace.errors import FormatError, HeadraceError, RequestError
 from headrace.record import frozen
 
 END_OF_GENERATION = frozenset(
-    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "</s>"}
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<EOT>",
+        "<|end_of_text|>",
+        "</s>",
+    }
 )
-"""Control tokens that end an answer whether or not the metadata say so (the names llama.cpp goes by)."""
+"""Control tokens that end an answer whether or not the metadata say so (the names llama.cpp goes
+by).
+"""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte (Radford et al. 2019, `bytes_to_unicode`), character to byte."""
+    """GPT-2's printable stand-in for each byte (Radford et al. 2019, `bytes_to_unicode`), character
+    to byte.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF = _byte_alphabet()
@@ -34,16 +52,19 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 def library_calls(what: str, error: type[HeadraceError] = FormatError) -> Iterator[None]:
     """All calls of the tokenizer library are made in here, whatever it raises becomes `error`.
 
-    It raises plain `Exception` for what it foresees, and its binding to Python what is wrong with a value. Where it foresees nothing,
-    as for many a damaged file, it panics, and a panic of Rust comes as a `BaseException`, past every other handler. Any other exception
-    is not its own: a signal handler of the caller's may raise one at any moment.
+    It raises plain `Exception` for what it foresees, and its binding to Python what is wrong with a
+    value. Where it foresees nothing, as for many a damaged file, it panics, and a panic of Rust
+    comes as a `BaseException`, past every other handler. Any other exception is not its own: a
+    signal handler of the caller's may raise one at any moment.
     """
     try:
         yield
     except HeadraceError:
         raise
     except BaseException as failure:
-        foreseen = type(failure) is Exception or isinstance(failure, TypeError | ValueError | LookupError | OverflowError)
+        foreseen = type(failure) is Exception or isinstance(
+            failure, TypeError | ValueError | LookupError | OverflowError
+        )
         if not foreseen and type(failure).__name__ != "PanicException":
             raise
         reason = str(failure).strip().partition("\n")[0] or type(failure).__name__
@@ -55,7 +76,9 @@ class Vocabulary:
     """What a checkpoint says of its tokens beyond the tokenizer itself."""
 
     byte_level: bool
-    """Tokens are spelt in GPT-2's byte alphabet; otherwise in SentencePiece's, with U+2581 for a space."""
+    """Tokens are spelt in GPT-2's byte alphabet; otherwise in SentencePiece's, with U+2581 for a
+    space.
+    """
     strip_space: bool = False
     """Encoding puts a space before the text, and decoding takes it away."""
     bos_id: int | None = None
@@ -68,7 +91,9 @@ class Tokenizer:
     """A tokenizer. All methods may be called from several threads at once."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, where: str) -> None:
-        """Of a file that messages call `where`. Raises FormatError for one that can encode nothing at all."""
+        """Of a file that messages call `where`. Raises FormatError for one that can encode nothing
+        at all.
+        """
         with library_calls(where):
             self._parsing = backend
             self._plain = _without_special_parsing(backend)
@@ -78,9 +103,17 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
-        self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
-        named = {token_id for token_id in self.special_ids if self._added[token_id].content in END_OF_GENERATION}
-        self.eos_ids = vocabulary.end_ids | named | ({self.eos_id} if self.eos_id is not None else set())
+        self.special_ids = frozenset(
+            token_id for token_id, token in self._added.items() if token.special
+        )
+        named = {
+            token_id
+            for token_id in self.special_ids
+            if self._added[token_id].content in END_OF_GENERATION
+        }
+        self.eos_ids = (
+            vocabulary.end_ids | named | ({self.eos_id} if self.eos_id is not None else set())
+        )
         """All ids that end generation."""
 
     @cached_property
@@ -90,14 +123,22 @@ class Tokenizer:
             return self._parsing.get_vocab_size(with_added_tokens=True)
 
     def to_json(self) -> str:
-        """The `tokenizer.json` of this tokenizer, with the decoder that goes with how its tokens are spelt."""
+        """The `tokenizer.json` of this tokenizer, with the decoder that goes with how its tokens
+        are spelt.
+        """
         with library_calls("the tokenizer"):
             backend = tokenizers.Tokenizer.from_str(self._parsing.to_str())
             if self.vocabulary.byte_level:
                 backend.decoder = decoders.ByteLevel()
             else:
-                steps: list[decoders.Decoder] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-                backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if self.vocabulary.strip_space else steps)
+                steps: list[decoders.Decoder] = [
+                    decoders.Replace("\u2581", " "),
+                    decoders.ByteFallback(),
+                    decoders.Fuse(),
+                ]
+                backend.decoder = decoders.Sequence(
+                    [*steps, decoders.Strip(" ", 1, 0)] if self.vocabulary.strip_space else steps
+                )
             text: str = backend.to_str(pretty=True)
             return text
 
@@ -112,9 +153,10 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.
 
-        `add_special` adds what the model expects around a prompt (usually a first BOS). Control tokens spelt out in the
-        text become those tokens only with `parse_special`, which is for rendered chat templates, never for user text.
-        Raises RequestError for text with lone surrogates, and for text that this tokenizer cannot encode, as one without an unknown token.
+        `add_special` adds what the model expects around a prompt (usually a first BOS). Control
+        tokens spelt out in the text become those tokens only with `parse_special`, which is for
+        rendered chat templates, never for user text. Raises RequestError for text with lone
+        surrogates, and for text that this tokenizer cannot encode, as one without an unknown token.
         """
         with library_calls("the tokenizer cannot encode this text", RequestError):
             return self._encode(text, add_special, parse_special)
@@ -127,16 +169,24 @@ class Tokenizer:
             raise RequestError("the text is not valid Unicode: it has lone surrogates") from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of the tokens; invalid UTF-8 becomes U+FFFD. Special tokens are left out unless asked for."""
+        """Text of the tokens; invalid UTF-8 becomes U+FFFD. Special tokens are left out unless
+        asked for.
+        """
         decoder = self.decoder(skip_special)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
     def decoder(self, skip_special: bool = True, continues: bool = False) -> "Detokeniser":
-        """A detokeniser for a stream of tokens; `continues` where text precedes them, whose space must stay."""
-        return Detokeniser(self, skip_special, strip_space=self.vocabulary.strip_space and not continues)
+        """A detokeniser for a stream of tokens; `continues` where text precedes them, whose space
+        must stay.
+        """
+        return Detokeniser(
+            self, skip_special, strip_space=self.vocabulary.strip_space and not continues
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, perhaps part of a character; empty for an id that is no token."""
+        """The bytes a token stands for, perhaps part of a character; empty for an id that is no
+        token.
+        """
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._spell(token_id)
@@ -164,9 +214,11 @@ class Tokenizer:
 
 
 class Detokeniser:
-    """Text of a growing sequence: each character as soon as its last byte is there, never a part of one.
+    """Text of a growing sequence: each character as soon as its last byte is there, never a part of
+    one.
 
-    Bytes that can no longer become a character come out as U+FFFD. All that `push` returned plus `flush` is `decode`.
+    Bytes that can no longer become a character come out as U+FFFD. All that `push` returned plus
+    `flush` is `decode`.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
@@ -202,7 +254,9 @@ def _utf8_decoder() -> codecs.IncrementalDecoder:
 
 
 def _without_special_parsing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A second tokenizer over the same model that reads control tokens as plain text; the flag is not per call."""
+    """A second tokenizer over the same model that reads control tokens as plain text; the flag is
+    not per call.
+    """
     plain = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor"):
         if getattr(backend, part) is not None:

@@ -1,4 +1,6 @@
-"""A tokenizer from GGUF metadata (`tokenizer.ggml.*`): byte-level BPE, or SentencePiece's BPE or unigram model (Kudo 2018)."""
+"""A tokenizer from GGUF metadata (`tokenizer.ggml.*`): byte-level BPE, or SentencePiece's BPE or
+unigram model (Kudo 2018).
+"""
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, processors
@@ -23,7 +25,9 @@ _PREFIX = "tokenizer.ggml."
 
 
 def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
-    """Build it. Raises FormatError for inconsistent metadata, UnsupportedModelError for a kind that we do not know."""
+    """Build it. Raises FormatError for inconsistent metadata, UnsupportedModelError for a kind that
+    we do not know.
+    """
     model = metadata.string(f"{_PREFIX}model")
     tokens = metadata.strings(f"{_PREFIX}tokens")
     types = _token_types(metadata, len(tokens))
@@ -40,19 +44,40 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
             adds_bos, adds_eos, space, bos, eos = rule.adds_bos, False, False, None, None
         elif model in ("llama", "t5"):
             is_bpe, space = model == "llama", metadata.flag(f"{_PREFIX}add_space_prefix", True)
-            backend = tokenizers.Tokenizer((_sentencepiece_model if is_bpe else _unigram_model)(metadata, vocab, types))
+            backend = tokenizers.Tokenizer(
+                (_sentencepiece_model if is_bpe else _unigram_model)(metadata, vocab, types)
+            )
             backend.normalizer = _sentencepiece_normalizer(metadata, space)
             check_growth(backend, metadata.where)
-            adds_bos, adds_eos, bos, eos = is_bpe, not is_bpe, 1 if is_bpe else None, 2 if is_bpe else 1
+            adds_bos, adds_eos, bos, eos = (
+                is_bpe,
+                not is_bpe,
+                1 if is_bpe else None,
+                2 if is_bpe else 1,
+            )
         else:
-            raise UnsupportedModelError(f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; known: gpt2, llama, t5")
-        backend.add_tokens([_added_token(token, kind) for token, kind in zip(tokens, types, strict=True) if token and kind in _ADDED])
-        bos_id, eos_id = _token_id(metadata, "bos", len(tokens), bos), _token_id(metadata, "eos", len(tokens), eos)
+            raise UnsupportedModelError(
+                f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; "
+                "known: gpt2, llama, t5"
+            )
+        backend.add_tokens(
+            [
+                _added_token(token, kind)
+                for token, kind in zip(tokens, types, strict=True)
+                if token and kind in _ADDED
+            ]
+        )
+        bos_id, eos_id = (
+            _token_id(metadata, "bos", len(tokens), bos),
+            _token_id(metadata, "eos", len(tokens), eos),
+        )
         first = bos_id if metadata.flag(f"{_PREFIX}add_bos_token", adds_bos) else None
         last = eos_id if metadata.flag(f"{_PREFIX}add_eos_token", adds_eos) else None
         _surround(backend, first, last)
     ends = (_token_id(metadata, name, len(tokens), None) for name in ("eot", "eom"))
-    vocabulary = Vocabulary(model == "gpt2", space, bos_id, eos_id, frozenset(end for end in ends if end is not None))
+    vocabulary = Vocabulary(
+        model == "gpt2", space, bos_id, eos_id, frozenset(end for end in ends if end is not None)
+    )
     return Tokenizer(backend, vocabulary, metadata.where)
 
 
@@ -62,7 +87,9 @@ def _token_types(metadata: Metadata, count: int) -> list[int]:
         return [_NORMAL] * count
     types = metadata.numbers(key)
     if len(types) != count:
-        raise FormatError(f"{metadata.where}: {key} has {len(types):,} entries for {count:,} tokens")
+        raise FormatError(
+            f"{metadata.where}: {key} has {len(types):,} entries for {count:,} tokens"
+        )
     return list(types.tolist())
 
 
@@ -72,13 +99,17 @@ def _token_id(metadata: Metadata, name: str, count: int, default: int | None) ->
         return default if default is not None and default < count else None
     token_id = metadata.integer(key)
     if not 0 <= token_id < count:
-        raise FormatError(f"{metadata.where}: {key} is {token_id:,}, the vocabulary has {count:,} tokens")
+        raise FormatError(
+            f"{metadata.where}: {key} is {token_id:,}, the vocabulary has {count:,} tokens"
+        )
     return token_id
 
 
 def _added_token(content: str, kind: int) -> AddedToken:
     # Some converters mark the end of a turn as user-defined.
-    return AddedToken(content, normalized=False, special=kind != _USER_DEFINED or content in END_OF_GENERATION)
+    return AddedToken(
+        content, normalized=False, special=kind != _USER_DEFINED or content in END_OF_GENERATION
+    )
 
 
 def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bool) -> models.BPE:
@@ -89,32 +120,55 @@ def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bo
 
 def _sentencepiece_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.BPE:
     scores = _scores(metadata, len(vocab))
-    unknown = next((token for token, kind in zip(vocab, types, strict=True) if kind == _UNKNOWN), None)
+    unknown = next(
+        (token for token, kind in zip(vocab, types, strict=True) if kind == _UNKNOWN), None
+    )
     merges = _merges_from_scores(metadata, vocab, types, scores)
     with library_calls(f"{metadata.where}: {_PREFIX}tokens"):
         return models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _unigram_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.Unigram:
-    """The library's model looks for every token in a text, but a control token and the name of a byte are not to be found there.
+    """The library's model looks for every token in a text, but a control token and the name of a
+    byte are not to be found there.
 
     So these have a score below that of any other way to spell them, and there must be one.
     """
     found = (_NORMAL, _USER_DEFINED)
-    characters = {token for token, kind in zip(vocab, types, strict=True) if kind in found and len(token) == 1}
-    if odd := next((token for token, kind in zip(vocab, types, strict=True) if kind not in found and not characters.issuperset(token)), ""):
-        raise UnsupportedModelError(f"{metadata.where}: {_PREFIX}tokens: {odd[:80]!r} cannot be spelt in other tokens")
-    scores = [score if kind in found else _NEVER for score, kind in zip(_scores(metadata, len(vocab)), types, strict=True)]
+    characters = {
+        token for token, kind in zip(vocab, types, strict=True) if kind in found and len(token) == 1
+    }
+    if odd := next(
+        (
+            token
+            for token, kind in zip(vocab, types, strict=True)
+            if kind not in found and not characters.issuperset(token)
+        ),
+        "",
+    ):
+        raise UnsupportedModelError(
+            f"{metadata.where}: {_PREFIX}tokens: {odd[:80]!r} cannot be spelt in other tokens"
+        )
+    scores = [
+        score if kind in found else _NEVER
+        for score, kind in zip(_scores(metadata, len(vocab)), types, strict=True)
+    ]
     unknown = next((i for i, kind in enumerate(types) if kind == _UNKNOWN), None)
     with library_calls(f"{metadata.where}: {_PREFIX}tokens"):
         return models.Unigram(list(zip(vocab, scores, strict=True)), unknown, _BYTE in types)
 
 
 def _sentencepiece_normalizer(metadata: Metadata, space: bool) -> normalizers.Normalizer:
-    """What SentencePiece makes of a text first: characters by the file's own map, spaces as U+2581, once or as they are."""
+    """What SentencePiece makes of a text first: characters by the file's own map, spaces as U+2581,
+    once or as they are.
+    """
     steps: list[normalizers.Normalizer] = []
     if f"{_PREFIX}precompiled_charsmap" in metadata:
-        steps.append(normalizers.Precompiled(metadata.numbers(f"{_PREFIX}precompiled_charsmap").astype("uint8").tobytes()))
+        steps.append(
+            normalizers.Precompiled(
+                metadata.numbers(f"{_PREFIX}precompiled_charsmap").astype("uint8").tobytes()
+            )
+        )
     once = metadata.flag(f"{_PREFIX}remove_extra_whitespaces", False)
     if once:
         steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -129,14 +183,20 @@ def _sentencepiece_normalizer(metadata: Metadata, space: bool) -> normalizers.No
 def _scores(metadata: Metadata, count: int) -> list[float]:
     scores = metadata.numbers(f"{_PREFIX}scores")
     if len(scores) != count:
-        raise FormatError(f"{metadata.where}: {_PREFIX}scores has {len(scores):,} entries for {count:,} tokens")
+        raise FormatError(
+            f"{metadata.where}: {_PREFIX}scores has {len(scores):,} entries for {count:,} tokens"
+        )
     return list(scores.tolist())
 
 
-def _merges_from_scores(metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, best score first: SentencePiece's BPE in terms of merges.
+def _merges_from_scores(
+    metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]
+) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, best score first: SentencePiece's BPE in terms of
+    merges.
 
-    The order among equals is that of transformers' converter, so that ids agree with its fast tokenizers.
+    The order among equals is that of transformers' converter, so that ids agree with its fast
+    tokenizers.
     """
     tokens = list(vocab)
     ranked: list[tuple[float, int, int, int, int]] = []
@@ -144,8 +204,14 @@ def _merges_from_scores(metadata: Metadata, vocab: dict[str, int], types: list[i
         if kind != _NORMAL:
             continue
         if len(token) > _MAX_PIECE or len(ranked) > _MAX_MERGES * len(tokens):
-            raise FormatError(f"{metadata.where}: {_PREFIX}tokens: no vocabulary of SentencePiece's")
-        cuts = [(vocab[token[:i]], vocab[token[i:]], i) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+            raise FormatError(
+                f"{metadata.where}: {_PREFIX}tokens: no vocabulary of SentencePiece's"
+            )
+        cuts = [
+            (vocab[token[:i]], vocab[token[i:]], i)
+            for i in range(1, len(token))
+            if token[:i] in vocab and token[i:] in vocab
+        ]
         ranked += [(score, i, len(token) - i, left, right) for left, right, i in sorted(cuts)]
     ranked.sort(key=lambda entry: entry[:3], reverse=True)
     return [(tokens[left], tokens[right]) for _, _, _, left, right in ranked]
@@ -153,6 +219,12 @@ def _merges_from_scores(metadata: Metadata, vocab: dict[str, int], types: list[i
 
 def _surround(backend: tokenizers.Tokenizer, first: int | None, last: int | None) -> None:
     """Have the tokenizer put these ids around every text encoded with `add_special`."""
-    around = [(name, token_id) for name, token_id in (("first", first), ("last", last)) if token_id is not None]
+    around = [
+        (name, token_id)
+        for name, token_id in (("first", first), ("last", last))
+        if token_id is not None
+    ]
     template = ["first:0"] * (first is not None) + ["$A:0"] + ["last:0"] * (last is not None)
-    backend.post_processor = processors.TemplateProcessing(single=" ".join(template), special_tokens=around)
+    backend.post_processor = processors.TemplateProcessing(
+        single=" ".join(template), special_tokens=around
+    )

@@ -1,4 +1,6 @@
-"""How much longer than a text a `tokenizer.json` can make what it works on: thirty replacements of `a` by `aa` ask for a terabyte."""
+"""How much longer than a text a `tokenizer.json` can make what it works on: thirty replacements of
+`a` by `aa` ask for a terabyte.
+"""
 
 import base64
 import json
@@ -16,29 +18,46 @@ _ADDED_ONCE = 64
 
 def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
     """Refuse a tokenizer whose normaliser and post-processor multiply a text, by FormatError."""
-    parts = [json.loads(part.__getstate__()) for part in (backend.normalizer, backend.post_processor) if part is not None]
+    parts = [
+        json.loads(part.__getstate__())
+        for part in (backend.normalizer, backend.post_processor)
+        if part is not None
+    ]
     growth = math.prod(map(_growth, parts))
     if growth > _MAX_GROWTH:
-        raise FormatError(f"{where}: it makes texts up to {growth:,} times as long, more than {_MAX_GROWTH}")
+        raise FormatError(
+            f"{where}: it makes texts up to {growth:,} times as long, more than {_MAX_GROWTH}"
+        )
 
 
 def _growth(part: dict[str, Any]) -> int:
-    """The factor of a part, an upper bound. What Unicode itself makes longer is not counted: that is 18 times at most."""
+    """The factor of a part, an upper bound. What Unicode itself makes longer is not counted: that
+    is 18 times at most.
+    """
     match part:
         case {"type": "Sequence", "normalizers": parts} | {"type": "Sequence", "processors": parts}:
             return math.prod(map(_growth, parts))
-        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content} if pattern:
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content} if (
+            pattern
+        ):
             return max(1, -(-len(content) // len(pattern)))
         case {"type": "Replace", "content": content}:  # may match between any two characters
             return 1 + len(content)
         case {"type": "Prepend", "prepend": text}:
             return 1 + len(text) // _ADDED_ONCE
-        case {"type": "Precompiled", "precompiled_charsmap": charsmap}:  # a trie, whose size comes first, and what it leads to
+        case {
+            "type": "Precompiled",
+            "precompiled_charsmap": charsmap,
+        }:  # a trie, whose size comes first, and what it leads to
             raw = base64.b64decode(charsmap)
             replacements = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
             return 1 + max(map(len, replacements)) // _ADDED_ONCE
         case {"type": "TemplateProcessing", "single": pieces, "special_tokens": special}:
             texts = sum("Sequence" in piece for piece in pieces)
-            ids = sum(len(special.get(piece["SpecialToken"]["id"], {}).get("ids", ())) for piece in pieces if "SpecialToken" in piece)
+            ids = sum(
+                len(special.get(piece["SpecialToken"]["id"], {}).get("ids", ()))
+                for piece in pieces
+                if "SpecialToken" in piece
+            )
             return max(1, texts) + ids // _ADDED_ONCE
     return 1

@@ -1,4 +1,6 @@
-"""A tokenizer from a Hugging Face folder: `tokenizer.json`, and what the other JSON files say of BOS and the end."""
+"""A tokenizer from a Hugging Face folder: `tokenizer.json`, and what the other JSON files say of
+BOS and the end.
+"""
 
 import json
 from pathlib import Path
@@ -17,10 +19,14 @@ _MAX_BYTES = 256 << 20
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """Build it. Raises ModelNotFoundError without a `tokenizer.json`, FormatError, or UnsupportedModelError."""
+    """Build it. Raises ModelNotFoundError without a `tokenizer.json`, FormatError, or
+    UnsupportedModelError.
+    """
     path = find(folder, _FILE)
     if path is None:
-        raise ModelNotFoundError(f"{folder}: no {_FILE} (other tokenizer files are not read; save a fast tokenizer)")
+        raise ModelNotFoundError(
+            f"{folder}: no {_FILE} (other tokenizer files are not read; save a fast tokenizer)"
+        )
     text = read_file(path, _MAX_BYTES)
     config, model_config, generation = (
         read_json(path) if (path := find(folder, name)) else {}
@@ -32,17 +38,27 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         _always_the_same(backend)
         byte_level, strip_space = _spelling(backend)
         size = backend.get_vocab_size()
-        bos_id = _named_token(backend, config.get("bos_token"), _ids(model_config.get("bos_token_id"), size))
-        eos_id = _named_token(backend, config.get("eos_token"), _ids(model_config.get("eos_token_id"), size))
-    ends = {*_ids(model_config.get("eos_token_id"), size), *_ids(generation.get("eos_token_id"), size)}
-    return Tokenizer(backend, Vocabulary(byte_level, strip_space, bos_id, eos_id, frozenset(ends)), _FILE)
+        bos_id = _named_token(
+            backend, config.get("bos_token"), _ids(model_config.get("bos_token_id"), size)
+        )
+        eos_id = _named_token(
+            backend, config.get("eos_token"), _ids(model_config.get("eos_token_id"), size)
+        )
+    ends = {
+        *_ids(model_config.get("eos_token_id"), size),
+        *_ids(generation.get("eos_token_id"), size),
+    }
+    return Tokenizer(
+        backend, Vocabulary(byte_level, strip_space, bos_id, eos_id, frozenset(ends)), _FILE
+    )
 
 
 def _always_the_same(backend: tokenizers.Tokenizer) -> None:
     """Have one text give one list of ids, and all of it.
 
-    A file may keep settings from the training of its model: truncation, padding, and dropout of merges, a regulariser that its paper
-    switches off for inference (BPE-dropout, Provilkov et al. 2020).
+    A file may keep settings from the training of its model: truncation, padding, and dropout of
+    merges, a regulariser that its paper switches off for inference (BPE-dropout, Provilkov et al.
+    2020).
     """
     backend.no_truncation()
     backend.no_padding()
@@ -51,7 +67,9 @@ def _always_the_same(backend: tokenizers.Tokenizer) -> None:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """From the decoder: whether tokens are spelt in bytes, and whether decoding strips a leading space."""
+    """From the decoder: whether tokens are spelt in bytes, and whether decoding strips a leading
+    space.
+    """
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     decoders: list[dict[str, Any]] = state.get("decoders", [state])
     kinds = {decoder.get("type") for decoder in decoders}
@@ -60,12 +78,17 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
     if not kinds & {"ByteFallback", "Metaspace"}:
         raise UnsupportedModelError(f"{_FILE}: decoder {state.get('type')} is not supported")
     strips = any(decoder.get("type") == "Strip" and decoder.get("start") for decoder in decoders)
-    metaspace = any(decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme") != "never" for decoder in decoders)
+    metaspace = any(
+        decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme") != "never"
+        for decoder in decoders
+    )
     return False, strips or metaspace
 
 
 def _named_token(backend: tokenizers.Tokenizer, token: Any, default: list[int]) -> int | None:
-    """The id of a token given as text or as an object with `content`; as in transformers, its name makes it special."""
+    """The id of a token given as text or as an object with `content`; as in transformers, its name
+    makes it special.
+    """
     content = token.get("content") if isinstance(token, dict) else token
     token_id = backend.token_to_id(content) if isinstance(content, str) else None
     if token_id is None:

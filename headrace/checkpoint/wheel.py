@@ -1,4 +1,6 @@
-"""Model files inside wheels: how they are named and where they are kept. Imported at every start, so it imports little."""
+"""Model files inside wheels: how they are named and where they are kept. Imported at every start,
+so it imports little.
+"""
 
 import os
 import re
@@ -17,7 +19,9 @@ _UNPINNED = "unpinned"
 
 @frozen
 class WheelSource:
-    """A file inside a wheel: which distribution, which version (None: the newest), where in it, and its SHA-256 if known."""
+    """A file inside a wheel: which distribution, which version (None: the newest), where in it, and
+    its SHA-256 if known.
+    """
 
     distribution: str
     version: str | None
@@ -33,7 +37,9 @@ class WheelSource:
         return f"{self.distribution}=={self.version}" if self.version else self.distribution
 
     def path(self, cache: Path) -> Path:
-        """Where it is kept. The checksum is part of the path: an unchecked file never stands in for a pinned one."""
+        """Where it is kept. The checksum is part of the path: an unchecked file never stands in for
+        a pinned one.
+        """
         return cache / "pypi" / self.requirement / (self.sha256 or _UNPINNED) / self.member
 
 
@@ -41,7 +47,9 @@ def parse(source: str) -> WheelSource:
     """Read `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]`. Raises ModelNotFoundError."""
     match = _SOURCE.fullmatch(source)
     if match is None or not _is_plain(match["member"]):
-        raise ModelNotFoundError(f"{source}: expected pypi:DISTRIBUTION[==VERSION]/PATH/IN/WHEEL[#sha256=HEX]")
+        raise ModelNotFoundError(
+            f"{source}: expected pypi:DISTRIBUTION[==VERSION]/PATH/IN/WHEEL[#sha256=HEX]"
+        )
     return WheelSource(*match.group("distribution", "version", "member", "sha256"))
 
 
@@ -53,7 +61,15 @@ def list_cached(cache: Path) -> Iterator[tuple[WheelSource, Path]]:
         if len(parts) > 2 and path.is_file():
             requirement, pin, *member = parts
             distribution, _, version = requirement.partition("==")
-            yield WheelSource(distribution, version or None, "/".join(member), None if pin == _UNPINNED else pin), path
+            yield (
+                WheelSource(
+                    distribution,
+                    version or None,
+                    "/".join(member),
+                    None if pin == _UNPINNED else pin,
+                ),
+                path,
+            )
 
 
 def _is_plain(member: str) -> bool:

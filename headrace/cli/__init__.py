@@ -1,4 +1,6 @@
-"""The command line. `entry` is the console script; it answers Ctrl-C before it has imported anything."""
+"""The command line. `entry` is the console script; it answers Ctrl-C before it has imported
+anything.
+"""
 
 import os
 

@@ -1,4 +1,6 @@
-"""How `headrace run` prints the answers to one prompt: as text that comes piece by piece, or as JSON at the end."""
+"""How `headrace run` prints the answers to one prompt: as text that comes piece by piece, or as
+JSON at the end.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +16,17 @@ SEPARATOR = "\n---\n"
 """Stands between the answers to one prompt."""
 
 
-def print_answers(session: Session, prompt: Prompt | Sequence[Message], params: SamplingParams, *, as_json: bool, quiet: bool) -> None:
-    """Print `params.n` answers on stdout, and on stderr the line with their speed. After Ctrl-C, what there is; then raises Ended."""
+def print_answers(
+    session: Session,
+    prompt: Prompt | Sequence[Message],
+    params: SamplingParams,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Print `params.n` answers on stdout, and on stderr the line with their speed. After Ctrl-C,
+    what there is; then raises Ended.
+    """
     with signals.held() as stop:
         updates = session.answer(prompt, params, stop)
         if as_json:
@@ -37,7 +48,9 @@ def print_answers(session: Session, prompt: Prompt | Sequence[Message], params: 
 
 
 def in_order(updates: Iterable[Update], count: int) -> Iterator[str]:
-    """The text of answer after answer, as soon as it can be shown: that of later answers waits for the end of the earlier ones."""
+    """The text of answer after answer, as soon as it can be shown: that of later answers waits for
+    the end of the earlier ones.
+    """
     waiting, ended, current = [""] * count, set(), 0
     for update in updates:
         waiting[update.index] += update.text
@@ -56,7 +69,9 @@ def in_order(updates: Iterable[Update], count: int) -> Iterator[str]:
 
 
 def records(result: RequestOutput) -> Iterator[dict[str, Any]]:
-    """A record for each answer. Timing is in seconds; it and `drafts` are of the request, which is all answers together."""
+    """A record for each answer. Timing is in seconds; it and `drafts` are of the request, which is
+    all answers together.
+    """
     timing = {name: getattr(result.timing, name) for name in ("queue", "prefill", "decode")}
     for output in result.outputs:
         yield {

@@ -1,9 +1,11 @@
 """Measure how fast a model runs here, and how close that is to what memory and arithmetic allow.
 
-  latency     one request: prompt tokens (pp) and generated tokens (tg) per second, at each depth of context
-  throughput  many requests at once: output tokens per second of the whole run, time to the first token and between tokens
+  latency     one request: prompt tokens (pp) and generated tokens (tg) per second, at each depth of
+  context throughput  many requests at once: output tokens per second of the whole run, time to the
+  first token and between tokens
 
-Prompts are random tokens, and decoding is greedy. The limits follow from a fresh measurement of this machine.
+Prompts are random tokens, and decoding is greedy. The limits follow from a fresh measurement of
+this machine.
 """
 
 import argparse
@@ -47,14 +49,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help="latency or throughput")
     add_model(parser, optional=True)
     latency = parser.add_argument_group(
-        "latency", "pp, tg and depth take several numbers, such as 512,2048, and make a row for each; pp or tg of 0 makes none."
+        "latency",
+        "pp, tg and depth take several numbers, such as 512,2048, and make a row for "
+        "each; pp or tg of 0 makes none.",
     )
     _add_setting(latency, "pp", "prompt tokens")
     _add_setting(latency, "tg", "tokens to generate")
     _add_setting(latency, "depth", "tokens of context before those that are timed")
     _add_setting(latency, "repetitions", "timed runs of each test, after one to warm up")
     throughput = parser.add_argument_group("throughput")
-    _add_setting(throughput, "concurrency", "requests that are submitted at once; several numbers make a row for each")
+    _add_setting(
+        throughput,
+        "concurrency",
+        "requests that are submitted at once; several numbers make a row for each",
+    )
     _add_setting(throughput, "prompt_tokens", "prompt of each request, in tokens")
     _add_setting(throughput, "output_tokens", "output of each request, in tokens")
     both = parser.add_argument_group("both")
@@ -62,9 +70,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_threads(both)
     add_kv_dtype(both)
     add_activations(both)
-    both.add_argument("--json", action="store_true", help="print JSON lines, with raw samples, in place of the table")
+    both.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON lines, with raw samples, in place of the table",
+    )
     add_parallel(parser)
-    both.add_argument("--output", type=Path, metavar="FILE", help="append the JSON lines to this file, too")
+    both.add_argument(
+        "--output", type=Path, metavar="FILE", help="append the JSON lines to this file, too"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_setting(group: Any, name: str, what: str) -> None:
-    """A setting of one kind of measurement. Absent where it is not given, so that it can be refused for the other kind."""
+    """A setting of one kind of measurement. Absent where it is not given, so that it can be refused
+    for the other kind.
+    """
     default = next(settings[name] for settings in KINDS.values() if name in settings)
     least = 0 if name in _MAY_BE_ZERO else 1
     several = isinstance(default, tuple)
@@ -93,15 +109,26 @@ def _add_setting(group: Any, name: str, what: str) -> None:
 
     read = (whole_numbers if several else whole_number)(least, _MOST)
     flag, metavar = f"--{name.replace('_', '-')}", "N,N" if several else "N"
-    group.add_argument(flag, type=read, metavar=metavar, default=argparse.SUPPRESS, help=f"{what} (default: {shown})")
+    group.add_argument(
+        flag,
+        type=read,
+        metavar=metavar,
+        default=argparse.SUPPRESS,
+        help=f"{what} (default: {shown})",
+    )
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the kind that was asked for. Raises RequestError for one of the other kind."""
+    """The settings of the kind that was asked for. Raises RequestError for one of the other
+    kind.
+    """
     for kind, settings in KINDS.items():
         for name in settings.keys() & vars(args).keys():
             if kind != args.kind:
-                raise RequestError(f"--{name.replace('_', '-')} is for `headrace bench {kind}`, not for `headrace bench {args.kind}`")
+                raise RequestError(
+                    f"--{name.replace('_', '-')} is for `headrace bench {kind}`, not for "
+                    f"`headrace bench {args.kind}`"
+                )
     settings = {name: getattr(args, name, default) for name, default in KINDS[args.kind].items()}
     if args.kind == "latency" and not any((*settings["pp"], *settings["tg"])):
         raise RequestError("--pp 0 --tg 0 leave nothing to measure")
@@ -128,9 +155,16 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
     config = engine_config(options, OFFLINE)
     checkpoint = open_checkpoint(resolve(args.model))
     if longest > checkpoint.spec.max_context:
-        flags = "--pp, --tg or --depth" if args.kind == "latency" else "--prompt-tokens or --output-tokens"
+        flags = (
+            "--pp, --tg or --depth"
+            if args.kind == "latency"
+            else "--prompt-tokens or --output-tokens"
+        )
         context = checkpoint.spec.max_context
-        raise RequestError(f"this needs a context of {longest:,} tokens, and the model's ends at {context:,}: lower {flags}")
+        raise RequestError(
+            f"this needs a context of {longest:,} tokens, and the model's ends at "
+            f"{context:,}: lower {flags}"
+        )
 
     from headrace.cli import measure
     from headrace.planner import hardware, host
@@ -142,8 +176,13 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
         host.forget_peak_memory()
         show_status("loading the model")
         with measure.Bench(args.model, config) as bench:
-            facts, limits = _facts(args, checkpoint, machine, config.backend), measure.SpeedLimits(checkpoint, machine, config)
-            rows: Callable[..., Iterator[Row]] = measure.latency if args.kind == "latency" else measure.throughput
+            facts, limits = (
+                _facts(args, checkpoint, machine, config.backend),
+                measure.SpeedLimits(checkpoint, machine, config),
+            )
+            rows: Callable[..., Iterator[Row]] = (
+                measure.latency if args.kind == "latency" else measure.throughput
+            )
             for row in rows(bench, limits, show_status, **settings):
                 show_status("")
                 yield facts | row
@@ -158,12 +197,18 @@ def _longest(kind: str, settings: dict[str, Any]) -> int:
     return int(max(1, *settings["depth"]) + max(*settings["pp"], *settings["tg"]) + 1)
 
 
-def _facts(args: argparse.Namespace, checkpoint: "Checkpoint", machine: "Machine", backend: str) -> dict[str, Any]:
+def _facts(
+    args: argparse.Namespace, checkpoint: "Checkpoint", machine: "Machine", backend: str
+) -> dict[str, Any]:
     """What does not change from row to row."""
     from datetime import UTC, datetime
     from importlib.metadata import version
 
-    files = [checkpoint.path] if checkpoint.path.is_file() else sorted(checkpoint.path.glob("*.safetensors"))
+    files = (
+        [checkpoint.path]
+        if checkpoint.path.is_file()
+        else sorted(checkpoint.path.glob("*.safetensors"))
+    )
     return {
         "kind": args.kind,
         "model": args.model,
@@ -188,32 +233,71 @@ def _print(kind: str, rows: "list[Row]") -> None:
 
     row = rows[0]
     machine = Machine(*(row[name] for name in ("cpu", "isa", "threads", "bandwidth", "rates")))
-    rates = f"memory read {row['bandwidth'] / 1e9:.1f} GB/s, int8 {row['rates']['int8'] / 1e9:,.0f} G operations/s"
+    rates = (
+        f"memory read {row['bandwidth'] / 1e9:.1f} GB/s, int8 "
+        f"{row['rates']['int8'] / 1e9:,.0f} G operations/s"
+    )
     print_figures(
         f"{row['name']}: {kind}",
         {
             "model": f"{size(row['file_bytes'])}, {row['parameters'] / 1e6:,.1f} M parameters",
-            "engine": f"headrace {row['version']}, {row['backend']} backend ({row['isa']}), {machine.at_work}, {row['kv_dtype']} KV",
+            "engine": f"headrace {row['version']}, {row['backend']} backend ({row['isa']}), "
+            f"{machine.at_work}, {row['kv_dtype']} KV",
             "machine": f"{row['cpu']}; {rates}",
         },
     )
     if kind == "latency":
         print_table(
             ["test", ">tokens/s", ">min-max", ">ms/token", ">first token", ">limit", ">of limit"],
-            [[_test(r), _rate(r), _spread(r), f"{r['ms_per_token']:.2f}", _ms(r["first_token"]), *_limit(r)] for r in rows],
+            [
+                [
+                    _test(r),
+                    _rate(r),
+                    _spread(r),
+                    f"{r['ms_per_token']:.2f}",
+                    _ms(r["first_token"]),
+                    *_limit(r),
+                ]
+                for r in rows
+            ],
         )
     else:
         print_table(
-            ["requests", ">tokens/s", ">first token", ">p95", ">between tokens", ">p95", ">limit", ">of limit", ">peak memory"],
+            [
+                "requests",
+                ">tokens/s",
+                ">first token",
+                ">p95",
+                ">between tokens",
+                ">p95",
+                ">limit",
+                ">of limit",
+                ">peak memory",
+            ],
             [
                 [r["test"], _rate(r)]
-                + [_ms(r[name]) for name in ("first_token", "first_token_p95", "between_tokens", "between_tokens_p95")]
+                + [
+                    _ms(r[name])
+                    for name in (
+                        "first_token",
+                        "first_token_p95",
+                        "between_tokens",
+                        "between_tokens_p95",
+                    )
+                ]
                 + [*_limit(r), size(r["peak_memory"])]
                 for r in rows
             ],
         )
-    over = f"over {len(row['samples']['seconds'])} runs" if kind == "latency" else "over requests and their tokens"
-    print(f"\nMedians {over}. Peak memory {size(rows[-1]['peak_memory'])}; limits follow from the machine as just measured.")
+    over = (
+        f"over {len(row['samples']['seconds'])} runs"
+        if kind == "latency"
+        else "over requests and their tokens"
+    )
+    print(
+        f"\nMedians {over}. Peak memory {size(rows[-1]['peak_memory'])}; limits follow "
+        "from the machine as just measured."
+    )
 
 
 def _test(row: "Row") -> str:

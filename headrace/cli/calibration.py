@@ -1,4 +1,6 @@
-"""How often a draft model is right about a model's own text, and what it costs: without the engine, by the two programs alone."""
+"""How often a draft model is right about a model's own text, and what it costs: without the engine,
+by the two programs alone.
+"""
 
 import statistics
 import time
@@ -18,7 +20,9 @@ _CHUNK = 64
 """Rows of a step that scores text: their logits are all kept."""
 _ROUNDS = 15
 _IN_A_ROW = 3
-"""Draft tokens that are timed together, as they are drafted: each step finds in the caches what the one before it left."""
+"""Draft tokens that are timed together, as they are drafted: each step finds in the caches what the
+one before it left.
+"""
 
 
 class Candidate(NamedTuple):
@@ -26,7 +30,9 @@ class Candidate(NamedTuple):
 
     name: str
     acceptance: float
-    """Share of the model's greedy tokens that the draft's likeliest token gives, after the same text."""
+    """Share of the model's greedy tokens that the draft's likeliest token gives, after the same
+    text.
+    """
     costs: Costs
 
     @property
@@ -35,9 +41,18 @@ class Candidate(NamedTuple):
 
 
 class Calibration:
-    """A model, `target`, and the text that it writes after a prompt, [tokens]; drafts have up to `most_depth` tokens."""
+    """A model, `target`, and the text that it writes after a prompt, [tokens]; drafts have up to
+    `most_depth` tokens.
+    """
 
-    def __init__(self, target: Executable, prompt: Sequence[int], num_tokens: int, block_size: int, most_depth: int) -> None:
+    def __init__(
+        self,
+        target: Executable,
+        prompt: Sequence[int],
+        num_tokens: int,
+        block_size: int,
+        most_depth: int,
+    ) -> None:
         self.target = target
         self.num_prompt = len(prompt)
         self.most_depth = most_depth
@@ -48,15 +63,23 @@ class Calibration:
 
     @property
     def blocks(self) -> int:
-        """KV blocks that this needs in each group, of the target and of a draft with KV of its own."""
+        """KV blocks that this needs in each group, of the target and of a draft with KV of
+        its own.
+        """
         return len(self._blocks)
 
-    def measure(self, drafts: Mapping[str, Executable], tell: Callable[[str], None]) -> list[Candidate]:
-        """Acceptance and costs of each draft. The timed steps of all take turns, and medians count."""
+    def measure(
+        self, drafts: Mapping[str, Executable], tell: Callable[[str], None]
+    ) -> list[Candidate]:
+        """Acceptance and costs of each draft. The timed steps of all take turns, and medians
+        count.
+        """
         shares = {}
         for name, draft in drafts.items():
             tell(f"{name}: how often it is right")
-            shares[name] = float(np.mean(self._likeliest(draft)[:-1] == self.text[self.num_prompt :]))
+            shares[name] = float(
+                np.mean(self._likeliest(draft)[:-1] == self.text[self.num_prompt :])
+            )
         depths = range(self.most_depth + 1)
         target: list[list[float]] = [[] for _ in depths]
         costs: dict[str, list[float]] = {name: [] for name in drafts}
@@ -65,9 +88,14 @@ class Calibration:
             for depth in depths:
                 target[depth].append(self._seconds(self.target, 1 + depth))
             for name, draft in drafts.items():
-                costs[name].append(statistics.fmean(self._seconds(draft, 1) for _ in range(_IN_A_ROW)))
+                costs[name].append(
+                    statistics.fmean(self._seconds(draft, 1) for _ in range(_IN_A_ROW))
+                )
         medians = [statistics.median(times) for times in target]
-        return [Candidate(name, shares[name], Costs(medians, statistics.median(costs[name]))) for name in drafts]
+        return [
+            Candidate(name, shares[name], Costs(medians, statistics.median(costs[name])))
+            for name in drafts
+        ]
 
     def _write(self, num_tokens: int) -> None:
         self._score(self.target, self.text[:-1], 0)
@@ -77,13 +105,22 @@ class Calibration:
 
     def _likeliest(self, draft: Executable) -> NDArray[np.int64]:
         """What the draft takes to be next after each token from the end of the prompt on."""
-        parts = [self._score(draft, self.text[at : at + _CHUNK], at) for at in range(0, len(self.text), _CHUNK)]
+        parts = [
+            self._score(draft, self.text[at : at + _CHUNK], at)
+            for at in range(0, len(self.text), _CHUNK)
+        ]
         return np.concatenate(parts)[self.num_prompt - 1 :]
 
-    def _score(self, executable: Executable, tokens: list[int], computed: int) -> NDArray[np.int64]:  # [tokens]
+    def _score(
+        self, executable: Executable, tokens: list[int], computed: int
+    ) -> NDArray[np.int64]:  # [tokens]
         parts = []
         for at in range(0, len(tokens), _CHUNK):
-            parts.append(_logits(executable, self._batch(executable, tokens[at : at + _CHUNK], computed + at)).argmax(axis=1))
+            parts.append(
+                _logits(
+                    executable, self._batch(executable, tokens[at : at + _CHUNK], computed + at)
+                ).argmax(axis=1)
+            )
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     def _batch(self, executable: Executable, tokens: list[int], computed: int) -> RaggedBatch:

@@ -17,7 +17,14 @@ Ctrl-C stops an answer. A line that ends in \\ continues on the next one, and li
 class Chat:
     """A conversation that grows; every answer sees all of it."""
 
-    def __init__(self, session: Session, params: SamplingParams, raw: bool, opening: list[dict[str, str]], quiet: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        params: SamplingParams,
+        raw: bool,
+        opening: list[dict[str, str]],
+        quiet: bool,
+    ) -> None:
         self.session = session
         self.params = params
         self.raw = raw
@@ -43,7 +50,9 @@ class Chat:
                     self.turn(line)
 
     def turn(self, line: str) -> None:
-        """Give one answer. A line that does not fit in the context is refused, and the conversation stays as it was."""
+        """Give one answer. A line that does not fit in the context is refused, and the conversation
+        stays as it was.
+        """
         asked = [*self.messages, {"role": "user", "content": line}]
         text = ""
         try:

@@ -1,7 +1,9 @@
-"""Quantise a model to a file: a GGUF file, or a folder of safetensors that transformers reads as well.
+"""Quantise a model to a file: a GGUF file, or a folder of safetensors that transformers reads as
+well.
 
-A name that ends in .gguf gets a GGUF file, in one of llama.cpp's mixtures (--to Q4_K_M); any other a folder, in the format of
-compressed-tensors (--to int4-g64), or of bitsandbytes (--to nf4). Nothing is there until all of it is.
+A name that ends in .gguf gets a GGUF file, in one of llama.cpp's mixtures (--to Q4_K_M); any other
+a folder, in the format of compressed-tensors (--to int4-g64), or of bitsandbytes (--to nf4).
+Nothing is there until all of it is.
 """
 
 import argparse
@@ -24,12 +26,18 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
     add_model(parser, optional=False)
-    parser.add_argument("out", type=Path, metavar="OUT", help="what to write: a file that ends in .gguf, or a folder")
+    parser.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="what to write: a file that ends in .gguf, or a folder",
+    )
     parser.add_argument(
         "--to",
         required=True,
         metavar="FORMAT",
-        help="of a GGUF file: Q4_K_M, Q8_0, F16, ...; of a folder: int4-g64, int8-row, int4-g32-asym, w8a8, e4m3, nf4, bf16, ...",
+        help="of a GGUF file: Q4_K_M, Q8_0, F16, ...; of a folder: int4-g64, int8-row, "
+        "int4-g32-asym, w8a8, e4m3, nf4, bf16, ...",
     )
     add_calibration(parser)
     add_threads(parser)
@@ -46,10 +54,15 @@ def run(args: argparse.Namespace) -> int:
 
     check_new(args.out)
     original = open_original(resolve(args.model))
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         (_to_gguf if args.out.suffix == ".gguf" else _to_folder)(args, original, bar)
     files = [args.out] if args.out.is_file() else list(args.out.glob("*.safetensors"))
-    print(f"{args.out}: {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB, where {args.model} has {_size(original) / 1e6:,.1f}")
+    print(
+        f"{args.out}: {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB, where "
+        f"{args.model} has {_size(original) / 1e6:,.1f}"
+    )
     return 0
 
 
@@ -63,10 +76,16 @@ def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") ->
     from headrace.convert.methods import prepared
     from headrace.planner.host import usable_cores
 
-    checkpoint, mixture, threads = original.checkpoint, args.to.upper(), args.threads or usable_cores()
+    checkpoint, mixture, threads = (
+        original.checkpoint,
+        args.to.upper(),
+        args.threads or usable_cores(),
+    )
     plan, names = plan_gguf(original, mixture), quantisable(checkpoint.spec, checkpoint.tensors)
     pieces, tell = _calibration(args, checkpoint, bar)
-    model = prepared(args.method, checkpoint.spec, checkpoint.tensors, names, mixture, pieces, threads, tell)
+    model = prepared(
+        args.method, checkpoint.spec, checkpoint.tensors, names, mixture, pieces, threads, tell
+    )
     write_gguf(original, args.out, plan, model.importance, _told(bar, f"to {mixture}"))
 
 
@@ -89,12 +108,24 @@ def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") 
         raise RequestError(f"{args.model} has no matrix that a folder can have quantised")
     plan.planned()
     pieces, tell = _calibration(args, checkpoint, bar)
-    model = prepared(args.method, checkpoint.spec, checkpoint.tensors, plan.names, to, pieces, threads, tell)
-    results = quantised_matrices(args.method, checkpoint.spec, model, plan.names, to, pieces, threads)
-    write_folder(original, args.out, plan, model.tensors, bar.track(results, total=len(plan.names), description=f"to {to.name}"))
+    model = prepared(
+        args.method, checkpoint.spec, checkpoint.tensors, plan.names, to, pieces, threads, tell
+    )
+    results = quantised_matrices(
+        args.method, checkpoint.spec, model, plan.names, to, pieces, threads
+    )
+    write_folder(
+        original,
+        args.out,
+        plan,
+        model.tensors,
+        bar.track(results, total=len(plan.names), description=f"to {to.name}"),
+    )
 
 
-def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint", bar: "Progress") -> tuple[list[list[int]], Callable[[float], None]]:
+def _calibration(
+    args: argparse.Namespace, checkpoint: "Checkpoint", bar: "Progress"
+) -> tuple[list[list[int]], Callable[[float], None]]:
     """The text that the method reads, if it reads any, and what hears how far it is."""
     if args.method == "rtn":
         return [], lambda done: None

@@ -1,4 +1,6 @@
-"""Measure the memory bandwidth and arithmetic of this machine and of its GPU, and test that the engine computes correctly on them."""
+"""Measure the memory bandwidth and arithmetic of this machine and of its GPU, and test that the
+engine computes correctly on them.
+"""
 
 import argparse
 import os
@@ -30,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts | {"self_test": [check._asdict() for check in checks], "ok": not failed})
     else:
-        print_table(["", "", ""], [["OK" if c.ok else "FAILED", c.name, c.detail] for c in checks], "Self-test")
+        print_table(
+            ["", "", ""],
+            [["OK" if c.ok else "FAILED", c.name, c.detail] for c in checks],
+            "Self-test",
+        )
     return 1 if failed else 0
 
 
@@ -58,7 +64,8 @@ def examine(threads: int) -> dict[str, Any]:
         "rates": dict(machine.rates),
         "ridge_int8": machine.ridge("int8"),
         "system": platform.platform(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("headrace", "numpy", "tokenizers")},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("headrace", "numpy", "tokenizers")},
         **gpu_facts(),
     }
 
@@ -72,7 +79,8 @@ def _print(facts: dict[str, Any]) -> None:
         {
             "processor": facts["cpu"],
             "instruction set": f"{facts['isa']}, of {', '.join(facts['isas'])}",
-            "cores": f"{facts['cores']} usable; {facts['processors']} of {facts['processors_of_machine']} logical processors",
+            "cores": f"{facts['cores']} usable; {facts['processors']} of "
+            f"{facts['processors_of_machine']} logical processors",
             "memory nodes": _nodes(facts["numa_nodes"]),
             "memory": f"{size(facts['memory_available'])} available",
             "huge pages": facts["huge_pages"],
@@ -80,16 +88,30 @@ def _print(facts: dict[str, Any]) -> None:
             "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
         },
     )
-    rates = {f"{kind} dot products": f"{rate / 1e9:,.0f} G operations/s" for kind, rate in facts["rates"].items()}
-    ridge = {"ridge": f"{facts['ridge_int8']:.0f} int8 operations per byte; a program with fewer is limited by memory bandwidth"}
-    print_figures(f"Measured with {facts['threads']} threads", {"memory read": f"{facts['bandwidth'] / 1e9:.1f} GB/s"} | rates | ridge)
+    rates = {
+        f"{kind} dot products": f"{rate / 1e9:,.0f} G operations/s"
+        for kind, rate in facts["rates"].items()
+    }
+    ridge = {
+        "ridge": f"{facts['ridge_int8']:.0f} int8 operations per byte; a program with fewer is "
+        "limited by memory bandwidth"
+    }
+    print_figures(
+        f"Measured with {facts['threads']} threads",
+        {"memory read": f"{facts['bandwidth'] / 1e9:.1f} GB/s"} | rates | ridge,
+    )
     print_gpu(facts)
 
 
 def _nodes(counts: dict[int, int]) -> str:
-    """How threads and memory lie to each other. A page of weights or KV lies on the node of the thread that writes it first."""
+    """How threads and memory lie to each other. A page of weights or KV lies on the node of the
+    thread that writes it first.
+    """
     if len(counts) < 2:
         return "one for all cores" if counts else "unknown"
     shown = ", ".join(f"node {node} near {count} processors" for node, count in counts.items())
     first = next(iter(counts))
-    return f"{shown}; an engine on one of them reads near memory alone: numactl --cpunodebind={first} --membind={first} headrace ..."
+    return (
+        f"{shown}; an engine on one of them reads near memory alone: numactl "
+        f"--cpunodebind={first} --membind={first} headrace ..."
+    )

@@ -4,7 +4,8 @@ from typing import Any
 
 
 def gpu_facts() -> dict[str, Any]:
-    """What `auto` stands for on this machine, and its GPU, as JSON: None without one, and without figures where it cannot be used.
+    """What `auto` stands for on this machine, and its GPU, as JSON: None without one, and without
+    figures where it cannot be used.
 
     What is measured is remembered.
     """
@@ -13,7 +14,11 @@ def gpu_facts() -> dict[str, Any]:
 
     host = gpu.look()
     choice = automatic(host)
-    facts = {"backend": choice.backend, "backend_remark": choice.remark or host.obstacle, "gpu": None}
+    facts = {
+        "backend": choice.backend,
+        "backend_remark": choice.remark or host.obstacle,
+        "gpu": None,
+    }
     if host.gpu is None:
         return facts
     found: dict[str, Any] = {
@@ -42,18 +47,29 @@ def print_gpu(facts: dict[str, Any]) -> None:
     capability = ".".join(map(str, gpu["compute_capability"]))
     figures = {
         "auto takes": chosen,
-        "GPU": f"{gpu['name']}, compute capability {capability}, {gpu['multiprocessors']} multiprocessors",
+        "GPU": f"{gpu['name']}, compute capability {capability}, {gpu['multiprocessors']} "
+        "multiprocessors",
         "memory": size(gpu["memory"]),
         "driver": f"{gpu['driver'] or 'unknown'}, for CUDA {gpu['driver_cuda']} at most",
-        "versions": ", ".join(f"{name} {number}" for name, number in gpu["versions"].items()) or "neither torch nor triton",
+        "versions": ", ".join(f"{name} {number}" for name, number in gpu["versions"].items())
+        or "neither torch nor triton",
     }
     if gpu["rates"]:
         figures["memory free"] = size(gpu["memory_free"])
         figures["memory read"] = f"{gpu['bandwidth'] / 1e9:,.0f} GB/s"
         figures["memory copied"] = f"{gpu['copy_bandwidth'] / 1e9:,.0f} GB/s, read and written"
-        figures |= {f"{kind} products": f"{rate / 1e12:,.1f} T operations/s" for kind, rate in gpu["rates"].items() if rate}
-        figures["ridge"] = f"{gpu['rates']['bf16'] / gpu['bandwidth']:,.0f} bf16 operations per byte"
-        figures["a launch"] = f"{1e6 * gpu['launch_seconds']:.1f} us, in a graph {1e6 * gpu['graph_launch_seconds']:.1f} us"
+        figures |= {
+            f"{kind} products": f"{rate / 1e12:,.1f} T operations/s"
+            for kind, rate in gpu["rates"].items()
+            if rate
+        }
+        figures["ridge"] = (
+            f"{gpu['rates']['bf16'] / gpu['bandwidth']:,.0f} bf16 operations per byte"
+        )
+        figures["a launch"] = (
+            f"{1e6 * gpu['launch_seconds']:.1f} us, in a graph "
+            f"{1e6 * gpu['graph_launch_seconds']:.1f} us"
+        )
     print_figures("GPU", figures)
 
 
@@ -81,7 +97,12 @@ def _measured() -> dict[str, Any]:
         "memory_free": free,
         "bandwidth": machine.bandwidth,
         "copy_bandwidth": copy_bandwidth(),
-        "rates": {"bf16": machine.rates["bf16"], "fp8": rate("fp8"), "int8": machine.rates["int8"], "f32": machine.rates["f32"]},
+        "rates": {
+            "bf16": machine.rates["bf16"],
+            "fp8": rate("fp8"),
+            "int8": machine.rates["int8"],
+            "f32": machine.rates["f32"],
+        },
         "launch_seconds": launches.eager,
         "graph_launch_seconds": launches.graph,
     }

@@ -1,4 +1,6 @@
-"""What ways to quantise a model cost and give, as an SVG picture: quality against speed, and the frontier between them."""
+"""What ways to quantise a model cost and give, as an SVG picture: quality against speed, and the
+frontier between them.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,15 +23,29 @@ def frontier_svg(title: str, candidates: Sequence[Candidate], loss: str) -> str:
     x_air, y_air = 0.08 * (max(xs) - min(xs)) or 1.0, 0.1 * (max(ys) - min(ys)) or 0.5
     axes = _Axes((min(xs) - x_air, max(xs) + x_air), (min(ys) - y_air, max(ys) + y_air))
     best = frontier(candidates)
-    places = {each.name: (axes.x(x), axes.y(y)) for each, x, y in zip(candidates, xs, ys, strict=True)}
+    places = {
+        each.name: (axes.x(x), axes.y(y)) for each, x, y in zip(candidates, xs, ys, strict=True)
+    }
     largest = max(each.weight_bytes for each in candidates)
-    radii = {each.name: max(_RADII[0], _RADII[1] * math.sqrt(each.weight_bytes / largest)) for each in candidates}
+    radii = {
+        each.name: max(_RADII[0], _RADII[1] * math.sqrt(each.weight_bytes / largest))
+        for each in candidates
+    }
     body = [
         text(_LEFT, 34, title, size=18, weight="bold"),
-        text(_LEFT, 56, "The line joins what nothing surpasses in quality and speed at once; areas are bytes of weights", fill=FAINT),
+        text(
+            _LEFT,
+            56,
+            "The line joins what nothing surpasses in quality and speed at once; areas "
+            "are bytes of weights",
+            fill=FAINT,
+        ),
         *_frame(axes, loss),
         line([places[name] for name in best], COLOURS[0], 2, opacity=0.5),
-        *(_mark(*places[name], radii[name], COLOURS[0 if name in best else 1]) for name in sorted(radii, key=lambda name: -radii[name])),
+        *(
+            _mark(*places[name], radii[name], COLOURS[0 if name in best else 1])
+            for name in sorted(radii, key=lambda name: -radii[name])
+        ),
         *_names(places, radii, best),
     ]
     return document(title, _WIDTH, _HEIGHT, body)
@@ -75,19 +91,45 @@ def _step(span: float) -> float:
 
 
 def _mark(x: float, y: float, radius: float, colour: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}" fill-opacity="0.7" stroke="#ffffff"/>'
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}" '
+        'fill-opacity="0.7" stroke="#ffffff"/>'
+    )
 
 
-def _names(places: dict[str, tuple[float, float]], radii: dict[str, float], best: Sequence[str]) -> Iterator[str]:
+def _names(
+    places: dict[str, tuple[float, float]], radii: dict[str, float], best: Sequence[str]
+) -> Iterator[str]:
     """Each name right of its point, or left, above or below it, wherever the least is covered."""
-    taken = [(x - radii[name], y - radii[name], x + radii[name], y + radii[name]) for name, (x, y) in places.items()]
+    taken = [
+        (x - radii[name], y - radii[name], x + radii[name], y + radii[name])
+        for name, (x, y) in places.items()
+    ]
     for name in sorted(places, key=lambda name: name not in best):
         (x, y), gap, width = places[name], radii[name] + 3, 6.6 * len(name)
-        corners = [(x + gap, y - 6), (x - gap - width, y - 6), (x - width / 2, y - gap - 12), (x - width / 2, y + gap)]
-        inside = [(a, b) for a, b in corners if a > _LEFT and a + width < _RIGHT and b > _TOP and b + 12 < _BOTTOM] or corners
-        left, top = min(inside, key=lambda at: sum(_overlap((*at, at[0] + width, at[1] + 12), box) for box in taken))
+        corners = [
+            (x + gap, y - 6),
+            (x - gap - width, y - 6),
+            (x - width / 2, y - gap - 12),
+            (x - width / 2, y + gap),
+        ]
+        inside = [
+            (a, b)
+            for a, b in corners
+            if a > _LEFT and a + width < _RIGHT and b > _TOP and b + 12 < _BOTTOM
+        ] or corners
+        left, top = min(
+            inside,
+            key=lambda at: sum(_overlap((*at, at[0] + width, at[1] + 12), box) for box in taken),
+        )
         taken.append((left, top, left + width, top + 12))
-        yield from haloed(left, top + 10, name, INK if name in best else FAINT, weight="bold" if name in best else "")
+        yield from haloed(
+            left,
+            top + 10,
+            name,
+            INK if name in best else FAINT,
+            weight="bold" if name in best else "",
+        )
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:

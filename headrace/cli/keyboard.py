@@ -13,7 +13,9 @@ _SOON = 0.05
 
 
 def set_up() -> None:
-    """Give `input` a line editor and a history, where there is one. It then takes a marked paste as one line with line ends in it."""
+    """Give `input` a line editor and a history, where there is one. It then takes a marked paste as
+    one line with line ends in it.
+    """
     with suppress(ImportError):
         import readline
 
@@ -22,7 +24,9 @@ def set_up() -> None:
 
 
 def read_turn() -> str | None:
-    """A line, or several that come together, or that are joined by a backslash at the end; empty after Ctrl-C, None at the end."""
+    """A line, or several that come together, or that are joined by a backslash at the end; empty
+    after Ctrl-C, None at the end.
+    """
     text = ""
     try:
         while True:
@@ -43,7 +47,9 @@ def read_turn() -> str | None:
 
 
 def _more_is_here() -> bool:
-    """Whether a paste goes on: where it is not marked as one, the line editor returns at its first line end."""
+    """Whether a paste goes on: where it is not marked as one, the line editor returns at its first
+    line end.
+    """
     try:
         with _unbuffered(sys.stdin.fileno()):
             return bool(select.select([sys.stdin], [], [], _SOON)[0])
@@ -53,7 +59,9 @@ def _more_is_here() -> bool:
 
 @contextmanager
 def _unbuffered(descriptor: int) -> Iterator[None]:
-    """While it lasts, the terminal shows what came before this too: else it waits for the end of a new line."""
+    """While it lasts, the terminal shows what came before this too: else it waits for the end of a
+    new line.
+    """
     import termios
 
     before = termios.tcgetattr(descriptor)

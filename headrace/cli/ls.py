@@ -17,10 +17,20 @@ def run(args: argparse.Namespace) -> int:
 
     cached = list_cached()
     if args.json:
-        absent = [{"name": alias, "path": None, "bytes": None} for alias in ALIASES if alias not in {m.name for m in cached}]
-        print_json([{"name": m.name, "path": str(m.path), "bytes": m.nbytes} for m in cached] + absent)
+        absent = [
+            {"name": alias, "path": None, "bytes": None}
+            for alias in ALIASES
+            if alias not in {m.name for m in cached}
+        ]
+        print_json(
+            [{"name": m.name, "path": str(m.path), "bytes": m.nbytes} for m in cached] + absent
+        )
         return 0
     rows = [[m.name, size(m.nbytes), str(m.path)] for m in cached]
-    rows += [[alias, "-", f"not fetched: headrace pull {alias}"] for alias in ALIASES if alias not in {m.name for m in cached}]
+    rows += [
+        [alias, "-", f"not fetched: headrace pull {alias}"]
+        for alias in ALIASES
+        if alias not in {m.name for m in cached}
+    ]
     print_table(["model", ">size", "where"], rows)
     return 0

@@ -1,7 +1,8 @@
-"""The `headrace` command: finds the verb, and turns errors into one line and an exit code. Imports nothing heavy.
+"""The `headrace` command: finds the verb, and turns errors into one line and an exit code. Imports
+nothing heavy.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 model missing or unsupported, 4 does not fit in memory, 5 address in use, 128 + n ended by
-signal n (130: Ctrl-C).
+Exit codes: 0 ok, 1 failure, 2 usage, 3 model missing or unsupported, 4 does not fit in memory, 5
+address in use, 128 + n ended by signal n (130: Ctrl-C).
 """
 
 import argparse
@@ -70,9 +71,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fail(message: str, code: int) -> int:
-    """Say why on one line of stderr, and return the exit code. Control characters and endless names come from files and arguments."""
+    """Say why on one line of stderr, and return the exit code. Control characters and endless names
+    come from files and arguments.
+    """
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
-    say(f"headrace: {line if len(line) < _LONGEST else f'{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 :]}'}")
+    say(
+        "headrace: "
+        f"{line if len(line) < _LONGEST else f'{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 :]}'}"
+    )
     return _settled(code)
 
 
@@ -82,7 +88,9 @@ def _settled(code: int) -> int:
 
 
 def _settle(stream: TextIO) -> OSError | None:
-    """Flush a stream. One that takes nothing more is made to swallow the rest, so that the interpreter can exit; returns its error."""
+    """Flush a stream. One that takes nothing more is made to swallow the rest, so that the
+    interpreter can exit; returns its error.
+    """
     try:
         stream.flush()
     except OSError as error:
@@ -92,7 +100,9 @@ def _settle(stream: TextIO) -> OSError | None:
 
 
 def _interrupt_before(error: BaseException) -> BaseException | None:
-    """The signal that ends the command line, where an error comes of what it left half done: argparse, for one, tidies up after itself."""
+    """The signal that ends the command line, where an error comes of what it left half done:
+    argparse, for one, tidies up after itself.
+    """
     before: BaseException | None = error
     while before and not isinstance(before, KeyboardInterrupt):
         before = before.__context__
@@ -106,7 +116,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
             return error.exit_code, str(error)
         case MemoryError() | OSError(errno=errno.ENOMEM):
             return MemoryLimitError.exit_code, _NO_MEMORY
-        case ImportError() if "map segment" in str(error):  # what the loader of libraries says when there is no memory
+        case ImportError() if "map segment" in str(
+            error
+        ):  # what the loader of libraries says when there is no memory
             return MemoryLimitError.exit_code, _NO_MEMORY
         case KeyboardInterrupt():
             return getattr(error, "code", 130), ""
@@ -122,7 +134,11 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
     *_, (frame, line) = walk_tb(error.__traceback__)
     where = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
-    return 1, f"internal error: {type(error).__name__} at {where}: {error}; `python -X dev -m headrace ...` shows where it came from"
+    return (
+        1,
+        f"internal error: {type(error).__name__} at {where}: {error}; `python -X dev -m "
+        "headrace ...` shows where it came from",
+    )
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -138,7 +154,12 @@ def _dispatch(argv: Sequence[str]) -> int:
     if verb not in VERBS:
         raise RequestError(f"unknown verb {verb!r}{_nearest(verb, VERBS)}; see `headrace --help`")
     module = import_module(f"headrace.cli.{verb}")
-    parser = _Parser(prog=f"headrace {verb}", description=module.__doc__, allow_abbrev=False, formatter_class=_Formatter)
+    parser = _Parser(
+        prog=f"headrace {verb}",
+        description=module.__doc__,
+        allow_abbrev=False,
+        formatter_class=_Formatter,
+    )
     module.configure(parser)
     return int(module.run(parser.parse(argv[1:])))
 
@@ -147,12 +168,18 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of the description, and names every default that is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = action.default is None or action.default is False or action.default in ("", (), [], argparse.SUPPRESS)
+        plain = (
+            action.default is None
+            or action.default is False
+            or action.default in ("", (), [], argparse.SUPPRESS)
+        )
         return action.help if plain else f"{action.help} (default: %(default)s)"
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with flags anywhere between the positionals, the nearest name for unknown ones, and one-line errors."""
+    """argparse, with flags anywhere between the positionals, the nearest name for unknown ones, and
+    one-line errors.
+    """
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_intermixed_args(argv)
@@ -162,11 +189,16 @@ class _Parser(argparse.ArgumentParser):
         if flags:
             self.error(f"unknown flag {flags[0]}{_nearest(flags[0], self._option_string_actions)}")
         if unknown:
-            self.error(f"more arguments than expected: {unknown[0]!r}; put a prompt of several words in quotes")
+            self.error(
+                f"more arguments than expected: {unknown[0]!r}; put a prompt of several "
+                "words in quotes"
+            )
         return args
 
     def print_help(self, file: Any = None) -> None:
-        print(self.format_help(), end="", file=file)  # argparse would hide that it cannot be written
+        print(
+            self.format_help(), end="", file=file
+        )  # argparse would hide that it cannot be written
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see `{self.prog} --help`")

@@ -9,8 +9,15 @@ from headrace.errors import HeadraceError, RequestError
 def check_writable(flag: str, path: Path) -> None:
     """Raise RequestError, before any work is done, where no such file can be written."""
     home = path.absolute().parent
-    if path.is_dir() or not home.is_dir() or not os.access(path if path.exists() else home, os.W_OK):
-        raise RequestError(f"{flag} {path}: no file can be written there; name a file in a folder that exists and is yours")
+    if (
+        path.is_dir()
+        or not home.is_dir()
+        or not os.access(path if path.exists() else home, os.W_OK)
+    ):
+        raise RequestError(
+            f"{flag} {path}: no file can be written there; name a file in a folder that "
+            "exists and is yours"
+        )
 
 
 def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:

@@ -1,4 +1,6 @@
-"""The process that runs one command line: its streams take any text, and its signals end it in order."""
+"""The process that runs one command line: its streams take any text, and its signals end it in
+order.
+"""
 
 import gc
 import os
@@ -19,21 +21,29 @@ def run_process() -> NoReturn:
     _start_fast()
     had_stdout = sys.stdout is not None
     _open_streams()
-    code = main(sys.argv[1:]) if had_stdout else fail("stdout is closed, and the output has no other place to go", 1)
+    code = (
+        main(sys.argv[1:])
+        if had_stdout
+        else fail("stdout is closed, and the output has no other place to go", 1)
+    )
     signals.exit_when_ended()
     sys.exit(code)
 
 
 def _start_fast() -> None:
     """Leave out what Python and NumPy do at each start for programs of other kinds."""
-    # What modules and vocabularies allocate stays, and by default the collector goes through all of it again and again.
+    # What modules and vocabularies allocate stays, and by default the collector goes through all of
+    # it again and again.
     gc.set_threshold(_GARBAGE)
-    # The threads of NumPy's BLAS would spin beside our own, from the import on: nothing is computed with it but in tests.
+    # The threads of NumPy's BLAS would spin beside our own, from the import on: nothing is computed
+    # with it but in tests.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def _open_streams() -> None:
-    """Give closed streams /dev/null: else the next file that is opened takes their number. No character is refused."""
+    """Give closed streams /dev/null: else the next file that is opened takes their number. No
+    character is refused.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

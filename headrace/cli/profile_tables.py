@@ -4,7 +4,20 @@ from headrace.cli.table import print_figures, print_table
 from headrace.planner.profile import OpProfile, PhaseProfile
 from headrace.planner.report import Report
 
-_HEADINGS = ["op", ">calls", ">ms", ">%", ">MB", ">GB/s", ">%", ">G op", ">G op/s", ">%", ">least ms", "bound by"]
+_HEADINGS = [
+    "op",
+    ">calls",
+    ">ms",
+    ">%",
+    ">MB",
+    ">GB/s",
+    ">%",
+    ">G op",
+    ">G op/s",
+    ">%",
+    ">least ms",
+    "bound by",
+]
 _DRIFT = 0.1
 """Of the measurements: from here on it is worth a word."""
 
@@ -33,54 +46,105 @@ than half of the time, of short calls or of long ones. An op's time ends with it
 
 def _machine_figures(report: Report) -> dict[str, str]:
     """Each figure as it is used, and the range of its measurements."""
-    figures = {"memory read": _measured([machine.bandwidth for machine in report.machines], report.machine.bandwidth, "GB/s")}
+    figures = {
+        "memory read": _measured(
+            [machine.bandwidth for machine in report.machines], report.machine.bandwidth, "GB/s"
+        )
+    }
     for kind, rate in report.machine.rates.items():
-        figures[f"{kind} arithmetic"] = _measured([machine.rates[kind] for machine in report.machines], rate, "G op/s")
+        figures[f"{kind} arithmetic"] = _measured(
+            [machine.rates[kind] for machine in report.machines], rate, "G op/s"
+        )
     return figures
 
 
 def _measured(values: list[float], used: float, unit: str) -> str:
     low, high = min(values), max(values)
     note = "; it drifted, and so may the shares of it" if high > (1 + _DRIFT) * low else ""
-    return f"{_short(used / 1e9)} {unit} ({_short(low / 1e9)}-{_short(high / 1e9)} in {_count(len(values), 'measurement')}){note}"
+    return (
+        f"{_short(used / 1e9)} {unit} ({_short(low / 1e9)}-{_short(high / 1e9)} in "
+        f"{_count(len(values), 'measurement')}){note}"
+    )
 
 
 def _print_phase(report: Report, profile: PhaseProfile) -> None:
     rows = [_op_row(op, profile.seconds) for op in sorted(profile.ops, key=lambda op: -op.seconds)]
-    outside = ["outside ops", "", _ms(profile.outside), _percent(profile.outside / profile.seconds), *[""] * 8]
+    outside = [
+        "outside ops",
+        "",
+        _ms(profile.outside),
+        _percent(profile.outside / profile.seconds),
+        *[""] * 8,
+    ]
     num_bytes, flops = sum(op.bytes for op in profile.ops), sum(op.flops for op in profile.ops)
-    total = ["all", "", _ms(profile.seconds), "100", _short(num_bytes / 1e6), _short(num_bytes / profile.seconds / 1e9)]
-    total += [_percent(sum(op.memory_seconds for op in profile.ops) / profile.seconds), _short(flops / 1e9)]
-    total += [_short(flops / profile.seconds / 1e9), _percent(sum(op.arithmetic_seconds for op in profile.ops) / profile.seconds)]
+    total = [
+        "all",
+        "",
+        _ms(profile.seconds),
+        "100",
+        _short(num_bytes / 1e6),
+        _short(num_bytes / profile.seconds / 1e9),
+    ]
+    total += [
+        _percent(sum(op.memory_seconds for op in profile.ops) / profile.seconds),
+        _short(flops / 1e9),
+    ]
+    total += [
+        _short(flops / profile.seconds / 1e9),
+        _percent(sum(op.arithmetic_seconds for op in profile.ops) / profile.seconds),
+    ]
     headings, table = _HEADINGS, [*rows, outside, [*total, _ms(profile.floor), ""]]
     linked = [op.link_bytes for op in sorted(profile.ops, key=lambda op: -op.seconds)]
     if any(linked):
         headings = [*headings, ">link MB"]
-        cells = [_short(count / 1e6) if count else "-" for count in linked] + ["", _short(sum(linked) / 1e6)]
+        cells = [_short(count / 1e6) if count else "-" for count in linked] + [
+            "",
+            _short(sum(linked) / 1e6),
+        ]
         table = [[*row, cell] for row, cell in zip(table, cells, strict=True)]
     print_table(headings, table, _title(report, profile))
     if profile.wall > (1 + _DRIFT) * profile.seconds:
         print(
-            f"The machine was busy: the medians of the parts come to {_ms(profile.seconds)} ms, that of the rounds to {_ms(profile.wall)}."
+            "The machine was busy: the medians of the parts come to "
+            f"{_ms(profile.seconds)} ms, that of the rounds to {_ms(profile.wall)}."
         )
     print()
 
 
 def _title(report: Report, profile: PhaseProfile) -> str:
     walls, steps = profile.walls, len(profile.phase.steps)
-    times = f"{_ms(profile.wall)} ms ({_ms(min(walls))}-{_ms(max(walls))}, {_count(len(walls), 'round')})"
+    times = (
+        f"{_ms(profile.wall)} ms ({_ms(min(walls))}-{_ms(max(walls))}, "
+        f"{_count(len(walls), 'round')})"
+    )
     cut = f" in {steps} steps" if steps > 1 else ""
-    return f"{profile.phase.name}{cut}: {times}, {report.barriers_per_layer(profile):.1f} barriers a layer"
+    return (
+        f"{profile.phase.name}{cut}: {times}, {report.barriers_per_layer(profile):.1f} "
+        "barriers a layer"
+    )
 
 
 def _op_row(op: OpProfile, total: float) -> list[str]:
-    row = [op.name, f"{op.calls:,}" if op.calls else "-", _ms(op.seconds), _percent(op.seconds / total)]
+    row = [
+        op.name,
+        f"{op.calls:,}" if op.calls else "-",
+        _ms(op.seconds),
+        _percent(op.seconds / total),
+    ]
     if op.bytes and op.seconds:
-        row += [_short(op.bytes / 1e6), _short(op.bytes / op.seconds / 1e9), _percent(op.memory_share)]
+        row += [
+            _short(op.bytes / 1e6),
+            _short(op.bytes / op.seconds / 1e9),
+            _percent(op.memory_share),
+        ]
     else:
         row += [_short(op.bytes / 1e6) if op.bytes else "-", "-", "-"]
     if op.flops and op.seconds:
-        row += [_short(op.flops / 1e9), _short(op.flops / op.seconds / 1e9), _percent(op.arithmetic_share)]
+        row += [
+            _short(op.flops / 1e9),
+            _short(op.flops / op.seconds / 1e9),
+            _percent(op.arithmetic_share),
+        ]
     else:
         row += [_short(op.flops / 1e9) if op.flops else "-", "-", "-"]
     return [*row, _ms(op.floor) if op.floor else "-", op.bound]
@@ -91,14 +155,26 @@ def _print_summary(report: Report) -> None:
     rows = []
     for p in report.profiles:
         top = max(p.ops, key=lambda op: op.seconds)
-        speed = [_ms(p.wall), f"{p.tokens_per_second:,.0f}", f"{p.limit:,.0f}", _percent(p.floor / p.wall)]
+        speed = [
+            _ms(p.wall),
+            f"{p.tokens_per_second:,.0f}",
+            f"{p.limit:,.0f}",
+            _percent(p.floor / p.wall),
+        ]
         most = f"{top.name}, {_percent(top.seconds / p.seconds)} %"
         rows.append([p.phase.name, *speed, _percent(p.outside / p.seconds), most])
     print_table(headings, rows, "All phases")
 
 
 def _print_experts(report: Report) -> None:
-    headings = ["phase", ">experts", ">hit in a step", ">if chance chose", ">busiest", ">least busy"]
+    headings = [
+        "phase",
+        ">experts",
+        ">hit in a step",
+        ">if chance chose",
+        ">busiest",
+        ">least busy",
+    ]
     rows = []
     for e in report.experts:
         hit = [f"{e.num_experts:,}", _short(e.measured), _short(e.expected)]

@@ -1,11 +1,17 @@
-"""Remove a model that was fetched from the cache, by its name in `headrace ls` or its path there."""
+"""Remove a model that was fetched from the cache, by its name in `headrace ls` or its path
+there.
+"""
 
 import argparse
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
-    parser.add_argument("model", metavar="MODEL", help="a name or a path that `headrace ls` lists; nothing else is ever removed")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a name or a path that `headrace ls` lists; nothing else is ever removed",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

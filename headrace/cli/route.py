@@ -1,7 +1,9 @@
-"""Serve a model that workers run, as one server: each is a `headrace serve --worker` with the same MODEL, here or elsewhere.
+"""Serve a model that workers run, as one server: each is a `headrace serve --worker` with the same
+MODEL, here or elsewhere.
 
-A request goes where it is expected to begin soonest, and if its worker goes away it goes on at another: its client notices nothing.
-This process reads prompts and holds no weights; it needs the files of the model. Workers may come and go.
+A request goes where it is expected to begin soonest, and if its worker goes away it goes on at
+another: its client notices nothing. This process reads prompts and holds no weights; it needs the
+files of the model. Workers may come and go.
 """
 
 import argparse
@@ -21,10 +23,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="URL,URL",
         help="such as http://10.0.0.1:8000; some may come later",
     )
-    workers.add_argument("--worker-key", default="", metavar="KEY", help="an API key of theirs; HEADRACE_WORKER_KEY if left out")
-    workers.add_argument("--seed", type=int, default=0, metavar="N", help="from which those of requests without one are derived")
-    limits.add_argument("--max-model-len", type=int, default=0, metavar="N", help="that of the workers; 0: the model's whole context")
-    limits.add_argument("--worker-wait", type=float, default=30.0, metavar="S", help="for which a request waits while there is no worker")
+    workers.add_argument(
+        "--worker-key",
+        default="",
+        metavar="KEY",
+        help="an API key of theirs; HEADRACE_WORKER_KEY if left out",
+    )
+    workers.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="from which those of requests without one are derived",
+    )
+    limits.add_argument(
+        "--max-model-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="that of the workers; 0: the model's whole context",
+    )
+    limits.add_argument(
+        "--worker-wait",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="for which a request waits while there is no worker",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""A tiny random model, run on a backend and held against `reference`: do the kernels compute right on this processor, or GPU?"""
+"""A tiny random model, run on a backend and held against `reference`: do the kernels compute right
+on this processor, or GPU?
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,7 +17,9 @@ from headrace.quant.formats import FORMATS, StoredTensor
 
 _TOKENS = 40
 _TOLERANCE = 0.05
-"""Most relative error of the logits: activations are rounded to 8 bits, the reference has none of that."""
+"""Most relative error of the logits: activations are rounded to 8 bits, the reference has none of
+that.
+"""
 _SPEC = ModelSpec(
     architecture="llama",
     name="self-test",
@@ -41,16 +45,24 @@ class Check(NamedTuple):
 
 
 def run_checks(threads: int = 0, backend: str = "cpu") -> Iterator[Check]:
-    """Each weight format against the reference, then chunked against whole, which must be equal to the last bit."""
+    """Each weight format against the reference, then chunked against whole, which must be equal to
+    the last bit.
+    """
     for name in ("Q4_1", "Q8_0", "BF16"):
         tensors = _random_model(name)
         whole = _logits(tensors, backend, [_TOKENS], threads)
         truth = _logits(tensors, "reference", [_TOKENS], threads)
         error = float(np.linalg.norm(whole - truth) / np.linalg.norm(truth))
-        yield Check(f"{backend}: {name} against reference", error < _TOLERANCE, f"relative error {error:.4f}")
+        yield Check(
+            f"{backend}: {name} against reference",
+            error < _TOLERANCE,
+            f"relative error {error:.4f}",
+        )
         chunked = _logits(tensors, backend, [17, 1, 1, _TOKENS - 19], threads)
         yield Check(
-            f"{backend}: {name} whole and in chunks", bool((whole == chunked).all()), "bit-equal" if (whole == chunked).all() else "differs"
+            f"{backend}: {name} whole and in chunks",
+            bool((whole == chunked).all()),
+            "bit-equal" if (whole == chunked).all() else "differs",
         )
 
 
@@ -60,31 +72,52 @@ def _random_model(format_name: str) -> dict[str, StoredTensor]:
     tensors = {}
     for name, shape in tensor_shapes(_SPEC).items():
         if len(shape) == 1:
-            tensors[name] = StoredTensor.from_floats(name, rng.uniform(0.5, 1.5, shape).astype(np.float32))
+            tensors[name] = StoredTensor.from_floats(
+                name, rng.uniform(0.5, 1.5, shape).astype(np.float32)
+            )
         else:
-            tensors[name] = StoredTensor.from_bytes(name, FORMATS[format_name], shape, _random_weights(rng, format_name, shape))
+            tensors[name] = StoredTensor.from_bytes(
+                name, FORMATS[format_name], shape, _random_weights(rng, format_name, shape)
+            )
     return tensors
 
 
-def _random_weights(rng: np.random.Generator, format_name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _random_weights(
+    rng: np.random.Generator, format_name: str, shape: tuple[int, ...]
+) -> NDArray[np.uint8]:
     rows, cols = shape
     spread = cols**-0.5
     if format_name == "BF16":
-        return (rng.normal(0, spread, rows * cols).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return (
+            (rng.normal(0, spread, rows * cols).astype(np.float32).view(np.uint32) >> 16)
+            .astype(np.uint16)
+            .view(np.uint8)
+        )
     blocks = rows * cols // 32
     scale = rng.uniform(0.5, 1, blocks) * spread / (4 if format_name == "Q4_1" else 64)
-    constants = [scale, -7.5 * scale] if format_name == "Q4_1" else [scale]  # Q4_1: scale and minimum, then 4-bit codes
+    constants = (
+        [scale, -7.5 * scale] if format_name == "Q4_1" else [scale]
+    )  # Q4_1: scale and minimum, then 4-bit codes
     head = np.stack(constants, axis=1).astype(np.float16).view(np.uint8)
     codes = rng.integers(0, 256, (blocks, FORMATS[format_name].nbytes - head.shape[1]), np.uint8)
     return np.concatenate([head, codes], axis=1).reshape(-1)
 
 
-def _logits(tensors: dict[str, StoredTensor], backend: str, chunks: list[int], threads: int) -> NDArray[np.float32]:
+def _logits(
+    tensors: dict[str, StoredTensor], backend: str, chunks: list[int], threads: int
+) -> NDArray[np.float32]:
     """Logits of all rows of one prompt, [tokens, vocab], computed in chunks of the given sizes."""
-    executable = compile_program(backend, trace_model(_SPEC, tensors), tensors, KvConfig((4,)), threads)
+    executable = compile_program(
+        backend, trace_model(_SPEC, tensors), tensors, KvConfig((4,)), threads
+    )
     try:
         starts = np.cumsum([0, *chunks[:-1]])
-        return np.concatenate([_step(executable, int(start), rows) for start, rows in zip(starts, chunks, strict=True)])
+        return np.concatenate(
+            [
+                _step(executable, int(start), rows)
+                for start, rows in zip(starts, chunks, strict=True)
+            ]
+        )
     finally:
         executable.close()
 

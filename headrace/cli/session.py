@@ -23,12 +23,17 @@ from headrace.request import RequestOutput, SamplingParams, Update
 class Session:
     """One model, one request at a time."""
 
-    def __init__(self, model: str, config: EngineConfig, adapter: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self, model: str, config: EngineConfig, adapter: tuple[str, str] | None = None
+    ) -> None:
         """`adapter`: name and path of the one that all is answered with."""
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.config = self._engine.config
-        gc.freeze()  # all of it stays, so that the collector need not look at it again, at exit either
-        if self.config.backend == "cuda":  # what torch and Triton hold would count as leaks of the native module
+        # all of it stays, so that the collector need not look at it again, at exit either
+        gc.freeze()
+        if (
+            self.config.backend == "cuda"
+        ):  # what torch and Triton hold would count as leaks of the native module
             atexit.register(gc.unfreeze)
         self._adapter = adapter[0] if adapter else None
         self._matrices: Adapter = {}
@@ -47,14 +52,23 @@ class Session:
     def __enter__(self) -> "Session":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._prompts.close()
         self._engine.close()
 
-    def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Stop) -> Iterator[Update]:
-        """What comes of a text that is continued, or a conversation that is answered, piece by piece; `stop` ends it. Sets `result`.
+    def answer(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Stop
+    ) -> Iterator[Update]:
+        """What comes of a text that is continued, or a conversation that is answered, piece by
+        piece; `stop` ends it. Sets `result`.
 
-        Raises RequestError for what does not fit in the context, and the request's own error if it fails on the way.
+        Raises RequestError for what does not fit in the context, and the request's own error if it
+        fails on the way.
         """
         token_ids, text = self._prompts.read(prompt)
         request_id = self._engine.add_request(token_ids, params, prompt=text, adapter=self._adapter)
@@ -70,7 +84,9 @@ class Session:
             raise self.result.error
 
     def closing_line(self) -> str:
-        """Tokens and speed of the last answer, the limit that this machine sets to its steps, accepted draft tokens, what is lossy."""
+        """Tokens and speed of the last answer, the limit that this machine sets to its steps,
+        accepted draft tokens, what is lossy.
+        """
         result = self.result
         if result is None:
             return ""
@@ -79,7 +95,11 @@ class Session:
         computed = num_in - result.cached_tokens
         what = f"in, {result.cached_tokens:,} cached" if result.cached_tokens else "in"
         prefill = result.timing.prefill
-        parts = [f"{num_in:,} {what}, {computed / prefill:,.0f} tok/s" if computed > 0 and prefill > 0 else f"{num_in:,} {what}"]
+        parts = [
+            f"{num_in:,} {what}, {computed / prefill:,.0f} tok/s"
+            if computed > 0 and prefill > 0
+            else f"{num_in:,} {what}"
+        ]
         if share := self._share_of_limit(result):
             speed = (num_out - num_seqs) / result.timing.decode
             parts.append(f"{num_out:,} out, {speed:,.0f} tok/s")
@@ -93,18 +113,26 @@ class Session:
         return f"[{' · '.join(parts)}]"
 
     def _share_of_limit(self, result: RequestOutput) -> float:
-        """Least time of the steps after the first token as a share of the time that they took; 0 where there were none.
+        """Least time of the steps after the first token as a share of the time that they took; 0
+        where there were none.
 
-        A measurement that the answer has just beaten was taken on a busy machine, and is taken again.
+        A measurement that the answer has just beaten was taken on a busy machine, and is taken
+        again.
         """
         traced = own_program(self.config, self._checkpoint)
-        program = adapted(lower_program(self.config.backend, traced, self._checkpoint.tensors), self._matrices)
-        loads = decode_loads(result, number_bytes(program.kv_groups, self.config.kv_dtype), self._beam_width)
+        program = adapted(
+            lower_program(self.config.backend, traced, self._checkpoint.tensors), self._matrices
+        )
+        loads = decode_loads(
+            result, number_bytes(program.kv_groups, self.config.kv_dtype), self._beam_width
+        )
         if not loads or not result.timing.decode:
             return 0.0
         here = self.config.threads, self.config.backend
         share = decode_seconds(program, hardware.this_machine(*here), loads) / result.timing.decode
         if share > 1:
             hardware.measure(*here)
-            share = decode_seconds(program, hardware.this_machine(*here), loads) / result.timing.decode
+            share = (
+                decode_seconds(program, hardware.this_machine(*here), loads) / result.timing.decode
+            )
         return share

@@ -1,4 +1,6 @@
-"""Show what a model is, what it needs, how much KV fits in this machine's memory beside it, and how fast it can be here at most."""
+"""Show what a model is, what it needs, how much KV fits in this machine's memory beside it, and how
+fast it can be here at most.
+"""
 
 import argparse
 from collections import Counter
@@ -45,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(model: str, options: "Mapping[str, Any]" = _ALONE) -> dict[str, Any]:
-    """All facts, as they go to JSON: bytes, counts and tokens per second; `options`: the backend, and those in `arguments.PARALLEL`."""
+    """All facts, as they go to JSON: bytes, counts and tokens per second; `options`: the backend,
+    and those in `arguments.PARALLEL`.
+    """
     from headrace.assembly.choice import choose
     from headrace.assembly.options import engine_config
     from headrace.backend import lower_program
@@ -88,7 +92,11 @@ def describe(model: str, options: "Mapping[str, Any]" = _ALONE) -> dict[str, Any
         "bytes_by_type": dict(formats.most_common()),
         "bytes": formats.total(),
         "bytes_in_memory": program.weight_bytes,
-        "bytes_in_format": {name: sum(t.nbytes for t in imagined_tensors(spec, FORMATS[name]).values()) for name in _FORMATS if bare},
+        "bytes_in_format": {
+            name: sum(t.nbytes for t in imagined_tensors(spec, FORMATS[name]).values())
+            for name in _FORMATS
+            if bare
+        },
         "kv_groups": [_group(group, choice.backend) for group in program.kv_groups],
         **_memory(config, program, spec.max_context),
         "limits": _limits(program, choice.backend),
@@ -97,20 +105,32 @@ def describe(model: str, options: "Mapping[str, Any]" = _ALONE) -> dict[str, Any
 
 
 def _memory(config: EngineConfig, program: "Program", context: int) -> dict[str, Any]:
-    """The memory that the backend has, and how much KV fits in it beside the weights, by number format."""
+    """The memory that the backend has, and how much KV fits in it beside the weights, by number
+    format.
+    """
     from headrace.assembly.memory import memory_for
     from headrace.backend import KV_DTYPES
     from headrace.planner.fit import Fit
     from headrace.program.kv import token_bytes
 
-    memory, groups, dtypes = memory_for(config, program), program.kv_groups, KV_DTYPES[config.backend]
+    memory, groups, dtypes = (
+        memory_for(config, program),
+        program.kv_groups,
+        KV_DTYPES[config.backend],
+    )
     sizes = {dtype: _sequence_bytes(groups, dtype, context, config.backend) for dtype in dtypes}
-    fits = {dtype: Fit(memory.available, program.weight_bytes, size, context, memory.to_run) for dtype, size in sizes.items()}
+    fits = {
+        dtype: Fit(memory.available, program.weight_bytes, size, context, memory.to_run)
+        for dtype, size in sizes.items()
+    }
     return {
         "kv_bytes_per_token": {dtype: token_bytes(groups, dtype) for dtype in dtypes},
         "memory_available": memory.available,
         "memory_of_gpu": memory.on_gpu,
-        "fits": {dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences} for dtype, fit in fits.items()},
+        "fits": {
+            dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences}
+            for dtype, fit in fits.items()
+        },
     }
 
 
@@ -122,8 +142,12 @@ def _group(group: "KvGroup", backend: BackendName) -> dict[str, Any]:
     return {"layers": len(group.layers), "window": group.window, "kv_bytes_per_token": sizes}
 
 
-def _ranks(config: EngineConfig, program: "Program", tensors: "Mapping[str, StoredTensor]") -> list[dict[str, int]]:
-    """What each rank has of the model, and what it receives in a step of one row and in one of 512; empty for a single rank."""
+def _ranks(
+    config: EngineConfig, program: "Program", tensors: "Mapping[str, StoredTensor]"
+) -> list[dict[str, int]]:
+    """What each rank has of the model, and what it receives in a step of one row and in one of 512;
+    empty for a single rank.
+    """
     from headrace.assembly.ranks import mesh_of, rank_programs
     from headrace.program.kv import token_bytes
     from headrace.program.op import Load
@@ -151,18 +175,29 @@ def _experts(program: "Program", spec: "ModelSpec") -> dict[str, int]:
     if not spec.experts:
         return {}
     ops = [op for op in program.ops if isinstance(op, Experts)]
-    unused = sum((len(op.gate) - op.top_k) * sum(w.rows * w.cols for w in (op.gate[0], op.up[0], op.down[0])) for op in ops)
+    unused = sum(
+        (len(op.gate) - op.top_k) * sum(w.rows * w.cols for w in (op.gate[0], op.up[0], op.down[0]))
+        for op in ops
+    )
     parameters = sum(weight.rows * weight.cols for weight in program.weights.values())
-    experts = {"experts": spec.experts.num_experts, "experts_per_token": spec.experts.top_k, "layers_with_experts": len(ops)}
+    experts = {
+        "experts": spec.experts.num_experts,
+        "experts_per_token": spec.experts.top_k,
+        "layers_with_experts": len(ops),
+    }
     return experts | {"active_parameters": parameters - unused}
 
 
-def _sequence_bytes(groups: "Sequence[KvGroup]", dtype: KvDtype, context: int, backend: BackendName) -> int:
+def _sequence_bytes(
+    groups: "Sequence[KvGroup]", dtype: KvDtype, context: int, backend: BackendName
+) -> int:
     """Bytes of KV that a sequence of full length holds at once."""
     from headrace.backend import KV_BLOCK_SIZES
 
     rows, size = EngineConfig(backend=backend).max_rows, KV_BLOCK_SIZES[backend]
-    return sum(group.num_blocks(context, rows, size) * group.block_bytes(dtype, size) for group in groups)
+    return sum(
+        group.num_blocks(context, rows, size) * group.block_bytes(dtype, size) for group in groups
+    )
 
 
 def _limits(program: "Program", backend: BackendName) -> dict[str, float] | None:
@@ -174,7 +209,10 @@ def _limits(program: "Program", backend: BackendName) -> dict[str, float] | None
     if machine is None:
         return None
     kv_bytes = number_bytes(program.kv_groups, "bf16")
-    decode = {f"decode_at_{depth}": roofline.decode_limit(program, machine, depth, kv_bytes) for depth in _DEPTHS}
+    decode = {
+        f"decode_at_{depth}": roofline.decode_limit(program, machine, depth, kv_bytes)
+        for depth in _DEPTHS
+    }
     return decode | {"prefill_512": roofline.prefill_limit(program, machine, 512, kv_bytes)}
 
 
@@ -185,13 +223,17 @@ def _token_sizes(bytes_per_token: dict[str, int]) -> str:
 
 
 def _group_sizes(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """A line for each group of layers that keep alike and see alike, unless all do and see everything."""
+    """A line for each group of layers that keep alike and see alike, unless all do and see
+    everything.
+    """
     if len(groups) == 1 and not groups[0]["window"]:
         return {}
     lines = {}
     for number, group in enumerate(groups, 1):
         seen = f"the last {group['window']:,} tokens" if group["window"] else "all tokens"
-        lines[f"KV group {number}"] = f"{group['layers']} layers that see {seen}: {_token_sizes(group['kv_bytes_per_token'])}"
+        lines[f"KV group {number}"] = (
+            f"{group['layers']} layers that see {seen}: {_token_sizes(group['kv_bytes_per_token'])}"
+        )
     return lines
 
 
@@ -199,15 +241,24 @@ def _weight_sizes(facts: dict[str, Any]) -> dict[str, str]:
     from headrace.cli.table import size
 
     if not facts["has_weights"]:
-        return {"weights": "none are there; they would be " + ", ".join(f"{size(b)} in {n}" for n, b in facts["bytes_in_format"].items())}
+        return {
+            "weights": "none are there; they would be "
+            + ", ".join(f"{size(b)} in {n}" for n, b in facts["bytes_in_format"].items())
+        }
     by_type = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in facts["bytes_by_type"].items())
-    return {"weights": f"{size(facts['bytes'])}: {by_type}", "weights in memory": size(facts["bytes_in_memory"])}
+    return {
+        "weights": f"{size(facts['bytes'])}: {by_type}",
+        "weights in memory": size(facts["bytes_in_memory"]),
+    }
 
 
 def _expert_line(facts: dict[str, Any]) -> dict[str, str]:
     if "experts" not in facts:
         return {}
-    chosen = f"{facts['experts']} in {facts['layers_with_experts']} layers, {facts['experts_per_token']} of them for a token"
+    chosen = (
+        f"{facts['experts']} in {facts['layers_with_experts']} layers, "
+        f"{facts['experts_per_token']} of them for a token"
+    )
     return {"experts": f"{chosen}: {facts['active_parameters'] / 1e6:,.1f} M active parameters"}
 
 
@@ -221,7 +272,8 @@ def _print(facts: dict[str, Any]) -> None:
             "architecture": facts["architecture"],
             "parameters": f"{facts['parameters'] / 1e6:,.1f} M",
             **_expert_line(facts),
-            "layers": f"{facts['layers']} of width {facts['width']:,}, feed-forward {facts['ffn_width']:,}",
+            "layers": f"{facts['layers']} of width {facts['width']:,}, feed-forward "
+            f"{facts['ffn_width']:,}",
             "heads": f"{facts['heads']} of {facts['head_dim']}, over {facts['kv_heads']} KV heads",
             "vocabulary": f"{facts['vocabulary']:,}",
             "context": f"{facts['context']:,} tokens",
@@ -233,21 +285,39 @@ def _print(facts: dict[str, Any]) -> None:
         },
     )
     fits = {
-        f"with {dtype} KV": f"{fit['tokens']:,} tokens at once: {fit['full_sequences']:,} sequences of full length"
+        f"with {dtype} KV": f"{fit['tokens']:,} tokens at once: {fit['full_sequences']:,} sequences of full "
+        "length"
         for dtype, fit in facts["fits"].items()
     }
     whose = "memory that is free on the GPU" if facts["memory_of_gpu"] else "available memory"
     print_figures(f"What fits in {size(facts['memory_available'])} of {whose}", fits)
     if facts["ranks"]:
-        headings = ["rank", ">stage", ">layers", ">weights", ">KV per token", ">received, 1 row", ">512 rows"]
+        headings = [
+            "rank",
+            ">stage",
+            ">layers",
+            ">weights",
+            ">KV per token",
+            ">received, 1 row",
+            ">512 rows",
+        ]
         rows = [
-            [f"{rank}", *map(str, list(one.values())[:2]), *map(size, list(one.values())[2:])] for rank, one in enumerate(facts["ranks"])
+            [f"{rank}", *map(str, list(one.values())[:2]), *map(size, list(one.values())[2:])]
+            for rank, one in enumerate(facts["ranks"])
         ]
         print_table(headings, rows, "Ranks")
         print()
     limits = facts["limits"]
     if limits is None:
-        print_figures("At most", {"tokens per second": "not known before `headrace doctor` has measured this machine"})
+        print_figures(
+            "At most",
+            {"tokens per second": "not known before `headrace doctor` has measured this machine"},
+        )
     else:
-        at_depth = {f"decode at depth {depth:,}": f"{limits[f'decode_at_{depth}']:,.0f} tokens/s" for depth in _DEPTHS}
-        print_figures("At most, here", at_depth | {"prefill of 512": f"{limits['prefill_512']:,.0f} tokens/s"})
+        at_depth = {
+            f"decode at depth {depth:,}": f"{limits[f'decode_at_{depth}']:,.0f} tokens/s"
+            for depth in _DEPTHS
+        }
+        print_figures(
+            "At most, here", at_depth | {"prefill of 512": f"{limits['prefill_512']:,.0f} tokens/s"}
+        )

@@ -1,4 +1,6 @@
-"""Signals that end the command line: Ctrl-C, `kill`, and a terminal that goes away. The exit code is 128 + the signal's number."""
+"""Signals that end the command line: Ctrl-C, `kill`, and a terminal that goes away. The exit code
+is 128 + the signal's number.
+"""
 
 import os
 import signal
@@ -8,7 +10,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_ENDING = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 class Ended(KeyboardInterrupt):
@@ -36,7 +40,9 @@ class Stop:
 
 
 def raise_when_ended() -> None:
-    """From now on a signal raises Ended, and a second one ends the process at once; those that are ignored stay so."""
+    """From now on a signal raises Ended, and a second one ends the process at once; those that are
+    ignored stay so.
+    """
     sys.unraisablehook = _unraisable
     _handle(_raise)
 
@@ -56,7 +62,9 @@ def exit_when_ended() -> None:
 
 @contextmanager
 def held() -> Iterator[Stop]:
-    """While it lasts, a signal is noted in a `Stop` instead of cutting a step of the engine in two."""
+    """While it lasts, a signal is noted in a `Stop` instead of cutting a step of the engine
+    in two.
+    """
     stop = Stop()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -82,7 +90,8 @@ def _handle(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
 def _raise(number: int, frame: FrameType | None) -> None:
     exit_when_ended()
     while frame:
-        # Extension modules print an exception that comes while they are imported, and nothing is there to tidy up yet.
+        # Extension modules print an exception that comes while they are imported, and nothing is
+        # there to tidy up yet.
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _exit(number, None)
         frame = frame.f_back
@@ -94,7 +103,9 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
-    """An interrupt that came where it cannot be raised, such as in a callback of the garbage collector, must not be lost."""
+    """An interrupt that came where it cannot be raised, such as in a callback of the garbage
+    collector, must not be lost.
+    """
     if isinstance(unraisable.exc_value, Ended):
         os._exit(unraisable.exc_value.code)
     sys.__unraisablehook__(unraisable)

@@ -26,22 +26,32 @@ def num_blocks(phase: Phase, block_size: int) -> int:
 
 
 class Stopwatch:
-    """A compiled model whose KV is written to the last of `blocks` blocks in each group: a page never written costs nothing to read.
+    """A compiled model whose KV is written to the last of `blocks` blocks in each group: a page
+    never written costs nothing to read.
 
     Of several ranks the first is timed.
     """
 
-    def __init__(self, model: str, checkpoint: Checkpoint, config: EngineConfig, blocks: int) -> None:
+    def __init__(
+        self, model: str, checkpoint: Checkpoint, config: EngineConfig, blocks: int
+    ) -> None:
         program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), mesh_of(config)
         self._num_groups, self._block_size = len(program.kv_groups), KV_BLOCK_SIZES[config.backend]
-        kv, threads = KvConfig((blocks,) * self._num_groups, self._block_size, config.kv_dtype), threads_of(config, mesh)
+        kv, threads = (
+            KvConfig((blocks,) * self._num_groups, self._block_size, config.kv_dtype),
+            threads_of(config, mesh),
+        )
         self.executable: Executable
         if mesh.ranks > 1:
-            ranks = compile_ranks(model, config, mesh, checkpoint, target_program(config, checkpoint), kv)
+            ranks = compile_ranks(
+                model, config, mesh, checkpoint, target_program(config, checkpoint), kv
+            )
             ranks.connect()
             self.executable = ranks
         else:
-            self.executable = compile_program(config.backend, program, checkpoint.tensors, kv, threads, config.activations)
+            self.executable = compile_program(
+                config.backend, program, checkpoint.tensors, kv, threads, config.activations
+            )
         self._vocab = checkpoint.spec.vocab_size
         slots = np.arange(blocks * self._block_size, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))
@@ -50,7 +60,9 @@ class Stopwatch:
             self.executable.move_slots(group, slots[filled:] % filled, slots[filled:])
 
     def turn(self, phase: Phase) -> list[list[StepTimes]]:
-        """The times of all steps of the phase, once or several times over. What a round writes to the KV is the same each time."""
+        """The times of all steps of the phase, once or several times over. What a round writes to
+        the KV is the same each time.
+        """
         batches = [self._batch(load) for load in phase.steps]
         end = time.monotonic() + _SECONDS
         rounds = [[self.executable.profile(batch) for batch in batches]]
@@ -59,7 +71,9 @@ class Stopwatch:
         return rounds
 
     def expert_rows(self, phase: Phase) -> list[NDArray[np.int64]]:
-        """The rows that go to each expert in each step of the phase, [ops over experts, experts]."""
+        """The rows that go to each expert in each step of the phase, [ops over experts,
+        experts].
+        """
         steps = []
         for batch in map(self._batch, phase.steps):
             before = self.executable.expert_loads()
@@ -71,14 +85,19 @@ class Stopwatch:
         self.executable.close()
 
     def _batch(self, load: Load) -> RaggedBatch:
-        """A step of this load: sequence after sequence, each with blocks of its own in order, and logits for its last row."""
+        """A step of this load: sequence after sequence, each with blocks of its own in order, and
+        logits for its last row.
+        """
         context, rows = np.array(load.seqs, np.int32).T.copy()
         ends = np.cumsum(rows, dtype=np.int32)
         seq = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
         row = np.arange(ends[-1], dtype=np.int32)
         positions = row - (ends - rows)[seq] + context[seq]
         blocks = -(-int((context + rows).max()) // self._block_size)
-        slots, block_table = seq * (blocks * self._block_size) + positions, np.arange(len(rows) * blocks, dtype=np.int32)
+        slots, block_table = (
+            seq * (blocks * self._block_size) + positions,
+            np.arange(len(rows) * blocks, dtype=np.int32),
+        )
         return RaggedBatch(
             tokens=row * 37 % self._vocab,
             positions=positions,

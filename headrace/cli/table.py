@@ -1,4 +1,6 @@
-"""Tables and figures for people: rich on a terminal, plain aligned text elsewhere or when NO_COLOR is set."""
+"""Tables and figures for people: rich on a terminal, plain aligned text elsewhere or when NO_COLOR
+is set.
+"""
 
 import json
 import os
@@ -19,17 +21,24 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: s
     if title:
         print(title)
     for line in lines:
-        cells = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True))
+        cells = (
+            cell.rjust(w) if r else cell.ljust(w)
+            for cell, w, r in zip(line, widths, right, strict=True)
+        )
         print("  ".join(cells).rstrip())
 
 
-def _print_rich(names: Sequence[str], right: Sequence[bool], rows: Sequence[Sequence[str]], title: str) -> None:
+def _print_rich(
+    names: Sequence[str], right: Sequence[bool], rows: Sequence[Sequence[str]], title: str
+) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, show_header=any(names), collapse_padding=True, pad_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD, show_header=any(names), collapse_padding=True, pad_edge=False
+    )
     if title:
         table.title, table.title_justify, table.title_style = Text(title), "left", "bold"
     for name, flush_right in zip(names, right, strict=True):

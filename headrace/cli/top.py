@@ -1,7 +1,9 @@
-"""Watch the engines that run on this machine: KV memory, rows, speed and requests, live in the terminal.
+"""Watch the engines that run on this machine: KV memory, rows, speed and requests, live in the
+terminal.
 
-Nothing has to be prepared: every engine of yours (headrace run, LLM(...), a benchmark) shows up while it works. With one engine,
-or with a PID, its requests are shown too. Engines in a container are seen where the folder HEADRACE_STATS is shared.
+Nothing has to be prepared: every engine of yours (headrace run, LLM(...), a benchmark) shows up
+while it works. With one engine, or with a PID, its requests are shown too. Engines in a container
+are seen where the folder HEADRACE_STATS is shared.
 """
 
 import argparse
@@ -25,15 +27,26 @@ _NOBODY = "none of your engines is running; an engine shows up here while it com
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this verb."""
     parser.add_argument(
-        "which", metavar="PID", nargs="?", type=whole_number(1, 2**31 - 1), help="the process to show, where several have an engine"
+        "which",
+        metavar="PID",
+        nargs="?",
+        type=whole_number(1, 2**31 - 1),
+        help="the process to show, where several have an engine",
     )
     parser.add_argument("--once", action="store_true", help="print what there is now, and end")
-    parser.add_argument("--map", type=Path, metavar="FILE", help="draw which request holds which block of KV, as SVG, and end")
+    parser.add_argument(
+        "--map",
+        type=Path,
+        metavar="FILE",
+        help="draw which request holds which block of KV, as SVG, and end",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show until Ctrl-C; with --once, --json, --map or without a terminal that can be redrawn, only what is there now."""
+    """Show until Ctrl-C; with --once, --json, --map or without a terminal that can be redrawn, only
+    what is there now.
+    """
     from headrace.cli.table import print_json
     from headrace.cli.watching import Watch, facts
 
@@ -78,7 +91,11 @@ def _live(watch: "Watch") -> None:
     def view() -> Any:
         records = watch.read()
         rows = max(4, console.height - 18)
-        return screen(records, watch.now(), console.width, rows) if records else Text(f"{_NOBODY} (Ctrl-C ends this)", "dim")
+        return (
+            screen(records, watch.now(), console.width, rows)
+            if records
+            else Text(f"{_NOBODY} (Ctrl-C ends this)", "dim")
+        )
 
     console = Console()
     with Live(view(), console=console, screen=True, auto_refresh=False) as live:
@@ -97,7 +114,9 @@ def _draw(watch: "Watch", path: Path) -> int:
     blocks: BlockMap | None = record.get("map")
     if blocks is None:
         raise RequestError(f"the KV pool of process {record['pid']} has too many blocks to draw")
-    svg = block_map_svg(f"{record['model']}, process {record['pid']}: which request holds which block of KV", blocks)
+    svg = block_map_svg(
+        f"{record['model']}, process {record['pid']}: which request holds which block of KV", blocks
+    )
     write("--map", path, svg)
     print(f"The block map of process {record['pid']} is drawn in {path}.")
     return 0

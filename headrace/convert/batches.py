@@ -1,4 +1,6 @@
-"""Batches of one sequence, whose slots are its positions: pieces of a text, each in a cache of its own."""
+"""Batches of one sequence, whose slots are its positions: pieces of a text, each in a cache of its
+own.
+"""
 
 from collections.abc import Sequence
 
@@ -13,8 +15,12 @@ def num_blocks(length: int) -> int:
     return -(-length // KvConfig.block_size)
 
 
-def piece_batch(piece: Sequence[int], first: int, end: int, num_logits: int, blocks: int, num_groups: int) -> RaggedBatch:
-    """Tokens `first` to `end` of a piece, whose last `num_logits` rows have logits; the table has `blocks` in each group of layers."""
+def piece_batch(
+    piece: Sequence[int], first: int, end: int, num_logits: int, blocks: int, num_groups: int
+) -> RaggedBatch:
+    """Tokens `first` to `end` of a piece, whose last `num_logits` rows have logits; the table has
+    `blocks` in each group of layers.
+    """
     positions, rows = ints(list(range(first, end))), end - first
     logit_rows = ints(list(range(max(0, rows - num_logits), rows)))
     return RaggedBatch(

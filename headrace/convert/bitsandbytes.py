@@ -1,7 +1,8 @@
-"""Folders that bitsandbytes reads: of nf4 and fp4 whose scales are quantised again (QLoRA, Dettmers et al. 2023), and of LLM.int8. The
-formats are told in `checkpoint/quantisation/bitsandbytes.py`.
+"""Folders that bitsandbytes reads: of nf4 and fp4 whose scales are quantised again (QLoRA, Dettmers
+et al. 2023), and of LLM.int8. The formats are told in `checkpoint/quantisation/bitsandbytes.py`.
 
-A scale of nf4 or fp4 becomes one of 256 values between -1 and 1 (`scale_values`), times the largest of 256 scales, plus the mean of all.
+A scale of nf4 or fp4 becomes one of 256 values between -1 and 1 (`scale_values`), times the largest
+of 256 scales, plus the mean of all.
 """
 
 import json
@@ -32,7 +33,10 @@ class BitsAndBytes:
 
     def __post_init__(self) -> None:
         if self.spec.codebook not in ("nf4", "fp4") or not self.spec.group:
-            raise RequestError(f"bitsandbytes has no format for {self.spec.name}; it has nf4 and fp4 in groups of columns")
+            raise RequestError(
+                f"bitsandbytes has no format for {self.spec.name}; it has nf4 and fp4 in "
+                "groups of columns"
+            )
 
     def config(self, left: Sequence[str]) -> dict[str, Any]:
         return {
@@ -67,7 +71,9 @@ class BitsAndBytes:
         largest = np.abs(left).max(axis=1)
         values = scale_values()
         inverse = np.divide(np.float32(1), largest, out=np.zeros_like(largest), where=largest > 0)
-        nearest = np.searchsorted((values[1:] + values[:-1]) / 2, left * inverse[:, None]).astype(np.uint8)
+        nearest = np.searchsorted((values[1:] + values[:-1]) / 2, left * inverse[:, None]).astype(
+            np.uint8
+        )
         state = {
             "quant_type": self.spec.codebook,
             "blocksize": self.spec.group,
@@ -84,7 +90,9 @@ class BitsAndBytes:
             f"{name}.quant_map": np.array(CODEBOOKS[self.spec.codebook], np.float32),
             f"{name}.nested_absmax": largest,
             f"{name}.nested_quant_map": values,
-            self._state(name): np.frombuffer(json.dumps(state).ljust(_STATE_BYTES).encode(), np.uint8),
+            self._state(name): np.frombuffer(
+                json.dumps(state).ljust(_STATE_BYTES).encode(), np.uint8
+            ),
         }
 
     def _state(self, name: str) -> str:
@@ -92,7 +100,9 @@ class BitsAndBytes:
 
 
 class LlmInt8:
-    """A writer of int8 by row, whose activations are int8 but for outliers (LLM.int8, Dettmers et al. 2022)."""
+    """A writer of int8 by row, whose activations are int8 but for outliers (LLM.int8, Dettmers et
+    al. 2022).
+    """
 
     def config(self, left: Sequence[str]) -> dict[str, Any]:
         return {
@@ -112,7 +122,11 @@ class LlmInt8:
 
     def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
         largest = parts["row_scales"] * np.float32(127)
-        return {name: parts["codes"], self._scales(name): largest, f"{name}_format": np.zeros((), np.uint8)}
+        return {
+            name: parts["codes"],
+            self._scales(name): largest,
+            f"{name}_format": np.zeros((), np.uint8),
+        }
 
     def _scales(self, name: str) -> str:
         return f"{name.removesuffix('weight')}SCB"
@@ -120,8 +134,9 @@ class LlmInt8:
 
 @cache
 def scale_values() -> NDArray[np.float32]:
-    """The 256 values of a quantised scale, in order: 0, 1, and in each of seven decades of either sign the centres of 1 to 64 equal parts
-    of its upper nine tenths ("dynamic tree quantisation", Dettmers 2016).
+    """The 256 values of a quantised scale, in order: 0, 1, and in each of seven decades of either
+    sign the centres of 1 to 64 equal parts of its upper nine tenths ("dynamic tree quantisation",
+    Dettmers 2016).
     """
     positive = []
     for decade in range(7):

@@ -1,7 +1,9 @@
-"""What goes into the matrices of a model while it reads a text: sums of products, which errors are weighed with, and largest magnitudes.
+"""What goes into the matrices of a model while it reads a text: sums of products, which errors are
+weighed with, and largest magnitudes.
 
-The model runs op by op, and the rows that each linear op or mixture of experts reads are taken from it. Where all sums together are larger
-than `memory`, the text is read several times, for some matrices each.
+The model runs op by op, and the rows that each linear op or mixture of experts reads are taken from
+it. Where all sums together are larger than `memory`, the text is read several times, for some
+matrices each.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,10 +39,12 @@ def input_products(
     tell: Callable[[float], None],
     memory: int = MEMORY,
 ) -> Iterator[tuple[Floats, list[str]]]:
-    """For the inputs of the named matrices, X^T X / rows over all rows of all pieces [cols, cols], and the matrices that read it.
+    """For the inputs of the named matrices, X^T X / rows over all rows of all pieces [cols, cols],
+    and the matrices that read it.
 
-    `tell` hears how much of the work is done, from 0 to 1. What experts read is what all of them read together; what goes into their last
-    matrices is left out. Raises FormatError, which names a tensor, where the model computes what is not finite.
+    `tell` hears how much of the work is done, from 0 to 1. What experts read is what all of them
+    read together; what goes into their last matrices is left out. Raises FormatError, which names a
+    tensor, where the model computes what is not finite.
     """
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
@@ -69,11 +73,21 @@ def input_columns(
     threads: int,
     tell: Callable[[float], None],
 ) -> list[tuple[Floats, list[str]]]:
-    """The same with what `add` makes of the columns in place of products [cols]: from zeros on it is given that and rows, in place."""
+    """The same with what `add` makes of the columns in place of products [cols]: from zeros on it
+    is given that and rows, in place.
+    """
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
     found = {value: np.zeros(value.width, np.float32) for value in readers}
-    _read(program, tensors, pieces, list(readers), threads, lambda value, rows: add(found[value], rows), tell)
+    _read(
+        program,
+        tensors,
+        pieces,
+        list(readers),
+        threads,
+        lambda value, rows: add(found[value], rows),
+        tell,
+    )
     return [(_finite(found[value], names), names) for value, names in readers.items()]
 
 
@@ -108,10 +122,14 @@ def _read(
     add: Callable[[Value, Floats], None],
     tell: Callable[[float], None],
 ) -> None:
-    """Run the program over all pieces; `add` is given the rows of each of the values in each piece."""
+    """Run the program over all pieces; `add` is given the rows of each of the values in each
+    piece.
+    """
     blocks, groups = num_blocks(max(map(len, pieces))), len(program.kv_groups)
     kept = frozenset(value.id for value in values)
-    executable = cpu.CpuExecutable(program, tensors, KvConfig((blocks,) * groups), threads, "", lower=cpu.sized, kept=kept)
+    executable = cpu.CpuExecutable(
+        program, tensors, KvConfig((blocks,) * groups), threads, "", lower=cpu.sized, kept=kept
+    )
     for i, piece in enumerate(pieces):
         # All rows have logits, or the last layers read some rows alone.
         executable.launch(piece_batch(piece, 0, len(piece), len(piece), blocks, groups)).wait()
@@ -124,7 +142,10 @@ def _read(
 def _finite(numbers: Floats, names: list[str]) -> Floats:
     """The same numbers of what the named matrices read."""
     if not np.isfinite(numbers).all():
-        raise FormatError(f"tensor {names[0]}: what it is multiplied with in a text to calibrate with is not finite")
+        raise FormatError(
+            f"tensor {names[0]}: what it is multiplied with in a text to calibrate with "
+            "is not finite"
+        )
     return numbers
 
 

@@ -1,8 +1,8 @@
-"""Folders that the compressed-tensors library reads, and with it transformers: the formats are told in
-`checkpoint/quantisation/compressed_tensors.py`.
+"""Folders that the compressed-tensors library reads, and with it transformers: the formats are told
+in `checkpoint/quantisation/compressed_tensors.py`.
 
-Integers are `pack-quantized`, to be multiplied with whatever activations there are; int8 by row with int8 activations by token (W8A8) is
-`int-quantized`; e4m3 is `float-quantized`.
+Integers are `pack-quantized`, to be multiplied with whatever activations there are; int8 by row
+with int8 activations by token (W8A8) is `int-quantized`; e4m3 is `float-quantized`.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ class CompressedTensors:
 
     def __post_init__(self) -> None:
         if self.spec.codebook not in ("integer", "e4m3") or self.spec.zero == "minimum":
-            raise RequestError(f"compressed-tensors has no format for {self.spec.name}; it has integers and e4m3")
+            raise RequestError(
+                f"compressed-tensors has no format for {self.spec.name}; it has integers and e4m3"
+            )
 
     def config(self, left: Sequence[str]) -> dict[str, Any]:
         spec = self.spec
@@ -41,12 +43,22 @@ class CompressedTensors:
             "group_size": spec.group or None,
             "dynamic": False,
         }
-        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True} if self._is_w8a8 else None
+        activations = (
+            {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+            if self._is_w8a8
+            else None
+        )
         return {
             "quant_method": "compressed-tensors",
             "format": self._format,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": weights,
+                    "input_activations": activations,
+                }
+            },
             "ignore": list(left),
             "kv_cache_scheme": None,
         }
@@ -66,13 +78,26 @@ class CompressedTensors:
         assert self.spec.scale in NUMBERS
         scale = _DTYPES[self.spec.scale]
         per_row, bits = self.spec.num_scales(cols), self.spec.bits
-        scales = PlannedTensor(f"{name}_scale", scale, (rows, per_row), rows * per_row * NUMBERS[self.spec.scale].itemsize)
+        scales = PlannedTensor(
+            f"{name}_scale",
+            scale,
+            (rows, per_row),
+            rows * per_row * NUMBERS[self.spec.scale].itemsize,
+        )
         if self._format != "pack-quantized":
-            return [PlannedTensor(name, "I8" if self._is_w8a8 else "F8_E4M3", (rows, cols), rows * cols), scales]
+            return [
+                PlannedTensor(
+                    name, "I8" if self._is_w8a8 else "F8_E4M3", (rows, cols), rows * cols
+                ),
+                scales,
+            ]
         shapes = {f"{name}_packed": (rows, -(-cols * bits // 32))}
         if self.spec.zero == "point":
             shapes[f"{name}_zero_point"] = (-(-rows * bits // 32), per_row)
-        words = [PlannedTensor(part, "I32", shape, 4 * shape[0] * shape[1]) for part, shape in shapes.items()]
+        words = [
+            PlannedTensor(part, "I32", shape, 4 * shape[0] * shape[1])
+            for part, shape in shapes.items()
+        ]
         return [*words, scales, PlannedTensor(f"{name}_shape", "I64", (2,), 16)]
 
     def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
@@ -82,7 +107,10 @@ class CompressedTensors:
         scales: dict[str, NDArray[Any]] = {f"{name}_scale": parts["scales"]}
         if self._format != "pack-quantized":
             return {name: codes, **scales}
-        result: dict[str, NDArray[Any]] = {f"{name}_packed": pack_bits(codes, self.spec.bits), **scales}
+        result: dict[str, NDArray[Any]] = {
+            f"{name}_packed": pack_bits(codes, self.spec.bits),
+            **scales,
+        }
         result[f"{name}_shape"] = np.array(codes.shape, np.int64)
         if "zeros" in parts:
             down = pack_bits(np.ascontiguousarray(parts["zeros"].T), self.spec.bits)

@@ -1,4 +1,6 @@
-"""A model that has no folder yet, as one: `config.json` and the files of its tokenizer, from what its GGUF file says."""
+"""A model that has no folder yet, as one: `config.json` and the files of its tokenizer, from what
+its GGUF file says.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,9 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"
 
 
 def described_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
-    """Write the files of the tokenizer, and give `config.json`. Raises UnsupportedModelError as `config_of` does."""
+    """Write the files of the tokenizer, and give `config.json`. Raises UnsupportedModelError as
+    `config_of` does.
+    """
     config = config_of(checkpoint.spec)
     tokenizer = checkpoint.load_tokenizer()
     named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
@@ -24,7 +28,10 @@ def described_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
         "model_max_length": checkpoint.spec.max_context,
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(folder / "tokenizer_config.json", described | {name: token for name, token in named.items() if token})
+    _write_json(
+        folder / "tokenizer_config.json",
+        described | {name: token for name, token in named.items() if token},
+    )
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids) or None}
     _write_json(folder / "generation_config.json", ids)
@@ -40,24 +47,39 @@ def described_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
 def config_of(spec: ModelSpec) -> dict[str, Any]:
     """The `config.json` of a model, from which the same model is read.
 
-    Raises UnsupportedModelError where that is not so: what a family has of its own is only in its own files.
+    Raises UnsupportedModelError where that is not so: what a family has of its own is only in its
+    own files.
     """
     layout = FAMILIES[spec.architecture].config
     if layout is None:
-        raise UnsupportedModelError(f"a model of the family {spec.architecture} comes in no folder: convert it to a GGUF file")
+        raise UnsupportedModelError(
+            f"a model of the family {spec.architecture} comes in no folder: convert it to "
+            "a GGUF file"
+        )
     config = {layout.fields.get(name, name): value for name, value in _usual(spec, layout).items()}
     try:
         found = layout.spec(JsonFields(config, "config.json").named(layout.fields))
     except HeadraceError as error:
         raise _refusal(spec, str(error)) from error
-    different = [name for name, value in vars(found).items() if name != "name" and value != getattr(spec, name)]
+    different = [
+        name
+        for name, value in vars(found).items()
+        if name != "name" and value != getattr(spec, name)
+    ]
     if different:
-        raise _refusal(spec, f"{different[0]} would be {getattr(found, different[0])}, and is {getattr(spec, different[0])}")
+        raise _refusal(
+            spec,
+            f"{different[0]} would be {getattr(found, different[0])}, and is "
+            f"{getattr(spec, different[0])}",
+        )
     return config
 
 
 def _refusal(spec: ModelSpec, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"this {spec.architecture} model cannot be described in a folder ({why}): convert it to a GGUF file")
+    return UnsupportedModelError(
+        f"this {spec.architecture} model cannot be described in a folder ({why}): convert "
+        "it to a GGUF file"
+    )
 
 
 def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
@@ -86,7 +108,9 @@ def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
 
 
 def _rope(rope: RopeSpec) -> dict[str, Any]:
-    scaling = {"rope_type": rope.scaling, "factor": rope.factor} if rope.scaling == "linear" else None
+    scaling = (
+        {"rope_type": rope.scaling, "factor": rope.factor} if rope.scaling == "linear" else None
+    )
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 

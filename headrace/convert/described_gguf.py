@@ -1,4 +1,6 @@
-"""A model that has no GGUF file yet, as one: the key-values of such files (ggml, `docs/gguf.md`), from the specification of the model."""
+"""A model that has no GGUF file yet, as one: the key-values of such files (ggml, `docs/gguf.md`),
+from the specification of the model.
+"""
 
 import math
 from collections.abc import Collection, Mapping
@@ -17,7 +19,9 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
 _SHARED = {"name", "architecture", "rope", "window_rope"}
-"""Fields of a specification that are compared by what they mean, or not at all: families share the architectures of GGUF files."""
+"""Fields of a specification that are compared by what they mean, or not at all: families share the
+architectures of GGUF files.
+"""
 _PRECISION = 1e-6
 """Relative, of constants and rotary frequencies, which files have in float32."""
 
@@ -42,11 +46,15 @@ def described(spec: ModelSpec, stored: Mapping[str, Stored]) -> Described:
     layout = gguf_layout(spec.architecture)
     name = layout.architectures[0]
     factors = _rope_factors(spec)
-    shapes = {tensor: _shape(spec, parts) for tensor, parts in stored.items()} | {key: each.shape for key, each in factors.items()}
+    shapes = {tensor: _shape(spec, parts) for tensor, parts in stored.items()} | {
+        key: each.shape for key, each in factors.items()
+    }
     keys = _usual(spec) | _rope(spec) | _experts(spec) | _own(spec, name)
     values = {"general.architecture": name, "general.type": "model", "general.name": spec.name}
     values |= {f"{name}.{key}": value for key, value in keys.items()}
-    there = {tensor: factors.get(tensor) or _nothing(tensor, shape) for tensor, shape in shapes.items()}
+    there = {
+        tensor: factors.get(tensor) or _nothing(tensor, shape) for tensor, shape in shapes.items()
+    }
     try:
         found = layout.spec(JsonFields(values, "the GGUF file"), there)
     except HeadraceError as error:
@@ -58,7 +66,9 @@ def described(spec: ModelSpec, stored: Mapping[str, Stored]) -> Described:
 
 def _refusal(spec: ModelSpec, why: str) -> UnsupportedModelError:
     advice = "llama.cpp's convert_hf_to_gguf.py may know more of it"
-    return UnsupportedModelError(f"this {spec.architecture} model cannot be described in a GGUF file ({why}): {advice}")
+    return UnsupportedModelError(
+        f"this {spec.architecture} model cannot be described in a GGUF file ({why}): {advice}"
+    )
 
 
 def _usual(spec: ModelSpec) -> dict[str, Any]:
@@ -97,7 +107,11 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
         keys["rope.scaling.original_context_length"] = rope.original_context or spec.max_context
     if rope.scaling == "yarn":
         limits = {"yarn_beta_fast": (rope.beta_fast, 32.0), "yarn_beta_slow": (rope.beta_slow, 1.0)}
-        keys |= {f"rope.scaling.{key}": value for key, (value, default) in limits.items() if value != default}
+        keys |= {
+            f"rope.scaling.{key}": value
+            for key, (value, default) in limits.items()
+            if value != default
+        }
     if spec.latent and rope.scaling == "yarn" and rope.mscale_all_dim:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope.mscale_all_dim
     elif rope.scaling in ("yarn", "longrope"):
@@ -108,24 +122,41 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rope_factors(spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The rotary factors that files have as tensors; those of llama3 are what its rule makes of the frequencies."""
+    """The rotary factors that files have as tensors; those of llama3 are what its rule makes of the
+    frequencies.
+    """
     rope = spec.rope
     if rope and rope.scaling == "llama3":
-        plain, stretched = (inverse_frequencies(each, spec.max_context, 0)[0] for each in (RopeSpec(rope.dim, rope.theta), rope))
+        plain, stretched = (
+            inverse_frequencies(each, spec.max_context, 0)[0]
+            for each in (RopeSpec(rope.dim, rope.theta), rope)
+        )
         found: dict[str, Any] = {"rope_freqs.weight": plain / stretched}
     elif rope and rope.scaling == "longrope":
-        found = {"rope_factors_long.weight": rope.long_factors, "rope_factors_short.weight": rope.factors}
+        found = {
+            "rope_factors_long.weight": rope.long_factors,
+            "rope_factors_short.weight": rope.factors,
+        }
     else:
         found = {}
-    return {name: StoredTensor.from_floats(name, np.array(factors, np.float32)) for name, factors in found.items()}
+    return {
+        name: StoredTensor.from_floats(name, np.array(factors, np.float32))
+        for name, factors in found.items()
+    }
 
 
 def _experts(spec: ModelSpec) -> dict[str, Any]:
     experts = spec.experts
     if experts is None:
         return {}
-    keys = {"expert_count": experts.num_experts, "expert_used_count": experts.top_k, "expert_feed_forward_length": experts.ffn_dim}
-    return keys | ({"expert_shared_feed_forward_length": experts.shared_ffn_dim} if experts.shared_gate else {})
+    keys = {
+        "expert_count": experts.num_experts,
+        "expert_used_count": experts.top_k,
+        "expert_feed_forward_length": experts.ffn_dim,
+    }
+    return keys | (
+        {"expert_shared_feed_forward_length": experts.shared_ffn_dim} if experts.shared_gate else {}
+    )
 
 
 def _own(spec: ModelSpec, name: str) -> dict[str, Any]:
@@ -175,8 +206,12 @@ def _latent(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _shape(spec: ModelSpec, stored: Stored) -> tuple[int, ...]:
-    """The shape of a tensor in a file: of what experts, or heads, have one by one, with their number first."""
-    of_heads = {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads} if spec.qk_norm == "heads" else {}
+    """The shape of a tensor in a file: of what experts, or heads, have one by one, with their
+    number first.
+    """
+    of_heads = (
+        {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads} if spec.qk_norm == "heads" else {}
+    )
     names = [share.name for share in stored.shares]
     count = of_heads.get(names[0].rpartition(".")[2], 0)
     if ".experts." in names[0] or ".heads." in names[0]:
@@ -191,18 +226,25 @@ def _nothing(name: str, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def _different(spec: ModelSpec, found: ModelSpec) -> str:
-    """What is different in a specification that was read, in words; nothing where it is the same."""
+    """What is different in a specification that was read, in words; nothing where it is the
+    same.
+    """
     if fields := _different_field(spec, found, _SHARED):
         return "{} would be {}, and is {}".format(*fields)
     for name in ("rope", "window_rope"):
         rope: RopeSpec | None = getattr(spec, name)
         if not _same_rope(rope, getattr(found, name), spec.max_context):
-            return f"{name} would have other frequencies than by the rule {rope.scaling if rope else 'none'}"
+            return (
+                f"{name} would have other frequencies than by the rule "
+                f"{rope.scaling if rope else 'none'}"
+            )
     return ""
 
 
 def _different_field(a: Any, b: Any, ignored: Collection[str] = ()) -> tuple[str, Any, Any] | None:
-    """The first field in which two records differ, with what it is in the second and in the first."""
+    """The first field in which two records differ, with what it is in the second and in the
+    first.
+    """
     for name, value in vars(a).items():
         other = getattr(b, name)
         if name in ignored or value == other:
@@ -210,7 +252,11 @@ def _different_field(a: Any, b: Any, ignored: Collection[str] = ()) -> tuple[str
         if hasattr(value, "__dataclass_fields__") and type(value) is type(other):
             if inner := _different_field(value, other):
                 return f"{name}.{inner[0]}", *inner[1:]
-        elif not (isinstance(value, float) and isinstance(other, float) and math.isclose(value, other, rel_tol=_PRECISION)):
+        elif not (
+            isinstance(value, float)
+            and isinstance(other, float)
+            and math.isclose(value, other, rel_tol=_PRECISION)
+        ):
             return name, other, value
     return None
 

@@ -1,4 +1,6 @@
-"""The way back from tensors under our names to those of a file: what `checkpoint/assemble.py` does, undone."""
+"""The way back from tensors under our names to those of a file: what `checkpoint/assemble.py` does,
+undone.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -26,7 +28,9 @@ class Share:
     plus: float = 0.0
     """What is added to the stored numbers of a vector."""
     columns: Rows | None = None
-    """Of a matrix that is stored transposed: the stored columns that have its rows; `rows` then have its columns."""
+    """Of a matrix that is stored transposed: the stored columns that have its rows; `rows` then
+    have its columns.
+    """
 
 
 @frozen(eq=False)
@@ -43,11 +47,15 @@ class Stored:
         return any(share.columns is not None for share in self.shares)
 
     def values(self, tensors: Mapping[str, StoredTensor], first: int, last: int) -> Floats:
-        """The stored rows from `first` to `last` [rows, cols], made of our tensors; of a vector all of it, whatever the rows."""
+        """The stored rows from `first` to `last` [rows, cols], made of our tensors; of a vector all
+        of it, whatever the rows.
+        """
         if len(self.shape) == 1:
             vector = np.empty(self.shape, np.float32)
             for share in self.shares:
-                vector[share.rows] = tensors[share.name].dequantise().reshape(-1) - np.float32(share.plus)
+                vector[share.rows] = tensors[share.name].dequantise().reshape(-1) - np.float32(
+                    share.plus
+                )
             return vector
         if self.is_transposed:
             return self._transposed(tensors)[first:last]
@@ -67,7 +75,9 @@ class Stored:
 
 
 def disassembled(spec: ModelSpec, layout: Layout, names: Iterable[str] = ()) -> dict[str, Stored]:
-    """The tensors of a file of a model by the file's names; `names` are those that are known to be in it, where it is there already."""
+    """The tensors of a file of a model by the file's names; `names` are those that are known to be
+    in it, where it is there already.
+    """
     layout = layout.of(set(names))
     places, sizes = located(spec, layout), stored_shapes(spec, layout)
     shares: defaultdict[str, list[Share]] = defaultdict(list)

@@ -1,4 +1,6 @@
-"""Writing a model as a Hugging Face folder: safetensors, `config.json`, and whatever else a folder had that is no weight."""
+"""Writing a model as a Hugging Face folder: safetensors, `config.json`, and whatever else a folder
+had that is no weight.
+"""
 
 import json
 import math
@@ -51,7 +53,9 @@ class FolderPlan:
         return [share.name for stored in self.quantised.values() for share in stored.shares]
 
     def planned(self) -> list[PlannedTensor]:
-        """All tensors of the file. Raises RequestError for a matrix that does not fit the format."""
+        """All tensors of the file. Raises RequestError for a matrix that does not fit the
+        format.
+        """
         result = []
         for name, stored in self.quantised.items():
             assert self.packing
@@ -60,17 +64,23 @@ class FolderPlan:
 
 
 def packing_of(to: QuantSpec) -> Packing:
-    """The writer of the files that have a format. Raises RequestError for one that no folder has."""
+    """The writer of the files that have a format. Raises RequestError for one that no folder
+    has.
+    """
     if to.has_wide_outliers:
         return LlmInt8()
     return BitsAndBytes(to) if to.codebook in ("nf4", "fp4") else CompressedTensors(to)
 
 
-def plan_folder(original: Original, packing: Packing | None, names: Collection[str], dtype: str | None = None) -> FolderPlan:
-    """Quantise those of our matrices `names` that lie in a matrix of the folder by themselves or together, row by row.
+def plan_folder(
+    original: Original, packing: Packing | None, names: Collection[str], dtype: str | None = None
+) -> FolderPlan:
+    """Quantise those of our matrices `names` that lie in a matrix of the folder by themselves or
+    together, row by row.
 
-    All others are in `dtype`, or as they are in the original; what is quantised there becomes BF16. Raises UnsupportedModelError for a
-    GGUF file whose model no `config.json` describes, or whose experts a folder would have in one tensor.
+    All others are in `dtype`, or as they are in the original; what is quantised there becomes BF16.
+    Raises UnsupportedModelError for a GGUF file whose model no `config.json` describes, or whose
+    experts a folder would have in one tensor.
     """
     if not original.is_folder:
         config_of(original.checkpoint.spec)
@@ -80,7 +90,10 @@ def plan_folder(original: Original, packing: Packing | None, names: Collection[s
         source = original.tensors.get(name) if original.is_folder else None
         shape = source.shape if source else stored.shape
         if source is None and any(".experts." in share.name for share in stored.shares[1:]):
-            raise UnsupportedModelError(f"tensor {name} would hold several experts, in a shape that only the folder of such a model says")
+            raise UnsupportedModelError(
+                f"tensor {name} would hold several experts, in a shape that only the "
+                "folder of such a model says"
+            )
         is_rows = len(shape) == 2 and not stored.is_transposed
         if packing and is_rows and all(share.name in names for share in stored.shares):
             quantised[name] = stored
@@ -100,16 +113,25 @@ def write_folder(
 ) -> None:
     """Write it: `tensors` are ours, of which `results` are those that were quantised, in any order.
 
-    Raises HeadraceError where the disk refuses, and what `results` raises; nothing is left at `out` then.
+    Raises HeadraceError where the disk refuses, and what `results` raises; nothing is left at `out`
+    then.
     """
     layout = safetensors_plan(plan.planned())
     check_room(out, layout.size)
     with unfinished(out) as folder:
         folder.mkdir()
         checkpoint = original.checkpoint
-        config = copied_files(checkpoint.path, folder) if original.is_folder else described_files(checkpoint, folder)
+        config = (
+            copied_files(checkpoint.path, folder)
+            if original.is_folder
+            else described_files(checkpoint, folder)
+        )
         if plan.packing:
-            left = {name.removesuffix(".weight") for name, (_, planned) in plan.plain.items() if len(planned.shape) == 2} | {original.head}
+            left = {
+                name.removesuffix(".weight")
+                for name, (_, planned) in plan.plain.items()
+                if len(planned.shape) == 2
+            } | {original.head}
             config["quantization_config"] = plan.packing.config(sorted(left))
         if plan.dtype:
             config["dtype" if "dtype" in config else "torch_dtype"] = _DTYPES[plan.dtype]
@@ -125,20 +147,37 @@ def write_folder(
 
 
 def copied_files(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy what is no weight from a folder to another; gives its `config.json`, without the quantisation that it had."""
+    """Copy what is no weight from a folder to another; gives its `config.json`, without the
+    quantisation that it had.
+    """
     for name in list_names(source):
         path = source / name
         if name == "additional_chat_templates" and path.is_dir():
             shutil.copytree(path, folder / name)
-        elif name != _CONFIG and not name.endswith(_WEIGHTS) and not name.startswith(".") and path.is_file():
+        elif (
+            name != _CONFIG
+            and not name.endswith(_WEIGHTS)
+            and not name.startswith(".")
+            and path.is_file()
+        ):
             shutil.copyfile(member(source, name), folder / name)
-    return {key: value for key, value in read_json(member(source, _CONFIG)).items() if key != "quantization_config"}
+    return {
+        key: value
+        for key, value in read_json(member(source, _CONFIG)).items()
+        if key != "quantization_config"
+    }
 
 
-def _numbers(stored: Stored, tensors: Mapping[str, StoredTensor], dtype: str) -> Iterator[NDArray[Any]]:
+def _numbers(
+    stored: Stored, tensors: Mapping[str, StoredTensor], dtype: str
+) -> Iterator[NDArray[Any]]:
     """A tensor as plain numbers, some rows at a time."""
     rows = stored.shape[0]
-    step = rows if len(stored.shape) == 1 or stored.is_transposed else max(1, _CHUNK_VALUES // stored.shape[1])
+    step = (
+        rows
+        if len(stored.shape) == 1 or stored.is_transposed
+        else max(1, _CHUNK_VALUES // stored.shape[1])
+    )
     for first in range(0, rows, step):
         yield encoded(stored.values(tensors, first, min(first + step, rows)), PLAIN[dtype])
 
@@ -146,7 +185,9 @@ def _numbers(stored: Stored, tensors: Mapping[str, StoredTensor], dtype: str) ->
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def _whole(wanted: Mapping[str, Stored], results: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+def _whole(
+    wanted: Mapping[str, Stored], results: Iterable[tuple[str, StoredTensor]]
+) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
     """The parts of the folder's matrices, each as soon as all of ours that it holds are there."""
     home = {share.name: name for name, stored in wanted.items() for share in stored.shares}
     waiting: dict[str, dict[str, StoredTensor]] = {name: {} for name in wanted}

@@ -1,4 +1,6 @@
-"""What a GGUF file will say and hold: as the one does that it is made of, or as the model of a folder is described."""
+"""What a GGUF file will say and hold: as the one does that it is made of, or as the model of a
+folder is described.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,14 +24,22 @@ class Contents:
     shapes: Mapping[str, tuple[int, ...]]
     """Of all tensors, rows first, under the file's names and in its order."""
     tensors: Mapping[str, StoredTensor]
-    """Those that are there as they may be written: all, or of a folder what follows from the specification."""
+    """Those that are there as they may be written: all, or of a folder what follows from the
+    specification.
+    """
 
 
 def contents_of(original: Original) -> Contents:
-    """The contents. Raises UnsupportedModelError for the model of a folder that no GGUF file describes."""
+    """The contents. Raises UnsupportedModelError for the model of a folder that no GGUF file
+    describes.
+    """
     metadata = original.checkpoint.tokenizer_source
     if isinstance(metadata, Metadata):
-        return Contents(metadata, {name: tensor.shape for name, tensor in original.tensors.items()}, original.tensors)
+        return Contents(
+            metadata,
+            {name: tensor.shape for name, tensor in original.tensors.items()},
+            original.tensors,
+        )
     found = described(original.checkpoint.spec, original.stored(as_folder=False))
     return Contents(JsonFields(found.values, "the GGUF file"), found.shapes, found.factors)
 
@@ -37,7 +47,8 @@ def contents_of(original: Original) -> Contents:
 def metadata_of(original: Original, contents: Contents) -> dict[str, RawValue]:
     """All key-values, as they are written.
 
-    Raises UnsupportedModelError for a folder's tokenizer that no GGUF file describes, FormatError for text that is no Unicode.
+    Raises UnsupportedModelError for a folder's tokenizer that no GGUF file describes, FormatError
+    for text that is no Unicode.
     """
     metadata = original.checkpoint.tokenizer_source
     if isinstance(metadata, Metadata):

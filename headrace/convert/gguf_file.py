@@ -1,4 +1,6 @@
-"""Writing a model as a GGUF file: its key-values (`gguf_contents.py`), and its tensors in the formats of a mixture."""
+"""Writing a model as a GGUF file: its key-values (`gguf_contents.py`), and its tensors in the
+formats of a mixture.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -38,11 +40,16 @@ class GgufPlan:
 def plan_gguf(original: Original, mixture: str) -> GgufPlan:
     """The plan of a file in one of `MIXTURES`.
 
-    Raises UnsupportedModelError for a folder whose model no GGUF file describes, RequestError for a mixture that is none.
+    Raises UnsupportedModelError for a folder whose model no GGUF file describes, RequestError for a
+    mixture that is none.
     """
     contents = contents_of(original)
     types = tensor_types(mixture, contents.shapes, facts_of(contents.fields))
-    return GgufPlan(mixture, contents, {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()})
+    return GgufPlan(
+        mixture,
+        contents,
+        {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()},
+    )
 
 
 def _planned(name: str, shape: tuple[int, ...], kind: str) -> PlannedTensor:
@@ -50,12 +57,19 @@ def _planned(name: str, shape: tuple[int, ...], kind: str) -> PlannedTensor:
     return PlannedTensor(name, kind, shape, math.prod(shape) // stored.block * stored.nbytes)
 
 
-def write_gguf(original: Original, out: Path, plan: GgufPlan, importance: Mapping[str, NDArray[np.float32]], tell: Tell) -> None:
+def write_gguf(
+    original: Original,
+    out: Path,
+    plan: GgufPlan,
+    importance: Mapping[str, NDArray[np.float32]],
+    tell: Tell,
+) -> None:
     """Write it; `tell` hears how much is done, from 0 to 1.
 
-    `importance` is what errors in the columns of a matrix of ours count [cols]; all the same where it has none. What has its format
-    already is copied. Raises HeadraceError where the disk refuses, RequestError naming a tensor with a number that is not finite,
-    UnsupportedModelError for a folder's tokenizer that no GGUF file describes; nothing is left at `out` then.
+    `importance` is what errors in the columns of a matrix of ours count [cols]; all the same where
+    it has none. What has its format already is copied. Raises HeadraceError where the disk refuses,
+    RequestError naming a tensor with a number that is not finite, UnsupportedModelError for a
+    folder's tokenizer that no GGUF file describes; nothing is left at `out` then.
     """
     values = metadata_of(original, plan.contents) | {
         "general.file_type": u32(MIXTURES[plan.mixture].file_type),
@@ -72,9 +86,18 @@ def write_gguf(original: Original, out: Path, plan: GgufPlan, importance: Mappin
             if source and source.format.name == planned.format:
                 file.write(name, [source.parts["codes"]])
             elif stored:
-                file.write(name, _blocks(stored, planned, tensors, importance.get(stored.shares[0].name)))
+                file.write(
+                    name, _blocks(stored, planned, tensors, importance.get(stored.shares[0].name))
+                )
             elif source:
-                file.write(name, [encoded_rows(name, planned.format, source.dequantise().reshape(-1, source.cols))])
+                file.write(
+                    name,
+                    [
+                        encoded_rows(
+                            name, planned.format, source.dequantise().reshape(-1, source.cols)
+                        )
+                    ],
+                )
             if source:
                 source.release()
             for share in stored.shares if stored else ():
@@ -85,7 +108,10 @@ def write_gguf(original: Original, out: Path, plan: GgufPlan, importance: Mappin
 
 
 def _blocks(
-    stored: Stored, planned: PlannedTensor, tensors: Mapping[str, StoredTensor], importance: NDArray[np.float32] | None
+    stored: Stored,
+    planned: PlannedTensor,
+    tensors: Mapping[str, StoredTensor],
+    importance: NDArray[np.float32] | None,
 ) -> Iterator[NDArray[Any]]:
     """A tensor in its new format, some rows at a time."""
     rows, cols = (1, stored.shape[0]) if len(stored.shape) == 1 else stored.shape

@@ -1,6 +1,7 @@
 """What a GGUF file begins with: version 3, little endian (ggml, `docs/gguf.md`).
 
-Key-values come by their keys, in the order of the file: those of an open file byte by byte (`Metadata.raw`), others made here.
+Key-values come by their keys, in the order of the file: those of an open file byte by byte
+(`Metadata.raw`), others made here.
 """
 
 import math
@@ -11,7 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.gguf import ARRAY, BOOL, MAX_ALIGNMENT, MAX_DIMS, SCALARS, STRING, TENSOR_TYPES, RawValue
+from headrace.checkpoint.gguf import (
+    ARRAY,
+    BOOL,
+    MAX_ALIGNMENT,
+    MAX_DIMS,
+    SCALARS,
+    STRING,
+    TENSOR_TYPES,
+    RawValue,
+)
 from headrace.convert.tensor_file import Plan, PlannedTensor
 from headrace.errors import FormatError
 
@@ -56,7 +66,9 @@ def numbers(values: NDArray[Any]) -> RawValue:
 
 
 def raw(value: object) -> RawValue:
-    """A value in the type that goes with it: integers and floats of 32 bits, a list as an array of strings."""
+    """A value in the type that goes with it: integers and floats of 32 bits, a list as an array of
+    strings.
+    """
     match value:
         case bool():
             return flag(value)
@@ -74,10 +86,12 @@ def raw(value: object) -> RawValue:
 
 
 def gguf_plan(metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]) -> Plan:
-    """The header of a file with these key-values and tensors, in this order, and where its tensors will lie.
+    """The header of a file with these key-values and tensors, in this order, and where its tensors
+    will lie.
 
-    Raises FormatError, which names the tensor, for one that no GGUF file can hold: of a format that ggml does not have, of more than four
-    dimensions, with too long a name, or with the name of another.
+    Raises FormatError, which names the tensor, for one that no GGUF file can hold: of a format that
+    ggml does not have, of more than four dimensions, with too long a name, or with the name of
+    another.
     """
     alignment = _alignment(metadata)
     records, offsets, end = [], {}, 0
@@ -87,8 +101,15 @@ def gguf_plan(metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]
         records.append(_record(tensor, end))
         offsets[tensor.name] = (end, tensor.nbytes)
         end += _padded(tensor.nbytes, alignment)
-    entries = [_text(key) + struct.pack("<I", value.kind) + value.data for key, value in metadata.items()]
-    head = b"GGUF" + struct.pack("<IQQ", _VERSION, len(records), len(entries)) + b"".join(entries) + b"".join(records)
+    entries = [
+        _text(key) + struct.pack("<I", value.kind) + value.data for key, value in metadata.items()
+    ]
+    head = (
+        b"GGUF"
+        + struct.pack("<IQQ", _VERSION, len(records), len(entries))
+        + b"".join(entries)
+        + b"".join(records)
+    )
     header = head.ljust(_padded(len(head), alignment), b"\0")
     places = {name: (len(header) + offset, nbytes) for name, (offset, nbytes) in offsets.items()}
     return Plan(header, places, len(header) + end)
@@ -112,16 +133,22 @@ def _alignment(metadata: Mapping[str, RawValue]) -> int:
         return _ALIGNMENT
     alignment = int.from_bytes(metadata["general.alignment"].data, "little")
     if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise FormatError(f"general.alignment {alignment:,} is not a power of two from 8 to {MAX_ALIGNMENT:,}")
+        raise FormatError(
+            f"general.alignment {alignment:,} is not a power of two from 8 to {MAX_ALIGNMENT:,}"
+        )
     return alignment
 
 
 def _record(tensor: PlannedTensor, offset: int) -> bytes:
-    """The entry of a tensor in the header; `offset` counts from the first tensor. Dimensions are in ggml's order, columns first."""
+    """The entry of a tensor in the header; `offset` counts from the first tensor. Dimensions are in
+    ggml's order, columns first.
+    """
     if tensor.format not in _TYPE_NUMBERS:
         raise FormatError(f"tensor {tensor.name}: GGUF files have no format {tensor.format}")
     if not 1 <= len(tensor.shape) <= MAX_DIMS or math.prod(tensor.shape) == 0:
-        raise FormatError(f"tensor {tensor.name}: a GGUF file holds none of shape {list(tensor.shape)}")
+        raise FormatError(
+            f"tensor {tensor.name}: a GGUF file holds none of shape {list(tensor.shape)}"
+        )
     if len(tensor.name.encode()) > _MAX_NAME_BYTES:
         raise FormatError(f"tensor {tensor.name}: its name has more than {_MAX_NAME_BYTES} bytes")
     dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])

@@ -1,8 +1,10 @@
-"""GPTQ (Frantar et al. 2022): columns are rounded one after the other, and each one's error is made up for by those that follow.
+"""GPTQ (Frantar et al. 2022): columns are rounded one after the other, and each one's error is made
+up for by those that follow.
 
-With X the inputs of a matrix, its output changes by the quadratic form of H = X^T X. The columns that matter most, by the diagonal of H,
-are rounded first ("act order"), while the ranges of groups are those of the columns as they lie ("static groups"), so that nothing of the
-order is left in the result. Ranges are clipped where that lessens the squared errors of columns times the diagonal of H.
+With X the inputs of a matrix, its output changes by the quadratic form of H = X^T X. The columns
+that matter most, by the diagonal of H, are rounded first ("act order"), while the ranges of groups
+are those of the columns as they lie ("static groups"), so that nothing of the order is left in the
+result. Ranges are clipped where that lessens the squared errors of columns times the diagonal of H.
 """
 
 import numpy as np
@@ -19,7 +21,9 @@ _BLOCK = 128
 """Columns whose errors are spread over each other at once, and over all others afterwards."""
 
 
-def gptq(weights: Floats, products: Floats, spec: QuantSpec, *, damping: float = DAMPING) -> TableRows:
+def gptq(
+    weights: Floats, products: Floats, spec: QuantSpec, *, damping: float = DAMPING
+) -> TableRows:
     """The codes of a matrix [rows, cols] whose inputs have these mean products X^T X [cols, cols].
 
     Raises numpy.linalg.LinAlgError where these are not positive definite with the damping.
@@ -33,7 +37,8 @@ def gptq(weights: Floats, products: Floats, spec: QuantSpec, *, damping: float =
     h[unused, unused] = 1
     h[np.diag_indices(cols)] += damping * np.mean(np.diag(h))
     order = np.argsort(-np.diag(h), kind="stable")
-    # The upper Cholesky factor of the inverse: row i says how the error of column i is spread over those after it.
+    # The upper Cholesky factor of the inverse: row i says how the error of column i is spread over
+    # those after it.
     spread = np.linalg.cholesky(np.linalg.inv(h[np.ix_(order, order)])).T.astype(np.float32)
     left = weights[:, order]
     group = (np.arange(cols) // (spec.group or cols))[order]

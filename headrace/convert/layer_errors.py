@@ -1,4 +1,6 @@
-"""How much of its output each layer loses to quantisation, by itself: which layers are worth more bits."""
+"""How much of its output each layer loses to quantisation, by itself: which layers are worth more
+bits.
+"""
 
 import math
 import re
@@ -24,10 +26,12 @@ def layer_errors(
     threads: int,
     tell: Tell,
 ) -> dict[int, float]:
-    """For each layer, |X dW^T| / |X W^T| over its matrices: the error of their outputs where all that they read is right.
+    """For each layer, |X dW^T| / |X W^T| over its matrices: the error of their outputs where all
+    that they read is right.
 
-    X is what the matrices of `tensors` read while these read the pieces of a text, and dW is how far those of `quantised` are from them.
-    Last matrices of experts do not count. `tell` hears how much is done, from 0 to 1.
+    X is what the matrices of `tensors` read while these read the pieces of a text, and dW is how
+    far those of `quantised` are from them. Last matrices of experts do not count. `tell` hears how
+    much is done, from 0 to 1.
     """
     lost: defaultdict[int, float] = defaultdict(float)
     whole: defaultdict[int, float] = defaultdict(float)
@@ -35,8 +39,13 @@ def layer_errors(
         for name in readers:
             found = _LAYER.match(name)
             layer = int(found[1]) if found else -1
-            for weights, rounded in zip(chunks(tensors[name]), chunks(quantised[name]), strict=True):
+            for weights, rounded in zip(
+                chunks(tensors[name]), chunks(quantised[name]), strict=True
+            ):
                 difference = rounded - weights
                 lost[layer] += float(np.einsum("rc,rc->", difference @ products, difference))
                 whole[layer] += float(np.einsum("rc,rc->", weights @ products, weights))
-    return {layer: math.sqrt(lost[layer] / whole[layer]) if whole[layer] else 0.0 for layer in sorted(whole)}
+    return {
+        layer: math.sqrt(lost[layer] / whole[layer]) if whole[layer] else 0.0
+        for layer in sorted(whole)
+    }

@@ -1,8 +1,9 @@
-"""The mixtures of formats in which GGUF files are published: which format each tensor of a model gets.
+"""The mixtures of formats in which GGUF files are published: which format each tensor of a model
+gets.
 
-Names and rules are those of llama.cpp (`src/llama-quant.cpp`, `llama_tensor_get_type`), which gives more bits to what a model is most
-sensitive to: logits, values of attention, the projection down of the first and last layers. A mixture of our own is MXFP4, for models
-without experts.
+Names and rules are those of llama.cpp (`src/llama-quant.cpp`, `llama_tensor_get_type`), which gives
+more bits to what a model is most sensitive to: logits, values of attention, the projection down of
+the first and last layers. A mixture of our own is MXFP4, for models without experts.
 """
 
 import re
@@ -61,7 +62,8 @@ _KEPT_WHOLE = ("position_embd.weight", "token_types.weight")
 _LONG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0")
 """Formats whose blocks have 256 columns; those of all others that are quantised have 32."""
 _SHORT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
-"""What takes the place of a format for rows that are no multiple of 256; of the others, Q4_0 does."""
+"""What takes the place of a format for rows that are no multiple of 256; of the others, Q4_0 does.
+"""
 
 
 @frozen
@@ -77,8 +79,12 @@ class MixtureFacts:
 
     @property
     def has_few_values(self) -> bool:
-        """Whether llama.cpp counts it among the models of 70B parameters, whose values are few for their size."""
-        grouped = self.architecture == "qwen2" or (self.architecture == "llama" and self.heads_per_kv_head > 1)
+        """Whether llama.cpp counts it among the models of 70B parameters, whose values are few for
+        their size.
+        """
+        grouped = self.architecture == "qwen2" or (
+            self.architecture == "llama" and self.heads_per_kv_head > 1
+        )
         return grouped and self.layers == 80
 
 
@@ -87,17 +93,25 @@ def facts_of(metadata: Fields) -> MixtureFacts:
     name = metadata.string("general.architecture")
     heads = metadata.integer(f"{name}.attention.head_count")
     kv_heads = metadata.integer(f"{name}.attention.head_count_kv", heads)
-    layers, experts = metadata.integer(f"{name}.block_count"), metadata.integer(f"{name}.expert_count", 0)
+    layers, experts = (
+        metadata.integer(f"{name}.block_count"),
+        metadata.integer(f"{name}.expert_count", 0),
+    )
     return MixtureFacts(name, layers, heads // max(kv_heads, 1), experts)
 
 
-def tensor_types(mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: MixtureFacts) -> dict[str, str]:
+def tensor_types(
+    mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: MixtureFacts
+) -> dict[str, str]:
     """The format of every tensor of a model, from their GGUF names and their shapes, rows first.
 
-    A model that has no matrix for logits makes them with its embeddings. Raises RequestError for a mixture that is none.
+    A model that has no matrix for logits makes them with its embeddings. Raises RequestError for a
+    mixture that is none.
     """
     if mixture not in MIXTURES:
-        raise RequestError(f"{mixture[:40]!r} is no mixture of formats; known: {', '.join(MIXTURES)}")
+        raise RequestError(
+            f"{mixture[:40]!r} is no mixture of formats; known: {', '.join(MIXTURES)}"
+        )
     logits = _LOGITS if _LOGITS in shapes else _TOKENS
     values = sorted((name for name in shapes if name.endswith(_VALUES)), key=_layer)
     order = {name: index for index, name in enumerate(values)}
@@ -111,7 +125,11 @@ def tensor_types(mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: Mix
             if name == logits:
                 wanted = _logits_type(mixture, shape[-1], facts)
             elif mixture in ("MXFP4", "MXFP4_MOE"):
-                wanted = "Q8_0" if name == _TOKENS or (mixture == "MXFP4_MOE" and len(shape) < 3) else "MXFP4"
+                wanted = (
+                    "Q8_0"
+                    if name == _TOKENS or (mixture == "MXFP4_MOE" and len(shape) < 3)
+                    else "MXFP4"
+                )
             elif name in order:
                 wanted = _value_type(mixture, order[name], len(order), facts)
             else:
@@ -121,9 +139,16 @@ def tensor_types(mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: Mix
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix of some size. llama.cpp does not count dimensions of 1 before the last that is larger."""
+    """Whether a tensor is a matrix of some size. llama.cpp does not count dimensions of 1 before
+    the last that is larger.
+    """
     is_matrix = any(size > 1 for size in shape[:-1])
-    return is_matrix and name.endswith("weight") and name not in _KEPT_WHOLE and not any(part in name for part in _KEPT)
+    return (
+        is_matrix
+        and name.endswith("weight")
+        and name not in _KEPT_WHOLE
+        and not any(part in name for part in _KEPT)
+    )
 
 
 def _that_fits(wanted: str, cols: int) -> str:
@@ -138,14 +163,18 @@ def _layer(name: str) -> int:
 
 
 def _has_more(layer: int, layers: int) -> bool:
-    """Whether a layer is among those with more bits: the first eighth, the last, and a third of the others."""
+    """Whether a layer is among those with more bits: the first eighth, the last, and a third of the
+    others.
+    """
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
 def _logits_type(mixture: str, cols: int, facts: MixtureFacts) -> str:
     most = MIXTURES[mixture].format
     misfit = cols % (256 if most in _LONG_BLOCKS else 32)
-    return "Q8_0" if most in ("Q8_0", "MXFP4") or facts.architecture == "falcon" or misfit else "Q6_K"
+    return (
+        "Q8_0" if most in ("Q8_0", "MXFP4") or facts.architecture == "falcon" or misfit else "Q6_K"
+    )
 
 
 def _value_type(mixture: str, index: int, count: int, facts: MixtureFacts) -> str:
@@ -208,7 +237,9 @@ def _attention_output_type(mixture: str, facts: MixtureFacts) -> str:
     if facts.architecture == "falcon":
         more = {"Q3_K_L": "Q4_K"}
     elif facts.experts == 8:
-        more = dict.fromkeys(("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS"), "Q5_K")
+        more = dict.fromkeys(
+            ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS"), "Q5_K"
+        )
     else:
         more = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}
     return more.get(mixture, MIXTURES[mixture].format)

@@ -29,21 +29,31 @@ class Original:
 
     @property
     def head(self) -> str:
-        """The module that makes logits, in a folder: also of a model whose embedding is its matrix."""
+        """The module that makes logits, in a folder: also of a model whose embedding is its
+        matrix.
+        """
         layout = FAMILIES[self.checkpoint.spec.architecture].config
         return layout.tensors["head"].name.removesuffix(".weight") if layout else ""
 
     def stored(self, *, as_folder: bool) -> dict[str, Stored]:
-        """The tensors of a file of either kind. Raises UnsupportedModelError where the family comes in no such file."""
+        """The tensors of a file of either kind. Raises UnsupportedModelError where the family comes
+        in no such file.
+        """
         architecture = self.checkpoint.spec.architecture
-        layout: Layout | None = FAMILIES[architecture].config if as_folder else gguf_layout(architecture)
+        layout: Layout | None = (
+            FAMILIES[architecture].config if as_folder else gguf_layout(architecture)
+        )
         if layout is None:
             raise UnsupportedModelError(f"a model of the family {architecture} comes in no folder")
-        return disassembled(self.checkpoint.spec, layout, self.tensors if as_folder == self.is_folder else ())
+        return disassembled(
+            self.checkpoint.spec, layout, self.tensors if as_folder == self.is_folder else ()
+        )
 
 
 def gguf_layout(architecture: str) -> GgufLayout:
-    """How GGUF files have the models of a family. Raises UnsupportedModelError where there are none."""
+    """How GGUF files have the models of a family. Raises UnsupportedModelError where there are
+    none.
+    """
     layout = FAMILIES[_UNDER.get(architecture, architecture)].gguf
     if layout is None:
         raise UnsupportedModelError(f"a model of the family {architecture} comes in no GGUF file")
@@ -54,4 +64,6 @@ def open_original(path: Path) -> Original:
     """Open a model as `open_checkpoint` does, and raise what it raises."""
     checkpoint = open_checkpoint(path)
     is_folder = os.path.isdir(path)
-    return Original(checkpoint, is_folder, open_folder(path).tensors() if is_folder else read_gguf(path).tensors)
+    return Original(
+        checkpoint, is_folder, open_folder(path).tensors() if is_folder else read_gguf(path).tensors
+    )

@@ -1,8 +1,10 @@
-"""What a model says of a text, and how far that is from what another says: the measures of quantisation.
+"""What a model says of a text, and how far that is from what another says: the measures of
+quantisation.
 
-Texts are cut into pieces, each from an empty cache. NLL is the mean negative log-likelihood of a token given those before it in its
-piece, in nats, and perplexity its exponential. KL is the divergence KL(reference, model) of the distributions of the next token: the mean
-and the 99th percentile over all places. Agreement is how often both hold the same token for the likeliest.
+Texts are cut into pieces, each from an empty cache. NLL is the mean negative log-likelihood of a
+token given those before it in its piece, in nats, and perplexity its exponential. KL is the
+divergence KL(reference, model) of the distributions of the next token: the mean and the 99th
+percentile over all places. Agreement is how often both hold the same token for the likeliest.
 """
 
 import math
@@ -67,19 +69,28 @@ class Scorer:
         self._groups = len(program.kv_groups)
         self._blocks = num_blocks(length)
         kv = KvConfig((self._blocks,) * self._groups, dtype=kv_dtype)
-        self.executable: Executable = compile_program(backend, program, tensors, kv, threads, activations)
+        self.executable: Executable = compile_program(
+            backend, program, tensors, kv, threads, activations
+        )
 
     def log_probabilities(self, piece: Sequence[int]) -> Iterator[Floats]:
         """The log-probabilities of the token after each, some rows at a time [rows, vocabulary]."""
         for first in range(0, len(piece), _ROWS):
-            logits = forward(self.executable, self._batch(piece, first, min(first + _ROWS, len(piece)))).logits
+            logits = forward(
+                self.executable, self._batch(piece, first, min(first + _ROWS, len(piece)))
+            ).logits
             assert logits is not None
             shifted = logits - logits.max(axis=1, keepdims=True)
-            yield shifted - np.log(np.exp(shifted, dtype=np.float64).sum(axis=1, keepdims=True)).astype(np.float32)
+            yield shifted - np.log(
+                np.exp(shifted, dtype=np.float64).sum(axis=1, keepdims=True)
+            ).astype(np.float32)
 
     def speed(self, piece: Sequence[int]) -> tuple[float, float]:
         """Tokens/s of a piece at once, and of single steps at its end: medians of a few."""
-        prefill, decode = self._batch(piece, 0, len(piece), 1), self._batch(piece, len(piece) - 1, len(piece))
+        prefill, decode = (
+            self._batch(piece, 0, len(piece), 1),
+            self._batch(piece, len(piece) - 1, len(piece)),
+        )
         seconds = []
         for batch, times in ((prefill, _PREFILLS), (decode, _STEPS)):
             taken = []
@@ -93,12 +104,16 @@ class Scorer:
     def close(self) -> None:
         self.executable.close()
 
-    def _batch(self, piece: Sequence[int], first: int, end: int, num_logits: int = _ROWS) -> RaggedBatch:
+    def _batch(
+        self, piece: Sequence[int], first: int, end: int, num_logits: int = _ROWS
+    ) -> RaggedBatch:
         return piece_batch(piece, first, end, num_logits, self._blocks, self._groups)
 
 
 def pieces_of(ids: Sequence[int], length: int, tokens: int) -> list[list[int]]:
-    """The tokens of a text in pieces of `length`, as many as make `tokens`, or one that is shorter."""
+    """The tokens of a text in pieces of `length`, as many as make `tokens`, or one that is
+    shorter.
+    """
     count = max(1, min(tokens, len(ids)) // length)
     return [list(ids[i * length : (i + 1) * length]) for i in range(count)]
 
@@ -111,8 +126,12 @@ class Judge:
         self._divergences: list[Floats] = []
         self._agreed = 0
 
-    def add(self, piece: Sequence[int], said: Iterator[Floats], by_reference: Iterator[Floats] | None) -> None:
-        """A piece, with log-probabilities as `Scorer` gives them. The last token has none after it that could be right."""
+    def add(
+        self, piece: Sequence[int], said: Iterator[Floats], by_reference: Iterator[Floats] | None
+    ) -> None:
+        """A piece, with log-probabilities as `Scorer` gives them. The last token has none after it
+        that could be right.
+        """
         at = 0
         for q in said:
             rows = min(len(q), len(piece) - 1 - at)
@@ -120,7 +139,9 @@ class Judge:
             self._losses.append(-q[np.arange(rows), wanted])
             if by_reference is not None:
                 p = next(by_reference)[:rows]
-                self._divergences.append((np.exp(p) * (p - q[:rows])).sum(axis=1, dtype=np.float64).astype(np.float32))
+                self._divergences.append(
+                    (np.exp(p) * (p - q[:rows])).sum(axis=1, dtype=np.float64).astype(np.float32)
+                )
                 self._agreed += int((p.argmax(axis=1) == q[:rows].argmax(axis=1)).sum())
             at += len(q)
 
@@ -131,4 +152,11 @@ class Judge:
         if not self._divergences:
             return Quality(len(losses), nll, error)
         kl = np.concatenate(self._divergences)
-        return Quality(len(losses), nll, error, float(kl.mean()), float(np.quantile(kl, 0.99)), self._agreed / len(losses))
+        return Quality(
+            len(losses),
+            nll,
+            error,
+            float(kl.mean()),
+            float(np.quantile(kl, 0.99)),
+            self._agreed / len(losses),
+        )

@@ -13,7 +13,9 @@ Floats = NDArray[np.float32]
 
 
 class Remembered:
-    """Blocks of rows in a temporary file: the log-probabilities of a whole text would fill the memory of a small machine."""
+    """Blocks of rows in a temporary file: the log-probabilities of a whole text would fill the
+    memory of a small machine.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the object)
@@ -41,5 +43,7 @@ class Remembered:
             self._file.write(np.ascontiguousarray(rows, np.float32).tobytes())
             self._file.flush()
         except OSError as error:
-            raise HeadraceError(f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}") from error
+            raise HeadraceError(
+                f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}"
+            ) from error
         self._shapes.append(rows.shape)

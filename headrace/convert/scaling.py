@@ -1,8 +1,10 @@
-"""Equivalent scalings: the columns of matrices times factors, and what they read divided by these where it is made.
+"""Equivalent scalings: the columns of matrices times factors, and what they read divided by these
+where it is made.
 
-The model stays the same function, while its columns become easier to quantise (SmoothQuant, Xiao et al. 2022; AWQ, Lin et al. 2023). What
-makes a value takes the division in: a norm with its weight and bias; a gated unit with the rows of `up`; relu with those of the matrix
-before it; attention with those of `v`, where the query heads of a KV head share their factors.
+The model stays the same function, while its columns become easier to quantise (SmoothQuant, Xiao et
+al. 2022; AWQ, Lin et al. 2023). What makes a value takes the division in: a norm with its weight
+and bias; a gated unit with the rows of `up`; relu with those of the matrix before it; attention
+with those of `v`, where the query heads of a KV head share their factors.
 """
 
 from collections import Counter, defaultdict
@@ -25,18 +27,23 @@ Floats = NDArray[np.float32]
 
 @frozen(eq=False)
 class ScalingGroup:
-    """A value whose columns may be divided by positive factors, and all tensors that change with it."""
+    """A value whose columns may be divided by positive factors, and all tensors that change with
+    it.
+    """
 
     readers: tuple[str, ...]
     """Matrices whose columns are multiplied, those of routers and experts among them."""
     makers: tuple[str, ...]
-    """Matrices whose rows are divided, and vectors whose numbers are; there are as many as factors."""
+    """Matrices whose rows are divided, and vectors whose numbers are; there are as many as factors.
+    """
     columns: NDArray[np.int64]  # [columns of the value]
     """The number of each column's factor."""
 
 
 class Scalings:
-    """Factors of the rows and of the columns of tensors, by name. Without any all tensors are as they were."""
+    """Factors of the rows and of the columns of tensors, by name. Without any all tensors are as
+    they were.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[str, Floats] = {}
@@ -50,7 +57,9 @@ class Scalings:
             self.rows[name] = np.float32(1) / factors
 
     def of(self, tensor: StoredTensor) -> StoredTensor:
-        """The tensor with its factors, which are applied whenever some of its rows are dequantised."""
+        """The tensor with its factors, which are applied whenever some of its rows are
+        dequantised.
+        """
         rows, columns = self.rows.get(tensor.name), self.columns.get(tensor.name)
         if rows is None and columns is None:
             return tensor
@@ -58,30 +67,50 @@ class Scalings:
         if len(tensor.shape) == 1:
             rows, columns = None, rows
         stored = np.ones(len(tensor.parts["codes"]), np.float32)
-        stored[slice(None) if tensor.row_order is None else tensor.row_order] = 1 if rows is None else rows
-        parts = {**tensor.parts, "row_factors": stored, "column_factors": np.ones(tensor.cols, np.float32) if columns is None else columns}
-        return StoredTensor(tensor.name, _scaled(tensor.format), tensor.shape, parts, tensor.row_order)
+        stored[slice(None) if tensor.row_order is None else tensor.row_order] = (
+            1 if rows is None else rows
+        )
+        parts = {
+            **tensor.parts,
+            "row_factors": stored,
+            "column_factors": np.ones(tensor.cols, np.float32) if columns is None else columns,
+        }
+        return StoredTensor(
+            tensor.name, _scaled(tensor.format), tensor.shape, parts, tensor.row_order
+        )
 
-    def applied(self, tensors: Mapping[str, StoredTensor], lazily: Collection[str]) -> dict[str, StoredTensor]:
-        """All tensors with their factors: those `lazily` that are to be quantised, the others that have any in float32."""
+    def applied(
+        self, tensors: Mapping[str, StoredTensor], lazily: Collection[str]
+    ) -> dict[str, StoredTensor]:
+        """All tensors with their factors: those `lazily` that are to be quantised, the others that
+        have any in float32.
+        """
         result = dict(tensors)
         for name in self.rows.keys() | self.columns.keys():
             scaled = self.of(tensors[name])
-            result[name] = scaled if name in lazily else StoredTensor.from_floats(name, scaled.dequantise())
+            result[name] = (
+                scaled if name in lazily else StoredTensor.from_floats(name, scaled.dequantise())
+            )
         return result
 
 
 def scaling_groups(program: Program, names: Collection[str]) -> list[ScalingGroup]:
-    """The values of a traced program that can be scaled and that some of the named matrices read, in the order of the program.
+    """The values of a traced program that can be scaled and that some of the named matrices read,
+    in the order of the program.
 
-    A value is left out where anything but linear ops and experts reads it, or where a tensor has another use besides.
+    A value is left out where anything but linear ops and experts reads it, or where a tensor has
+    another use besides.
     """
     flow = _Flow(program)
     uses = Counter(weight.name for op in program.ops for weight in op.weights())
     groups: list[ScalingGroup] = []
     for value, ops in flow.readers.items():
         group = flow.group(value, ops)
-        if group and any(name in names for name in group.readers) and all(uses[name] == 1 for name in (*group.readers, *group.makers)):
+        if (
+            group
+            and any(name in names for name in group.readers)
+            and all(uses[name] == 1 for name in (*group.readers, *group.makers))
+        ):
             groups.append(group)
     return groups
 
@@ -109,7 +138,9 @@ class _Flow:
                 self.readers[source[value.id].id].append(op)
 
     def group(self, value: int, ops: list[Op]) -> ScalingGroup | None:
-        """The group of a value and all ops that read it; None where one of these cannot be scaled, or what makes it cannot."""
+        """The group of a value and all ops that read it; None where one of these cannot be scaled,
+        or what makes it cannot.
+        """
         made = self._made(self._writer[value])
         readers: list[str] = []
         for op in ops:
@@ -122,14 +153,21 @@ class _Flow:
         return ScalingGroup(tuple(readers), *made) if made else None
 
     def _made(self, op: Op) -> tuple[tuple[str, ...], NDArray[np.int64]] | None:
-        """The tensors that the columns of an op's result are proportional to, and which entry of these each column goes with."""
+        """The tensors that the columns of an op's result are proportional to, and which entry of
+        these each column goes with.
+        """
         if isinstance(op, Norm) and op.weight.cols == op.x.width:
             return tuple(weight.name for weight in op.vectors()), np.arange(op.x.width)
         if isinstance(op, Glu) and op.activation != "clamped_swiglu":
             return self._rows(op.up)
         if isinstance(op, Activate) and op.activation == "relu":
             return self._rows(op.x)
-        if isinstance(op, Attention) and self._attention[op.layer] == 1 and (v := self._kv_writes[op.layer].v) and (rows := self._rows(v)):
+        if (
+            isinstance(op, Attention)
+            and self._attention[op.layer] == 1
+            and (v := self._kv_writes[op.layer].v)
+            and (rows := self._rows(v))
+        ):
             heads = rows[1].reshape(op.num_kv_heads, 1, op.value_dim)
             return rows[0], np.repeat(heads, op.num_heads // op.num_kv_heads, axis=1).reshape(-1)
         return None
@@ -150,7 +188,11 @@ def _scaled(base: Format) -> Format:
     """A stored format with factors of rows and columns."""
 
     def values(of: dq.Parts, rows: dq.Rows) -> dq.Floats:
-        found: dq.Floats = base.values(of, rows) * of["row_factors"][rows][:, None] * of["column_factors"]
+        found: dq.Floats = (
+            base.values(of, rows) * of["row_factors"][rows][:, None] * of["column_factors"]
+        )
         return found
 
-    return Format(f"{base.name}, scaled", base.block, base.nbytes, values, {**base.parts, **_FACTORS})
+    return Format(
+        f"{base.name}, scaled", base.block, base.nbytes, values, {**base.parts, **_FACTORS}
+    )

@@ -1,7 +1,9 @@
-"""SmoothQuant (Xiao et al. 2022): what is hard to quantise in activations goes to the weights in part.
+"""SmoothQuant (Xiao et al. 2022): what is hard to quantise in activations goes to the weights in
+part.
 
-Activations of 8 bits by row suffer from single columns that are much larger than all others. Column j is divided by
-s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and the matrices that read it have theirs multiplied by that.
+Activations of 8 bits by row suffer from single columns that are much larger than all others. Column
+j is divided by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and the matrices that read it have
+theirs multiplied by that.
 """
 
 from collections.abc import Mapping
@@ -37,7 +39,10 @@ def smoothquant(
     scalings = Scalings()
     for activations, readers in input_columns(maxima, spec, tensors, pieces, names, threads, tell):
         if group := group_of.get(readers[0]):
-            weights = np.max([np.abs(chunk).max(axis=0) for name in readers for chunk in chunks(tensors[name])], axis=0)
+            weights = np.max(
+                [np.abs(chunk).max(axis=0) for name in readers for chunk in chunks(tensors[name])],
+                axis=0,
+            )
             scalings.add(group, _factors(group, activations, weights, alpha))
     return scalings
 

@@ -1,4 +1,6 @@
-"""Files of tensors that are being written: a header, and tensors whose places are known before any of them is there."""
+"""Files of tensors that are being written: a header, and tensors whose places are known before any
+of them is there.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +26,9 @@ class PlannedTensor:
 
 @frozen
 class Plan:
-    """What a file begins with, and where each tensor will be: the byte that it starts at, and its size."""
+    """What a file begins with, and where each tensor will be: the byte that it starts at, and its
+    size.
+    """
 
     header: bytes
     places: Mapping[str, tuple[int, int]]
@@ -33,7 +37,9 @@ class Plan:
 
 
 class TensorFile:
-    """A file of tensors, which are written in any order, each of them once. Raises OSError as files do."""
+    """A file of tensors, which are written in any order, each of them once. Raises OSError as files
+    do.
+    """
 
     def __init__(self, path: Path, plan: Plan) -> None:
         self._file = path.open("xb")
@@ -47,7 +53,9 @@ class TensorFile:
         self._file.seek(start)
         for piece in pieces:
             np.ascontiguousarray(piece).tofile(self._file)
-        assert self._file.tell() == start + nbytes, f"{name}: {self._file.tell() - start:,} bytes, expected {nbytes:,}"
+        assert self._file.tell() == start + nbytes, (
+            f"{name}: {self._file.tell() - start:,} bytes, expected {nbytes:,}"
+        )
 
     def close(self) -> None:
         """Finish the file, in which every tensor is."""

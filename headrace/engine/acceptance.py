@@ -20,14 +20,19 @@ _Key = tuple[int, int, int]
 
 
 class AcceptanceRates:
-    """Rates at which a node of one proposer is right if its parent is, by confidence, depth and rank.
+    """Rates at which a node of one proposer is right if its parent is, by confidence, depth and
+    rank.
 
-    With `general`, the rates over all sequences, these are the rates on one sequence: they start from the general ones, and what they
-    record is recorded there too.
+    With `general`, the rates over all sequences, these are the rates on one sequence: they start
+    from the general ones, and what they record is recorded there too.
     """
 
-    def __init__(self, general: "AcceptanceRates | None" = None, prior: Sequence[float] = (0.5,)) -> None:
-        """`prior` has the rate of the likeliest child by confidence, before anything is observed, where there are no general ones."""
+    def __init__(
+        self, general: "AcceptanceRates | None" = None, prior: Sequence[float] = (0.5,)
+    ) -> None:
+        """`prior` has the rate of the likeliest child by confidence, before anything is observed,
+        where there are no general ones.
+        """
         self._general = general
         self._prior = prior
         self._decay = _DECAY if general is None else _SEQUENCE_DECAY
@@ -36,7 +41,8 @@ class AcceptanceRates:
     def rate(self, key: _Key) -> float:
         """Probability that a node is right if its parent is.
 
-        It starts from the rate over all sequences, which starts from the rate at one depth less, and at last from `prior`.
+        It starts from the rate over all sequences, which starts from the rate at one depth less,
+        and at last from `prior`.
         """
         right, observed = self._counts.get(key, (0.0, 0.0))
         confidence, depth, rank = key
@@ -60,7 +66,8 @@ class AcceptanceRates:
         return values
 
     def record(self, draft: DraftTree, tokens: list[int]) -> None:
-        """Count the nodes along `tokens`, which the sequence went on with, as right, and their siblings as wrong.
+        """Count the nodes along `tokens`, which the sequence went on with, as right, and their
+        siblings as wrong.
 
         The draft need not have run: the tokens decide as far as they go.
         """
@@ -72,7 +79,9 @@ class AcceptanceRates:
                 return
             for child in children:
                 self._count(places[child], draft.tokens[child] == token)
-            node = next((child for child in children if draft.tokens[child] == token), -2)  # -2 is no parent
+            node = next(
+                (child for child in children if draft.tokens[child] == token), -2
+            )  # -2 is no parent
 
     def _count(self, key: _Key, right: bool) -> None:
         before, observed = self._counts.get(key, (0.0, 0.0))

@@ -17,7 +17,9 @@ class LoadedAdapter:
     number: int
     """By which the batches of the executable name it."""
     scope: str
-    """Within which KV may be shared: of no other adapter, also not of another one that is loaded under this name later."""
+    """Within which KV may be shared: of no other adapter, also not of another one that is loaded
+    under this name later.
+    """
     num_users: int = 0
     """Requests under way that have it. Once it is unloaded it goes with the last of them."""
 
@@ -38,11 +40,17 @@ class Adapters:
     def load(self, name: str, adapter: Adapter) -> None:
         """Make an adapter known. Raises RequestError for a name that is taken."""
         if name in self._loaded:
-            raise RequestError(f"an adapter {name!r} is loaded already: unload it first, or choose another name")
-        self._loaded[name] = LoadedAdapter(name, self._executable.add_adapter(adapter), f"{name}#{next(self._scopes)}")
+            raise RequestError(
+                f"an adapter {name!r} is loaded already: unload it first, or choose another name"
+            )
+        self._loaded[name] = LoadedAdapter(
+            name, self._executable.add_adapter(adapter), f"{name}#{next(self._scopes)}"
+        )
 
     def unload(self, name: str) -> None:
-        """Forget a name; requests under way keep its adapter to their end. Raises RequestError for one that is not loaded."""
+        """Forget a name; requests under way keep its adapter to their end. Raises RequestError for
+        one that is not loaded.
+        """
         self.check(name)
         self._remove_unused(self._loaded.pop(name))
 

@@ -14,7 +14,9 @@ WORD_BITS = 64
 
 
 def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
-    """One batch of all rows; notes in each item where the logits that score its prompt, and those that it draws from, will be."""
+    """One batch of all rows; notes in each item where the logits that score its prompt, and those
+    that it draws from, will be.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     written: list[range] = []
@@ -25,7 +27,9 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
     for i, item in enumerate(scheduled):
         seq, draft = item.seq, item.draft
         first, end, start = seq.computed, seq.computed + item.num_scheduled, len(tokens)
-        tokens += seq.known[first:end] if end <= len(seq.known) else [0]  # a pending token is alone, and comes from `token_source`
+        tokens += (
+            seq.known[first:end] if end <= len(seq.known) else [0]
+        )  # a pending token is alone, and comes from `token_source`
         positions += range(first, end)
         if draft.tokens:
             tokens += draft.tokens
@@ -34,7 +38,10 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
         row_start.append(len(tokens))
         item.first_score = len(logit_rows)
         if seq.request.reads_prompt_rows:
-            item.scored, item.pooled = seq.prompt_rows(item.num_scheduled), seq.pooled_rows(item.num_scheduled)
+            item.scored, item.pooled = (
+                seq.prompt_rows(item.num_scheduled),
+                seq.pooled_rows(item.num_scheduled),
+            )
             logit_rows += [start + position - first for position in item.scored]
             item.first_pooled = len(pooled_rows)
             pooled_rows += [start + position - first for position in item.pooled]
@@ -58,8 +65,12 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
     )
 
 
-def _token_source(scheduled: list[ScheduledSequence], row_start: list[int]) -> Ints | None:  # [rows]
-    """The logit ops of the launch before that draw pending tokens; None where all tokens are known."""
+def _token_source(
+    scheduled: list[ScheduledSequence], row_start: list[int]
+) -> Ints | None:  # [rows]
+    """The logit ops of the launch before that draw pending tokens; None where all tokens are
+    known.
+    """
     if not any(item.seq.num_pending for item in scheduled):
         return None
     source = np.full(row_start[-1], -1, np.int32)
@@ -73,7 +84,9 @@ def _adapters(scheduled: list[ScheduledSequence]) -> Ints | None:  # [sequences]
     """The adapter of each sequence; None where none has one."""
     if not any(item.seq.request.adapter for item in scheduled):
         return None
-    return ints([item.seq.request.adapter.number if item.seq.request.adapter else -1 for item in scheduled])
+    return ints(
+        [item.seq.request.adapter.number if item.seq.request.adapter else -1 for item in scheduled]
+    )
 
 
 def _depths(draft: DraftTree) -> Iterator[int]:
@@ -84,9 +97,15 @@ def _depths(draft: DraftTree) -> Iterator[int]:
     return iter(depths)
 
 
-def _ancestors(scheduled: list[ScheduledSequence], row_start: list[int]) -> NDArray[np.uint64] | None:  # [rows, words]
-    """Bits over the draft rows of a sequence; None when every draft is a chain, in which all earlier nodes are ancestors."""
-    if all(parent == node - 1 for item in scheduled for node, parent in enumerate(item.draft.parents)):
+def _ancestors(
+    scheduled: list[ScheduledSequence], row_start: list[int]
+) -> NDArray[np.uint64] | None:  # [rows, words]
+    """Bits over the draft rows of a sequence; None when every draft is a chain, in which all
+    earlier nodes are ancestors.
+    """
+    if all(
+        parent == node - 1 for item in scheduled for node, parent in enumerate(item.draft.parents)
+    ):
         return None
     words = -(-max(len(item.draft.tokens) for item in scheduled) // WORD_BITS)
     bits = np.zeros((row_start[-1], words), np.uint64)

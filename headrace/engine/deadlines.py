@@ -9,8 +9,8 @@ _SPARE = 16
 
 
 class Deadlines:
-    """The times at which requests end, in seconds of the engine's clock: a heap, in which those that ended earlier are at most as many
-    as the others, and a few.
+    """The times at which requests end, in seconds of the engine's clock: a heap, in which those
+    that ended earlier are at most as many as the others, and a few.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""How sequences end: by their tokens, by an end of their request, or by an error. What they hold is free afterwards."""
+"""How sequences end: by their tokens, by an end of their request, or by an error. What they hold is
+free afterwards.
+"""
 
 from headrace.batch import Commit
 from headrace.engine.scheduler import Scheduler
@@ -7,12 +9,17 @@ from headrace.request import FinishReason
 
 
 def receive(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
-    """Let a sequence have its new tokens, and end it where they say so; an error of the tokenizer is one of its request.
+    """Let a sequence have its new tokens, and end it where they say so; an error of the tokenizer
+    is one of its request.
 
-    A prompt that is embedded has none, and ends once its rows have been pooled. Returns how many tokens its output has got; none
-    of a beam, since which beams are answers is known at the end.
+    A prompt that is embedded has none, and ends once its rows have been pooled. Returns how many
+    tokens its output has got; none of a beam, since which beams are answers is known at the end.
     """
-    if seq.request.pooling and seq.request.pooling.vector is not None and seq.output.finish_reason is None:
+    if (
+        seq.request.pooling
+        and seq.request.pooling.vector is not None
+        and seq.output.finish_reason is None
+    ):
         seq.output.finish("stop")
         scheduler.drop(seq)
         return 0

@@ -1,4 +1,6 @@
-"""The engine: requests in, updates out. Everything here runs in the caller's thread, and only in one at a time (`engine/thread.py`)."""
+"""The engine: requests in, updates out. Everything here runs in the caller's thread, and only in
+one at a time (`engine/thread.py`).
+"""
 
 import logging
 import os
@@ -39,7 +41,15 @@ from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
 from headrace.record import frozen
-from headrace.request import CheckedRequest, PoolingParams, RequestOutput, SamplingParams, Update, check_terms, token_ids
+from headrace.request import (
+    CheckedRequest,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    Update,
+    check_terms,
+    token_ids,
+)
 from headrace.stats import BlockMap, Stats
 from headrace.structured.constraint import Constraints
 
@@ -68,7 +78,9 @@ class EngineLimits:
 
 
 class Engine:
-    """Many requests over one executable. `name` is what `headrace top` calls it; `clock` gives all its times, in seconds."""
+    """Many requests over one executable. `name` is what `headrace top` calls it; `clock` gives all
+    its times, in seconds.
+    """
 
     def __init__(
         self,
@@ -85,14 +97,27 @@ class Engine:
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
-        host_blocks = executable.host_blocks(config.kv_offload_bytes) if config.kv_offload_bytes and config.prefix_cache else None
+        host_blocks = (
+            executable.host_blocks(config.kv_offload_bytes)
+            if config.kv_offload_bytes and config.prefix_cache
+            else None
+        )
         host = HostTier(host_blocks, limits.kv.block_size)
         self._kv = KvManager(limits.kv_groups, limits.kv, config.max_rows, host)
         self._speculation = Speculation(proposers, config, limits.vocab_size, clock)
         self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
         multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
         jump_forward = JumpForward(config.max_draft_tokens if config.jump_forward else 0)
-        self._loop = StepLoop(self._scheduler, self._speculation, executable, self._kv, tokenizer, multi_step, jump_forward, clock)
+        self._loop = StepLoop(
+            self._scheduler,
+            self._speculation,
+            executable,
+            self._kv,
+            tokenizer,
+            multi_step,
+            jump_forward,
+            clock,
+        )
         self._independent = IndependentAcceptor(config.acceptance_method)
         self._adapters = Adapters(executable)
         self._constraints = Constraints(tokenizer, limits.vocab_size)
@@ -106,9 +131,16 @@ class Engine:
         self._closed = False
 
     def add_request(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams | None = None, *, request_id: str | None = None, **terms: Any
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **terms: Any,
     ) -> str:
-        """Check a request, queue it and return its id: `check` and `add` in one, with their arguments and errors."""
+        """Check a request, queue it and return its id: `check` and `add` in one, with their
+        arguments and errors.
+        """
         self._check_open()
         return self.add(self.check(prompt_token_ids, params, **terms), request_id)
 
@@ -125,10 +157,12 @@ class Engine:
         pooling: PoolingParams | None = None,
         output_token_ids: Iterable[Iterable[int]] = (),
     ) -> CheckedRequest:
-        """The request that these make, fit to be added: see `CheckedRequest` for what they mean. One with `pooling` has no `params`.
+        """The request that these make, fit to be added: see `CheckedRequest` for what they mean.
+        One with `pooling` has no `params`.
 
-        `output_token_ids` are of a request that another engine began, with the same seed: it goes on behind them to the same tokens.
-        Raises RequestError for what this engine could not serve. Queues nothing, and may be called from any thread.
+        `output_token_ids` are of a request that another engine began, with the same seed: it goes
+        on behind them to the same tokens. Raises RequestError for what this engine could not serve.
+        Queues nothing, and may be called from any thread.
         """
         try:
             params = SamplingParams() if params is None else params
@@ -138,31 +172,59 @@ class Engine:
             if adapter is not None:
                 self._adapters.check(adapter)
             known = self._checked_prompt(prompt_token_ids, params, pooling)
-            constraint = None if pooling else self._constraints.make(params, end_ids(params, self._tokenizer))
+            constraint = (
+                None
+                if pooling
+                else self._constraints.make(params, end_ids(params, self._tokenizer))
+            )
             checked = CheckedRequest(known, params, prompt, *terms, adapter, pooling, constraint)
             most = self._limit(len(known), params, pooling) - len(known)
-            return check_given(output_token_ids, checked, most, self._tokenizer, self.limits.vocab_size)
+            return check_given(
+                output_token_ids, checked, most, self._tokenizer, self.limits.vocab_size
+            )
         except RequestError:
             self._meter.refused += 1
             raise
 
-    def add(self, checked: CheckedRequest, request_id: str | None = None, *, only_result: bool = False) -> str:
-        """Queue a request that `check` of this engine returned, and return its id; with `only_result` it has no update but the last.
+    def add(
+        self, checked: CheckedRequest, request_id: str | None = None, *, only_result: bool = False
+    ) -> str:
+        """Queue a request that `check` of this engine returned, and return its id; with
+        `only_result` it has no update but the last.
 
-        Raises RequestError for an id that is under way, and for an adapter that has been unloaded since.
+        Raises RequestError for an id that is under way, and for an adapter that has been unloaded
+        since.
         """
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is under way already")
-        known, params, prompt, priority, timeout, cache_salt, adapter_name, pooling, constraint, given = checked
+        (
+            known,
+            params,
+            prompt,
+            priority,
+            timeout,
+            cache_salt,
+            adapter_name,
+            pooling,
+            constraint,
+            given,
+        ) = checked
         adapter = self._adapters.find(adapter_name)
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
         limit, acceptor = self._limit(len(known), params, pooling), self._acceptor(params)
-        stopwatch, rows = Stopwatch(self._clock), PromptPooling(pooling, len(known)) if pooling else None
+        stopwatch, rows = (
+            Stopwatch(self._clock),
+            PromptPooling(pooling, len(known)) if pooling else None,
+        )
         terms = priority, timeout, cache_salt, adapter, rows, constraint, only_result
-        request = Request(number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms)
-        self._scheduler.add(begin(request, self.config, self._tokenizer, self.limits.vocab_size, given))
+        request = Request(
+            number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms
+        )
+        self._scheduler.add(
+            begin(request, self.config, self._tokenizer, self.limits.vocab_size, given)
+        )
         self._requests[request_id] = request
         self._adapters.acquire(adapter)
         if timeout is not None:
@@ -171,26 +233,40 @@ class Engine:
             self._queue_deadlines.add(stopwatch.added + self.config.queue_timeout, request)
         return request_id
 
-    def _checked_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams, pooling: PoolingParams | None) -> list[int]:
+    def _checked_prompt(
+        self, prompt_token_ids: Iterable[int], params: SamplingParams, pooling: PoolingParams | None
+    ) -> list[int]:
         """The prompt as a list of ints."""
         longest, vocab = self.limits.max_model_len, self.limits.vocab_size
-        too_many = f"the prompt has {{count}} tokens, and the context of {longest:,} must hold it{'' if pooling else ' and one more'}"
-        known = token_ids("prompt_token_ids", prompt_token_ids, longest if pooling else longest - 1, too_many)
+        too_many = (
+            f"the prompt has {{count}} tokens, and the context of {longest:,} must hold "
+            f"it{'' if pooling else ' and one more'}"
+        )
+        known = token_ids(
+            "prompt_token_ids", prompt_token_ids, longest if pooling else longest - 1, too_many
+        )
         if not known:
             raise RequestError("the prompt is empty")
         named: dict[str, Iterable[int]] = {"prompt_token_ids": known}
-        named |= {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+        named |= {
+            name: getattr(params, name) or ()
+            for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")
+        }
         for name, ids in named.items():
             if max(ids, default=0) >= vocab:
-                raise RequestError(f"{name} has {max(ids):,}, and the vocabulary ends at {vocab - 1:,}")
+                raise RequestError(
+                    f"{name} has {max(ids):,}, and the vocabulary ends at {vocab - 1:,}"
+                )
         self._check_size(len(known), params, pooling)
         return known
 
     def step(self, is_wanted: Callable[[], bool] = lambda: False) -> list[Update]:
-        """Run one step, or several of plain decoding until `is_wanted`; empty when there is nothing to do, or nothing to say yet.
+        """Run one step, or several of plain decoding until `is_wanted`; empty when there is nothing
+        to do, or nothing to say yet.
 
-        An error in the step never leaves it. The requests that have been admitted are recomputed in an empty KV cache, each alone at
-        first, and the one with which a step fails again ends with the error.
+        An error in the step never leaves it. The requests that have been admitted are recomputed in
+        an empty KV cache, each alone at first, and the one with which a step fails again ends with
+        the error.
         """
         self._check_open()
         begun, num_tokens, step = self._clock(), -self._loop.num_tokens, None
@@ -219,17 +295,23 @@ class Engine:
         return updates
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Load an adapter whose weights are the model's, for requests that name it. Raises RequestError for a name that is taken."""
+        """Load an adapter whose weights are the model's, for requests that name it. Raises
+        RequestError for a name that is taken.
+        """
         self._check_open()
         self._adapters.load(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; requests under way keep it to their end. Raises RequestError for a name that is not loaded."""
+        """Unload an adapter; requests under way keep it to their end. Raises RequestError for a
+        name that is not loaded.
+        """
         self._check_open()
         self._adapters.unload(name)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request, in whatever state, and return what there is of it; None for an id that is not under way."""
+        """End a request, in whatever state, and return what there is of it; None for an id that is
+        not under way.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -241,7 +323,9 @@ class Engine:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, as the backend holds them; those of draft models and adapters not among them."""
+        """Bytes of the weights, as the backend holds them; those of draft models and adapters not
+        among them.
+        """
         return self._loop.executable.program.weight_bytes
 
     @property
@@ -256,7 +340,9 @@ class Engine:
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            kv=snapshot.kv_stats(scheduler.running, self._kv, self.limits.kv_groups, self.limits.kv),
+            kv=snapshot.kv_stats(
+                scheduler.running, self._kv, self.limits.kv_groups, self.limits.kv
+            ),
             steps=loop.num_steps,
             rows=loop.num_rows,
             rows_last=meter.rows_last,
@@ -304,19 +390,26 @@ class Engine:
         now = self._clock()
         overdue = self._deadlines.overdue(now) if self._deadlines else []
         if self._queue_deadlines:
-            overdue += [request for request in self._queue_deadlines.overdue(now) if request.stopwatch.started is None]
+            overdue += [
+                request
+                for request in self._queue_deadlines.overdue(now)
+                if request.stopwatch.started is None
+            ]
         for request in dict.fromkeys(overdue):
             end(request, "timeout", self._scheduler)
             updates += request.news()
 
     def _recover(self, error: Exception, updates: list[Update]) -> None:
-        """Let the requests that a failed step may have touched begin again, and end the one that it failed of, once that is known.
+        """Let the requests that a failed step may have touched begin again, and end the one that it
+        failed of, once that is known.
 
-        Nothing is believed of what was in the middle of a change: steps in flight are forgotten and all blocks are free. Where a suspect
-        was among them it was alone in the step.
+        Nothing is believed of what was in the middle of a change: steps in flight are forgotten and
+        all blocks are free. Where a suspect was among them it was alone in the step.
         """
         self._meter.failed_steps += 1
-        clear_frames(error.__traceback__)  # so that an error that is kept keeps no sequences, and no KV of draft models with them
+        clear_frames(
+            error.__traceback__
+        )  # so that an error that is kept keeps no sequences, and no KV of draft models with them
         self._loop.forsake()
         suspects = self._scheduler.suspects
         touched = self._scheduler.restart(self._requests.values())
@@ -328,33 +421,67 @@ class Engine:
             elif not request.ended:
                 if not is_found:
                     suspects[request] = request.num_tokens
-                for seq in begin_again(request, self._acceptor(request.params), self.config, self._tokenizer, self.limits.vocab_size):
+                for seq in begin_again(
+                    request,
+                    self._acceptor(request.params),
+                    self.config,
+                    self._tokenizer,
+                    self.limits.vocab_size,
+                ):
                     self._scheduler.queue(seq)
             updates += request.news()
         if not is_found:
-            _log.warning("a step failed: its requests are tried one by one, %d in all", len(touched), exc_info=error)
+            _log.warning(
+                "a step failed: its requests are tried one by one, %d in all",
+                len(touched),
+                exc_info=error,
+            )
 
-    def _check_size(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> None:
-        """Sequences that draw together must fit in a step and in the pool together; of others any one, by itself."""
+    def _check_size(
+        self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None
+    ) -> None:
+        """Sequences that draw together must fit in a step and in the pool together; of others any
+        one, by itself.
+        """
         width, size = params.beam_width or 1, self._kv.block_size
-        for name, most in (("max_num_seqs", self.config.max_seqs), ("max_num_batched_tokens", self.config.max_rows)):
+        for name, most in (
+            ("max_num_seqs", self.config.max_seqs),
+            ("max_num_batched_tokens", self.config.max_rows),
+        ):
             if width > most:
-                raise RequestError(f"beam_width is {width}, and {name} is {most}: search with fewer beams, or raise it")
+                raise RequestError(
+                    f"beam_width is {width}, and {name} is {most}: search with fewer "
+                    "beams, or raise it"
+                )
         whole = Demand(self._limit(prompt_len, params, pooling) - 1, 0, width, prompt_len)
         for pool in self._kv.pools:
             if pool.needed(*whole) > pool.num_blocks:
-                outputs = f"{params.max_tokens or 'all possible'} more{f' in each of {width} beams' if width > 1 else ''}"
+                outputs = (
+                    f"{params.max_tokens or 'all possible'} "
+                    f"more{f' in each of {width} beams' if width > 1 else ''}"
+                )
                 more = " needs" if pooling else f" and {outputs} need"
                 raise RequestError(
-                    f"the prompt of {prompt_len:,} tokens{more} up to {pool.needed(*whole):,} blocks of {size} tokens, "
+                    f"the prompt of {prompt_len:,} tokens{more} up to "
+                    f"{pool.needed(*whole):,} blocks of {size} tokens, "
                     f"and there are {pool.num_blocks:,}: ask for fewer, or raise kv_blocks"
                 )
 
     def _acceptor(self, params: SamplingParams) -> Acceptor:
         if params.beam_width is None:
             return self._independent
-        num_end_ids, needs_logits = len(end_ids(params, self._tokenizer)), bool(params.stop) or params.logprobs is not None
-        return BeamSearch(params.beam_width, params.n, params.length_penalty, params.early_stopping, num_end_ids, needs_logits)
+        num_end_ids, needs_logits = (
+            len(end_ids(params, self._tokenizer)),
+            bool(params.stop) or params.logprobs is not None,
+        )
+        return BeamSearch(
+            params.beam_width,
+            params.n,
+            params.length_penalty,
+            params.early_stopping,
+            num_end_ids,
+            needs_logits,
+        )
 
     def _record(self, with_map: bool) -> dict[str, Any]:
         """What `headrace top` shows, fit for JSON."""
@@ -369,7 +496,9 @@ class Engine:
             "time": time.time(),
             "stats": self.stats()._asdict(),
             "history": self._meter.history(now),
-            "seqs": [line._asdict() for line in islice(snapshot.lines(self._scheduler, now), MOST_LINES)],
+            "seqs": [
+                line._asdict() for line in islice(snapshot.lines(self._scheduler, now), MOST_LINES)
+            ],
             "sequences_left_off": max(0, num_seqs - MOST_LINES),
         }
         if with_map and sum(pool.num_blocks for pool in self._kv.pools) <= MOST_BLOCKS:
@@ -377,11 +506,15 @@ class Engine:
         return record
 
     def _limit(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> int:
-        """Tokens, prompt and output, at which a sequence of the request ends: one more than have KV."""
+        """Tokens, prompt and output, at which a sequence of the request ends: one more than have
+        KV.
+        """
         longest = self.limits.max_model_len
         if pooling:
             return prompt_len + 1
-        return longest if params.max_tokens is None else min(longest, prompt_len + params.max_tokens)
+        return (
+            longest if params.max_tokens is None else min(longest, prompt_len + params.max_tokens)
+        )
 
     def _forget(self, request_id: str) -> None:
         """Let go of a request that has ended; its sequences and it refer to each other."""

@@ -22,7 +22,9 @@ class Mark(NamedTuple):
 
 
 class Meter:
-    """Counts requests by how they ended, steps that failed, and output tokens and rows over time. Times are seconds of one clock."""
+    """Counts requests by how they ended, steps that failed, and output tokens and rows over time.
+    Times are seconds of one clock.
+    """
 
     def __init__(self, now: float) -> None:
         self.finished = self.aborted = self.refused = self.failed_steps = 0
@@ -32,7 +34,9 @@ class Meter:
         self._marks = deque([self.latest], maxlen=round((HISTORY + WINDOW) / _SPACING) + 1)
 
     def step(self, begun: float, ended: float, tokens: int, rows: int, num_steps: int) -> None:
-        """Record `num_steps` steps with `tokens` output tokens in all; `rows` is the number of rows since the engine was made."""
+        """Record `num_steps` steps with `tokens` output tokens in all; `rows` is the number of rows
+        since the engine was made.
+        """
         before = self.latest
         if begun - self._marks[-1].time >= _SPACING:
             self._marks.append(Mark(begun, before.tokens, before.rows))
@@ -41,12 +45,16 @@ class Meter:
         self.latest = Mark(ended, before.tokens + tokens, rows)
 
     def rates(self, now: float) -> tuple[float, float]:
-        """Tokens and rows per second over the last `WINDOW` seconds, or since the engine was made."""
+        """Tokens and rows per second over the last `WINDOW` seconds, or since the engine was
+        made.
+        """
         since = max(now - WINDOW, self._marks[0].time)
         if now <= since:
             return 0.0, 0.0
         tokens, rows = self._at(since)
-        return (self.latest.tokens - tokens) / (now - since), (self.latest.rows - rows) / (now - since)
+        return (self.latest.tokens - tokens) / (now - since), (self.latest.rows - rows) / (
+            now - since
+        )
 
     def history(self, now: float) -> list[float]:
         """Tokens per second in each of the last `HISTORY` seconds, the oldest first."""

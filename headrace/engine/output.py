@@ -1,4 +1,6 @@
-"""The output of a sequence, from its drawn tokens: text, stop conditions, log-probabilities and the finish reason."""
+"""The output of a sequence, from its drawn tokens: text, stop conditions, log-probabilities and the
+finish reason.
+"""
 
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -23,7 +25,9 @@ class TokenizerView(Protocol):
 
     @property
     def eos_ids(self) -> Collection[int]: ...
-    def decoder(self, skip_special: bool, continues: bool) -> TextDecoder: ...  # continues: text precedes the tokens
+    def decoder(
+        self, skip_special: bool, continues: bool
+    ) -> TextDecoder: ...  # continues: text precedes the tokens
     def token_bytes(self, token_id: int) -> bytes: ...
     @property
     def special_ids(self) -> Collection[int]: ...
@@ -31,7 +35,9 @@ class TokenizerView(Protocol):
 
 
 class Output:
-    """The growing output of one sequence. It ends with a stop token, a stop string, a text that is complete or at `max_tokens`."""
+    """The growing output of one sequence. It ends with a stop token, a stop string, a text that is
+    complete or at `max_tokens`.
+    """
 
     def __init__(
         self,
@@ -64,7 +70,11 @@ class Output:
     def clone(self) -> "Output":
         """An independent output that continues this one."""
         clone = copy(self)
-        clone.token_ids, clone.logprobs, clone._taken = self.token_ids[:], self.logprobs[:], self._taken[:]
+        clone.token_ids, clone.logprobs, clone._taken = (
+            self.token_ids[:],
+            self.logprobs[:],
+            self._taken[:],
+        )
         clone._decoder, clone._finder = self._decoder.clone(), self._finder.clone()
         return clone
 
@@ -74,7 +84,9 @@ class Output:
         return "".join(self._taken) + self._fresh
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a token, and end the output where a stop condition is met. Raises ConstraintError where no other token can follow."""
+        """Add a token, and end the output where a stop condition is met. Raises ConstraintError
+        where no other token can follow.
+        """
         if logprobs is not None:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs.logprob
@@ -95,7 +107,8 @@ class Output:
             self.finish("length")
 
     def resume(self, token_ids: Iterable[int]) -> None:
-        """Go on behind tokens of which another output like this one has told all there was to tell, up to one that ends it.
+        """Go on behind tokens of which another output like this one has told all there was to tell,
+        up to one that ends it.
 
         There are no log-probabilities of them. Raises as `push` does.
         """
@@ -118,10 +131,14 @@ class Output:
     @property
     def has_news(self) -> bool:
         """Whether `take` would return new tokens or the end of the output."""
-        return self._num_taken < len(self.token_ids) or (self.finish_reason is not None and not self._end_taken)
+        return self._num_taken < len(self.token_ids) or (
+            self.finish_reason is not None and not self._end_taken
+        )
 
     def take(self) -> tuple[str, list[int], list[Logprobs]]:
-        """Text, tokens and log-probabilities since the last call; text that may yet become a stop string is held back."""
+        """Text, tokens and log-probabilities since the last call; text that may yet become a stop
+        string is held back.
+        """
         end = len(self._fresh) - (0 if self.finish_reason else self._finder.held)
         text, self._fresh = self._fresh[:end], self._fresh[end:]
         self._taken.append(text)
@@ -149,17 +166,23 @@ class Output:
             return None
         self._fresh += piece[: stop.end]
         if not self._params.include_stop_str_in_output:
-            self._fresh = self._fresh[: -len(stop.text)]  # `take` has not returned any of it, since a match is held back
+            self._fresh = self._fresh[
+                : -len(stop.text)
+            ]  # `take` has not returned any of it, since a match is held back
         return stop.text
 
 
 def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
     """The tokens that end an output."""
-    return frozenset(params.stop_token_ids or ()) | frozenset(() if params.ignore_eos else tokenizer.eos_ids)
+    return frozenset(params.stop_token_ids or ()) | frozenset(
+        () if params.ignore_eos else tokenizer.eos_ids
+    )
 
 
 def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:
-    """Log-probability records of a token and of the likeliest tokens at its position, by token id."""
+    """Log-probability records of a token and of the likeliest tokens at its position, by
+    token id.
+    """
     ids, values = [token, *logprobs.top_ids], [logprobs.logprob, *logprobs.top_logprobs]
     ranks = [logprobs.rank, *range(1, len(ids))]
     texts = [tokenizer.token_bytes(id_).decode(errors="replace") for id_ in ids]

@@ -13,7 +13,11 @@ class PromptPooling:
 
     def __init__(self, params: PoolingParams, num_tokens: int) -> None:
         self._params = params
-        self._positions = {"last": range(num_tokens - 1, num_tokens), "mean": range(num_tokens), "cls": range(1)}[params.pooling]
+        self._positions = {
+            "last": range(num_tokens - 1, num_tokens),
+            "mean": range(num_tokens),
+            "cls": range(1),
+        }[params.pooling]
         self.begin()
 
     def begin(self) -> None:
@@ -24,7 +28,9 @@ class PromptPooling:
         """What the prompt becomes, [dim], once all its rows have been pooled."""
 
     def rows(self, computed: int, num_scheduled: int) -> range:
-        """Positions of the next `num_scheduled` rows that are still to be pooled, when `computed` tokens have KV."""
+        """Positions of the next `num_scheduled` rows that are still to be pooled, when `computed`
+        tokens have KV.
+        """
         first = self._positions.start + self._num_pooled
         return range(max(computed, first), min(computed + num_scheduled, self._positions.stop))
 

@@ -30,7 +30,8 @@ class Resolved(NamedTuple):
 
 
 def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> StepDraws:
-    """Count the scheduled tokens as computed, fork sequences where prompts end, and collect the logit ops of the step.
+    """Count the scheduled tokens as computed, fork sequences where prompts end, and collect the
+    logit ops of the step.
 
     A finished sequence, which a static batch keeps, has no ops.
     """
@@ -43,7 +44,10 @@ def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> S
         if item.scored:
             draws.first_score[item] = len(draws.ops)
             num_logprobs = seq.request.params.prompt_logprobs or 0
-            draws.ops += [Score(item.first_score + i, seq.known[p + 1], num_logprobs) for i, p in enumerate(item.scored)]
+            draws.ops += [
+                Score(item.first_score + i, seq.known[p + 1], num_logprobs)
+                for i, p in enumerate(item.scored)
+            ]
         if item.pooled and seq.request.pooling:
             draws.pools[item] = len(draws.ops)
             draws.ops.append(Pool(item.first_pooled, len(item.pooled), seq.request.pooling.state))
@@ -53,7 +57,10 @@ def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> S
             draws.seqs += scheduler.fork(seq)[1:]
         if item.draws:
             drawing = draws.seqs[draws.seqs.index(seq) :] if forks else [seq]
-            members = [Member(each, item, each.drawing(source, item.first_draw, item.draft)) for each in drawing]
+            members = [
+                Member(each, item, each.drawing(source, item.first_draw, item.draft))
+                for each in drawing
+            ]
             draws.groups.setdefault(seq.request.acceptor, []).extend(members)
     for acceptor, group in draws.groups.items():
         for i, member in enumerate(group, len(draws.ops)):
@@ -68,14 +75,18 @@ def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> S
 def resolve_step(
     step: InFlightStep, results: Results[StepResult], scheduler: Scheduler, tokenizer: TokenizerView
 ) -> tuple[list[Resolved], Failures]:
-    """The sequences of a step that go on and the requests that fail, by the results of its launches, in their order."""
+    """The sequences of a step that go on and the requests that fail, by the results of its
+    launches, in their order.
+    """
     draws = step.draws
     resolved: list[Resolved] = []
     failures: Failures = []
     for source, item in enumerate(step.scheduled):
         if item.seq.output.finish_reason:  # ended while the step was in flight, or before it
             continue
-        if item in draws.first_score and (error := _score_prompt(item, draws.first_score[item], results[0], tokenizer)):
+        if item in draws.first_score and (
+            error := _score_prompt(item, draws.first_score[item], results[0], tokenizer)
+        ):
             failures.append((item.seq.request, error))
         elif item in draws.pools and not _pool_prompt(item, results[0].values[draws.pools[item]]):
             failures.append((item.seq.request, NonFiniteLogitsError(_NOT_FINITE_ROWS)))
@@ -83,7 +94,10 @@ def resolve_step(
             resolved.append(Resolved(item.seq, item, Commit(source, [], [], [])))
     first = len(draws.ops) - sum(map(len, draws.groups.values()))
     for acceptor, group in draws.groups.items():
-        values = [_concatenate([result.values[i] for result in results]) for i in range(first, first + len(group))]
+        values = [
+            _concatenate([result.values[i] for result in results])
+            for i in range(first, first + len(group))
+        ]
         first += len(group)
         for member in group:
             member.seq.num_pending -= len(results)
@@ -97,12 +111,19 @@ def resolve_step(
 def _nothing_drawn(request: Request) -> Exception:
     """Why no token could be drawn."""
     if any(seq.constraint for seq in request.seqs):
-        return ConstraintError("the model gave none of the tokens that may follow a finite logit, or no text can follow")
+        return ConstraintError(
+            "the model gave none of the tokens that may follow a finite logit, or no text "
+            "can follow"
+        )
     return NonFiniteLogitsError(_NOT_FINITE)
 
 
-def _score_prompt(item: ScheduledSequence, first: int, result: StepResult, tokenizer: TokenizerView) -> Exception | None:
-    """Record the prompt log-probabilities of a step; returns why its request cannot go on. `first` is the index of their first op."""
+def _score_prompt(
+    item: ScheduledSequence, first: int, result: StepResult, tokenizer: TokenizerView
+) -> Exception | None:
+    """Record the prompt log-probabilities of a step; returns why its request cannot go on. `first`
+    is the index of their first op.
+    """
     seq = item.seq
     for position, scores in zip(item.scored, result.values[first:], strict=False):
         if not isinstance(scores, TokenLogprobs):
@@ -121,7 +142,9 @@ def _pool_prompt(item: ScheduledSequence, result: LogitOpResult) -> bool:
 
 
 def _concatenate(values: list[LogitOpResult]) -> LogitOpResult:
-    """What one sequence drew in several launches, up to logits that were not finite; None where those of the first were not."""
+    """What one sequence drew in several launches, up to logits that were not finite; None where
+    those of the first were not.
+    """
     if len(values) == 1:
         return values[0]
     tokens: list[int] = []
@@ -135,17 +158,31 @@ def _concatenate(values: list[LogitOpResult]) -> LogitOpResult:
 
 
 def _accept(
-    acceptor: Acceptor, group: list[Member], values: Results[LogitOpResult], result: StepResult, scheduler: Scheduler
+    acceptor: Acceptor,
+    group: list[Member],
+    values: Results[LogitOpResult],
+    result: StepResult,
+    scheduler: Scheduler,
 ) -> tuple[list[Resolved], list[Request]]:
-    """The sequences of a group that go on, with their commits, and the requests whose logits are not finite.
+    """The sequences of a group that go on, with their commits, and the requests whose logits are
+    not finite.
 
-    Where the acceptor forks or frees sequences, the successors replace those that drew, in the request and in the scheduler.
+    Where the acceptor forks or frees sequences, the successors replace those that drew, in the
+    request and in the scheduler.
     """
     accepted = acceptor.accept([member.drawing for member in group], values, result.logits)
     seqs = [member.seq for member in group]
     successors = sources = [seqs[which] for which, _ in accepted]
     if sources != seqs:
         successors = seqs[0].request.seqs = scheduler.replace_sequences(seqs, sources)
-    pairs = [pair for pair in zip(successors, accepted, strict=True) if pair[0].output.finish_reason is None]
-    resolved = [Resolved(seq, group[which].item, commit) for seq, (which, commit) in pairs if commit is not None]
+    pairs = [
+        pair
+        for pair in zip(successors, accepted, strict=True)
+        if pair[0].output.finish_reason is None
+    ]
+    resolved = [
+        Resolved(seq, group[which].item, commit)
+        for seq, (which, commit) in pairs
+        if commit is not None
+    ]
     return resolved, [seq.request for seq, (_, commit) in pairs if commit is None]

@@ -1,4 +1,6 @@
-"""The records of a step to be: which sequences take part in it, with how many rows, and what it has left."""
+"""The records of a step to be: which sequences take part in it, with how many rows, and what it has
+left.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +18,9 @@ class ScheduledSequence:
     num_scheduled: int
     """Known or pending tokens that the step computes: rows whose slots are reserved."""
     draws: bool
-    """Whether these reach the last known or pending token, so that the next one can be drawn; never in a prompt that is embedded."""
+    """Whether these reach the last known or pending token, so that the next one can be drawn; never
+    in a prompt that is embedded.
+    """
     draft_budget: int = 0
     """Draft nodes that it may have: slots reserved beyond its scheduled tokens."""
     draft: DraftTree = NO_DRAFT
@@ -46,9 +50,15 @@ class ScheduledSequence:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one row, without a draft, from which one token is drawn, and the next could be drawn without a look at it."""
+        """Whether it is one row, without a draft, from which one token is drawn, and the next could
+        be drawn without a look at it.
+        """
         alone = (
-            self.num_scheduled == 1 and self.draws and not self.draft_budget and not self.seq.may_fork and not self.seq.has_changing_mask
+            self.num_scheduled == 1
+            and self.draws
+            and not self.draft_budget
+            and not self.seq.may_fork
+            and not self.seq.has_changing_mask
         )
         return alone and self.seq.output.finish_reason is None
 
@@ -58,8 +68,14 @@ class ScheduledSequence:
 
     @property
     def max_useful_draft(self) -> int:
-        """Draft nodes that are of use: none where the sequence may fork, since its draws go different ways, nor for the last token."""
-        return self.seq.request.limit - len(self.seq.known) - 1 if self.draws and not self.seq.may_fork else 0
+        """Draft nodes that are of use: none where the sequence may fork, since its draws go
+        different ways, nor for the last token.
+        """
+        return (
+            self.seq.request.limit - len(self.seq.known) - 1
+            if self.draws and not self.seq.may_fork
+            else 0
+        )
 
 
 @dataclass
@@ -77,7 +93,9 @@ class RowBudget:
     def take(self, seq: Sequence, most: int) -> int:
         """As many of the sequence's next `most` rows as there is room for."""
         cost = 1 + seq.computed / self.attention_crossover
-        rows = min(most, self.rows, max(1, int(self.chunk_work / cost)) if self.chunk_work > 0 else 0)
+        rows = min(
+            most, self.rows, max(1, int(self.chunk_work / cost)) if self.chunk_work > 0 else 0
+        )
         wanted = seq.prompt_rows(rows)
         if len(wanted) > self.logit_rows:
             rows, wanted = wanted.start - seq.computed + self.logit_rows, wanted[: self.logit_rows]

@@ -65,7 +65,8 @@ class Request:
     """These three are explained in `CheckedRequest`."""
     adapter: LoadedAdapter | None = None
     pooling: PromptPooling | None = None
-    """Where the prompt is embedded: its sequence draws nothing, and ends when its rows are pooled."""
+    """Where the prompt is embedded: its sequence draws nothing, and ends when its rows are pooled.
+    """
     constraint: Constraint | None = None
     """What its outputs may begin with; None: anything."""
     only_result: bool = False
@@ -73,7 +74,8 @@ class Request:
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One for each prompt token so far, where they are asked for."""
     seqs: list["Sequence"] = field(default_factory=list)
-    """In index order, those that have ended included, where each goes on by itself; else those alive, best first.
+    """In index order, those that have ended included, where each goes on by itself; else those
+    alive, best first.
 
     Empty once the request has ended.
     """
@@ -111,7 +113,9 @@ class Request:
 
     @property
     def scorer(self) -> "Sequence | None":
-        """The sequence whose rows give the prompt log-probabilities, where several have the prompt to compute."""
+        """The sequence whose rows give the prompt log-probabilities, where several have the prompt
+        to compute.
+        """
         return next((seq for seq in self.seqs if seq.output.finish_reason is None), None)
 
     @property
@@ -120,11 +124,16 @@ class Request:
         return self.params.beam_width or self.params.n
 
     def news(self) -> list[Update]:
-        """What there is that was not said before; with the last update of the request comes its result."""
+        """What there is that was not said before; with the last update of the request comes its
+        result.
+        """
         if self.only_result and not self.ended:
             return []
         fresh = [(index, output) for index, output in enumerate(self.outputs) if output.has_news]
-        updates = [Update(self.id, index, *output.take(), output.finish_reason, output.stop_reason, None) for index, output in fresh]
+        updates = [
+            Update(self.id, index, *output.take(), output.finish_reason, output.stop_reason, None)
+            for index, output in fresh
+        ]
         if updates and self.ended:
             updates[-1] = replace(updates[-1], result=self.result())
         return updates[-1:] if self.only_result else updates
@@ -134,8 +143,22 @@ class Request:
         outputs = [output.completion(index) for index, output in enumerate(self.outputs)]
         prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
         prompt = (self.prompt, self.prompt_token_ids, prompt_logprobs)
-        timing, drafts, vector = self.stopwatch.timing(), dict(self.drafts), self.pooling.vector if self.pooling else None
-        return RequestOutput(self.id, *prompt, outputs, self.ended, timing, self.error, self.cached_tokens, drafts, vector)
+        timing, drafts, vector = (
+            self.stopwatch.timing(),
+            dict(self.drafts),
+            self.pooling.vector if self.pooling else None,
+        )
+        return RequestOutput(
+            self.id,
+            *prompt,
+            outputs,
+            self.ended,
+            timing,
+            self.error,
+            self.cached_tokens,
+            drafts,
+            vector,
+        )
 
 
 @dataclass(eq=False)
@@ -149,7 +172,9 @@ class Sequence:
     sampler: SamplerState
     output: Output
     fork_at: int
-    """Tokens that it has in common with its siblings: those of the prompt or, when beams are computed again, more."""
+    """Tokens that it has in common with its siblings: those of the prompt or, when beams are
+    computed again, more.
+    """
     siblings: list["Sequence"] = field(default_factory=list)
     """Sequences to be forked off when so many tokens are computed."""
     computed: int = 0
@@ -171,7 +196,9 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Its place in the order of all sequences, the lowest first; it never changes but among beams of one request."""
+        """Its place in the order of all sequences, the lowest first; it never changes but among
+        beams of one request.
+        """
         return (self.request.arrival, *self.seq_id)
 
     @property
@@ -205,13 +232,19 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known and pending tokens without KV: at least 1, unless it is a prompt that is embedded."""
+        """Known and pending tokens without KV: at least 1, unless it is a prompt that is
+        embedded.
+        """
         return len(self.known) + self.num_pending - self.computed
 
     @property
     def at_limit(self) -> bool:
-        """Whether its pending tokens are the last that it may have, or it draws none, so that it ends without another step."""
-        return (self.num_pending > 0 and self.length >= self.request.limit) or not self.num_uncomputed
+        """Whether its pending tokens are the last that it may have, or it draws none, so that it
+        ends without another step.
+        """
+        return (
+            self.num_pending > 0 and self.length >= self.request.limit
+        ) or not self.num_uncomputed
 
     @property
     def num_until_draw(self) -> int:
@@ -236,19 +269,42 @@ class Sequence:
 
     def fork(self, tables: Tables) -> "Sequence":
         """Another that goes on from here, with tables of its own."""
-        return replace(self, known=self.known[:], sampler=self.sampler.clone(0), output=self.output.clone(), tables=tables)
+        return replace(
+            self,
+            known=self.known[:],
+            sampler=self.sampler.clone(0),
+            output=self.output.clone(),
+            tables=tables,
+        )
 
     def drawing(self, source: int, row: int, draft: DraftTree) -> Drawing:
-        """What an acceptor must know of it: its index in the step, the row of its first logits to draw from, and its draft."""
+        """What an acceptor must know of it: its index in the step, the row of its first logits to
+        draw from, and its draft.
+        """
         masks = None if self.constraint is None else self.constraint.masks(draft)
-        return Drawing(source, row, self.length, self.known, self.sampler, draft, self.num_logprobs, self.output, masks)
+        return Drawing(
+            source,
+            row,
+            self.length,
+            self.known,
+            self.sampler,
+            draft,
+            self.num_logprobs,
+            self.output,
+            masks,
+        )
 
     def prompt_rows(self, num_scheduled: int) -> range:
-        """Positions of those of the next `num_scheduled` rows whose logits give a prompt log-probability that is still to be recorded."""
+        """Positions of those of the next `num_scheduled` rows whose logits give a prompt
+        log-probability that is still to be recorded.
+        """
         if self.request.params.prompt_logprobs is None or self is not self.request.scorer:
             return range(0)
         recorded = len(self.request.prompt_logprobs)
-        return range(max(self.computed, recorded - 1), min(self.computed + num_scheduled, self.prompt_len - 1))
+        return range(
+            max(self.computed, recorded - 1),
+            min(self.computed + num_scheduled, self.prompt_len - 1),
+        )
 
     def pooled_rows(self, num_scheduled: int) -> range:
         """Positions of those of the next `num_scheduled` rows that are still to be pooled."""
@@ -257,7 +313,9 @@ class Sequence:
 
     @property
     def most_cached(self) -> int:
-        """Known tokens whose KV may come from the prefix cache: not that of rows that are pooled, or have logits, as the last row has."""
+        """Known tokens whose KV may come from the prefix cache: not that of rows that are pooled,
+        or have logits, as the last row has.
+        """
         wanted = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
         return wanted.start if wanted else self.computed + self.num_until_draw - 1
 
@@ -268,7 +326,9 @@ class Sequence:
         return -1 if asked is None else asked
 
     def receive(self, commit: Commit) -> bool:
-        """Take over the new tokens, up to the one that ends the output; whether there was such a one."""
+        """Take over the new tokens, up to the one that ends the output; whether there was such a
+        one.
+        """
         self.request.stopwatch.token()
         for token, logprobs in zip(commit.tokens, commit.logprobs or repeat(None), strict=False):
             self.output.push(token, logprobs)

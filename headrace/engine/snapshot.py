@@ -11,7 +11,9 @@ from headrace.program.kv import KvGroup
 from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats
 
 
-def kv_stats(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup], config: KvConfig) -> list[KvStats]:
+def kv_stats(
+    seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup], config: KvConfig
+) -> list[KvStats]:
     """The blocks of each group, and what of them these sequences leave empty."""
     stats = []
     for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
@@ -33,8 +35,12 @@ def kv_stats(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup],
     return stats
 
 
-def _empty_slots(seqs: Iterable[Sequence], group: int, block_size: int, filled: Callable[[Sequence], int]) -> int:
-    """Slots beyond the first `filled(sequence)` in the blocks of these sequences; a shared block, filled alike for all, counts once."""
+def _empty_slots(
+    seqs: Iterable[Sequence], group: int, block_size: int, filled: Callable[[Sequence], int]
+) -> int:
+    """Slots beyond the first `filled(sequence)` in the blocks of these sequences; a shared block,
+    filled alike for all, counts once.
+    """
     empty: dict[int, int] = {}
     for seq in seqs:
         end, table = filled(seq), seq.tables[group]
@@ -47,14 +53,26 @@ def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]
     """Which sequence holds which block of KV now, for each KV group."""
     maps = []
     for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
-        holdings = [Holding(seq.request.id, seq.seq_id[1], seq.computed, list(seq.tables[number])) for seq in seqs]
-        maps.append(GroupMap(len(group.layers), group.window, pool.num_blocks, holdings, pool.evictable_blocks()))
+        holdings = [
+            Holding(seq.request.id, seq.seq_id[1], seq.computed, list(seq.tables[number]))
+            for seq in seqs
+        ]
+        maps.append(
+            GroupMap(
+                len(group.layers), group.window, pool.num_blocks, holdings, pool.evictable_blocks()
+            )
+        )
     return BlockMap(kv.block_size, maps)
 
 
 def lines(scheduler: Scheduler, now: float) -> Iterator[SequenceStats]:
-    """A line for each sequence: those that run and then those that wait, each in the order of rank."""
-    return chain((_line(seq, False, now) for seq in scheduler.running), (_line(seq, True, now) for seq in scheduler.waiting))
+    """A line for each sequence: those that run and then those that wait, each in the order of
+    rank.
+    """
+    return chain(
+        (_line(seq, False, now) for seq in scheduler.running),
+        (_line(seq, True, now) for seq in scheduler.waiting),
+    )
 
 
 def _line(seq: Sequence, waits: bool, now: float) -> SequenceStats:
@@ -66,4 +84,12 @@ def _line(seq: Sequence, waits: bool, now: float) -> SequenceStats:
     else:
         state = "decode" if seq.num_uncomputed == 1 and not request.pooling else "prefill"
     output = len(seq.output.token_ids)
-    return SequenceStats(request.id, seq.seq_id[1], seq.prompt_len, output, request.cached_tokens, state, now - request.stopwatch.added)
+    return SequenceStats(
+        request.id,
+        seq.seq_id[1],
+        seq.prompt_len,
+        output,
+        request.cached_tokens,
+        state,
+        now - request.stopwatch.added,
+    )

@@ -1,4 +1,6 @@
-"""The step loop. A step is launched (schedule, draft, build, launch) and finished (wait, accept, commit, observe, emit)."""
+"""The step loop. A step is launched (schedule, draft, build, launch) and finished (wait, accept,
+commit, observe, emit).
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +25,9 @@ from headrace.request import Update
 
 @dataclass
 class StepLoop:
-    """The parts of an engine that a step passes through, the steps in flight, and counters over all steps."""
+    """The parts of an engine that a step passes through, the steps in flight, and counters over all
+    steps.
+    """
 
     scheduler: Scheduler
     speculation: Speculation
@@ -41,11 +45,14 @@ class StepLoop:
     num_accepted: int = 0
 
     def launch(self, is_wanted: Callable[[], bool]) -> None:
-        """Launch steps until as many are in flight as the executable allows, or the next depends on results that are not there yet.
+        """Launch steps until as many are in flight as the executable allows, or the next depends on
+        results that are not there yet.
 
         Multi-step decoding ends where `is_wanted`.
         """
-        while not self.in_flight or (len(self.in_flight) < self.executable.max_in_flight and self._can_overlap()):
+        while not self.in_flight or (
+            len(self.in_flight) < self.executable.max_in_flight and self._can_overlap()
+        ):
             begun = self.clock()
             output = self.scheduler.schedule()
             if not output.scheduled:
@@ -60,7 +67,9 @@ class StepLoop:
             self._launch(output.scheduled, drafting, begun, is_wanted)
 
     def finish(self, updates: list[Update]) -> InFlightStep:
-        """Wait for the oldest step in flight and commit its results; returns the step, and adds the updates of its requests."""
+        """Wait for the oldest step in flight and commit its results; returns the step, and adds the
+        updates of its requests.
+        """
         step = self.in_flight[0]
         results = [ticket.wait() for ticket in step.tickets]
         self.in_flight.popleft()
@@ -69,11 +78,21 @@ class StepLoop:
         resolved, failed = resolve_step(step, results, self.scheduler, self.tokenizer)
         for request, error in failed:
             fail(request, error, self.scheduler)
-        kept = [one for one in resolved if one.seq.output.finish_reason is None]  # its request may have failed
+        kept = [
+            one for one in resolved if one.seq.output.finish_reason is None
+        ]  # its request may have failed
         move_slots(self.executable, [move for one in kept for move in self._commit(one)])
         seconds = self.clock() - step.begun
         commits = [commit for _, _, commit in kept]
-        self.speculation.observe(step.scheduled, step.drafting, commits, results[-1], step.num_rows, seconds, len(results))
+        self.speculation.observe(
+            step.scheduled,
+            step.drafting,
+            commits,
+            results[-1],
+            step.num_rows,
+            seconds,
+            len(results),
+        )
         self.num_tokens += sum(receive(seq, commit, self.scheduler) for seq, _, commit in kept)
         for request in dict.fromkeys(item.seq.request for item in step.scheduled):
             updates += request.news()
@@ -88,24 +107,43 @@ class StepLoop:
 
     def _can_overlap(self) -> bool:
         """Whether the next step can be launched before those in flight are finished."""
-        return self.scheduler.can_overlap and self.speculation.rests and not self.in_flight[-1].drafting
+        return (
+            self.scheduler.can_overlap
+            and self.speculation.rests
+            and not self.in_flight[-1].drafting
+        )
 
-    def _launch(self, scheduled: list[ScheduledSequence], drafting: StepDrafts | None, begun: float, is_wanted: Callable[[], bool]) -> None:
+    def _launch(
+        self,
+        scheduled: list[ScheduledSequence],
+        drafting: StepDrafts | None,
+        begun: float,
+        is_wanted: Callable[[], bool],
+    ) -> None:
         most = self.multi_step.plan(scheduled)
         batch = build(scheduled, self.kv.block_size)
         draws = prepare_draws(scheduled, self.scheduler)
-        wanted = {"logits": draws.needs_logits or self.speculation.needs_logits, "hidden": self.speculation.needs_hidden}
+        wanted = {
+            "logits": draws.needs_logits or self.speculation.needs_logits,
+            "hidden": self.speculation.needs_hidden,
+        }
         if most:
-            tickets = self.multi_step.launch(scheduled, batch, draws.ops, most, self.speculation.rest, is_wanted, **wanted)
+            tickets = self.multi_step.launch(
+                scheduled, batch, draws.ops, most, self.speculation.rest, is_wanted, **wanted
+            )
         else:
             tickets = [self.executable.launch(batch, draws.ops, **wanted)]
-        self.in_flight.append(InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), begun, most > 0))
+        self.in_flight.append(
+            InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), begun, most > 0)
+        )
         self.num_steps += len(tickets)
         self.num_rows += len(tickets) * len(batch.tokens)
         self.num_drafted += sum(len(item.draft.tokens) for item in scheduled if not item.certain)
 
     def _commit(self, resolved: Resolved) -> list[Copy]:
-        """Keep the KV of the scheduled tokens and of the accepted path, free the rest; returns the slots to move."""
+        """Keep the KV of the scheduled tokens and of the accepted path, free the rest; returns the
+        slots to move.
+        """
         seq, item, commit = resolved
         more = max(0, len(commit.tokens) - 1)  # new tokens that have KV
         seq.computed += more - (item.num_launches - 1)

@@ -10,26 +10,34 @@ _LAST_KNOT = 12 * _PER_OCTAVE
 _ROW_AT_FIRST = 0.1
 """Time of a row before anything is measured, in times of the fixed part of a step."""
 _MAX_ERROR = 0.5
-"""Largest error of one step that counts, in logarithms of seconds: a step is further off where another process had the machine."""
+"""Largest error of one step that counts, in logarithms of seconds: a step is further off where
+another process had the machine.
+"""
 _MAX_FIRST_ERROR = 2.0
 """The same at a knot without a measurement."""
 _SCALE_RATE = 0.2
 """Share of an error that moves the scale, at knots with many measurements."""
 _MAX_SCALE_CHANGE = 0.02
-"""Largest change of the scale by one step, as a logarithm: the shape follows the rest of a larger error, or nothing does."""
+"""Largest change of the scale by one step, as a logarithm: the shape follows the rest of a larger
+error, or nothing does.
+"""
 _SHAPE_RATE = 0.02
 """Smallest share of an error that moves a knot."""
 _FIRST_VISIT = 1.5
-"""The share of an error that moves a knot is 1 / (visits + this), as in a mean, but never less than _SHAPE_RATE."""
+"""The share of an error that moves a knot is 1 / (visits + this), as in a mean, but never less than
+_SHAPE_RATE.
+"""
 
 
 class StepCost:
     """An estimate of the seconds of a step: scale x shape(rows).
 
-    The scale is the speed of the machine at this moment, which other processes share, and follows measurements quickly. The shape is
-    how numbers of rows compare with each other, and follows slowly, except where there are few measurements. It is a curve through
-    knots, piecewise linear in logarithms between the measured ones, and never falls: more rows do not cost less. The two can be told
-    apart only if steps of different sizes alternate, so the controller runs plain steps now and then.
+    The scale is the speed of the machine at this moment, which other processes share, and follows
+    measurements quickly. The shape is how numbers of rows compare with each other, and follows
+    slowly, except where there are few measurements. It is a curve through knots, piecewise linear
+    in logarithms between the measured ones, and never falls: more rows do not cost less. The two
+    can be told apart only if steps of different sizes alternate, so the controller runs plain steps
+    now and then.
     """
 
     def __init__(self) -> None:
@@ -49,8 +57,14 @@ class StepCost:
         return self._visits[knot] + (self._visits[knot + 1] if place > knot else 0.0)
 
     def seconds(self, rows: int) -> float:
-        """Estimated seconds of a step of so many rows, without the time of drafting; 0 before the first measurement."""
-        return 0.0 if self._scale is None or not rows else exp(self._scale + self._shape_at(_place(rows)))
+        """Estimated seconds of a step of so many rows, without the time of drafting; 0 before the
+        first measurement.
+        """
+        return (
+            0.0
+            if self._scale is None or not rows
+            else exp(self._scale + self._shape_at(_place(rows)))
+        )
 
     def record(self, rows: int, seconds: float) -> None:
         """Learn from a measured step."""
@@ -73,7 +87,9 @@ class StepCost:
         self._scale += min(max(_SCALE_RATE * trust * small, -_MAX_SCALE_CHANGE), _MAX_SCALE_CHANGE)
 
     def _move(self, knot: int, change: float) -> None:
-        """Move the curve at a knot, and other knots as far as it takes for the curve not to fall."""
+        """Move the curve at a knot, and other knots as far as it takes for the curve not to
+        fall.
+        """
         shape, seen = self._shape, self._seen
         if knot not in shape:
             shape[knot] = self._shape_at(knot)
@@ -90,7 +106,9 @@ class StepCost:
             shape[other] = height
 
     def _shape_at(self, place: float) -> float:
-        """Logarithm of the shape between knots; outside the measured ones it runs parallel to the first curve."""
+        """Logarithm of the shape between knots; outside the measured ones it runs parallel to the
+        first curve.
+        """
         seen, shape = self._seen, self._shape
         at = bisect_left(seen, place)
         if at < len(seen) and seen[at] == place:

@@ -9,8 +9,9 @@ WINDOW = 5  # which is odd
 class StepTimer:
     """Holds back admissions while steps take longer than `target_ms` milliseconds; 0: never.
 
-    Every decoding sequence gets a token in a step, so the time of a step is the time of a token. It is measured anew after each
-    admission, so that no two sequences are admitted by the same figures. It decides which sequences wait, and never a token.
+    Every decoding sequence gets a token in a step, so the time of a step is the time of a token. It
+    is measured anew after each admission, so that no two sequences are admitted by the same
+    figures. It decides which sequences wait, and never a token.
     """
 
     def __init__(self, target_ms: float) -> None:
@@ -28,4 +29,6 @@ class StepTimer:
     @property
     def allows(self) -> bool:
         """Whether one more sequence may be admitted."""
-        return not self._target or (len(self._seconds) == WINDOW and sorted(self._seconds)[WINDOW // 2] <= self._target)
+        return not self._target or (
+            len(self._seconds) == WINDOW and sorted(self._seconds)[WINDOW // 2] <= self._target
+        )

@@ -1,4 +1,6 @@
-"""Search for stop strings in text that arrives in pieces (Knuth, Morris and Pratt 1977), one character at a time."""
+"""Search for stop strings in text that arrives in pieces (Knuth, Morris and Pratt 1977), one
+character at a time.
+"""
 
 from collections.abc import Iterable
 from copy import copy
@@ -10,12 +12,17 @@ class StopPattern:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._shorter = [0, 0]  # for each length of a prefix: the length of the longest shorter prefix that ends it
+        self._shorter = [
+            0,
+            0,
+        ]  # for each length of a prefix: the length of the longest shorter prefix that ends it
         for character in text[1:]:
             self._shorter.append(self.advance(self._shorter[-1], character))
 
     def advance(self, matched: int, character: str) -> int:
-        """Length of the longest prefix that ends the text after `character`; `matched` is that length before it, less than the full one."""
+        """Length of the longest prefix that ends the text after `character`; `matched` is that
+        length before it, less than the full one.
+        """
         while matched and self.text[matched] != character:
             matched = self._shorter[matched]
         return matched + (self.text[matched] == character)
@@ -52,7 +59,9 @@ class StopFinder:
         return max(self._matched, default=0)
 
     def push(self, piece: str, armed: bool) -> Stop | None:
-        """The stop string that ends first in `piece`, the longer of two that end together; always None unless `armed`."""
+        """The stop string that ends first in `piece`, the longer of two that end together; always
+        None unless `armed`.
+        """
         if not self._patterns:
             return None
         for end, character in enumerate(piece, start=1):

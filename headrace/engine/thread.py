@@ -1,13 +1,17 @@
-"""The thread of an engine: everything that touches an engine runs in it, one command or one step after the other.
+"""The thread of an engine: everything that touches an engine runs in it, one command or one step
+after the other.
 
-So a step is atomic. An exception of a signal handler (Ctrl-C), or a finaliser that the garbage collector runs, meets a caller that
-waits, and never the middle of a step. What it wants of the engine is one more command, which is carried out between two steps.
+So a step is atomic. An exception of a signal handler (Ctrl-C), or a finaliser that the garbage
+collector runs, meets a caller that waits, and never the middle of a step. What it wants of the
+engine is one more command, which is carried out between two steps.
 
-A command is put in a `SimpleQueue`, which takes no lock that its own thread could hold already: signal handlers and finalisers may
-do it at any point. The thread starts with the first command and ends when there has been no work for `_LINGER` seconds. It is a daemon
-thread, which interpreter exit would cut off in a native call; so an `atexit` hook closes all engines before that.
+A command is put in a `SimpleQueue`, which takes no lock that its own thread could hold already:
+signal handlers and finalisers may do it at any point. The thread starts with the first command and
+ends when there has been no work for `_LINGER` seconds. It is a daemon thread, which interpreter
+exit would cut off in a native call; so an `atexit` hook closes all engines before that.
 
-A process that was forked has no such thread. There every call ends with a ClosedError, and `close` does nothing.
+A process that was forked has no such thread. There every call ends with a ClosedError, and `close`
+does nothing.
 """
 
 import atexit
@@ -27,10 +31,13 @@ from headrace.request import CheckedRequest, Update
 
 _T = TypeVar("_T")
 _LINGER = 0.1
-"""Seconds for which the thread waits for more work before it ends: to start one takes as long as a tenth of a small model's step."""
+"""Seconds for which the thread waits for more work before it ends: to start one takes as long as a
+tenth of a small model's step.
+"""
 _CLOSED = "the engine is closed"
 _FORKED = (
-    "this process was forked from the one that the engine works in, and has no copy of its threads: "
+    "this process was forked from the one that the engine works in, and has no copy of "
+    "its threads: "
     "make another LLM here, or start processes with the 'spawn' method"
 )
 
@@ -42,11 +49,15 @@ class Receiver(Protocol):
     """Where the updates of requests go."""
 
     def put(self, item: Update | BaseException, /) -> None:
-        """Take an update, or the reason why there will be no more, in the engine's thread: must not block, and raises nothing."""
+        """Take an update, or the reason why there will be no more, in the engine's thread: must not
+        block, and raises nothing.
+        """
 
 
 class Inbox:
-    """A receiver that is asked for the updates of the requests of one call, in the order in which they come."""
+    """A receiver that is asked for the updates of the requests of one call, in the order in which
+    they come.
+    """
 
     def __init__(self) -> None:
         self._items: SimpleQueue[Update | BaseException] = SimpleQueue()
@@ -57,7 +68,9 @@ class Inbox:
         self._items.put(item)
 
     def get(self) -> Update:
-        """The next update, waited for. Raises what ended the call: a ClosedError, or the error of adding its requests."""
+        """The next update, waited for. Raises what ended the call: a ClosedError, or the error of
+        adding its requests.
+        """
         if os.getpid() != self._pid:
             raise ClosedError(_FORKED)
         item = self._items.get()
@@ -67,7 +80,9 @@ class Inbox:
 
 
 class EngineThread:
-    """An engine and the thread that it runs in. All methods may be called from any thread, signal handler or finaliser."""
+    """An engine and the thread that it runs in. All methods may be called from any thread, signal
+    handler or finaliser.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -98,17 +113,29 @@ class EngineThread:
         if self._why_closed:
             raise ClosedError(self._why_closed)
 
-    def add(self, requests: Sequence[CheckedRequest], ids: Sequence[str], receiver: Receiver, *, only_results: bool = False) -> None:
-        """Queue requests, all before the next step; with `only_results`, only the last update of each goes to the receiver.
+    def add(
+        self,
+        requests: Sequence[CheckedRequest],
+        ids: Sequence[str],
+        receiver: Receiver,
+        *,
+        only_results: bool = False,
+    ) -> None:
+        """Queue requests, all before the next step; with `only_results`, only the last update of
+        each goes to the receiver.
 
-        Waits for nothing: what goes wrong goes to the receiver. The caller aborts them if it does not wait for their end.
+        Waits for nothing: what goes wrong goes to the receiver. The caller aborts them if it does
+        not wait for their end.
         """
         self._post(lambda: self._add(requests, ids, receiver, only_results))
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End requests; those that have ended, or never came, are no matter. Waits for nothing, and raises nothing."""
+        """End requests; those that have ended, or never came, are no matter. Waits for nothing, and
+        raises nothing.
+        """
         if os.getpid() == self._pid:
-            # No thread has to be started: where there is none, the requests are not in the engine, or their queue is still to be read.
+            # No thread has to be started: where there is none, the requests are not in the engine,
+            # or their queue is still to be read.
             self._commands.put(lambda: self._abort(ids))
 
     def call(self, function: Callable[[], _T]) -> _T:
@@ -132,9 +159,11 @@ class EngineThread:
         return value  # type: ignore[return-value]
 
     def close(self) -> None:
-        """End all requests, whose callers get a ClosedError, and give the memory back. Waits for the end of the step that runs.
+        """End all requests, whose callers get a ClosedError, and give the memory back. Waits for
+        the end of the step that runs.
 
-        May be called more than once. Within a step, where a finaliser may call it, it does not wait.
+        May be called more than once. Within a step, where a finaliser may call it, it does not
+        wait.
         """
         self._why_closed = self._why_closed or _CLOSED
         if os.getpid() != self._pid or self._is_released:
@@ -161,8 +190,9 @@ class EngineThread:
     def _start(self) -> None:
         """See to it that there is a thread after a command was put in the queue.
 
-        It is started by another, which no signal reaches: `Thread.start` left half way by an exception would leave half a thread behind.
-        Raises RuntimeError where the system gives no more threads.
+        It is started by another, which no signal reaches: `Thread.start` left half way by an
+        exception would leave half a thread behind. Raises RuntimeError where the system gives no
+        more threads.
         """
         if not self._at_work.locked():
             start_new_thread(self._launch, ())
@@ -174,7 +204,9 @@ class EngineThread:
             self._run()
 
     def _run(self) -> None:
-        """Serve until there is no more work. A command that comes as this ends finds the lock free, or is found here."""
+        """Serve until there is no more work. A command that comes as this ends finds the lock free,
+        or is found here.
+        """
         while self._at_work.acquire(blocking=False):
             self._ident = get_ident()
             try:
@@ -206,13 +238,21 @@ class EngineThread:
         return not self._commands.empty()
 
     def _drain(self, seconds: float) -> None:
-        """Carry out the commands that are there, the first of which is waited for so long; those that follow come after a step."""
+        """Carry out the commands that are there, the first of which is waited for so long; those
+        that follow come after a step.
+        """
         with suppress(Empty):
             self._commands.get(timeout=seconds)()
             for _ in range(self._commands.qsize()):
                 self._commands.get_nowait()()
 
-    def _add(self, requests: Iterable[CheckedRequest], ids: Iterable[str], receiver: Receiver, only_results: bool) -> None:
+    def _add(
+        self,
+        requests: Iterable[CheckedRequest],
+        ids: Iterable[str],
+        receiver: Receiver,
+        only_results: bool,
+    ) -> None:
         try:
             self.check_open()
             for request_id, request in zip(ids, requests, strict=True):
@@ -228,7 +268,11 @@ class EngineThread:
                 self._engine.abort(request_id)
 
     def _deliver(self, update: Update) -> None:
-        receiver = self._routes.pop(update.request_id) if update.result else self._routes[update.request_id]
+        receiver = (
+            self._routes.pop(update.request_id)
+            if update.result
+            else self._routes[update.request_id]
+        )
         receiver.put(update)
 
     def _close(self) -> None:
@@ -245,7 +289,9 @@ class EngineThread:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all engines before interpreter exit cuts their threads off. Threads that wait then are daemons, and are not woken again."""
+    """Close all engines before interpreter exit cuts their threads off. Threads that wait then are
+    daemons, and are not woken again.
+    """
     for thread in list(_threads):
         thread._routes.clear()
         while True:

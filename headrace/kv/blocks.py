@@ -1,10 +1,13 @@
-"""The block pool: which sequence holds which block of KV slots. It holds numbers only; the storage belongs to the backend.
+"""The block pool: which sequence holds which block of KV slots. It holds numbers only; the storage
+belongs to the backend.
 
-A block is in the tables of one sequence or, after a fork or a prefix hit, of several; it is free again when the last of them
-releases it. A shared block is never written: a sequence that must write gets a copy of its own first.
+A block is in the tables of one sequence or, after a fork or a prefix hit, of several; it is free
+again when the last of them releases it. A shared block is never written: a sequence that must write
+gets a copy of its own first.
 
-A free block is either empty or evictable: the content of an evictable block is kept for a sequence that wants it again, until no
-empty block is left. Then the least recently used evictable blocks are evicted, as many as make a run.
+A free block is either empty or evictable: the content of an evictable block is kept for a sequence
+that wants it again, until no empty block is left. Then the least recently used evictable blocks are
+evicted, as many as make a run.
 """
 
 from array import array
@@ -25,7 +28,8 @@ else:
 class Table(_IntArray):
     """The blocks of a sequence in position order.
 
-    Behind the first `num_sink_blocks`, which stay, `num_released` are null blocks: no row will see what they held.
+    Behind the first `num_sink_blocks`, which stay, `num_released` are null blocks: no row will see
+    what they held.
     """
 
     __slots__ = ("num_released", "num_sink_blocks")
@@ -33,7 +37,9 @@ class Table(_IntArray):
     num_released: int
     num_sink_blocks: int
 
-    def __new__(cls, blocks: Iterable[int] = (), num_released: int = 0, num_sink_blocks: int = 0) -> "Table":
+    def __new__(
+        cls, blocks: Iterable[int] = (), num_released: int = 0, num_sink_blocks: int = 0
+    ) -> "Table":
         table = cast("Table", super().__new__(cls, "i", blocks))
         table.num_released = num_released
         table.num_sink_blocks = num_sink_blocks
@@ -47,7 +53,9 @@ class Table(_IntArray):
     @property
     def held(self) -> "array[int]":
         """The blocks without the null ones."""
-        return self[: self.num_sink_blocks] + self[self.window_start :] if self.num_released else self
+        return (
+            self[: self.num_sink_blocks] + self[self.window_start :] if self.num_released else self
+        )
 
     @property
     def num_held(self) -> int:
@@ -60,7 +68,9 @@ _RUN = 8
 
 
 class Reservation(NamedTuple):
-    """What it takes to make slots writable: a table of `length` blocks, the shared ones among them, by index, replaced."""
+    """What it takes to make slots writable: a table of `length` blocks, the shared ones among them,
+    by index, replaced.
+    """
 
     length: int
     shared: list[int]
@@ -70,10 +80,14 @@ NOTHING_TO_DO = Reservation(0, [])
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` slots, with reference counts, for layers that see everything."""
+    """`num_blocks` blocks of `block_size` slots, with reference counts, for layers that see
+    everything.
+    """
 
     reach = inf
-    """Blocks before a block boundary that the row behind it sees, where there are so many, beside the sinks."""
+    """Blocks before a block boundary that the row behind it sees, where there are so many, beside
+    the sinks.
+    """
     num_sink_blocks = 0
     """Blocks at the beginning of a table that all rows see."""
 
@@ -82,7 +96,9 @@ class BlockPool:
         self.block_size = block_size
         self._references = [0] * num_blocks
         self._num_references = 0
-        self._kept: dict[int, Callable[[int], None]] = {}  # blocks that become evictable, and what to call when they are evicted
+        self._kept: dict[
+            int, Callable[[int], None]
+        ] = {}  # blocks that become evictable, and what to call when they are evicted
         self._evictable = OrderedDict[int, None]()  # least recently used first
         self._num_empty = num_blocks
         runs = range(-(-num_blocks // _RUN))
@@ -114,7 +130,8 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def needed(self, num_tokens: int, computed: int = 0, width: int = 1, common: int = 0) -> int:
-        """Most blocks that `width` sequences hold at once until they have `num_tokens` tokens each, of which so many are computed.
+        """Most blocks that `width` sequences hold at once until they have `num_tokens` tokens each,
+        of which so many are computed.
 
         They share those of the first `common` tokens.
         """
@@ -134,14 +151,23 @@ class BlockPool:
         return table[index // self.block_size] * self.block_size + index % self.block_size
 
     def plan(self, table: Table, computed: int, length: int) -> Reservation | None:
-        """What it takes to make slots `computed` to `computed + length - 1` writable: there, and in no other table.
+        """What it takes to make slots `computed` to `computed + length - 1` writable: there, and in
+        no other table.
 
         None where there are not enough blocks.
         """
-        if length == 1 and (index := computed // self.block_size) < len(table) and self._references[table[index]] == 1:
+        if (
+            length == 1
+            and (index := computed // self.block_size) < len(table)
+            and self._references[table[index]] == 1
+        ):
             return NOTHING_TO_DO  # so it is most of the time
         needed = self._table_length(computed, length)
-        shared = [i for i in range(computed // self.block_size, min(needed, len(table))) if self._references[table[i]] > 1]
+        shared = [
+            i
+            for i in range(computed // self.block_size, min(needed, len(table)))
+            if self._references[table[i]] > 1
+        ]
         if needed <= len(table) and not shared:
             return NOTHING_TO_DO
         if self._price(max(0, needed - len(table)), len(shared)) > self.num_available:
@@ -149,7 +175,9 @@ class BlockPool:
         return Reservation(needed, shared)
 
     def carry_out(self, table: Table, plan: Reservation) -> list[tuple[int, int]]:
-        """Extend the table and replace shared blocks; returns the copies to make, (source, target), block by block."""
+        """Extend the table and replace shared blocks; returns the copies to make, (source, target),
+        block by block.
+        """
         copies = []
         for i in plan.shared:
             source, table[i] = table[i], self._take(table[i - 1] if i else NULL_BLOCK)
@@ -161,17 +189,23 @@ class BlockPool:
     def reserve(self, table: Table, computed: int, length: int) -> list[tuple[int, int]] | None:
         """Make slots `computed` to `computed + length - 1` of the table writable.
 
-        Returns the copies to make, (source, target), block by block, or None, with nothing changed, when there are not enough blocks.
+        Returns the copies to make, (source, target), block by block, or None, with nothing changed,
+        when there are not enough blocks.
         """
         plan = self.plan(table, computed, length)
         return None if plan is None else self.carry_out(table, plan)
 
     def keep(self, table: Table, end: int, path: list[int]) -> list[tuple[int, int]]:
-        """Keep the first `end` slots and, right after them, those that were `path[i]` beyond; release the rest.
+        """Keep the first `end` slots and, right after them, those that were `path[i]` beyond;
+        release the rest.
 
         Returns the slots to move, (source, target), before anything else is written.
         """
-        moves = [(self.slot(table, end + node), self.slot(table, end + i)) for i, node in enumerate(path) if node != i]
+        moves = [
+            (self.slot(table, end + node), self.slot(table, end + i))
+            for i, node in enumerate(path)
+            if node != i
+        ]
         self.trim(table, end + len(path))
         return moves
 
@@ -183,7 +217,9 @@ class BlockPool:
         return Table(table, table.num_released, table.num_sink_blocks)
 
     def retain(self, block: int, forget: Callable[[int], None]) -> None:
-        """Keep the content of a held block when it is released; `forget(block)` is called when it is evicted."""
+        """Keep the content of a held block when it is released; `forget(block)` is called when it
+        is evicted.
+        """
         self._kept[block] = forget
 
     def let_go(self, block: int) -> None:
@@ -194,7 +230,9 @@ class BlockPool:
             self._count_empty(block // _RUN, 1)
 
     def share(self, table: Table, blocks: Iterable[int]) -> None:
-        """Begin a table with blocks whose content is kept, held by others or evictable, and null blocks in their places."""
+        """Begin a table with blocks whose content is kept, held by others or evictable, and null
+        blocks in their places.
+        """
         for block in blocks:
             if block == NULL_BLOCK:
                 table.num_released += 1
@@ -215,7 +253,9 @@ class BlockPool:
         table[index] = block
 
     def num_shared(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks another sequence may have at no cost: those that are in a table."""
+        """How many of the blocks another sequence may have at no cost: those that are in a
+        table.
+        """
         return sum(block != NULL_BLOCK and self._references[block] > 0 for block in blocks)
 
     def trim(self, table: Table, computed: int) -> None:
@@ -235,7 +275,9 @@ class BlockPool:
         held = [0] * self.num_blocks
         for table in tables:
             blocks = table.held.tolist()
-            assert table.num_sink_blocks == self.num_sink_blocks and len(blocks) == table.num_held == len(table) - table.count(NULL_BLOCK)
+            assert table.num_sink_blocks == self.num_sink_blocks and len(
+                blocks
+            ) == table.num_held == len(table) - table.count(NULL_BLOCK)
             assert len(set(blocks)) == len(blocks) and NULL_BLOCK not in blocks, (
                 f"a block is twice in {table}, or a null block out of place"
             )
@@ -247,11 +289,15 @@ class BlockPool:
         assert self._num_empty == sum(self._empty_in_run)
 
     def _table_length(self, computed: int, length: int) -> int:
-        """Blocks of a table, released ones included, with slots for `length` tokens behind the computed ones."""
+        """Blocks of a table, released ones included, with slots for `length` tokens behind the
+        computed ones.
+        """
         return self.blocks_for(computed + length)
 
     def _price(self, num_new: int, num_shared: int) -> int:
-        """Available blocks that it costs to take so many new ones and to replace so many shared ones."""
+        """Available blocks that it costs to take so many new ones and to replace so many shared
+        ones.
+        """
         return num_new + num_shared
 
     def _extend(self, table: Table, length: int) -> None:
@@ -259,10 +305,16 @@ class BlockPool:
             table.append(self._take(table[-1] if table else NULL_BLOCK))
 
     def _take(self, previous: int) -> int:
-        """A free block: the one after `previous` if it is empty, else one that starts a run, else any."""
+        """A free block: the one after `previous` if it is empty, else one that starts a run, else
+        any.
+        """
         if not self._num_empty:
             self._evict()
-        if previous != NULL_BLOCK and previous + 1 < self.num_blocks and self._is_empty(previous + 1):
+        if (
+            previous != NULL_BLOCK
+            and previous + 1 < self.num_blocks
+            and self._is_empty(previous + 1)
+        ):
             block = previous + 1
         elif self._whole:
             block = next(iter(self._whole)) * _RUN
@@ -275,7 +327,9 @@ class BlockPool:
         return block
 
     def _evict(self) -> None:
-        """Blocks are released from the end of a table to its start, so some of them are often a run."""
+        """Blocks are released from the end of a table to its start, so some of them are often a
+        run.
+        """
         for _ in range(min(_RUN, len(self._evictable))):
             block, _ = self._evictable.popitem(last=False)
             self._kept.pop(block)(block)

@@ -1,12 +1,15 @@
-"""The host tier of the prefix cache: copies of blocks in the host's memory, of what the pools have no place for any more.
+"""The host tier of the prefix cache: copies of blocks in the host's memory, of what the pools have
+no place for any more.
 
-It holds numbers, as pools do; the storage is the backend's (`HostBlocks`). The copy of a block is made when the block is evicted, and
-copied back into another block for a sequence that wants it again. It stays when it was copied back, so that what is evicted again needs
-no second copy. Where no host block is left, the copy that was made or wanted least recently goes.
+It holds numbers, as pools do; the storage is the backend's (`HostBlocks`). The copy of a block is
+made when the block is evicted, and copied back into another block for a sequence that wants it
+again. It stays when it was copied back, so that what is evicted again needs no second copy. Where
+no host block is left, the copy that was made or wanted least recently goes.
 
-All copies are made in the order in which launches are, so no one waits for them. A copy to the host is made at once: nothing that is
-still to come writes a block of the prefix cache. A copy back waits until the step's own copies have been made (`load_blocks`), because
-these may read what its block held before; until then no other copy takes its place in the host's memory.
+All copies are made in the order in which launches are, so no one waits for them. A copy to the host
+is made at once: nothing that is still to come writes a block of the prefix cache. A copy back waits
+until the step's own copies have been made (`load_blocks`), because these may read what its block
+held before; until then no other copy takes its place in the host's memory.
 """
 
 import logging
@@ -32,8 +35,9 @@ class Load(NamedTuple):
 class HostTier:
     """The host blocks of each group; none at all without a `store`.
 
-    Blocks go there and come back only while that is quicker than to compute them: while a block of every group comes back in less time
-    than the quickest step so far took for as many rows as a block has tokens.
+    Blocks go there and come back only while that is quicker than to compute them: while a block of
+    every group comes back in less time than the quickest step so far took for as many rows as a
+    block has tokens.
     """
 
     def __init__(self, store: HostBlocks | None = None, block_size: int = 0) -> None:
@@ -51,7 +55,9 @@ class HostTier:
         """Believe no copy any more."""
         num_blocks = self._store.num_blocks if self._store else ()
         self._unused = [list(range(num - 1, -1, -1)) for num in num_blocks]  # the lowest last
-        self._kept = [OrderedDict[int, Callable[[int], None]]() for _ in num_blocks]  # what to call when one goes; the oldest first
+        self._kept = [
+            OrderedDict[int, Callable[[int], None]]() for _ in num_blocks
+        ]  # what to call when one goes; the oldest first
         self._loads: list[Load] = []
         self._wanted = [set[int]() for _ in num_blocks]
         """Host blocks that will be copied back."""
@@ -67,18 +73,32 @@ class HostTier:
 
     @property
     def is_quicker(self) -> bool:
-        """Whether there is a tier, and blocks come back in less time than it takes to compute them."""
-        return self._store is not None and self._store.block_seconds < self._block_size * self._row_seconds
+        """Whether there is a tier, and blocks come back in less time than it takes to compute
+        them.
+        """
+        return (
+            self._store is not None
+            and self._store.block_seconds < self._block_size * self._row_seconds
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all copies."""
-        return sum(len(kept) * size for kept, size in zip(self._kept, self._store.block_bytes, strict=True)) if self._store else 0
+        return (
+            sum(
+                len(kept) * size
+                for kept, size in zip(self._kept, self._store.block_bytes, strict=True)
+            )
+            if self._store
+            else 0
+        )
 
     def save(self, group: int, block: int, forget: Callable[[int], None]) -> int:
-        """Copy a block that is about to be written anew; returns its host block, for which `forget` is called when it goes.
+        """Copy a block that is about to be written anew; returns its host block, for which `forget`
+        is called when it goes.
 
-        `NULL_BLOCK` where it would be quicker to compute it again, or there is no host block for it.
+        `NULL_BLOCK` where it would be quicker to compute it again, or there is no host block for
+        it.
         """
         if self._store is None or not self.is_quicker:
             return NULL_BLOCK
@@ -93,7 +113,10 @@ class HostTier:
         try:
             self._store.save(group, block, host_block)
         except MemoryError:
-            _log.warning("the host has memory for %d blocks of KV and no more: the engine goes on with these", len(kept))
+            _log.warning(
+                "the host has memory for %d blocks of KV and no more: the engine goes on with these",
+                len(kept),
+            )
             unused.clear()
             return NULL_BLOCK
         kept[host_block] = forget
@@ -131,7 +154,9 @@ class HostTier:
             wanted.clear()
 
     def check(self) -> None:
-        """Assert that every host block is in one place, and that copies which are to be copied back are there."""
+        """Assert that every host block is in one place, and that copies which are to be copied back
+        are there.
+        """
         for group, (unused, kept) in enumerate(zip(self._unused, self._kept, strict=True)):
             assert len(set(unused)) == len(unused) and not kept.keys() & set(unused)
             assert self._wanted[group] <= kept.keys()

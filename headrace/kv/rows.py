@@ -13,9 +13,14 @@ from headrace.kv.blocks import Table
 from headrace.kv.manager import Copy, KvManager, Tables
 
 
-def kv_rows(tables: Sequence[Tables], written: Sequence[range], block_size: int) -> tuple[KvRows, ...]:
+def kv_rows(
+    tables: Sequence[Tables], written: Sequence[range], block_size: int
+) -> tuple[KvRows, ...]:
     """Slots and block table of each group for sequences that write these of their tokens."""
-    return tuple(KvRows(slots_of(group, written, block_size), block_table(group)) for group in zip(*tables, strict=True))
+    return tuple(
+        KvRows(slots_of(group, written, block_size), block_table(group))
+        for group in zip(*tables, strict=True)
+    )
 
 
 def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> Ints:  # [rows]
@@ -29,13 +34,24 @@ def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int)
 def block_table(tables: Sequence[Table]) -> Ints:  # [sequences, max_blocks]
     """The tables side by side, filled up with zeros."""
     width = max(map(len, tables))
-    rows = [(_with_numbers(table) if table.num_released else table).tobytes().ljust(width * table.itemsize, b"\0") for table in tables]
+    rows = [
+        (_with_numbers(table) if table.num_released else table)
+        .tobytes()
+        .ljust(width * table.itemsize, b"\0")
+        for table in tables
+    ]
     return np.frombuffer(b"".join(rows), np.int32).reshape(len(tables), width)
 
 
 def _with_numbers(table: Table) -> "array[int]":
-    """A table whose null blocks have a number: no row looks there, but it is one of its own, so that nothing of others is ever near."""
-    return table[: table.num_sink_blocks] + array("i", [table[-1]] * table.num_released) + table[table.window_start :]
+    """A table whose null blocks have a number: no row looks there, but it is one of its own, so
+    that nothing of others is ever near.
+    """
+    return (
+        table[: table.num_sink_blocks]
+        + array("i", [table[-1]] * table.num_released)
+        + table[table.window_start :]
+    )
 
 
 class TokenRun(NamedTuple):
@@ -55,7 +71,11 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
         row_start=ints([0, *ends]),
         context_len=ints([run.computed for run in runs]),
         scheduled_len=ints([len(run.tokens) for run in runs]),
-        kv=kv_rows([run.tables for run in runs], [range(run.computed, run.computed + len(run.tokens)) for run in runs], block_size),
+        kv=kv_rows(
+            [run.tables for run in runs],
+            [range(run.computed, run.computed + len(run.tokens)) for run in runs],
+            block_size,
+        ),
         ancestors=None,
         logit_rows=ints([end - 1 for end in ends] if logits else []),
         seq_of=ints(list(range(len(runs))) if logits else []),
@@ -63,7 +83,9 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
 
 
 def prepare_blocks(executable: Executable, kv: KvManager, copies: Sequence[Copy]) -> None:
-    """Make the copies of blocks that a step begins with, and bring back what it finds in the host's memory."""
+    """Make the copies of blocks that a step begins with, and bring back what it finds in the host's
+    memory.
+    """
     move_slots(executable, kv.slots_of(copies))
     kv.host.load_blocks()
 

@@ -1,10 +1,12 @@
-"""The block pool of layers with a window: a sequence releases what no row of it will see any more, and goes on in what it gets back.
+"""The block pool of layers with a window: a sequence releases what no row of it will see any more,
+and goes on in what it gets back.
 
 What all rows see, the sinks at the beginning, it keeps.
 
-A table pays for each of its blocks, shared or not. So every block that it releases is one that it may take, whatever other sequence shared
-it, and a prompt that is computed chunk by chunk needs no more blocks than it had when it was admitted. What sequences share in front
-of their windows costs them time only once, as everywhere, but memory on paper as often as there are sequences.
+A table pays for each of its blocks, shared or not. So every block that it releases is one that it
+may take, whatever other sequence shared it, and a prompt that is computed chunk by chunk needs no
+more blocks than it had when it was admitted. What sequences share in front of their windows costs
+them time only once, as everywhere, but memory on paper as often as there are sequences.
 """
 
 from collections.abc import Iterable
@@ -13,12 +15,15 @@ from headrace.kv.blocks import NULL_BLOCK, BlockPool, Table
 
 
 class WindowPool(BlockPool):
-    """Blocks for layers whose rows see `window` positions, their own included, and the first `num_sink_tokens`.
+    """Blocks for layers whose rows see `window` positions, their own included, and the first
+    `num_sink_tokens`.
 
     A step has at most `max_rows` rows of a sequence.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: int, max_rows: int, num_sink_tokens: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, window: int, max_rows: int, num_sink_tokens: int = 0
+    ) -> None:
         super().__init__(num_blocks, block_size)
         self.num_sink_blocks = self.blocks_for(num_sink_tokens)
         self.reach = self.blocks_for(window - 1)
@@ -33,7 +38,10 @@ class WindowPool(BlockPool):
         return self.num_blocks - self._num_references
 
     def needed(self, num_tokens: int, computed: int = 0, width: int = 1, common: int = 0) -> int:
-        return width * min(self.blocks_for(num_tokens), self.num_sink_blocks + self._span(min(self._max_rows, num_tokens - computed)))
+        return width * min(
+            self.blocks_for(num_tokens),
+            self.num_sink_blocks + self._span(min(self._max_rows, num_tokens - computed)),
+        )
 
     def first_seen(self, computed: int) -> int:
         return max(0, computed + 1 - self._window) // self.block_size
@@ -42,7 +50,8 @@ class WindowPool(BlockPool):
         return 0
 
     def advance(self, table: Table, computed: int, num_known: int) -> None:
-        """Release what no row from `computed` on sees, and take as many blocks for known tokens beyond the end of the table.
+        """Release what no row from `computed` on sees, and take as many blocks for known tokens
+        beyond the end of the table.
 
         Fewer where forks cannot all stay.
         """
@@ -59,7 +68,10 @@ class WindowPool(BlockPool):
         return (self._window + num_rows + self.block_size - 3) // self.block_size + 1
 
     def _table_length(self, computed: int, length: int) -> int:
-        return min(super()._table_length(computed, length), max(self.num_sink_blocks, self.first_seen(computed)) + self._most)
+        return min(
+            super()._table_length(computed, length),
+            max(self.num_sink_blocks, self.first_seen(computed)) + self._most,
+        )
 
     def _price(self, num_new: int, num_shared: int) -> int:
         return num_new

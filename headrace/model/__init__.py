@@ -47,7 +47,9 @@ _FILES = {
 
 
 class _Families(Mapping[str, Family]):
-    """The families by name. The file of one is imported when it is asked for, since a process needs one of them, or two."""
+    """The families by name. The file of one is imported when it is asked for, since a process needs
+    one of them, or two.
+    """
 
     def __getitem__(self, name: str) -> Family:
         family: Family = getattr(import_module(f"headrace.model.{_FILES[name]}"), name.upper())
@@ -64,19 +66,25 @@ FAMILIES: Mapping[str, Family] = _Families()
 
 
 def trace_model(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Program:
-    """The program of a model. Raises UnsupportedModelError, or FormatError where spec and tensors disagree."""
+    """The program of a model. Raises UnsupportedModelError, or FormatError where spec and tensors
+    disagree.
+    """
     return trace(partial(_family(spec).forward, spec), tensors)
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the equations of a model ask for, in their order: its shape [rows, cols], or [cols] of a vector."""
+    """Every tensor that the equations of a model ask for, in their order: its shape [rows, cols],
+    or [cols] of a vector.
+    """
     shapes = _Shapes()
     _family(spec).forward(spec, shapes)
     return shapes.found
 
 
 def linear_weights(spec: ModelSpec) -> set[str]:
-    """The tensors of a model that rows are multiplied with, by itself each: not those of experts, or of single heads."""
+    """The tensors of a model that rows are multiplied with, by itself each: not those of experts,
+    or of single heads.
+    """
     shapes = _Shapes()
     _family(spec).forward(spec, shapes)
     return {op.weight.name for op in shapes.ops if isinstance(op, Linear)}
@@ -100,5 +108,7 @@ class _Shapes(Tracer):
 
 def _family(spec: ModelSpec) -> Family:
     if spec.architecture not in FAMILIES:
-        raise UnsupportedModelError(f"unknown architecture {spec.architecture!r}; there are: {', '.join(FAMILIES)}")
+        raise UnsupportedModelError(
+            f"unknown architecture {spec.architecture!r}; there are: {', '.join(FAMILIES)}"
+        )
     return FAMILIES[spec.architecture]

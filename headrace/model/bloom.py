@@ -1,4 +1,6 @@
-"""BLOOM (Le Scao et al. 2022): ALiBi in the place of positions, LayerNorm, also behind the embedding, and biases everywhere."""
+"""BLOOM (Le Scao et al. 2022): ALiBi in the place of positions, LayerNorm, also behind the
+embedding, and biases everywhere.
+"""
 
 from dataclasses import replace
 
@@ -27,11 +29,17 @@ def _as_bloom(spec: ModelSpec) -> ModelSpec:
 
 def _config_spec(config: Fields) -> ModelSpec:
     config.require_neutral({"apply_residual_connection_post_layernorm": (False,)})
-    return _as_bloom(from_config.decoder(config, "bloom", max_context=2048, eps="layer_norm_epsilon", default_eps=1e-5, tied=True))
+    return _as_bloom(
+        from_config.decoder(
+            config, "bloom", max_context=2048, eps="layer_norm_epsilon", default_eps=1e-5, tied=True
+        )
+    )
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    return _as_bloom(from_gguf.decoder(fields, tensors, "bloom", computed=("attention.max_alibi_bias",)))
+    return _as_bloom(
+        from_gguf.decoder(fields, tensors, "bloom", computed=("attention.max_alibi_bias",))
+    )
 
 
 _QKV = "transformer.h.{}.self_attention.query_key_value"
@@ -44,21 +52,33 @@ BLOOM = Family(
         spec=_config_spec,
         tensors=weights(
             {
-                **{"embed": "transformer.word_embeddings", "embed_norm": "transformer.word_embeddings_layernorm"},
+                **{
+                    "embed": "transformer.word_embeddings",
+                    "embed_norm": "transformer.word_embeddings_layernorm",
+                },
                 **{"head": "lm_head", "norm": "transformer.ln_f"},
             },
             "transformer.h.{}",
             {
-                **{"attn_norm": "input_layernorm", "o": "self_attention.dense", "mlp_norm": "post_attention_layernorm"},
+                **{
+                    "attn_norm": "input_layernorm",
+                    "o": "self_attention.dense",
+                    "mlp_norm": "post_attention_layernorm",
+                },
                 **{"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
             },
         )
         | fused_qkv(f"{_QKV}.weight", "groups", split=False, bias=f"{_QKV}.bias"),
-        fields={"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        fields={
+            "hidden_size": "n_embed",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+        },
     ),
     gguf=GgufLayout(
         architectures=("bloom",),
         spec=_gguf_spec,
-        tensors=from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", "blocks", split=False, bias="blk.{}.attn_qkv.bias"),
+        tensors=from_gguf.TENSORS
+        | fused_qkv("blk.{}.attn_qkv.weight", "blocks", split=False, bias="blk.{}.attn_qkv.bias"),
     ),
 )

@@ -1,6 +1,7 @@
 """The Command family: Command-R (Cohere 2024) and Command R7B.
 
-Attention and MLP side by side behind one LayerNorm without bias, scaled logits. R7B has windows in most layers, and rotates there alone.
+Attention and MLP side by side behind one LayerNorm without bias, scaled logits. R7B has windows in
+most layers, and rotates there alone.
 """
 
 from dataclasses import replace
@@ -31,13 +32,20 @@ def _config_spec(config: Fields, architecture: str) -> ModelSpec:
 
 
 def _cohere_config(config: Fields) -> ModelSpec:
-    return replace(_config_spec(config, "cohere"), qk_norm="heads" if config.flag("use_qk_norm", False) else "none")
+    return replace(
+        _config_spec(config, "cohere"),
+        qk_norm="heads" if config.flag("use_qk_norm", False) else "none",
+    )
 
 
 def _cohere2_config(config: Fields) -> ModelSpec:
     config.require_neutral({"use_qk_norm": (False,)})
     windows = from_config.layer_windows(config, config.integer("sliding_window", 4096), _PERIOD)
-    return replace(_config_spec(config, "cohere2"), windows=windows, rotated=tuple(window > 0 for window in windows))
+    return replace(
+        _config_spec(config, "cohere2"),
+        windows=windows,
+        rotated=tuple(window > 0 for window in windows),
+    )
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors, architecture: str) -> ModelSpec:
@@ -47,7 +55,11 @@ def _gguf_spec(fields: Fields, tensors: Tensors, architecture: str) -> ModelSpec
 
 def _cohere_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = _gguf_spec(fields, tensors, "command-r")
-    return replace(spec, architecture="cohere", qk_norm="heads" if "blk.0.attn_q_norm.weight" in tensors else "none")
+    return replace(
+        spec,
+        architecture="cohere",
+        qk_norm="heads" if "blk.0.attn_q_norm.weight" in tensors else "none",
+    )
 
 
 def _cohere2_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
@@ -60,12 +72,20 @@ def _cohere2_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
 COHERE = Family(
     "cohere",
     decoder(parallel),
-    config=ConfigLayout(architectures=("CohereForCausalLM", "cohere"), spec=_cohere_config, tensors=from_config.TENSORS),
+    config=ConfigLayout(
+        architectures=("CohereForCausalLM", "cohere"),
+        spec=_cohere_config,
+        tensors=from_config.TENSORS,
+    ),
     gguf=GgufLayout(architectures=("command-r",), spec=_cohere_gguf, tensors=from_gguf.TENSORS),
 )
 COHERE2 = Family(
     "cohere2",
     decoder(parallel),
-    config=ConfigLayout(architectures=("Cohere2ForCausalLM", "cohere2"), spec=_cohere2_config, tensors=from_config.TENSORS),
+    config=ConfigLayout(
+        architectures=("Cohere2ForCausalLM", "cohere2"),
+        spec=_cohere2_config,
+        tensors=from_config.TENSORS,
+    ),
     gguf=GgufLayout(architectures=("cohere2",), spec=_cohere2_gguf, tensors=from_gguf.TENSORS),
 )

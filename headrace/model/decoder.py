@@ -1,7 +1,8 @@
 """The parts that decoders are made of, over the ops, and how layers of them become a model.
 
-A family puts the parts together to a block, which takes the rows of a layer to those of the next. Parts read from the specification what
-their constants are, and call their tensors by our names, such as `layers.3.q`.
+A family puts the parts together to a block, which takes the rows of a layer to those of the next.
+Parts read from the specification what their constants are, and call their tensors by our names,
+such as `layers.3.q`.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,9 @@ Block = Callable[["Decoder", int, Value], Value]
 
 
 def decoder(block: Block) -> Callable[[ModelSpec, Tracer], Value]:
-    """The equations of a model with such a block in each layer: logits [logit rows, vocab] of one step."""
+    """The equations of a model with such a block in each layer: logits [logit rows, vocab] of one
+    step.
+    """
 
     def forward(spec: ModelSpec, g: Tracer) -> Value:
         parts = Decoder(spec, g)
@@ -29,7 +32,9 @@ def decoder(block: Block) -> Callable[[ModelSpec, Tracer], Value]:
 
 
 def sequential(d: "Decoder", layer: int, x: Value) -> Value:
-    """The pre-norm block: attention, then the MLP, each of what a norm makes of the rows (GPT-2 2019, Llama 2023)."""
+    """The pre-norm block: attention, then the MLP, each of what a norm makes of the rows (GPT-2
+    2019, Llama 2023).
+    """
     attended = d.attend(layer, d.norm(x, f"layers.{layer}.attn_norm"))
     attended, x = d.last_rows(layer, attended, x)
     x = d.add(x, d.output(layer, attended))
@@ -46,7 +51,9 @@ def parallel(d: "Decoder", layer: int, x: Value) -> Value:
 def parallel_two_norms(d: "Decoder", layer: int, x: Value) -> Value:
     """Attention and MLP of the same rows, behind a norm each (GPT-NeoX, 2022)."""
     attended, x = d.last_rows(layer, d.attend(layer, d.norm(x, f"layers.{layer}.attn_norm")), x)
-    return d.add(d.add(x, d.output(layer, attended)), d.mlp(layer, d.norm(x, f"layers.{layer}.mlp_norm")))
+    return d.add(
+        d.add(x, d.output(layer, attended)), d.mlp(layer, d.norm(x, f"layers.{layer}.mlp_norm"))
+    )
 
 
 def post_norm(d: "Decoder", layer: int, x: Value) -> Value:
@@ -60,12 +67,21 @@ def sandwich(d: "Decoder", layer: int, x: Value) -> Value:
     """Norms before and behind attention and MLP (Gemma 2, 2024)."""
     attended, x = d.last_rows(layer, d.attend(layer, d.norm(x, f"layers.{layer}.attn_norm")), x)
     x = d.add(x, d.norm(d.output(layer, attended), f"layers.{layer}.attn_post_norm"))
-    return d.add(x, d.norm(d.mlp(layer, d.norm(x, f"layers.{layer}.mlp_norm")), f"layers.{layer}.mlp_post_norm"))
+    return d.add(
+        x,
+        d.norm(
+            d.mlp(layer, d.norm(x, f"layers.{layer}.mlp_norm")), f"layers.{layer}.mlp_post_norm"
+        ),
+    )
 
 
 def by_spec(d: "Decoder", layer: int, x: Value) -> Value:
     """The block that the specification names."""
-    blocks = {"sequential": sequential, "parallel": parallel, "parallel_two_norms": parallel_two_norms}
+    blocks = {
+        "sequential": sequential,
+        "parallel": parallel,
+        "parallel_two_norms": parallel_two_norms,
+    }
     return blocks[d.spec.block](d, layer, x)
 
 
@@ -82,8 +98,12 @@ class Decoder:
         """The rows that the first layer takes."""
         g, spec = self.g, self.spec
         self._embedding = g.weight("embed", spec.vocab_size, spec.dim)
-        for rope in dict.fromkeys(rope for layer in range(spec.num_layers) if (rope := spec.rope_of(layer))):
-            frequencies, scale = inverse_frequencies(rope, spec.max_context, spec.context or spec.max_context)
+        for rope in dict.fromkeys(
+            rope for layer in range(spec.num_layers) if (rope := spec.rope_of(layer))
+        ):
+            frequencies, scale = inverse_frequencies(
+                rope, spec.max_context, spec.context or spec.max_context
+            )
             self._angles[rope] = g.rope_angles(tuple(frequencies.tolist()), scale)
         x = g.embed(self._embedding)
         if spec.embedding_scale != 1:
@@ -97,8 +117,12 @@ class Decoder:
         g, spec = self.g, self.spec
         x = self.norm(x, "norm", "logit")
         assert self._embedding
-        head = self._embedding if spec.tied_embeddings else g.weight("head", spec.vocab_size, spec.dim)
-        logits = g.linear(x, head, g.vector("head_bias", spec.vocab_size) if spec.head_bias else None)
+        head = (
+            self._embedding if spec.tied_embeddings else g.weight("head", spec.vocab_size, spec.dim)
+        )
+        logits = g.linear(
+            x, head, g.vector("head_bias", spec.vocab_size) if spec.head_bias else None
+        )
         if spec.logit_scale != 1:
             logits = g.scale(logits, spec.logit_scale)
         return g.soft_cap(logits, spec.logit_softcap) if spec.logit_softcap else logits
@@ -108,8 +132,14 @@ class Decoder:
         g, spec, name = self.g, self.spec, f"layers.{layer}"
         if spec.latent:
             return latent.attend(self, spec.latent, layer, x)
-        q = self._head_norm(self.linear(x, f"{name}.q", spec.num_heads * spec.head_dim, spec.qkv_bias), f"{name}.q_norm")
-        k = self._head_norm(self.linear(x, f"{name}.k", spec.num_kv_heads * spec.head_dim, spec.qkv_bias), f"{name}.k_norm")
+        q = self._head_norm(
+            self.linear(x, f"{name}.q", spec.num_heads * spec.head_dim, spec.qkv_bias),
+            f"{name}.q_norm",
+        )
+        k = self._head_norm(
+            self.linear(x, f"{name}.k", spec.num_kv_heads * spec.head_dim, spec.qkv_bias),
+            f"{name}.k_norm",
+        )
         v = self.linear(x, f"{name}.v", spec.num_kv_heads * spec.head_dim, spec.qkv_bias)
         if rope := spec.rope_of(layer):
             q, k = (g.rope(rows, self.angles(rope), spec.head_dim) for rows in (q, k))
@@ -135,8 +165,14 @@ class Decoder:
         return self.linear(attended, f"layers.{layer}.o", self.spec.dim, self.spec.output_bias)
 
     def last_rows(self, layer: int, *values: Value) -> tuple[Value, ...]:
-        """The values themselves; in the last layer, whose KV is written, only their rows that have logits or are pooled."""
-        return tuple(self.g.gather_rows(value) for value in values) if layer == self.spec.num_layers - 1 else values
+        """The values themselves; in the last layer, whose KV is written, only their rows that have
+        logits or are pooled.
+        """
+        return (
+            tuple(self.g.gather_rows(value) for value in values)
+            if layer == self.spec.num_layers - 1
+            else values
+        )
 
     def mlp(self, layer: int, x: Value) -> Value:
         """What the MLP adds to the rows, or the experts in its place."""
@@ -158,17 +194,27 @@ class Decoder:
 
     def add(self, x: Value, y: Value) -> Value:
         """The rows with what a part of a block adds to them."""
-        return self.g.add(x, self.g.scale(y, self.spec.residual_scale) if self.spec.residual_scale != 1 else y)
+        return self.g.add(
+            x, self.g.scale(y, self.spec.residual_scale) if self.spec.residual_scale != 1 else y
+        )
 
     def _head_norm(self, x: Value, name: str) -> Value:
         spec = self.spec
         if spec.qk_norm == "none":
             return x
         weight = self.g.vector(name, spec.head_dim if spec.qk_norm == "head" else x.width)
-        return self.g.norm(x, weight, spec.norm_eps, spec.norm, size=x.width if spec.qk_norm == "row" else spec.head_dim)
+        return self.g.norm(
+            x,
+            weight,
+            spec.norm_eps,
+            spec.norm,
+            size=x.width if spec.qk_norm == "row" else spec.head_dim,
+        )
 
     def _unit(self, x: Value, name: str, kind: str, width: int, bias: bool) -> Value:
-        """A unit of so many gated, or only activated, numbers; its tensors are `gate`, `up` and `down` behind its kind."""
+        """A unit of so many gated, or only activated, numbers; its tensors are `gate`, `up` and
+        `down` behind its kind.
+        """
         g, spec = self.g, self.spec
         gate = self.linear(x, f"{name}.{kind}gate", width, bias) if spec.gated_mlp else None
         up = self.linear(x, f"{name}.{kind}up", width, bias)
@@ -181,11 +227,29 @@ class Decoder:
         logits = self.linear(x, f"{name}.router", e.num_experts, e.router_bias)
         bias = g.vector(f"{name}.choice_bias", e.num_experts) if e.choice_bias else None
         groups = (e.groups, e.top_groups)
-        routing = g.route(logits, e.top_k, e.scoring, normalised=e.normalised, factor=e.factor, groups=groups, bias=bias)
+        routing = g.route(
+            logits,
+            e.top_k,
+            e.scoring,
+            normalised=e.normalised,
+            factor=e.factor,
+            groups=groups,
+            bias=bias,
+        )
         names = [f"{name}.experts.{i}" for i in range(e.num_experts)]
-        shapes = {"gate": (e.ffn_dim, spec.dim), "up": (e.ffn_dim, spec.dim), "down": (spec.dim, e.ffn_dim)}
-        gate, up, down = (tuple(g.weight(f"{each}.{part}", *shape) for each in names) for part, shape in shapes.items())
-        biases = tuple(tuple(g.vector(f"{each}.{part}_bias", shape[0]) for each in names if e.bias) for part, shape in shapes.items())
+        shapes = {
+            "gate": (e.ffn_dim, spec.dim),
+            "up": (e.ffn_dim, spec.dim),
+            "down": (spec.dim, e.ffn_dim),
+        }
+        gate, up, down = (
+            tuple(g.weight(f"{each}.{part}", *shape) for each in names)
+            for part, shape in shapes.items()
+        )
+        biases = tuple(
+            tuple(g.vector(f"{each}.{part}_bias", shape[0]) for each in names if e.bias)
+            for part, shape in shapes.items()
+        )
         y = g.experts(x, routing, gate, up, down, spec.activation, biases)
         if not e.shared_ffn_dim:
             return y
@@ -196,9 +260,11 @@ class Decoder:
 
 
 def alibi_slopes(num_heads: int, bias: float) -> tuple[float, ...]:
-    """How much a key's score falls with each position that it lies back, for each head (Press et al. 2022).
+    """How much a key's score falls with each position that it lies back, for each head (Press et
+    al. 2022).
 
-    They are powers of one number, for a power of two of heads; further heads have those between, each second one.
+    They are powers of one number, for a power of two of heads; further heads have those between,
+    each second one.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-bias * (i + 1) / power) for i in range(power)]

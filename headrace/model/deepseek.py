@@ -1,4 +1,5 @@
-"""DeepSeek-V2 (2024) and V3 (2024): attention by latent rows, and experts beside one that all rows go through.
+"""DeepSeek-V2 (2024) and V3 (2024): attention by latent rows, and experts beside one that all rows
+go through.
 
 GGUF files call both deepseek2.
 """
@@ -15,12 +16,22 @@ from headrace.model.rope import yarn_temperature
 from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec
 
 
-def _config(config: Fields, architecture: str, dense: int, shared: int, context: int) -> tuple[ModelSpec, ExpertSpec]:
-    """The specification without its experts, and those; the defaults are the leading dense layers, the shared experts and the context."""
+def _config(
+    config: Fields, architecture: str, dense: int, shared: int, context: int
+) -> tuple[ModelSpec, ExpertSpec]:
+    """The specification without its experts, and those; the defaults are the leading dense layers,
+    the shared experts and the context.
+    """
     config.require_neutral({"moe_layer_freq": (1,)})
     pe, nope = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)
     rope = from_config.rope(config, pe, config.integer("max_position_embeddings", context))
-    spec = from_config.decoder(config, architecture, max_context=context, rotary=rope, computed=("attention_bias", "mlp_bias"))
+    spec = from_config.decoder(
+        config,
+        architecture,
+        max_context=context,
+        rotary=rope,
+        computed=("attention_bias", "mlp_bias"),
+    )
     if spec.num_kv_heads != spec.num_heads:
         raise config.unsupported("num_key_value_heads", ": each head has keys of its own")
     scaling = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
@@ -32,9 +43,15 @@ def _config(config: Fields, architecture: str, dense: int, shared: int, context:
         width,
         factor=config.number("routed_scaling_factor", 1.0),
         shared_ffn_dim=width * config.integer("n_shared_experts", shared),
-        dense_layers=tuple(range(min(config.integer("first_k_dense_replace", dense), spec.num_layers, 1 << 16))),
+        dense_layers=tuple(
+            range(min(config.integer("first_k_dense_replace", dense), spec.num_layers, 1 << 16))
+        ),
     )
-    latent = LatentSpec(config.integer("kv_lora_rank", 512), config.integer("v_head_dim", 128), config.integer("q_lora_rank", 0))
+    latent = LatentSpec(
+        config.integer("kv_lora_rank", 512),
+        config.integer("v_head_dim", 128),
+        config.integer("q_lora_rank", 0),
+    )
     spec = replace(spec, head_dim=nope + pe, latent=latent, qkv_bias=bias, output_bias=bias)
     return replace(spec, attention_scale=temperature**2 * max(spec.head_dim, 1) ** -0.5), experts
 
@@ -44,13 +61,17 @@ def _v2_config(config: Fields) -> ModelSpec:
     spec, experts = _config(config, "deepseek_v2", 0, 2, 2048)
     if (method := config.string("topk_method", "greedy")) not in ("greedy", "group_limited_greedy"):
         raise config.unsupported("topk_method")
-    groups = (config.integer("n_group"), config.integer("topk_group")) if method != "greedy" else (1, 1)
+    groups = (
+        (config.integer("n_group"), config.integer("topk_group")) if method != "greedy" else (1, 1)
+    )
     experts = replace(experts, normalised=False, groups=groups[0], top_groups=groups[1])
     return replace(spec, mlp_bias=config.flag("mlp_bias", False), **_mixed(spec, experts))
 
 
 def _v3_config(config: Fields) -> ModelSpec:
-    config.require_neutral({"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "mlp_bias": (False,)})
+    config.require_neutral(
+        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "mlp_bias": (False,)}
+    )
     spec, experts = _config(config, "deepseek_v3", 3, 1, 4096)
     experts = replace(
         experts,
@@ -93,15 +114,29 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
         shared_ffn_dim=experts.ffn_dim * integer("expert_shared_count", 0),
     )
     value_dim = integer("attention.value_length_mla", integer("attention.value_length"))
-    latent = LatentSpec(integer("attention.kv_lora_rank"), value_dim, integer("attention.q_lora_rank", 0), spec.norm_eps)
+    latent = LatentSpec(
+        integer("attention.kv_lora_rank"),
+        value_dim,
+        integer("attention.q_lora_rank", 0),
+        spec.norm_eps,
+    )
     # Converters write a tenth of the weight; with one, cosines and sines keep their size.
     weight = 10 * fields.number("deepseek2.rope.scaling.yarn_log_multiplier", 0.0)
     rope, temperature = spec.rope, 1.0
     if rope and weight:
         temperature = yarn_temperature(rope.factor, weight)
-        rope = replace(rope, attention_factor=(rope.attention_factor or 1.0) / yarn_temperature(rope.factor))
+        rope = replace(
+            rope, attention_factor=(rope.attention_factor or 1.0) / yarn_temperature(rope.factor)
+        )
     scale = temperature**2 * max(head_dim, 1) ** -0.5
-    spec = replace(spec, architecture="deepseek_v2", num_kv_heads=spec.num_heads, rope=rope, attention_scale=scale, latent=latent)
+    spec = replace(
+        spec,
+        architecture="deepseek_v2",
+        num_kv_heads=spec.num_heads,
+        rope=rope,
+        attention_scale=scale,
+        latent=latent,
+    )
     return replace(spec, **_mixed(spec, experts))
 
 
@@ -112,19 +147,40 @@ _CONFIG_TENSORS = {
         {},
         "model.layers.{}",
         {
-            **{"q_a": "self_attn.q_a_proj", "q_a_norm": "self_attn.q_a_layernorm", "kv_a_norm": "self_attn.kv_a_layernorm"},
-            **{f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
-            **{f"experts.{{}}.{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+            **{
+                "q_a": "self_attn.q_a_proj",
+                "q_a_norm": "self_attn.q_a_layernorm",
+                "kv_a_norm": "self_attn.kv_a_layernorm",
+            },
+            **{
+                f"shared_{part}": f"mlp.shared_experts.{part}_proj"
+                for part in ("gate", "up", "down")
+            },
+            **{
+                f"experts.{{}}.{part}": f"mlp.experts.{{}}.{part}_proj"
+                for part in ("gate", "up", "down")
+            },
             "router": "mlp.gate",
         },
     ),
     "layers.{}.choice_bias": Stored("model.layers.{}.mlp.gate.e_score_correction_bias"),
-    **latent_rows(f"{_ATTENTION}.q_proj", f"{_ATTENTION}.q_b_proj", f"{_ATTENTION}.kv_a_proj_with_mqa"),
+    **latent_rows(
+        f"{_ATTENTION}.q_proj", f"{_ATTENTION}.q_b_proj", f"{_ATTENTION}.kv_a_proj_with_mqa"
+    ),
     **latent_heads(f"{_ATTENTION}.kv_b_proj.weight"),
 }
 _GGUF_TENSORS = {
     **(from_gguf.TENSORS | from_gguf.EXPERTS),
-    **weights({}, "blk.{}", {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "kv_a_norm": "attn_kv_a_norm", "choice": "exp_probs_b"}),
+    **weights(
+        {},
+        "blk.{}",
+        {
+            "q_a": "attn_q_a",
+            "q_a_norm": "attn_q_a_norm",
+            "kv_a_norm": "attn_kv_a_norm",
+            "choice": "exp_probs_b",
+        },
+    ),
     **latent_rows("blk.{}.attn_q", "blk.{}.attn_q_b", "blk.{}.attn_kv_a_mqa"),
     **latent_heads("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
 }
@@ -132,7 +188,11 @@ _GGUF_TENSORS = {
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     decoder(sequential),
-    config=ConfigLayout(architectures=("DeepseekV2ForCausalLM", "deepseek_v2"), spec=_v2_config, tensors=_CONFIG_TENSORS),
+    config=ConfigLayout(
+        architectures=("DeepseekV2ForCausalLM", "deepseek_v2"),
+        spec=_v2_config,
+        tensors=_CONFIG_TENSORS,
+    ),
     gguf=GgufLayout(
         architectures=("deepseek2",),
         spec=_gguf,
@@ -144,6 +204,9 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     decoder(sequential),
     config=ConfigLayout(
-        architectures=("DeepseekV3ForCausalLM", "deepseek_v3"), spec=_v3_config, tensors=_CONFIG_TENSORS, layers="model.layers."
+        architectures=("DeepseekV3ForCausalLM", "deepseek_v3"),
+        spec=_v3_config,
+        tensors=_CONFIG_TENSORS,
+        layers="model.layers.",
     ),
 )

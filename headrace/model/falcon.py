@@ -1,4 +1,6 @@
-"""The Falcon family (Almazrouei et al. 2023): attention and MLP side by side; one KV head (7B), or a few (the newer decoder, 40B)."""
+"""The Falcon family (Almazrouei et al. 2023): attention and MLP side by side; one KV head (7B), or
+a few (the newer decoder, 40B).
+"""
 
 from dataclasses import replace
 
@@ -14,7 +16,9 @@ from headrace.program.op import Value
 def _newer(d: Decoder, layer: int, x: Value) -> Value:
     normed = d.norm(x, f"layers.{layer}.own_attn_norm")
     attended, x = d.last_rows(layer, d.attend(layer, normed), x)
-    return d.add(d.add(x, d.output(layer, attended)), d.mlp(layer, d.norm(x, f"layers.{layer}.mlp_norm")))
+    return d.add(
+        d.add(x, d.output(layer, attended)), d.mlp(layer, d.norm(x, f"layers.{layer}.mlp_norm"))
+    )
 
 
 def _block(d: Decoder, layer: int, x: Value) -> Value:
@@ -22,11 +26,15 @@ def _block(d: Decoder, layer: int, x: Value) -> Value:
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    config.require_neutral({"alibi": (False,), "parallel_attn": (True,), "bias": (False,), "multi_query": (True,)})
+    config.require_neutral(
+        {"alibi": (False,), "parallel_attn": (True,), "bias": (False,), "multi_query": (True,)}
+    )
     newer = config.flag("new_decoder_architecture", False)
     if config.integer("num_ln_in_parallel_attn", 2 if newer else 1) != (2 if newer else 1):
         raise config.unsupported("num_ln_in_parallel_attn")
-    spec = from_config.decoder(config, "falcon", max_context=2048, eps="layer_norm_epsilon", default_eps=1e-5, tied=True)
+    spec = from_config.decoder(
+        config, "falcon", max_context=2048, eps="layer_norm_epsilon", default_eps=1e-5, tied=True
+    )
     return replace(
         spec,
         num_kv_heads=config.integer("num_kv_heads", spec.num_heads) if newer else 1,
@@ -54,7 +62,12 @@ FALCON = Family(
             {"embed": "transformer.word_embeddings", "head": "lm_head", "norm": "transformer.ln_f"},
             "transformer.h.{}",
             {
-                **{"attn_norm": "input_layernorm", "own_attn_norm": "ln_attn", "mlp_norm": "ln_mlp", "o": "self_attention.dense"},
+                **{
+                    "attn_norm": "input_layernorm",
+                    "own_attn_norm": "ln_attn",
+                    "mlp_norm": "ln_mlp",
+                    "o": "self_attention.dense",
+                },
                 **{"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
             },
         )

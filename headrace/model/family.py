@@ -27,10 +27,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 class Stored:
     """Where a file has one of our tensors.
 
-    `name` is the file's, with `{}` for each number. `rows` says which stored row is row i of ours (or which entry, of a vector), where
-    that is not simply row i: in another order, or some of the rows of a tensor that holds several of ours (`model/places.py`). A matrix
-    that is `transposed` has our columns for rows, and `plus` is to be added to the numbers of a vector. Of a tensor in which several
-    transposed matrices lie one after the other, `slab` says which rows are this one; `rows` are then those of the matrix, transposed.
+    `name` is the file's, with `{}` for each number. `rows` says which stored row is row i of ours
+    (or which entry, of a vector), where that is not simply row i: in another order, or some of the
+    rows of a tensor that holds several of ours (`model/places.py`). A matrix that is `transposed`
+    has our columns for rows, and `plus` is to be added to the numbers of a vector. Of a tensor in
+    which several transposed matrices lie one after the other, `slab` says which rows are this one;
+    `rows` are then those of the matrix, transposed.
     """
 
     name: str
@@ -44,11 +46,12 @@ class Stored:
 class Layout:
     """How one kind of file names and stores the tensors of a family.
 
-    `architectures` are the names by which such files call it, the usual one first. `tensors` goes from our names, with `{}` for each
-    number, to the file's; names that a model does not need may be among them. What ends in one of `ignored` is there without need: it
-    follows from the specification. Where `layers` is the prefix of layers, files may have more of these than the model computes, which
-    are for drafts. Some files have other places for some of the tensors: `others` are such, each for the files that have
-    any of these outside of layers, or in the first.
+    `architectures` are the names by which such files call it, the usual one first. `tensors` goes
+    from our names, with `{}` for each number, to the file's; names that a model does not need may
+    be among them. What ends in one of `ignored` is there without need: it follows from the
+    specification. Where `layers` is the prefix of layers, files may have more of these than the
+    model computes, which are for drafts. Some files have other places for some of the tensors:
+    `others` are such, each for the files that have any of these outside of layers, or in the first.
     """
 
     architectures: tuple[str, ...]
@@ -59,26 +62,44 @@ class Layout:
 
     def of(self, names: Collection[str]) -> Self:
         """The layout of a file that has tensors of these names."""
-        there = [places for places in self.others if any(place.name.format(0) in names for place in places.values())]
-        return replace(self, tensors={name: place for places in (self.tensors, *there) for name, place in places.items()}, others=())
+        there = [
+            places
+            for places in self.others
+            if any(place.name.format(0) in names for place in places.values())
+        ]
+        return replace(
+            self,
+            tensors={
+                name: place for places in (self.tensors, *there) for name, place in places.items()
+            },
+            others=(),
+        )
 
     def locate(self, name: str) -> tuple[Stored, Numbers]:
-        """Where the tensor `name` of ours is, under the file's full name, and the numbers in its name."""
+        """Where the tensor `name` of ours is, under the file's full name, and the numbers in its
+        name.
+        """
         numbers = tuple(int(number) for number in _NUMBER.findall(name))
         stored = self.tensors[_NUMBER.sub("{}", name)]
         return replace(stored, name=stored.name.format(*numbers)), numbers
 
     def is_beyond(self, name: str, spec: ModelSpec) -> bool:
         """Whether the file's tensor `name` is in a layer behind those of the model."""
-        number = name.removeprefix(self.layers).partition(".")[0] if self.layers and name.startswith(self.layers) else ""
+        number = (
+            name.removeprefix(self.layers).partition(".")[0]
+            if self.layers and name.startswith(self.layers)
+            else ""
+        )
         return number.isdecimal() and len(number) < 9 and int(number) >= spec.num_layers
 
 
 @frozen(eq=False, kw_only=True)
 class ConfigLayout(Layout):
-    """A Hugging Face folder: `config.json`, whose `architectures` or `model_type` name the family, and safetensors.
+    """A Hugging Face folder: `config.json`, whose `architectures` or `model_type` name the family,
+    and safetensors.
 
-    `fields` are those that it calls otherwise than most families do, from the usual name to its own.
+    `fields` are those that it calls otherwise than most families do, from the usual name to its
+    own.
     """
 
     spec: Callable[[JsonFields], ModelSpec]
@@ -88,10 +109,17 @@ class ConfigLayout(Layout):
 
 @frozen(eq=False, kw_only=True)
 class GgufLayout(Layout):
-    """A GGUF file: metadata, whose `general.architecture` names the family, and tensors, some of which the specification follows from."""
+    """A GGUF file: metadata, whose `general.architecture` names the family, and tensors, some of
+    which the specification follows from.
+    """
 
     spec: Callable[[Fields, Tensors], ModelSpec]
-    ignored: tuple[str, ...] = ("rope_freqs.weight", "attn_rot_embd.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+    ignored: tuple[str, ...] = (
+        "rope_freqs.weight",
+        "attn_rot_embd.weight",
+        "rope_factors_long.weight",
+        "rope_factors_short.weight",
+    )
 
 
 @frozen(eq=False)
@@ -99,14 +127,17 @@ class Family:
     """A model family, all of it in one file; a line in `model/__init__.py` makes it known.
 
     The file of a new one has
-    * `forward`, its equations over the op vocabulary. They call their tensors by names of ours, such as `layers.3.q`, and each of these
-      is the smallest piece that any file has. Of a fused matrix every piece has an entry with the same file name, whose `Stored.rows`
-      are its share; together they take each stored row once. Experts are one by one, `layers.3.experts.7.up`, also where a file
-      stacks them: then `Stored.rows` goes by the second number;
-    * `spec` of each layout: what the fields of the file mean, with the defaults of the reference implementation. Most of it is
-      `from_config.decoder` and `from_gguf.decoder`; what the equations do not compute is refused by name;
-    * the tensor names of each layout. Which of them a model needs, and in what shape, follows from the equations. For a tensor that is
-      stored in a way that none was before (transposed, say), `Stored` gets a field and `checkpoint/assemble.py` the line that reads it.
+    * `forward`, its equations over the op vocabulary. They call their tensors by names of ours,
+      such as `layers.3.q`, and each of these is the smallest piece that any file has. Of a fused
+      matrix every piece has an entry with the same file name, whose `Stored.rows` are its share;
+      together they take each stored row once. Experts are one by one, `layers.3.experts.7.up`, also
+      where a file stacks them: then `Stored.rows` goes by the second number;
+    * `spec` of each layout: what the fields of the file mean, with the defaults of the reference
+      implementation. Most of it is `from_config.decoder` and `from_gguf.decoder`; what the
+      equations do not compute is refused by name;
+    * the tensor names of each layout. Which of them a model needs, and in what shape, follows from
+      the equations. For a tensor that is stored in a way that none was before (transposed, say),
+      `Stored` gets a field and `checkpoint/assemble.py` the line that reads it.
 
     A kind of file that the family does not come in has no layout.
     """

@@ -15,7 +15,9 @@ _MOST = 1e30
 
 
 class Fields(Mapping[str, Any]):
-    """Values by key. The typed getters raise FormatError for another type, and for a missing key without default; None is missing."""
+    """Values by key. The typed getters raise FormatError for another type, and for a missing key
+    without default; None is missing.
+    """
 
     where: str
     """What messages call the file."""
@@ -34,7 +36,9 @@ class Fields(Mapping[str, Any]):
         """A number above 0."""
         value = self.number(key, default)
         if value < 1 / _MOST:
-            raise FormatError(f"{self.where}: {self.own_name(key)} is {value}, and must be positive")
+            raise FormatError(
+                f"{self.where}: {self.own_name(key)} is {value}, and must be positive"
+            )
         return value
 
     def optional_number(self, key: str) -> float | None:
@@ -51,7 +55,10 @@ class Fields(Mapping[str, Any]):
     def number_list(self, key: str) -> tuple[float, ...]:
         """A list of numbers; none where it is missing."""
         values = self._get(key, [], list, "a list of numbers")
-        if not all(isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST for value in values):
+        if not all(
+            isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+            for value in values
+        ):
             raise FormatError(f"{self.where}: {key} must be a list of numbers")
         return tuple(map(float, values))
 
@@ -60,7 +67,9 @@ class Fields(Mapping[str, Any]):
         return JsonFields(self._get(key, {}, dict, "an object"), f"{self.where}: {key}")
 
     def require_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuse each of these keys whose value is none of those that leave the numbers alone, by UnsupportedModelError."""
+        """Refuse each of these keys whose value is none of those that leave the numbers alone, by
+        UnsupportedModelError.
+        """
         for key, values in neutral.items():
             value = self.get(key)
             if value is not None and (isinstance(value, np.ndarray) or value not in values):
@@ -68,7 +77,9 @@ class Fields(Mapping[str, Any]):
 
     def unsupported(self, key: str, why: str = "") -> UnsupportedModelError:
         """The error that refuses the value of `key`."""
-        return UnsupportedModelError(f"{self.where}: {self.own_name(key)} = {shown(self.get(key))} is not supported{why}")
+        return UnsupportedModelError(
+            f"{self.where}: {self.own_name(key)} = {shown(self.get(key))} is not supported{why}"
+        )
 
     def own_name(self, key: str) -> str:
         """What the file itself calls the field `key`."""
@@ -91,7 +102,12 @@ class Fields(Mapping[str, Any]):
 class JsonFields(Fields):
     """The fields of a JSON object, of which some may have `other_names` in it."""
 
-    def __init__(self, values: Mapping[str, Any], where: str, other_names: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        other_names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._values = values
         self._other_names = other_names
         self.where = where

@@ -1,4 +1,6 @@
-"""What the metadata of a GGUF file says alike of most families (keys as in ggml, `docs/gguf.md`)."""
+"""What the metadata of a GGUF file says alike of most families (keys as in ggml,
+`docs/gguf.md`).
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -23,9 +25,26 @@ TENSORS = weights(
     },
     "blk.{}",
     {
-        **{"attn_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"},
-        **{"q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "sinks": "attn_sinks", "attn_post_norm": "post_attention_norm"},
-        **{"mlp_norm": "ffn_norm", "mlp_post_norm": "post_ffw_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"},
+        **{
+            "attn_norm": "attn_norm",
+            "q": "attn_q",
+            "k": "attn_k",
+            "v": "attn_v",
+            "o": "attn_output",
+        },
+        **{
+            "q_norm": "attn_q_norm",
+            "k_norm": "attn_k_norm",
+            "sinks": "attn_sinks",
+            "attn_post_norm": "post_attention_norm",
+        },
+        **{
+            "mlp_norm": "ffn_norm",
+            "mlp_post_norm": "post_ffw_norm",
+            "gate": "ffn_gate",
+            "up": "ffn_up",
+            "down": "ffn_down",
+        },
         **{"router": "ffn_gate_inp", "shared_router": "ffn_gate_inp_shexp"},
         **{f"shared_{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     },
@@ -58,18 +77,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }
-"""Keys that change the numbers in ways that a plain decoder does not compute, and the values that leave them alone."""
+"""Keys that change the numbers in ways that a plain decoder does not compute, and the values that
+leave them alone.
+"""
 
 
 def decoder(
-    fields: Fields, tensors: Tensors, architecture: str, *, head_dim: int | None = None, computed: Collection[str] = ()
+    fields: Fields,
+    tensors: Tensors,
+    architecture: str,
+    *,
+    head_dim: int | None = None,
+    computed: Collection[str] = (),
 ) -> ModelSpec:
-    """The specification of a plain decoder, whose keys begin with `architecture`; it has the biases that are there.
+    """The specification of a plain decoder, whose keys begin with `architecture`; it has the biases
+    that are there.
 
-    Keys in `computed` are the family's own affair, and so are the lengths of keys and values where it gives `head_dim`. Raises
-    UnsupportedModelError naming the key, FormatError for a missing or malformed one.
+    Keys in `computed` are the family's own affair, and so are the lengths of keys and values where
+    it gives `head_dim`. Raises UnsupportedModelError naming the key, FormatError for a missing or
+    malformed one.
     """
-    neutral = {f"{architecture}.{key}": values for key, values in NEUTRAL.items() if key not in computed}
+    neutral = {
+        f"{architecture}.{key}": values for key, values in NEUTRAL.items() if key not in computed
+    }
     fields.require_neutral(neutral)
     dim = fields.integer(f"{architecture}.embedding_length")
     num_layers = fields.integer(f"{architecture}.block_count")
@@ -77,7 +107,9 @@ def decoder(
     if head_dim is None:
         head_dim = fields.integer(f"{architecture}.attention.key_length", dim // max(num_heads, 1))
         if fields.integer(f"{architecture}.attention.value_length", head_dim) != head_dim:
-            raise fields.unsupported(f"{architecture}.attention.value_length", ": it differs from key_length")
+            raise fields.unsupported(
+                f"{architecture}.attention.value_length", ": it differs from key_length"
+            )
     window = fields.integer(f"{architecture}.attention.sliding_window", 0)
     embedding = tensors.get("token_embd.weight")
     is_rms = f"{architecture}.attention.layer_norm_epsilon" not in fields
@@ -86,12 +118,18 @@ def decoder(
         num_layers=num_layers,
         dim=dim,
         num_heads=num_heads,
-        num_kv_heads=_same_in_every_layer(fields, f"{architecture}.attention.head_count_kv", num_heads),
+        num_kv_heads=_same_in_every_layer(
+            fields, f"{architecture}.attention.head_count_kv", num_heads
+        ),
         head_dim=head_dim,
         ffn_dim=_same_in_every_layer(fields, f"{architecture}.feed_forward_length"),
-        vocab_size=embedding.rows if embedding else 1,  # without an embedding the file is refused later, by that name
+        vocab_size=embedding.rows
+        if embedding
+        else 1,  # without an embedding the file is refused later, by that name
         max_context=fields.integer(f"{architecture}.context_length"),
-        norm_eps=fields.number(f"{architecture}.attention.layer_norm_{'rms_' if is_rms else ''}epsilon"),
+        norm_eps=fields.number(
+            f"{architecture}.attention.layer_norm_{'rms_' if is_rms else ''}epsilon"
+        ),
         norm="rms" if is_rms else "layer",
         norm_bias="output_norm.bias" in tensors,
         rope=rope(fields, tensors, architecture, head_dim),
@@ -106,17 +144,27 @@ def decoder(
 
 
 def experts(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec) -> ExpertSpec:
-    """The experts of a model, whose scores are the softmax of logits, and add up to 1 among those of a row."""
+    """The experts of a model, whose scores are the softmax of logits, and add up to 1 among those
+    of a row.
+    """
     return ExpertSpec(
         fields.integer(f"{architecture}.expert_count"),
         fields.integer(f"{architecture}.expert_used_count"),
         fields.integer(f"{architecture}.expert_feed_forward_length", spec.ffn_dim),
-        dense_layers=tuple(i for i in range(min(spec.num_layers, 1 << 16)) if f"blk.{i}.ffn_gate_inp.weight" not in tensors),
+        dense_layers=tuple(
+            i
+            for i in range(min(spec.num_layers, 1 << 16))
+            if f"blk.{i}.ffn_gate_inp.weight" not in tensors
+        ),
     )
 
 
-def longrope(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec) -> RopeSpec | None:
-    """The rotary embedding of a model that has factors for short texts and for long ones, or for none."""
+def longrope(
+    fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec
+) -> RopeSpec | None:
+    """The rotary embedding of a model that has factors for short texts and for long ones, or for
+    none.
+    """
     short, long = (tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))
     if not (spec.rope and short and long):
         return spec.rope
@@ -136,12 +184,16 @@ def longrope(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpe
 
 def _factors(fields: Fields, stored: StoredTensor) -> tuple[float, ...]:
     if stored.rows * stored.cols > _MAX_ROPE_FACTORS:
-        raise FormatError(f"{fields.where}: tensor {stored.name} has shape {list(stored.shape)}: too many factors")
+        raise FormatError(
+            f"{fields.where}: tensor {stored.name} has shape {list(stored.shape)}: too many factors"
+        )
     return tuple(stored.dequantise().reshape(-1).tolist())
 
 
 def _same_in_every_layer(fields: Fields, key: str, default: int | None = None) -> int:
-    """An integer that some files give for each layer; models whose layers differ are not supported."""
+    """An integer that some files give for each layer; models whose layers differ are not
+    supported.
+    """
     if not isinstance(values := fields.get(key), np.ndarray):
         return fields.integer(key, default)
     if values.dtype.kind not in "iu" or not len(values):
@@ -157,7 +209,11 @@ def rope(fields: Fields, tensors: Tensors, architecture: str, head_dim: int) -> 
     dim = fields.integer(f"{prefix}.dimension_count", head_dim)
     theta = fields.number(f"{prefix}.freq_base", 10000.0)
     # Older converters wrote the linear factor alone, under its own key.
-    factor = fields.number(f"{prefix}.scaling.factor", 0.0) or fields.number(f"{prefix}.scale_linear", 0.0) or 1.0
+    factor = (
+        fields.number(f"{prefix}.scaling.factor", 0.0)
+        or fields.number(f"{prefix}.scale_linear", 0.0)
+        or 1.0
+    )
     scaling = fields.string(f"{prefix}.scaling.type", "linear" if factor != 1.0 else "none")
     stretch = fields.number(f"{prefix}.scaling.attn_factor", 1.0)
     has_both = "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors

@@ -1,7 +1,8 @@
-"""The GPT-2 family: GPT-2 (Radford et al. 2019) and GPT-BigCode, of which StarCoder is one (Li et al. 2023).
+"""The GPT-2 family: GPT-2 (Radford et al. 2019) and GPT-BigCode, of which StarCoder is one (Li et
+al. 2023).
 
-Learned positions, LayerNorm, an MLP without a gate, biases everywhere. GPT-2's files have the columns of a matrix first; GPT-BigCode has
-one KV head.
+Learned positions, LayerNorm, an MLP without a gate, biases everywhere. GPT-2's files have the
+columns of a matrix first; GPT-BigCode has one KV head.
 """
 
 from dataclasses import replace
@@ -26,12 +27,30 @@ _IGNORED = (".attn.bias", ".attn.masked_bias")
 """Masks, which old files have among their weights."""
 
 
-def _config_spec(config: Fields, architecture: str, activation: str, kv_heads: int | None) -> ModelSpec:
-    config.require_neutral({"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)})
-    spec = from_config.decoder(
-        config, architecture, max_context=1024, eps="layer_norm_eps", default_eps=1e-5, tied=True, computed=("hidden_act",)
+def _config_spec(
+    config: Fields, architecture: str, activation: str, kv_heads: int | None
+) -> ModelSpec:
+    config.require_neutral(
+        {
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        }
     )
-    spec = replace(spec, num_kv_heads=kv_heads or spec.num_heads, activation=from_config.activation(config, "hidden_act", activation))
+    spec = from_config.decoder(
+        config,
+        architecture,
+        max_context=1024,
+        eps="layer_norm_eps",
+        default_eps=1e-5,
+        tied=True,
+        computed=("hidden_act",),
+    )
+    spec = replace(
+        spec,
+        num_kv_heads=kv_heads or spec.num_heads,
+        activation=from_config.activation(config, "hidden_act", activation),
+    )
     return _as_gpt2(spec)
 
 
@@ -59,7 +78,9 @@ def _bigcode_config(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors, architecture: str) -> ModelSpec:
-    return _as_gpt2(replace(from_gguf.decoder(fields, tensors, architecture), activation="gelu_tanh"))
+    return _as_gpt2(
+        replace(from_gguf.decoder(fields, tensors, architecture), activation="gelu_tanh")
+    )
 
 
 def _gpt2_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
@@ -72,23 +93,46 @@ def _starcoder_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
 
 def _config_tensors(transposed: bool) -> dict[str, Stored]:
     names = weights(
-        {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head", "norm": "transformer.ln_f"},
+        {
+            "embed": "transformer.wte",
+            "positions": "transformer.wpe",
+            "head": "lm_head",
+            "norm": "transformer.ln_f",
+        },
         "transformer.h.{}",
-        {"attn_norm": "ln_1", "o": "attn.c_proj", "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+        {
+            "attn_norm": "ln_1",
+            "o": "attn.c_proj",
+            "mlp_norm": "ln_2",
+            "up": "mlp.c_fc",
+            "down": "mlp.c_proj",
+        },
     )
     matrices = {f"layers.{{}}.{name}" for name in ("o", "up", "down")} if transposed else set()
     names = {ours: replace(stored, transposed=ours in matrices) for ours, stored in names.items()}
     attention = "transformer.h.{}.attn.c_attn"
-    return names | fused_qkv(f"{attention}.weight", "blocks", split=False, bias=f"{attention}.bias", transposed=transposed)
+    return names | fused_qkv(
+        f"{attention}.weight",
+        "blocks",
+        split=False,
+        bias=f"{attention}.bias",
+        transposed=transposed,
+    )
 
 
 def _as_first_published(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """The names of OpenAI's own files, which say nothing of a transformer."""
-    return {ours: replace(stored, name=stored.name.removeprefix("transformer.")) for ours, stored in tensors.items() if ours != "head"}
+    return {
+        ours: replace(stored, name=stored.name.removeprefix("transformer."))
+        for ours, stored in tensors.items()
+        if ours != "head"
+    }
 
 
 _GPT2_TENSORS = _config_tensors(transposed=True)
-_GGUF_TENSORS = from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", "blocks", split=False, bias="blk.{}.attn_qkv.bias")
+_GGUF_TENSORS = from_gguf.TENSORS | fused_qkv(
+    "blk.{}.attn_qkv.weight", "blocks", split=False, bias="blk.{}.attn_qkv.bias"
+)
 
 GPT2 = Family(
     "gpt2",

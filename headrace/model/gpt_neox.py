@@ -41,7 +41,12 @@ def _config_spec(config: Fields) -> ModelSpec:
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = from_gguf.decoder(fields, tensors, "gptneox", computed=("use_parallel_residual",))
     parallel = fields.flag("gptneox.use_parallel_residual", True)
-    return replace(spec, architecture="gpt_neox", activation="gelu", block="parallel_two_norms" if parallel else "sequential")
+    return replace(
+        spec,
+        architecture="gpt_neox",
+        activation="gelu",
+        block="parallel_two_norms" if parallel else "sequential",
+    )
 
 
 _QKV = "gpt_neox.layers.{}.attention.query_key_value"
@@ -53,10 +58,18 @@ GPT_NEOX = Family(
         architectures=("GPTNeoXForCausalLM", "gpt_neox"),
         spec=_config_spec,
         tensors=weights(
-            {"embed": "gpt_neox.embed_in", "head": "embed_out", "norm": "gpt_neox.final_layer_norm"},
+            {
+                "embed": "gpt_neox.embed_in",
+                "head": "embed_out",
+                "norm": "gpt_neox.final_layer_norm",
+            },
             "gpt_neox.layers.{}",
             {
-                **{"attn_norm": "input_layernorm", "o": "attention.dense", "mlp_norm": "post_attention_layernorm"},
+                **{
+                    "attn_norm": "input_layernorm",
+                    "o": "attention.dense",
+                    "mlp_norm": "post_attention_layernorm",
+                },
                 **{"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
             },
         )
@@ -66,6 +79,7 @@ GPT_NEOX = Family(
     gguf=GgufLayout(
         architectures=("gptneox",),
         spec=_gguf_spec,
-        tensors=from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", "blocks", bias="blk.{}.attn_qkv.bias"),
+        tensors=from_gguf.TENSORS
+        | fused_qkv("blk.{}.attn_qkv.weight", "blocks", bias="blk.{}.attn_qkv.bias"),
     ),
 )

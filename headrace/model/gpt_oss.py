@@ -1,4 +1,6 @@
-"""gpt-oss (2025): windows in every second layer, scores that belong to no key, and experts with clamped gates and biases."""
+"""gpt-oss (2025): windows in every second layer, scores that belong to no key, and experts with
+clamped gates and biases.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,10 @@ from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
 
 def _config(config: Fields) -> ModelSpec:
     config.require_neutral({"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)})
-    head_dim, context = config.integer("head_dim", 64), config.integer("max_position_embeddings", 131_072)
+    head_dim, context = (
+        config.integer("head_dim", 64),
+        config.integer("max_position_embeddings", 131_072),
+    )
     rope = from_config.rope(config, head_dim, context, theta=150_000.0)
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         rope = RopeSpec(head_dim, rope.theta, "yarn", 32.0, 4096, truncate=False)
@@ -30,7 +35,11 @@ def _config(config: Fields) -> ModelSpec:
     )
     windows = from_config.layer_windows(config, config.integer("sliding_window", 128), 2)
     bias = config.flag("attention_bias", True)
-    experts = ExpertSpec(config.integer("num_local_experts", 128), config.integer("num_experts_per_tok", 4), spec.ffn_dim)
+    experts = ExpertSpec(
+        config.integer("num_local_experts", 128),
+        config.integer("num_experts_per_tok", 4),
+        spec.ffn_dim,
+    )
     return _with_experts(replace(spec, qkv_bias=bias, output_bias=bias), windows, experts)
 
 
@@ -45,7 +54,13 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
 
 def _with_experts(spec: ModelSpec, windows: tuple[int, ...], experts: ExpertSpec) -> ModelSpec:
     experts = replace(experts, bias=True, router_bias=True)
-    return replace(spec, windows=windows if any(windows) else (), sinks=True, activation="clamped_swiglu", experts=experts)
+    return replace(
+        spec,
+        windows=windows if any(windows) else (),
+        sinks=True,
+        activation="clamped_swiglu",
+        experts=experts,
+    )
 
 
 def _slab(part: str, spec: ModelSpec, numbers: Numbers) -> Rows:
@@ -71,26 +86,43 @@ _CONFIG_TENSORS = {
     "layers.{}.sinks": Stored("model.layers.{}.self_attn.sinks"),
     **{
         f"layers.{{}}.experts.{{}}.{part}": Stored(
-            f"{_EXPERTS}.{name}", None if part == "down" else partial(_share, part, True), transposed=True, slab=partial(_slab, part)
+            f"{_EXPERTS}.{name}",
+            None if part == "down" else partial(_share, part, True),
+            transposed=True,
+            slab=partial(_slab, part),
         )
         for part, name in _FILE.items()
     },
     **{
-        f"layers.{{}}.experts.{{}}.{part}_bias": Stored(f"{_EXPERTS}.{name}_bias", partial(_share, part, False))
+        f"layers.{{}}.experts.{{}}.{part}_bias": Stored(
+            f"{_EXPERTS}.{name}_bias", partial(_share, part, False)
+        )
         for part, name in _FILE.items()
     },
 }
 _BLOCKS = {
-    f"layers.{{}}.experts.{{}}.{part}": Stored(f"{_EXPERTS}.{name}_blocks", partial(_share, part, False)) for part, name in _FILE.items()
+    f"layers.{{}}.experts.{{}}.{part}": Stored(
+        f"{_EXPERTS}.{name}_blocks", partial(_share, part, False)
+    )
+    for part, name in _FILE.items()
 }
 
 GPT_OSS = Family(
     "gpt_oss",
     decoder(sequential),
-    config=ConfigLayout(architectures=("GptOssForCausalLM", "gpt_oss"), spec=_config, tensors=_CONFIG_TENSORS, others=(_BLOCKS,)),
+    config=ConfigLayout(
+        architectures=("GptOssForCausalLM", "gpt_oss"),
+        spec=_config,
+        tensors=_CONFIG_TENSORS,
+        others=(_BLOCKS,),
+    ),
     gguf=GgufLayout(
         architectures=("gpt-oss",),
         spec=_gguf,
-        tensors=half_split(from_gguf.TENSORS | from_gguf.EXPERTS | weights({}, "blk.{}", {"mlp_norm": "post_attention_norm"})),
+        tensors=half_split(
+            from_gguf.TENSORS
+            | from_gguf.EXPERTS
+            | weights({}, "blk.{}", {"mlp_norm": "post_attention_norm"})
+        ),
     ),
 )

@@ -1,4 +1,6 @@
-"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP side by side behind one LayerNorm, rotation of a part of each head."""
+"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP side by side behind one LayerNorm, rotation
+of a part of each head.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +14,14 @@ from headrace.model.spec import ModelSpec, RopeSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    spec = from_config.decoder(config, "gptj", max_context=2048, eps="layer_norm_eps", default_eps=1e-5, computed=("hidden_act",))
+    spec = from_config.decoder(
+        config,
+        "gptj",
+        max_context=2048,
+        eps="layer_norm_eps",
+        default_eps=1e-5,
+        computed=("hidden_act",),
+    )
     return replace(
         spec,
         rope=RopeSpec(config.integer("rotary_dim", 64)),

@@ -10,8 +10,15 @@ from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    factors = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    spec = from_config.decoder(config, "granite", max_context=2048, computed=(*factors, "attention_bias", "mlp_bias"))
+    factors = (
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    )
+    spec = from_config.decoder(
+        config, "granite", max_context=2048, computed=(*factors, "attention_bias", "mlp_bias")
+    )
     embedding, attention, residual, logits = (config.positive(factor, 1.0) for factor in factors)
     bias = config.flag("attention_bias", False)
     return replace(
@@ -27,7 +34,12 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "granite", computed=("embedding_scale", "attention.scale", "residual_scale", "logit_scale"))
+    spec = from_gguf.decoder(
+        fields,
+        tensors,
+        "granite",
+        computed=("embedding_scale", "attention.scale", "residual_scale", "logit_scale"),
+    )
     return replace(
         spec,
         embedding_scale=fields.number("granite.embedding_scale", 1.0),
@@ -40,6 +52,10 @@ def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
 GRANITE = Family(
     "granite",
     llama.LLAMA.forward,
-    config=ConfigLayout(architectures=("GraniteForCausalLM", "granite"), spec=_config_spec, tensors=half_split(from_config.TENSORS)),
+    config=ConfigLayout(
+        architectures=("GraniteForCausalLM", "granite"),
+        spec=_config_spec,
+        tensors=half_split(from_config.TENSORS),
+    ),
     gguf=GgufLayout(architectures=("granite",), spec=_gguf_spec, tensors=from_gguf.TENSORS),
 )

@@ -1,6 +1,7 @@
 """The Llama family: Llama 2 and 3, SmolLM2 (Touvron et al. 2023).
 
-The pre-norm decoder with rotary positions, grouped query heads and a gated MLP. Most other families take its tensor names for a start.
+The pre-norm decoder with rotary positions, grouped query heads and a gated MLP. Most other families
+take its tensor names for a start.
 """
 
 from dataclasses import replace
@@ -16,20 +17,33 @@ from headrace.model.spec import ModelSpec
 def _config_spec(config: Fields) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     windows = from_config.sliding_windows(config, 0)
-    spec = from_config.decoder(config, "llama", max_context=2048, windows=windows, computed=("attention_bias", "mlp_bias"))
+    spec = from_config.decoder(
+        config, "llama", max_context=2048, windows=windows, computed=("attention_bias", "mlp_bias")
+    )
     return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias", False))
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = from_gguf.decoder(fields, tensors, "llama", computed=("expert_count",))
     is_mixtral = fields.integer("llama.expert_count", 0) > 0
-    return replace(spec, experts=from_gguf.experts(fields, tensors, "llama", spec)) if is_mixtral else spec
+    return (
+        replace(spec, experts=from_gguf.experts(fields, tensors, "llama", spec))
+        if is_mixtral
+        else spec
+    )
 
 
 LLAMA = Family(
     "llama",
     decoder(sequential),
-    config=ConfigLayout(architectures=("LlamaForCausalLM", "llama"), spec=_config_spec, tensors=half_split(from_config.TENSORS)),
-    # Converters permute the rows of queries and keys to interleaved pairs, for this architecture alone.
-    gguf=GgufLayout(architectures=("llama",), spec=_gguf_spec, tensors=from_gguf.TENSORS | from_gguf.EXPERTS),
+    config=ConfigLayout(
+        architectures=("LlamaForCausalLM", "llama"),
+        spec=_config_spec,
+        tensors=half_split(from_config.TENSORS),
+    ),
+    # Converters permute the rows of queries and keys to interleaved pairs, for this architecture
+    # alone.
+    gguf=GgufLayout(
+        architectures=("llama",), spec=_gguf_spec, tensors=from_gguf.TENSORS | from_gguf.EXPERTS
+    ),
 )

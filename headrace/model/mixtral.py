@@ -1,4 +1,6 @@
-"""Mixtral (Jiang et al. 2024): Mistral with experts in the place of the MLP. GGUF files call it llama."""
+"""Mixtral (Jiang et al. 2024): Mistral with experts in the place of the MLP. GGUF files call it
+llama.
+"""
 
 from dataclasses import replace
 
@@ -12,14 +14,27 @@ from headrace.model.spec import ExpertSpec, ModelSpec
 def _config_spec(config: Fields) -> ModelSpec:
     windows = from_config.sliding_windows(config, config.integer("sliding_window", 0))
     spec = from_config.decoder(
-        config, "mixtral", max_context=131_072, kv_heads=8, default_eps=1e-5, theta=1e6, windows=windows, computed=("num_local_experts",)
+        config,
+        "mixtral",
+        max_context=131_072,
+        kv_heads=8,
+        default_eps=1e-5,
+        theta=1e6,
+        windows=windows,
+        computed=("num_local_experts",),
     )
-    experts = ExpertSpec(config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2), spec.ffn_dim)
+    experts = ExpertSpec(
+        config.integer("num_local_experts", 8),
+        config.integer("num_experts_per_tok", 2),
+        spec.ffn_dim,
+    )
     return replace(spec, experts=experts)
 
 
 _EXPERTS = {
-    f"layers.{{}}.experts.{{}}.{ours}": Stored(f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{theirs}.weight")
+    f"layers.{{}}.experts.{{}}.{ours}": Stored(
+        f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{theirs}.weight"
+    )
     for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
 }
 _ROUTER = {"layers.{}.router": Stored("model.layers.{}.block_sparse_moe.gate.weight")}

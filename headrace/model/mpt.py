@@ -10,16 +10,26 @@ from headrace.model.spec import ModelSpec
 
 
 def _as_mpt(spec: ModelSpec, alibi_bias: float) -> ModelSpec:
-    return replace(spec, rope=None, alibi_bias=alibi_bias, norm="layer", gated_mlp=False, activation="gelu")
+    return replace(
+        spec, rope=None, alibi_bias=alibi_bias, norm="layer", gated_mlp=False, activation="gelu"
+    )
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     config.require_neutral({"no_bias": (True,), "logit_scale": ()})
     attention = config.section("attn_config")
-    attention.require_neutral({"alibi": (True,), "clip_qkv": (0,), "qk_ln": (False,), "prefix_lm": (False,)})
+    attention.require_neutral(
+        {"alibi": (True,), "clip_qkv": (0,), "qk_ln": (False,), "prefix_lm": (False,)}
+    )
     attention.require_neutral({"attn_type": ("multihead_attention",)})
     spec = from_config.decoder(
-        config, "mpt", max_context=2048, eps="layer_norm_epsilon", default_eps=1e-5, tied=True, computed=("logit_scale",)
+        config,
+        "mpt",
+        max_context=2048,
+        eps="layer_norm_epsilon",
+        default_eps=1e-5,
+        tied=True,
+        computed=("logit_scale",),
     )
     width = config.integer("expansion_ratio", 4) * spec.dim
     spec = replace(spec, ffn_dim=width, attention_scale=attention.number("softmax_scale", 0.0))
@@ -47,7 +57,11 @@ MPT = Family(
         )
         | fused_qkv("transformer.blocks.{}.attn.Wqkv.weight", "blocks", split=False),
         fields={
-            **{"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
+            **{
+                "hidden_size": "d_model",
+                "num_hidden_layers": "n_layers",
+                "num_attention_heads": "n_heads",
+            },
             **{"max_position_embeddings": "max_seq_len"},
         },
     ),

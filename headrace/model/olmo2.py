@@ -11,7 +11,9 @@ from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    spec = from_config.decoder(config, "olmo2", max_context=2048, default_eps=1e-5, computed=("attention_bias",))
+    spec = from_config.decoder(
+        config, "olmo2", max_context=2048, default_eps=1e-5, computed=("attention_bias",)
+    )
     bias = config.flag("attention_bias", False)
     return replace(spec, qk_norm="row", qkv_bias=bias, output_bias=bias)
 
@@ -29,7 +31,11 @@ OLMO2 = Family(
     "olmo2",
     decoder(post_norm),
     config=ConfigLayout(
-        architectures=("Olmo2ForCausalLM", "olmo2"), spec=_config_spec, tensors=half_split(from_config.TENSORS | _POST_NORMS)
+        architectures=("Olmo2ForCausalLM", "olmo2"),
+        spec=_config_spec,
+        tensors=half_split(from_config.TENSORS | _POST_NORMS),
     ),
-    gguf=GgufLayout(architectures=("olmo2",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)),
+    gguf=GgufLayout(
+        architectures=("olmo2",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)
+    ),
 )

@@ -1,4 +1,6 @@
-"""OLMoE (Muennighoff et al. 2024): the pre-norm decoder with norms over all queries and keys, and experts."""
+"""OLMoE (Muennighoff et al. 2024): the pre-norm decoder with norms over all queries and keys, and
+experts.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +12,13 @@ from headrace.model.spec import ExpertSpec, ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    spec = from_config.decoder(config, "olmoe", max_context=4096, default_eps=1e-5, computed=("num_experts", "num_local_experts"))
+    spec = from_config.decoder(
+        config,
+        "olmoe",
+        max_context=4096,
+        default_eps=1e-5,
+        computed=("num_experts", "num_local_experts"),
+    )
     experts = ExpertSpec(
         config.integer("num_experts", config.integer("num_local_experts", 64)),
         config.integer("num_experts_per_tok", 8),
@@ -22,12 +30,24 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = from_gguf.decoder(fields, tensors, "olmoe", computed=("expert_count",))
-    return replace(spec, qk_norm="row", experts=replace(from_gguf.experts(fields, tensors, "olmoe", spec), normalised=False))
+    return replace(
+        spec,
+        qk_norm="row",
+        experts=replace(from_gguf.experts(fields, tensors, "olmoe", spec), normalised=False),
+    )
 
 
 OLMOE = Family(
     "olmoe",
     llama.LLAMA.forward,
-    config=ConfigLayout(architectures=("OlmoeForCausalLM", "olmoe"), spec=_config_spec, tensors=half_split(qwen_moe.TENSORS)),
-    gguf=GgufLayout(architectures=("olmoe",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS | from_gguf.EXPERTS)),
+    config=ConfigLayout(
+        architectures=("OlmoeForCausalLM", "olmoe"),
+        spec=_config_spec,
+        tensors=half_split(qwen_moe.TENSORS),
+    ),
+    gguf=GgufLayout(
+        architectures=("olmoe",),
+        spec=_gguf_spec,
+        tensors=half_split(from_gguf.TENSORS | from_gguf.EXPERTS),
+    ),
 )

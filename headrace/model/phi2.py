@@ -1,6 +1,7 @@
 """The Phi family before its third generation: Phi-1, Phi-1.5 and Phi-2 (2023).
 
-Attention and an ungated MLP side by side behind one LayerNorm, rotation of a part of each head, biases everywhere.
+Attention and an ungated MLP side by side behind one LayerNorm, rotation of a part of each head,
+biases everywhere.
 """
 
 from dataclasses import replace
@@ -14,14 +15,31 @@ from headrace.model.spec import ModelSpec
 
 
 def _with_biases(spec: ModelSpec) -> ModelSpec:
-    return replace(spec, norm="layer", gated_mlp=False, norm_bias=True, qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True)
+    return replace(
+        spec,
+        norm="layer",
+        gated_mlp=False,
+        norm_bias=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    )
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     spec = from_config.decoder(
-        config, "phi2", max_context=2048, partial=0.5, eps="layer_norm_eps", default_eps=1e-5, computed=("hidden_act",)
+        config,
+        "phi2",
+        max_context=2048,
+        partial=0.5,
+        eps="layer_norm_eps",
+        default_eps=1e-5,
+        computed=("hidden_act",),
     )
-    return _with_biases(replace(spec, activation=from_config.activation(config, "hidden_act", "gelu_new")))
+    return _with_biases(
+        replace(spec, activation=from_config.activation(config, "hidden_act", "gelu_new"))
+    )
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
@@ -41,7 +59,11 @@ _CONFIG_TENSORS = weights(
 PHI2 = Family(
     "phi2",
     decoder(parallel),
-    config=ConfigLayout(architectures=("PhiForCausalLM", "phi"), spec=_config_spec, tensors=half_split(_CONFIG_TENSORS)),
+    config=ConfigLayout(
+        architectures=("PhiForCausalLM", "phi"),
+        spec=_config_spec,
+        tensors=half_split(_CONFIG_TENSORS),
+    ),
     gguf=GgufLayout(
         architectures=("phi2",),
         spec=_gguf_spec,

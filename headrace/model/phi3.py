@@ -1,4 +1,6 @@
-"""The Phi-3 and Phi-4 family (Abdin et al. 2024): Llama with fused matrices, and longrope in the long variants."""
+"""The Phi-3 and Phi-4 family (Abdin et al. 2024): Llama with fused matrices, and longrope in the
+long variants.
+"""
 
 from dataclasses import replace
 
@@ -11,7 +13,9 @@ from headrace.model.spec import ModelSpec
 
 def _config_spec(config: Fields) -> ModelSpec:
     windows = from_config.sliding_windows(config, config.integer("sliding_window", 0))
-    return from_config.decoder(config, "phi3", max_context=4096, windows=windows, default_eps=1e-5, partial=1.0)
+    return from_config.decoder(
+        config, "phi3", max_context=4096, windows=windows, default_eps=1e-5, partial=1.0
+    )
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
@@ -32,6 +36,8 @@ PHI3 = Family(
     gguf=GgufLayout(
         architectures=("phi3",),
         spec=_gguf_spec,
-        tensors=from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", "blocks") | fused_gate_up("blk.{}.ffn_up.weight"),
+        tensors=from_gguf.TENSORS
+        | fused_qkv("blk.{}.attn_qkv.weight", "blocks")
+        | fused_gate_up("blk.{}.ffn_up.weight"),
     ),
 )

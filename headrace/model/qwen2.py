@@ -1,4 +1,6 @@
-"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values, and windows in some of its layers."""
+"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values, and windows
+in some of its layers.
+"""
 
 from dataclasses import replace
 
@@ -10,21 +12,37 @@ from headrace.model.spec import ModelSpec
 
 
 def config_spec(config: Fields, architecture: str = "qwen2", *computed: str) -> ModelSpec:
-    """The specification of a model with such biases and windows, of this or a related architecture."""
-    window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else 0
-    windows = from_config.sliding_windows(config, window, config.integer("max_window_layers", 28), by_layer=True)
-    spec = from_config.decoder(config, architecture, max_context=32_768, kv_heads=32, windows=windows, computed=computed)
+    """The specification of a model with such biases and windows, of this or a related
+    architecture.
+    """
+    window = (
+        config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else 0
+    )
+    windows = from_config.sliding_windows(
+        config, window, config.integer("max_window_layers", 28), by_layer=True
+    )
+    spec = from_config.decoder(
+        config, architecture, max_context=32_768, kv_heads=32, windows=windows, computed=computed
+    )
     return replace(spec, qkv_bias=True)
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    fields.require_neutral({"qwen2.attention.sliding_window": (0,)})  # it does not say for which layers
+    fields.require_neutral(
+        {"qwen2.attention.sliding_window": (0,)}
+    )  # it does not say for which layers
     return from_gguf.decoder(fields, tensors, "qwen2")
 
 
 QWEN2 = Family(
     "qwen2",
     llama.LLAMA.forward,
-    config=ConfigLayout(architectures=("Qwen2ForCausalLM", "qwen2"), spec=config_spec, tensors=half_split(from_config.TENSORS)),
-    gguf=GgufLayout(architectures=("qwen2",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)),
+    config=ConfigLayout(
+        architectures=("Qwen2ForCausalLM", "qwen2"),
+        spec=config_spec,
+        tensors=half_split(from_config.TENSORS),
+    ),
+    gguf=GgufLayout(
+        architectures=("qwen2",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)
+    ),
 )

@@ -1,4 +1,6 @@
-"""The Qwen families with experts: Qwen1.5-MoE and Qwen2-MoE (2024), whose rows all go through a gated shared expert too, and Qwen3-MoE."""
+"""The Qwen families with experts: Qwen1.5-MoE and Qwen2-MoE (2024), whose rows all go through a
+gated shared expert too, and Qwen3-MoE.
+"""
 
 from dataclasses import replace
 
@@ -30,7 +32,9 @@ def _dense_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
     step, named = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step < 1 or not isinstance(named, list):
         raise config.unsupported("decoder_sparse_step" if step < 1 else "mlp_only_layers")
-    return tuple(layer for layer in range(min(num_layers, 1 << 16)) if layer in named or (layer + 1) % step)
+    return tuple(
+        layer for layer in range(min(num_layers, 1 << 16)) if layer in named or (layer + 1) % step
+    )
 
 
 def _qwen2_config(config: Fields) -> ModelSpec:
@@ -47,20 +51,36 @@ def _qwen2_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = from_gguf.decoder(fields, tensors, "qwen2moe", computed=("expert_count",))
     shared = fields.integer("qwen2moe.expert_shared_feed_forward_length")
     experts = from_gguf.experts(fields, tensors, "qwen2moe", spec)
-    return replace(spec, architecture="qwen2_moe", experts=replace(experts, normalised=False, shared_ffn_dim=shared, shared_gate=True))
+    return replace(
+        spec,
+        architecture="qwen2_moe",
+        experts=replace(experts, normalised=False, shared_ffn_dim=shared, shared_gate=True),
+    )
 
 
 def _qwen3_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = from_gguf.decoder(fields, tensors, "qwen3moe", computed=("expert_count",))
-    return replace(spec, architecture="qwen3_moe", qk_norm="head", experts=from_gguf.experts(fields, tensors, "qwen3moe", spec))
+    return replace(
+        spec,
+        architecture="qwen3_moe",
+        qk_norm="head",
+        experts=from_gguf.experts(fields, tensors, "qwen3moe", spec),
+    )
 
 
 TENSORS = from_config.TENSORS | {
     **{
-        f"layers.{{}}.experts.{{}}.{part}": Stored(f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight")
+        f"layers.{{}}.experts.{{}}.{part}": Stored(
+            f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight"
+        )
         for part in ("gate", "up", "down")
     },
-    **{f"layers.{{}}.shared_{part}": Stored(f"model.layers.{{}}.mlp.shared_expert.{part}_proj.weight") for part in ("gate", "up", "down")},
+    **{
+        f"layers.{{}}.shared_{part}": Stored(
+            f"model.layers.{{}}.mlp.shared_expert.{part}_proj.weight"
+        )
+        for part in ("gate", "up", "down")
+    },
     "layers.{}.router": Stored("model.layers.{}.mlp.gate.weight"),
     "layers.{}.shared_router": Stored("model.layers.{}.mlp.shared_expert_gate.weight"),
 }
@@ -68,12 +88,28 @@ TENSORS = from_config.TENSORS | {
 QWEN2_MOE = Family(
     "qwen2_moe",
     llama.LLAMA.forward,
-    config=ConfigLayout(architectures=("Qwen2MoeForCausalLM", "qwen2_moe"), spec=_qwen2_config, tensors=half_split(TENSORS)),
-    gguf=GgufLayout(architectures=("qwen2moe",), spec=_qwen2_gguf, tensors=half_split(from_gguf.TENSORS | from_gguf.EXPERTS)),
+    config=ConfigLayout(
+        architectures=("Qwen2MoeForCausalLM", "qwen2_moe"),
+        spec=_qwen2_config,
+        tensors=half_split(TENSORS),
+    ),
+    gguf=GgufLayout(
+        architectures=("qwen2moe",),
+        spec=_qwen2_gguf,
+        tensors=half_split(from_gguf.TENSORS | from_gguf.EXPERTS),
+    ),
 )
 QWEN3_MOE = Family(
     "qwen3_moe",
     llama.LLAMA.forward,
-    config=ConfigLayout(architectures=("Qwen3MoeForCausalLM", "qwen3_moe"), spec=_qwen3_config, tensors=half_split(TENSORS)),
-    gguf=GgufLayout(architectures=("qwen3moe",), spec=_qwen3_gguf, tensors=half_split(from_gguf.TENSORS | from_gguf.EXPERTS)),
+    config=ConfigLayout(
+        architectures=("Qwen3MoeForCausalLM", "qwen3_moe"),
+        spec=_qwen3_config,
+        tensors=half_split(TENSORS),
+    ),
+    gguf=GgufLayout(
+        architectures=("qwen3moe",),
+        spec=_qwen3_gguf,
+        tensors=half_split(from_gguf.TENSORS | from_gguf.EXPERTS),
+    ),
 )

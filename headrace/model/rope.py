@@ -1,4 +1,6 @@
-"""Rotary frequencies: the published ways to stretch them to longer contexts (as transformers' `modeling_rope_utils`)."""
+"""Rotary frequencies: the published ways to stretch them to longer contexts (as transformers'
+`modeling_rope_utils`).
+"""
 
 import math
 
@@ -10,15 +12,20 @@ from headrace.model.spec import RopeSpec
 Frequencies = NDArray[np.float64]
 
 
-def inverse_frequencies(rope: RopeSpec, max_context: int, context: int) -> tuple[Frequencies, float]:
+def inverse_frequencies(
+    rope: RopeSpec, max_context: int, context: int
+) -> tuple[Frequencies, float]:
     """Radians per position of each rotated pair, [dim / 2], and the factor on cosines and sines.
 
-    `max_context` stands in for the context length of the original training where the checkpoint does not give one. Rules that go by the
-    length of a text take `context`, the most that any may have, so that no length that is reached changes a number.
+    `max_context` stands in for the context length of the original training where the checkpoint
+    does not give one. Rules that go by the length of a text take `context`, the most that any may
+    have, so that no length that is reached changes a number.
     """
     original_context = rope.original_context or max_context
     is_long = rope.scaling == "longrope" and context > original_context
-    theta = _dynamic_theta(rope, original_context, context) if rope.scaling == "dynamic" else rope.theta
+    theta = (
+        _dynamic_theta(rope, original_context, context) if rope.scaling == "dynamic" else rope.theta
+    )
     frequencies: Frequencies = theta ** -(np.arange(0, rope.dim, 2) / rope.dim)
     if factors := rope.long_factors if is_long else rope.factors:
         frequencies = frequencies / np.array(factors)
@@ -36,7 +43,9 @@ def inverse_frequencies(rope: RopeSpec, max_context: int, context: int) -> tuple
 
 
 def _dynamic_theta(rope: RopeSpec, original_context: int, context: int) -> float:
-    """A base with which the slowest pair turns as often over a text of `context` tokens as it did over the original ones."""
+    """A base with which the slowest pair turns as often over a text of `context` tokens as it did
+    over the original ones.
+    """
     stretch = rope.factor * max(context, original_context) / original_context - (rope.factor - 1)
     return float(rope.theta * stretch ** (rope.dim / (rope.dim - 2)))
 
@@ -45,21 +54,35 @@ def _longrope_attention_factor(rope: RopeSpec, original_context: int) -> float:
     """sqrt(1 + ln(factor) / ln(original context)), where the file has none (Ding et al. 2024)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original_context))
+    return (
+        1.0
+        if rope.factor <= 1
+        else math.sqrt(1 + math.log(rope.factor) / math.log(original_context))
+    )
 
 
 def _llama3(frequencies: Frequencies, rope: RopeSpec, original_context: int) -> Frequencies:
-    """Keep the fast pairs, slow the others down by `factor`, and blend in between (Llama 3.1, 2024)."""
+    """Keep the fast pairs, slow the others down by `factor`, and blend in between (Llama 3.1,
+    2024).
+    """
     turns = original_context * frequencies / (2 * math.pi)
-    keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    keep = np.clip(
+        (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1
+    )
     return frequencies * (keep + (1 - keep) / rope.factor)
 
 
 def _yarn(frequencies: Frequencies, rope: RopeSpec, original_context: int) -> Frequencies:
-    """Interpolate by parts: a linear ramp over the pairs (Peng et al. 2023, arXiv 2309.00071, section 3.2)."""
+    """Interpolate by parts: a linear ramp over the pairs (Peng et al. 2023, arXiv 2309.00071,
+    section 3.2).
+    """
 
     def pair_that_turns(times: float) -> float:
-        return rope.dim * math.log(original_context / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            rope.dim
+            * math.log(original_context / (times * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:
@@ -75,10 +98,14 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return yarn_temperature(rope.factor, rope.mscale) / yarn_temperature(rope.factor, rope.mscale_all_dim)
+        return yarn_temperature(rope.factor, rope.mscale) / yarn_temperature(
+            rope.factor, rope.mscale_all_dim
+        )
     return yarn_temperature(rope.factor)
 
 
 def yarn_temperature(factor: float, weight: float = 1.0) -> float:
-    """The recommended factor on cosines and sines, 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22)."""
+    """The recommended factor on cosines and sines, 0.1 ln(factor) + 1 (Peng et al. 2023, equation
+    22).
+    """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

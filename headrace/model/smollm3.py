@@ -13,13 +13,32 @@ def _config_spec(config: Fields) -> ModelSpec:
     window = config.integer("sliding_window", 0) if config.flag("use_sliding_window", False) else 0
     windows = from_config.sliding_windows(config, window, by_layer=True)
     computed = ("attention_bias", "mlp_bias", "no_rope_layers")
-    spec = from_config.decoder(config, "smollm3", max_context=32_768, kv_heads=4, theta=2e6, windows=windows, tied=True, computed=computed)
+    spec = from_config.decoder(
+        config,
+        "smollm3",
+        max_context=32_768,
+        kv_heads=4,
+        theta=2e6,
+        windows=windows,
+        tied=True,
+        computed=computed,
+    )
     bias = config.flag("attention_bias", False)
     period = max(config.integer("no_rope_layer_interval", 4), 1)
     rotated = config.get("no_rope_layers") or _rotated(spec, period)
-    if not isinstance(rotated, list | tuple) or len(rotated) != spec.num_layers or not {*map(str, rotated)} <= {"0", "1", "True", "False"}:
+    if (
+        not isinstance(rotated, list | tuple)
+        or len(rotated) != spec.num_layers
+        or not {*map(str, rotated)} <= {"0", "1", "True", "False"}
+    ):
         raise config.unsupported("no_rope_layers")
-    return replace(spec, rotated=tuple(map(bool, rotated)), qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return replace(
+        spec,
+        rotated=tuple(map(bool, rotated)),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
+    )
 
 
 def _rotated(spec: ModelSpec, period: int) -> tuple[bool, ...]:
@@ -34,6 +53,10 @@ def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
 SMOLLM3 = Family(
     "smollm3",
     llama.LLAMA.forward,
-    config=ConfigLayout(architectures=("SmolLM3ForCausalLM", "smollm3"), spec=_config_spec, tensors=half_split(from_config.TENSORS)),
+    config=ConfigLayout(
+        architectures=("SmolLM3ForCausalLM", "smollm3"),
+        spec=_config_spec,
+        tensors=half_split(from_config.TENSORS),
+    ),
     gguf=GgufLayout(architectures=("smollm3",), spec=_gguf_spec, tensors=from_gguf.TENSORS),
 )

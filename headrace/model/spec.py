@@ -1,4 +1,6 @@
-"""What a checkpoint says of its model, in one record; the equations and the planner read nothing else."""
+"""What a checkpoint says of its model, in one record; the equations and the planner read nothing
+else.
+"""
 
 from dataclasses import replace
 from typing import Literal
@@ -11,9 +13,10 @@ from headrace.record import frozen
 class RopeSpec:
     """Rotary position embedding.
 
-    `scaling` is the published rule that stretches the frequencies: `linear` (Chen et al. 2023), `dynamic` (NTK-aware), `llama3`
-    (Llama 3.1), `yarn` (Peng et al. 2023) or `longrope` (Ding et al. 2024). `factors`, where a file carries its own, divides the
-    frequencies one by one; of longrope's they are those up to the original context, and `long_factors` those beyond.
+    `scaling` is the published rule that stretches the frequencies: `linear` (Chen et al. 2023),
+    `dynamic` (NTK-aware), `llama3` (Llama 3.1), `yarn` (Peng et al. 2023) or `longrope` (Ding et
+    al. 2024). `factors`, where a file carries its own, divides the frequencies one by one; of
+    longrope's they are those up to the original context, and `long_factors` those beyond.
     """
 
     dim: int
@@ -35,7 +38,9 @@ class RopeSpec:
 
 @frozen
 class ExpertSpec:
-    """A mixture of experts in the place of an MLP; `mixture.Route` says what the fields of the choice mean."""
+    """A mixture of experts in the place of an MLP; `mixture.Route` says what the fields of the
+    choice mean.
+    """
 
     num_experts: int
     top_k: int
@@ -59,15 +64,18 @@ class ExpertSpec:
 
 @frozen
 class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are products with one latent row for each token.
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are products
+    with one latent row for each token.
 
-    The rotated numbers of a query or key, as many as the rotary embedding has dimensions, come beside the others of its head, and those of
-    keys are one part that all heads share. What a layer keeps of a token, and so the rounding of every number, depends on the form:
+    The rotated numbers of a query or key, as many as the rotary embedding has dimensions, come
+    beside the others of its head, and those of keys are one part that all heads share. What a layer
+    keeps of a token, and so the rounding of every number, depends on the form:
 
     * plain: a key and a value for each head;
-    * `is_absorbed`: the latent row with the rotated part. It is the key and, without that part, the value of all heads; queries are
-      multiplied with what would have made keys of it, and what attention gives with what would have made values of it. This KV is 9 to 71
-      times smaller, and attention has three times the arithmetic.
+    * `is_absorbed`: the latent row with the rotated part. It is the key and, without that part, the
+      value of all heads; queries are multiplied with what would have made keys of it, and what
+      attention gives with what would have made values of it. This KV is 9 to 71 times smaller, and
+      attention has three times the arithmetic.
     """
 
     kv_rank: int
@@ -102,10 +110,14 @@ class ModelSpec:
     name: str = ""
     """What the model is called, for people; it comes from where its files are opened."""
     context: int = 0
-    """Most tokens of a sequence, where the engine is made for fewer than `max_context`; it decides which rotary factors apply."""
+    """Most tokens of a sequence, where the engine is made for fewer than `max_context`; it decides
+    which rotary factors apply.
+    """
 
     windows: tuple[int, ...] = ()
-    """Sliding window of each layer (0: none): a row sees itself and the `window - 1` positions before it."""
+    """Sliding window of each layer (0: none): a row sees itself and the `window - 1` positions
+    before it.
+    """
     window_rope: RopeSpec | None = None
     """Rotary embedding of layers with a window, where it is another."""
     rotated: tuple[bool, ...] = ()
@@ -118,7 +130,9 @@ class ModelSpec:
     norm: NormKind = "rms"
     norm_bias: bool = False
     qk_norm: Literal["none", "head", "heads", "row"] = "none"
-    """Over what queries and keys are normalised: each head by a weight that all share, each by one of its own, or all at once."""
+    """Over what queries and keys are normalised: each head by a weight that all share, each by one
+    of its own, or all at once.
+    """
     activation: Activation = "silu"
     gated_mlp: bool = True
     tied_embeddings: bool = False
@@ -139,7 +153,9 @@ class ModelSpec:
     logit_softcap: float = 0.0
     experts: ExpertSpec | None = None
     latent: LatentSpec | None = None
-    """Attention by latent rows; a query then has `head_dim` numbers, those that are rotated included."""
+    """Attention by latent rows; a query then has `head_dim` numbers, those that are rotated
+    included.
+    """
     embedding_norm: bool = False
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
     """Which of the blocks of `model/decoder.py` the layers are, in a family that has several."""
@@ -155,7 +171,12 @@ class ModelSpec:
 
     def first_layers(self, num_layers: int) -> "ModelSpec":
         """The same model with so many layers."""
-        return replace(self, num_layers=num_layers, windows=self.windows[:num_layers], rotated=self.rotated[:num_layers])
+        return replace(
+            self,
+            num_layers=num_layers,
+            windows=self.windows[:num_layers],
+            rotated=self.rotated[:num_layers],
+        )
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

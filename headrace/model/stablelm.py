@@ -1,4 +1,6 @@
-"""The StableLM family (Stability AI 2023-2024): Llama with LayerNorm and rotation of a quarter of each head."""
+"""The StableLM family (Stability AI 2023-2024): Llama with LayerNorm and rotation of a quarter of
+each head.
+"""
 
 from dataclasses import replace
 
@@ -11,7 +13,15 @@ from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    spec = from_config.decoder(config, "stablelm", max_context=4096, kv_heads=32, partial=0.25, eps="layer_norm_eps", default_eps=1e-5)
+    spec = from_config.decoder(
+        config,
+        "stablelm",
+        max_context=4096,
+        kv_heads=32,
+        partial=0.25,
+        eps="layer_norm_eps",
+        default_eps=1e-5,
+    )
     return replace(
         spec,
         norm="layer",
@@ -30,6 +40,12 @@ def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
 STABLELM = Family(
     "stablelm",
     decoder(by_spec),
-    config=ConfigLayout(architectures=("StableLmForCausalLM", "stablelm"), spec=_config_spec, tensors=half_split(from_config.TENSORS)),
-    gguf=GgufLayout(architectures=("stablelm",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)),
+    config=ConfigLayout(
+        architectures=("StableLmForCausalLM", "stablelm"),
+        spec=_config_spec,
+        tensors=half_split(from_config.TENSORS),
+    ),
+    gguf=GgufLayout(
+        architectures=("stablelm",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)
+    ),
 )

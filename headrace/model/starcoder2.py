@@ -1,4 +1,6 @@
-"""StarCoder2 (Lozhkov et al. 2024): the pre-norm decoder with LayerNorm, biases everywhere, and an MLP without a gate."""
+"""StarCoder2 (Lozhkov et al. 2024): the pre-norm decoder with LayerNorm, biases everywhere, and an
+MLP without a gate.
+"""
 
 from dataclasses import replace
 
@@ -49,7 +51,11 @@ STARCODER2 = Family(
     "starcoder2",
     llama.LLAMA.forward,
     config=ConfigLayout(
-        architectures=("Starcoder2ForCausalLM", "starcoder2"), spec=_config_spec, tensors=half_split(from_config.TENSORS | _MLP)
+        architectures=("Starcoder2ForCausalLM", "starcoder2"),
+        spec=_config_spec,
+        tensors=half_split(from_config.TENSORS | _MLP),
     ),
-    gguf=GgufLayout(architectures=("starcoder2",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)),
+    gguf=GgufLayout(
+        architectures=("starcoder2",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)
+    ),
 )

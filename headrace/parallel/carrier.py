@@ -21,26 +21,35 @@ _MOST_SENT = 8
 
 
 class GlooCarrier:
-    """The links of one rank. They are there from `connect` to `disconnect`, and may be made anew."""
+    """The links of one rank. They are there from `connect` to `disconnect`, and may be made
+    anew.
+    """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self._mesh, self._rank = mesh, rank
         self._share, self._stage = rank % mesh.tensor, mesh.stage(rank)
-        self._all: Any = None  # the groups are our own: the default one of torch is there once in a process
+        self._all: Any = (
+            None  # the groups are our own: the default one of torch is there once in a process
+        )
         self._group: Any = None
         self._sent: deque[tuple[Any, Any]] = deque()
         self.received = 0
         """Bytes that have come from other ranks."""
 
     def groups(self, store: Any) -> tuple[Any, Any]:
-        """The process groups of all ranks and of this one's stage, which a store brings together: all must come for them.
+        """The process groups of all ranks and of this one's stage, which a store brings together:
+        all must come for them.
 
         Raises RankLostError where one does not.
         """
         with _lost():
             timeout = timedelta(seconds=_SECONDS)
-            everyone = ProcessGroupGloo(PrefixStore("all", store), self._rank, self._mesh.ranks, timeout)
-            return everyone, ProcessGroupGloo(PrefixStore(f"stage {self._stage}", store), self._share, self._mesh.tensor, timeout)
+            everyone = ProcessGroupGloo(
+                PrefixStore("all", store), self._rank, self._mesh.ranks, timeout
+            )
+            return everyone, ProcessGroupGloo(
+                PrefixStore(f"stage {self._stage}", store), self._share, self._mesh.tensor, timeout
+            )
 
     def connect(self, groups: tuple[Any, Any]) -> None:
         """Use these groups from now on."""
@@ -65,7 +74,9 @@ class GlooCarrier:
         out = torch.empty(sum(sizes))
         with _lost():
             whole = torch.from_numpy(np.concatenate(pieces))
-            self._group.alltoall_base(out, whole, list(sizes), [len(piece) for piece in pieces]).wait()
+            self._group.alltoall_base(
+                out, whole, list(sizes), [len(piece) for piece in pieces]
+            ).wait()
         self.received += 4 * (sum(sizes) - sizes[self._share])
         return np.split(out.numpy(), np.cumsum(sizes)[:-1])
 
@@ -96,5 +107,7 @@ def _lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]  # behind a line of gloo's sources
+        reason = (
+            str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
+        )  # behind a line of gloo's sources
         raise RankLostError(f"a rank does not answer: {reason or error}") from None

@@ -1,4 +1,5 @@
-"""What rank 0 tells the others to do, as bytes: a head of fixed size, then the shapes and the numbers of arrays. Nothing is pickled.
+"""What rank 0 tells the others to do, as bytes: a head of fixed size, then the shapes and the
+numbers of arrays. Nothing is pickled.
 
 head    kind, number of the program, number of arrays, bytes behind the head: 4 x int32
 shape   dtype (0: there is no array), dimensions, and the size of each: 5 x int32, for each array
@@ -101,23 +102,37 @@ _FIELDS = (
 
 def batch_arrays(batch: RaggedBatch) -> list[Array | None]:
     """The arrays of a batch, whose tokens are all known."""
-    return [*(getattr(batch, name) for name in _FIELDS), *(array for rows in batch.kv for array in rows)]
+    return [
+        *(getattr(batch, name) for name in _FIELDS),
+        *(array for rows in batch.kv for array in rows),
+    ]
 
 
 def batch_of(arrays: Sequence[Array | None]) -> RaggedBatch:
     """The batch that `batch_arrays` has taken apart."""
     fields: dict[str, Any] = dict(zip(_FIELDS, arrays[: len(_FIELDS)], strict=True))
     kv = arrays[len(_FIELDS) :]
-    pairs = [(slots, table) for slots, table in zip(kv[::2], kv[1::2], strict=True) if slots is not None and table is not None]
+    pairs = [
+        (slots, table)
+        for slots, table in zip(kv[::2], kv[1::2], strict=True)
+        if slots is not None and table is not None
+    ]
     return RaggedBatch(**fields, kv=tuple(KvRows(*pair) for pair in pairs))
 
 
 def adapter_arrays(adapter: Adapter) -> list[Array | None]:
-    """The arrays of an adapter: the name of each weight, what goes down, what goes up, and the scale."""
+    """The arrays of an adapter: the name of each weight, what goes down, what goes up, and the
+    scale.
+    """
     return [
         array
         for name, (down, up, scale) in adapter.items()
-        for array in (np.frombuffer(name.encode(), np.uint8), down, up, np.array([scale], np.float32))
+        for array in (
+            np.frombuffer(name.encode(), np.uint8),
+            down,
+            up,
+            np.array([scale], np.float32),
+        )
     ]
 
 

@@ -25,13 +25,17 @@ Floats = NDArray[np.float32]
 
 
 class Carrier(Protocol):
-    """Carries rows between ranks. All of them raise RankLostError where another rank does not answer."""
+    """Carries rows between ranks. All of them raise RankLostError where another rank does not
+    answer.
+    """
 
     def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
         """The numbers of each rank of the stage, which has so many."""
 
     def all_to_all(self, pieces: Sequence[Floats], sizes: Sequence[int]) -> list[Floats]:
-        """What each rank of the stage has for this one, so many numbers, for what this one has for each."""
+        """What each rank of the stage has for this one, so many numbers, for what this one has for
+        each.
+        """
 
     def send(self, rows: Floats, stage: int) -> None:
         """Rows to the rank with the same share of another stage; they may change afterwards."""
@@ -65,16 +69,23 @@ class Exchange:
                 for (first, last), rows in reversed(list(zip(op.parts, gathered, strict=True))):
                     out[:, first:last] = rows
             case ColumnsToRows() if out is not None:
-                shares = [slice(*row_share(len(out), rank, len(op.parts))) for rank in range(len(op.parts))]
+                shares = [
+                    slice(*row_share(len(out), rank, len(op.parts)))
+                    for rank in range(len(op.parts))
+                ]
                 mine = out[shares[op.rank]]
                 sizes = [len(mine) * (last - first) for first, last in op.parts]
-                found = self._carrier.all_to_all([inputs[0][rows].reshape(-1) for rows in shares], sizes)
+                found = self._carrier.all_to_all(
+                    [inputs[0][rows].reshape(-1) for rows in shares], sizes
+                )
                 for (first, last), numbers in zip(op.parts, found, strict=True):
                     mine[:, first:last] = numbers.reshape(len(mine), last - first)
             case GatherShares() if out is not None:
                 ends = [row_share(len(out), rank, op.ranks) for rank in range(op.ranks)]
                 own = inputs[0][slice(*ends[op.rank])].reshape(-1)
-                found = self._carrier.all_gather(own, [(last - first) * out.shape[1] for first, last in ends])
+                found = self._carrier.all_gather(
+                    own, [(last - first) * out.shape[1] for first, last in ends]
+                )
                 out[:] = np.concatenate(found).reshape(out.shape)
             case OwnedRows() if out is not None:
                 rows = np.stack(self._gather(inputs[0], [op.x.width] * len(op.parts)))
@@ -84,14 +95,18 @@ class Exchange:
                 owner = owners(op.parts, inputs[1][:, :top_k])
                 rows = np.stack(self._gather(inputs[0], [op.x.width] * len(op.parts)))
                 each = rows.reshape(len(op.parts), len(out), top_k, -1)
-                out[:] = each[owner, np.arange(len(out))[:, None], np.arange(top_k)].reshape(out.shape)
+                out[:] = each[owner, np.arange(len(out))[:, None], np.arange(top_k)].reshape(
+                    out.shape
+                )
             case _:
                 raise NotImplementedError(op.name)
 
     def _gather(self, rows: Floats, widths: Sequence[int]) -> list[Floats]:
         """The rows [rows, width] of each rank, which has so many columns."""
         found = self._carrier.all_gather(rows.reshape(-1), [len(rows) * width for width in widths])
-        return [numbers.reshape(len(rows), width) for numbers, width in zip(found, widths, strict=True)]
+        return [
+            numbers.reshape(len(rows), width) for numbers, width in zip(found, widths, strict=True)
+        ]
 
 
 def owners(parts: Sequence[Columns], numbers: NDArray[np.generic]) -> NDArray[np.intp]:

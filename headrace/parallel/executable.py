@@ -26,7 +26,9 @@ Floats = NDArray[np.float32]
 
 
 class _Ticket:
-    """Stands for the results of a launch, which the last stage sends; they are received in the order of the launches."""
+    """Stands for the results of a launch, which the last stage sends; they are received in the
+    order of the launches.
+    """
 
     def __init__(self, wait: Callable[[], StepResult]) -> None:
         self._wait = wait
@@ -43,12 +45,15 @@ class _Ticket:
 
 
 class ParallelExecutable:
-    """The program of all ranks. Where one is lost a launch raises RankLostError; the next one starts the others again.
+    """The program of all ranks. Where one is lost a launch raises RankLostError; the next one
+    starts the others again.
 
     What they kept is gone then: the engine computes it again.
     """
 
-    def __init__(self, rank: Rank, program: Program, carrier: GlooCarrier, followers: Followers) -> None:
+    def __init__(
+        self, rank: Rank, program: Program, carrier: GlooCarrier, followers: Followers
+    ) -> None:
         self._rank, self._carrier, self._followers = rank, carrier, followers
         self.max_in_flight = rank.config.mesh.pipeline
         self._number = 0
@@ -62,7 +67,9 @@ class ParallelExecutable:
         self._whole = program
 
     def connect(self) -> None:
-        """Wait until all ranks have their shares, and link them. Raises RankLostError, with what it says, where one has not."""
+        """Wait until all ranks have their shares, and link them. Raises RankLostError, with what it
+        says, where one has not.
+        """
         try:
             self._followers.join()
         except BaseException:
@@ -72,7 +79,14 @@ class ParallelExecutable:
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
         """Nothing is made ahead."""
 
-    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> "_Ticket":
+    def launch(
+        self,
+        batch: RaggedBatch,
+        ops: Sequence[LogitOp] = (),
+        *,
+        logits: bool = False,
+        hidden: bool = False,
+    ) -> "_Ticket":
         values = self._last.wait().values if self._last and batch.token_source is not None else []
         batch = batch._replace(tokens=tokens_of(batch, values), token_source=None)
         with self._followers.at_work():
@@ -102,7 +116,13 @@ class ParallelExecutable:
         assert program.logits
         logits = self._received(rows, program.logits.width)
         hidden = self._received(rows, program.hidden.width) if program.hidden else None
-        return logits, hidden, self._received(pooled, program.pooled.width) if program.pooled and batch.pooled_rows is not None else None
+        return (
+            logits,
+            hidden,
+            self._received(pooled, program.pooled.width)
+            if program.pooled and batch.pooled_rows is not None
+            else None,
+        )
 
     def _received(self, rows: int, width: int) -> Floats:
         out = np.empty((rows, width), np.float32)
@@ -113,8 +133,8 @@ class ParallelExecutable:
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> "ParallelExecutable | CpuExecutable":
-        """A program with KV of its own runs on rank 0 alone: a draft model is small. The followers attach the others as well, by
-        themselves, in the same order.
+        """A program with KV of its own runs on rank 0 alone: a draft model is small. The followers
+        attach the others as well, by themselves, in the same order.
         """
         attached = self._rank.attach(program, weights, kv)
         if kv is not None:
@@ -133,10 +153,16 @@ class ParallelExecutable:
         return times
 
     def stage_steps(self) -> list[StageStep]:
-        """The last steps of all ranks, of which none is under way; their times can be compared where ranks are on one machine."""
+        """The last steps of all ranks, of which none is under way; their times can be compared
+        where ranks are on one machine.
+        """
         with self._followers.at_work():
             ranks = {0: self._rank.stage_steps()} | self._followers.stage_steps()
-        return [StageStep(rank, number, *map(float, times)) for rank, steps in ranks.items() for number, times in enumerate(steps)]
+        return [
+            StageStep(rank, number, *map(float, times))
+            for rank, steps in ranks.items()
+            for number, times in enumerate(steps)
+        ]
 
     def expert_loads(self) -> NDArray[np.int64]:
         """Those of the experts in the stage of rank 0."""

@@ -1,6 +1,7 @@
 """A rank that carries out what rank 0 tells it, over a socket, until that is closed.
 
-It says that it is alive a few times a second, whatever it does, so that rank 0 finds one that is stopped.
+It says that it is alive a few times a second, whatever it does, so that rank 0 finds one that is
+stopped.
 """
 
 import os
@@ -40,7 +41,11 @@ class Channel:
     @property
     def host(self) -> str:
         """Where rank 0 is."""
-        return LOOPBACK if self._connection.family == socket.AF_UNIX else str(self._connection.getpeername()[0])
+        return (
+            LOOPBACK
+            if self._connection.family == socket.AF_UNIX
+            else str(self._connection.getpeername()[0])
+        )
 
     def reply(self, body: bytes) -> None:
         """Say something to rank 0."""
@@ -70,8 +75,8 @@ class Channel:
 
 
 def follow(channel: Channel, rank: Rank, carrier: GlooCarrier) -> bool:
-    """Carry out commands to the end of the socket; whether it was told to end. An error is told, and ends the process: rank 0 starts
-    another.
+    """Carry out commands to the end of the socket; whether it was told to end. An error is told,
+    and ends the process: rank 0 starts another.
     """
     with suppress(EOFError, ConnectionError):
         channel.reply(READY + rank.identity.encode())
@@ -97,12 +102,20 @@ def _obey(command: Command, rank: Rank, carrier: GlooCarrier, host: str) -> None
     config, arrays = rank.config, command.arrays
     match command.kind:
         case Kind.JOIN if arrays[0] is not None:
-            carrier.connect(carrier.groups(TCPStore(host, int(arrays[0][0]), is_master=False, wait_for_workers=False)))
+            carrier.connect(
+                carrier.groups(
+                    TCPStore(host, int(arrays[0][0]), is_master=False, wait_for_workers=False)
+                )
+            )
         case Kind.RUN:
             batch = batch_of(arrays)
             executable = rank.run(command.program, batch)
             if config.rank == config.mesh.first_of_last_stage:
-                for rows in (executable.logits(batch), executable.hidden(batch), executable.pooled(batch)):
+                for rows in (
+                    executable.logits(batch),
+                    executable.hidden(batch),
+                    executable.pooled(batch),
+                ):
                     if rows is not None and len(rows):
                         carrier.send_to(rows, 0)
         case Kind.MOVE_SLOTS if arrays[0] is not None and arrays[1] is not None:

@@ -1,7 +1,9 @@
-"""The processes of all ranks but the first: started, told what to do, watched, and started again when one is lost.
+"""The processes of all ranks but the first: started, told what to do, watched, and started again
+when one is lost.
 
-A process that ends closes its socket, which is seen at once; one that is stopped gives no sign of life, and is killed after `_SILENT`
-seconds. The others are ended with it, so that no exchange waits for what does not come.
+A process that ends closes its socket, which is seen at once; one that is stopped gives no sign of
+life, and is killed after `_SILENT` seconds. The others are ended with it, so that no exchange waits
+for what does not come.
 """
 
 import json
@@ -29,7 +31,9 @@ from headrace.parallel.follower import READY, REPLY, STAGE_STEPS
 from headrace.parallel.launch import INTERFACE, Launcher, Process
 
 _SILENT = 3.0
-"""Seconds without a sign of life, and without having run, after which a process is taken to be stopped."""
+"""Seconds without a sign of life, and without having run, after which a process is taken to be
+stopped.
+"""
 _TICK = 0.25
 _LOADED = 1800.0
 """Seconds that a rank may take to load its share."""
@@ -60,8 +64,16 @@ class _Follower:
 class Followers:
     """The other ranks of a mesh. Used by one thread; another watches."""
 
-    def __init__(self, launcher: Launcher, setups: Sequence[Mapping[str, Any]], carrier: GlooCarrier, alike: str) -> None:
-        """A process is told its setup first, as JSON. `alike`: what each must say of itself, since this one is so (`rank.identity`)."""
+    def __init__(
+        self,
+        launcher: Launcher,
+        setups: Sequence[Mapping[str, Any]],
+        carrier: GlooCarrier,
+        alike: str,
+    ) -> None:
+        """A process is told its setup first, as JSON. `alike`: what each must say of itself, since
+        this one is so (`rank.identity`).
+        """
         self._launcher, self._setups, self._carrier, self._alike = launcher, setups, carrier, alike
         self._said: list[bytes] = []
         """Commands that change what a rank has, which one that is started again is told."""
@@ -78,10 +90,15 @@ class Followers:
 
     @contextmanager
     def at_work(self, since: int | None = None) -> Iterator[None]:
-        """All ranks are there when it begins. Raises RankLostError where one is lost meanwhile, or was lost before, once: then what all
-        of them kept is gone, and the next time they are started again; but not for work that began with an earlier `generation`.
+        """All ranks are there when it begins. Raises RankLostError where one is lost meanwhile, or
+        was lost before, once: then what all of them kept is gone, and the next time they are
+        started again; but not for work that began with an earlier `generation`.
         """
-        if since not in (None, self.generation) or (self._why and not self._is_told) or (self._why and since is not None):
+        if (
+            since not in (None, self.generation)
+            or (self._why and not self._is_told)
+            or (self._why and since is not None)
+        ):
             self._is_told = True
             raise RankLostError(self._why or "the rank that ran this was lost")
         if self._why:
@@ -89,22 +106,32 @@ class Followers:
         try:
             yield
         except Exception as error:
-            self._break(str(error) if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}")
+            self._break(
+                str(error)
+                if isinstance(error, RankLostError)
+                else f"{type(error).__name__}: {error}"
+            )
             self._is_told = True
             if isinstance(error, RankLostError | OSError):
                 raise RankLostError(self._why) from None
             raise
 
     def join(self) -> None:
-        """Wait until all ranks are loaded, and link them. Raises RankLostError, with what it says, where one ends instead."""
+        """Wait until all ranks are loaded, and link them. Raises RankLostError, with what it says,
+        where one ends instead.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._why or all(one.is_ready for one in self._followers), _LOADED)
+            self._changed.wait_for(
+                lambda: self._why or all(one.is_ready for one in self._followers), _LOADED
+            )
             if self._why:
                 raise RankLostError(self._why)
         host = self._launcher.host
         listener = socket.create_server((host, 0))  # and not on all interfaces, as the store would
         port = listener.getsockname()[1]
-        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self.send(Command(Kind.JOIN, 0, [ints([port])]))
         with _over(self._launcher.interface):
             self._carrier.connect(self._linked(self._store))
@@ -112,7 +139,9 @@ class Followers:
             self._send(said)
 
     def _linked(self, store: TCPStore) -> tuple[Any, Any]:
-        """The groups of the carrier, which a thread waits for: torch would wait for minutes for a rank that is lost meanwhile."""
+        """The groups of the carrier, which a thread waits for: torch would wait for minutes for a
+        rank that is lost meanwhile.
+        """
         groups: Future[tuple[Any, Any]] = Future()
 
         def link() -> None:
@@ -140,12 +169,16 @@ class Followers:
                 self._send(self._said[-1])
 
     def stage_steps(self) -> dict[int, NDArray[np.float64]]:
-        """When the last steps ran on each rank, [steps, (begin, end)] in seconds by the clock of its machine, and are done."""
+        """When the last steps ran on each rank, [steps, (begin, end)] in seconds by the clock of
+        its machine, and are done.
+        """
         for one in self._followers:
             one.stage_steps = None
         self.send(Command(Kind.STAGE_STEPS))
         with self._changed:
-            self._changed.wait_for(lambda: self._why or all(one.stage_steps is not None for one in self._followers))
+            self._changed.wait_for(
+                lambda: self._why or all(one.stage_steps is not None for one in self._followers)
+            )
             if self._why:
                 raise RankLostError(self._why)
         return {one.rank: one.stage_steps for one in self._followers if one.stage_steps is not None}
@@ -163,7 +196,9 @@ class Followers:
         self._carrier.disconnect()
 
     def _begin(self) -> None:
-        """Start the processes, in the thread that watches them: the system ends them with it, should this process end."""
+        """Start the processes, in the thread that watches them: the system ends them with it,
+        should this process end.
+        """
         started = Event()
         self._watcher = Thread(target=self._run, args=(started,), daemon=True)
         self._watcher.start()
@@ -186,11 +221,16 @@ class Followers:
         return _Follower(setup["rank"], process)
 
     def _restart(self) -> None:
-        """Start all ranks again. Raises RankLostError where that has been done too often, or one ends again."""
+        """Start all ranks again. Raises RankLostError where that has been done too often, or one
+        ends again.
+        """
         now = time.monotonic()
         self._restarts = [*(at for at in self._restarts if now - at < _RESTART_SECONDS), now]
         if len(self._restarts) > _MOST_RESTARTS:
-            raise RankLostError(f"{self._why}; ranks were started again {_MOST_RESTARTS} times in {_RESTART_SECONDS / 60:.0f} minutes")
+            raise RankLostError(
+                f"{self._why}; ranks were started again {_MOST_RESTARTS} times in "
+                f"{_RESTART_SECONDS / 60:.0f} minutes"
+            )
         log.error("%s; the ranks are started again", self._why)
         self._carrier.disconnect()
         self._watcher.join()  # which would take the end of the old ranks for that of new ones
@@ -249,7 +289,10 @@ class Followers:
             del one.buffer[:end]
             if said.startswith(READY):
                 if (other := said[len(READY) :].decode()) != self._alike:
-                    return f"rank {one.rank} is not like rank 0, so their numbers could differ: {other}, and {self._alike}"
+                    return (
+                        f"rank {one.rank} is not like rank 0, so their numbers could differ: "
+                        f"{other}, and {self._alike}"
+                    )
                 with self._changed:
                     one.is_ready = True
                     self._changed.notify_all()
@@ -262,7 +305,9 @@ class Followers:
         return ""
 
     def _is_stopped(self, one: _Follower) -> bool:
-        """Whether nothing is heard of a process that does not run either, as one does that is only kept busy, or begins."""
+        """Whether nothing is heard of a process that does not run either, as one does that is only
+        kept busy, or begins.
+        """
         if not one.is_heard and one.process.ticks() is None:
             return False
         if time.monotonic() - one.alive > _SILENT and (ticks := one.process.ticks()) != one.ticks:

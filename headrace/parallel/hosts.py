@@ -1,10 +1,13 @@
-"""Ranks on several hosts, where something else starts the same command once for each: torchrun, or a LeaderWorkerSet.
+"""Ranks on several hosts, where something else starts the same command once for each: torchrun, or
+a LeaderWorkerSet.
 
-Its environment says which rank a process is, and where a store of `torch.distributed` is or may be. There rank 0 leaves its address and a
-token. A process of another rank runs nothing itself: it connects, and has a process follow rank 0 over the connection, a new one whenever
-the ranks are started again.
+Its environment says which rank a process is, and where a store of `torch.distributed` is or may be.
+There rank 0 leaves its address and a token. A process of another rank runs nothing itself: it
+connects, and has a process follow rank 0 over the connection, a new one whenever the ranks are
+started again.
 
-All that can reach the store and the ports of gloo can read and write what ranks exchange: these belong in a network of their own.
+All that can reach the store and the ports of gloo can read and write what ranks exchange: these
+belong in a network of their own.
 """
 
 import hmac
@@ -55,7 +58,9 @@ class Placement:
 
 
 def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
-    """What torchrun or a LeaderWorkerSet says of this process; None: nothing. Raises RequestError for what cannot be."""
+    """What torchrun or a LeaderWorkerSet says of this process; None: nothing. Raises RequestError
+    for what cannot be.
+    """
     if "LWS_GROUP_SIZE" in environment:
         names = ("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS", "MASTER_PORT")
     elif "WORLD_SIZE" in environment:
@@ -64,10 +69,21 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
         return None
     rank, size, address, port = (environment.get(name, "") for name in names)
     port = port or str(_PORT)
-    if not (address and all(text.isdecimal() for text in (rank, size, port)) and int(rank) < int(size) and 0 < int(port) < 1 << 16):
+    if not (
+        address
+        and all(text.isdecimal() for text in (rank, size, port))
+        and int(rank) < int(size)
+        and 0 < int(port) < 1 << 16
+    ):
         found = ", ".join(f"{name}={environment.get(name)}" for name in names)
         raise RequestError(f"the environment does not say which rank this is: {found}")
-    return Placement(int(rank), int(size), address, int(port), environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    return Placement(
+        int(rank),
+        int(size),
+        address,
+        int(port),
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 class RemoteProcess:
@@ -95,7 +111,9 @@ class HostLauncher:
         self.interface = os.environ.get(INTERFACE) or interface_of(self.host)
         self._listener = socket.create_server((self.host, 0))
         self._token = secrets.token_hex(16)
-        self._store = TCPStore(place.address, place.port, is_master=not place.has_store, wait_for_workers=False)
+        self._store = TCPStore(
+            place.address, place.port, is_master=not place.has_store, wait_for_workers=False
+        )
         self._store.set(_KEY, f"{self.host} {self._listener.getsockname()[1]} {self._token}")
         self._came: dict[int, socket.socket] = {}
 
@@ -130,14 +148,17 @@ class HostLauncher:
 
 
 def follow_rank_0(place: Placement, command: Sequence[str]) -> int:
-    """Have a process follow rank 0, and another when that one has lost it, until rank 0 ends; returns the exit code.
+    """Have a process follow rank 0, and another when that one has lost it, until rank 0 ends;
+    returns the exit code.
 
     `command`: as in `launch.start_process`. Raises RankLostError where there is no rank 0.
     """
     while True:
         with _reach(place) as connection:
             interface = os.environ.get(INTERFACE) or interface_of(connection.getsockname()[0])
-            process = start_process(command, connection, {INTERFACE: interface} if interface else {})
+            process = start_process(
+                command, connection, {INTERFACE: interface} if interface else {}
+            )
         try:
             code = process.wait()
         except BaseException:
@@ -152,10 +173,19 @@ def _reach(place: Placement) -> socket.socket:
     deadline, why = time.monotonic() + _GONE, ""
     while time.monotonic() < deadline:
         try:
-            store = TCPStore(place.address, place.port, is_master=False, timeout=timedelta(seconds=_PATIENCE), wait_for_workers=False)
+            store = TCPStore(
+                place.address,
+                place.port,
+                is_master=False,
+                timeout=timedelta(seconds=_PATIENCE),
+                wait_for_workers=False,
+            )
             host, port, token = store.get(_KEY).decode().split()
             connection = socket.create_connection((host, int(port)), _PATIENCE)
-        except (OSError, RuntimeError) as error:  # it is not there yet, or has gone and will come again
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # it is not there yet, or has gone and will come again
             why = str(error).splitlines()[0]
             time.sleep(0.2)
             continue

@@ -26,7 +26,9 @@ class Process(Protocol):
         """How it ended, which is waited for so long; empty where it has not."""
 
     def ticks(self) -> int | None:
-        """What it has used of the processor, in ticks of the system's clock; None where that cannot be known."""
+        """What it has used of the processor, in ticks of the system's clock; None where that cannot
+        be known.
+        """
 
 
 class Launcher(Protocol):
@@ -80,20 +82,26 @@ class LocalLauncher:
     def start(self, rank: int) -> LocalProcess:
         ours, theirs = socket.socketpair()
         with theirs:
-            return LocalProcess(start_process(self._command, theirs, {INTERFACE: self.interface}), ours)
+            return LocalProcess(
+                start_process(self._command, theirs, {INTERFACE: self.interface}), ours
+            )
 
     def close(self) -> None:
         pass
 
 
-def start_process(command: Sequence[str], connection: socket.socket, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def start_process(
+    command: Sequence[str], connection: socket.socket, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     """Start a process that follows rank 0 over a connection, which it inherits.
 
-    `command` is given the descriptor of the connection and the id of this process. It imports from where this process does.
+    `command` is given the descriptor of the connection and the id of this process. It imports from
+    where this process does.
     """
     return subprocess.Popen(
         [*command, str(connection.fileno()), str(os.getpid())],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), **environment},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), **environment},
         pass_fds=(connection.fileno(),),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in the terminal is for this process

@@ -1,4 +1,5 @@
-"""All ranks of a group in one process, in float64 over NumPy, op by op: the truth in tests of rewrites.
+"""All ranks of a group in one process, in float64 over NumPy, op by op: the truth in tests of
+rewrites.
 
 Between two collectives a rank runs by itself; a collective is run when all ranks have come to it.
 """
@@ -26,7 +27,9 @@ Floats = NDArray[np.float64]
 
 
 class _ExactStep(_Step):
-    """Products whose numbers do not depend on how many rows a matrix has, which those of a BLAS may."""
+    """Products whose numbers do not depend on how many rows a matrix has, which those of a BLAS
+    may.
+    """
 
     def product(self, x: Floats, weight: Weight, bias: Weight | None) -> Floats:
         y: Floats = (x[:, None, :] * self.w(weight)).sum(axis=2)
@@ -34,18 +37,28 @@ class _ExactStep(_Step):
 
 
 class LockStep:
-    """Runs the programs of ranks: those of each stage have the same ops in the same order, and stages run one after the other."""
+    """Runs the programs of ranks: those of each stage have the same ops in the same order, and
+    stages run one after the other.
+    """
 
-    def __init__(self, stages: Sequence[Sequence[Program]], tensors: Mapping[str, StoredTensor], kv: KvConfig) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[Program]], tensors: Mapping[str, StoredTensor], kv: KvConfig
+    ) -> None:
         def executable(program: Program) -> ReferenceExecutable:
-            return ReferenceExecutable(program, {name: share_of(tensors, w) for name, w in program.weights.items()}, kv)
+            return ReferenceExecutable(
+                program, {name: share_of(tensors, w) for name, w in program.weights.items()}, kv
+            )
 
         self.stages = [[executable(program) for program in programs] for programs in stages]
 
-    def stage_steps(self, batches: Sequence[RaggedBatch], seconds: Callable[[Program, RaggedBatch], float]) -> list[StageStep]:
-        """Forwards one behind the other, by a clock for each rank that moves by the `seconds` which its program takes for a batch.
+    def stage_steps(
+        self, batches: Sequence[RaggedBatch], seconds: Callable[[Program, RaggedBatch], float]
+    ) -> list[StageStep]:
+        """Forwards one behind the other, by a clock for each rank that moves by the `seconds` which
+        its program takes for a batch.
 
-        A rank begins a step once it is through with the one before and has what the stage before sends. Ranks of a stage go abreast.
+        A rank begins a step once it is through with the one before and has what the stage before
+        sends. Ranks of a stage go abreast.
         """
         free = [0.0] * len(self.stages)
         stage_steps: list[StageStep] = []
@@ -55,7 +68,10 @@ class LockStep:
             for stage, ranks in enumerate(self.stages):
                 begin = max(free[stage], sent)
                 sent = free[stage] = begin + max(seconds(rank.program, batch) for rank in ranks)
-                stage_steps += [StageStep(stage * len(ranks) + share, number, begin, sent) for share in range(len(ranks))]
+                stage_steps += [
+                    StageStep(stage * len(ranks) + share, number, begin, sent)
+                    for share in range(len(ranks))
+                ]
         return stage_steps
 
     def logits(self, batch: RaggedBatch) -> list[Floats]:
@@ -72,7 +88,11 @@ class LockStep:
                         step.rows[op.out.id] = rows
                 else:
                     _run_abreast(steps, abreast)
-        return [step.rows[logits.id] for step, rank in zip(steps, self.stages[-1], strict=True) if (logits := rank.program.logits)]
+        return [
+            step.rows[logits.id]
+            for step, rank in zip(steps, self.stages[-1], strict=True)
+            if (logits := rank.program.logits)
+        ]
 
 
 def _run_abreast(steps: Sequence[_Step], abreast: Sequence[Op]) -> None:
@@ -99,7 +119,9 @@ def _run(step: _Step, op: Op) -> None:
 
 def _embed_part(s: _Step, op: collective.EmbedPart) -> Floats:
     here = (s.batch.tokens >= op.first) & (s.batch.tokens < op.first + op.weight.rows)
-    return np.where(here[:, None], s.w(op.weight)[np.where(here, s.batch.tokens - op.first, 0)], 0.0)
+    return np.where(
+        here[:, None], s.w(op.weight)[np.where(here, s.batch.tokens - op.first, 0)], 0.0
+    )
 
 
 def _norm_share(s: _Step, op: collective.NormShare) -> Floats:
@@ -121,7 +143,10 @@ def _expert_part(s: _Step, op: collective.ExpertPart) -> Floats:
     each = np.zeros((len(x), op.top_k, op.x.width))
     for e in range(len(op.gate)):
         rows, places = np.nonzero(chosen == e)
-        gate, up, down = ((w[e], b[e] if b else None) for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)))
+        gate, up, down = (
+            (w[e], b[e] if b else None)
+            for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias))
+        )
         hidden = gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
         each[rows, places] = s.product(hidden, *down)
     return each.reshape(len(x), -1)
@@ -130,12 +155,16 @@ def _expert_part(s: _Step, op: collective.ExpertPart) -> Floats:
 def _combine(s: _Step, op: collective.Combine) -> Floats:
     routing = s.x(op.routing)
     top_k = routing.shape[1] // 2
-    combined: Floats = (s.x(op.x).reshape(len(routing), top_k, -1) * routing[:, top_k:, None]).sum(axis=1)
+    combined: Floats = (s.x(op.x).reshape(len(routing), top_k, -1) * routing[:, top_k:, None]).sum(
+        axis=1
+    )
     return combined
 
 
 def _attention(s: _Step, op: ops.Attention) -> Floats:
-    """Head by head: numbers of one do not depend on how many others are here, which those of one product over all heads may."""
+    """Head by head: numbers of one do not depend on how many others are here, which those of one
+    product over all heads may.
+    """
     out = np.empty((len(s.batch.tokens), op.num_heads, op.value_dim))
     group, place = s.executable.places[op.layer]
     store, sharers = s.executable.stores[group], op.num_heads // op.num_kv_heads
@@ -144,9 +173,17 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
         before = max(0, len(slots) - op.window) if op.window else 0
         at = np.array([*range(min(before, op.num_sink_tokens)), *range(before, len(slots))])
         for head in range(op.num_heads):
-            k = np.ascontiguousarray(store.keys[place, slots[at], head // sharers])  # [seen, head_dim]
-            v = k[:, : op.value_dim] if op.latent else np.ascontiguousarray(store.values[place, slots[at], head // sharers])
-            scores = (k * s.x(op.q)[row, head * op.head_dim :][: op.head_dim]).sum(axis=1) * op.scale
+            k = np.ascontiguousarray(
+                store.keys[place, slots[at], head // sharers]
+            )  # [seen, head_dim]
+            v = (
+                k[:, : op.value_dim]
+                if op.latent
+                else np.ascontiguousarray(store.values[place, slots[at], head // sharers])
+            )
+            scores = (k * s.x(op.q)[row, head * op.head_dim :][: op.head_dim]).sum(
+                axis=1
+            ) * op.scale
             if op.softcap:
                 scores = op.softcap * np.tanh(scores / op.softcap)
             if op.slopes:
@@ -165,7 +202,9 @@ def _all_gather(steps: Sequence[_Step], abreast: Sequence[collective.AllGather])
     return [whole] * len(steps)
 
 
-def _columns_to_rows(steps: Sequence[_Step], abreast: Sequence[collective.ColumnsToRows]) -> list[Floats]:
+def _columns_to_rows(
+    steps: Sequence[_Step], abreast: Sequence[collective.ColumnsToRows]
+) -> list[Floats]:
     whole = np.concatenate([step.x(op.x) for step, op in zip(steps, abreast, strict=True)], axis=1)
     found = []
     for op in abreast:
@@ -175,9 +214,21 @@ def _columns_to_rows(steps: Sequence[_Step], abreast: Sequence[collective.Column
     return found
 
 
-def _gather_shares(steps: Sequence[_Step], abreast: Sequence[collective.GatherShares]) -> list[Floats]:
-    shares = [collective.row_share(len(step.x(op.x)), op.rank, op.ranks) for step, op in zip(steps, abreast, strict=True)]
-    return [np.concatenate([step.x(op.x)[slice(*share)] for step, op, share in zip(steps, abreast, shares, strict=True)])] * len(steps)
+def _gather_shares(
+    steps: Sequence[_Step], abreast: Sequence[collective.GatherShares]
+) -> list[Floats]:
+    shares = [
+        collective.row_share(len(step.x(op.x)), op.rank, op.ranks)
+        for step, op in zip(steps, abreast, strict=True)
+    ]
+    return [
+        np.concatenate(
+            [
+                step.x(op.x)[slice(*share)]
+                for step, op, share in zip(steps, abreast, shares, strict=True)
+            ]
+        )
+    ] * len(steps)
 
 
 def _owned_rows(steps: Sequence[_Step], abreast: Sequence[collective.OwnedRows]) -> list[Floats]:
@@ -186,11 +237,18 @@ def _owned_rows(steps: Sequence[_Step], abreast: Sequence[collective.OwnedRows])
     return [found[owner, np.arange(len(owner))]] * len(steps)
 
 
-def _owned_experts(steps: Sequence[_Step], abreast: Sequence[collective.OwnedExperts]) -> list[Floats]:
+def _owned_experts(
+    steps: Sequence[_Step], abreast: Sequence[collective.OwnedExperts]
+) -> list[Floats]:
     op, routing = abreast[0], steps[0].x(abreast[0].routing)
     top_k = routing.shape[1] // 2
     owner = owners(op.parts, routing[:, :top_k].astype(np.int64))
-    found = np.stack([step.x(op.x).reshape(len(routing), top_k, -1) for step, op in zip(steps, abreast, strict=True)])
+    found = np.stack(
+        [
+            step.x(op.x).reshape(len(routing), top_k, -1)
+            for step, op in zip(steps, abreast, strict=True)
+        ]
+    )
     each = found[owner, np.arange(len(routing))[:, None], np.arange(top_k)]
     return [each.reshape(len(routing), -1)] * len(steps)
 

@@ -44,33 +44,51 @@ class Mesh:
         """The ranks of a stage, in the order of their shares."""
         return list(range(stage * self.tensor, (stage + 1) * self.tensor))
 
-    def program(self, program: Program, rank: int, layer_stages: Mapping[int, int] | None = None) -> Program:
+    def program(
+        self, program: Program, rank: int, layer_stages: Mapping[int, int] | None = None
+    ) -> Program:
         """What a rank runs of a program, whose layers may be those of another, in these stages.
 
         Raises UnsupportedModelError where so many ranks cannot share it.
         """
-        stage = self._stages(program, layer_stages)[self.stage(rank)] if self.pipeline > 1 else program
+        stage = (
+            self._stages(program, layer_stages)[self.stage(rank)] if self.pipeline > 1 else program
+        )
         if self.tensor == 1:
             return stage
-        return TensorParallel(stage, rank % self.tensor, self.tensor, self.shares_experts, self.sequence).rewritten()
+        return TensorParallel(
+            stage, rank % self.tensor, self.tensor, self.shares_experts, self.sequence
+        ).rewritten()
 
     def layer_stages(self, program: Program) -> dict[int, int]:
         """The stage of each layer of a program."""
         stages = self._stages(program)
-        return {layer: number for number, stage in enumerate(stages) for group in stage.kv_groups for layer in group.layers}
+        return {
+            layer: number
+            for number, stage in enumerate(stages)
+            for group in stage.kv_groups
+            for layer in group.layers
+        }
 
-    def _stages(self, program: Program, layer_stages: Mapping[int, int] | None = None) -> list[Program]:
+    def _stages(
+        self, program: Program, layer_stages: Mapping[int, int] | None = None
+    ) -> list[Program]:
         if self.layers and layer_stages is None:
             layers = sorted(layer for group in program.kv_groups for layer in group.layers)
             if (len(self.layers), sum(self.layers)) != (self.pipeline, len(layers)):
-                raise UnsupportedModelError(f"layers {self.layers} of stages are not {len(layers)} layers in {self.pipeline} stages")
+                raise UnsupportedModelError(
+                    f"layers {self.layers} of stages are not {len(layers)} layers in "
+                    f"{self.pipeline} stages"
+                )
             stage_of = (stage for stage, count in enumerate(self.layers) for _ in range(count))
             layer_stages = dict(zip(layers, stage_of, strict=True))
         return cut(program, self.pipeline, layer_stages)
 
 
 def weights_of(program: Program, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a rank's program, as views of those of the whole model: nothing else of these is read."""
+    """The tensors of a rank's program, as views of those of the whole model: nothing else of these
+    is read.
+    """
     return {name: share_of(tensors, weight) for name, weight in program.weights.items()}
 
 
@@ -80,6 +98,8 @@ def adapter_of(program: Program, adapter: Adapter) -> dict[str, LowRank]:
     for name in program.weights:
         whole, bracket, rows = name.partition("[")
         if whole in adapter:
-            first, last = map(int, rows.rstrip("]").split(":")) if bracket else (0, len(adapter[whole].up))
+            first, last = (
+                map(int, rows.rstrip("]").split(":")) if bracket else (0, len(adapter[whole].up))
+            )
             own[name] = adapter[whole]._replace(up=adapter[whole].up[first:last])
     return own

@@ -37,7 +37,8 @@ class RankConfig:
 
 
 def identity(tensors: Mapping[str, StoredTensor]) -> str:
-    """What ranks have in common that give the same numbers: the instructions that they compute with, and what they know of the model.
+    """What ranks have in common that give the same numbers: the instructions that they compute
+    with, and what they know of the model.
 
     That is a hash of the names, shapes and formats of all tensors, and of the first bytes of each.
     """
@@ -50,9 +51,17 @@ def identity(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 class Rank:
-    """The executables of a rank by number: that of the model, then those that are attached to it, in the order in which they came."""
+    """The executables of a rank by number: that of the model, then those that are attached to it,
+    in the order in which they came.
+    """
 
-    def __init__(self, config: RankConfig, program: Program, tensors: Mapping[str, StoredTensor], exchange: Exchange) -> None:
+    def __init__(
+        self,
+        config: RankConfig,
+        program: Program,
+        tensors: Mapping[str, StoredTensor],
+        exchange: Exchange,
+    ) -> None:
         self.config = config
         self._exchange = exchange
         self._stage_steps: deque[tuple[float, float]] = deque(maxlen=_MOST_STEPS)
@@ -61,12 +70,20 @@ class Rank:
         self.identity = identity(tensors)
         own = config.mesh.program(program, config.rank)
         compiled = CpuExecutable(
-            own, weights_of(own, tensors), config.kv, config.threads, "", activations=config.activations, links=exchange
+            own,
+            weights_of(own, tensors),
+            config.kv,
+            config.threads,
+            "",
+            activations=config.activations,
+            links=exchange,
         )
         self.executables = [compiled]
 
     def run(self, number: int, batch: RaggedBatch) -> CpuExecutable:
-        """Run a batch, whose tokens are known, through the executable of this number; returns that."""
+        """Run a batch, whose tokens are known, through the executable of this number; returns
+        that.
+        """
         executable, begun, waited = self.executables[number], monotonic(), self._exchange.waited
         executable.run(batch, batch.tokens)
         self._stage_steps.append((begun + self._exchange.waited - waited, monotonic()))
@@ -78,9 +95,11 @@ class Rank:
         self._stage_steps.clear()
         return stage_steps
 
-    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> CpuExecutable:
-        """Compile another program, over the same KV, with layers in the stages of those of the model; or one that runs here alone, over
-        KV of its own, and has no number.
+    def attach(
+        self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
+    ) -> CpuExecutable:
+        """Compile another program, over the same KV, with layers in the stages of those of the
+        model; or one that runs here alone, over KV of its own, and has no number.
         """
         if kv is not None:
             return self.executables[0].attach(program, weights, kv)
@@ -90,7 +109,9 @@ class Rank:
         return self.executables[-1]
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Keep what of an adapter goes with the weights that are here; returns its number, which all ranks give it."""
+        """Keep what of an adapter goes with the weights that are here; returns its number, which
+        all ranks give it.
+        """
         return self.executables[0].add_adapter(adapter_of(self.executables[0].program, adapter))
 
     def remove_adapter(self, number: int) -> None:

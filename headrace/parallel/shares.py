@@ -8,8 +8,8 @@ ROWS = 16
 
 
 def even(total: int, ranks: int, unit: int = 1) -> tuple[Columns, ...]:
-    """Adjacent shares of `total` things as equal as units allow; a last unit may be short. Rank 0, which draws tokens as well, has
-    none of the larger ones.
+    """Adjacent shares of `total` things as equal as units allow; a last unit may be short. Rank 0,
+    which draws tokens as well, has none of the larger ones.
     """
     units = -(-total // unit)
     ends = [min(total, unit * (units * (rank + 1) // ranks)) for rank in range(ranks)]
@@ -22,7 +22,9 @@ def times(parts: tuple[Columns, ...], size: int) -> tuple[Columns, ...]:
 
 
 def kv_heads(num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
-    """The KV heads of each rank: adjacent ones, or, where there are fewer than ranks, one that several ranks have."""
+    """The KV heads of each rank: adjacent ones, or, where there are fewer than ranks, one that
+    several ranks have.
+    """
     if ranks <= num_kv_heads:
         return even(num_kv_heads, ranks)
     owners = [rank * num_kv_heads // ranks for rank in range(ranks)]
@@ -30,9 +32,13 @@ def kv_heads(num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
 
 
 def query_heads(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
-    """The heads of each rank, all of which read its KV heads. Raises UnsupportedModelError where there are fewer than ranks."""
+    """The heads of each rank, all of which read its KV heads. Raises UnsupportedModelError where
+    there are fewer than ranks.
+    """
     if num_heads < ranks:
-        raise UnsupportedModelError(f"{ranks} ranks cannot share {num_heads} heads of attention: take {num_heads} at most")
+        raise UnsupportedModelError(
+            f"{ranks} ranks cannot share {num_heads} heads of attention: take {num_heads} at most"
+        )
     group = num_heads // num_kv_heads
     kv = kv_heads(num_kv_heads, ranks)
     if ranks <= num_kv_heads:

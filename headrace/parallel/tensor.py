@@ -1,7 +1,9 @@
-"""Tensor parallelism: every matrix split by the rows of its output, whose inputs are gathered, so that no sum crosses ranks.
+"""Tensor parallelism: every matrix split by the rows of its output, whose inputs are gathered, so
+that no sum crosses ranks.
 
-Megatron-LM (Shoeybi et al. 2019) splits every second matrix by its columns and adds partial sums up, which rounds in another order for
-each number of ranks. Here a product is computed whole where it is computed, and ranks give the bits of one.
+Megatron-LM (Shoeybi et al. 2019) splits every second matrix by its columns and adds partial sums
+up, which rounds in another order for each number of ranks. Here a product is computed whole where
+it is computed, and ranks give the bits of one.
 """
 
 from collections.abc import Mapping
@@ -61,11 +63,23 @@ def share_of(tensors: Mapping[str, StoredTensor], weight: Weight) -> StoredTenso
 class TensorParallel:
     """Rewrites a program for one rank of several. Ids of values that are in both are the same."""
 
-    def __init__(self, program: Program, rank: int, ranks: int, shares_experts: bool = True, sequence: bool = False) -> None:
-        """`shares_experts`: whether each rank has some of the experts, or all of them; `sequence`: whether what layers add up is split by
-        columns, and each rank norms some of the rows.
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        ranks: int,
+        shares_experts: bool = True,
+        sequence: bool = False,
+    ) -> None:
+        """`shares_experts`: whether each rank has some of the experts, or all of them; `sequence`:
+        whether what layers add up is split by columns, and each rank norms some of the rows.
         """
-        self.rank, self.ranks, self._shares_experts, self._sequence = rank, ranks, shares_experts, sequence
+        self.rank, self.ranks, self._shares_experts, self._sequence = (
+            rank,
+            ranks,
+            shares_experts,
+            sequence,
+        )
         self._program = program
         self._ids = count(1 + max(out.id for op in program.ops if (out := op.output())))
         self._writers = {out.id: op for op in program.ops if (out := op.output())}
@@ -97,9 +111,13 @@ class TensorParallel:
         return replace(group, layout=replace(group.layout, num_heads=last - first))
 
     def _want(self, op: Op) -> None:
-        """What heads are on this rank says which columns of the values before them are wanted there."""
+        """What heads are on this rank says which columns of the values before them are wanted
+        there.
+        """
         if isinstance(op, ops.Attention):
-            self._wanted[op.q.id] = times(query_heads(op.num_heads, op.num_kv_heads, self.ranks), op.head_dim)
+            self._wanted[op.q.id] = times(
+                query_heads(op.num_heads, op.num_kv_heads, self.ranks), op.head_dim
+            )
             for write in self._program.ops:
                 if isinstance(write, ops.KvWrite) and write.layer == op.layer:
                     heads = kv_heads(op.num_kv_heads, self.ranks)
@@ -111,7 +129,9 @@ class TensorParallel:
         parts = self._wanted.get(out.id) if out else None
         if not parts or not out:
             return
-        if isinstance(op, ops.Rope | ops.Scale | ops.SoftCap | ops.Activate) or (isinstance(op, ops.Norm) and op.size < op.x.width):
+        if isinstance(op, ops.Rope | ops.Scale | ops.SoftCap | ops.Activate) or (
+            isinstance(op, ops.Norm) and op.size < op.x.width
+        ):
             self._wanted[op.x.id] = parts
         elif isinstance(op, ops.ConcatHeads):
             size = op.x_dim + op.y_dim
@@ -121,7 +141,10 @@ class TensorParallel:
                     self._wanted[value.id] = times(heads, dim)
         elif isinstance(op, ops.HeadLinear) and op.x.width == op.heads[0].cols * len(op.heads):
             rows = op.heads[0].rows
-            self._wanted[op.x.id] = tuple((first // rows * op.heads[0].cols, last // rows * op.heads[0].cols) for first, last in parts)
+            self._wanted[op.x.id] = tuple(
+                (first // rows * op.heads[0].cols, last // rows * op.heads[0].cols)
+                for first, last in parts
+            )
 
     def _rewrite(self, op: Op) -> None:
         match op:
@@ -129,7 +152,9 @@ class TensorParallel:
                 parts = self._rows(op.weight)
                 first, last = parts[self.rank]
                 part = self._new(op.out.width, op.out)
-                self._ops.append(EmbedPart(part, share(op.weight, (first, last)), first, op.weight.rows))
+                self._ops.append(
+                    EmbedPart(part, share(op.weight, (first, last)), first, op.weight.rows)
+                )
                 self._ops.append(OwnedRows(op.out, part, self.rank, parts))
             case Experts() if self._shares_experts and len(op.gate) >= self.ranks:
                 self._experts(op)
@@ -138,14 +163,22 @@ class TensorParallel:
             case ops.Attention():
                 self._attention(op)
             case ops.KvWrite():
-                self._ops.append(replace(op, k=self._part(op.k, self._wanted[op.k.id]), v=op.v and self._part(op.v, self._wanted[op.v.id])))
+                self._ops.append(
+                    replace(
+                        op,
+                        k=self._part(op.k, self._wanted[op.k.id]),
+                        v=op.v and self._part(op.v, self._wanted[op.v.id]),
+                    )
+                )
             case ops.HeadLinear():
                 self._head_linear(op)
             case ops.ConcatHeads():
                 self._concat_heads(op)
             case ops.Glu() if self._parts.get(op.gate.id) == self._parts.get(op.up.id):
                 self._follow(op, op.gate)
-            case ops.Rope() if op.out.id not in self._wanted:  # a part that ends within a head is of no use
+            case ops.Rope() if (
+                op.out.id not in self._wanted
+            ):  # a part that ends within a head is of no use
                 self._ops.append(self._with_whole_inputs(op))
             case ops.Rope() | ops.Scale() | ops.SoftCap() | ops.Activate():
                 self._follow(op, op.x)
@@ -171,23 +204,48 @@ class TensorParallel:
         parts = parts or self._rows(op.weight)
         rows = parts[self.rank]
         out = self._split(op.out, parts)
-        self._ops.append(ops.Linear(out, self._whole(op.x), share(op.weight, rows), op.bias and share(op.bias, rows)))
+        self._ops.append(
+            ops.Linear(
+                out, self._whole(op.x), share(op.weight, rows), op.bias and share(op.bias, rows)
+            )
+        )
 
     def _experts(self, op: Experts) -> None:
-        """Whole experts: each is computed where it is, and what comes of them is added up in the order of the routing."""
+        """Whole experts: each is computed where it is, and what comes of them is added up in the
+        order of the routing.
+        """
         parts = even(len(op.gate), self.ranks)
         first, last = parts[self.rank]
         x, routing = self._whole(op.x), self._whole(op.routing)
         part = self._new(op.top_k * op.out.width, op.out)
-        own = {name: getattr(op, name)[first:last] for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")}
+        own = {
+            name: getattr(op, name)[first:last]
+            for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        }
         each = self._new(part.width, op.out)
-        self._ops.append(ExpertPart(part, x, routing, activation=op.activation, **own, first=first, num_experts=len(op.gate)))
+        self._ops.append(
+            ExpertPart(
+                part,
+                x,
+                routing,
+                activation=op.activation,
+                **own,
+                first=first,
+                num_experts=len(op.gate),
+            )
+        )
         self._ops.append(OwnedExperts(each, part, routing, self.rank, parts))
         self._ops.append(Combine(op.out, each, routing))
 
     def _decides(self, value: Value) -> bool:
-        """Whether experts or gates of whole rows are chosen by it: few numbers, which each rank computes for itself."""
-        return any((isinstance(op, Route) and op.x == value) or (isinstance(op, GateRows) and op.gate == value) for op in self._program.ops)
+        """Whether experts or gates of whole rows are chosen by it: few numbers, which each rank
+        computes for itself.
+        """
+        return any(
+            (isinstance(op, Route) and op.x == value)
+            or (isinstance(op, GateRows) and op.gate == value)
+            for op in self._program.ops
+        )
 
     def _attention(self, op: ops.Attention) -> None:
         heads = query_heads(op.num_heads, op.num_kv_heads, self.ranks)
@@ -195,19 +253,35 @@ class TensorParallel:
         q = self._part(op.q, self._wanted[op.q.id])
         out = self._split(op.out, times(heads, op.value_dim))
         slopes, sinks = op.slopes[first:last], op.sinks and share(op.sinks, (first, last))
-        self._ops.append(replace(op, out=out, q=q, num_heads=last - first, num_kv_heads=kv[1] - kv[0], slopes=slopes, sinks=sinks))
+        self._ops.append(
+            replace(
+                op,
+                out=out,
+                q=q,
+                num_heads=last - first,
+                num_kv_heads=kv[1] - kv[0],
+                slopes=slopes,
+                sinks=sinks,
+            )
+        )
 
     def _head_linear(self, op: ops.HeadLinear) -> None:
         rows, cols = op.heads[0].rows, op.heads[0].cols
         shared = op.x.width == cols and len(op.heads) > 1
         parts = self._wanted.get(op.out.id)
         if parts is None and not shared and op.x.id in self._parts:
-            parts = tuple((first // cols * rows, last // cols * rows) for first, last in self._parts[op.x.id])
+            parts = tuple(
+                (first // cols * rows, last // cols * rows) for first, last in self._parts[op.x.id]
+            )
         if parts is None:
             self._ops.append(self._with_whole_inputs(op))
             return
         first, last = (column // rows for column in parts[self.rank])
-        x = self._whole(op.x) if shared else self._part(op.x, tuple((a // rows * cols, b // rows * cols) for a, b in parts))
+        x = (
+            self._whole(op.x)
+            if shared
+            else self._part(op.x, tuple((a // rows * cols, b // rows * cols) for a, b in parts))
+        )
         self._ops.append(ops.HeadLinear(self._split(op.out, parts), x, op.heads[first:last]))
 
     def _concat_heads(self, op: ops.ConcatHeads) -> None:
@@ -223,7 +297,9 @@ class TensorParallel:
 
         first, last = heads[self.rank]
         x, y = part(op.x, op.x_dim), part(op.y, op.y_dim)
-        self._ops.append(replace(op, out=self._split(op.out, parts), x=x, y=y, num_heads=last - first))
+        self._ops.append(
+            replace(op, out=self._split(op.out, parts), x=x, y=y, num_heads=last - first)
+        )
 
     def _norm(self, op: ops.Norm) -> None:
         parts = self._parts[op.x.id]
@@ -234,7 +310,15 @@ class TensorParallel:
 
         weight = vector(op.weight)
         assert weight
-        self._ops.append(replace(op, out=self._split(op.out, parts), x=self._values[op.x.id], weight=weight, bias=vector(op.bias)))
+        self._ops.append(
+            replace(
+                op,
+                out=self._split(op.out, parts),
+                x=self._values[op.x.id],
+                weight=weight,
+                bias=vector(op.bias),
+            )
+        )
 
     def _add(self, op: ops.Add) -> None:
         """The columns of both that are here of one of them."""
@@ -247,7 +331,11 @@ class TensorParallel:
         parts = self._parts[op.x.id]
         rows, normed = self._new(op.x.width, op.x), self._new(op.x.width, op.x)
         self._ops.append(ColumnsToRows(rows, self._values[op.x.id], self.rank, parts))
-        self._ops.append(NormShare(normed, rows, op.weight, op.eps, op.kind, op.size, op.bias, self.rank, self.ranks))
+        self._ops.append(
+            NormShare(
+                normed, rows, op.weight, op.eps, op.kind, op.size, op.bias, self.rank, self.ranks
+            )
+        )
         self._ops.append(GatherShares(op.out, normed, self.rank, self.ranks))
 
     def _follow(self, op: Op, x: Value) -> None:
@@ -257,12 +345,20 @@ class TensorParallel:
         if parts is None:
             self._ops.append(op)
             return
-        here = {name: v for name, v in vars(op).items() if isinstance(v, Value) and v.id in self._parts and name != "out"}
+        here = {
+            name: v
+            for name, v in vars(op).items()
+            if isinstance(v, Value) and v.id in self._parts and name != "out"
+        }
         values = {name: self._values[v.id] for name, v in here.items()}
         self._ops.append(replace(op, **cast(Any, values | {"out": self._split(out, parts)})))
 
     def _with_whole_inputs(self, op: Op) -> Op:
-        values = {name: self._whole(v) for name, v in vars(op).items() if isinstance(v, Value) and name != "out"}
+        values = {
+            name: self._whole(v)
+            for name, v in vars(op).items()
+            if isinstance(v, Value) and name != "out"
+        }
         return replace(op, **cast(Any, values)) if values else op
 
     def _split(self, value: Value, parts: Parts) -> Value:
@@ -290,7 +386,9 @@ class TensorParallel:
             return value
         if value.id not in self._gathered:
             whole = self._new(value.width, value)
-            self._ops.append(AllGather(whole, self._values[value.id], self.rank, self._parts[value.id]))
+            self._ops.append(
+                AllGather(whole, self._values[value.id], self.rank, self._parts[value.id])
+            )
             self._gathered[value.id] = whole
         return self._gathered[value.id]
 

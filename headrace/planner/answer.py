@@ -1,4 +1,6 @@
-"""The least time in which a machine can have decoded one answer: that of the steps which it took, each at its limit."""
+"""The least time in which a machine can have decoded one answer: that of the steps which it took,
+each at its limit.
+"""
 
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds
@@ -7,20 +9,31 @@ from headrace.program.trace import Program
 from headrace.request import RequestOutput
 
 
-def decode_loads(result: RequestOutput, kv_bytes: float, beam_width: int | None = None) -> list[tuple[float, Load]]:
-    """The steps after that of the first token: how many there were of each load. No other request took part in them.
+def decode_loads(
+    result: RequestOutput, kv_bytes: float, beam_width: int | None = None
+) -> list[tuple[float, Load]]:
+    """The steps after that of the first token: how many there were of each load. No other request
+    took part in them.
 
-    Drafts make fewer steps, of more rows. A result says how many of each there were in all, so the loads are those of these numbers that
-    take the least time: sequences of one length, drafts of one size (or two that differ by a row), contexts of the mean length.
+    Drafts make fewer steps, of more rows. A result says how many of each there were in all, so the
+    loads are those of these numbers that take the least time: sequences of one length, drafts of
+    one size (or two that differ by a row), contexts of the mean length.
     """
     num_outputs, stats = len(result.outputs), result.drafts.values()
     num_tokens = sum(len(output.token_ids) for output in result.outputs) / num_outputs
-    steps = max(0.0, num_tokens - 1 - sum(s.accepted for s in stats) / num_outputs)  # each gives a token beside the accepted ones
+    steps = max(
+        0.0, num_tokens - 1 - sum(s.accepted for s in stats) / num_outputs
+    )  # each gives a token beside the accepted ones
     num_drafts, num_rows = sum(s.steps for s in stats), sum(s.proposed for s in stats)
-    drafted = min(steps, num_drafts / num_outputs)  # the step of the first token may have had a draft, too
+    drafted = min(
+        steps, num_drafts / num_outputs
+    )  # the step of the first token may have had a draft, too
     size, larger = divmod(num_rows, max(1, num_drafts))
     share = larger / max(1, num_drafts)
-    context, num_seqs = len(result.prompt_token_ids) + round(num_tokens / 2), beam_width or num_outputs
+    context, num_seqs = (
+        len(result.prompt_token_ids) + round(num_tokens / 2),
+        beam_width or num_outputs,
+    )
 
     def load(rows: int) -> Load:
         return Load(((context, rows),) * num_seqs, num_seqs * rows, kv_bytes)

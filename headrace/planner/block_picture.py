@@ -1,8 +1,10 @@
-"""Which request holds which block of KV, as an SVG picture: a cell for each block, in the order of memory.
+"""Which request holds which block of KV, as an SVG picture: a cell for each block, in the order of
+memory.
 
-Colour tells the request, the height of the colour how many of the block's slots hold KV, so that waste is what stays pale. A
-shared block shows the colours of its requests side by side, and a dot. Free blocks are empty, or hatched where their KV may be
-found again. Layers that keep alike and see alike have blocks of their own: a grid for each such group.
+Colour tells the request, the height of the colour how many of the block's slots hold KV, so that
+waste is what stays pale. A shared block shows the colours of its requests side by side, and a dot.
+Free blocks are empty, or hatched where their KV may be found again. Layers that keep alike and see
+alike have blocks of their own: a grid for each such group.
 """
 
 import colorsys
@@ -23,13 +25,16 @@ _GOLDEN = 0.381966
 _MOST_COLOURS = 4
 """Requests that a shared block shows."""
 _HATCH = (
-    '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)">'
     f'<line x1="0" y1="0" x2="0" y2="5" stroke="{FAINT}" stroke-width="1.6"/></pattern></defs>'
 )
 
 
 class _Grid:
-    """Where blocks are on the page, from `top` on: rows of a multiple of 8 blocks, which are contiguous in memory."""
+    """Where blocks are on the page, from `top` on: rows of a multiple of 8 blocks, which are
+    contiguous in memory.
+    """
 
     def __init__(self, num_blocks: int, top: float) -> None:
         self.top = top
@@ -39,7 +44,10 @@ class _Grid:
         self.bottom = top + math.ceil(num_blocks / self.columns) * self.pitch
 
     def at(self, block: int) -> tuple[float, float]:
-        return _LEFT + block % self.columns * self.pitch, self.top + block // self.columns * self.pitch
+        return (
+            _LEFT + block % self.columns * self.pitch,
+            self.top + block // self.columns * self.pitch,
+        )
 
 
 class _Owned(NamedTuple):
@@ -54,7 +62,9 @@ class _Owned(NamedTuple):
 
 def block_map_svg(title: str, blocks: BlockMap) -> str:
     """The picture as an XML document."""
-    names = list(dict.fromkeys(holding.request for group in blocks.groups for holding in group.holdings))
+    names = list(
+        dict.fromkeys(holding.request for group in blocks.groups for holding in group.holdings)
+    )
     colours = {name: _colour(i) for i, name in enumerate(names)}
     body = [_HATCH, text(_LEFT, 34, title, size=18, weight="bold")]
     bottom = float(_TOP - _SPACING + (8 if len(blocks.groups) > 1 else 0))
@@ -67,7 +77,9 @@ def block_map_svg(title: str, blocks: BlockMap) -> str:
     return document(title, WIDTH, round(height), body)
 
 
-def _section(group: GroupMap, block_size: int, grid: _Grid, is_only: bool, colours: dict[str, str]) -> Iterator[str]:
+def _section(
+    group: GroupMap, block_size: int, grid: _Grid, is_only: bool, colours: dict[str, str]
+) -> Iterator[str]:
     """The blocks of a group, and above them in words how they are used."""
     owned = _owners(group, block_size)
     cached = set(group.cached).difference(owned)
@@ -77,12 +89,16 @@ def _section(group: GroupMap, block_size: int, grid: _Grid, is_only: bool, colou
     if not is_only:  # in two lines, which leave the legend its place
         seen = f"the last {group.window:,}" if group.window else "all"
         lines = [
-            f"{group.layers} layer{'s' * (group.layers > 1)} that see{'s' * (group.layers == 1)} {seen} tokens: {in_use}",
+            f"{group.layers} layer{'s' * (group.layers > 1)} that "
+            f"see{'s' * (group.layers == 1)} {seen} tokens: {in_use}",
             "; ".join(others),
         ]
     for i, words in enumerate(reversed(lines)):
         yield text(_LEFT, grid.top - (28 if is_only else 14 + 18 * i), words, fill=FAINT)
-    yield f'<path class="free" d="{_cells(grid, free)}" fill="#f6f8fa" stroke="#c4ccd4" stroke-width="{min(0.8, grid.cell / 8):.2f}"/>'
+    yield (
+        f'<path class="free" d="{_cells(grid, free)}" fill="#f6f8fa" stroke="#c4ccd4" '
+        f'stroke-width="{min(0.8, grid.cell / 8):.2f}"/>'
+    )
     if cached:
         yield f'<path class="cached" d="{_cells(grid, sorted(cached))}" fill="url(#hatch)"/>'
     for block, owner in sorted(owned.items()):
@@ -97,23 +113,40 @@ def _owners(group: GroupMap, block_size: int) -> dict[int, _Owned]:
                 continue
             filled = min(block_size, max(0, holding.computed - i * block_size))
             before = owned.get(block, _Owned([], 0, 0))
-            requests = before.requests if holding.request in before.requests else [*before.requests, holding.request]
+            requests = (
+                before.requests
+                if holding.request in before.requests
+                else [*before.requests, holding.request]
+            )
             owned[block] = _Owned(requests, before.holders + 1, max(filled, before.filled))
     return owned
 
 
-def _words(group: GroupMap, block_size: int, owned: dict[int, _Owned], cached: set[int]) -> list[str]:
+def _words(
+    group: GroupMap, block_size: int, owned: dict[int, _Owned], cached: set[int]
+) -> list[str]:
     slots, filled = len(owned) * block_size, sum(owner.filled for owner in owned.values())
     shared = sum(owner.holders > 1 for owner in owned.values())
     words = [f"{len(owned):,} of {group.num_blocks:,} blocks of {block_size} tokens in use"]
-    words += [f"{filled:,} of their {slots:,} slots hold KV ({100 * (slots - filled) / slots:.1f} % empty)"] if slots else []
+    words += (
+        [
+            f"{filled:,} of their {slots:,} slots hold KV "
+            f"({100 * (slots - filled) / slots:.1f} % empty)"
+        ]
+        if slots
+        else []
+    )
     words += [f"{shared:,} shared"] if shared else []
     words += [f"{len(cached):,} free but cached"] if cached else []
     return words
 
 
-def _cell(x: float, y: float, side: float, size: int, owner: _Owned, colours: dict[str, str]) -> Iterator[str]:
-    """A pale square, filled from below as far as it holds KV, a strip for each request; a dot where it is shared."""
+def _cell(
+    x: float, y: float, side: float, size: int, owner: _Owned, colours: dict[str, str]
+) -> Iterator[str]:
+    """A pale square, filled from below as far as it holds KV, a strip for each request; a dot where
+    it is shared.
+    """
     shown = owner.requests[:_MOST_COLOURS]
     wide, high = side / len(shown), side * owner.filled / size
     for i, name in enumerate(shown):
@@ -124,7 +157,10 @@ def _cell(x: float, y: float, side: float, size: int, owner: _Owned, colours: di
             yield f'{rect} class="kv" y="{y + side - high:.1f}" height="{high:.1f}"/>'
     if owner.holders > 1:
         at = f'cx="{x + side / 2:.1f}" cy="{y + side / 2:.1f}" r="{0.2 * side:.1f}"'
-        yield f'<circle class="shared" {at} fill="#ffffff" stroke="{INK}" stroke-width="{0.07 * side:.1f}"/>'
+        yield (
+            f'<circle class="shared" {at} fill="#ffffff" stroke="{INK}" '
+            f'stroke-width="{0.07 * side:.1f}"/>'
+        )
 
 
 def _cells(grid: _Grid, blocks: Sequence[int]) -> str:
@@ -149,8 +185,14 @@ def _legend(blocks: BlockMap, colours: dict[str, str]) -> Iterator[str]:
     y = _TOP + 10.0
     for name, colour in list(colours.items())[:_MOST_NAMES]:
         y += 21
-        own = [[holding for holding in group.holdings if holding.request == name] for group in blocks.groups]
-        held = sum(len({block for holding in holdings for block in holding.blocks if block >= 0}) for holdings in own)
+        own = [
+            [holding for holding in group.holdings if holding.request == name]
+            for group in blocks.groups
+        ]
+        held = sum(
+            len({block for holding in holdings for block in holding.blocks if block >= 0})
+            for holdings in own
+        )
         yield f'<rect x="{_LEGEND}" y="{y - 10}" width="14" height="12" rx="2" fill="{colour}"/>'
         yield text(_LEGEND + 24, y, _label(name, own[0]))
         yield text(WIDTH - 90, y, f"{max(holding.computed for holding in own[0]):,}", anchor="end")
@@ -171,7 +213,10 @@ def _legend(blocks: BlockMap, colours: dict[str, str]) -> Iterator[str]:
         yield text(_LEGEND + 24, y + 11, what)
         y += 21
     for what, fill in (("free", "#f6f8fa"), ("free, KV still there", "url(#hatch)")):
-        yield f'<rect x="{_LEGEND}" y="{y:.1f}" width="14" height="14" fill="{fill}" stroke="#c4ccd4" stroke-width="0.8"/>'
+        yield (
+            f'<rect x="{_LEGEND}" y="{y:.1f}" width="14" height="14" fill="{fill}" '
+            'stroke="#c4ccd4" stroke-width="0.8"/>'
+        )
         yield text(_LEGEND + 24, y + 11, what)
         y += 21
 

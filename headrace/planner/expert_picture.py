@@ -1,8 +1,10 @@
-"""Rows by expert as an SVG picture: a row of cells for each layer of experts, a cell for each expert.
+"""Rows by expert as an SVG picture: a row of cells for each layer of experts, a cell for each
+expert.
 
-Colour tells how many rows went there beside the even share, which is what each expert would have if all had as many: pale is that,
-vermilion more, blue fewer, in logarithms. The scale is always the same, so that two pictures can be compared. Experts stay in their order,
-since neighbours may be one group of the routing.
+Colour tells how many rows went there beside the even share, which is what each expert would have if
+all had as many: pale is that, vermilion more, blue fewer, in logarithms. The scale is always the
+same, so that two pictures can be compared. Experts stay in their order, since neighbours may be one
+group of the routing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,9 @@ _SCALE_HEIGHT, _SCALE_STEPS = 150, 40
 
 
 def expert_map_svg(title: str, loads: Sequence[Sequence[int]]) -> str:
-    """The picture as an XML document; `loads` are rows, [layers of experts, experts], and some row went somewhere."""
+    """The picture as an XML document; `loads` are rows, [layers of experts, experts], and some row
+    went somewhere.
+    """
     layers, experts = len(loads), max(map(len, loads))
     even = sum(map(sum, loads)) / (layers * experts)
     wide, high = (_RIGHT - _LEFT) / experts, min(48.0, max(12.0, 420 / layers))
@@ -38,7 +42,8 @@ def _subtitle(loads: Sequence[Sequence[int]], even: float) -> str:
     layers = f"{len(loads):,} layer" + "s" * (len(loads) > 1)
     none = f", and {shares.count(0):,} had none" if 0 in shares else ""
     return (
-        f"{layers} of {max(map(len, loads)):,} experts, {even:,.1f} rows to each in the mean; the busiest had {max(shares):.1f} times "
+        f"{layers} of {max(map(len, loads)):,} experts, {even:,.1f} rows to each in the "
+        f"mean; the busiest had {max(shares):.1f} times "
         f"as many, the least busy {min(shares):.2f}{none}"
     )
 
@@ -49,8 +54,14 @@ def _cells(loads: Sequence[Sequence[int]], even: float, wide: float, high: float
         for expert, load in enumerate(own):
             x, y, share = _LEFT + expert * wide, _TOP + layer * high, load / even
             place = f'x="{x:.1f}" y="{y:.1f}" width="{wide - gap:.1f}" height="{high - gap:.1f}"'
-            words = f"<title>layer {layer}, expert {expert}: {load:,} rows, {share:.2f} times the even share</title>"
-            yield f'<rect class="expert" {place} fill="{_colour(log2(share) if load else -2.0)}">{words}</rect>'
+            words = (
+                f"<title>layer {layer}, expert {expert}: {load:,} rows, {share:.2f} times the "
+                "even share</title>"
+            )
+            yield (
+                f'<rect class="expert" {place} '
+                f'fill="{_colour(log2(share) if load else -2.0)}">{words}</rect>'
+            )
 
 
 def _colour(octaves: float) -> str:
@@ -86,6 +97,9 @@ def _legend() -> Iterator[str]:
     top = _TOP + 36
     for i in range(_SCALE_STEPS):
         colour = _colour(2 - 4 * (i + 0.5) / _SCALE_STEPS)
-        yield f'<rect x="{x}" y="{top + i * each:.1f}" width="14" height="{each + 0.5:.1f}" fill="{colour}"/>'
+        yield (
+            f'<rect x="{x}" y="{top + i * each:.1f}" width="14" height="{each + 0.5:.1f}" '
+            f'fill="{colour}"/>'
+        )
     for words, octaves in _ENDS.items():
         yield text(x + 22, top + _SCALE_HEIGHT * (2 - octaves) / 4 + 4, words)

@@ -1,4 +1,6 @@
-"""Which experts the rows of a phase went to, beside what is to be expected where every row is as likely to go to any of them."""
+"""Which experts the rows of a phase went to, beside what is to be expected where every row is as
+likely to go to any of them.
+"""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -24,7 +26,9 @@ class ExpertProfile:
     loads: Loads
     """Of all steps together."""
     expected: float
-    """Experts that the rows of a step go to, in the mean over steps and ops: what the costs of the ops say."""
+    """Experts that the rows of a step go to, in the mean over steps and ops: what the costs of the
+    ops say.
+    """
     measured: float
     """The same as it was counted."""
 
@@ -45,8 +49,12 @@ class ExpertProfile:
 
 
 def expert_profile(phase: Phase, program: Program, steps: Sequence[Loads]) -> ExpertProfile:
-    """The routing of a phase of a program with experts, from the rows that went to each of them in each step."""
+    """The routing of a phase of a program with experts, from the rows that went to each of them in
+    each step.
+    """
     ops = [op for op in program.ops if isinstance(op, Experts)]
     expected = mean(op.distinct_experts(op.x.num_rows(load)) for load in phase.steps for op in ops)
     measured = mean(float(np.count_nonzero(loads, axis=1).mean()) for loads in steps)
-    return ExpertProfile(phase.name, max(len(op.gate) for op in ops), np.sum(steps, axis=0), expected, measured)
+    return ExpertProfile(
+        phase.name, max(len(op.gate) for op in ops), np.sum(steps, axis=0), expected, measured
+    )

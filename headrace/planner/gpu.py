@@ -1,4 +1,6 @@
-"""The GPU of this machine and what runs programs on it, found without importing any of it: a machine without a GPU pays for nothing."""
+"""The GPU of this machine and what runs programs on it, found without importing any of it: a
+machine without a GPU pays for nothing.
+"""
 
 import os
 import re
@@ -54,20 +56,37 @@ class GpuHost:
 
     @property
     def obstacle(self) -> str:
-        """What is in the way of running programs on the GPU, and what to do about it; empty where nothing is."""
+        """What is in the way of running programs on the GPU, and what to do about it; empty where
+        nothing is.
+        """
         if self.gpu is None:
             return self.no_gpu
         if self.gpu.capability < LEAST_CAPABILITY:
-            least, its = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, self.gpu.capability))
-            return f"{self.gpu.name} has compute capability {its}, and kernels need {least} or more: use the cpu backend"
+            least, its = (
+                ".".join(map(str, one)) for one in (LEAST_CAPABILITY, self.gpu.capability)
+            )
+            return (
+                f"{self.gpu.name} has compute capability {its}, and kernels need {least} or "
+                "more: use the cpu backend"
+            )
         if self.absent:
-            return f"{' and '.join(self.absent)} {'is' if len(self.absent) == 1 else 'are'} not installed: {INSTALL}"
+            return (
+                f"{' and '.join(self.absent)} {'is' if len(self.absent) == 1 else 'are'} not "
+                f"installed: {INSTALL}"
+            )
         if self.torch_cuda is None:
             return f"torch is a build for the processor alone: pip uninstall torch, then {INSTALL}"
         if int(self.torch_cuda.partition(".")[0]) > self.gpu.cuda[0]:
             newest = ".".join(map(str, self.gpu.cuda))
-            return f"torch is built for CUDA {self.torch_cuda}, and the driver for {newest} at most: install a newer driver"
-        return "TRITON_INTERPRET is set, by which kernels would be interpreted: unset it" if self.interprets else ""
+            return (
+                f"torch is built for CUDA {self.torch_cuda}, and the driver for {newest} at "
+                "most: install a newer driver"
+            )
+        return (
+            "TRITON_INTERPRET is set, by which kernels would be interpreted: unset it"
+            if self.interprets
+            else ""
+        )
 
 
 def look(root: Path = Path("/")) -> GpuHost:
@@ -106,7 +125,11 @@ def _by_driver() -> tuple[Gpu | None, str]:
     try:
         library = CDLL(_LIBRARY)
     except OSError:
-        return None, f"there is an NVIDIA driver, and not its library {_LIBRARY}: give this container the GPU (--gpus all)"
+        return (
+            None,
+            f"there is an NVIDIA driver, and not its library {_LIBRARY}: give this "
+            "container the GPU (--gpus all)",
+        )
     return ask_driver(library)
 
 
@@ -118,7 +141,11 @@ def ask_driver(library: Any) -> tuple[Gpu | None, str]:
     code = library.cuInit(0) or library.cuDeviceGetCount(byref(count))
     if code or not count.value:
         hidden = " (CUDA_VISIBLE_DEVICES is set)" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
-        return None, f"the NVIDIA driver shows no GPU{f', error {code}' if code else ''}{hidden}: see what nvidia-smi says"
+        return (
+            None,
+            f"the NVIDIA driver shows no GPU{f', error {code}' if code else ''}{hidden}: "
+            "see what nvidia-smi says",
+        )
     name, numbers = create_string_buffer(_LONGEST_NAME), []
     library.cuDeviceGet(byref(device), 0)
     library.cuDeviceGetName(name, _LONGEST_NAME, device)
@@ -130,7 +157,9 @@ def ask_driver(library: Any) -> tuple[Gpu | None, str]:
         numbers.append(number.value)
     major, minor, multiprocessors = numbers
     cuda = version.value // 1000, version.value % 1000 // 10
-    return Gpu(name.value.decode(errors="replace"), (major, minor), memory.value, multiprocessors, cuda), ""
+    return Gpu(
+        name.value.decode(errors="replace"), (major, minor), memory.value, multiprocessors, cuda
+    ), ""
 
 
 def _torch_cuda() -> str | None:

@@ -1,4 +1,6 @@
-"""The machine, or its GPU, as a roofline sees it: bytes per second from memory, operations per second of each kind."""
+"""The machine, or its GPU, as a roofline sees it: bytes per second from memory, operations per
+second of each kind.
+"""
 
 import json
 import math
@@ -52,10 +54,15 @@ class Machine:
     @property
     def at_work(self) -> str:
         """What works at the same time: `8 threads`."""
-        return f"{self.threads:,} {'multiprocessor' if self.is_gpu else 'thread'}{'s' * (self.threads != 1)}"
+        return (
+            f"{self.threads:,} "
+            f"{'multiprocessor' if self.is_gpu else 'thread'}{'s' * (self.threads != 1)}"
+        )
 
     def ridge(self, kind: Kind) -> float:
-        """Operations per byte above which arithmetic, not memory, bounds the time (Williams et al. 2009)."""
+        """Operations per byte above which arithmetic, not memory, bounds the time (Williams et al.
+        2009).
+        """
         return self.rates[kind] / self.bandwidth
 
 
@@ -86,28 +93,35 @@ class _Processor(NamedTuple):
 def measure(threads: int = 0, backend: str = "cpu") -> Machine:
     """Measure what a backend runs on as it is now, in about half a second, and remember the result.
 
-    `threads` 0: as many as the process may use. Kernels for a GPU that are interpreted run on the processor.
+    `threads` 0: as many as the process may use. Kernels for a GPU that are interpreted run on the
+    processor.
     """
     return _measured(_processor(threads, backend))
 
 
 def remembered(threads: int = 0, backend: str = "cpu") -> Machine | None:
-    """The best that was measured of this processor with as many threads in the last day; the newest measurement where all are older.
+    """The best that was measured of this processor with as many threads in the last day; the newest
+    measurement where all are older.
 
-    A busy machine is measured too slow, and none too fast: of several measurements the highest is the nearest to what it can do.
+    A busy machine is measured too slow, and none too fast: of several measurements the highest is
+    the nearest to what it can do.
     """
     processor = _processor(threads, backend)
     return _best(_known(processor), processor)
 
 
 def this_machine(threads: int = 0, backend: str = "cpu") -> Machine:
-    """The best that was measured in the last day, after one more measurement where that may be too low."""
+    """The best that was measured in the last day, after one more measurement where that may be too
+    low.
+    """
     processor = _processor(threads, backend)
     known = _known(processor)
     best = _best(known, processor) if _is_settled(known) else None
     if best is None:
         measured = measure(threads, backend)
-        best = remembered(threads, backend) or measured  # nothing is remembered where the cache cannot be written
+        best = (
+            remembered(threads, backend) or measured
+        )  # nothing is remembered where the cache cannot be written
     return best
 
 
@@ -141,12 +155,22 @@ def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
     """The highest of each figure."""
     if not readings:
         return None
-    rates: dict[Kind, float] = {kind: max(reading.rates[kind] for reading in readings) for kind in KINDS}
-    return Machine(processor.name, processor.isa, processor.threads, max(reading.bandwidth for reading in readings), rates)
+    rates: dict[Kind, float] = {
+        kind: max(reading.rates[kind] for reading in readings) for kind in KINDS
+    }
+    return Machine(
+        processor.name,
+        processor.isa,
+        processor.threads,
+        max(reading.bandwidth for reading in readings),
+        rates,
+    )
 
 
 def _is_settled(readings: list[_Reading]) -> bool:
-    """Whether one of the readings is fresh, and the two highest bandwidths agree, or many fresh ones never did."""
+    """Whether one of the readings is fresh, and the two highest bandwidths agree, or many fresh
+    ones never did.
+    """
     num_fresh = sum(time.time() - reading.time <= _FRESH_SECONDS for reading in readings)
     second, best = sorted([0.0, 0.0, *(reading.bandwidth for reading in readings)])[-2:]
     return num_fresh >= _MOST_FRESH or (num_fresh > 0 and second >= _AGREEMENT * best)
@@ -164,12 +188,23 @@ def _recent(readings: list[_Reading]) -> list[_Reading]:
 
 
 def _readings(entry: object) -> list[_Reading]:
-    """The readings of an entry of the cache, the oldest first; none of one that another version wrote."""
+    """The readings of an entry of the cache, the oldest first; none of one that another version
+    wrote.
+    """
     try:
-        found = [_Reading(float(r["time"]), float(r["bandwidth"]), {k: float(r["rates"][k]) for k in KINDS}) for r in entry]  # type: ignore[attr-defined]
+        found = [
+            _Reading(
+                float(r["time"]), float(r["bandwidth"]), {k: float(r["rates"][k]) for k in KINDS}
+            )
+            for r in entry
+        ]  # type: ignore[attr-defined]
     except (KeyError, TypeError, ValueError):
         return []
-    return [r for r in found if all(0 < figure < math.inf for figure in (r.time, r.bandwidth, *r.rates.values()))]
+    return [
+        r
+        for r in found
+        if all(0 < figure < math.inf for figure in (r.time, r.bandwidth, *r.rates.values()))
+    ]
 
 
 def _cache_file() -> Path:

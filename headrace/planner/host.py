@@ -19,50 +19,79 @@ def cpu_name(root: Path = Path("/")) -> str:
 
 
 def usable_processors() -> frozenset[int]:
-    """Numbers of the logical processors that this process may run on; several may be threads of one core."""
-    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(range(os.cpu_count() or 1))
+    """Numbers of the logical processors that this process may run on; several may be threads of one
+    core.
+    """
+    return (
+        frozenset(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else frozenset(range(os.cpu_count() or 1))
+    )
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy: those of its affinity mask, cut to the CPU quota of its cgroups; at least 1.
+    """Cores that this process may keep busy: those of its affinity mask, cut to the CPU quota of
+    its cgroups; at least 1.
 
     Processors that are threads of one core count once, since they share its multipliers.
     """
     topology = root / "sys/devices/system/cpu"
-    cores = len({_text(topology / f"cpu{cpu}/topology/thread_siblings_list") or cpu for cpu in usable_processors()})
+    cores = len(
+        {
+            _text(topology / f"cpu{cpu}/topology/thread_siblings_list") or cpu
+            for cpu in usable_processors()
+        }
+    )
     for group in _cgroups(root, "cpu"):
-        quota, _, period = _text(group / "cpu.max").partition(" ")  # v2: "max 100000" or "150000 100000"
-        quota, period = quota or _text(group / "cpu.cfs_quota_us"), period or _text(group / "cpu.cfs_period_us")
+        quota, _, period = _text(group / "cpu.max").partition(
+            " "
+        )  # v2: "max 100000" or "150000 100000"
+        quota, period = (
+            quota or _text(group / "cpu.cfs_quota_us"),
+            period or _text(group / "cpu.cfs_period_us"),
+        )
         if quota.isdigit() and period.isdigit():
             cores = min(cores, max(1, int(quota) // int(period)))
     return cores
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, int]:
-    """Logical processors that this process may run on, by the NUMA node that is near to them; empty where the system does not say."""
+    """Logical processors that this process may run on, by the NUMA node that is near to them; empty
+    where the system does not say.
+    """
     usable = usable_processors()
-    lists = {path: _text(path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
+    lists = {
+        path: _text(path / "cpulist")
+        for path in (root / "sys/devices/system/node").glob("node[0-9]*")
+    }
     counts = {int(path.name[4:]): len(usable & _numbers(text)) for path, text in lists.items()}
     return {node: count for node, count in sorted(counts.items()) if count}
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that models and what runs them (`RUNTIME_BYTES`) may have in this process, without swapping and within its limits.
+    """Bytes that models and what runs them (`RUNTIME_BYTES`) may have in this process, without
+    swapping and within its limits.
 
-    Its limits are those of all cgroups above it, and its own of address space. What the interpreter and its libraries hold already is
-    part of what runs a model: however many of them are imported, the answer is the same.
+    Its limits are those of all cgroups above it, and its own of address space. What the interpreter
+    and its libraries hold already is part of what runs a model: however many of them are imported,
+    the answer is the same.
     """
     own = _fields(root / "proc/self/status")
     available = _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     if not available and hasattr(os, "sysconf"):
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for group in _cgroups(root, "memory"):
-        limit = min((int(text) for name in _LIMITS if (text := _text(group / name)).isdigit()), default=None)
+        limit = min(
+            (int(text) for name in _LIMITS if (text := _text(group / name)).isdigit()), default=None
+        )
         used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
         if limit is not None and used.isdigit():
             stat = _fields(group / "memory.stat")
             # Of v1 the names with `total` count the groups below, as its usage does.
-            reclaimable = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+            reclaimable = sum(
+                stat.get(f"total_{name}", stat.get(name, 0))
+                for name in ("active_file", "inactive_file")
+            )
             available = min(available, limit - int(used) + reclaimable)
     if (address_space := _address_space(root)) is not None:
         available = min(available, address_space - own.get("VmSize:", 0) * 1024)
@@ -70,12 +99,16 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def peak_memory(root: Path = Path("/")) -> int:
-    """Most bytes that this process has had in memory so far, mapped files included; 0 where the system does not say."""
+    """Most bytes that this process has had in memory so far, mapped files included; 0 where the
+    system does not say.
+    """
     return _fields(root / "proc/self/status").get("VmHWM:", 0) * 1024
 
 
 def forget_peak_memory(root: Path = Path("/")) -> bool:
-    """Let `peak_memory` begin anew, at what is in memory now; False where the system (a container, often) refuses."""
+    """Let `peak_memory` begin anew, at what is in memory now; False where the system (a container,
+    often) refuses.
+    """
     try:
         (root / "proc/self/clear_refs").write_text("5")
     except OSError:
@@ -90,7 +123,9 @@ def huge_pages(root: Path = Path("/")) -> str:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The cgroup directories above this process that may limit it, innermost first; v2, and v1 of the controller."""
+    """The cgroup directories above this process that may limit it, innermost first; v2, and v1 of
+    the controller.
+    """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

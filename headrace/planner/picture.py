@@ -1,4 +1,5 @@
-"""The roofline as an SVG picture: what the machine was measured to do, and the ops as points (Williams et al. 2009).
+"""The roofline as an SVG picture: what the machine was measured to do, and the ops as points
+(Williams et al. 2009).
 
 Colour tells the op, shape the phase, area the share of the phase's time.
 """
@@ -9,7 +10,18 @@ from typing import NamedTuple
 
 from headrace.planner.hardware import KINDS, Machine
 from headrace.planner.profile import OpProfile, PhaseProfile
-from headrace.planner.svg import COLOURS, FAINT, GRID, INK, document, haloed, line, pairs, plain, text
+from headrace.planner.svg import (
+    COLOURS,
+    FAINT,
+    GRID,
+    INK,
+    document,
+    haloed,
+    line,
+    pairs,
+    plain,
+    text,
+)
 from headrace.program.op import Kind
 
 WIDTH, HEIGHT = 1000, 656
@@ -18,7 +30,9 @@ _SHAPES = ("circle", "square", "up", "diamond", "down", "pentagon", "star", "hex
 _RADII = (3.5, 13.0)
 """Least, and that of an op which takes the whole time."""
 _WORTH = 0.01
-"""Share of the least time of some phase that puts an op on the picture: below it, no roof is what holds the op down."""
+"""Share of the least time of some phase that puts an op on the picture: below it, no roof is what
+holds the op down.
+"""
 
 _Box = tuple[float, float, float, float]
 
@@ -55,15 +69,27 @@ class _Axes:
 
 
 def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile]) -> str:
-    """The picture as an XML document. Ops that hardly read or compute have no place on it and are named below it."""
-    drawn = {op.name for p in profiles for op in p.ops if op.bytes and op.flops and op.floor >= _WORTH * p.floor}
+    """The picture as an XML document. Ops that hardly read or compute have no place on it and are
+    named below it.
+    """
+    drawn = {
+        op.name
+        for p in profiles
+        for op in p.ops
+        if op.bytes and op.flops and op.floor >= _WORTH * p.floor
+    }
     plotted = [(p, op) for p in profiles for op in p.ops if op.name in drawn and op.seconds]
     kinds = [kind for kind in KINDS if any(op.kind == kind for _, op in plotted)]
     xs = [op.flops / op.bytes for _, op in plotted] + [machine.ridge(kind) for kind in kinds]
-    ys = [op.flops / op.seconds for _, op in plotted] + [machine.rates[kind] * 1.2 for kind in kinds]
+    ys = [op.flops / op.seconds for _, op in plotted] + [
+        machine.rates[kind] * 1.2 for kind in kinds
+    ]
     axes = _Axes(xs or [1.0], ys or [1.0])
     total = {op.name: sum(o.seconds for _, o in plotted if o.name == op.name) for _, op in plotted}
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(sorted(total, key=lambda name: -total[name]))}
+    colours = {
+        name: COLOURS[i % len(COLOURS)]
+        for i, name in enumerate(sorted(total, key=lambda name: -total[name]))
+    }
     shapes = {p.phase.name: _SHAPES[i % len(_SHAPES)] for i, p in enumerate(profiles)}
     points = [_point(axes, p, op, colours[op.name], shapes[p.phase.name]) for p, op in plotted]
     taken = [(p.x - p.radius, p.y - p.radius, p.x + p.radius, p.y + p.radius) for p in points]
@@ -82,7 +108,10 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
 
 
 def _subtitle(machine: Machine) -> str:
-    return f"{machine.cpu}, {machine.at_work}, {machine.isa}; memory and arithmetic measured in the same run"
+    return (
+        f"{machine.cpu}, {machine.at_work}, {machine.isa}; memory and arithmetic measured in "
+        "the same run"
+    )
 
 
 def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[str]:
@@ -92,7 +121,11 @@ def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[str
         for op in p.ops:
             if op.name not in drawn:
                 most[op.name] = max(most.get(op.name, 0.0), op.seconds / p.seconds)
-    worth = [f"{name} (up to {100 * share:.0f} %)" for name, share in sorted(most.items(), key=lambda item: -item[1]) if share >= 0.005]
+    worth = [
+        f"{name} (up to {100 * share:.0f} %)"
+        for name, share in sorted(most.items(), key=lambda item: -item[1])
+        if share >= 0.005
+    ]
     if worth:
         note = f"Not drawn, since they hardly read or compute: {', '.join(worth)} of a phase's time"
         yield text(_LEFT, HEIGHT - 14, note, fill=FAINT, size=11)
@@ -120,7 +153,13 @@ def _frame(axes: _Axes) -> Iterator[str]:
         yield line([(_LEFT, y), (_RIGHT, y)], GRID, 1)
         yield text(_LEFT - 8, y + 4, _number(value / 1e9), anchor="end")
     yield line([(_LEFT, _TOP), (_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], INK, 1)
-    yield text((_LEFT + _RIGHT) / 2, _BOTTOM + 42, "operations per byte of weights and KV", anchor="middle", size=13)
+    yield text(
+        (_LEFT + _RIGHT) / 2,
+        _BOTTOM + 42,
+        "operations per byte of weights and KV",
+        anchor="middle",
+        size=13,
+    )
     middle = (_TOP + _BOTTOM) / 2
     yield text(24, middle, "G operations per second", anchor="middle", size=13, turn=-90)
 
@@ -128,7 +167,9 @@ def _frame(axes: _Axes) -> Iterator[str]:
 def _ticks(span: tuple[float, float], unit: float = 1.0) -> list[float]:
     """1, 10, 100, ... of the unit; with 2 and 5 between them where the range is short."""
     steps = (1,) if span[1] - span[0] > 3.6 else (1, 2, 5)
-    decades = range(math.floor(span[0] - math.log10(unit)), math.ceil(span[1] - math.log10(unit)) + 1)
+    decades = range(
+        math.floor(span[0] - math.log10(unit)), math.ceil(span[1] - math.log10(unit)) + 1
+    )
     values = (step * 10.0**decade * unit for decade in decades for step in steps)
     return [value for value in values if span[0] <= math.log10(value) <= span[1]]
 
@@ -138,14 +179,18 @@ def _number(value: float) -> str:
 
 
 def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box]) -> Iterator[str]:
-    """A ceiling for each kind of number, from where memory no longer holds it down, and the slope of memory below them.
+    """A ceiling for each kind of number, from where memory no longer holds it down, and the slope
+    of memory below them.
 
     Adds the places of its labels to `taken`.
     """
     right, left = 10 ** axes.x_range[1], 10 ** axes.x_range[0]
     top = max((machine.rates[kind] for kind in kinds), default=10 ** axes.y_range[1])
     start = max(left, 10 ** axes.y_range[0] / machine.bandwidth)
-    slope = [(axes.x(start), axes.y(start * machine.bandwidth)), (axes.x(top / machine.bandwidth), axes.y(top))]
+    slope = [
+        (axes.x(start), axes.y(start * machine.bandwidth)),
+        (axes.x(top / machine.bandwidth), axes.y(top)),
+    ]
     yield line(slope, INK, 2)
     for kind in kinds:
         y = axes.y(machine.rates[kind])
@@ -153,7 +198,9 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
         label = f"{kind} {machine.rates[kind] / 1e9:,.0f} G op/s"
         wide = 6.3 * len(label)
         free = range(int(axes.x(right) - 4), int(axes.x(machine.ridge(kind)) + wide), -12)
-        boxes = [(end - wide, y - 19, float(end), y - 2) for end in free] or [(_RIGHT - wide, y - 19, _RIGHT, y - 2)]
+        boxes = [(end - wide, y - 19, float(end), y - 2) for end in free] or [
+            (_RIGHT - wide, y - 19, _RIGHT, y - 2)
+        ]
         box = min(boxes, key=lambda box: _crowd(box, taken))
         taken.append(box)
         yield from haloed(box[0], y - 7, label, INK)
@@ -163,7 +210,9 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
     taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in along]
     taken += [(x - 20, y - 20, x, y) for x, y in along[14:31]]  # the label, above the line
     x, y = along[22]
-    yield from haloed(x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", INK, anchor="middle", turn=angle)
+    yield from haloed(
+        x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", INK, anchor="middle", turn=angle
+    )
 
 
 def _paths(points: Sequence[_Point]) -> Iterator[str]:
@@ -177,7 +226,10 @@ def _paths(points: Sequence[_Point]) -> Iterator[str]:
 def _mark(p: _Point) -> str:
     what = f"{p.op.name}, {p.phase}: {p.share:.0%} of the time; bound by {p.op.bound}"
     style = f'fill="{p.colour}" fill-opacity="0.82" stroke="#ffffff" stroke-width="0.9"'
-    return f'<g class="point" {style}><title>{plain(what)}</title>{_shape(p.shape, p.x, p.y, p.radius)}</g>'
+    return (
+        '<g class="point" '
+        f"{style}><title>{plain(what)}</title>{_shape(p.shape, p.x, p.y, p.radius)}</g>"
+    )
 
 
 def _shape(shape: str, x: float, y: float, r: float) -> str:
@@ -191,9 +243,14 @@ def _shape(shape: str, x: float, y: float, r: float) -> str:
         "pentagon": [(90 + 72 * i, 1.1) for i in range(5)],
         "hexagon": [(60 * i, 1.05) for i in range(6)],
         "star": [(90 + 36 * i, 1.4 if i % 2 == 0 else 0.6) for i in range(10)],
-        "cross": [(a + d, s) for a in (0, 90, 180, 270) for d, s in ((-18, 1.3), (18, 1.3), (45, 0.57))],
+        "cross": [
+            (a + d, s) for a in (0, 90, 180, 270) for d, s in ((-18, 1.3), (18, 1.3), (45, 0.57))
+        ],
     }[shape]
-    at = ((x + s * r * math.cos(math.radians(a)), y - s * r * math.sin(math.radians(a))) for a, s in corners)
+    at = (
+        (x + s * r * math.cos(math.radians(a)), y - s * r * math.sin(math.radians(a)))
+        for a, s in corners
+    )
     return f'<polygon points="{pairs(at)}"/>'
 
 
@@ -216,7 +273,9 @@ def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
 
 
 def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, float, float]]:
-    """Corners of a label right of, left of, below and above a point, each with what speaks against it."""
+    """Corners of a label right of, left of, below and above a point, each with what speaks against
+    it.
+    """
     gap = 1.2 * p.radius + 3
     yield 0.0, p.x + gap, p.y - height / 2
     yield 0.5, p.x - gap - width, p.y - height / 2
@@ -226,7 +285,10 @@ def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, flo
 
 def _crowd(box: _Box, taken: Iterable[_Box]) -> float:
     """The area of a box that is taken already."""
-    overlaps = ((min(box[2], b[2]) - max(box[0], b[0]), min(box[3], b[3]) - max(box[1], b[1])) for b in taken)
+    overlaps = (
+        (min(box[2], b[2]) - max(box[0], b[0]), min(box[3], b[3]) - max(box[1], b[1]))
+        for b in taken
+    )
     return sum(wide * high for wide, high in overlaps if wide > 0 and high > 0)
 
 

@@ -1,4 +1,6 @@
-"""Steps in flight through the stages of a pipeline as an SVG picture: a line for each rank, a bar for each step that runs there."""
+"""Steps in flight through the stages of a pipeline as an SVG picture: a line for each rank, a bar
+for each step that runs there.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,9 +13,11 @@ _TICKS = 6
 
 
 def idle_share(stage_steps: Sequence[StageStep]) -> float:
-    """The share of the time of all ranks, from the first beginning to the last end, in which they run nothing: the bubble.
+    """The share of the time of all ranks, from the first beginning to the last end, in which they
+    run nothing: the bubble.
 
-    With p stages that take equally long and m steps it is (p - 1) / (m + p - 1) (GPipe, Huang et al. 2018).
+    With p stages that take equally long and m steps it is (p - 1) / (m + p - 1) (GPipe, Huang et
+    al. 2018).
     """
     ranks = {step.rank for step in stage_steps}
     begin, end = min(step.begin for step in stage_steps), max(step.end for step in stage_steps)
@@ -27,19 +31,37 @@ def pipeline_svg(title: str, stage_steps: Sequence[StageStep]) -> str:
     scale, bottom = (_RIGHT - _LEFT) / (end - begin), _TOP + len(ranks) * _HEIGHT
     body = [
         text(_LEFT, 34, title, size=18, weight="bold"),
-        text(_LEFT, 56, f"{idle_share(stage_steps):.0%} of the ranks' time is idle".replace("%", " %"), fill=FAINT),
+        text(
+            _LEFT,
+            56,
+            f"{idle_share(stage_steps):.0%} of the ranks' time is idle".replace("%", " %"),
+            fill=FAINT,
+        ),
         *(bar for step in stage_steps for bar in _bar(step, ranks.index(step.rank), begin, scale)),
-        *(text(_LEFT - 8, _TOP + (i + 0.5) * _HEIGHT + 4, f"rank {rank}", anchor="end") for i, rank in enumerate(ranks)),
+        *(
+            text(_LEFT - 8, _TOP + (i + 0.5) * _HEIGHT + 4, f"rank {rank}", anchor="end")
+            for i, rank in enumerate(ranks)
+        ),
         *_axis(end - begin, bottom),
     ]
     return document(title, _WIDTH, bottom + 56, body)
 
 
 def _bar(step: StageStep, place: int, begin: float, scale: float) -> Iterator[str]:
-    x, wide, y = _LEFT + (step.begin - begin) * scale, (step.end - step.begin) * scale, _TOP + place * _HEIGHT + 4
-    words = f"<title>step {step.number} on rank {step.rank}: {1000 * (step.end - step.begin):.1f} ms</title>"
+    x, wide, y = (
+        _LEFT + (step.begin - begin) * scale,
+        (step.end - step.begin) * scale,
+        _TOP + place * _HEIGHT + 4,
+    )
+    words = (
+        f"<title>step {step.number} on rank {step.rank}: {1000 * (step.end - step.begin):.1f} "
+        "ms</title>"
+    )
     colour = COLOURS[step.number % len(COLOURS)]
-    yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(wide - 1, 0.5):.1f}" height="{_HEIGHT - 8}" fill="{colour}">{words}</rect>'
+    yield (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(wide - 1, 0.5):.1f}" '
+        f'height="{_HEIGHT - 8}" fill="{colour}">{words}</rect>'
+    )
     if wide > 18:
         yield text(x + wide / 2, y + _HEIGHT / 2, f"{step.number}", anchor="middle", fill="#ffffff")
 
@@ -47,5 +69,10 @@ def _bar(step: StageStep, place: int, begin: float, scale: float) -> Iterator[st
 def _axis(seconds: float, bottom: float) -> Iterator[str]:
     yield line([(_LEFT, _TOP), (_LEFT, bottom), (_RIGHT, bottom)], GRID, 1)
     for tick in range(_TICKS + 1):
-        yield text(_LEFT + (_RIGHT - _LEFT) * tick / _TICKS, bottom + 18, f"{1000 * seconds * tick / _TICKS:.3g}", anchor="middle")
+        yield text(
+            _LEFT + (_RIGHT - _LEFT) * tick / _TICKS,
+            bottom + 18,
+            f"{1000 * seconds * tick / _TICKS:.3g}",
+            anchor="middle",
+        )
     yield text((_LEFT + _RIGHT) / 2, bottom + 42, "milliseconds", anchor="middle", size=13)

@@ -1,7 +1,9 @@
-"""Where the time of steps goes, op by op, beside the least time that bytes and operations allow (Williams et al. 2009).
+"""Where the time of steps goes, op by op, beside the least time that bytes and operations allow
+(Williams et al. 2009).
 
-A phase is what is profiled as one: a prefill in its chunks, or one decode step of a batch at a depth. Times are measured
-elsewhere (`Executable.profile`); bytes, operations and limits come from the ops themselves.
+A phase is what is profiled as one: a prefill in its chunks, or one decode step of a batch at a
+depth. Times are measured elsewhere (`Executable.profile`); bytes, operations and limits come from
+the ops themselves.
 """
 
 from collections import defaultdict
@@ -41,9 +43,13 @@ class Phase:
 
 
 def prefill_phase(tokens: int, kv_bytes: float) -> Phase:
-    """One prompt, from an empty cache, in chunks as the engine cuts it; a row of logits in each, as in `prefill_limit`."""
+    """One prompt, from an empty cache, in chunks as the engine cuts it; a row of logits in each, as
+    in `prefill_limit`.
+    """
     starts = range(0, tokens, PREFILL_CHUNK)
-    steps = tuple(Load(((start, min(PREFILL_CHUNK, tokens - start)),), 1, kv_bytes) for start in starts)
+    steps = tuple(
+        Load(((start, min(PREFILL_CHUNK, tokens - start)),), 1, kv_bytes) for start in starts
+    )
     return Phase(f"prefill {tokens:,}", 1, 0, tokens, steps)
 
 
@@ -53,9 +59,15 @@ def decode_phase(depth: int, seqs: int, kv_bytes: float) -> Phase:
     return Phase(f"decode, depth {depth:,}, batch {seqs:,}", seqs, depth, seqs, (step,))
 
 
-def phases(prefill: Iterable[int], depths: Sequence[int], batches: Sequence[int], kv_bytes: float) -> list[Phase]:
-    """Every prefill, every depth with the first batch, and every batch at the first depth; each once."""
-    shapes = [(depth, batches[0]) for depth in depths if batches] + [(depths[0], batch) for batch in batches if depths]
+def phases(
+    prefill: Iterable[int], depths: Sequence[int], batches: Sequence[int], kv_bytes: float
+) -> list[Phase]:
+    """Every prefill, every depth with the first batch, and every batch at the first depth; each
+    once.
+    """
+    shapes = [(depth, batches[0]) for depth in depths if batches] + [
+        (depths[0], batch) for batch in batches if depths
+    ]
     decode = [decode_phase(depth, batch, kv_bytes) for depth, batch in dict.fromkeys(shapes)]
     return [prefill_phase(tokens, kv_bytes) for tokens in dict.fromkeys(prefill)] + decode
 
@@ -66,7 +78,9 @@ class OpProfile:
 
     name: str
     calls: int
-    """0 where the program has no such op: the backend has brought it along, and its cost is unknown."""
+    """0 where the program has no such op: the backend has brought it along, and its cost is
+    unknown.
+    """
     seconds: float
     """0 where the backend does not time it by itself."""
     bytes: int
@@ -84,7 +98,9 @@ class OpProfile:
 
     @property
     def memory_share(self) -> float:
-        """Share of the measured bandwidth; above 1 the bytes came from a cache, or the machine was busier when it was measured."""
+        """Share of the measured bandwidth; above 1 the bytes came from a cache, or the machine was
+        busier when it was measured.
+        """
         return self.memory_seconds / self.seconds if self.seconds else 0.0
 
     @property
@@ -94,8 +110,8 @@ class OpProfile:
 
     @property
     def bound(self) -> Bound:
-        """The link to other ranks if it is used; memory or arithmetic if it explains half of the time or more; else latency of short calls,
-        and neither of long ones.
+        """The link to other ranks if it is used; memory or arithmetic if it explains half of the
+        time or more; else latency of short calls, and neither of long ones.
         """
         if not self.seconds or not self.calls:
             return "unknown"
@@ -127,7 +143,9 @@ class PhaseProfile:
 
     @property
     def seconds(self) -> float:
-        """Sum of the parts, each of them a median: close to `wall`, and what shares are taken of."""
+        """Sum of the parts, each of them a median: close to `wall`, and what shares are taken
+        of.
+        """
         return sum(op.seconds for op in self.ops) + self.outside
 
     @property
@@ -145,8 +163,12 @@ class PhaseProfile:
         return self.phase.tokens / self.floor
 
 
-def account(phase: Phase, program: Program, machine: Machine, rounds: Sequence[Sequence[StepTimes]]) -> PhaseProfile:
-    """What the rounds of a phase, each with the times of all its steps, come to: medians over the rounds."""
+def account(
+    phase: Phase, program: Program, machine: Machine, rounds: Sequence[Sequence[StepTimes]]
+) -> PhaseProfile:
+    """What the rounds of a phase, each with the times of all its steps, come to: medians over the
+    rounds.
+    """
     walls = [sum(step.wall for step in steps) for steps in rounds]
     seconds = [_total(steps) for steps in rounds]
     outside = median(wall - sum(ops.values()) for wall, ops in zip(walls, seconds, strict=True))
@@ -154,16 +176,35 @@ def account(phase: Phase, program: Program, machine: Machine, rounds: Sequence[S
     for op in program.ops:
         groups[op.name].append(op)
     names = dict.fromkeys([*groups, *(name for ops in seconds for name in ops)])
-    ops = (_op_profile(name, groups[name], phase, machine, median(ops.get(name, 0.0) for ops in seconds)) for name in names)
+    ops = (
+        _op_profile(
+            name, groups[name], phase, machine, median(ops.get(name, 0.0) for ops in seconds)
+        )
+        for name in names
+    )
     barriers = sum(step.barriers for step in rounds[0])
-    return PhaseProfile(phase, tuple(op for op in ops if op.seconds or op.floor), tuple(walls), max(0.0, outside), barriers)
+    return PhaseProfile(
+        phase,
+        tuple(op for op in ops if op.seconds or op.floor),
+        tuple(walls),
+        max(0.0, outside),
+        barriers,
+    )
 
 
 def typical(machines: Sequence[Machine]) -> Machine:
-    """The median of several measurements of a machine, figure by figure: what the medians of a profile are to be held against."""
+    """The median of several measurements of a machine, figure by figure: what the medians of a
+    profile are to be held against.
+    """
     first = machines[0]
     rates = {kind: median(machine.rates[kind] for machine in machines) for kind in first.rates}
-    return Machine(first.cpu, first.isa, first.threads, median(machine.bandwidth for machine in machines), rates)
+    return Machine(
+        first.cpu,
+        first.isa,
+        first.threads,
+        median(machine.bandwidth for machine in machines),
+        rates,
+    )
 
 
 def _total(steps: Sequence[StepTimes]) -> dict[str, float]:
@@ -174,7 +215,9 @@ def _total(steps: Sequence[StepTimes]) -> dict[str, float]:
     return total
 
 
-def _op_profile(name: str, ops: Sequence[Op], phase: Phase, machine: Machine, seconds: float) -> OpProfile:
+def _op_profile(
+    name: str, ops: Sequence[Op], phase: Phase, machine: Machine, seconds: float
+) -> OpProfile:
     calls = [(op, load) for load in phase.steps for op in ops]
     flops: dict[Kind, int] = defaultdict(int)
     for op, load in calls:

@@ -39,7 +39,9 @@ class Report:
 
     def expert_loads(self) -> list[list[int]]:
         """Rows that went to each expert in all phases together, by layer of experts."""
-        total: list[list[int]] = np.sum([experts.loads for experts in self.experts], axis=0).tolist()
+        total: list[list[int]] = np.sum(
+            [experts.loads for experts in self.experts], axis=0
+        ).tolist()
         return total
 
     def facts(self) -> dict[str, Any]:

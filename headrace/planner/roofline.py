@@ -1,6 +1,8 @@
-"""Time of a step from bytes and operations: each op takes as long as the slower of memory and arithmetic (Williams et al. 2009).
+"""Time of a step from bytes and operations: each op takes as long as the slower of memory and
+arithmetic (Williams et al. 2009).
 
-The figures are limits: they leave out barriers, activations and everything else that a perfect kernel would hide.
+The figures are limits: they leave out barriers, activations and everything else that a perfect
+kernel would hide.
 """
 
 from headrace.planner.hardware import KINDS, Machine
@@ -13,7 +15,9 @@ PREFILL_CHUNK = 512
 
 
 def op_kind(op: Op, load: Load) -> Kind:
-    """The multiply-adds that an op is made of: those of its narrowest format, weights for linear ops, KV for attention."""
+    """The multiply-adds that an op is made of: those of its narrowest format, weights for linear
+    ops, KV for attention.
+    """
     if isinstance(op, Attention):
         return "f32" if load.kv_bytes >= 4 else "bf16"
     return min((w.kind for w in op.matrices()), key=KINDS.index, default="f32")
@@ -21,7 +25,9 @@ def op_kind(op: Op, load: Load) -> Kind:
 
 def op_seconds(op: Op, load: Load, machine: Machine) -> float:
     """Least time of one op in a step."""
-    return max(op.bytes(load) / machine.bandwidth, op.flops(load) / machine.rates[op_kind(op, load)])
+    return max(
+        op.bytes(load) / machine.bandwidth, op.flops(load) / machine.rates[op_kind(op, load)]
+    )
 
 
 def step_seconds(program: Program, load: Load, machine: Machine) -> float:
@@ -29,14 +35,20 @@ def step_seconds(program: Program, load: Load, machine: Machine) -> float:
     return sum(op_seconds(op, load, machine) for op in program.ops)
 
 
-def decode_limit(program: Program, machine: Machine, depth: int, kv_bytes: float, seqs: int = 1) -> float:
-    """Most output tokens per second of `sequences` plainly decoding sequences, each with `depth` tokens of context."""
+def decode_limit(
+    program: Program, machine: Machine, depth: int, kv_bytes: float, seqs: int = 1
+) -> float:
+    """Most output tokens per second of `sequences` plainly decoding sequences, each with `depth`
+    tokens of context.
+    """
     load = Load(((depth, 1),) * seqs, seqs, kv_bytes)
     return seqs / step_seconds(program, load, machine)
 
 
 def prefill_limit(program: Program, machine: Machine, tokens: int, kv_bytes: float) -> float:
-    """Most prompt tokens per second for one prompt of `tokens` tokens, computed in chunks from an empty cache."""
+    """Most prompt tokens per second for one prompt of `tokens` tokens, computed in chunks from an
+    empty cache.
+    """
     starts = range(0, tokens, PREFILL_CHUNK)
     chunks = ((start, min(PREFILL_CHUNK, tokens - start)) for start in starts)
     seconds = sum(step_seconds(program, Load((chunk,), 1, kv_bytes), machine) for chunk in chunks)

@@ -1,17 +1,31 @@
-"""Pieces of SVG that the pictures share. Backgrounds are painted, so that a picture reads the same in a dark viewer."""
+"""Pieces of SVG that the pictures share. Backgrounds are painted, so that a picture reads the same
+in a dark viewer.
+"""
 
 from collections.abc import Iterable, Iterator
 from xml.sax.saxutils import escape
 
 INK, FAINT, GRID = "#1f2933", "#5f6c7b", "#e8ecf0"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b4fa0", "#8a6d3b", "#333333")
-"""After Okabe and Ito 2008, which colour-blind readers can tell apart; darkest where most is drawn."""
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#6b4fa0",
+    "#8a6d3b",
+    "#333333",
+)
+"""After Okabe and Ito 2008, which colour-blind readers can tell apart; darkest where most is drawn.
+"""
 
 
 def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
     """A whole XML document on a white background."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}">',
         f"<title>{plain(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
@@ -19,10 +33,15 @@ def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
     return "\n".join((*head, *body, "</svg>", ""))
 
 
-def line(points: Iterable[tuple[float, float]], colour: str, width: float, opacity: float = 1.0) -> str:
+def line(
+    points: Iterable[tuple[float, float]], colour: str, width: float, opacity: float = 1.0
+) -> str:
     """A line through these points."""
     fade = f' stroke-opacity="{opacity}"' if opacity < 1 else ""
-    return f'<polyline points="{pairs(points)}" fill="none" stroke="{colour}" stroke-width="{width}"{fade}/>'
+    return (
+        f'<polyline points="{pairs(points)}" fill="none" stroke="{colour}" '
+        f'stroke-width="{width}"{fade}/>'
+    )
 
 
 def pairs(points: Iterable[tuple[float, float]]) -> str:
@@ -52,9 +71,20 @@ def text(
     return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{plain(text)}</text>'
 
 
-def haloed(x: float, y: float, words: str, colour: str, *, weight: str = "", anchor: str = "start", turn: float = 0.0) -> Iterator[str]:
+def haloed(
+    x: float,
+    y: float,
+    words: str,
+    colour: str,
+    *,
+    weight: str = "",
+    anchor: str = "start",
+    turn: float = 0.0,
+) -> Iterator[str]:
     """Words that stay readable over lines: itself over a broad white copy."""
-    yield text(x, y, words, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff")
+    yield text(
+        x, y, words, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff"
+    )
     yield text(x, y, words, weight=weight, anchor=anchor, turn=turn, fill=colour)
 
 

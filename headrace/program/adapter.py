@@ -1,4 +1,6 @@
-"""Low-rank adapters: what is added to the products of a model with its weights (LoRA, Hu et al. 2021)."""
+"""Low-rank adapters: what is added to the products of a model with its weights (LoRA, Hu et al.
+2021).
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,9 +25,14 @@ Adapter = Mapping[str, LowRank]
 
 
 def adapted(program: Program, adapter: Adapter) -> Program:
-    """The same program with the bytes of the adapter, in bf16, beside those of the weights: what a step reads where all rows have it."""
+    """The same program with the bytes of the adapter, in bf16, beside those of the weights: what a
+    step reads where all rows have it.
+    """
     weights = {name: program.weights[name] for name in adapter}
-    more = {name: replace(weight, nbytes=weight.nbytes + _nbytes(adapter[name])) for name, weight in weights.items()}
+    more = {
+        name: replace(weight, nbytes=weight.nbytes + _nbytes(adapter[name]))
+        for name, weight in weights.items()
+    }
     return program.with_weights(program.weights | more)
 
 

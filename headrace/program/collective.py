@@ -13,12 +13,16 @@ LINK_BYTES = 4
 
 @frozen
 class Collective(Op):
-    """Base of the ops that ranks run together. All of a group run the same ones, in the same order."""
+    """Base of the ops that ranks run together. All of a group run the same ones, in the same
+    order.
+    """
 
 
 @frozen
 class AllGather(Collective):
-    """out = the columns of x of all ranks; `parts` says where those of each lie. Where two ranks have a column it is the first one's."""
+    """out = the columns of x of all ranks; `parts` says where those of each lie. Where two ranks
+    have a column it is the first one's.
+    """
 
     out: Value
     x: Value
@@ -26,13 +30,17 @@ class AllGather(Collective):
     parts: tuple[Columns, ...]
 
     def link_bytes(self, load: Load) -> int:
-        others = sum(last - first for rank, (first, last) in enumerate(self.parts) if rank != self.rank)
+        others = sum(
+            last - first for rank, (first, last) in enumerate(self.parts) if rank != self.rank
+        )
         return LINK_BYTES * self.out.num_rows(load) * others
 
 
 @frozen
 class EmbedPart(Op):
-    """out[t] = weight[token[t] - first], for tokens of this rank's part of the vocabulary; 0 for others."""
+    """out[t] = weight[token[t] - first], for tokens of this rank's part of the vocabulary; 0 for
+    others.
+    """
 
     out: Value
     weight: Weight
@@ -46,7 +54,9 @@ class EmbedPart(Op):
 
 @frozen
 class OwnedRows(Collective):
-    """out[t] = x[t] of the rank whose part of the vocabulary has token[t]: a row is taken from its owner and never summed."""
+    """out[t] = x[t] of the rank whose part of the vocabulary has token[t]: a row is taken from its
+    owner and never summed.
+    """
 
     out: Value
     x: Value
@@ -68,7 +78,9 @@ class TakeColumns(Op):
 
 @frozen
 class ColumnsToRows(Collective):
-    """out[t] = the columns of x[t] of all ranks, for the rows t that are this rank's (`row_share`); other rows mean nothing."""
+    """out[t] = the columns of x[t] of all ranks, for the rows t that are this rank's (`row_share`);
+    other rows mean nothing.
+    """
 
     out: Value
     x: Value
@@ -108,13 +120,16 @@ class GatherShares(Collective):
 
 
 def row_share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The first of so many rows that are a rank's, and the one behind its last: as many as others have, or one more."""
+    """The first of so many rows that are a rank's, and the one behind its last: as many as others
+    have, or one more.
+    """
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
 @frozen
 class ExpertPart(Experts):
-    """out[t, choice] = down_e(glu(gate_e x, up_e x)) of the experts e of row t that are here, from number `first` on.
+    """out[t, choice] = down_e(glu(gate_e x, up_e x)) of the experts e of row t that are here, from
+    number `first` on.
 
     What is there of experts that are elsewhere means nothing.
     """
@@ -147,7 +162,9 @@ class OwnedExperts(Collective):
 
 @frozen
 class Combine(Op):
-    """out[t] = sum over the choices of row t, in the order of its routing, of weight * x[t, choice]"""
+    """out[t] = sum over the choices of row t, in the order of its routing, of weight * x[t,
+    choice]
+    """
 
     out: Value
     x: Value

@@ -1,8 +1,9 @@
 """Rewrites neighbouring ops into fused ones. The result computes the same numbers up to rounding.
 
-Four rules join ops: linear x 3 + rope x 2 + kv_write -> QkvRopeWrite; linear x 2 + glu -> GluLinear; linear + activate ->
-LinearActivate; linear + add -> LinearAdd. Then every value that only linear ops read becomes packed, so that norm, attention and glu
-write what the next kernel reads.
+Four rules join ops: linear x 3 + rope x 2 + kv_write -> QkvRopeWrite; linear x 2 + glu ->
+GluLinear; linear + activate -> LinearActivate; linear + add -> LinearAdd. Then every value that
+only linear ops read becomes packed, so that norm, attention and glu write what the next kernel
+reads.
 """
 
 from collections import Counter
@@ -39,11 +40,15 @@ class _Rewrite(NamedTuple):
 
 
 def fuse(program: Program, loose: Collection[int] = ()) -> Program:
-    """The same program in fewer, larger ops; values that are to stay `loose`, by id, are not packed by the op that writes them."""
+    """The same program in fewer, larger ops; values that are to stay `loose`, by id, are not packed
+    by the op that writes them.
+    """
     ops = list(program.ops)
     for rule in (_qkv, _glu, _activate, _add):
         ops = _apply(ops, rule(ops, _Flow(ops)))
-    return replace(program, ops=tuple(_pack(ops, {value.id for value in program.results} | set(loose))))
+    return replace(
+        program, ops=tuple(_pack(ops, {value.id for value in program.results} | set(loose)))
+    )
 
 
 class _Flow:
@@ -59,7 +64,9 @@ class _Flow:
         return op if isinstance(op, Linear) and self.reads[value.id] == 1 else None
 
     def sole_rope(self, value: Value) -> tuple[Rope, Linear] | None:
-        """The rope that writes a value which is read only once, and the linear op that the rope alone reads."""
+        """The rope that writes a value which is read only once, and the linear op that the rope
+        alone reads.
+        """
         op = self.writer[value.id]
         if not isinstance(op, Rope) or self.reads[value.id] != 1:
             return None
@@ -77,7 +84,11 @@ def _apply(ops: list[Op], rewrites: Iterable[_Rewrite]) -> list[Op]:
 def _qkv(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
     attention = {op.layer: op for op in ops if isinstance(op, Attention)}
     for write in ops:
-        if not isinstance(write, KvWrite) or not write.v or not (reader := attention.get(write.layer)):
+        if (
+            not isinstance(write, KvWrite)
+            or not write.v
+            or not (reader := attention.get(write.layer))
+        ):
             continue
         q, k, v = flow.sole_rope(reader.q), flow.sole_rope(write.k), flow.sole_linear(write.v)
         if not (q and k and v):
@@ -85,21 +96,45 @@ def _qkv(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
         (q_rope, q_linear), (k_rope, k_linear) = q, k
         same_input = q_linear.x == k_linear.x == v.x and q_rope.angles == k_rope.angles
         if same_input and q_rope.head_dim == k_rope.head_dim == reader.head_dim == reader.value_dim:
-            weights = (q_linear.weight, k_linear.weight, v.weight, q_linear.bias, k_linear.bias, v.bias)
-            fused = QkvRopeWrite(q_rope.out, v.x, q_rope.angles, *weights, write.layer, q_rope.head_dim)
+            weights = (
+                q_linear.weight,
+                k_linear.weight,
+                v.weight,
+                q_linear.bias,
+                k_linear.bias,
+                v.bias,
+            )
+            fused = QkvRopeWrite(
+                q_rope.out, v.x, q_rope.angles, *weights, write.layer, q_rope.head_dim
+            )
             yield _Rewrite(write, fused, [*q, *k, v])
 
 
 def _glu(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
     for op in ops:
-        if isinstance(op, Glu) and (gate := flow.sole_linear(op.gate)) and (up := flow.sole_linear(op.up)) and gate.x == up.x:
-            yield _Rewrite(op, GluLinear(op.out, gate.x, gate.weight, up.weight, op.activation, gate.bias, up.bias), [gate, up])
+        if (
+            isinstance(op, Glu)
+            and (gate := flow.sole_linear(op.gate))
+            and (up := flow.sole_linear(op.up))
+            and gate.x == up.x
+        ):
+            yield _Rewrite(
+                op,
+                GluLinear(
+                    op.out, gate.x, gate.weight, up.weight, op.activation, gate.bias, up.bias
+                ),
+                [gate, up],
+            )
 
 
 def _activate(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
     for op in ops:
         if isinstance(op, Activate) and (linear := flow.sole_linear(op.x)):
-            yield _Rewrite(op, LinearActivate(op.out, linear.x, linear.weight, op.activation, linear.bias), [linear])
+            yield _Rewrite(
+                op,
+                LinearActivate(op.out, linear.x, linear.weight, op.activation, linear.bias),
+                [linear],
+            )
 
 
 def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
@@ -107,18 +142,30 @@ def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
         if isinstance(op, Add):
             for residual, y in ((op.x, op.y), (op.y, op.x)):
                 if linear := flow.sole_linear(y):
-                    yield _Rewrite(op, LinearAdd(op.out, linear.x, residual, linear.weight, linear.bias), [linear])
+                    yield _Rewrite(
+                        op,
+                        LinearAdd(op.out, linear.x, residual, linear.weight, linear.bias),
+                        [linear],
+                    )
                     break
 
 
 def _pack(ops: list[Op], results: set[int]) -> list[Op]:
-    """Marks as packed every value that is read only as the `x` of linear ops; `results` are read in other ways too."""
+    """Marks as packed every value that is read only as the `x` of linear ops; `results` are read in
+    other ways too.
+    """
     as_x = Counter(op.x.id for op in ops if isinstance(op, LINEAR_OPS))
     reads = _Flow(ops).reads
     packed = {value for value, n in as_x.items() if reads[value] == n and value not in results}
 
     def mark(op: Op) -> Op:
-        values = {name: v for name, v in vars(op).items() if isinstance(v, Value) and v.id in packed}
-        return replace(op, **{name: replace(v, packed=True) for name, v in values.items()}) if values else op
+        values = {
+            name: v for name, v in vars(op).items() if isinstance(v, Value) and v.id in packed
+        }
+        return (
+            replace(op, **{name: replace(v, packed=True) for name, v in values.items()})
+            if values
+            else op
+        )
 
     return [mark(op) for op in ops]

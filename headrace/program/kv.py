@@ -1,4 +1,6 @@
-"""What layers keep of a token, and for how long: layers that keep alike and see alike form a group, which has blocks of its own."""
+"""What layers keep of a token, and for how long: layers that keep alike and see alike form a group,
+which has blocks of its own.
+"""
 
 from headrace.config import KvDtype
 from headrace.quant import kv
@@ -9,8 +11,8 @@ from headrace.record import frozen
 class KvLayout:
     """What one layer keeps of a token: a key and a value for each of some heads.
 
-    A layer whose values are part of its keys has `value_dim` 0: the latent row of MLA (DeepSeek-V2, 2024) is one head with a key of the
-    latent and the rotated numbers.
+    A layer whose values are part of its keys has `value_dim` 0: the latent row of MLA (DeepSeek-V2,
+    2024) is one head with a key of the latent and the rotated numbers.
     """
 
     num_heads: int
@@ -41,20 +43,32 @@ class KvGroup:
 
     def block_bytes(self, dtype: KvDtype, block_size: int) -> int:
         """Bytes of a block of so many tokens, all layers and heads."""
-        bytes_per_block = len(self.layers) * self.layout.num_heads * kv.block_bytes(dtype, self.layout.key_dim, self.layout.value_dim)
+        bytes_per_block = (
+            len(self.layers)
+            * self.layout.num_heads
+            * kv.block_bytes(dtype, self.layout.key_dim, self.layout.value_dim)
+        )
         return bytes_per_block * block_size // kv.BLOCK_SIZE
 
     def num_blocks(self, num_tokens: int, max_rows: int, block_size: int) -> int:
-        """Most blocks that a sequence of `num_tokens` tokens holds at once, where a step has at most `max_rows` rows of it.
+        """Most blocks that a sequence of `num_tokens` tokens holds at once, where a step has at
+        most `max_rows` rows of it.
 
-        Behind a window those are the blocks that the rows of a step, and what the first of them sees, can touch, and those of sinks.
+        Behind a window those are the blocks that the rows of a step, and what the first of them
+        sees, can touch, and those of sinks.
         """
         whole, sinks = -(-num_tokens // block_size), -(-self.num_sink_tokens // block_size)
-        return min(whole, sinks + (self.window + max_rows + block_size - 3) // block_size + 1) if self.window else whole
+        return (
+            min(whole, sinks + (self.window + max_rows + block_size - 3) // block_size + 1)
+            if self.window
+            else whole
+        )
 
 
 def number_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> float:
-    """Bytes of one stored key or value number, its share of scales and padding included, in the mean over the groups."""
+    """Bytes of one stored key or value number, its share of scales and padding included, in the
+    mean over the groups.
+    """
     block_bytes = sum(group.block_bytes(dtype, kv.BLOCK_SIZE) for group in groups)
     return block_bytes / (kv.BLOCK_SIZE * sum(group.numbers for group in groups))
 

@@ -9,12 +9,15 @@ from headrace.record import frozen
 
 @frozen
 class Route(Op):
-    """Which experts a row goes to, and with what weights: out[t] = `top_k` expert numbers, best first, then their weights.
+    """Which experts a row goes to, and with what weights: out[t] = `top_k` expert numbers, best
+    first, then their weights.
 
-    Scores are the softmax or the sigmoid of the row's logits. The best by score plus `bias` are chosen, of equal ones the lower number;
-    with `groups`, among those of the `top_groups` adjacent groups of experts alone whose best (`softmax`) or best two (`sigmoid`) are
-    highest in sum (DeepSeek-V2 and V3, 2024). Their scores are the weights: to a sum of 1 where they are to be `normalised`, and then
-    times `factor`. A row with a logit that is not finite goes to the first experts, with weights that are not numbers.
+    Scores are the softmax or the sigmoid of the row's logits. The best by score plus `bias` are
+    chosen, of equal ones the lower number; with `groups`, among those of the `top_groups` adjacent
+    groups of experts alone whose best (`softmax`) or best two (`sigmoid`) are highest in sum
+    (DeepSeek-V2 and V3, 2024). Their scores are the weights: to a sum of 1 where they are to be
+    `normalised`, and then times `factor`. A row with a logit that is not finite goes to the first
+    experts, with weights that are not numbers.
     """
 
     out: Value
@@ -28,7 +31,9 @@ class Route(Op):
     bias: Weight | None = None
 
     def flops(self, load: Load) -> int:
-        """Those of the scores, of the sums for groups, and of the weights; the choice is comparisons."""
+        """Those of the scores, of the sums for groups, and of the weights; the choice is
+        comparisons.
+        """
         scores = {"softmax": 5, "sigmoid": 3}[self.scoring] + (self.bias is not None)
         sums = 2 * self.groups if self.groups > 1 and self.scoring == "sigmoid" else 0
         weights = (1 + 2 * self.normalised) * self.top_k
@@ -37,9 +42,11 @@ class Route(Op):
 
 @frozen
 class Experts(Op):
-    """out[t] = sum over the experts e of row t, in the order of its routing, of weight * down_e(glu(gate_e x, up_e x)).
+    """out[t] = sum over the experts e of row t, in the order of its routing, of weight *
+    down_e(glu(gate_e x, up_e x)).
 
-    A mixture of gated units (Shazeer et al. 2017; Jiang et al. 2024). An expert's weights are read if a row goes there, once for all.
+    A mixture of gated units (Shazeer et al. 2017; Jiang et al. 2024). An expert's weights are read
+    if a row goes there, once for all.
     """
 
     out: Value
@@ -58,14 +65,20 @@ class Experts(Op):
         return self.routing.width // 2
 
     def distinct_experts(self, rows: int) -> float:
-        """Experts that so many rows go to, in the mean, where every row is as likely to go to any of them."""
+        """Experts that so many rows go to, in the mean, where every row is as likely to go to any
+        of them.
+        """
         return len(self.gate) * (1 - (1 - self.top_k / len(self.gate)) ** rows)
 
     def flops(self, load: Load) -> int:
-        return matmul_flops(self.x.num_rows(load) * self.top_k, self.gate[0], self.up[0], self.down[0])
+        return matmul_flops(
+            self.x.num_rows(load) * self.top_k, self.gate[0], self.up[0], self.down[0]
+        )
 
     def bytes(self, load: Load) -> int:
-        return int(super().bytes(load) * self.distinct_experts(self.x.num_rows(load)) / len(self.gate))
+        return int(
+            super().bytes(load) * self.distinct_experts(self.x.num_rows(load)) / len(self.gate)
+        )
 
 
 @frozen

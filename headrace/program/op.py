@@ -10,8 +10,9 @@ from headrace.record import frozen
 Kind = Literal["int8", "bf16", "f32"]
 """Number formats of multiply-adds: VNNI and its like, BF16 dot products, float32 FMA."""
 RowKind = Literal["step", "gathered", "logit", "pooled"]
-"""Which rows of a step a value has: all; those that are gathered, of which the first have logits and the others are pooled; or one of
-these two kinds alone."""
+"""Which rows of a step a value has: all; those that are gathered, of which the first have logits
+and the others are pooled; or one of these two kinds alone.
+"""
 
 
 class Load(NamedTuple):
@@ -83,11 +84,18 @@ class Op:
 
     def matrices(self) -> list[Weight]:
         """The weights that rows are multiplied with or taken from."""
-        return [w for name, value in vars(self).items() if not _is_bias(name) for w in _weights_in(value)]
+        return [
+            w
+            for name, value in vars(self).items()
+            if not _is_bias(name)
+            for w in _weights_in(value)
+        ]
 
     def vectors(self) -> list[Weight]:
         """The weights that are added to or multiplied with whole rows, number by number."""
-        return [w for name, value in vars(self).items() if _is_bias(name) for w in _weights_in(value)]
+        return [
+            w for name, value in vars(self).items() if _is_bias(name) for w in _weights_in(value)
+        ]
 
     def with_weights(self, new: Mapping[str, Weight]) -> Self:
         """The same op with each of its weights replaced by the new one of that name."""

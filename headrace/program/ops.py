@@ -1,18 +1,23 @@
 """The op vocabulary: what each op reads, writes and costs.
 
-Every op is one line of equations over row matrices of float32, and says what it costs in a step of a given load (those of experts are in
-`mixture.py`). The planner, the profiler and the benchmarks read these figures; there is no other copy of the arithmetic.
-tests/program/test_costs.py holds each to what the reference backend is seen to do. They are least costs, of which limits are made:
+Every op is one line of equations over row matrices of float32, and says what it costs in a step of
+a given load (those of experts are in `mixture.py`). The planner, the profiler and the benchmarks
+read these figures; there is no other copy of the arithmetic. tests/program/test_costs.py holds each
+to what the reference backend is seen to do. They are least costs, of which limits are made:
 
-* `flops` of an op with products (with weights, keys or values) counts two for each multiply-add. What such an op does besides, number
-  by number (a bias, a residual, a rotation, silu, softmax), hides behind the products and does not count.
-* `flops` of any other op counts one for each sum, product, quotient, root, exponential, sine and cosine of a number of its rows. What
-  it computes once for a whole row, like the mean square of a norm, counts only for the numbers that go into it.
-* `bytes` counts what an op must read from memory or write to it: each weight once, however many rows read it; the rows of an embedding
-  for as many different tokens as there may be; the keys and values that it writes; those that the rows of a sequence see, once for
-  all of these rows and all heads that share a KV head. Activations and tables do not count: they live in the caches.
+* `flops` of an op with products (with weights, keys or values) counts two for each multiply-add.
+  What such an op does besides, number by number (a bias, a residual, a rotation, silu, softmax),
+  hides behind the products and does not count.
+* `flops` of any other op counts one for each sum, product, quotient, root, exponential, sine and
+  cosine of a number of its rows. What it computes once for a whole row, like the mean square of a
+  norm, counts only for the numbers that go into it.
+* `bytes` counts what an op must read from memory or write to it: each weight once, however many
+  rows read it; the rows of an embedding for as many different tokens as there may be; the keys and
+  values that it writes; those that the rows of a sequence see, once for all of these rows and all
+  heads that share a KV head. Activations and tables do not count: they live in the caches.
 
-All rows of a sequence count as one chain. Rows of a draft tree see less, so that their attention costs at most what is said here.
+All rows of a sequence count as one chain. Rows of a draft tree see less, so that their attention
+costs at most what is said here.
 """
 
 from typing import Literal
@@ -21,13 +26,23 @@ from headrace.program.op import Load, Op, Value, Weight
 from headrace.record import frozen
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
-"""What makes a gate of a number. `silu` is x / (1 + exp(-x)); `gelu` that with the normal distribution in place of the logistic one, and
-`gelu_tanh` an approximation of it (Hendrycks and Gimpel 2016); `clamped_swiglu` belongs to gates alone (gpt-oss 2025): of a gate of at
-most 7 and an up of -7 to 7, gate / (1 + exp(-1.702 gate)) * (up + 1)."""
+"""What makes a gate of a number. `silu` is x / (1 + exp(-x)); `gelu` that with the normal
+distribution in place of the logistic one, and `gelu_tanh` an approximation of it (Hendrycks and
+Gimpel 2016); `clamped_swiglu` belongs to gates alone (gpt-oss 2025): of a gate of at most 7 and an
+up of -7 to 7, gate / (1 + exp(-1.702 gate)) * (up + 1).
+"""
 NormKind = Literal["rms", "layer"]
-"""RMSNorm (Zhang and Sennrich 2019) divides by the root of the mean square; LayerNorm (Ba et al. 2016) takes the mean off first."""
+"""RMSNorm (Zhang and Sennrich 2019) divides by the root of the mean square; LayerNorm (Ba et al.
+2016) takes the mean off first.
+"""
 
-_ACTIVATION_FLOPS: dict[Activation, int] = {"silu": 3, "gelu": 4, "gelu_tanh": 7, "relu": 1, "clamped_swiglu": 8}
+_ACTIVATION_FLOPS: dict[Activation, int] = {
+    "silu": 3,
+    "gelu": 4,
+    "gelu_tanh": 7,
+    "relu": 1,
+    "clamped_swiglu": 8,
+}
 
 
 def matmul_flops(rows: int, *weights: Weight) -> int:
@@ -48,7 +63,9 @@ class Embed(Op):
 
 @frozen
 class EmbedPosition(Op):
-    """out[t] = weight[position[t]]: learned positions (GPT-2, 2019). A position beyond the last is that."""
+    """out[t] = weight[position[t]]: learned positions (GPT-2, 2019). A position beyond the last is
+    that.
+    """
 
     out: Value
     weight: Weight
@@ -68,7 +85,9 @@ class Input(Op):
 
 @frozen
 class RopeAngles(Op):
-    """out[t] = cos and sin of position[t] * inverse_frequencies, times `scale`: dim / 2 cosines, then dim / 2 sines."""
+    """out[t] = cos and sin of position[t] * inverse_frequencies, times `scale`: dim / 2 cosines,
+    then dim / 2 sines.
+    """
 
     out: Value
     inverse_frequencies: tuple[float, ...]
@@ -80,10 +99,12 @@ class RopeAngles(Op):
 
 @frozen
 class Norm(Op):
-    """out = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; LayerNorm has x - mean(x) in place of x.
+    """out = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; LayerNorm has
+    x - mean(x) in place of x.
 
-    A weight and a bias have one number for each of the `size` columns, which all groups of columns share, or for each of all.
-    Of gathered rows it may take those that have logits, or those that are pooled.
+    A weight and a bias have one number for each of the `size` columns, which all groups of columns
+    share, or for each of all. Of gathered rows it may take those that have logits, or those that
+    are pooled.
     """
 
     out: Value
@@ -101,7 +122,11 @@ class Norm(Op):
         return [self.weight, self.bias] if self.bias else [self.weight]
 
     def flops(self, load: Load) -> int:
-        return ({"rms": 4, "layer": 6}[self.kind] + (self.bias is not None)) * self.out.num_rows(load) * self.x.width
+        return (
+            ({"rms": 4, "layer": 6}[self.kind] + (self.bias is not None))
+            * self.out.num_rows(load)
+            * self.x.width
+        )
 
 
 @frozen
@@ -147,9 +172,11 @@ class LinearActivate(Op):
 
 @frozen
 class HeadLinear(Op):
-    """out[t, head] = x[t, head] @ heads[head].T, each head with a matrix of its own; x may also be one head that all share.
+    """out[t, head] = x[t, head] @ heads[head].T, each head with a matrix of its own; x may also be
+    one head that all share.
 
-    DeepSeek-V2 (2024) makes keys and values of a latent row so, or, of queries, what is multiplied with the latent row itself.
+    DeepSeek-V2 (2024) makes keys and values of a latent row so, or, of queries, what is multiplied
+    with the latent row itself.
     """
 
     out: Value
@@ -162,7 +189,9 @@ class HeadLinear(Op):
 
 @frozen
 class ConcatHeads(Op):
-    """out[t, head] = the numbers of x[t, head], then those of y[t, head]; either may also be one head that all share."""
+    """out[t, head] = the numbers of x[t, head], then those of y[t, head]; either may also be one
+    head that all share.
+    """
 
     out: Value
     x: Value
@@ -174,7 +203,9 @@ class ConcatHeads(Op):
 
 @frozen
 class Rope(Op):
-    """Rotates the first pairs (2i, 2i + 1) of every head, as many as there are angles, by the row's angles (Su et al. 2021)."""
+    """Rotates the first pairs (2i, 2i + 1) of every head, as many as there are angles, by the row's
+    angles (Su et al. 2021).
+    """
 
     out: Value
     x: Value
@@ -223,13 +254,15 @@ class QkvRopeWrite(Op):
 
 @frozen
 class Attention(Op):
-    """Softmax attention of every head over the row's visible slots; `num_heads / num_kv_heads` heads share a KV head.
+    """Softmax attention of every head over the row's visible slots; `num_heads / num_kv_heads`
+    heads share a KV head.
 
-    A score is q . k * scale, and then, where these are given: `softcap` * tanh(score / `softcap`) (Gemma 2, 2024); minus the head's
-    `slope` for each position that the key lies back (ALiBi, Press et al. 2022). `sinks` [num_heads] are scores of a key without value
-    (gpt-oss, 2025). `window` > 0: a row sees itself and the window - 1 positions before it, and besides these the first
-    `num_sink_tokens` positions of all (StreamingLLM, Xiao et al. 2023). Where values are part of the keys (`latent`), they are the first
-    `value_dim` numbers.
+    A score is q . k * scale, and then, where these are given: `softcap` * tanh(score / `softcap`)
+    (Gemma 2, 2024); minus the head's `slope` for each position that the key lies back (ALiBi, Press
+    et al. 2022). `sinks` [num_heads] are scores of a key without value (gpt-oss, 2025). `window` >
+    0: a row sees itself and the window - 1 positions before it, and besides these the first
+    `num_sink_tokens` positions of all (StreamingLLM, Xiao et al. 2023). Where values are part of
+    the keys (`latent`), they are the first `value_dim` numbers.
     """
 
     out: Value
@@ -254,7 +287,9 @@ class Attention(Op):
         return [self.sinks] if self.sinks else []
 
     def _visible(self, position: int, rows: int = 1) -> int:
-        """Positions that a row sees, or that so many rows see between them, the last of them at `position`."""
+        """Positions that a row sees, or that so many rows see between them, the last of them at
+        `position`.
+        """
         before = max(0, position + 2 - rows - self.window) if self.window else 0
         return position + 1 - before + min(before, self.num_sink_tokens)
 

@@ -36,7 +36,9 @@ from headrace.record import frozen
 
 @frozen
 class Program:
-    """A flat list of ops, each value written once and before it is read; the row count is bound at run time."""
+    """A flat list of ops, each value written once and before it is read; the row count is bound at
+    run time.
+    """
 
     ops: tuple[Op, ...]
     logits: Value | None
@@ -46,24 +48,36 @@ class Program:
     pooled: Value | None = None
     """The same of the pooled rows, of a program that has them."""
     shared_kv_groups: tuple[KvGroup, ...] | None = None
-    """Of a program that is one of several ranks': the groups of the whole model, in their order, with what of them is this rank's."""
+    """Of a program that is one of several ranks': the groups of the whole model, in their order,
+    with what of them is this rank's.
+    """
 
     def keeping_hidden(self) -> "Program":
-        """The same program, which also gives back the rows before its head. Not of one that was fused: there they are packed."""
+        """The same program, which also gives back the rows before its head. Not of one that was
+        fused: there they are packed.
+        """
         head = self._head()
         assert not head.x.packed, "a fused program has no such rows: ask for them before"
         return replace(self, hidden=head.x)
 
     def pooling(self) -> "Program":
-        """The same program, which also gives back the pooled rows, behind the last norm; its head runs on the logit rows alone."""
+        """The same program, which also gives back the pooled rows, behind the last norm; its head
+        runs on the logit rows alone.
+        """
         rows = self._head().x
         last = next(op for op in self.ops if op.output() == rows)
-        assert isinstance(last, Norm) and last.x.rows == "gathered", "rows are pooled behind the last norm of a model"
-        pooled = replace(last.out, id=1 + max(out.id for op in self.ops if (out := op.output())), rows="pooled")
+        assert isinstance(last, Norm) and last.x.rows == "gathered", (
+            "rows are pooled behind the last norm of a model"
+        )
+        pooled = replace(
+            last.out, id=1 + max(out.id for op in self.ops if (out := op.output())), rows="pooled"
+        )
         return replace(self, ops=(*self.ops, replace(last, out=pooled)), pooled=pooled)
 
     def with_window(self, window: int, num_sink_tokens: int) -> "Program":
-        """The same program with such a window, beside these sinks, in all layers that see everything; 0: as it is."""
+        """The same program with such a window, beside these sinks, in all layers that see
+        everything; 0: as it is.
+        """
 
         def limited(op: Op) -> Op:
             if not isinstance(op, Attention) or op.window:
@@ -89,20 +103,29 @@ class Program:
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """The KV that the program reads and writes: its layers by what they keep and see, in the order of their first layers."""
+        """The KV that the program reads and writes: its layers by what they keep and see, in the
+        order of their first layers.
+        """
         if self.shared_kv_groups is not None:
             return self.shared_kv_groups
         attention = [op for op in self.ops if isinstance(op, Attention)]
-        layouts = {op.layer: KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim) for op in attention}
+        layouts = {
+            op.layer: KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim)
+            for op in attention
+        }
         kinds = {op.layer: (layouts[op.layer], op.window, op.num_sink_tokens) for op in attention}
-        alike = {kind: tuple(layer for layer in kinds if kinds[layer] == kind) for kind in kinds.values()}
+        alike = {
+            kind: tuple(layer for layer in kinds if kinds[layer] == kind) for kind in kinds.values()
+        }
         return tuple(KvGroup(layers, *kind) for kind, layers in alike.items())
 
     @property
     def attention_crossover(self) -> float:
-        """Context with which attention takes a row of a prompt about as long as all the rest, before any window ends.
+        """Context with which attention takes a row of a prompt about as long as all the rest,
+        before any window ends.
 
-        Attention computes in bf16, the rest mostly in int8, of which a processor does twice as many operations in the same time.
+        Attention computes in bf16, the rest mostly in int8, of which a processor does twice as many
+        operations in the same time.
         """
         row = Load(((0, 1),), 0, 0)
         attention = sum(op.flops(row) for op in self.ops if isinstance(op, Attention))
@@ -124,7 +147,9 @@ class Program:
         return replace(self, ops=tuple(op.with_weights(new) for op in self.ops))
 
     def last_use(self) -> dict[int, int]:
-        """Index of the last op that reads each value (by id); what the program gives back outlives all ops."""
+        """Index of the last op that reads each value (by id); what the program gives back outlives
+        all ops.
+        """
         last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
         return last | {value.id: len(self.ops) for value in self.results}
 
@@ -143,7 +168,9 @@ class Tracer:
             raise FormatError(f"the checkpoint has no tensor {name!r}")
         tensor = self._tensors[name]
         if (tensor.rows, tensor.cols) != (rows, cols):
-            raise FormatError(f"tensor {name!r} has shape {tensor.shape}, and the model needs {(rows, cols)}")
+            raise FormatError(
+                f"tensor {name!r} has shape {tensor.shape}, and the model needs {(rows, cols)}"
+            )
         return Weight(name, rows, cols, tensor.nbytes, _kind(tensor.format))
 
     def vector(self, name: str, size: int) -> Weight:
@@ -184,7 +211,9 @@ class Tracer:
         size: int | None = None,
         rows: RowKind | None = None,
     ) -> Value:
-        """`size`: columns that are taken together; all where it is not given. `rows`: which of gathered rows; all of them."""
+        """`size`: columns that are taken together; all where it is not given. `rows`: which of
+        gathered rows; all of them.
+        """
         out = self._value(x.width, rows or x.rows)
         self.ops.append(Norm(out, x, weight, eps, kind, size or x.width, bias))
         return out
@@ -195,7 +224,9 @@ class Tracer:
         return out
 
     def head_linear(self, x: Value, heads: tuple[Weight, ...]) -> Value:
-        """One matrix for each head, all of one shape; `x` has those heads, or one that they share."""
+        """One matrix for each head, all of one shape; `x` has those heads, or one that they
+        share.
+        """
         out = self._value(sum(weight.rows for weight in heads), x.rows)
         self.ops.append(HeadLinear(out, x, heads))
         return out
@@ -235,7 +266,21 @@ class Tracer:
         scale = head_dim**-0.5 if scale is None else scale
         out = self._value(num_heads * value_dim, q.rows)
         shape = (num_heads, num_kv_heads, head_dim, value_dim)
-        self.ops.append(Attention(out, q, layer, *shape, scale, window, softcap, slopes, sinks, latent, num_sink_tokens))
+        self.ops.append(
+            Attention(
+                out,
+                q,
+                layer,
+                *shape,
+                scale,
+                window,
+                softcap,
+                slopes,
+                sinks,
+                latent,
+                num_sink_tokens,
+            )
+        )
         return out
 
     def glu(self, gate: Value, up: Value, activation: Activation = "silu") -> Value:
@@ -259,7 +304,9 @@ class Tracer:
         groups: tuple[int, int] = (1, 1),
         bias: Weight | None = None,
     ) -> Value:
-        """`x`: a logit for each expert; `groups`: how many there are, and in how many a row may go to experts."""
+        """`x`: a logit for each expert; `groups`: how many there are, and in how many a row may go
+        to experts.
+        """
         out = self._value(2 * top_k, x.rows)
         self.ops.append(Route(out, x, top_k, scoring, normalised, factor, *groups, bias))
         return out
@@ -312,7 +359,9 @@ def _kind(stored: Format) -> Kind:
 
 
 def trace(forward: Callable[[Tracer], Value], tensors: Mapping[str, StoredTensor]) -> Program:
-    """The program of `forward`, which returns the logits. Raises FormatError for a missing or misshapen tensor."""
+    """The program of `forward`, which returns the logits. Raises FormatError for a missing or
+    misshapen tensor.
+    """
     tracer = Tracer(tensors)
     logits = forward(tracer)
     return Program(tuple(tracer.ops), logits)

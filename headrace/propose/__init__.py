@@ -58,7 +58,11 @@ class DraftModels:
     @property
     def executables(self) -> list[Executable]:
         """All that draft."""
-        return [*([self.draft.executable] if self.draft else []), *([self.short] if self.short else []), *self.heads]
+        return [
+            *([self.draft.executable] if self.draft else []),
+            *([self.short] if self.short else []),
+            *self.heads,
+        ]
 
 
 NO_DRAFT_MODELS = DraftModels()
@@ -66,22 +70,38 @@ NO_DRAFT_MODELS = DraftModels()
 
 def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
     if draft_models.draft is None:
-        raise RequestError("proposer 'draft_model' needs a smaller model with the same vocabulary: set draft_model to one")
+        raise RequestError(
+            "proposer 'draft_model' needs a smaller model with the same vocabulary: set "
+            "draft_model to one"
+        )
     draft, wants = draft_models.draft, config.acceptance_method == "rejection"
     shape = (config.draft_depth, config.draft_width)
-    return DraftModelProposer(draft.executable, draft.kv, draft.longest, *shape, probabilities=wants)
+    return DraftModelProposer(
+        draft.executable, draft.kv, draft.longest, *shape, probabilities=wants
+    )
 
 
 def _self_draft(config: EngineConfig, draft_models: DraftModels) -> Proposer:
     if draft_models.short is None:
-        raise RequestError("proposer 'self_draft' needs draft_layers: `headrace calibrate` suggests how many")
+        raise RequestError(
+            "proposer 'self_draft' needs draft_layers: `headrace calibrate` suggests how many"
+        )
     wants = config.acceptance_method == "rejection"
-    return SelfDraftProposer(draft_models.short, draft_models.block_size, config.draft_depth, config.draft_width, probabilities=wants)
+    return SelfDraftProposer(
+        draft_models.short,
+        draft_models.block_size,
+        config.draft_depth,
+        config.draft_width,
+        probabilities=wants,
+    )
 
 
 def _medusa(config: EngineConfig, draft_models: DraftModels) -> Proposer:
     if not draft_models.heads:
-        raise RequestError("proposer 'medusa' needs heads that were trained for the model: set medusa_heads to their safetensors file")
+        raise RequestError(
+            "proposer 'medusa' needs heads that were trained for the model: set "
+            "medusa_heads to their safetensors file"
+        )
     return MedusaProposer(draft_models.heads, config.draft_depth, config.draft_width)
 
 
@@ -100,13 +120,16 @@ PROPOSERS = ("off", "auto", *METHODS)
 NEEDS = {"draft_model": "draft_model", "self_draft": "draft_layers", "medusa": "medusa_heads"}
 """Methods with an option that they cannot do without, and that is for them alone."""
 _AT_HAND = ("ngram", "online")
-"""Those that `auto` always has: they cost microseconds, and nothing where they have nothing to say."""
+"""Those that `auto` always has: they cost microseconds, and nothing where they have nothing to say.
+"""
 _DRAWN = ("draft_model", "self_draft")
 """Those whose drafts are draws from a distribution."""
 
 
 def asked_for(config: EngineConfig) -> tuple[str, ...]:
-    """The methods that a configuration asks for. Raises RequestError for a name that is not in PROPOSERS."""
+    """The methods that a configuration asks for. Raises RequestError for a name that is not in
+    PROPOSERS.
+    """
     name = config.proposer
     if name not in PROPOSERS:
         raise RequestError(f"unknown proposer {name!r}; there are: {', '.join(PROPOSERS)}")
@@ -115,10 +138,13 @@ def asked_for(config: EngineConfig) -> tuple[str, ...]:
     return () if name == "off" else (name,)
 
 
-def make_proposers(config: EngineConfig, draft_models: DraftModels = NO_DRAFT_MODELS) -> dict[str, Proposer]:
+def make_proposers(
+    config: EngineConfig, draft_models: DraftModels = NO_DRAFT_MODELS
+) -> dict[str, Proposer]:
     """New proposers, by name: those that the configuration asks for.
 
-    Raises RequestError for a name that is not in PROPOSERS, and where what a proposer is made from is missing.
+    Raises RequestError for a name that is not in PROPOSERS, and where what a proposer is made from
+    is missing.
     """
     return {name: METHODS[name](config, draft_models) for name in asked_for(config)}
 
@@ -129,14 +155,19 @@ def check_speculation(config: EngineConfig) -> None:
     for method, option in NEEDS.items():
         if getattr(config, option) and method not in asked_for(config):
             raise RequestError(
-                f"{option} is for proposer {method!r} or 'auto', and the proposer is {proposer!r}: set the one, or leave out the other"
+                f"{option} is for proposer {method!r} or 'auto', and the proposer is "
+                f"{proposer!r}: set the one, or leave out the other"
             )
     if acceptance != "exact" and proposer == "off":
         raise RequestError(
-            f"acceptance_method {acceptance!r} is about drafts, and the proposer is 'off': set proposer, or leave acceptance_method out"
+            f"acceptance_method {acceptance!r} is about drafts, and the proposer is "
+            "'off': set proposer, or leave acceptance_method out"
         )
-    if acceptance == "rejection" and (config.draft_width > 1 or not set(_DRAWN).intersection(asked_for(config))):
+    if acceptance == "rejection" and (
+        config.draft_width > 1 or not set(_DRAWN).intersection(asked_for(config))
+    ):
         raise RequestError(
-            "acceptance_method 'rejection' is for chains of drafts drawn by a model (proposer draft_model or self_draft, or auto "
+            "acceptance_method 'rejection' is for chains of drafts drawn by a model "
+            "(proposer draft_model or self_draft, or auto "
             "with one of them, draft_width 1); 'exact' takes any drafts"
         )

@@ -1,9 +1,10 @@
 """A smaller model drafts what the larger one will draw (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft draws with the noise that the target will use at the same place, so that of two near distributions both draw the same token
-as often as not: the Gumbel coupling that needs no probabilities. Its KV follows the sequences: what it has of a sequence is kept beside
-it, compared with what is known by now, rewound to where they part, and caught up with. So preemption, forks and prefix hits of the
-target need nothing here.
+The draft draws with the noise that the target will use at the same place, so that of two near
+distributions both draw the same token as often as not: the Gumbel coupling that needs no
+probabilities. Its KV follows the sequences: what it has of a sequence is kept beside it, compared
+with what is known by now, rewound to where they part, and caught up with. So preemption, forks and
+prefix hits of the target need nothing here.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +38,8 @@ class _DraftContext:
     agreed: int = 0  # so many of them are known to be those of the sequence
 
     def follow(self, known: list[int], kv: KvManager) -> None:
-        """Rewind to where it parts from what is known, and before the last token: that one is to give logits.
+        """Rewind to where it parts from what is known, and before the last token: that one is to
+        give logits.
 
         To the beginning, where windows have let go what would be seen there.
         """
@@ -50,14 +52,27 @@ class _DraftContext:
 
 
 def _num_common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 class DraftModelProposer:
     """Drafts what another model draws."""
 
-    def __init__(self, executable: Executable, kv: KvManager, longest: int, depth: int, width: int, *, probabilities: bool) -> None:
-        self.traits = ProposerTraits(depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT)
+    def __init__(
+        self,
+        executable: Executable,
+        kv: KvManager,
+        longest: int,
+        depth: int,
+        width: int,
+        *,
+        probabilities: bool,
+    ) -> None:
+        self.traits = ProposerTraits(
+            depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT
+        )
         self.kv = kv
         """The draft model's own."""
         self._executable = executable
@@ -82,9 +97,20 @@ class DraftModelProposer:
                 continue
             rows -= num_rows
             if num_rows == num_uncomputed:
-                chains[i] = chain(seq, draft.agreed, draft.tables, nodes, probabilities=self._probabilities)
+                chains[i] = chain(
+                    seq, draft.agreed, draft.tables, nodes, probabilities=self._probabilities
+                )
             else:
-                behind.append((draft, TokenRun(seq.known[draft.agreed : draft.agreed + num_rows], draft.agreed, draft.tables)))
+                behind.append(
+                    (
+                        draft,
+                        TokenRun(
+                            seq.known[draft.agreed : draft.agreed + num_rows],
+                            draft.agreed,
+                            draft.tables,
+                        ),
+                    )
+                )
         self._catch_up(behind)
         grow(self._executable, list(chains.values()), self.traits.width, self.kv.block_size)
         for i, grown in chains.items():  # the last token of a chain has no KV
@@ -93,7 +119,9 @@ class DraftModelProposer:
 
     def _catch_up(self, behind: list[tuple[_DraftContext, TokenRun]]) -> None:
         if behind:
-            self._executable.launch(batch_of_runs([run for _, run in behind], self.kv.block_size, logits=False)).wait()
+            self._executable.launch(
+                batch_of_runs([run for _, run in behind], self.kv.block_size, logits=False)
+            ).wait()
         for draft, run in behind:
             draft.tokens += run.tokens
 
@@ -101,7 +129,9 @@ class DraftModelProposer:
         pass
 
     def _begin(self, seq: SequenceView, begun: set[int]) -> _DraftContext | None:
-        """A draft that shares what one of the same request has; None: one has just begun, and in the next step will have more."""
+        """A draft that shares what one of the same request has; None: one has just begun, and in
+        the next step will have more.
+        """
         request = seq.seq_id[0]
         if request in begun:
             return None
@@ -118,9 +148,18 @@ class DraftModelProposer:
         return draft
 
     def _reserve(self, draft: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
-        """Slots behind what is computed, at the cost of sequences that do not draft now; whether there are enough."""
+        """Slots behind what is computed, at the cost of sequences that do not draft now; whether
+        there are enough.
+        """
         while (copies := self.kv.reserve(draft.tables, draft.agreed, length)) is None:
-            unused = next((other for seq, other in self._drafts.items() if any(other.tables) and seq not in busy), None)
+            unused = next(
+                (
+                    other
+                    for seq, other in self._drafts.items()
+                    if any(other.tables) and seq not in busy
+                ),
+                None,
+            )
             if unused is None:
                 return False
             unused.tokens.clear()

@@ -1,4 +1,6 @@
-"""The guard between the engine and a proposer: any failure of the proposer gives no draft, and is counted."""
+"""The guard between the engine and a proposer: any failure of the proposer gives no draft, and is
+counted.
+"""
 
 import operator
 from collections.abc import Callable
@@ -17,15 +19,19 @@ MOST_CONFIDENT = 7
 
 
 class Guard:
-    """A wrapper of a proposer. A call that raises, or returns something other than valid draft trees, gives no draft and is counted.
+    """A wrapper of a proposer. A call that raises, or returns something other than valid draft
+    trees, gives no draft and is counted.
 
-    A proposer is called in a thread of its own unless its traits say otherwise. Python cannot stop a thread, so a call that takes
-    longer than the time limit is abandoned and its proposer retired. It holds up this one step only, since the engine's state is given
-    to it to read and not to change. A call in the engine's thread is waited for, and retires its proposer as well if it took longer
-    than the limit. `clock` gives seconds.
+    A proposer is called in a thread of its own unless its traits say otherwise. Python cannot stop
+    a thread, so a call that takes longer than the time limit is abandoned and its proposer retired.
+    It holds up this one step only, since the engine's state is given to it to read and not to
+    change. A call in the engine's thread is waited for, and retires its proposer as well if it took
+    longer than the limit. `clock` gives seconds.
     """
 
-    def __init__(self, proposer: Proposer, vocab_size: int, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self, proposer: Proposer, vocab_size: int, clock: Callable[[], float] = perf_counter
+    ) -> None:
         self.traits = proposer.traits
         self.failures = 0
         self.retired = False
@@ -41,7 +47,9 @@ class Guard:
         asked = [i for i, nodes in enumerate(budgets) if nodes > 0]
         if not asked:
             return drafts
-        proposed = self._call(lambda: self._proposer.propose([seqs[i] for i in asked], [budgets[i] for i in asked]))
+        proposed = self._call(
+            lambda: self._proposer.propose([seqs[i] for i in asked], [budgets[i] for i in asked])
+        )
         if proposed is None or self.retired:
             return drafts
         try:
@@ -63,7 +71,9 @@ class Guard:
         del self._proposer
 
     def _call(self, function: Callable[[], Any], *, answers: bool = True) -> Any:
-        """What the function returns, or None if it fails; with `answers`, a return value of None counts as a failure."""
+        """What the function returns, or None if it fails; with `answers`, a return value of None
+        counts as a failure.
+        """
         if self.retired:
             return None
         try:
@@ -77,7 +87,9 @@ class Guard:
         return answer
 
     def _call_here(self, function: Callable[[], Any]) -> Any:
-        """What the function returns in this thread; raises _TookTooLongError if it took longer than the limit."""
+        """What the function returns in this thread; raises _TookTooLongError if it took longer than
+        the limit.
+        """
         limit, begun = self.traits.time_limit, self._clock()
         answer = function()
         if limit is not None and self._clock() - begun > limit:
@@ -87,7 +99,10 @@ class Guard:
     def _checked(self, draft: DraftTree, budget: int) -> DraftTree:
         """The draft with plain ints, or no draft if it is not a valid tree within the budget."""
         try:
-            tokens, parents = [operator.index(t) for t in draft.tokens], [operator.index(p) for p in draft.parents]
+            tokens, parents = (
+                [operator.index(t) for t in draft.tokens],
+                [operator.index(p) for p in draft.parents],
+            )
             confidence = min(max(operator.index(draft.confidence), 0), MOST_CONFIDENT)
             valid = (
                 len(tokens) == len(parents) <= budget
@@ -95,12 +110,18 @@ class Guard:
                 and all(-1 <= parent < node for node, parent in enumerate(parents))
             )
             probabilities = draft.probabilities
-            valid = valid and (probabilities is None or probabilities.shape == (len(tokens), self._vocab_size))
+            valid = valid and (
+                probabilities is None or probabilities.shape == (len(tokens), self._vocab_size)
+            )
         except Exception:
             valid = False
         if not valid:
             self.failures += 1
-        return DraftTree(tokens, parents, confidence, bool(draft.indivisible), probabilities) if valid else NO_DRAFT
+        return (
+            DraftTree(tokens, parents, confidence, bool(draft.indivisible), probabilities)
+            if valid
+            else NO_DRAFT
+        )
 
 
 class _TookTooLongError(Exception):
@@ -113,7 +134,9 @@ class _Answer(NamedTuple):
 
 
 class _Worker:
-    """A thread that makes calls, each waited for at most `time_limit` seconds. It ends when the worker is collected."""
+    """A thread that makes calls, each waited for at most `time_limit` seconds. It ends when the
+    worker is collected.
+    """
 
     def __init__(self, time_limit: float | None) -> None:
         self._time_limit = time_limit
@@ -122,9 +145,16 @@ class _Worker:
         self._thread: Thread | None = None
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What the function returns or raises. After a _TookTooLongError there must be no other call, as its answer may yet come."""
+        """What the function returns or raises. After a _TookTooLongError there must be no other
+        call, as its answer may yet come.
+        """
         if self._thread is None:
-            thread = Thread(target=_serve, args=(self._calls, self._answers), name="headrace-proposer", daemon=True)
+            thread = Thread(
+                target=_serve,
+                args=(self._calls, self._answers),
+                name="headrace-proposer",
+                daemon=True,
+            )
             thread.start()  # raises where there is none to be had, which is a failure of this call
             self._thread = thread
             finalize(self, self._calls.put, None)

@@ -1,9 +1,12 @@
-"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations that collects n-grams, and n-grams from it that are verified.
+"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations that collects n-grams, and
+n-grams from it that are verified.
 
-A column of the window is a run of draft tokens, one from each of the last iterations. With the likeliest token after it, it makes an
-n-gram, which goes into a pool under its first token. The n-grams that begin with the last known token are drafts. The attention mask
-of the window is that of a tree: its first level is a chain below the last scheduled row, and the rest of a column is a chain below the
-node of the column in that level. So the window and the n-grams share one draft tree, and a node of the window may be accepted too.
+A column of the window is a run of draft tokens, one from each of the last iterations. With the
+likeliest token after it, it makes an n-gram, which goes into a pool under its first token. The
+n-grams that begin with the last known token are drafts. The attention mask of the window is that of
+a tree: its first level is a chain below the last scheduled row, and the rest of a column is a chain
+below the node of the column in that level. So the window and the n-grams share one draft tree, and
+a node of the window may be accepted too.
 """
 
 from collections import OrderedDict
@@ -28,7 +31,13 @@ class LookaheadProposer:
     """Drafts by Jacobi iteration, and n-grams that earlier iterations gave."""
 
     def __init__(self, max_nodes: int) -> None:
-        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, learns_from_rows=True, needs_logits=True)
+        self.traits = ProposerTraits(
+            max_nodes,
+            in_engine_thread=True,
+            time_limit=None,
+            learns_from_rows=True,
+            needs_logits=True,
+        )
         self._states: WeakKeyDictionary[SequenceView, _State] = WeakKeyDictionary()
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
@@ -53,7 +62,8 @@ class _State:
     """Window and n-gram pool of a sequence."""
 
     def __init__(self, known: list[int]) -> None:
-        # The iteration may start from any tokens; those of the sequence are likelier than others to occur in it again.
+        # The iteration may start from any tokens; those of the sequence are likelier than others to
+        # occur in it again.
         self._fill = (known * (_WINDOW * _LEVELS))[: _WINDOW * _LEVELS]
         self._levels = [self._fill[level::_LEVELS] for level in range(_LEVELS)]  # [levels][columns]
         self._pool: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
@@ -61,12 +71,16 @@ class _State:
         """Nodes of each column in the last draft."""
 
     def draft(self, known: list[int], budget: int) -> DraftTree:
-        """The columns that fit in the budget, then the n-grams that begin with the last known token."""
+        """The columns that fit in the budget, then the n-grams that begin with the last known
+        token.
+        """
         tree = Tree(budget)
         self._columns = []
         stem = -1
         for column in zip(*self._levels, strict=True):
-            if len(tree.tokens) + _LEVELS > budget - _LEVELS * bool(self._columns):  # beyond the first column, keep the budget of an n-gram
+            if len(tree.tokens) + _LEVELS > budget - _LEVELS * bool(
+                self._columns
+            ):  # beyond the first column, keep the budget of an n-gram
                 break
             nodes = tree.add_chain(column, stem)
             self._columns.append(nodes)

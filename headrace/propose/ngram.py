@@ -1,4 +1,6 @@
-"""Prompt lookup: drafts what followed the last few tokens where they occurred before, in prompt or output (Saxena 2023)."""
+"""Prompt lookup: drafts what followed the last few tokens where they occurred before, in prompt or
+output (Saxena 2023).
+"""
 
 from array import array
 from collections.abc import Iterator
@@ -18,17 +20,23 @@ _MAX_CANDIDATES = 3
 _MAX_MATCH = 16
 """Tokens up to which the length of a match is measured."""
 _ACCEPTANCE = (0.5, 0.75, 0.85, 0.95)
-"""Where matches of 2, 4, 8 and 16 tokens are right before anything is measured, as `ProposerTraits.acceptance`: a little below what 96
-answers of the default model gave, to prompts to quote, edit, transform and chat (`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96)."""
+"""Where matches of 2, 4, 8 and 16 tokens are right before anything is measured, as
+`ProposerTraits.acceptance`: a little below what 96 answers of the default model gave, to prompts to
+quote, edit, transform and chat (`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96).
+"""
 _MAX_RUNS = 1 << 15
 """Most runs of a size that are kept of a sequence; the oldest is dropped first."""
 
 
 class NgramProposer:
-    """Drafts repetitions of a sequence's own text. It takes microseconds for each sequence and each new token of it."""
+    """Drafts repetitions of a sequence's own text. It takes microseconds for each sequence and each
+    new token of it.
+    """
 
     def __init__(self, max_nodes: int) -> None:
-        self.traits = ProposerTraits(max_nodes, in_engine_thread=True, time_limit=None, acceptance=_ACCEPTANCE)
+        self.traits = ProposerTraits(
+            max_nodes, in_engine_thread=True, time_limit=None, acceptance=_ACCEPTANCE
+        )
         # An entry is dropped with its sequence, however that ends.
         self._indices: WeakKeyDictionary[SequenceView, _Index] = WeakKeyDictionary()
 
@@ -48,8 +56,12 @@ class NgramProposer:
         if not matches:
             return NO_DRAFT
         longest = matches[0][0]
-        chains = [_continuation(known, place, budget) for length, place in matches if 2 * length > longest]
-        return merge(chains, budget, confidence=longest.bit_length() - 2)  # 0, 1, 2, 3 from 2, 4, 8, 16 tokens on
+        chains = [
+            _continuation(known, place, budget) for length, place in matches if 2 * length > longest
+        ]
+        return merge(
+            chains, budget, confidence=longest.bit_length() - 2
+        )  # 0, 1, 2, 3 from 2, 4, 8, 16 tokens on
 
 
 class _Index:
@@ -66,7 +78,9 @@ class _Index:
         self._length = len(known)
 
     def matches(self, known: list[int]) -> list[tuple[int, int]]:
-        """(length, position after it) of earlier occurrences of what ends the sequence: the longest first, of equal ones the latest."""
+        """(length, position after it) of earlier occurrences of what ends the sequence: the longest
+        first, of equal ones the latest.
+        """
         found: dict[int, int] = {}
         for runs in self._runs:
             for place in runs.places(_key(known[-runs.size :])):
@@ -74,16 +88,21 @@ class _Index:
                     found[place] = _match_length(known, place, runs.size)
             if len(found) >= _MAX_CANDIDATES:
                 break
-        return sorted(((length, place) for place, length in found.items()), reverse=True)[:_MAX_CANDIDATES]
+        return sorted(((length, place) for place, length in found.items()), reverse=True)[
+            :_MAX_CANDIDATES
+        ]
 
 
 class _Runs:
-    """The places behind runs of `size` tokens. Each leads to the one before it, so a long prompt is added without a list for each run."""
+    """The places behind runs of `size` tokens. Each leads to the one before it, so a long prompt is
+    added without a list for each run.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._last: dict[bytes, int] = {}
-        """The latest place behind each run; the run that was met first is the first to be dropped."""
+        """The latest place behind each run; the run that was met first is the first to be dropped.
+        """
         self._before = array("i", [-1]) * size
         """By place: the one before it behind the same run; -1: there is none."""
 
@@ -91,7 +110,11 @@ class _Runs:
         """Add the runs before each token from `length` on."""
         last, before = self._last, self._before
         first = max(length, self.size)
-        data, step, width = _key(known[first - self.size : -1]), self._before.itemsize, self._before.itemsize * self.size
+        data, step, width = (
+            _key(known[first - self.size : -1]),
+            self._before.itemsize,
+            self._before.itemsize * self.size,
+        )
         for place, start in enumerate(range(0, len(data) - width + 1, step), first):
             run = data[start : start + width]
             before.append(last.get(run, -1))
@@ -110,12 +133,16 @@ class _Runs:
 
 
 def _key(tokens: list[int]) -> bytes:
-    """A run, or several that overlap, as bytes: sooner made and found than tuples, and nothing for the garbage collector."""
+    """A run, or several that overlap, as bytes: sooner made and found than tuples, and nothing for
+    the garbage collector.
+    """
     return array("i", tokens).tobytes()
 
 
 def _match_length(known: list[int], place: int, size: int) -> int:
-    """Number of tokens before `place` that are also those at the end of the sequence; at least `size`, which is known."""
+    """Number of tokens before `place` that are also those at the end of the sequence; at least
+    `size`, which is known.
+    """
     length, most = size, min(_MAX_MATCH, place)
     while length < most and known[place - length - 1] == known[-length - 1]:
         length += 1

@@ -1,8 +1,9 @@
-"""The model's own first layers and its head draft what the whole of it will draw (Zhang et al. 2024, Draft & Verify; Elhoushi et al.
-2024, LayerSkip).
+"""The model's own first layers and its head draft what the whole of it will draw (Zhang et al.
+2024, Draft & Verify; Elhoushi et al. 2024, LayerSkip).
 
-The short program runs over the weights and the KV of the long one. What these layers have of the context is there already; what they
-write for drafts lies in slots that the step writes again, with the same numbers where the draft stays the same.
+The short program runs over the weights and the KV of the long one. What these layers have of the
+context is there already; what they write for drafts lies in slots that the step writes again, with
+the same numbers where the draft stays the same.
 """
 
 from headrace.backend import Executable
@@ -12,14 +13,26 @@ from headrace.propose.chains import TIME_LIMIT, chain, grow
 from headrace.proposer import ProposerTraits, SequenceView
 
 _MOST_ROWS = 16
-"""Of known tokens without KV. At the end of a prompt there are more, and computing them twice costs more than a draft brings."""
+"""Of known tokens without KV. At the end of a prompt there are more, and computing them twice costs
+more than a draft brings.
+"""
 
 
 class SelfDraftProposer:
     """Drafts by leaving out the last layers."""
 
-    def __init__(self, executable: Executable, block_size: int, depth: int, width: int, *, probabilities: bool) -> None:
-        self.traits = ProposerTraits(depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT)
+    def __init__(
+        self,
+        executable: Executable,
+        block_size: int,
+        depth: int,
+        width: int,
+        *,
+        probabilities: bool,
+    ) -> None:
+        self.traits = ProposerTraits(
+            depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT
+        )
         self._executable = executable
         self._block_size = block_size
         self._probabilities = probabilities

@@ -6,7 +6,9 @@ from headrace.batch import DraftTree
 
 
 class Tree:
-    """A draft tree under construction, of at most `budget` nodes. The children of a node have different tokens."""
+    """A draft tree under construction, of at most `budget` nodes. The children of a node have
+    different tokens.
+    """
 
     def __init__(self, budget: int) -> None:
         self.tokens: list[int] = []
@@ -15,7 +17,9 @@ class Tree:
         self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with this token, added if there is none; None if the budget is spent."""
+        """The child of `parent` with this token, added if there is none; None if the budget is
+        spent.
+        """
         node = self._nodes.get((parent, token))
         if node is None and len(self.tokens) < self._budget:
             node = self._nodes[parent, token] = len(self.tokens)
@@ -35,7 +39,9 @@ class Tree:
 
 
 def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTree:
-    """The chains as one tree, filled level by level: the more chains agree, the deeper the budget goes."""
+    """The chains as one tree, filled level by level: the more chains agree, the deeper the budget
+    goes.
+    """
     tree = Tree(budget)
     ends = [-1] * len(chains)
     for depth in range(max(map(len, chains), default=0)):

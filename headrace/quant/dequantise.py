@@ -1,11 +1,13 @@
 """What each stored format means, in NumPy: the truth that the kernels are held to.
 
-The layouts are those of ggml (`ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`); every operation is the one ggml
-does, in its order and in float32, so the results are bit-equal to it. Integers are unpacked with `fields`; a value is
-`scale * q`, `scale * q + minimum` or, in the K formats of 256 values, the same with scales that are themselves quantised.
+The layouts are those of ggml (`ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`); every
+operation is the one ggml does, in its order and in float32, so the results are bit-equal to it.
+Integers are unpacked with `fields`; a value is `scale * q`, `scale * q + minimum` or, in the K
+formats of 256 values, the same with scales that are themselves quantised.
 
-A function here takes the parts of a stored tensor and which of its stored rows are wanted, and gives their values,
-[wanted rows, columns]. `of_blocks` makes one from the conversion of blocks [blocks, bytes] to values [blocks, values].
+A function here takes the parts of a stored tensor and which of its stored rows are wanted, and
+gives their values, [wanted rows, columns]. `of_blocks` makes one from the conversion of blocks
+[blocks, bytes] to values [blocks, values].
 """
 
 from collections.abc import Callable, Mapping
@@ -21,11 +23,15 @@ Rows = slice | NDArray[np.int64]
 Values = Callable[[Parts, Rows], Floats]
 
 _CHUNK_VALUES = 1 << 16
-"""Values converted at a time: the temporaries stay in cache instead of costing several times the tensor."""
+"""Values converted at a time: the temporaries stay in cache instead of costing several times the
+tensor.
+"""
 
 
 def of_blocks(convert: Callable[[Bytes], Floats], block: int) -> Values:
-    """The values of codes [stored rows, blocks of a row, bytes] that hold their scales themselves, `block` values a block."""
+    """The values of codes [stored rows, blocks of a row, bytes] that hold their scales themselves,
+    `block` values a block.
+    """
 
     def values(parts: Parts, rows: Rows) -> Floats:
         codes = parts["codes"][rows]
@@ -84,13 +90,17 @@ def nibbles(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]
     return fields(blocks[:, at : at + 16], (0, 4), 15).reshape(-1, 32)
 
 
-def _q5(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]: 32 fifth bits, then nibbles as in `nibbles`
+def _q5(
+    blocks: Bytes, at: int
+) -> Bytes:  # [blocks, 32]: 32 fifth bits, then nibbles as in `nibbles`
     fifth = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
     return nibbles(blocks, at + 4) | (fifth << np.uint8(4))
 
 
 class BlockScales(NamedTuple):
-    """The scales of blocks, or their minima: small integers, times a float16 that a block has for all of them."""
+    """The scales of blocks, or their minima: small integers, times a float16 that a block has for
+    all of them.
+    """
 
     units: Floats  # [blocks, 1]
     steps: NDArray[np.int8]  # [blocks, scales of a block]
@@ -99,13 +109,17 @@ class BlockScales(NamedTuple):
 
     @property
     def numbers(self) -> Floats:  # [blocks, scales of a block]
-        """The scales themselves: float32 has all digits of a product. Units that are infinite give what they give in every format."""
+        """The scales themselves: float32 has all digits of a product. Units that are infinite give
+        what they give in every format.
+        """
         with np.errstate(invalid="ignore"):
             return self.units * self.steps.astype(np.float32) * np.float32(self.fraction)
 
 
 class BlockCodes(NamedTuple):
-    """Blocks taken apart: a value is scale * code, plus the minimum of its columns where there are minima."""
+    """Blocks taken apart: a value is scale * code, plus the minimum of its columns where there are
+    minima.
+    """
 
     codes: NDArray[Any]  # int8 or uint8 [blocks, scales of a block, columns that share one]
     scales: BlockScales
@@ -151,7 +165,11 @@ def q8_0(blocks: Bytes) -> BlockCodes:
 
 def _one_scale(blocks: Bytes, codes: NDArray[Any], minima: Floats | None = None) -> BlockCodes:
     one = np.ones((len(blocks), 1), np.int8)
-    return BlockCodes(codes[:, None, :], BlockScales(half(blocks, 0), one), None if minima is None else BlockScales(minima, one))
+    return BlockCodes(
+        codes[:, None, :],
+        BlockScales(half(blocks, 0), one),
+        None if minima is None else BlockScales(minima, one),
+    )
 
 
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -159,7 +177,9 @@ _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.f
 
 
 def _scaled(exponents: Bytes, values: Floats) -> Floats:
-    """Values that are doubled, times the power of two whose exponent, plus 127, a byte is; beyond float32 they are infinite."""
+    """Values that are doubled, times the power of two whose exponent, plus 127, a byte is; beyond
+    float32 they are infinite.
+    """
     with np.errstate(over="ignore"):
         return np.ldexp(values, exponents.astype(np.int32) - 128)
 
@@ -170,7 +190,9 @@ def mxfp4(blocks: Bytes) -> Floats:
 
 
 def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
-    """The same with neighbours in a byte, the first in its low half, and the powers in the part `block_scales` [stored rows, blocks]."""
+    """The same with neighbours in a byte, the first in its low half, and the powers in the part
+    `block_scales` [stored rows, blocks].
+    """
     codes = parts["codes"][rows]
     values = _E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:2], 32)
     return _scaled(parts["block_scales"][rows][:, :, None], values).reshape(len(codes), -1)
@@ -188,7 +210,9 @@ def q3_k(blocks: Bytes) -> BlockCodes:
     """3 bits around 4, 6-bit scales of 16 values, times a scale."""
     low = fields(blocks[:, 32:96].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16)
     third = fields(blocks[:, :32], tuple(range(8)), 1).reshape(-1, 16, 16)
-    codes = low.view(np.int8) - np.int8(4) * (third ^ 1).view(np.int8)  # a set mask bit means "no offset"
+    codes = low.view(np.int8) - np.int8(4) * (third ^ 1).view(
+        np.int8
+    )  # a set mask bit means "no offset"
     low_scales = fields(blocks[:, 96:104], (0, 4), 15).reshape(-1, 16)
     high_scales = fields(blocks[:, 104:108], (0, 2, 4, 6), 3).reshape(-1, 16)
     scales = (low_scales | (high_scales << np.uint8(4))).view(np.int8) - np.int8(32)
@@ -200,7 +224,9 @@ def _scales_and_minima(blocks: Bytes) -> tuple[BlockScales, BlockScales]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 0x30)], axis=1)
     minima = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
-    return BlockScales(half(blocks, 0), scales.view(np.int8)), BlockScales(-half(blocks, 2), minima.view(np.int8))
+    return BlockScales(half(blocks, 0), scales.view(np.int8)), BlockScales(
+        -half(blocks, 2), minima.view(np.int8)
+    )
 
 
 def q4_k(blocks: Bytes) -> BlockCodes:

@@ -1,7 +1,9 @@
-"""Values to the blocks of ggml's formats: the inverse of `dequantise`, with the least squared error that a search finds.
+"""Values to the blocks of ggml's formats: the inverse of `dequantise`, with the least squared error
+that a search finds.
 
-The layouts are those of ggml (`ggml-common.h`). An encoder takes blocks of values [blocks, values of a block] and the importance of each
-value, or None, and gives [blocks, bytes]. Codes are those of the scales as they are stored.
+The layouts are those of ggml (`ggml-common.h`). An encoder takes blocks of values [blocks, values
+of a block] and the importance of each value, or None, and gives [blocks, bytes]. Codes are those of
+the scales as they are stored.
 """
 
 from collections.abc import Callable
@@ -11,16 +13,29 @@ import numpy as np
 
 from headrace.quant import encode_k
 from headrace.quant.fit import Grid, Integers, Table, fit_range, fit_scale, inverse
-from headrace.quant.packing import Bytes, Floats, as_half, columns, half, in_rows, packed, stored_scale
+from headrace.quant.packing import (
+    Bytes,
+    Floats,
+    as_half,
+    columns,
+    half,
+    in_rows,
+    packed,
+    stored_scale,
+)
 from headrace.quant.spec import CODEBOOKS, Number, encoded
 
 _CHUNK_VALUES = 1 << 16
 """Values encoded at a time: what is computed of them stays in cache."""
 _MOST = np.float32(1e9)
-"""Values beyond are taken for it: no format with scales in float16 reaches so far, and its square is still a float32."""
+"""Values beyond are taken for it: no format with scales in float16 reaches so far, and its square
+is still a float32.
+"""
 _MOST_BF16 = np.float32(3.3895e38)
 _LEAST_SCALE = 2.0**-28
-"""Below it 0 is nearer to the values of a block than those of a table without 0, times the least float16."""
+"""Below it 0 is nearer to the values of a block than those of a table without 0, times the least
+float16.
+"""
 _LEAST_IMPORTANCE = np.float32(1e-4)
 """Of a column, as a part of their mean: none is left to chance."""
 _MOST_POWER = 252
@@ -36,11 +51,14 @@ class Encoder(NamedTuple):
     encode: Callable[[Floats, Floats | None], Bytes]
 
 
-def encode(name: str, values: Floats, importance: Floats | None = None) -> Bytes:  # [rows, cols // block, nbytes]
+def encode(
+    name: str, values: Floats, importance: Floats | None = None
+) -> Bytes:  # [rows, cols // block, nbytes]
     """Rows of values [rows, cols] in a format of `ENCODERS`, whose block divides the columns.
 
-    `importance` says how much an error in each column counts [cols]: the mean square of what it is multiplied with. Values that are too
-    large for the format become its largest. Raises ValueError for values that are not finite.
+    `importance` says how much an error in each column counts [cols]: the mean square of what it is
+    multiplied with. Values that are too large for the format become its largest. Raises ValueError
+    for values that are not finite.
     """
     encoder, (num_rows, cols) = ENCODERS[name], values.shape
     assert cols % encoder.block == 0, f"{name}: {cols} columns"
@@ -52,7 +70,14 @@ def encode(name: str, values: Floats, importance: Floats | None = None) -> Bytes
         chunk = blocks[first : first + step]
         if not np.isfinite(chunk).all():
             raise ValueError("values that are not finite")
-        made.append(encoder.encode(chunk, None if weights is None else weights[np.arange(first, first + len(chunk)) % len(weights)]))
+        made.append(
+            encoder.encode(
+                chunk,
+                None
+                if weights is None
+                else weights[np.arange(first, first + len(chunk)) % len(weights)],
+            )
+        )
     return np.concatenate(made).reshape(num_rows, cols // encoder.block, -1)
 
 
@@ -73,15 +98,22 @@ def _numbers(number: Number, most: np.float32) -> Encoder:
 
 
 def _limited(block: int, convert: Callable[[Floats, Floats | None], Bytes]) -> Encoder:
-    return Encoder(block, lambda blocks, importance: convert(np.clip(blocks, -_MOST, _MOST), importance))
+    return Encoder(
+        block, lambda blocks, importance: convert(np.clip(blocks, -_MOST, _MOST), importance)
+    )
 
 
 def _scaled(grid: Grid, block: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
-    """Codes times a scale; `pack` puts the bytes of scales and the codes [blocks, block] together."""
+    """Codes times a scale; `pack` puts the bytes of scales and the codes [blocks, block]
+    together.
+    """
 
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
         values = columns(blocks, block)
-        scales = stored_scale(fit_scale(values, grid, None if importance is None else columns(importance, block)), _LEAST_SCALE)
+        scales = stored_scale(
+            fit_scale(values, grid, None if importance is None else columns(importance, block)),
+            _LEAST_SCALE,
+        )
         return pack(half(scales[0]), in_rows(grid.codes(values * inverse(scales))))
 
     return _limited(block, convert)
@@ -101,7 +133,9 @@ def _ranged(high: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
     return _limited(32, convert)
 
 
-def _nibbles(codes: Bytes) -> Bytes:  # [blocks, 32] to [blocks, 16]: low nibbles are the first half of the block
+def _nibbles(
+    codes: Bytes,
+) -> Bytes:  # [blocks, 32] to [blocks, 16]: low nibbles are the first half of the block
     return packed(codes.reshape(-1, 2, 16), 4)
 
 
@@ -110,7 +144,9 @@ def _q4(head: Bytes, codes: Bytes) -> Bytes:
 
 
 def _q5(head: Bytes, codes: Bytes) -> Bytes:
-    return np.concatenate([head, np.packbits(codes >> 4, axis=1, bitorder="little"), _nibbles(codes)], axis=1)
+    return np.concatenate(
+        [head, np.packbits(codes >> 4, axis=1, bitorder="little"), _nibbles(codes)], axis=1
+    )
 
 
 def _q8_0(blocks: Floats, importance: Floats | None) -> Bytes:
@@ -121,7 +157,9 @@ def _q8_0(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def _mxfp4(blocks: Floats, importance: Floats | None) -> Bytes:
-    """4-bit floats times a power of two: that with which the largest code is reached, or one beside it."""
+    """4-bit floats times a power of two: that with which the largest code is reached, or one beside
+    it.
+    """
     plain = np.frexp(np.abs(blocks).max(axis=1, keepdims=True))[1] + 124
     powers, errors = plain, np.full(plain.shape, np.inf, np.float32)
     for step in (0, -1, 1):
@@ -132,13 +170,23 @@ def _mxfp4(blocks: Floats, importance: Floats | None) -> Bytes:
         error = np.ldexp(error, 2 * (candidate - plain))
         better = error < errors
         powers, errors = np.where(better, candidate, powers), np.where(better, error, errors)
-    return np.concatenate([powers.astype(np.uint8), _nibbles(_E2M1.codes(np.ldexp(blocks, 128 - powers)))], axis=1)
+    return np.concatenate(
+        [powers.astype(np.uint8), _nibbles(_E2M1.codes(np.ldexp(blocks, 128 - powers)))], axis=1
+    )
 
 
 def _tq1_0(head: Bytes, codes: Bytes) -> Bytes:
-    """Five codes of three values in a byte, as a fraction of 243 in 256ths, the first of them largest; four in the last bytes."""
-    parts = codes[:, :160].reshape(-1, 5, 32), codes[:, 160:240].reshape(-1, 5, 16), codes[:, 240:].reshape(-1, 4, 4)
-    numbers = np.concatenate([(part * _TRITS[: part.shape[1]]).sum(axis=1) for part in parts], axis=1)
+    """Five codes of three values in a byte, as a fraction of 243 in 256ths, the first of them
+    largest; four in the last bytes.
+    """
+    parts = (
+        codes[:, :160].reshape(-1, 5, 32),
+        codes[:, 160:240].reshape(-1, 5, 16),
+        codes[:, 240:].reshape(-1, 4, 4),
+    )
+    numbers = np.concatenate(
+        [(part * _TRITS[: part.shape[1]]).sum(axis=1) for part in parts], axis=1
+    )
     return np.concatenate([((numbers * 256 + 242) // 243).astype(np.uint8), head], axis=1)
 
 

@@ -1,7 +1,9 @@
-"""Scales and minima of blocks of values, by the squared error: candidates around the plain range, each refitted by least squares.
+"""Scales and minima of blocks of values, by the squared error: candidates around the plain range,
+each refitted by least squares.
 
-Blocks lie along the first axis, [values of a block, ...], so that sums over a block are sums of rows. Values are rounded to codes with a
-candidate, and the scale that these codes are best read with follows from them; so it goes round once more with the best of all.
+Blocks lie along the first axis, [values of a block, ...], so that sums over a block are sums of
+rows. Values are rounded to codes with a candidate, and the scale that these codes are best read
+with follows from them; so it goes round once more with the best of all.
 """
 
 from collections.abc import Iterable
@@ -51,7 +53,9 @@ class Integers:
 
 
 class Table:
-    """Integers that are looked up, in any order. What is half way between two of them is a multiple of 1/2."""
+    """Integers that are looked up, in any order. What is half way between two of them is a multiple
+    of 1/2.
+    """
 
     def __init__(self, values: Iterable[float]) -> None:
         self.values = np.array(values, np.float32)
@@ -71,23 +75,31 @@ class Table:
 
 def inverse(numbers: Floats) -> Floats:
     """1 over each number; 0 for 0."""
-    return np.divide(np.float32(1), numbers, out=np.zeros_like(numbers), where=np.abs(numbers) > _SMALL)
+    return np.divide(
+        np.float32(1), numbers, out=np.zeros_like(numbers), where=np.abs(numbers) > _SMALL
+    )
 
 
 def fit_scale(values: Floats, grid: Grid, weights: Floats | None = None) -> Floats:
-    """The scales [...] of blocks [values of a block, ...] that are `scale * nearest`; of a block of zeros 0.
+    """The scales [...] of blocks [values of a block, ...] that are `scale * nearest`; of a block of
+    zeros 0.
 
-    With a factor of 1 the value of largest magnitude becomes the largest of the grid, so that scales may be negative.
+    With a factor of 1 the value of largest magnitude becomes the largest of the grid, so that
+    scales may be negative.
     """
     at = np.abs(values).argmax(axis=0)
     plain = grid.largest * inverse(np.take_along_axis(values, at[None], axis=0)[0])
     weighted = values if weights is None else values * weights
 
     def refitted(inverse_scales: Floats) -> tuple[Floats, Floats]:
-        """The scales that are best for the codes of others, and what they take off the sum of squares."""
+        """The scales that are best for the codes of others, and what they take off the sum of
+        squares.
+        """
         rounded = grid.nearest(values * inverse_scales)
         along = (weighted * rounded).sum(axis=0)
-        squares = (rounded * rounded if weights is None else rounded * rounded * weights).sum(axis=0)
+        squares = (rounded * rounded if weights is None else rounded * rounded * weights).sum(
+            axis=0
+        )
         scales = along * inverse(squares)
         return scales, scales * along
 
@@ -99,8 +111,11 @@ def fit_scale(values: Floats, grid: Grid, weights: Floats | None = None) -> Floa
     return refitted(inverse(result))[0]
 
 
-def fit_range(values: Floats, high: int, weights: Floats | None = None, *, signed: bool) -> tuple[Floats, Floats]:
-    """The scales and minima [...] of blocks [values of a block, ...] that are `scale * code + minimum`, codes from 0 to `high`.
+def fit_range(
+    values: Floats, high: int, weights: Floats | None = None, *, signed: bool
+) -> tuple[Floats, Floats]:
+    """The scales and minima [...] of blocks [values of a block, ...] that are `scale * code +
+    minimum`, codes from 0 to `high`.
 
     Minima are 0 or below, unless they are `signed`.
     """
@@ -108,12 +123,16 @@ def fit_range(values: Floats, high: int, weights: Floats | None = None, *, signe
     least = values.min(axis=0) if signed else np.minimum(values.min(axis=0), np.float32(0))
     above = values - least  # of what all have in common, squares would leave no digits to the rest
     weighted = above if weights is None else above * weights
-    count = np.full(least.shape, len(values), np.float32) if weights is None else weights.sum(axis=0)
+    count = (
+        np.full(least.shape, len(values), np.float32) if weights is None else weights.sum(axis=0)
+    )
     total, squares = weighted.sum(axis=0), (weighted * above).sum(axis=0)
     plain = grid.high * inverse(above.max(axis=0))
 
     def refitted(inverse_scales: Floats, offsets: Floats) -> tuple[Floats, Floats, Floats]:
-        """The scales and offsets from the least value that are best for the codes of others, and their errors."""
+        """The scales and offsets from the least value that are best for the codes of others, and
+        their errors.
+        """
         rounded = grid.nearest((above - offsets) * inverse_scales)
         along = (weighted * rounded).sum(axis=0)
         codes = rounded if weights is None else rounded * weights
@@ -125,13 +144,20 @@ def fit_range(values: Floats, high: int, weights: Floats | None = None, *, signe
             offsets = np.minimum(offsets, -least)
         along -= offsets * code_sum
         scales = along * inverse(code_squares)
-        return scales, offsets, squares - 2 * offsets * total + offsets * offsets * count - scales * along
+        return (
+            scales,
+            offsets,
+            squares - 2 * offsets * total + offsets * offsets * count - scales * along,
+        )
 
     scales = offsets = np.zeros_like(least)
     errors = np.full_like(least, np.inf)
     for factor in _FACTORS:
         candidate = refitted(plain * factor, np.zeros_like(least))
         better = candidate[2] < errors
-        scales, offsets, errors = (np.where(better, *pair) for pair in zip(candidate, (scales, offsets, errors), strict=True))
+        scales, offsets, errors = (
+            np.where(better, *pair)
+            for pair in zip(candidate, (scales, offsets, errors), strict=True)
+        )
     scales, offsets, _ = refitted(inverse(scales), offsets)
     return scales, offsets + least

@@ -1,8 +1,10 @@
-"""Blocks of GGUF files whose codes are looked up, and those that kernels read as codes with a table of scales.
+"""Blocks of GGUF files whose codes are looked up, and those that kernels read as codes with a table
+of scales.
 
-The layouts are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`), and this is what the
-readers of kernels are held to (`csrc/grids.cpp`, `csrc/table_blocks.cpp`). Scales are computed in float32 as ggml does it, and a value is
-the product of the two, as it is there: all are bit-equal, but for the sign of zeros in TQ1_0, TQ2_0 and NVFP4.
+The layouts are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`, `dequantize_row_*` in
+`ggml-quants.c`), and this is what the readers of kernels are held to (`csrc/grids.cpp`,
+`csrc/table_blocks.cpp`). Scales are computed in float32 as ggml does it, and a value is the product
+of the two, as it is there: all are bit-equal, but for the sign of zeros in TQ1_0, TQ2_0 and NVFP4.
 """
 
 from collections.abc import Callable
@@ -23,13 +25,17 @@ _EVEN_SIGNS = _SEVENS | ((np.bitwise_count(_SEVENS) & np.uint8(1)) << np.uint8(7
 
 _UE4M3 = np.abs(small_floats(3)).astype(np.float16)
 _UE4M3[[127, 255]] = 0, 480
-"""Scales of NVFP4 [256]: e4m3, whose sign counts for nothing; ggml has 0 for its NaN, and a number for the one with a sign."""
+"""Scales of NVFP4 [256]: e4m3, whose sign counts for nothing; ggml has 0 for its NaN, and a number
+for the one with a sign.
+"""
 
 
 def integers(name: str) -> Integers:
-    """What codes of the format of this name are numbers of: 16 integers, or points of a grid [points, columns of a point].
+    """What codes of the format of this name are numbers of: 16 integers, or points of a grid
+    [points, columns of a point].
 
-    A code of IQ2 and IQ3 has signs beside them, one of IQ1 says whether 1 is added to eight times a value, or taken away.
+    A code of IQ2 and IQ3 has signs beside them, one of IQ1 says whether 1 is added to eight times a
+    value, or taken away.
     """
     return _INTEGERS[name]()
 
@@ -37,19 +43,24 @@ def integers(name: str) -> Integers:
 def split(name: str, blocks: Bytes) -> BlockCodes:
     """Blocks [blocks, bytes] in such a format, taken apart.
 
-    No check is made of scales: one that is infinite or NaN gives values that are, as it does in every format of GGUF files.
+    No check is made of scales: one that is infinite or NaN gives values that are, as it does in
+    every format of GGUF files.
     """
     with np.errstate(invalid="ignore"):
         return _LOOKUPS[name](blocks)
 
 
 def table_rows(name: str, stored: Bytes) -> TableRows:
-    """The codes of rows of blocks [rows, blocks of a row, bytes] in a format of this name that has a table of scales."""
+    """The codes of rows of blocks [rows, blocks of a row, bytes] in a format of this name that has
+    a table of scales.
+    """
     rows, blocks, nbytes = stored.shape
     with np.errstate(invalid="ignore"):
         found = _TABLES[name](np.ascontiguousarray(stored).reshape(rows * blocks, nbytes))
     codes, scales = found.codes, found.scales
-    return TableRows(codes.reshape(rows, blocks * codes.shape[1]), scales.reshape(rows, blocks * scales.shape[1]))
+    return TableRows(
+        codes.reshape(rows, blocks * codes.shape[1]), scales.reshape(rows, blocks * scales.shape[1])
+    )
 
 
 def _words(blocks: Bytes, first: int, last: int, dtype: str) -> NDArray[np.uint32]:
@@ -57,7 +68,9 @@ def _words(blocks: Bytes, first: int, last: int, dtype: str) -> NDArray[np.uint3
     return np.ascontiguousarray(blocks[:, first:last]).view(dtype).astype(np.uint32)
 
 
-def _in_turn(numbers: NDArray[np.uint32] | Bytes, shifts: tuple[int, ...], mask: int) -> NDArray[np.uint32]:
+def _in_turn(
+    numbers: NDArray[np.uint32] | Bytes, shifts: tuple[int, ...], mask: int
+) -> NDArray[np.uint32]:
     """Bit fields of each number, number by number: [blocks, n] -> [blocks, n * len(shifts)]."""
     found = (numbers.astype(np.uint32)[..., None] >> np.array(shifts, np.uint32)) & np.uint32(mask)
     return found.reshape(len(numbers), numbers.shape[1] * len(shifts))
@@ -92,7 +105,9 @@ def _odd(steps: NDArray[np.uint32]) -> Integers:
 
 
 def _eighths(scale: Floats, steps: Integers) -> BlockScales:
-    """A scale times steps over 8. ggml has halves and quarters: no digit of the products is lost in either order."""
+    """A scale times steps over 8. ggml has halves and quarters: no digit of the products is lost in
+    either order.
+    """
     return BlockScales(scale, steps, 0.125)
 
 
@@ -149,7 +164,9 @@ def _iq1_s(blocks: Bytes) -> BlockCodes:
 
 
 def _iq1_m(blocks: Bytes) -> BlockCodes:
-    """8 values: 11 bits of a point and a sign; 3-bit scales of 16 values, above which the scale of all lies in four pieces."""
+    """8 values: 11 bits of a point and a sign; 3-bit scales of 16 values, above which the scale of
+    all lies in four pieces.
+    """
     points = blocks[:, :32] | (_in_turn(blocks[:, 32:48], (0, 4), 7) << np.uint32(8))
     words = _words(blocks, 48, 56, "<u2")
     pieces = (words >> np.uint32(12)) << np.array([0, 4, 8, 12], np.uint32)
@@ -165,35 +182,51 @@ def _iq4_nl(blocks: Bytes) -> TableRows:
 
 def _iq4_xs(blocks: Bytes) -> BlockCodes:
     """4 bits, 6-bit scales of 32 values around 32."""
-    codes = integers("IQ4_XS")[fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)]
+    codes = integers("IQ4_XS")[
+        fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)
+    ]
     high = _in_turn(_words(blocks, 2, 4, "<u2"), tuple(range(0, 16, 2)), 3)
     steps = _in_turn(blocks[:, 4:8], (0, 4), 15) | (high << np.uint32(4))
     return _scaled(codes, BlockScales(half(blocks, 0), steps.astype(np.int8) - np.int8(32)))
 
 
 def _tq1_0(blocks: Bytes) -> TableRows:
-    """Five values in a byte, four in the last ones: the digits of a number to the base 3, as a fraction of 256."""
+    """Five values in a byte, four in the last ones: the digits of a number to the base 3, as a
+    fraction of 256.
+    """
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     codes = np.empty((len(blocks), 256), np.uint8)
     for first, last, at, digits in ((0, 32, 0, 5), (32, 48, 160, 5), (48, 52, 240, 4)):
-        fractions, width = (blocks[:, None, first:last] * powers[:digits]).astype(np.uint16), digits * (last - first)
-        codes[:, at : at + width] = (fractions * np.uint16(3) >> np.uint16(8)).reshape(len(blocks), width)
+        fractions, width = (
+            (blocks[:, None, first:last] * powers[:digits]).astype(np.uint16),
+            digits * (last - first),
+        )
+        codes[:, at : at + width] = (fractions * np.uint16(3) >> np.uint16(8)).reshape(
+            len(blocks), width
+        )
     return _around_one(codes, half(blocks, 52))
 
 
 def _tq2_0(blocks: Bytes) -> TableRows:
     """2 bits, a scale of 256 values."""
-    return _around_one(fields(blocks[:, :64].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 256), half(blocks, 64))
+    return _around_one(
+        fields(blocks[:, :64].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 256),
+        half(blocks, 64),
+    )
 
 
 def _around_one(codes: Bytes, scale: Floats) -> TableRows:
-    """Codes 0 to 3 that stand for -1 to 2, as integers of 2 bits, -2 to 1: with the other sign, and so have the scales."""
+    """Codes 0 to 3 that stand for -1 to 2, as integers of 2 bits, -2 to 1: with the other sign, and
+    so have the scales.
+    """
     return TableRows(codes ^ np.uint8(3), -scale.astype(np.float16))
 
 
 def _nvfp4(blocks: Bytes) -> TableRows:
     """4-bit floats, e4m3 scales of 16 values."""
-    return TableRows(fields(blocks[:, 4:].reshape(-1, 4, 8), (0, 4), 15).reshape(-1, 64), _UE4M3[blocks[:, :4]])
+    return TableRows(
+        fields(blocks[:, 4:].reshape(-1, 4, 8), (0, 4), 15).reshape(-1, 64), _UE4M3[blocks[:, :4]]
+    )
 
 
 _INTEGERS: dict[str, Callable[[], Integers]] = {

@@ -1,8 +1,10 @@
 """The grids of GGUF's IQ formats: the points that the codes of neighbouring values are numbers of.
 
-They are the constants `iq2xxs_grid`, `iq2xs_grid`, `iq2s_grid`, `iq3xxs_grid`, `iq3s_grid` and `iq1s_grid` of ggml (`ggml-common.h`), where
-each value of a point is one of 3 or 8. A point is written here as one number, 2 or 3 bits for each value, the first in the lowest; points
-ascend, and what is kept is the step from each to the next. Nothing imports this file before a model has such a tensor.
+They are the constants `iq2xxs_grid`, `iq2xs_grid`, `iq2s_grid`, `iq3xxs_grid`, `iq3s_grid` and
+`iq1s_grid` of ggml (`ggml-common.h`), where each value of a point is one of 3 or 8. A point is
+written here as one number, 2 or 3 bits for each value, the first in the lowest; points ascend, and
+what is kept is the step from each to the next. Nothing imports this file before a model has such a
+tensor.
 """
 
 import zlib
@@ -18,10 +20,16 @@ Grid = Literal["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1"]
 
 @cache
 def grid(name: Grid) -> NDArray[np.uint8]:
-    """Which of the format's values a point has, [points, values of a point]: 8 of 3 values, or in IQ3 4 of 8."""
-    points = np.cumsum(np.frombuffer(zlib.decompress(b85decode(_STEPS[name])), "<u2"), dtype=np.uint16)
+    """Which of the format's values a point has, [points, values of a point]: 8 of 3 values, or in
+    IQ3 4 of 8.
+    """
+    points = np.cumsum(
+        np.frombuffer(zlib.decompress(b85decode(_STEPS[name])), "<u2"), dtype=np.uint16
+    )
     count, bits = (4, 3) if name.startswith("iq3") else (8, 2)
-    return (points[:, None] >> np.arange(0, count * bits, bits, dtype=np.uint16)).astype(np.uint8) & np.uint8((1 << bits) - 1)
+    return (points[:, None] >> np.arange(0, count * bits, bits, dtype=np.uint16)).astype(
+        np.uint8
+    ) & np.uint8((1 << bits) - 1)
 
 
 _STEPS: dict[Grid, str] = {

@@ -15,9 +15,11 @@ Floats = NDArray[np.float64]
 
 
 def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
-    """Bytes of one block, its K and V, of one layer and KV head, with scales and padding (csrc/kernels.h, `KvRecord`).
+    """Bytes of one block, its K and V, of one layer and KV head, with scales and padding
+    (csrc/kernels.h, `KvRecord`).
 
-    A `value_dim` of 0 stands for values that are part of the keys. In fp8, which GPUs alone keep, there is a float32 for each vector.
+    A `value_dim` of 0 stands for values that are part of the keys. In fp8, which GPUs alone keep,
+    there is a float32 for each vector.
     """
     if dtype == "fp8":
         return BLOCK_SIZE * sum(dim + 4 for dim in (key_dim, value_dim) if dim)
@@ -25,8 +27,8 @@ def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
 
 
 def stored(x: Floats, dtype: KvDtype) -> Floats:
-    """Keys or values [..., numbers of one] as attention reads them again: rounded to bf16, scaled and rounded to fp8, or rotated and
-    quantised.
+    """Keys or values [..., numbers of one] as attention reads them again: rounded to bf16, scaled
+    and rounded to fp8, or rotated and quantised.
 
     Values that are part of keys are the first numbers of what this gives for the keys.
     """
@@ -47,19 +49,25 @@ def round_bf16(x: Floats) -> Floats:
 
 
 def _scaled_e4m3(x: Floats) -> Floats:
-    """Numbers in E4M3, rounded to the nearest, ties to even, times a float32 by which the largest of each vector is 448 in it."""
+    """Numbers in E4M3, rounded to the nearest, ties to even, times a float32 by which the largest
+    of each vector is 448 in it.
+    """
     numbers = x.astype(np.float32)
     scale = np.abs(numbers).max(axis=-1, keepdims=True) / np.float32(448)
     scaled = (numbers / np.where(scale > 0, scale, np.float32(1))).astype(np.float64)
-    step = np.ldexp(1.0, np.maximum(np.frexp(scaled)[1] - 1, -6) - 3)  # between neighbours; the least normal exponent is -6
+    step = np.ldexp(
+        1.0, np.maximum(np.frexp(scaled)[1] - 1, -6) - 3
+    )  # between neighbours; the least normal exponent is -6
     rounded: Floats = np.rint(scaled / step) * step * scale
     return rounded
 
 
 def hadamard(n: int) -> Floats:
-    """Walsh-Hadamard matrices [n, n] along the diagonal, of the largest power of two that divides n; its own inverse.
+    """Walsh-Hadamard matrices [n, n] along the diagonal, of the largest power of two that divides
+    n; its own inverse.
 
-    Turned by it, no dimension of a key stands out, and the range of a head serves all of them (QuaRot, Ashkboos et al. 2024).
+    Turned by it, no dimension of a key stands out, and the range of a head serves all of them
+    (QuaRot, Ashkboos et al. 2024).
     """
     size = n & -n
     block = np.ones((1, 1))
@@ -69,7 +77,9 @@ def hadamard(n: int) -> Floats:
 
 
 def _quantised(x: Floats, bits: int) -> Floats:
-    """Codes over the range of each vector; its least number and its step are bf16, rounded outwards."""
+    """Codes over the range of each vector; its least number and its step are bf16, rounded
+    outwards.
+    """
     levels = 2**bits - 1
     least = -_bf16_above(-x.min(axis=-1, keepdims=True))
     step = _bf16_above((x.max(axis=-1, keepdims=True) - least) / levels)

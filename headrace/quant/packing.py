@@ -1,4 +1,6 @@
-"""How blocks of values and of codes lie in arrays and in bytes: what the encoders of ggml's formats share."""
+"""How blocks of values and of codes lie in arrays and in bytes: what the encoders of ggml's formats
+share.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,9 @@ def in_rows(codes: Bytes) -> Bytes:
 
 
 def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
-    """So many bits of each code, from bit `at`: codes [..., codes of a byte, bytes] as bytes [..., bytes], the first code lowest."""
+    """So many bits of each code, from bit `at`: codes [..., codes of a byte, bytes] as bytes [...,
+    bytes], the first code lowest.
+    """
     fields = (codes >> np.uint8(at)) & np.uint8((1 << bits) - 1)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[: codes.shape[-2], None]
     result: Bytes = np.bitwise_or.reduce(fields << shifts, axis=-2)
@@ -35,9 +39,13 @@ def as_half(numbers: Floats) -> Floats:
 
 
 def stored_scale(scales: Floats, least: float = 0) -> Floats:
-    """Scales as float16 has them. Those that are too small for it, and above `least`, become its least and not 0: codes make up for it."""
+    """Scales as float16 has them. Those that are too small for it, and above `least`, become its
+    least and not 0: codes make up for it.
+    """
     rounded = as_half(scales)
-    return np.where((rounded == 0) & (np.abs(scales) > least), np.copysign(_LEAST_HALF, scales), rounded)
+    return np.where(
+        (rounded == 0) & (np.abs(scales) > least), np.copysign(_LEAST_HALF, scales), rounded
+    )
 
 
 def half(scales: Floats) -> Bytes:

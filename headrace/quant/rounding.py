@@ -1,7 +1,7 @@
 """Weights to codes: scales and zeros of each group, and rounding to the nearest (RTN).
 
-The range of a group may be clipped: a narrower one loses its ends and gains everywhere else. It is searched for by the squared error,
-with the scales as they will be stored.
+The range of a group may be clipped: a narrower one loses its ends and gains everywhere else. It is
+searched for by the squared error, with the scales as they will be stored.
 """
 
 import numpy as np
@@ -17,15 +17,23 @@ _MOST_CLIPPED = 4
 """Bits of a code up to which the range is searched: finer ones gain nothing by it."""
 
 
-def round_to_nearest(weights: Floats, spec: QuantSpec, *, clip: bool = True, importance: Floats | None = None) -> TableRows:
-    """The codes of a matrix [rows, cols], whose values lie within half a step of the weights inside the range; `clip` searches for it.
+def round_to_nearest(
+    weights: Floats, spec: QuantSpec, *, clip: bool = True, importance: Floats | None = None
+) -> TableRows:
+    """The codes of a matrix [rows, cols], whose values lie within half a step of the weights inside
+    the range; `clip` searches for it.
 
-    `importance` [cols] is what the squared errors of each column count in that search. The last group of a row may have fewer columns than
-    the others.
+    `importance` [cols] is what the squared errors of each column count in that search. The last
+    group of a row may have fewer columns than the others.
     """
     rows, cols = weights.shape
     grouped = in_groups(weights, spec)
-    scales, zeros = best_range(grouped, spec, clip=clip, importance=None if importance is None else in_groups(importance[None], spec)[0])
+    scales, zeros = best_range(
+        grouped,
+        spec,
+        clip=clip,
+        importance=None if importance is None else in_groups(importance[None], spec)[0],
+    )
     codes = nearest_codes(grouped, scales, zeros, spec).reshape(rows, -1)[:, :cols]
     return table_rows(codes, scales, zeros, spec)
 
@@ -37,8 +45,11 @@ def in_groups(weights: Floats, spec: QuantSpec) -> Floats:  # [rows, groups, col
     return np.pad(weights, ((0, 0), (0, -cols % group))).reshape(rows, -1, group)
 
 
-def best_range(grouped: Floats, spec: QuantSpec, *, clip: bool, importance: Floats | None = None) -> tuple[Floats, Floats | None]:
-    """Scales and zeros [..., groups] of weights [..., groups, columns], as they come out of being stored.
+def best_range(
+    grouped: Floats, spec: QuantSpec, *, clip: bool, importance: Floats | None = None
+) -> tuple[Floats, Floats | None]:
+    """Scales and zeros [..., groups] of weights [..., groups, columns], as they come out of being
+    stored.
 
     `importance` [groups, columns] is what squared errors count; all the same without it.
     """
@@ -58,34 +69,64 @@ def best_range(grouped: Floats, spec: QuantSpec, *, clip: bool, importance: Floa
     return scales, zeros
 
 
-def nearest_codes(weights: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec) -> NDArray[np.uint8]:
-    """The codes [..., groups, columns] whose values are nearest; `scales` and `zeros` are [..., groups]."""
-    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)[..., None]
+def nearest_codes(
+    weights: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec
+) -> NDArray[np.uint8]:
+    """The codes [..., groups, columns] whose values are nearest; `scales` and `zeros` are [...,
+    groups].
+    """
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)[
+        ..., None
+    ]
     if spec.codebook != "integer":
         return _nearest_values(weights * inverse, spec)
     if spec.zero == "minimum" and zeros is not None:
         codes: Floats = np.rint((weights - zeros[..., None]) * inverse)
     else:
-        codes = np.rint(weights * inverse) + (np.float32(1 << spec.bits - 1) if zeros is None else zeros[..., None])
+        codes = np.rint(weights * inverse) + (
+            np.float32(1 << spec.bits - 1) if zeros is None else zeros[..., None]
+        )
     return np.clip(codes, 0, (1 << spec.bits) - 1).astype(np.uint8)
 
 
-def values_of(codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec) -> Floats:
+def values_of(
+    codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec
+) -> Floats:
     """What codes [..., groups, columns] stand for."""
     values = spec.values[codes]
     if zeros is None:
         return values * scales[..., None]
-    return (values - zeros[..., None]) * scales[..., None] if spec.zero == "point" else values * scales[..., None] + zeros[..., None]
+    return (
+        (values - zeros[..., None]) * scales[..., None]
+        if spec.zero == "point"
+        else values * scales[..., None] + zeros[..., None]
+    )
 
 
-def table_rows(codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec) -> TableRows:
+def table_rows(
+    codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec
+) -> TableRows:
     """Codes with their tables as they are stored."""
-    return TableRows(codes, encoded(scales, spec.scale), None if zeros is None else encoded(zeros, spec.zero_type))
+    return TableRows(
+        codes,
+        encoded(scales, spec.scale),
+        None if zeros is None else encoded(zeros, spec.zero_type),
+    )
 
 
-def _errors(grouped: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec, importance: Floats | None) -> Floats:
-    difference = grouped - values_of(nearest_codes(grouped, scales, zeros, spec), scales, zeros, spec)
-    result: Floats = np.einsum("...k,...k->...", difference, difference if importance is None else difference * importance)
+def _errors(
+    grouped: Floats,
+    scales: Floats,
+    zeros: Floats | None,
+    spec: QuantSpec,
+    importance: Floats | None,
+) -> Floats:
+    difference = grouped - values_of(
+        nearest_codes(grouped, scales, zeros, spec), scales, zeros, spec
+    )
+    result: Floats = np.einsum(
+        "...k,...k->...", difference, difference if importance is None else difference * importance
+    )
     return result
 
 
@@ -113,5 +154,7 @@ def _nearest_values(scaled: Floats, spec: QuantSpec) -> NDArray[np.uint8]:
     order = np.argsort(spec.values, kind="stable")
     order = order[np.isfinite(spec.values[order])]
     values = spec.values[order]
-    nearest: NDArray[np.uint8] = order.astype(np.uint8)[np.searchsorted((values[1:] + values[:-1]) / 2, scaled)]
+    nearest: NDArray[np.uint8] = order.astype(np.uint8)[
+        np.searchsorted((values[1:] + values[:-1]) / 2, scaled)
+    ]
     return nearest

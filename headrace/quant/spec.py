@@ -10,26 +10,99 @@ from headrace.record import frozen
 Number = Literal["u8", "f16", "bf16", "f32"]
 """How the numbers of a table are stored; bf16 as its 16 bits, in uint16."""
 ScaleType = Number | Literal["e8m0", "3-bit", "4-bit", "6-bit", "8-bit"]
-"""Of scales: numbers of their own, powers of two, or integers of so many bits, with a scale for those of a super-block."""
-Codebook = Literal["integer", "e2m1", "e4m3", "e5m2", "nf4", "fp4", "iq4_nl", "iq1", "iq2", "iq3_xxs", "iq3_s"]
+"""Of scales: numbers of their own, powers of two, or integers of so many bits, with a scale for
+those of a super-block.
+"""
+Codebook = Literal[
+    "integer", "e2m1", "e4m3", "e5m2", "nf4", "fp4", "iq4_nl", "iq1", "iq2", "iq3_xxs", "iq3_s"
+]
 
 PLAIN: dict[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 """The numbers that files of every kind have, by the names of their formats."""
-NUMBERS: dict[Number, np.dtype] = {"u8": np.dtype("u1"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2"), "f32": np.dtype("<f4")}
-_SCALE_BITS: dict[ScaleType, int] = {"u8": 8, "f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "3-bit": 3, "4-bit": 4, "6-bit": 6, "8-bit": 8}
+NUMBERS: dict[Number, np.dtype] = {
+    "u8": np.dtype("u1"),
+    "f16": np.dtype("<f2"),
+    "bf16": np.dtype("<u2"),
+    "f32": np.dtype("<f4"),
+}
+_SCALE_BITS: dict[ScaleType, int] = {
+    "u8": 8,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "e8m0": 8,
+    "3-bit": 3,
+    "4-bit": 4,
+    "6-bit": 6,
+    "8-bit": 8,
+}
 
 CODEBOOKS: dict[Codebook, tuple[float, ...]] = {
-    # The quantiles of a normal distribution, with a zero of its own (QLoRA, Dettmers et al. 2023, appendix E).
+    # The quantiles of a normal distribution, with a zero of its own (QLoRA, Dettmers et al. 2023,
+    # appendix E).
     "nf4": (
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
-        *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(
+            -1.0,
+            -0.6961928009986877,
+            -0.5250730514526367,
+            -0.39491748809814453,
+            -0.28444138169288635,
+            -0.18477343022823334,
+        ),
+        *(
+            -0.09105003625154495,
+            0.0,
+            0.07958029955625534,
+            0.16093020141124725,
+            0.24611230194568634,
+            0.33791524171829224,
+        ),
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
     # Sign, two bits of exponent and one of fraction, as bitsandbytes has them: its largest is 1.
-    "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)),
-    "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),  # OCP microscaling formats, 2023
-    "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),  # ggml-common.h
-    # Magnitudes of grid points there, then the same below 0; in IQ1 -1, 0, 1 and an eighth more, or less.
+    "fp4": tuple(
+        sign * value / 12
+        for sign in (1, -1)
+        for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+    ),
+    "e2m1": (
+        0.0,
+        0.5,
+        1.0,
+        1.5,
+        2.0,
+        3.0,
+        4.0,
+        6.0,
+        -0.0,
+        -0.5,
+        -1.0,
+        -1.5,
+        -2.0,
+        -3.0,
+        -4.0,
+        -6.0,
+    ),  # OCP microscaling formats, 2023
+    "iq4_nl": (
+        -127,
+        -104,
+        -83,
+        -65,
+        -49,
+        -35,
+        -22,
+        -10,
+        1,
+        13,
+        25,
+        38,
+        53,
+        69,
+        89,
+        113,
+    ),  # ggml-common.h
+    # Magnitudes of grid points there, then the same below 0; in IQ1 -1, 0, 1 and an eighth more, or
+    # less.
     "iq2": (*(8, 25, 43), *(-8, -25, -43)),
     "iq3_xxs": (*(4, 12, 20, 28, 36, 44, 52, 62), *(-4, -12, -20, -28, -36, -44, -52, -62)),
     "iq3_s": (*(1, 3, 5, 7, 9, 11, 13, 15), *(-1, -3, -5, -7, -9, -11, -13, -15)),
@@ -41,7 +114,9 @@ FRACTION_BITS = {"e4m3": 3, "e5m2": 2}
 """Of small floats (Micikevicius et al. 2022)."""
 
 POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
-"""What the codes of e8m0 stand for [256]: powers of two, the last of them NaN (OCP microscaling formats, 2023)."""
+"""What the codes of e8m0 stand for [256]: powers of two, the last of them NaN (OCP microscaling
+formats, 2023).
+"""
 
 
 @frozen
@@ -54,17 +129,25 @@ class QuantSpec:
     """Columns of a row that share a scale; 0: all."""
     scale: ScaleType = "f16"
     zero: Literal["none", "point", "minimum"] = "none"
-    """A value is scale * (code - zero point), scale * code + minimum, or, with neither, scale * (code - 2^(bits - 1))."""
+    """A value is scale * (code - zero point), scale * code + minimum, or, with neither, scale *
+    (code - 2^(bits - 1)).
+    """
     zero_type: Number | None = None
     """How zero points (u8) or minima are stored, where they are numbers of their own."""
     codebook: Codebook = "integer"
     """What a code stands for; the zero of anything but integers is 0."""
     point: int = 1
-    """Columns that a code stands for: more than one are a point of a grid, or two, with their signs."""
+    """Columns that a code stands for: more than one are a point of a grid, or two, with their
+    signs.
+    """
     super_block: int = 0
-    """Columns whose scales are integers with a float16 in common; minima are integers alike, below 0, with a float16 of their own."""
+    """Columns whose scales are integers with a float16 in common; minima are integers alike, below
+    0, with a float16 of their own.
+    """
     has_wide_outliers: bool = False
-    """Whether activations beyond 6 stay float32, while the others of their row are int8 by row (LLM.int8, Dettmers et al. 2022)."""
+    """Whether activations beyond 6 stay float32, while the others of their row are int8 by row
+    (LLM.int8, Dettmers et al. 2022).
+    """
 
     @property
     def name(self) -> str:
@@ -80,7 +163,9 @@ class QuantSpec:
 
     @property
     def needs_floats(self) -> bool:
-        """Whether no kernel for tables has an integer product: small floats, and groups of fewer columns than those of activations."""
+        """Whether no kernel for tables has an integer product: small floats, and groups of fewer
+        columns than those of activations.
+        """
         return self.codebook in FRACTION_BITS or self.group == 16
 
     def num_scales(self, cols: int) -> int:
@@ -89,7 +174,13 @@ class QuantSpec:
 
     def table_bytes(self, rows: int, cols: int) -> int:
         """Bytes of codes, scales and zeros, without padding."""
-        zero = _SCALE_BITS[self.zero_type] if self.zero_type else _SCALE_BITS[self.scale] if self.zero == "minimum" else 0
+        zero = (
+            _SCALE_BITS[self.zero_type]
+            if self.zero_type
+            else _SCALE_BITS[self.scale]
+            if self.zero == "minimum"
+            else 0
+        )
         scales = self.num_scales(cols) * (_SCALE_BITS[self.scale] + zero)
         common = 16 * (cols // self.super_block) * (2 if zero else 1) if self.super_block else 0
         return rows * (-(-cols * self.bits // (8 * self.point)) + (scales + common) // 8)
@@ -111,10 +202,14 @@ def floats(numbers: NDArray[np.generic], number: ScaleType | None) -> NDArray[np
 
 
 def encoded(values: NDArray[np.float32], number: ScaleType | None) -> NDArray[np.generic]:
-    """Floats as numbers of a table, rounded to the nearest; those beyond float16 become its largest."""
+    """Floats as numbers of a table, rounded to the nearest; those beyond float16 become its
+    largest.
+    """
     if number == "bf16":
         bits = values.view(np.uint32)
-        return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+        return (
+            (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        ).astype(np.uint16)
     if number == "f16":
         return np.clip(values, -65504, 65504).astype(np.float16)
     return np.rint(values).astype(np.uint8) if number == "u8" else values.astype(np.float32)
@@ -131,7 +226,9 @@ def code_values(spec: QuantSpec) -> NDArray[np.float32]:
 
 
 def dequantise_rows(spec: QuantSpec, rows: TableRows) -> NDArray[np.float32]:  # [rows, cols]
-    """The values of rows, in float32: the difference of code and zero point is taken before it is scaled."""
+    """The values of rows, in float32: the difference of code and zero point is taken before it is
+    scaled.
+    """
     cols = rows.codes.shape[1]
     group = spec.group or cols
 
@@ -146,7 +243,9 @@ def dequantise_rows(spec: QuantSpec, rows: TableRows) -> NDArray[np.float32]:  #
 
 
 def small_floats(fraction_bits: int) -> NDArray[np.float32]:
-    """All floats of 8 bits with so many for the fraction; e4m3 has no infinities, and one NaN (`float8_e4m3fn`)."""
+    """All floats of 8 bits with so many for the fraction; e4m3 has no infinities, and one NaN
+    (`float8_e4m3fn`).
+    """
     codes = np.arange(256)
     exponent_bits = 7 - fraction_bits
     fraction, exponent = codes & ((1 << fraction_bits) - 1), (codes & 127) >> fraction_bits

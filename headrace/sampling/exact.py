@@ -1,7 +1,9 @@
-"""Exact verification: draw the next token, go to the draft node that has it, and stop where there is none.
+"""Exact verification: draw the next token, go to the draft node that has it, and stop where there
+is none.
 
-It is lossless for any draft tree, any sampler and any penalty: a draw depends only on the tokens before it and on the noise of its
-position, so the tokens are those of plain decoding for every tree.
+It is lossless for any draft tree, any sampler and any penalty: a draw depends only on the tokens
+before it and on the noise of its position, so the tokens are those of plain decoding for every
+tree.
 """
 
 from collections.abc import Sequence
@@ -19,5 +21,7 @@ def verify_exact(draws: Sequence[Draw], logits: Logits, pool: _native.Pool) -> l
     return [None if result is None else _drawn(*result) for result in results]
 
 
-def _drawn(tokens: list[int], path: list[int], logprobs: list[tuple[float, int, list[int], list[float]]]) -> Drawn:
+def _drawn(
+    tokens: list[int], path: list[int], logprobs: list[tuple[float, int, list[int], list[float]]]
+) -> Drawn:
     return Drawn(tokens, path, [TokenLogprobs(*fields) for fields in logprobs])

@@ -10,14 +10,30 @@ from headrace import _native
 from headrace.batch import Ints, RaggedBatch, TokenLogprobs, ints
 from headrace.config import AcceptanceMethod
 from headrace.errors import NonFiniteLogitsError
-from headrace.logit_ops import Draw, Drawn, Expand, Expanded, LogitOp, LogitOpResult, Pool, Pooled, Ranked, Score, TopTokens
+from headrace.logit_ops import (
+    Draw,
+    Drawn,
+    Expand,
+    Expanded,
+    LogitOp,
+    LogitOpResult,
+    Pool,
+    Pooled,
+    Ranked,
+    Score,
+    TopTokens,
+)
 from headrace.sampling.exact import verify_exact
 from headrace.sampling.rejection import verify_rejection
 from headrace.sampling.sampler import Sampler, token_logprobs
 from headrace.sampling.typical import verify_typical
 from headrace.sampling.verification import Logits, Verifier
 
-VERIFIERS: dict[AcceptanceMethod, Verifier] = {"exact": verify_exact, "rejection": verify_rejection, "typical": verify_typical}
+VERIFIERS: dict[AcceptanceMethod, Verifier] = {
+    "exact": verify_exact,
+    "rejection": verify_rejection,
+    "typical": verify_typical,
+}
 """Acceptance methods by the names of `EngineConfig.acceptance_method`."""
 
 _CALLER = _native.Pool(1)
@@ -25,27 +41,39 @@ _CALLER = _native.Pool(1)
 
 
 def run_logit_ops(
-    ops: Sequence[LogitOp], logits: Logits, pooled: NDArray[np.float32] | None = None, pool: _native.Pool = _CALLER
+    ops: Sequence[LogitOp],
+    logits: Logits,
+    pooled: NDArray[np.float32] | None = None,
+    pool: _native.Pool = _CALLER,
 ) -> list[LogitOpResult]:
-    """The result of each op, in order, computed by the threads of the pool. An `Expand` overwrites its row: no other op may read it.
+    """The result of each op, in order, computed by the threads of the pool. An `Expand` overwrites
+    its row: no other op may read it.
 
-    `pooled` [rows, dim] are the pooled rows of the step, which `Pool` ops read in place of `logits`.
+    `pooled` [rows, dim] are the pooled rows of the step, which `Pool` ops read in place of
+    `logits`.
     """
     alike: dict[Callable[..., Sequence[LogitOpResult]], list[int]] = {}
     for i, op in enumerate(ops):
-        alike.setdefault(VERIFIERS[op.method] if isinstance(op, Draw) else _METHODS[type(op)], []).append(i)
+        alike.setdefault(
+            VERIFIERS[op.method] if isinstance(op, Draw) else _METHODS[type(op)], []
+        ).append(i)
     if len(alike) == 1:
         method = next(iter(alike))
         return list(method(ops, pooled if method is _pool else logits, pool))
     results: list[LogitOpResult] = [None] * len(ops)
     for method, indices in alike.items():
-        for i, result in zip(indices, method([ops[i] for i in indices], pooled if method is _pool else logits, pool), strict=True):
+        for i, result in zip(
+            indices,
+            method([ops[i] for i in indices], pooled if method is _pool else logits, pool),
+            strict=True,
+        ):
             results[i] = result
     return results
 
 
 def tokens_of(batch: RaggedBatch, values: Sequence[LogitOpResult]) -> Ints:
-    """The tokens of a batch [T], with the pending ones from `values`, the results of the launch before.
+    """The tokens of a batch [T], with the pending ones from `values`, the results of the launch
+    before.
 
     An op that met logits that are not finite gives token 0; what is computed from it is ignored.
     """
@@ -71,13 +99,19 @@ def _score_one(op: Score, row: NDArray[np.float32]) -> TokenLogprobs | None:
 
 
 def _rank(ops: Sequence[TopTokens], logits: Logits, pool: _native.Pool) -> list[Ranked | None]:
-    return [None if ranked is None else Ranked(*ranked) for ranked in _native.top_tokens(pool, logits, cast(Any, ops))]
+    return [
+        None if ranked is None else Ranked(*ranked)
+        for ranked in _native.top_tokens(pool, logits, cast(Any, ops))
+    ]
 
 
 def _expand(ops: Sequence[Expand], logits: Logits, pool: _native.Pool) -> list[Expanded | None]:
     probabilities = [_probabilities(op, logits) for op in ops]
     results = _native.expand(pool, logits, cast(Any, ops))
-    return [None if tokens is None else Expanded(tokens, p) for tokens, p in zip(results, probabilities, strict=True)]
+    return [
+        None if tokens is None else Expanded(tokens, p)
+        for tokens, p in zip(results, probabilities, strict=True)
+    ]
 
 
 def _probabilities(op: Expand, logits: Logits) -> NDArray[np.float64] | None:
@@ -89,9 +123,16 @@ def _probabilities(op: Expand, logits: Logits) -> NDArray[np.float64] | None:
         return None  # the draw meets the same logits, so the op has no result
 
 
-def _pool(ops: Sequence[Pool], rows: NDArray[np.float32], pool: _native.Pool) -> list[Pooled | None]:
+def _pool(
+    ops: Sequence[Pool], rows: NDArray[np.float32], pool: _native.Pool
+) -> list[Pooled | None]:
     totals = [op.state.add(rows[op.row : op.row + op.num_rows]) for op in ops]
     return [Pooled(total) if np.isfinite(total).all() else None for total in totals]
 
 
-_METHODS: dict[type[LogitOp], Callable[..., Sequence[LogitOpResult]]] = {Score: _score, TopTokens: _rank, Expand: _expand, Pool: _pool}
+_METHODS: dict[type[LogitOp], Callable[..., Sequence[LogitOpResult]]] = {
+    Score: _score,
+    TopTokens: _rank,
+    Expand: _expand,
+    Pool: _pool,
+}

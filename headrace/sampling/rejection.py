@@ -1,9 +1,11 @@
-"""Rejection sampling of drafted chains (Leviathan et al. 2023; Chen et al. 2023): lossless in distribution.
+"""Rejection sampling of drafted chains (Leviathan et al. 2023; Chen et al. 2023): lossless in
+distribution.
 
-A draft token x that was drawn from q is accepted with probability min(1, p(x) / q(x)); otherwise a token is drawn from the residual
-distribution, max(p - q, 0) normalised. After a chain that is accepted to its end one more token is drawn from p: the bonus token.
-Every token then has the target's distribution. Which tokens are drawn depends on the drafts, and so on the other sequences of the
-batch; only exact verification gives the same tokens every time.
+A draft token x that was drawn from q is accepted with probability min(1, p(x) / q(x)); otherwise a
+token is drawn from the residual distribution, max(p - q, 0) normalised. After a chain that is
+accepted to its end one more token is drawn from p: the bonus token. Every token then has the
+target's distribution. Which tokens are drawn depends on the drafts, and so on the other sequences
+of the batch; only exact verification gives the same tokens every time.
 """
 
 from collections.abc import Sequence
@@ -23,13 +25,16 @@ Distribution = NDArray[np.float64]  # [vocab]
 def verify_rejection(draws: Sequence[Draw], logits: Logits, pool: Pool) -> list[Drawn | None]:
     """The results of draws with chains, by rejection sampling: a `Verifier`.
 
-    A draft without probabilities counts as certain (q is 1 for its token), so its token is accepted if a plain draw gives it.
+    A draft without probabilities counts as certain (q is 1 for its token), so its token is accepted
+    if a plain draw gives it.
     """
     return [_verify(draw, logits) for draw in draws]
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """The residual distribution max(p - q, 0), normalised: that of the token in place of a rejected draft token."""
+    """The residual distribution max(p - q, 0), normalised: that of the token in place of a rejected
+    draft token.
+    """
     beyond = np.maximum(p - q, 0)
     mass = beyond.sum()
     return beyond / mass if mass > 0 else p  # they differ by rounding only

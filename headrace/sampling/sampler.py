@@ -1,4 +1,6 @@
-"""The native sampler, made from the sampling parameters of a request, and functions on single rows of logits."""
+"""The native sampler, made from the sampling parameters of a request, and functions on single rows
+of logits.
+"""
 
 import os
 from collections.abc import Iterable
@@ -17,8 +19,12 @@ NativeDraw = tuple[int, tuple[float, int, list[int], list[float]] | None]
 """A token, and the fields of its `TokenLogprobs` where they are asked for."""
 
 
-def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]) -> Sampler:
-    """The sampler of a request's first sequence. The tokens of `end_ids` end the output, so they are banned before `min_tokens`."""
+def make_sampler(
+    params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]
+) -> Sampler:
+    """The sampler of a request's first sequence. The tokens of `end_ids` end the output, so they
+    are banned before `min_tokens`.
+    """
     return Sampler(
         vocab_size,
         prompt,
@@ -32,15 +38,21 @@ def make_sampler(params: SamplingParams, prompt: list[int], vocab_size: int, see
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         logit_bias=list((params.logit_bias or {}).items()),
-        banned=[token for token in end_ids if token < vocab_size],  # a tokenizer may know more tokens than the model
+        banned=[
+            token for token in end_ids if token < vocab_size
+        ],  # a tokenizer may know more tokens than the model
         banned_until=len(prompt) + params.min_tokens,
         isa=_isa(),
     )
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of a request without one: 64 bits from the engine's seed and the number of the request."""
-    from hashlib import blake2b  # which loads OpenSSL, and most requests that are alone in a process bring a seed
+    """The seed of a request without one: 64 bits from the engine's seed and the number of the
+    request.
+    """
+    from hashlib import (
+        blake2b,
+    )  # which loads OpenSSL, and most requests that are alone in a process bring a seed
 
     return int.from_bytes(blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
 
@@ -51,8 +63,12 @@ def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -
 
 
 def scored(logits: NDArray[np.float32], token: int, num_logprobs: int) -> NativeDraw:
-    """The record of a token that was chosen without a native draw; it has log-probabilities unless `num_logprobs` is -1."""
-    return token, native_token_logprobs(logits, token, num_logprobs, _isa()) if num_logprobs >= 0 else None
+    """The record of a token that was chosen without a native draw; it has log-probabilities unless
+    `num_logprobs` is -1.
+    """
+    return token, native_token_logprobs(
+        logits, token, num_logprobs, _isa()
+    ) if num_logprobs >= 0 else None
 
 
 def _isa() -> str:

@@ -1,8 +1,10 @@
-"""Typical acceptance (Cai et al. 2024, Medusa): lossy, for more speed at the price of the target's distribution.
+"""Typical acceptance (Cai et al. 2024, Medusa): lossy, for more speed at the price of the target's
+distribution.
 
-A draft token is accepted if the target finds it likely enough: p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy of p, so
-the threshold is lower where many tokens are possible. The longest accepted path is kept, and a plain draw follows it. At temperature 0
-only the likeliest token is accepted, as by exact verification.
+A draft token is accepted if the target finds it likely enough: p(x) > min(epsilon, delta
+exp(-H(p))), where H is the entropy of p, so the threshold is lower where many tokens are possible.
+The longest accepted path is kept, and a plain draw follows it. At temperature 0 only the likeliest
+token is accepted, as by exact verification.
 """
 
 from collections.abc import Sequence
@@ -37,14 +39,23 @@ def _verify(draw: Draw, logits: Logits) -> Drawn | None:
             sampler.append(token)
             verification.take(scored(logits[verification.row], token, draw.num_logprobs))
         verification.draw = draw._replace(draft=NO_DRAFT)  # the path ends here, whatever is drawn
-        verification.take(sampler.draw(logits[verification.row], verification.position, draw.num_logprobs, verification.masks))
+        verification.take(
+            sampler.draw(
+                logits[verification.row],
+                verification.position,
+                draw.num_logprobs,
+                verification.masks,
+            )
+        )
     except NonFiniteLogitsError:
         return None
     return verification.drawn
 
 
 def _longest(draw: Draw, logits: Logits, sampler: Sampler, node: int, position: int) -> list[int]:
-    """The longest path of accepted draft nodes below `node`; the first of equal length. `position` is that of its first token."""
+    """The longest path of accepted draft nodes below `node`; the first of equal length. `position`
+    is that of its first token.
+    """
     draft = draw.draft
     children = [child for child, parent in enumerate(draft.parents) if parent == node]
     if not children:
@@ -56,7 +67,9 @@ def _longest(draw: Draw, logits: Logits, sampler: Sampler, node: int, position: 
         if p[token] > _threshold(p):
             after = sampler.clone(0)  # for its penalties; its noise is not used
             after.append(token)
-            longest = max(longest, [child, *_longest(draw, logits, after, child, position + 1)], key=len)
+            longest = max(
+                longest, [child, *_longest(draw, logits, after, child, position + 1)], key=len
+            )
     return longest
 
 

@@ -1,4 +1,6 @@
-"""What an acceptance method is, and the state of one sequence while a method in Python goes down its draft tree."""
+"""What an acceptance method is, and the state of one sequence while a method in Python goes down
+its draft tree.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,8 @@ from headrace.sampling.sampler import NativeDraw, Sampler
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 Verifier = Callable[[Sequence[Draw], Logits, Pool], list[Drawn | None]]
-"""An acceptance method: the result of each draw by its rows of logits, with the threads of a pool."""
+"""An acceptance method: the result of each draw by its rows of logits, with the threads of a pool.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,5 +73,7 @@ class Verification:
 
 
 def masks_behind(draw: Draw, node: int) -> Masks | None:  # [1, words]
-    """The tokens that may be drawn behind a draft node, or, for -1, behind the last known token; None: all may."""
+    """The tokens that may be drawn behind a draft node, or, for -1, behind the last known token;
+    None: all may.
+    """
     return None if draw.masks is None else draw.masks[node + 1 : node + 2]

@@ -1,8 +1,10 @@
-"""Many replicas as one engine: a request whose replica goes away goes on elsewhere, and its client notices nothing.
+"""Many replicas as one engine: a request whose replica goes away goes on elsewhere, and its client
+notices nothing.
 
-A request without a seed is given one here, so that whichever replica runs it draws the same tokens. What its client has been told is
-remembered; the replica that takes over gets it as output, not as prompt, and goes on behind it (`Engine.check`). So the client gets
-every token and every character once.
+A request without a seed is given one here, so that whichever replica runs it draws the same tokens.
+What its client has been told is remembered; the replica that takes over gets it as output, not as
+prompt, and goes on behind it (`Engine.check`). So the client gets every token and every character
+once.
 """
 
 import asyncio
@@ -38,7 +40,9 @@ class Fleet:
     exit_code = 1
 
     def __init__(self, dispatcher: Dispatcher, seed: int = 0, wait_seconds: float = 30.0) -> None:
-        """`seed`: that of the engines' configuration; `wait_seconds`: for how long a request waits while there is no replica."""
+        """`seed`: that of the engines' configuration; `wait_seconds`: for how long a request waits
+        while there is no replica.
+        """
         self._dispatcher = dispatcher
         self._seed = seed
         self._wait_seconds = wait_seconds
@@ -78,7 +82,9 @@ class Fleet:
     @property
     def step_seconds(self) -> float:
         """Of the replica whose step has run longest."""
-        return max((replica.step_seconds for replica in self._dispatcher.replicas.values()), default=0.0)
+        return max(
+            (replica.step_seconds for replica in self._dispatcher.replicas.values()), default=0.0
+        )
 
     @property
     def restarts(self) -> int:
@@ -109,15 +115,27 @@ class Fleet:
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once a replica has taken it.
 
-        Raises RefusedError where none can serve it, NotReadyError where there is none for too long, EngineDeadError where too many were
-        lost.
+        Raises RefusedError where none can serve it, NotReadyError where there is none for too long,
+        EngineDeadError where too many were lost.
         """
         if self._closed:
             raise NotReadyError("closed", "the server is shutting down")
         number = next(self._numbers)
-        asked = frames.Add(str(number), prompt_token_ids, params, pooling, priority, timeout, cache_salt, adapter, output_token_ids or [])
+        asked = frames.Add(
+            str(number),
+            prompt_token_ids,
+            params,
+            pooling,
+            priority,
+            timeout,
+            cache_salt,
+            adapter,
+            output_token_ids or [],
+        )
         stream = Stream(asked.id, asked, self._abort)
-        self._running[asked.id] = asyncio.ensure_future(self._run(with_seed(asked, self._seed, number), stream))
+        self._running[asked.id] = asyncio.ensure_future(
+            self._run(with_seed(asked, self._seed, number), stream)
+        )
         try:
             await stream.accepted()
         except BaseException:
@@ -177,13 +195,18 @@ class Fleet:
         finally:
             self._running.pop(asked.id, None)
 
-    async def _events(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    async def _events(
+        self, asked: frames.Add
+    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
         """What comes of a request, on one replica after the other if need be."""
         request, is_accepted = Resumable(asked), False
         waiting_since: float | None = None
         while True:
             try:
-                async with self._suspects.turn(asked), aclosing(self._dispatcher.generate(request.asked())) as events:
+                async with (
+                    self._suspects.turn(asked),
+                    aclosing(self._dispatcher.generate(request.asked())) as events,
+                ):
                     async for event in events:
                         match event:
                             case frames.Accepted():
@@ -210,16 +233,23 @@ class Fleet:
                 waiting_since = await self._wait(waiting_since, request)
 
     def _lost(self, request: Resumable, asked: frames.Add, error: ReplicaLostError) -> None:
-        """Note that a replica went away under a request. Raises EngineDeadError where that happened too often."""
+        """Note that a replica went away under a request. Raises EngineDeadError where that happened
+        too often.
+        """
         request.losses += 1
         if error.boot:
             self._suspects.died_under(asked, error.boot)
         if request.losses > _MOST_LOSSES:
-            raise EngineDeadError(f"{request.losses} replicas went away under the request, the last of them because: {error}") from None
+            raise EngineDeadError(
+                f"{request.losses} replicas went away under the request, the last of them "
+                f"because: {error}"
+            ) from None
         log.warning("a replica went away under a request, which goes on elsewhere: %s", error)
 
     async def _wait(self, since: float | None, request: Resumable) -> float:
-        """Wait a little for a replica, where there has been none `since`. Raises NotReadyError where that has been so for too long."""
+        """Wait a little for a replica, where there has been none `since`. Raises NotReadyError
+        where that has been so for too long.
+        """
         since = monotonic() if since is None else since
         left = request.seconds_left
         if monotonic() - since >= self._wait_seconds or (left is not None and left < _POLL):

@@ -11,7 +11,18 @@ from headrace.server.replica_status import ReplicaStatus
 _OF_ALL = ("max_num_seqs", "kv_tokens", "kv_bytes", "weight_bytes", "threads")
 """What the replicas have together, of what they say at their start."""
 _COUNTED = (
-    *("steps", "rows", "tokens", "drafted", "accepted", "certain", "proposer_failures", "failed_steps", "preemptions", "prompt_tokens"),
+    *(
+        "steps",
+        "rows",
+        "tokens",
+        "drafted",
+        "accepted",
+        "certain",
+        "proposer_failures",
+        "failed_steps",
+        "preemptions",
+        "prompt_tokens",
+    ),
     *("cached_tokens", "offloaded_blocks", "restored_blocks", "finished", "aborted", "refused"),
 )
 """Figures that only grow, also when a replica goes."""
@@ -21,11 +32,15 @@ _SHARES = ("occupancy", "waste")
 
 
 def hello_of(replicas: Collection[ReplicaStatus]) -> frames.Hello:
-    """What one engine as large as all of these would say of itself; there is one of them at least."""
+    """What one engine as large as all of these would say of itself; there is one of them at
+    least.
+    """
     hellos = [replica.hello for replica in replicas]
     first, *_ = hellos
     sums = {name: sum(getattr(hello, name) for hello in hellos) for name in _OF_ALL}
-    return msgspec.structs.replace(first, max_model_len=min(hello.max_model_len for hello in hellos), **sums)
+    return msgspec.structs.replace(
+        first, max_model_len=min(hello.max_model_len for hello in hellos), **sums
+    )
 
 
 def adapters_of(replicas: Collection[ReplicaStatus]) -> dict[str, str]:
@@ -35,10 +50,16 @@ def adapters_of(replicas: Collection[ReplicaStatus]) -> dict[str, str]:
 
 
 def blocks_of(maps: Mapping[str, frames.Blocks]) -> frames.Blocks:
-    """The blocks of all replicas: groups of layers one after the other, in which the name of its replica precedes that of a request."""
+    """The blocks of all replicas: groups of layers one after the other, in which the name of its
+    replica precedes that of a request.
+    """
     groups = [
         msgspec.structs.replace(
-            group, holdings=[msgspec.structs.replace(one, request=f"{replica}/{one.request}") for one in group.holdings]
+            group,
+            holdings=[
+                msgspec.structs.replace(one, request=f"{replica}/{one.request}")
+                for one in group.holdings
+            ],
         )
         for replica, blocks in maps.items()
         for group in blocks.groups
@@ -60,15 +81,24 @@ class Totals:
         figures, adapters, drafts = Counter[str](), Counter[str](), dict[str, list[float]]()
         for boot, report in self._last.items():
             here = boot in present
-            figures.update({name: value for name, value in report.figures.items() if here or name in _COUNTED})
+            figures.update(
+                {name: value for name, value in report.figures.items() if here or name in _COUNTED}
+            )
             adapters.update(report.adapters if here else {})
             for name, numbers in report.drafts.items():
-                drafts[name] = [a + b for a, b in zip(drafts.get(name, [0.0] * len(numbers)), numbers, strict=True)]
+                drafts[name] = [
+                    a + b
+                    for a, b in zip(drafts.get(name, [0.0] * len(numbers)), numbers, strict=True)
+                ]
         merged = dict[str, float](figures)
         reports = [self._last[boot].figures for boot in present]
         for name in _LONGEST:
             merged[name] = max((one.get(name, 0.0) for one in reports), default=0.0)
         whole = sum(one.get("kv_bytes", 0.0) for one in reports)
         for name in _SHARES:
-            merged[name] = sum(one.get(name, 0.0) * one.get("kv_bytes", 0.0) for one in reports) / whole if whole else 0.0
+            merged[name] = (
+                sum(one.get(name, 0.0) * one.get("kv_bytes", 0.0) for one in reports) / whole
+                if whole
+                else 0.0
+            )
         return frames.Report(merged, dict(adapters), drafts)

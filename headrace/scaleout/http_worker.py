@@ -1,7 +1,9 @@
-"""One worker, `headrace serve --worker`, over HTTP: what it says of itself, and requests that it runs.
+"""One worker, `headrace serve --worker`, over HTTP: what it says of itself, and requests that it
+runs.
 
-There is one connection for its status, which it says several times a second, and one for each request, from a pool. A worker that is
-silent for some seconds is taken for lost: all connections to it are closed, and so its requests go on elsewhere.
+There is one connection for its status, which it says several times a second, and one for each
+request, from a pool. A worker that is silent for some seconds is taken for lost: all connections to
+it are closed, and so its requests go on elsewhere.
 """
 
 import asyncio
@@ -40,7 +42,9 @@ log = logging.getLogger("headrace.scaleout")
 class HttpWorker:
     """A worker at a URL, as far as it is there."""
 
-    def __init__(self, url: str, key: str, on_status: Callable[["HttpWorker", ReplicaStatus | None], None]) -> None:
+    def __init__(
+        self, url: str, key: str, on_status: Callable[["HttpWorker", ReplicaStatus | None], None]
+    ) -> None:
         """`on_status` hears everything that it says, and None when it is lost, or is not there."""
         self.url = url
         self.status: ReplicaStatus | None = None
@@ -60,7 +64,12 @@ class HttpWorker:
     @property
     def takes_requests(self) -> bool:
         """Whether requests may be sent to it."""
-        return self.status is not None and self.status.takes_requests and not self._unsure and not self.problem
+        return (
+            self.status is not None
+            and self.status.takes_requests
+            and not self._unsure
+            and not self.problem
+        )
 
     async def watch(self) -> None:
         """Keep up the connection to it, until this is cancelled."""
@@ -80,7 +89,9 @@ class HttpWorker:
             self._on_status(self, None)
             await asyncio.sleep(_PAUSE)
 
-    async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    async def generate(
+        self, asked: frames.Add
+    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
         """Run a request there: see `Dispatcher.generate`."""
         status, session, is_accepted = self.status, self._session, False
         if status is None or session is None:
@@ -96,7 +107,9 @@ class HttpWorker:
                         raise RefusedError(event.kind, event.message)
                     is_accepted = True
                     if isinstance(event, frames.Ended):
-                        ended = event  # which is handed on once the body has ended, so that its connection serves the next request
+                        # which is handed on once the body has ended, so that its connection serves
+                        # the next request
+                        ended = event
                     elif isinstance(event, frames.Accepted | frames.News):
                         yield event
         except _FAILURES as error:
@@ -106,17 +119,23 @@ class HttpWorker:
             return
         self._unsure = True
         is_meant = self.status is not None and self.status.draining
-        raise ReplicaLostError(status.boot if is_accepted and not is_meant else "", f"{self.url}: {why}")
+        raise ReplicaLostError(
+            status.boot if is_accepted and not is_meant else "", f"{self.url}: {why}"
+        )
 
     async def ask(self, method: str, path: str, body: Any = None) -> bytes:
-        """What a route of its answers. Raises RefusedError for an error, and NoReplicaError where it is not there."""
+        """What a route of its answers. Raises RefusedError for an error, and NoReplicaError where
+        it is not there.
+        """
         session = self._session
         if session is None:
             raise NoReplicaError(f"{self.url} is not there")
         data = None if body is None else msgspec.json.encode(body)
 
         async def answer() -> bytes:
-            async with session.request(method, self.url + path, data=data, headers={"content-type": "application/json"}) as response:
+            async with session.request(
+                method, self.url + path, data=data, headers={"content-type": "application/json"}
+            ) as response:
                 await _check(response)
                 return await response.read()
 
@@ -132,10 +151,14 @@ class HttpWorker:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Connections of its own, which are all closed with the context, also those that are read from."""
+        """Connections of its own, which are all closed with the context, also those that are read
+        from.
+        """
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_OPEN)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False) as session:
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
+        ) as session:
             self._session = session
             try:
                 yield session
@@ -144,9 +167,13 @@ class HttpWorker:
                 for limit in self._waiting:
                     limit.reschedule(asyncio.get_running_loop().time())
 
-    async def _answer(self, session: aiohttp.ClientSession, body: bytes) -> AsyncGenerator[frames.Event]:
+    async def _answer(
+        self, session: aiohttp.ClientSession, body: bytes
+    ) -> AsyncGenerator[frames.Event]:
         """The frames that it answers a request with, as they come."""
-        posted = session.post(f"{self.url}/worker/generate", data=body, headers={"content-type": CONTENT_TYPE})
+        posted = session.post(
+            f"{self.url}/worker/generate", data=body, headers={"content-type": CONTENT_TYPE}
+        )
         response = await self._unless_lost(session, posted)
         try:
             await _check(response)
@@ -159,7 +186,9 @@ class HttpWorker:
             response.close()  # unless it was read to its end, this ends the request
 
     async def _unless_lost(self, session: aiohttp.ClientSession, work: Awaitable[_T]) -> _T:
-        """What comes of waiting for it. Raises TimeoutError as soon as it is lost: to close connections wakes no reader."""
+        """What comes of waiting for it. Raises TimeoutError as soon as it is lost: to close
+        connections wakes no reader.
+        """
         async with asyncio.timeout(None if session is self._session else 0) as limit:
             self._waiting.add(limit)
             try:
@@ -170,7 +199,10 @@ class HttpWorker:
     async def _listen(self, session: aiohttp.ClientSession) -> str:
         """Hear what it says of itself; returns why there is no more."""
         buffer, now = bytearray(), asyncio.get_running_loop().time
-        async with asyncio.timeout(_SILENT) as limit, session.get(f"{self.url}/worker/status") as response:
+        async with (
+            asyncio.timeout(_SILENT) as limit,
+            session.get(f"{self.url}/worker/status") as response,
+        ):
             if response.status != 200:
                 self._refuse(response.status, await _message(response))
                 return self.problem
@@ -188,7 +220,10 @@ class HttpWorker:
     def _refuse(self, status: int, message: str) -> None:
         """Note that it answers, but does not say how it is; it is asked again."""
         if status in (401, 403):
-            self.problem = f"{self.url} takes no requests from here: {message}; give --worker-key one of its API keys"
+            self.problem = (
+                f"{self.url} takes no requests from here: {message}; give --worker-key one of "
+                "its API keys"
+            )
         elif status == 404:
             self.problem = f"{self.url} is no worker: start it with `headrace serve --worker`"
         else:
@@ -201,7 +236,9 @@ def _told(error: BaseException) -> str:
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
-    """Raise NoReplicaError where it says that it takes no more now, and RefusedError for other errors."""
+    """Raise NoReplicaError where it says that it takes no more now, and RefusedError for other
+    errors.
+    """
     if response.status == 200:
         return
     message = await _message(response)

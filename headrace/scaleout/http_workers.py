@@ -1,4 +1,6 @@
-"""Workers at URLs as the replicas of a fleet: a `Dispatcher` that sends each request where it is expected to begin soonest."""
+"""Workers at URLs as the replicas of a fleet: a `Dispatcher` that sends each request where it is
+expected to begin soonest.
+"""
 
 import asyncio
 import logging
@@ -16,8 +18,20 @@ from headrace.server import frames
 from headrace.server.errors import EngineDeadError, RefusedError
 from headrace.server.replica_status import ReplicaStatus
 
-_ALIKE = ("architecture", "vocab_size", "dim", "max_model_len", "kv_dtype", "backend", "lossy", "activations", "block_size")
-"""What workers must say alike of themselves, so that a request can go on at any of them to the same tokens."""
+_ALIKE = (
+    "architecture",
+    "vocab_size",
+    "dim",
+    "max_model_len",
+    "kv_dtype",
+    "backend",
+    "lossy",
+    "activations",
+    "block_size",
+)
+"""What workers must say alike of themselves, so that a request can go on at any of them to the same
+tokens.
+"""
 _PATIENCE = 10.0
 """Seconds after which it is said what is waited for."""
 
@@ -28,7 +42,9 @@ class HttpWorkers:
     """Workers that come and go."""
 
     def __init__(self, urls: Iterable[str], key: str, fingerprint: Callable[[], str]) -> None:
-        """`key`: what their routes need, if anything; `fingerprint`: of the model that they must have, called in a thread."""
+        """`key`: what their routes need, if anything; `fingerprint`: of the model that they must
+        have, called in a thread.
+        """
         self._workers = {url: HttpWorker(url, key, self._hear) for url in urls}
         self._fingerprint = fingerprint
         self._model = ""
@@ -44,15 +60,22 @@ class HttpWorkers:
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
         """Workers that are there and fit, by URL."""
-        return {url: worker.status for url, worker in self._workers.items() if worker.status and not worker.problem}
+        return {
+            url: worker.status
+            for url, worker in self._workers.items()
+            if worker.status and not worker.problem
+        }
 
     async def start(self) -> None:
-        """Wait for a worker that takes requests, for as long as it takes; the others may come later.
+        """Wait for a worker that takes requests, for as long as it takes; the others may come
+        later.
 
         Raises EngineDeadError where there is none, and one of them can never be.
         """
         self._model = await asyncio.to_thread(self._fingerprint)
-        self._watching = [asyncio.ensure_future(worker.watch()) for worker in self._workers.values()]
+        self._watching = [
+            asyncio.ensure_future(worker.watch()) for worker in self._workers.values()
+        ]
         while not any(worker.takes_requests for worker in self._workers.values()):
             problems = [worker.problem for worker in self._workers.values() if worker.problem]
             if problems and all(worker.tried for worker in self._workers.values()):
@@ -64,8 +87,12 @@ class HttpWorkers:
                 log.info("none of the workers is ready yet: %s", ", ".join(self._workers))
             self._heard.clear()
 
-    async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
-        """Run a request on the worker that is expected to begin soonest, or on the next if that takes no more now."""
+    async def generate(
+        self, asked: frames.Add
+    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+        """Run a request on the worker that is expected to begin soonest, or on the next if that
+        takes no more now.
+        """
         left = {url for url, worker in self._workers.items() if worker.takes_requests}
         while True:
             routed = self._route(asked, left)
@@ -82,7 +109,9 @@ class HttpWorkers:
         for worker in self._there():
             assert worker.status is not None
             if name not in worker.status.adapters:
-                await worker.ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+                await worker.ask(
+                    "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}
+                )
                 worker.know(adapters=worker.status.adapters | {name: path})
 
     async def unload_adapter(self, name: str) -> None:
@@ -90,14 +119,19 @@ class HttpWorkers:
         for worker in self._there():
             await worker.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
             assert worker.status is not None
-            worker.know(adapters={one: path for one, path in worker.status.adapters.items() if one != name})
+            worker.know(
+                adapters={one: path for one, path in worker.status.adapters.items() if one != name}
+            )
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
         """Of all workers, by URL."""
         workers = self._there()
         answers = await asyncio.gather(*(worker.ask("GET", "/stats/blocks") for worker in workers))
         read = [msgspec.json.decode(answer, type=_BlocksPage) for answer in answers]
-        return {worker.url: frames.Blocks("", page.block_size, page.groups) for worker, page in zip(workers, read, strict=True)}
+        return {
+            worker.url: frames.Blocks("", page.block_size, page.groups)
+            for worker, page in zip(workers, read, strict=True)
+        }
 
     async def close(self) -> None:
         """Close all connections."""
@@ -111,17 +145,24 @@ class HttpWorkers:
     def _route(self, asked: frames.Add, among: Iterable[str]) -> Routed:
         if self._router is None:
             raise NoReplicaError("no worker is there")
-        known = asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else [])
+        known = asked.prompt_token_ids + (
+            asked.output_token_ids[0] if asked.output_token_ids else []
+        )
         try:
             return self._router.route(known, (asked.cache_salt, asked.adapter), among)
         except RequestError as error:
             raise RefusedError("request", str(error)) from None
 
-    async def _run(self, asked: frames.Add, routed: Routed) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    async def _run(
+        self, asked: frames.Add, routed: Routed
+    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
         """Run a request on the worker that was chosen, and tell the router how it goes."""
         router = self._router
         assert router is not None
-        tokens, held = asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else []), None
+        tokens, held = (
+            asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else []),
+            None,
+        )
         try:
             async with aclosing(self._workers[routed.replica].generate(asked)) as events:
                 async for event in events:
@@ -152,7 +193,9 @@ class HttpWorkers:
         if self._router is None:
             self._router = PrefixRouter(status.hello.block_size)
         cost = self._cost(worker.url, status)
-        self._router.join(worker.url, status.boot, cost, max(1, status.hello.kv_tokens // status.hello.block_size))
+        self._router.join(
+            worker.url, status.boot, cost, max(1, status.hello.kv_tokens // status.hello.block_size)
+        )
 
     def _cost(self, url: str, status: ReplicaStatus) -> StepCost:
         """What a step of a worker takes, by all that it and the others have said."""
@@ -167,11 +210,23 @@ class HttpWorkers:
     def _problem(self, url: str, status: ReplicaStatus) -> str:
         """Why a worker cannot be used; empty where it can."""
         if status.model != self._model:
-            return f"{url} serves another model or tokenizer: start it with the same MODEL as this process"
+            return (
+                f"{url} serves another model or tokenizer: start it with the same MODEL as "
+                "this process"
+            )
         said = {name: getattr(status.hello, name) for name in _ALIKE}
         self._alike = self._alike or said
-        other = [f"{name} {said[name]!r}, not {value!r}" for name, value in self._alike.items() if said[name] != value]
-        return f"{url} computes otherwise than the first worker, so it is not used: it has {', '.join(other)}" if other else ""
+        other = [
+            f"{name} {said[name]!r}, not {value!r}"
+            for name, value in self._alike.items()
+            if said[name] != value
+        ]
+        return (
+            f"{url} computes otherwise than the first worker, so it is not used: it has "
+            f"{', '.join(other)}"
+            if other
+            else ""
+        )
 
 
 class _BlocksPage(msgspec.Struct):

@@ -1,4 +1,6 @@
-"""How busy replicas are, and how long the next request would wait there: a table with a row for each, so a thousand are one sum."""
+"""How busy replicas are, and how long the next request would wait there: a table with a row for
+each, so a thousand are one sum.
+"""
 
 from dataclasses import fields
 from math import exp, inf
@@ -16,7 +18,9 @@ _SHARE_POWER = 3
 _MEMORY = 64
 """Requests for each replica over which loads and doubts are forgotten to 1 / e."""
 _GRACE = 4
-"""Requests of the mean kind by which loads may differ next to freely: what a few have cost says little."""
+"""Requests of the mean kind by which loads may differ next to freely: what a few have cost says
+little.
+"""
 _MOST_DOUBT = 1024.0
 _TINY = 1e-9
 _OUTPUT_RATE = 0.02
@@ -42,7 +46,8 @@ _COLUMNS = np.dtype(
 
 @frozen
 class StepCost:
-    """What a step takes: `step_seconds` + `row_seconds` x prompt rows + `sequence_seconds` x decoding sequences.
+    """What a step takes: `step_seconds` + `row_seconds` x prompt rows + `sequence_seconds` x
+    decoding sequences.
 
     Raises RequestError where that could not be.
     """
@@ -60,8 +65,15 @@ class StepCost:
 
     def __post_init__(self) -> None:
         seconds = self.step_seconds, self.row_seconds, self.sequence_seconds
-        if not (self.step_seconds > 0 and all(0 <= each < inf for each in seconds) and self.chunk >= 1 and self.max_num_seqs >= 1):
-            raise RequestError(f"a step takes some time, and has a row and a sequence at least: {self}")
+        if not (
+            self.step_seconds > 0
+            and all(0 <= each < inf for each in seconds)
+            and self.chunk >= 1
+            and self.max_num_seqs >= 1
+        ):
+            raise RequestError(
+                f"a step takes some time, and has a row and a sequence at least: {self}"
+            )
 
 
 class Loads:
@@ -92,7 +104,9 @@ class Loads:
         return int(self._table["running"][replica])
 
     def join(self, cost: StepCost) -> int:
-        """A replica that has nothing to do; returns its number. Its load is the mean, so that it is not flooded to make up for others."""
+        """A replica that has nothing to do; returns its number. Its load is the mean, so that it is
+        not flooded to make up for others.
+        """
         there = self.is_there
         load = float(self._table["load"][there].mean()) if there.any() else 0.0
         free = np.flatnonzero(~there)
@@ -115,31 +129,46 @@ class Loads:
         self._table[replica] = np.zeros(1, _COLUMNS)[0]
 
     def seconds(self, rows: NDArray[np.int64]) -> Floats:  # [replicas]
-        """Expected time to the first token of a request that has so many rows to compute on each replica.
+        """Expected time to the first token of a request that has so many rows to compute on each
+        replica.
 
-        All rows go in steps of `chunk` at most, each with a row of every running sequence; one step at least. Where as many sequences
-        run as may, some must end first, after as many steps as an output has tokens in the mean.
+        All rows go in steps of `chunk` at most, each with a row of every running sequence; one step
+        at least. Where as many sequences run as may, some must end first, after as many steps as an
+        output has tokens in the mean.
         """
         table = self._table
         running = np.maximum(table["running"] + table["running_elsewhere"], 0)
         all_rows = rows + np.maximum(table["queued"] + table["queued_elsewhere"], 0)
-        slots, chunk = np.maximum(table["max_num_seqs"], 1), np.maximum(table["chunk"], 1)  # 0 where a number stands for no replica
+        slots, chunk = (
+            np.maximum(table["max_num_seqs"], 1),
+            np.maximum(table["chunk"], 1),
+        )  # 0 where a number stands for no replica
         step = table["step_seconds"] + table["sequence_seconds"] * np.minimum(running, slots)
-        steps = np.maximum(all_rows / chunk, 1) + np.maximum(running + 1 - slots, 0) / slots * self._mean_output
+        steps = (
+            np.maximum(all_rows / chunk, 1)
+            + np.maximum(running + 1 - slots, 0) / slots * self._mean_output
+        )
         seconds: Floats = steps * step + all_rows * table["row_seconds"]
         return seconds
 
     def weighted(self, seconds: Floats) -> Floats:  # [replicas]
-        """Expected times as they are compared: longer where a replica has had more than the mean of the load, or requests failed."""
+        """Expected times as they are compared: longer where a replica has had more than the mean of
+        the load, or requests failed.
+        """
         table = self._table
         there = table["load"][self.is_there]
         grace = _GRACE * there.sum() / max(self._num_routed, 1)
-        share = np.maximum((table["load"] + grace) / max(there.mean() + grace, _TINY), 1) ** _SHARE_POWER
+        share = (
+            np.maximum((table["load"] + grace) / max(there.mean() + grace, _TINY), 1)
+            ** _SHARE_POWER
+        )
         weighted: Floats = seconds * share * table["doubt"]
         return weighted
 
     def lowest(self, among: NDArray[np.intp], first: int) -> int:
-        """The one of these replicas with the lowest load; of several the next from `first` on, around."""
+        """The one of these replicas with the lowest load; of several the next from `first` on,
+        around.
+        """
         loads = self._table["load"][among]
         lowest = among[loads == loads.min()]
         return int(lowest[np.searchsorted(lowest, first) % len(lowest)])
@@ -149,7 +178,9 @@ class Loads:
         return float(self._table["step_seconds"][replica])
 
     def begin(self, replica: int, rows: int, seconds: float) -> None:
-        """A request with so many rows to compute, and an expected time to its first token, goes to a replica."""
+        """A request with so many rows to compute, and an expected time to its first token, goes to
+        a replica.
+        """
         table = self._table
         fade = exp(-1 / (_MEMORY * max(1, int(self.is_there.sum()))))
         self._num_routed = self._num_routed * fade + 1
@@ -157,7 +188,10 @@ class Loads:
         table["doubt"] = 1 + (table["doubt"] - 1) * fade
         table["queued"][replica] += rows
         table["running"][replica] += 1
-        own = rows / table["chunk"][replica] * table["step_seconds"][replica] + rows * table["row_seconds"][replica]
+        own = (
+            rows / table["chunk"][replica] * table["step_seconds"][replica]
+            + rows * table["row_seconds"][replica]
+        )
         table["load"][replica] += rows * max(seconds - own / 2, own / 2)
 
     def first_token(self, replica: int, rows: int) -> None:
@@ -175,11 +209,15 @@ class Loads:
         self._table["doubt"][replica] = 1
 
     def doubt(self, replica: int) -> None:
-        """A request failed there: one that fails fast looks idle, and must not draw all the others."""
+        """A request failed there: one that fails fast looks idle, and must not draw all the
+        others.
+        """
         self._table["doubt"][replica] = min(2 * self._table["doubt"][replica], _MOST_DOUBT)
 
     def report(self, replica: int, queued: int, running: int) -> None:
-        """What a replica itself says that it has to do, which other routers may have sent there, and of which it may have done a part."""
+        """What a replica itself says that it has to do, which other routers may have sent there,
+        and of which it may have done a part.
+        """
         table = self._table
         table["queued_elsewhere"][replica] = queued - table["queued"][replica]
         table["running_elsewhere"][replica] = running - table["running"][replica]

@@ -1,4 +1,6 @@
-"""What an engine says, carried from its thread to the streams of an event loop: all that is new of a request at once."""
+"""What an engine says, carried from its thread to the streams of an event loop: all that is new of
+a request at once.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,13 +22,17 @@ class _Box:
 
 
 class Mailroom:
-    """The events of one engine, by request. It is made in the event loop whose streams read them."""
+    """The events of one engine, by request. It is made in the event loop whose streams read
+    them.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived: SimpleQueue[frames.Event] = SimpleQueue()
         self._is_called = False
-        """Whether the loop is to hand out what has arrived: it is called once for all that a step brings."""
+        """Whether the loop is to hand out what has arrived: it is called once for all that a step
+        brings.
+        """
         self._boxes: dict[str, _Box] = {}
 
     def put(self, event: frames.Event) -> None:
@@ -61,7 +67,11 @@ class Mailroom:
         with suppress(Empty):
             while True:
                 event = self._arrived.get_nowait()
-                box = self._boxes.get(event.id) if not isinstance(event, frames.Hello | frames.Report) else None
+                box = (
+                    self._boxes.get(event.id)
+                    if not isinstance(event, frames.Hello | frames.Report)
+                    else None
+                )
                 if box:
                     box.events.append(event)
                     box.filled.set()

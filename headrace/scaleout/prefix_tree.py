@@ -1,16 +1,20 @@
-"""What the prefix caches of all replicas hold, as far as a router can know: one radix tree of token blocks.
+"""What the prefix caches of all replicas hold, as far as a router can know: one radix tree of token
+blocks.
 
-A node is a block of tokens behind those of its parent, and is found by both: the name of its parent and the bytes of the block's token
-ids, which are compared one by one, so that a match is never a matter of luck. The first block of a prompt has a scope for a parent:
-requests of two tenants, or of two adapters, share nothing. A node has the set of the replicas that hold its block, as the bits of one
-integer. A replica that holds a block holds those before it, so these sets shrink along a path, and one walk along a prompt finds how
-much of it each of a thousand replicas has.
+A node is a block of tokens behind those of its parent, and is found by both: the name of its parent
+and the bytes of the block's token ids, which are compared one by one, so that a match is never a
+matter of luck. The first block of a prompt has a scope for a parent: requests of two tenants, or of
+two adapters, share nothing. A node has the set of the replicas that hold its block, as the bits of
+one integer. A replica that holds a block holds those before it, so these sets shrink along a path,
+and one walk along a prompt finds how much of it each of a thousand replicas has.
 
-For each replica the blocks are in the order of their last use, a path from its end to its beginning. So the first is always one that no
-other of that replica follows, and goes first when there are too many, as in the replica's own cache.
+For each replica the blocks are in the order of their last use, a path from its end to its
+beginning. So the first is always one that no other of that replica follows, and goes first when
+there are too many, as in the replica's own cache.
 
-All is kept in a few dicts of bytes and integers, which Python's garbage collector does not walk through: a million objects that
-point at each other would let requests wait for a tenth of a second now and then.
+All is kept in a few dicts of bytes and integers, which Python's garbage collector does not walk
+through: a million objects that point at each other would let requests wait for a tenth of a second
+now and then.
 """
 
 from array import array
@@ -73,7 +77,9 @@ class PrefixTree:
             parent = node
         return path
 
-    def depths(self, path: Sequence[bytes], num_replicas: int) -> NDArray[np.int64]:  # [num_replicas]
+    def depths(
+        self, path: Sequence[bytes], num_replicas: int
+    ) -> NDArray[np.int64]:  # [num_replicas]
         """How many of the first nodes of a path each replica holds."""
         holders: list[int] = []
         lengths: list[int] = []  # of stretches of the path that the same replicas hold
@@ -86,13 +92,23 @@ class PrefixTree:
         if not holders:
             return np.zeros(num_replicas, np.int64)
         width = -(-num_replicas // 8)
-        packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in holders), np.uint8).reshape(-1, width)
+        packed = np.frombuffer(
+            b"".join(bits.to_bytes(width, "little") for bits in holders), np.uint8
+        ).reshape(-1, width)
         bits = np.unpackbits(packed, axis=1, count=num_replicas, bitorder="little").astype(np.int64)
         depths: NDArray[np.int64] = np.array(lengths, np.int64) @ bits
         return depths
 
-    def insert(self, replica: int, blocks: Sequence[bytes], scope: Scope, most: int, found: Sequence[bytes] = ()) -> None:
-        """A replica holds these blocks from now on, but never more than `most`: its least recently used give way.
+    def insert(
+        self,
+        replica: int,
+        blocks: Sequence[bytes],
+        scope: Scope,
+        most: int,
+        found: Sequence[bytes] = (),
+    ) -> None:
+        """A replica holds these blocks from now on, but never more than `most`: its least recently
+        used give way.
 
         `found`: the nodes of the first of them, where `find` has just given these.
         """
@@ -106,7 +122,11 @@ class PrefixTree:
                 self._nodes[key], self._keys[node], self._holders[node] = node, key, 0
             path.append(node)
             parent = node
-        bit, holders, held = 1 << replica, self._holders, self._held.setdefault(replica, OrderedDict())
+        bit, holders, held = (
+            1 << replica,
+            self._holders,
+            self._held.setdefault(replica, OrderedDict()),
+        )
         for node in reversed(path):
             if node in held:
                 held.move_to_end(node)
@@ -122,7 +142,9 @@ class PrefixTree:
             self._let_go(replica, node)
 
     def _let_go(self, replica: int, node: bytes) -> None:
-        """A replica does not hold a node any more, nor any behind it. What none holds is not in the tree."""
+        """A replica does not hold a node any more, nor any behind it. What none holds is not in the
+        tree.
+        """
         holders = self._holders[node] ^ 1 << replica
         if holders:
             self._holders[node] = holders
@@ -131,5 +153,7 @@ class PrefixTree:
 
 
 def _root(scope: Scope) -> bytes:
-    """What stands for a scope as a parent. It begins unlike a node, and as blocks are of one size, no two keys are alike by chance."""
+    """What stands for a scope as a parent. It begins unlike a node, and as blocks are of one size,
+    no two keys are alike by chance.
+    """
     return b"s" + dumps(scope).encode()

@@ -1,4 +1,6 @@
-"""What is deployed on Ray Serve: replicas, and in a cluster that has HTTP of its own an ingress in front of them."""
+"""What is deployed on Ray Serve: replicas, and in a cluster that has HTTP of its own an ingress in
+front of them.
+"""
 
 from typing import Any
 
@@ -29,7 +31,9 @@ _LEAST_LOOK_BACK = 1.0
 _MOST_AT_INGRESS = 10_000
 """Requests: how many are taken on is for the app to say, which answers one too many."""
 _ROUTER = f"{__name__}.PrefixRequestRouter"
-"""Ray copies a router class out of the module that it is named by, globals and all; named by this one it is imported from its own."""
+"""Ray copies a router class out of the module that it is named by, globals and all; named by this
+one it is imported from its own.
+"""
 _ATTEMPTS = 3
 """Starts of a replica that may fail before the application is given up."""
 
@@ -48,7 +52,8 @@ class Described(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The whole application of a cluster, ingress included: `import_path: headrace.scaleout.ray_app:build` in `serveConfigV2`.
+    """The whole application of a cluster, ingress included: `import_path:
+    headrace.scaleout.ray_app:build` in `serveConfigV2`.
 
     Raises RequestError for what is no description of one.
     """
@@ -60,7 +65,9 @@ def build(args: dict[str, Any]) -> Application:
         raise RequestError(f"args of the application: {error}") from None
     config = engine_config(described.engine)
     if not config.threads:
-        raise RequestError("args of the application: engine.threads must say how many cores a replica has")
+        raise RequestError(
+            "args of the application: engine.threads must say how many cores a replica has"
+        )
     setup = frames.Setup(described.model, config, described.adapters)
     ingress = serve.deployment(
         name="ingress",
@@ -70,11 +77,17 @@ def build(args: dict[str, Any]) -> Application:
         health_check_timeout_s=_HEALTH_ANSWER,
         logging_config=LoggingConfig(enable_access_log=False),
     )(Ingress)
-    return ingress.bind(replicas(setup, settings, described.scale), frames.encode(setup), msgspec.json.encode(settings))
+    return ingress.bind(
+        replicas(setup, settings, described.scale),
+        frames.encode(setup),
+        msgspec.json.encode(settings),
+    )
 
 
 def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Application:
-    """The replicas of a model. Each of their ranks has as many cores as threads, which the configuration says."""
+    """The replicas of a model. Each of their ranks has as many cores as threads, which the
+    configuration says.
+    """
     running = setup.config.max_seqs
     scaling: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.max_replicas > scale.replicas:
@@ -90,7 +103,10 @@ def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Applicati
         scaling = {"autoscaling_config": config}
     mesh = mesh_of(setup.config)
     if mesh.ranks > 1:  # a bundle for each rank, on one node if there is room
-        scaling |= {"placement_group_bundles": [{"CPU": setup.config.threads}] * mesh.ranks, "placement_group_strategy": "PACK"}
+        scaling |= {
+            "placement_group_bundles": [{"CPU": setup.config.threads}] * mesh.ranks,
+            "placement_group_strategy": "PACK",
+        }
     deployment = serve.deployment(
         name="replica",
         ray_actor_options={"num_cpus": setup.config.threads},

@@ -1,7 +1,8 @@
 """Ray on this machine for as long as a command runs, or a cluster that runs already.
 
-A process that can speak to a Ray cluster can run code in it. So a cluster of our own listens on the loopback interface, takes a token that
-only its processes know, has no dashboard and sends no statistics; its files are in a folder that goes with it.
+A process that can speak to a Ray cluster can run code in it. So a cluster of our own listens on the
+loopback interface, takes a token that only its processes know, has no dashboard and sends no
+statistics; its files are in a folder that goes with it.
 """
 
 import logging
@@ -21,7 +22,8 @@ _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes: nothing of ours goes through its object store."""
 _SERVE = {
-    # A replica and a handle are called in the event loop that they have, and not through the queue of another thread.
+    # A replica and a handle are called in the event loop that they have, and not through the queue
+    # of another thread.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # What scaling goes by: how many requests a handle has under way.
@@ -30,7 +32,8 @@ _SERVE = {
 _OWN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a node may have the address of the loopback interface, which Ray replaces otherwise
+    # a node may have the address of the loopback interface, which Ray replaces otherwise
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
 
@@ -50,8 +53,8 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def ray_cluster(num_cpus: int) -> Iterator[bool]:
-    """Ray in this process: of the cluster that `RAY_ADDRESS` names, or of one with so many cores, which ends with the context. Returns
-    whether it is such a one.
+    """Ray in this process: of the cluster that `RAY_ADDRESS` names, or of one with so many cores,
+    which ends with the context. Returns whether it is such a one.
 
     Nothing may have imported Ray before. Raises RequestError where there is no such cluster.
     """
@@ -61,7 +64,9 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
             yield False
         return
     os.environ.update(_OWN | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))  # its workers import from where this process does
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        map(os.path.abspath, sys.path)
+    )  # its workers import from where this process does
     with _folder() as folder:
         import ray
 
@@ -83,12 +88,14 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """A folder for the files of a cluster. When this process ends, in whatever way, another removes it, and ends what is left of the
-    cluster (`ray_reaper.py`).
+    """A folder for the files of a cluster. When this process ends, in whatever way, another removes
+    it, and ends what is left of the cluster (`ray_reaper.py`).
     """
     folder = tempfile.mkdtemp(prefix="headrace-ray-")
     command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", folder, str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # whose input is closed then, and which is waited for
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, start_new_session=True
+    ):  # whose input is closed then, and which is waited for
         yield folder
 
 
@@ -99,7 +106,10 @@ def _joined() -> Iterator[None]:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RequestError(f"RAY_ADDRESS names {os.environ['RAY_ADDRESS']}, where no Ray cluster could be joined: {error}") from None
+        raise RequestError(
+            f"RAY_ADDRESS names {os.environ['RAY_ADDRESS']}, where no Ray cluster could "
+            f"be joined: {error}"
+        ) from None
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""The replicas of an application of Ray Serve, as a fleet uses them: requests go over a handle, whose router (`ray_router.py`) chooses."""
+"""The replicas of an application of Ray Serve, as a fleet uses them: requests go over a handle,
+whose router (`ray_router.py`) chooses.
+"""
 
 import asyncio
 import logging
@@ -39,14 +41,17 @@ class RayDispatcher:
     """A `Dispatcher`. It belongs to one event loop."""
 
     def __init__(self, deploy: Callable[[], Any], app: str, fingerprint: Callable[[], str]) -> None:
-        """`deploy` returns a handle to the replicas of the application of this name once there are some: it may take long, and raises
-        EngineDeadError where there will be none. `fingerprint`: of the model that they must have. Both are called in a thread.
+        """`deploy` returns a handle to the replicas of the application of this name once there are
+        some: it may take long, and raises EngineDeadError where there will be none. `fingerprint`:
+        of the model that they must have. Both are called in a thread.
         """
         self._deploy = deploy
         self._fingerprint = fingerprint
         self._model = ""
         self._others = set[str]()
-        """Boot ids of replicas that have another model: its name means something else on their nodes."""
+        """Boot ids of replicas that have another model: its name means something else on their
+        nodes.
+        """
         self._app = app
         self._handle: Any = None
         self._statuses: dict[str, ReplicaStatus] = {}
@@ -65,19 +70,26 @@ class RayDispatcher:
 
     async def start(self) -> None:
         self._model = await asyncio.to_thread(self._fingerprint)
-        # Bytes go from process to process, and not by way of an object store: that takes a third of the time.
+        # Bytes go from process to process, and not by way of an object store: that takes a third of
+        # the time.
         handle = await asyncio.to_thread(self._deploy)
-        self._handle = handle.options(_by_reference=False, request_serialization="pickle", response_serialization="pickle")
+        self._handle = handle.options(
+            _by_reference=False, request_serialization="pickle", response_serialization="pickle"
+        )
         await self._look()
         while not any(replica.takes_requests for replica in self._statuses.values()):
             await asyncio.sleep(_LOOK / 10)
             await self._look()
         self._watching = asyncio.ensure_future(self._watch())
 
-    async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    async def generate(
+        self, asked: frames.Add
+    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
         own_id = asked.id
         asked = msgspec.structs.replace(asked, id=f"{self._prefix}-{own_id}")
-        messages = self._handle.options(method_name="generate", stream=True).remote(frames.encode(asked))
+        messages = self._handle.options(method_name="generate", stream=True).remote(
+            frames.encode(asked)
+        )
         self._streams[asked.id] = messages
         told = _Told(asked)
         try:
@@ -89,7 +101,9 @@ class RayDispatcher:
                         if isinstance(event, frames.Refused):
                             told.is_over = True
                             raise RefusedError(event.kind, event.message)
-                        assert isinstance(event, frames.Accepted | frames.News | frames.Ended), "nothing else comes of a request"
+                        assert isinstance(event, frames.Accepted | frames.News | frames.Ended), (
+                            "nothing else comes of a request"
+                        )
                         told.note(event, self._router)
                         yield msgspec.structs.replace(event, id=own_id)
             if not told.is_over:
@@ -122,7 +136,11 @@ class RayDispatcher:
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
         answers = await self._command(frames.MapBlocks)
-        return {f"replica-{number}": answer for number, answer in enumerate(answers) if isinstance(answer, frames.Blocks)}
+        return {
+            f"replica-{number}": answer
+            for number, answer in enumerate(answers)
+            if isinstance(answer, frames.Blocks)
+        }
 
     async def close(self) -> None:
         if self._watching:
@@ -148,11 +166,17 @@ class RayDispatcher:
 
     async def _look(self) -> None:
         asked = self._router.boots if self._router else set()
-        statuses = [read_status(_body(answer)) for answer in await answers_of(self._handle, "status", seconds=_SILENT)]
-        for other in {status.boot for status in statuses if status.model != self._model} - self._others:
+        statuses = [
+            read_status(_body(answer))
+            for answer in await answers_of(self._handle, "status", seconds=_SILENT)
+        ]
+        for other in {
+            status.boot for status in statuses if status.model != self._model
+        } - self._others:
             self._others.add(other)
             log.error(
-                "a replica has another model or tokenizer than this process, so it is not used: MODEL must mean the same on all nodes"
+                "a replica has another model or tokenizer than this process, so it is not "
+                "used: MODEL must mean the same on all nodes"
             )
         self._statuses = {status.boot: status for status in statuses if status.model == self._model}
         router = self._router
@@ -166,7 +190,12 @@ class RayDispatcher:
                 messages.cancel()
         for name, path in self._loaded.items():
             if any(name not in status.adapters for status in statuses):
-                await answers_of(self._handle, "command", self._encoded(partial(_load, name, path)), seconds=_ANSWER)
+                await answers_of(
+                    self._handle,
+                    "command",
+                    self._encoded(partial(_load, name, path)),
+                    seconds=_ANSWER,
+                )
 
     def _encoded(self, command: Callable[[str], frames.Command]) -> bytes:
         return frames.encode(command(f"{self._prefix}-command-{next(self._ids)}"))
@@ -174,7 +203,9 @@ class RayDispatcher:
     async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Answer]:
         """What all replicas answer. Raises RefusedError where one of them refuses."""
         answers = []
-        for data in await answers_of(self._handle, "command", self._encoded(command), seconds=_ANSWER):
+        for data in await answers_of(
+            self._handle, "command", self._encoded(command), seconds=_ANSWER
+        ):
             event = frames.read_event(_body(data))
             if isinstance(event, frames.Refused):
                 raise RefusedError(event.kind, event.message)
@@ -199,11 +230,17 @@ class _Told:
     def __init__(self, asked: frames.Add) -> None:
         self.asked = asked
         self.is_accepted = self.is_over = False
-        self.tokens = asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else [])
+        self.tokens = asked.prompt_token_ids + (
+            asked.output_token_ids[0] if asked.output_token_ids else []
+        )
         """Prompt, and the output of its first continuation."""
         self._has_begun = False
 
-    def note(self, event: frames.Accepted | frames.News | frames.Ended, router: PrefixRequestRouter | None) -> None:
+    def note(
+        self,
+        event: frames.Accepted | frames.News | frames.Ended,
+        router: PrefixRequestRouter | None,
+    ) -> None:
         """Something has come of it."""
         if isinstance(event, frames.News) and event.index == 0:
             self.tokens += event.token_ids

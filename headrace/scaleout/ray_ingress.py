@@ -1,4 +1,6 @@
-"""The frontend as a deployment of Ray Serve, for clusters whose own proxies take HTTP (KubeRay); see `ray_app.build`."""
+"""The frontend as a deployment of Ray Serve, for clusters whose own proxies take HTTP (KubeRay);
+see `ray_app.build`.
+"""
 
 import os
 from functools import partial
@@ -25,17 +27,23 @@ class Ingress:
     """Ray Serve makes one in each process that takes requests, and asks it for the app."""
 
     def __init__(self, replicas: Any, setup: bytes, settings: bytes) -> None:
-        """`replicas`: a handle to the deployment of `ray_replica.Replica`; `setup`, `settings`: a `frames.Setup` and `Settings`.
+        """`replicas`: a handle to the deployment of `ray_replica.Replica`; `setup`, `settings`: a
+        `frames.Setup` and `Settings`.
 
-        Raises RequestError where there is no key in HEADRACE_API_KEY: what a proxy of a cluster passes on may come from anywhere.
+        Raises RequestError where there is no key in HEADRACE_API_KEY: what a proxy of a cluster
+        passes on may come from anywhere.
         """
         (body,) = frames.bodies(bytearray(setup))
         keys = tuple(filter(None, [os.environ.get("HEADRACE_API_KEY")]))
-        self._settings = msgspec.structs.replace(msgspec.json.decode(settings, type=Settings), host="0.0.0.0", api_keys=keys)
+        self._settings = msgspec.structs.replace(
+            msgspec.json.decode(settings, type=Settings), host="0.0.0.0", api_keys=keys
+        )
         check(self._settings)
         self._setup = frames.read_setup(body)
         known = partial(fingerprint_of, self._setup.model, self._setup.config)
-        self._dispatcher = RayDispatcher(lambda: replicas, serve.get_replica_context().app_name, known)
+        self._dispatcher = RayDispatcher(
+            lambda: replicas, serve.get_replica_context().app_name, known
+        )
 
     def __serve_build_asgi_app__(self) -> "IngressApp":
         return IngressApp(self._setup, self._settings, self._dispatcher)
@@ -60,7 +68,9 @@ class IngressApp:
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         fleet = Fleet(self._dispatcher, self._setup.config.seed)
-        async with served_model(self._setup.model, self._setup.config, self._settings, fleet) as served:
+        async with served_model(
+            self._setup.model, self._setup.config, self._settings, fleet
+        ) as served:
             self._gate = make_app(served, (log_request,))
             await send({"type": "lifespan.startup.complete"})
             await receive()

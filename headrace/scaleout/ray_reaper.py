@@ -1,7 +1,9 @@
-"""Ends what a Ray cluster of our own has left once the process that started it is gone, however it ended.
+"""Ends what a Ray cluster of our own has left once the process that started it is gone, however it
+ended.
 
-It waits for the end of its standard input, which that process holds open. Processes of the cluster are known by the files that they have
-open: each writes a log in its folder, whatever it calls itself.
+It waits for the end of its standard input, which that process holds open. Processes of the cluster
+are known by the files that they have open: each writes a log in its folder, whatever it calls
+itself.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""A replica: an engine in the process of an actor of Ray Serve, asked and answering in the frames that an engine process speaks."""
+"""A replica: an engine in the process of an actor of Ray Serve, asked and answering in the frames
+that an engine process speaks.
+"""
 
 import asyncio
 import secrets
@@ -33,7 +35,8 @@ class Replica:
     """Ray Serve makes one in each process, and calls its methods by their names."""
 
     def __init__(self, setup: bytes, stall_seconds: float) -> None:
-        """`setup`: a `frames.Setup`; `stall_seconds`: for how long a step may run before Ray is to replace the replica.
+        """`setup`: a `frames.Setup`; `stall_seconds`: for how long a step may run before Ray is to
+        replace the replica.
 
         Ray calls it in the event loop that calls all else, and nothing else before its end.
         """
@@ -50,7 +53,9 @@ class Replica:
         self._reporting: asyncio.Future[None] | None = None
 
     async def generate(self, asked: bytes) -> AsyncIterator[bytes]:
-        """What comes of a `frames.Add`, a message for all that a step brings; it ends where its caller leaves."""
+        """What comes of a `frames.Add`, a message for all that a step brings; it ends where its
+        caller leaves.
+        """
         command = _command_of(asked)
         self._mail.open(command.id)
         is_over = False
@@ -86,7 +91,9 @@ class Replica:
         thread, begun = self._host.thread, self._host.thread.step_begun
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.ensure_future(self._take_report())
-        await asyncio.wait([self._reporting], timeout=_REPORT)  # a step that takes longer holds up no status
+        await asyncio.wait(
+            [self._reporting], timeout=_REPORT
+        )  # a step that takes longer holds up no status
         status = ReplicaStatus(
             boot=self._boot,
             state="dead" if thread.closed else "ready",
@@ -108,7 +115,9 @@ class Replica:
         """What routers are told of the replica, once it is ready."""
         engine = self._host.engine
         kv = engine.limits.kv
-        return metadata_of(ReplicaFacts(self._boot, kv.block_size, max(kv.num_blocks), engine.config.max_seqs))
+        return metadata_of(
+            ReplicaFacts(self._boot, kv.block_size, max(kv.num_blocks), engine.config.max_seqs)
+        )
 
     def check_health(self) -> None:
         """Raise UnhealthyError where Ray is to replace the replica."""
@@ -131,7 +140,9 @@ def _ranks_of(config: EngineConfig) -> "RayRanks | None":
 
 
 def fingerprint_of(model: str, config: EngineConfig) -> str:
-    """By which a frontend and its replicas know whether they have the same model and tokenizer. Raises as `open_model`."""
+    """By which a frontend and its replicas know whether they have the same model and tokenizer.
+    Raises as `open_model`.
+    """
     checkpoint = open_model(model, config)
     return fingerprint(checkpoint, checkpoint.load_tokenizer())
 

@@ -1,8 +1,10 @@
-"""The prefix-aware router as Ray Serve wants it: the one file that touches its request router API, which is alpha.
+"""The prefix-aware router as Ray Serve wants it: the one file that touches its request router API,
+which is alpha.
 
-Ray makes a router for each handle, tells it which replicas there are, and asks it where a request goes. The policy answers from memory
-(`policy.py`), so Ray never waits for it. What Ray does not tell, a request's first token and its end, the dispatcher of the same handle
-says here: both run in one event loop.
+Ray makes a router for each handle, tells it which replicas there are, and asks it where a request
+goes. The policy answers from memory (`policy.py`), so Ray never waits for it. What Ray does not
+tell, a request's first token and its end, the dispatcher of the same handle says here: both run in
+one event loop.
 """
 
 import asyncio
@@ -49,7 +51,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         self._under_way: dict[str, _UnderWay] = {}
         """Requests that have not ended, by their ids."""
         self.silent = set[str]()
-        """Boot ids of replicas that do not answer: Ray goes on to name them until its own checks of their health have failed."""
+        """Boot ids of replicas that do not answer: Ray goes on to name them until its own checks of
+        their health have failed.
+        """
         self._facts: dict[str, ReplicaFacts] = {}
         self._times: dict[str, StepTimes] = {}
         self._common = StepTimes()
@@ -59,7 +63,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """The replicas are these now."""
         super().update_replicas(replicas)
-        facts = {_name(replica.replica_id): facts_of(replica.replica_metadata) for replica in replicas}
+        facts = {
+            _name(replica.replica_id): facts_of(replica.replica_metadata) for replica in replicas
+        }
         for gone in self._facts.keys() - facts.keys():
             self._leave(gone)
         for name, fact in facts.items():
@@ -74,21 +80,33 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         self._leave(_name(replica_id))
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """The replica for a request, alone: Ray asks again where that takes no more."""
         available = self.select_available_replicas(candidate_replicas) or candidate_replicas
-        by_name = {_name(one.replica_id): one for one in available if self._boot(one) not in self.silent}
+        by_name = {
+            _name(one.replica_id): one for one in available if self._boot(one) not in self.silent
+        }
         asked = _asked(pending_request)
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # else Ray asks again at once, and for ever
+            pending_request.routing_context.should_backoff = (
+                True  # else Ray asks again at once, and for ever
+            )
         if asked is None or self._policy is None or not by_name:
             return [list(by_name.values())]
         self.ended(asked.id)  # it was to go elsewhere, and could not
-        known = asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else [])
+        known = asked.prompt_token_ids + (
+            asked.output_token_ids[0] if asked.output_token_ids else []
+        )
         try:
-            routed = self._policy.route(known, (asked.cache_salt, asked.adapter), among=by_name.keys())
-        except HeadraceError:  # an error here would end Ray's task: the engine says what is wrong with the request
+            routed = self._policy.route(
+                known, (asked.cache_salt, asked.adapter), among=by_name.keys()
+            )
+        except (
+            HeadraceError
+        ):  # an error here would end Ray's task: the engine says what is wrong with the request
             return [list(by_name.values())]
         self._under_way[asked.id] = _UnderWay(routed, self._facts[routed.replica].boot)
         return [[by_name[routed.replica]]]
@@ -100,13 +118,17 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self._policy.first_token(one.routed)
 
     def ended(self, request_id: str, tokens: list[int] | None = None) -> None:
-        """A request has ended, and left these tokens in the cache of its replica; None: it is not known."""
+        """A request has ended, and left these tokens in the cache of its replica; None: it is not
+        known.
+        """
         one = self._under_way.pop(request_id, None)
         if one and self._policy:
             self._policy.ended(one.routed, tokens)
 
     def lost(self, request_id: str) -> str:
-        """The replica of a request does not answer: it gets no more until it does. Returns its boot id, if known."""
+        """The replica of a request does not answer: it gets no more until it does. Returns its boot
+        id, if known.
+        """
         one = self._under_way.get(request_id)
         if one is None:
             return ""
@@ -136,7 +158,12 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
     def _join(self, name: str) -> None:
         fact = self._facts[name]
         assert self._policy
-        self._policy.join(name, fact.boot, self._times[name].cost(fact.max_num_seqs, self._common), fact.num_blocks)
+        self._policy.join(
+            name,
+            fact.boot,
+            self._times[name].cost(fact.max_num_seqs, self._common),
+            fact.num_blocks,
+        )
 
     def _leave(self, name: str) -> None:
         self._facts.pop(name, None)
@@ -146,13 +173,15 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
 
 
 def router_of(app: str) -> PrefixRequestRouter | None:
-    """The router of this process's handle to the replicas of an application; None before its first request."""
+    """The router of this process's handle to the replicas of an application; None before its first
+    request.
+    """
     return _routers.get(app)
 
 
 async def answers_of(handle: Any, method: str, *arguments: bytes, seconds: float) -> list[bytes]:
-    """What a method of all replicas answers within so many seconds. Those that go away meanwhile, or take longer, are left out: Ray's own
-    way to wait for a broadcast has no answer at all then.
+    """What a method of all replicas answers within so many seconds. Those that go away meanwhile,
+    or take longer, are left out: Ray's own way to wait for a broadcast has no answer at all then.
     """
     try:
         results = await handle.broadcast(method, *arguments)._fetch_replica_results_async()

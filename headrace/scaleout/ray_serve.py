@@ -1,4 +1,6 @@
-"""Serves a model by replicas on Ray: this process is the frontend, and the replicas are actors, here or in a cluster that runs already."""
+"""Serves a model by replicas on Ray: this process is the frontend, and the replicas are actors,
+here or in a cluster that runs already.
+"""
 
 import logging
 import re
@@ -20,14 +22,22 @@ from headrace.server.settings import Settings
 
 
 def serve_replicas(
-    model: str, config: EngineConfig, settings: Settings, adapters: Mapping[str, str], scale: Scale, announce: Announce
+    model: str,
+    config: EngineConfig,
+    settings: Settings,
+    adapters: Mapping[str, str],
+    scale: Scale,
+    announce: Announce,
 ) -> int:
-    """Serve until a signal ends it; returns the exit code. Replicas share the cores of this machine unless `config.threads` says more.
+    """Serve until a signal ends it; returns the exit code. Replicas share the cores of this machine
+    unless `config.threads` says more.
 
     Raises RequestError where Ray is missing or the cluster cannot be joined, and as `serve`.
     """
     check(settings)
-    open_model(model, config)  # what is wrong with it is said before Ray is started; and no two replicas fetch it
+    open_model(
+        model, config
+    )  # what is wrong with it is said before Ray is started; and no two replicas fetch it
     mesh, most = mesh_of(config), max(scale.replicas, scale.max_replicas)
     config = replace(config, threads=config.threads or max(1, threads_of(config, mesh) // most))
     with ray_cluster(most * config.threads * mesh.ranks) as is_ours:
@@ -39,7 +49,9 @@ def serve_replicas(
         app = "headrace" if is_ours else f"headrace-{secrets.token_hex(4)}"
         application = replicas(frames.Setup(model, config, dict(adapters)), settings, scale)
         try:
-            dispatcher = RayDispatcher(partial(_deploy, application, app), app, partial(fingerprint_of, model, config))
+            dispatcher = RayDispatcher(
+                partial(_deploy, application, app), app, partial(fingerprint_of, model, config)
+            )
             return serve(model, config, settings, lambda: Fleet(dispatcher, config.seed), announce)
         finally:
             if not is_ours:
@@ -47,11 +59,15 @@ def serve_replicas(
 
 
 def _deploy(application: Any, app: str) -> Any:
-    """A handle to the replicas of an application, once there are all that it begins with. Raises EngineDeadError."""
+    """A handle to the replicas of an application, once there are all that it begins with. Raises
+    EngineDeadError.
+    """
     from ray import serve as ray_serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing it has set another
-    ray_serve.start(proxy_location="Disabled")  # nothing of Ray listens for HTTP, unless it does already
+    ray_serve.start(
+        proxy_location="Disabled"
+    )  # nothing of Ray listens for HTTP, unless it does already
     try:
         return ray_serve.run(application, name=app, route_prefix=None)
     except RuntimeError:
@@ -63,7 +79,9 @@ def _reason(app: str) -> str:
     from ray import serve as ray_serve
 
     told = ray_serve.status().applications[app].deployments["replica"].message
-    *_, last = [line.strip() for line in told.splitlines() if "Error" in line] or ["Ray does not say why"]
+    *_, last = [line.strip() for line in told.splitlines() if "Error" in line] or [
+        "Ray does not say why"
+    ]
     return re.sub(r"^[\w.]*Error: ", "", last)
 
 

@@ -1,4 +1,6 @@
-"""One request of a fleet, with what its client has been told of it: enough for another replica to go on with it."""
+"""One request of a fleet, with what its client has been told of it: enough for another replica to
+go on with it.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,9 @@ _LEAST_SECONDS = 1e-3
 
 
 def with_seed(asked: frames.Add, seed: int, number: int) -> frames.Add:
-    """The request with the seed that an engine of this seed would derive for its request of this number, if it has none of its own."""
+    """The request with the seed that an engine of this seed would derive for its request of this
+    number, if it has none of its own.
+    """
     params = asked.params or (None if asked.pooling else SamplingParams())
     if params and params.seed is None:
         params = replace(params, seed=derive_seed(seed, number))
@@ -33,9 +37,15 @@ class Resumable:
         self._begun = clock()
         self._first_token: float | None = None
         params = asked.params
-        self._begins_anew = params is None or params.beam_width is not None or asked.pooling is not None
-        """Whether nothing is told of it before its end, so that it never goes on behind its outputs."""
-        self._outputs = [tokens[:] for tokens in asked.output_token_ids] or [[] for _ in range(params.n if params else 1)]
+        self._begins_anew = (
+            params is None or params.beam_width is not None or asked.pooling is not None
+        )
+        """Whether nothing is told of it before its end, so that it never goes on behind its
+        outputs.
+        """
+        self._outputs = [tokens[:] for tokens in asked.output_token_ids] or [
+            [] for _ in range(params.n if params else 1)
+        ]
         self._finished = set[int]()
 
     @property
@@ -54,12 +64,17 @@ class Resumable:
         if not self.losses:
             return self._asked
         left = msgspec.structs.replace(self._asked, timeout=self.seconds_left)
-        if self.has_told_all:  # its prompt log-probabilities come at its end: a token more, which is dropped, brings them
-            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=self._prompt_logprobs)
+        # its prompt log-probabilities come at its end: a token more, which is dropped, brings them
+        if self.has_told_all:
+            params = SamplingParams(
+                max_tokens=1, temperature=0, prompt_logprobs=self._prompt_logprobs
+            )
             return msgspec.structs.replace(left, params=params)
         if self._begins_anew or not any(self._outputs):
             return left
-        return msgspec.structs.replace(left, output_token_ids=[tokens[:] for tokens in self._outputs])
+        return msgspec.structs.replace(
+            left, output_token_ids=[tokens[:] for tokens in self._outputs]
+        )
 
     def tell(self, news: frames.News) -> frames.News | None:
         """What the client is to be told; None for what it knows."""
@@ -79,13 +94,29 @@ class Resumable:
         now = self._clock()
         first = now if self._first_token is None else self._first_token
         queue = min(ended.queue, first - self._begun)
-        return msgspec.structs.replace(ended, queue=queue, prefill=first - self._begun - queue, decode=now - first)
+        return msgspec.structs.replace(
+            ended, queue=queue, prefill=first - self._begun - queue, decode=now - first
+        )
 
     def end_of_all(self) -> frames.Ended | None:
-        """How it ended, if its client has been told all but that; None where a replica must be asked."""
+        """How it ended, if its client has been told all but that; None where a replica must be
+        asked.
+        """
         if not self.has_told_all or self._prompt_logprobs is not None:
             return None
-        return self.end(frames.Ended(self._asked.id, len(self._asked.prompt_token_ids), 0, 0.0, 0.0, 0.0, None, None, None))
+        return self.end(
+            frames.Ended(
+                self._asked.id,
+                len(self._asked.prompt_token_ids),
+                0,
+                0.0,
+                0.0,
+                0.0,
+                None,
+                None,
+                None,
+            )
+        )
 
     @property
     def _prompt_logprobs(self) -> int | None:

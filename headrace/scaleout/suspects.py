@@ -1,5 +1,6 @@
-"""Requests under which replicas died. That of one may be chance, and the request goes on elsewhere at once; after the second death
-they are tried one at a time, and the one under which a replica dies then is refused, so that it does not end the whole fleet.
+"""Requests under which replicas died. That of one may be chance, and the request goes on elsewhere
+at once; after the second death they are tried one at a time, and the one under which a replica dies
+then is refused, so that it does not end the whole fleet.
 """
 
 import asyncio
@@ -18,22 +19,32 @@ _SUSPECT, _REFUSED = 2, 3
 
 
 class Suspects:
-    """What is remembered of replicas that died. A request is known by what it asks for, whichever client sends it again."""
+    """What is remembered of replicas that died. A request is known by what it asks for, whichever
+    client sends it again.
+    """
 
     def __init__(self) -> None:
         self._boots: dict[bytes, dict[str, float]] = {}
-        """Of the replicas that died under a request, each with the time at which that is forgotten, by the system's monotonic clock."""
+        """Of the replicas that died under a request, each with the time at which that is forgotten,
+        by the system's monotonic clock.
+        """
         self._alone = asyncio.Lock()
 
     @asynccontextmanager
     async def turn(self, asked: frames.Add) -> AsyncIterator[None]:
-        """Let a request pass once it may. Raises RefusedError for one under which too many replicas died."""
+        """Let a request pass once it may. Raises RefusedError for one under which too many replicas
+        died.
+        """
         if self._deaths(asked) < _SUSPECT:
             yield
             return
         async with self._alone:
             if self._deaths(asked) >= _REFUSED:
-                raise RefusedError("quarantined", "engines ended again and again under this request, which is not tried again for a while")
+                raise RefusedError(
+                    "quarantined",
+                    "engines ended again and again under this request, which is not tried "
+                    "again for a while",
+                )
             yield
 
     def died_under(self, asked: frames.Add, boot: str) -> None:
@@ -49,6 +60,9 @@ class Suspects:
         if not self._boots:
             return 0
         now = monotonic()
-        kept = {mark: {boot: until for boot, until in boots.items() if until > now} for mark, boots in self._boots.items()}
+        kept = {
+            mark: {boot: until for boot, until in boots.items() if until > now}
+            for mark, boots in self._boots.items()
+        }
         self._boots = {mark: boots for mark, boots in kept.items() if boots}
         return len(self._boots.get(mark_of(asked), ()))

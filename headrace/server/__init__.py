@@ -1,1 +1,3 @@
-"""The HTTP server: an API process, which reads requests and writes answers, and an engine process, which computes."""
+"""The HTTP server: an API process, which reads requests and writes answers, and an engine process,
+which computes.
+"""

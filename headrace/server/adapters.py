@@ -1,4 +1,6 @@
-"""Routes that load and unload LoRA adapters, as vLLM has them. They are off unless the operator turns them on, since they open paths."""
+"""Routes that load and unload LoRA adapters, as vLLM has them. They are off unless the operator
+turns them on, since they open paths.
+"""
 
 from headrace.server.asgi import Call
 from headrace.server.errors import ApiError, invalid
@@ -26,4 +28,8 @@ async def unload_adapter(served: ServedModel, call: Call) -> None:
 
 def _check_allowed(served: ServedModel) -> None:
     if not served.settings.allow_adapter_changes:
-        raise ApiError(403, "forbidden", "adapters cannot be changed here: start the server with --allow-adapter-changes")
+        raise ApiError(
+            403,
+            "forbidden",
+            "adapters cannot be changed here: start the server with --allow-adapter-changes",
+        )

@@ -54,7 +54,9 @@ ROUTES = {
     "/v1/chat/completions": Route("POST", chat.chat_completions, records.ChatRequest),
     "/v1/completions": Route("POST", completions.completions, records.CompletionRequest),
     "/v1/messages": Route("POST", messages.messages, anthropic_records.MessagesRequest),
-    "/v1/messages/count_tokens": Route("POST", messages.count_tokens, anthropic_records.CountTokensRequest),
+    "/v1/messages/count_tokens": Route(
+        "POST", messages.count_tokens, anthropic_records.CountTokensRequest
+    ),
     "/v1/responses": Route("POST", responses.responses, responses_records.ResponsesRequest),
     "/v1/embeddings": Route("POST", embeddings.embeddings, records.EmbeddingRequest),
     "/v1/load_lora_adapter": Route("POST", adapters.load_adapter, records.LoadAdapterRequest),
@@ -78,30 +80,50 @@ _ONE_MODEL = "/v1/models/"
 def make_app(served: ServedModel, observers: Iterable[Observer] = ()) -> Gate:
     """The ASGI application; `observers` hear of every request at its end."""
     listed = ROUTES | (WORKER_ROUTES if served.settings.worker else {})
-    routes = {path: {route.method: partial(route.handler, served)} for path, route in listed.items()}
-    return Gate(routes, {_ONE_MODEL: partial(health.one_model, served)}, served.settings, (served.metrics.request_ended, *observers))
+    routes = {
+        path: {route.method: partial(route.handler, served)} for path, route in listed.items()
+    }
+    return Gate(
+        routes,
+        {_ONE_MODEL: partial(health.one_model, served)},
+        served.settings,
+        (served.metrics.request_ended, *observers),
+    )
 
 
 def description() -> dict[str, Any]:
     """The OpenAPI document of the server."""
     kinds = [route.record for route in ROUTES.values() if route.record]
-    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    _, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
     paths: dict[str, Any] = {}
     for path, route in ROUTES.items():
         error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-        operation: dict[str, Any] = {"summary": (route.handler.__doc__ or "").split("\n")[0], "responses": _responses(error)}
+        operation: dict[str, Any] = {
+            "summary": (route.handler.__doc__ or "").split("\n")[0],
+            "responses": _responses(error),
+        }
         if route.record:
             reference = {"$ref": f"#/components/schemas/{route.record.__name__}"}
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": reference}},
+            }
         paths[path] = {route.method.lower(): operation}
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths[_ONE_MODEL + "{model}"] = {"get": {"summary": "One of them.", "parameters": [model], "responses": _responses("Error")}}
+    paths[_ONE_MODEL + "{model}"] = {
+        "get": {"summary": "One of them.", "parameters": [model], "responses": _responses("Error")}
+    }
     keys = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": version("headrace")},
         "paths": paths,
-        "components": {"schemas": components | {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}, "securitySchemes": keys},
+        "components": {
+            "schemas": components | {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
+            "securitySchemes": keys,
+        },
         "security": [{}, {"key": []}],
     }
 
@@ -138,5 +160,8 @@ _ANTHROPIC_ERROR = {
 
 def _responses(error: str) -> dict[str, Any]:
     """What may be answered; `error`: the schema of its errors."""
-    failed = {"description": "An error.", "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}}
+    failed = {
+        "description": "An error.",
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
+    }
     return {"200": {"description": "The answer."}, "4XX": failed, "5XX": failed}

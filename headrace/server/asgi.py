@@ -1,4 +1,6 @@
-"""Requests and responses over bare ASGI: bodies of bounded size, JSON, streams of events, and clients that leave."""
+"""Requests and responses over bare ASGI: bodies of bounded size, JSON, streams of events, and
+clients that leave.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
@@ -39,7 +41,10 @@ class Call:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
         self.scope = scope
-        names = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first counts
+        names = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }  # the first counts
         self._headers = names
         self.record = RequestRecord.of(scope["method"], scope["path"], names)
         self.key: str | None = None
@@ -55,25 +60,36 @@ class Call:
         return self._headers.get(name)
 
     async def read(self, kind: type[_T]) -> _T:
-        """The body as a record. Raises ApiError for one that is too large, or not JSON, or not this record."""
-        # Where no type is given JSON is meant; but another site's page may send a body without one, while for JSON its browser asks first.
+        """The body as a record. Raises ApiError for one that is too large, or not JSON, or not this
+        record.
+        """
+        # Where no type is given JSON is meant; but another site's page may send a body without one,
+        # while for JSON its browser asks first.
         assumed = "" if self.header("origin") else "application/json"
         body = await self.read_body("application/json", assumed)
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             message, _, place = str(error).partition(" - at ")
-            path = place.rpartition("`$")[2].rstrip("`")  # of a key that is wrong: `key` in `$.field`
+            path = place.rpartition("`$")[2].rstrip(
+                "`"
+            )  # of a key that is wrong: `key` in `$.field`
             param = path.lstrip(".").partition(".")[0].partition("[")[0] or None
             if not path and "missing required field" in message:
                 param = message.rpartition("field `")[2].rstrip("`")
-            raise invalid(f"{path.lstrip('.') or 'the body'}: {message}", param, "invalid_value") from None
+            raise invalid(
+                f"{path.lstrip('.') or 'the body'}: {message}", param, "invalid_value"
+            ) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
 
     async def read_body(self, content_type: str, assumed: str = "") -> bytes:
-        """The body, which must say that it is of this type; `assumed` is the type of one that says nothing. Raises ApiError."""
-        if (self.header("content-type") or assumed).partition(";")[0].strip().lower() != content_type:
+        """The body, which must say that it is of this type; `assumed` is the type of one that says
+        nothing. Raises ApiError.
+        """
+        if (self.header("content-type") or assumed).partition(";")[
+            0
+        ].strip().lower() != content_type:
             raise ApiError(415, "unsupported_media_type", f"the body must be {content_type}")
         if self.header("content-encoding") not in (None, "identity"):
             raise ApiError(415, "unsupported_media_type", "the body must not be compressed")
@@ -81,7 +97,11 @@ class Call:
             async with asyncio.timeout(self._settings.receive_timeout):
                 return await self._body()
         except TimeoutError:
-            late = ApiError(408, "request_timeout", f"the body did not come within {self._settings.receive_timeout:g} s")
+            late = ApiError(
+                408,
+                "request_timeout",
+                f"the body did not come within {self._settings.receive_timeout:g} s",
+            )
             late.headers["connection"] = "close"
             raise late from None
 
@@ -100,7 +120,9 @@ class Call:
                 return b"".join(parts)
 
     async def while_connected(self, work: Awaitable[_T]) -> _T:
-        """The result of some work, which is cancelled when the client leaves. Raises Disconnected then."""
+        """The result of some work, which is cancelled when the client leaves. Raises Disconnected
+        then.
+        """
         task = asyncio.ensure_future(work)
         left = asyncio.ensure_future(self._left())
         try:
@@ -119,13 +141,24 @@ class Call:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def respond(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    async def respond(
+        self, value: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
         """Answer with JSON."""
         await self.respond_bytes(_encoder.encode(value), "application/json", status, headers)
 
-    async def respond_bytes(self, body: bytes, content_type: str, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    async def respond_bytes(
+        self,
+        body: bytes,
+        content_type: str,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Answer with a body."""
-        await self._begin(status, {"content-type": content_type, "content-length": str(len(body))} | dict(headers or {}))
+        await self._begin(
+            status,
+            {"content-type": content_type, "content-length": str(len(body))} | dict(headers or {}),
+        )
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_unchanged(self, headers: Mapping[str, str]) -> None:
@@ -134,7 +167,9 @@ class Call:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def stream(self, events: AsyncGenerator[bytes], keepalive: float) -> None:
-        """Answer with events as they come, and a comment where none came for so many seconds. Raises Disconnected."""
+        """Answer with events as they come, and a comment where none came for so many seconds.
+        Raises Disconnected.
+        """
         pinging = asyncio.ensure_future(self._ping(keepalive))
         try:
             await self.stream_bytes(events, _STREAM_HEADERS)
@@ -162,7 +197,9 @@ class Call:
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.responding = True
         self.record.status = status
-        pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        pairs = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+        ]
         pairs.append((b"x-request-id", self.record.id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 

@@ -1,8 +1,11 @@
-"""Many requests from a file, without HTTP: OpenAI's batch format, answered by the routes of the server.
+"""Many requests from a file, without HTTP: OpenAI's batch format, answered by the routes of the
+server.
 
-A line of the input is a request: `custom_id`, `method`, `url` and `body`. A line of the output is what became of it: `custom_id`, and
-`response` with `status_code` and `body`. Lines come in the order in which they are ready. A run that was ended in any way is taken up
-again where it stopped: requests whose line is whole in the output are not asked again, and half a line at its end is dropped.
+A line of the input is a request: `custom_id`, `method`, `url` and `body`. A line of the output is
+what became of it: `custom_id`, and `response` with `status_code` and `body`. Lines come in the
+order in which they are ready. A run that was ended in any way is taken up again where it stopped:
+requests whose line is whole in the output are not asked again, and half a line at its end is
+dropped.
 """
 
 import asyncio
@@ -27,7 +30,8 @@ from headrace.server.settings import Settings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _AHEAD = 2
-"""Requests under way for each sequence that can run: some are being read while others are answered."""
+"""Requests under way for each sequence that can run: some are being read while others are answered.
+"""
 _TRIES = 3
 _PAUSE = 0.1
 
@@ -42,7 +46,9 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_lines(path: Path) -> list[tuple[str, int]]:
-    """The id of each request, and where its line begins. Raises RequestError, which names the line, for one that cannot be run."""
+    """The id of each request, and where its line begins. Raises RequestError, which names the line,
+    for one that cannot be run.
+    """
     found: list[tuple[str, int]] = []
     seen: dict[str, int] = {}
     place = 0
@@ -51,7 +57,10 @@ def read_lines(path: Path) -> list[tuple[str, int]]:
             if line.strip():
                 custom_id = _checked(line, f"{path}:{number}").custom_id
                 if custom_id in seen:
-                    raise RequestError(f"{path}:{number}: custom_id {custom_id!r} is that of line {seen[custom_id]:,}")
+                    raise RequestError(
+                        f"{path}:{number}: custom_id {custom_id!r} is that of line "
+                        f"{seen[custom_id]:,}"
+                    )
                 seen[custom_id] = number
                 found.append((custom_id, place))
             place += len(line)
@@ -59,7 +68,9 @@ def read_lines(path: Path) -> list[tuple[str, int]]:
 
 
 def answered_ids(path: Path) -> set[str]:
-    """The requests whose lines are whole in the output; what stands behind the last whole line is cut off. Raises RequestError."""
+    """The requests whose lines are whole in the output; what stands behind the last whole line is
+    cut off. Raises RequestError.
+    """
     done: set[str] = set()
     if not path.exists():
         return done
@@ -71,7 +82,10 @@ def answered_ids(path: Path) -> set[str]:
             try:
                 done.add(msgspec.json.decode(line, type=dict[str, Any])["custom_id"])
             except (msgspec.MsgspecError, KeyError, TypeError) as error:
-                raise RequestError(f"{path}:{number} is no answer of a batch, so nothing is added to this file: {error}") from None
+                raise RequestError(
+                    f"{path}:{number} is no answer of a batch, so nothing is added to "
+                    f"this file: {error}"
+                ) from None
             whole += len(line)
     os.truncate(path, whole)
     return done
@@ -85,10 +99,11 @@ def run_batch(
     target: Path,
     told: Callable[[int, int], None],
 ) -> tuple[int, int]:
-    """Answer all requests that have no answer yet; returns how many were answered now, and how many of them with an error.
+    """Answer all requests that have no answer yet; returns how many were answered now, and how many
+    of them with an error.
 
-    `told` hears how many are done of how many. Raises RequestError for files that are none, EngineStartError, EngineDeadError if the engine
-    ends too often.
+    `told` hears how many are done of how many. Raises RequestError for files that are none,
+    EngineStartError, EngineDeadError if the engine ends too often.
     """
     every = read_lines(source)
     done = answered_ids(target)
@@ -96,15 +111,33 @@ def run_batch(
     told(len(every) - len(left), len(every))
     if not left:
         return 0, 0
-    return asyncio.run(_run(model, config, settings, source, target, left, lambda count: told(len(every) - len(left) + count, len(every))))
+    return asyncio.run(
+        _run(
+            model,
+            config,
+            settings,
+            source,
+            target,
+            left,
+            lambda count: told(len(every) - len(left) + count, len(every)),
+        )
+    )
 
 
 async def _run(
-    model: str, config: EngineConfig, settings: Settings, source: Path, target: Path, left: list[int], told: Callable[[int], None]
+    model: str,
+    config: EngineConfig,
+    settings: Settings,
+    source: Path,
+    target: Path,
+    left: list[int],
+    told: Callable[[int], None],
 ) -> tuple[int, int]:
     count = failed = 0
     with _opened(source) as lines, target.open("ab", buffering=0) as answers:
-        async with served_model(model, config, settings, EngineClient(model, config, {}, settings.stall_seconds)) as served:
+        async with served_model(
+            model, config, settings, EngineClient(model, config, {}, settings.stall_seconds)
+        ) as served:
             app, places, hello = make_app(served), iter(left), served.engine.hello
             assert hello, "the engine has started"
 
@@ -128,7 +161,9 @@ async def _run(
 
 
 async def _answer(app: Gate, asked: BatchLine, engine: ServedEngine) -> dict[str, Any]:
-    """What the route answers. A request whose engine ended under it is asked again, some times. Raises EngineDeadError."""
+    """What the route answers. A request whose engine ended under it is asked again, some times.
+    Raises EngineDeadError.
+    """
     for _ in range(_TRIES):
         status, body = await _ask(app, asked)
         if status != 503:
@@ -138,7 +173,12 @@ async def _answer(app: Gate, asked: BatchLine, engine: ServedEngine) -> dict[str
         if engine.state == "dead":
             raise EngineDeadError("the engine ended too often; run the same command again to go on")
     response = {"status_code": status, "request_id": uuid4().hex, "body": msgspec.Raw(body)}
-    return {"id": f"batch_req_{uuid4().hex}", "custom_id": asked.custom_id, "response": response, "error": None}
+    return {
+        "id": f"batch_req_{uuid4().hex}",
+        "custom_id": asked.custom_id,
+        "response": response,
+        "error": None,
+    }
 
 
 async def _ask(app: Gate, asked: BatchLine) -> tuple[int, bytes]:
@@ -156,7 +196,16 @@ async def _ask(app: Gate, asked: BatchLine) -> tuple[int, bytes]:
         sent.append(message)
 
     asked_for = asyncio.Event()
-    await app({"type": "http", "path": asked.url, "method": asked.method, "headers": [(b"host", b"localhost")]}, receive, send)
+    await app(
+        {
+            "type": "http",
+            "path": asked.url,
+            "method": asked.method,
+            "headers": [(b"host", b"localhost")],
+        },
+        receive,
+        send,
+    )
     return sent[0]["status"], b"".join([message.get("body", b"") for message in sent[1:]])
 
 
@@ -166,7 +215,9 @@ def _checked(line: bytes, where: str) -> BatchLine:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise RequestError(f"{where}: {error}") from None
     if asked.method != "POST" or asked.url not in URLS:
-        raise RequestError(f"{where}: a request is a POST to {', '.join(URLS)}, not {asked.method} {asked.url}")
+        raise RequestError(
+            f"{where}: a request is a POST to {', '.join(URLS)}, not {asked.method} {asked.url}"
+        )
     if asked.body.get("stream"):
         raise RequestError(f"{where}: a batch has no streams")
     return asked

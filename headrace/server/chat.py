@@ -56,7 +56,11 @@ class _Body:
         self._tokenizer = served.tokenizer
         self._asked = asked
         self._answer = answer
-        self._head = {"id": f"chatcmpl-{uuid4().hex}", "created": int(time()), "model": answer.model}
+        self._head = {
+            "id": f"chatcmpl-{uuid4().hex}",
+            "created": int(time()),
+            "model": answer.model,
+        }
         options = asked.stream_options
         self._with_usage = bool(options and options.include_usage)
         self._always = bool(options and options.continuous_usage_stats)
@@ -64,14 +68,18 @@ class _Body:
     async def whole(self) -> dict[str, Any]:
         """The answer as one object. Raises what it failed of."""
         messages = [ChatMessage() for _ in range(self._answer.n)]
-        choices: list[dict[str, Any]] = [{"index": i, "token_ids": [], "logprobs": []} for i in range(self._answer.n)]
+        choices: list[dict[str, Any]] = [
+            {"index": i, "token_ids": [], "logprobs": []} for i in range(self._answer.n)
+        ]
         async for piece in self._answer.pieces():
             choice = choices[piece.index]
             messages[piece.index].add(piece.deltas)
             choice["token_ids"] += piece.token_ids
             choice["logprobs"] += piece.logprobs
             if piece.finish_reason:
-                choice["finish_reason"] = chat_finish_reason(piece.finish_reason, messages[piece.index].has_calls)
+                choice["finish_reason"] = chat_finish_reason(
+                    piece.finish_reason, messages[piece.index].has_calls
+                )
                 choice["stop_reason"] = piece.stop_reason
         for choice, message in zip(choices, messages, strict=True):
             choice["message"] = message.as_json()
@@ -79,7 +87,12 @@ class _Body:
             if not self._asked.return_token_ids:
                 del choice["token_ids"]
         usage, timing = self._answer.usage.as_json(), self._answer.timing
-        return self._head | {"object": "chat.completion", "choices": choices, "usage": usage, "timing": timing}
+        return self._head | {
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage,
+            "timing": timing,
+        }
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """The answer as it comes. An error is its last event."""
@@ -97,21 +110,45 @@ class _Body:
                 if scores and piece.logprobs:
                     yield self._chunk(piece.index, {"content": ""}, scores)
                 if piece.finish_reason:
-                    yield self._chunk(piece.index, {}, None, chat_finish_reason(piece.finish_reason, calls[piece.index]), piece.stop_reason)
+                    yield self._chunk(
+                        piece.index,
+                        {},
+                        None,
+                        chat_finish_reason(piece.finish_reason, calls[piece.index]),
+                        piece.stop_reason,
+                    )
             if self._with_usage:
-                last = {"object": "chat.completion.chunk", "choices": [], "usage": self._answer.usage.as_json()}
+                last = {
+                    "object": "chat.completion.chunk",
+                    "choices": [],
+                    "usage": self._answer.usage.as_json(),
+                }
                 yield event(self._head | last | {"timing": self._answer.timing})
             yield DONE
         except Exception as error:
             yield stream_error(error)
 
     def _scores(self, entries: list[Any]) -> dict[str, Any] | None:
-        return chat_logprobs(entries, self._asked.top_logprobs or 0, self._tokenizer) if self._asked.logprobs else None
+        return (
+            chat_logprobs(entries, self._asked.top_logprobs or 0, self._tokenizer)
+            if self._asked.logprobs
+            else None
+        )
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], piece: Piece | None = None, reason: str | None = None, stop_reason: int | str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        piece: Piece | None = None,
+        reason: str | None = None,
+        stop_reason: int | str | None = None,
     ) -> bytes:
-        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
         if piece:
             choice["logprobs"] = self._scores(piece.logprobs)
             if self._asked.return_token_ids:

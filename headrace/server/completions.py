@@ -13,7 +13,14 @@ from headrace.server.asgi import DONE, Call, event
 from headrace.server.described import MAX_PROMPTS
 from headrace.server.errors import ApiError, invalid
 from headrace.server.gate import stream_error
-from headrace.server.generation import Choice, Clock, Usage, completion_logprobs, finish_reason, sampling_params
+from headrace.server.generation import (
+    Choice,
+    Clock,
+    Usage,
+    completion_logprobs,
+    finish_reason,
+    sampling_params,
+)
 from headrace.server.openai_records import CompletionRequest
 from headrace.server.served_model import ServedModel, merge
 from headrace.server.stream import Stream
@@ -29,12 +36,23 @@ async def completions(served: ServedModel, call: Call) -> None:
     if asked.suffix:
         raise ApiError(400, "unsupported_parameter", "suffix is not supported", param="suffix")
     if asked.stream and asked.echo and asked.logprobs is not None:
-        raise ApiError(400, "unsupported_parameter", "log-probabilities of an echoed prompt are not streamed", param="stream")
+        raise ApiError(
+            400,
+            "unsupported_parameter",
+            "log-probabilities of an echoed prompt are not streamed",
+            param="stream",
+        )
     texts = prompts_of(asked.prompt, "prompt")
-    scored = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
-    params = sampling_params(asked, served.advised_sampling, asked.max_tokens or _MAX_TOKENS, asked.logprobs, **scored)
+    scored = (
+        {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
+    )
+    params = sampling_params(
+        asked, served.advised_sampling, asked.max_tokens or _MAX_TOKENS, asked.logprobs, **scored
+    )
     with served.admitted(call, params.n * len(texts)):
-        prompts = await read_prompts(served, "prompt", texts, asked.add_special_tokens, params.max_tokens)
+        prompts = await read_prompts(
+            served, "prompt", texts, asked.add_special_tokens, params.max_tokens
+        )
         terms = {"priority": asked.priority, "cache_salt": asked.cache_salt, "adapter": adapter}
         async with served.submitted(call, prompts, params, **terms) as streams:  # type: ignore[arg-type]
             answer = _Answer(served, asked, adapter or served.settings.model_name, prompts)
@@ -58,28 +76,44 @@ def prompts_of(given: str | Sequence[str | int | list[int]], name: str) -> list[
 
 
 async def read_prompts(
-    served: ServedModel, name: str, texts: Sequence[str | list[int]], add_special: bool | None, max_tokens: int | None
+    served: ServedModel,
+    name: str,
+    texts: Sequence[str | list[int]],
+    add_special: bool | None,
+    max_tokens: int | None,
 ) -> list[list[int]]:
     """The tokens of each prompt of the field `name`. Raises ApiError."""
-    return [await served.tokens_of(partial(_read, served, text, add_special), name, max_tokens) for text in texts]
+    return [
+        await served.tokens_of(partial(_read, served, text, add_special), name, max_tokens)
+        for text in texts
+    ]
 
 
 def _read(served: ServedModel, text: str | list[int], add_special: bool | None) -> TokenizedPrompt:
     if isinstance(text, list):
         too_many = "{name} has {count} token ids, more than a context of {limit:,} tokens can hold"
-        return TokenizedPrompt(token_ids("the prompt", text, served.prompts.max_model_len, too_many), None)
+        return TokenizedPrompt(
+            token_ids("the prompt", text, served.prompts.max_model_len, too_many), None
+        )
     return served.prompts.read_prompt(text, add_special=add_special is not False)
 
 
 class _Answer:
     """The answer to one request: `n` choices for each prompt."""
 
-    def __init__(self, served: ServedModel, asked: CompletionRequest, model: str, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, served: ServedModel, asked: CompletionRequest, model: str, prompts: list[list[int]]
+    ) -> None:
         self._service = served
         self._asked = asked
         self._prompts = prompts
         self._n = asked.n or 1
-        self._head = {"id": f"cmpl-{uuid4().hex}", "object": "text_completion", "created": int(time()), "model": model}
+        self._head = {
+            "id": f"cmpl-{uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time()),
+            "model": model,
+        }
         self._usage = Usage(sum(map(len, prompts)))
         self._clocks = [Clock(served.metrics) for _ in prompts]
         self._echoed = [served.tokenizer.decode(prompt) if asked.echo else "" for prompt in prompts]
@@ -95,12 +129,19 @@ class _Answer:
             else:
                 self._end(number, item)
         answers = [self._choice(i, choice) for i, choice in enumerate(choices)]
-        return self._head | {"choices": answers, "usage": self._usage.as_json(), "timing": self._clocks[0].timing}
+        return self._head | {
+            "choices": answers,
+            "usage": self._usage.as_json(),
+            "timing": self._clocks[0].timing,
+        }
 
     async def chunks(self, streams: list[Stream]) -> AsyncGenerator[bytes]:
         """The answer as it comes. An error is its last event."""
         options = self._asked.stream_options
-        with_usage, always = (bool(options and options.include_usage), bool(options and options.continuous_usage_stats))
+        with_usage, always = (
+            bool(options and options.include_usage),
+            bool(options and options.continuous_usage_stats),
+        )
         offsets = [len(self._echoed[i // self._n]) for i in range(self._n * len(self._prompts))]
         begun = [False] * len(offsets)
         try:
@@ -112,10 +153,19 @@ class _Answer:
                 index, reason = self._index(number, item), finish_reason(item)
                 text = item.text if begun[index] else self._echoed[number] + item.text
                 begun[index] = True
-                choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+                choice: dict[str, Any] = {
+                    "index": index,
+                    "text": text,
+                    "logprobs": None,
+                    "finish_reason": reason,
+                }
                 if self._asked.logprobs is not None:
                     scores = completion_logprobs(
-                        item.logprobs, item.token_ids, self._asked.logprobs, offsets[index], self._service.tokenizer
+                        item.logprobs,
+                        item.token_ids,
+                        self._asked.logprobs,
+                        offsets[index],
+                        self._service.tokenizer,
                     )
                     choice["logprobs"] = scores
                     offsets[index] += sum(map(len, scores["tokens"]))
@@ -128,7 +178,14 @@ class _Answer:
                     chunk["usage"] = self._usage.as_json() if always else None
                 yield event(chunk)
             if with_usage:
-                yield event(self._head | {"choices": [], "usage": self._usage.as_json(), "timing": self._clocks[0].timing})
+                yield event(
+                    self._head
+                    | {
+                        "choices": [],
+                        "usage": self._usage.as_json(),
+                        "timing": self._clocks[0].timing,
+                    }
+                )
             yield DONE
         except Exception as error:
             yield stream_error(error)
@@ -153,7 +210,11 @@ class _Answer:
             tokens, ended = choice.token_ids, self._ends[number]
             offset = len(self._echoed[number])
             if self._asked.echo and ended and ended.prompt_logprobs:
-                entries, tokens, offset = [*ended.prompt_logprobs, *entries], [*self._prompts[number], *tokens], 0
+                entries, tokens, offset = (
+                    [*ended.prompt_logprobs, *entries],
+                    [*self._prompts[number], *tokens],
+                    0,
+                )
             scores = completion_logprobs(entries, tokens, top, offset, self._service.tokenizer)
         return {
             "index": index,

@@ -1,4 +1,6 @@
-"""A connection of uvicorn's that does not wait for ever for a client: to send the head of a request, or to read what is sent to it."""
+"""A connection of uvicorn's that does not wait for ever for a client: to send the head of a
+request, or to read what is sent to it.
+"""
 
 import asyncio
 import logging
@@ -15,11 +17,11 @@ log = logging.getLogger("headrace.server")
 
 
 class Connection(HttpToolsProtocol):
-    """It is cut where its client sends no whole head for so many seconds or bytes, or takes nothing for so many seconds although there is
-    more to send than is kept for it.
+    """It is cut where its client sends no whole head for so many seconds or bytes, or takes nothing
+    for so many seconds although there is more to send than is kept for it.
 
-    Else a client that does neither would keep its place for ever, among the connections or among the requests. The body of a request has
-    its time in `asgi.Call`.
+    Else a client that does neither would keep its place for ever, among the connections or among
+    the requests. The body of a request has its time in `asgi.Call`.
     """
 
     def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
@@ -35,7 +37,9 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; what comes here behind the last head is not much, since reading pauses while a request waits for the one before it."""
+        """Read on; what comes here behind the last head is not much, since reading pauses while a
+        request waits for the one before it.
+        """
         super().data_received(data)
         self._head_bytes += len(data)
         if self._late and self._head_bytes > _MOST_HEAD:
@@ -69,7 +73,9 @@ class Connection(HttpToolsProtocol):
     def _expect_head(self) -> None:
         self._head_bytes = 0
         seconds = self._settings.receive_timeout
-        self._late = self.loop.call_later(seconds, self._cut, f"no whole head of a request came from it in {seconds:g} s")
+        self._late = self.loop.call_later(
+            seconds, self._cut, f"no whole head of a request came from it in {seconds:g} s"
+        )
 
     def _expect_head_no_more(self) -> None:
         if self._late:
@@ -77,7 +83,11 @@ class Connection(HttpToolsProtocol):
             self._late = None
 
     def _look_later(self) -> None:
-        self._look = self.loop.call_later(self._settings.send_timeout, self._cut_unless_less, self.transport.get_write_buffer_size())
+        self._look = self.loop.call_later(
+            self._settings.send_timeout,
+            self._cut_unless_less,
+            self.transport.get_write_buffer_size(),
+        )
 
     def _cut_unless_less(self, than: int) -> None:
         if self.transport.get_write_buffer_size() < than:

@@ -1,4 +1,6 @@
-"""A conversation and its answer, as all APIs that answer conversations have need of them: read, submitted, parsed as it comes."""
+"""A conversation and its answer, as all APIs that answer conversations have need of them: read,
+submitted, parsed as it comes.
+"""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -87,21 +89,35 @@ class Answer:
 
 @asynccontextmanager
 async def answered(served: ServedModel, call: Call, asked: Asked) -> AsyncIterator[Answer]:
-    """The answer to a conversation; it ends with the context. Raises ApiError, and what `ServedModel` raises."""
+    """The answer to a conversation; it ends with the context. Raises ApiError, and what
+    `ServedModel` raises.
+    """
     adapter, (tools, choice) = served.adapter_of(asked.model), _tools(served, asked)
-    style, wanted, params = served.answer_style, tools if choice.mode != "none" else (), asked.params
+    style, wanted, params = (
+        served.answer_style,
+        tools if choice.mode != "none" else (),
+        asked.params,
+    )
     if style.needs_special_tokens(served.control_tokens, bool(wanted)):
         params = replace(params, skip_special_tokens=False)
     with served.admitted(call, params.n):
         texts: list[str] = []
-        prompt = await served.tokens_of(partial(_read, served, asked, choice, texts), "messages", params.max_tokens)
+        prompt = await served.tokens_of(
+            partial(_read, served, asked, choice, texts), "messages", params.max_tokens
+        )
         if grammar := _call_grammar(served, asked, tools, choice, texts[0]):
             params = replace(params, structured_outputs=grammar)
-        terms: dict[str, Any] = {"priority": asked.priority, "cache_salt": asked.cache_salt, "adapter": adapter}
+        terms: dict[str, Any] = {
+            "priority": asked.priority,
+            "cache_salt": asked.cache_salt,
+            "adapter": adapter,
+        }
         async with served.submitted(call, [prompt], params, **terms) as (stream,):
             parsers = [_parser(served, texts[0], wanted, params) for _ in range(params.n)]
             model = adapter or served.settings.model_name
-            yield Answer(model, params.n, Usage(len(prompt)), stream, parsers, Clock(served.metrics))
+            yield Answer(
+                model, params.n, Usage(len(prompt)), stream, parsers, Clock(served.metrics)
+            )
 
 
 async def prompt_tokens(served: ServedModel, call: Call, asked: Asked) -> int:
@@ -112,15 +128,30 @@ async def prompt_tokens(served: ServedModel, call: Call, asked: Asked) -> int:
         return len(await served.tokens_of(partial(_read, served, asked, choice, []), "messages", 0))
 
 
-def _call_grammar(served: ServedModel, asked: Asked, tools: Sequence[Tool], choice: ToolChoice, prompt: str) -> StructuredOutputs | None:
-    """What makes the answer nothing but calls, where `tool_choice` asks for that. Raises ApiError."""
+def _call_grammar(
+    served: ServedModel, asked: Asked, tools: Sequence[Tool], choice: ToolChoice, prompt: str
+) -> StructuredOutputs | None:
+    """What makes the answer nothing but calls, where `tool_choice` asks for that. Raises
+    ApiError.
+    """
     style = served.answer_style
     inside, tokens = style.begins_inside(prompt), served.control_tokens
-    grammar = tool_grammar(style, tools, choice, parallel=asked.parallel_tool_calls, inside=inside, control_tokens=tokens)
+    grammar = tool_grammar(
+        style,
+        tools,
+        choice,
+        parallel=asked.parallel_tool_calls,
+        inside=inside,
+        control_tokens=tokens,
+    )
     if grammar is None:
         return None
     if asked.params.structured_outputs:
-        raise invalid("tool_choice asks for calls alone, and the text must be something else as well: give one of the two", "tool_choice")
+        raise invalid(
+            "tool_choice asks for calls alone, and the text must be something else as "
+            "well: give one of the two",
+            "tool_choice",
+        )
     return checked("tools", grammar=grammar)
 
 
@@ -129,15 +160,25 @@ def _tools(served: ServedModel, asked: Asked) -> tuple[Sequence[Tool], ToolChoic
     tools = read_tools(asked.tools)
     choice = read_tool_choice(asked.tool_choice, tools)
     if tools and choice.mode != "none" and served.answer_style.tool_format is None:
-        raise ApiError(400, "unsupported_parameter", "the chat template of this model takes no tools", param="tools")
+        raise ApiError(
+            400,
+            "unsupported_parameter",
+            "the chat template of this model takes no tools",
+            param="tools",
+        )
     return tools, choice
 
 
-def _read(served: ServedModel, asked: Asked, choice: ToolChoice, texts: list[str]) -> TokenizedPrompt:
+def _read(
+    served: ServedModel, asked: Asked, choice: ToolChoice, texts: list[str]
+) -> TokenizedPrompt:
     """The prompt, whose text is added to `texts`."""
     names = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
-        names = {"reasoning_effort": asked.reasoning_effort, "enable_thinking": asked.reasoning_effort != "none"} | names
+        names = {
+            "reasoning_effort": asked.reasoning_effort,
+            "enable_thinking": asked.reasoning_effort != "none",
+        } | names
     prompt = served.prompts.read_chat(
         asked.messages,
         tools=asked.tools if asked.tools and choice.mode != "none" else None,
@@ -150,7 +191,9 @@ def _read(served: ServedModel, asked: Asked, choice: ToolChoice, texts: list[str
     return prompt
 
 
-def _parser(served: ServedModel, prompt: str, tools: Sequence[Tool], params: SamplingParams) -> AnswerParser:
+def _parser(
+    served: ServedModel, prompt: str, tools: Sequence[Tool], params: SamplingParams
+) -> AnswerParser:
     style = served.answer_style
     ends = () if params.skip_special_tokens else served.end_tokens
     return style.parser(inside=style.begins_inside(prompt), tools=tools, end_tokens=ends)

@@ -1,4 +1,6 @@
-"""Types of fields that are handed on as they came: what is in them is checked where it is read, and described here for `/openapi.json`."""
+"""Types of fields that are handed on as they came: what is in them is checked where it is read, and
+described here for `/openapi.json`.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -23,12 +25,18 @@ def _one_of(kinds: tuple[str, ...]) -> msgspec.Meta:
 
 def _object(optional: Mapping[str, Any] | None = None, /, **required: Any) -> dict[str, Any]:
     """The schema of an object with these properties; it may have others."""
-    return {"type": "object", "required": list(required), "properties": required | dict(optional or {})}
+    return {
+        "type": "object",
+        "required": list(required),
+        "properties": required | dict(optional or {}),
+    }
 
 
 _PARAMETERS = {"parameters": {"type": ["object", "null"]}}
 _FUNCTION = _object(_PARAMETERS, name={"type": "string", "pattern": FUNCTION_NAME})
-_FLAT_FUNCTION = _object(_PARAMETERS, type={"const": "function"}, name=_FUNCTION["properties"]["name"])
+_FLAT_FUNCTION = _object(
+    _PARAMETERS, type={"const": "function"}, name=_FUNCTION["properties"]["name"]
+)
 _SCHEMA = _object(schema={"type": "object"})
 _NAMED = _object(name={"type": "string"})
 
@@ -59,7 +67,12 @@ Biases = Annotated[
 """By token id."""
 
 Tools = Annotated[
-    list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(type={"const": "function"}, function=_FUNCTION))]],
+    list[
+        Annotated[
+            dict[str, Any],
+            msgspec.Meta(extra_json_schema=_object(type={"const": "function"}, function=_FUNCTION)),
+        ]
+    ],
     msgspec.Meta(max_length=MAX_TOOLS),
 ]
 FlatTools = Annotated[
@@ -72,8 +85,16 @@ ToolCalls = Annotated[
     msgspec.Meta(max_length=MAX_TOOLS),
 ]
 _Choice = Annotated[str, _one_of(("none", "auto", "required"))]
-ToolChoice = _Choice | Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(function=_NAMED))]
-FlatToolChoice = _Choice | Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"anyOf": [_object(function=_NAMED), _NAMED]})]
+ToolChoice = (
+    _Choice | Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(function=_NAMED))]
+)
+FlatToolChoice = (
+    _Choice
+    | Annotated[
+        dict[str, Any],
+        msgspec.Meta(extra_json_schema={"anyOf": [_object(function=_NAMED), _NAMED]}),
+    ]
+)
 
 _FORMATS = [
     _object(type={"enum": ["text", "json_object"]}),
@@ -82,5 +103,8 @@ _FORMATS = [
 ]
 ResponseFormat = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"anyOf": _FORMATS})]
 TextOptions = Annotated[
-    dict[str, Any], msgspec.Meta(extra_json_schema={"properties": {"format": {"anyOf": [{"type": "null"}, *_FORMATS]}}})
+    dict[str, Any],
+    msgspec.Meta(
+        extra_json_schema={"properties": {"format": {"anyOf": [{"type": "null"}, *_FORMATS]}}}
+    ),
 ]

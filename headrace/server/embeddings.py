@@ -15,16 +15,28 @@ from headrace.server.stream import Stream
 
 
 async def embeddings(served: ServedModel, call: Call) -> None:
-    """Embed texts, or token ids: by the last token unless asked otherwise, each vector of length 1, as OpenAI's are."""
+    """Embed texts, or token ids: by the last token unless asked otherwise, each vector of length 1,
+    as OpenAI's are.
+    """
     asked = await call.read(EmbeddingRequest)
     adapter = served.adapter_of(asked.model)
     if asked.dimensions is not None:
-        raise ApiError(400, "unsupported_parameter", "dimensions cannot be chosen for this model", param="dimensions")
+        raise ApiError(
+            400,
+            "unsupported_parameter",
+            "dimensions cannot be chosen for this model",
+            param="dimensions",
+        )
     pooling = PoolingParams(pooling=asked.pooling or "last", normalise=asked.normalize is not False)
     texts = prompts_of(asked.input, "input")
     with served.admitted(call, len(texts)):
         prompts = await read_prompts(served, "input", texts, None, 0)
-        terms = {"pooling": pooling, "priority": asked.priority, "cache_salt": None, "adapter": adapter}
+        terms = {
+            "pooling": pooling,
+            "priority": asked.priority,
+            "cache_salt": None,
+            "adapter": adapter,
+        }
         async with served.submitted(call, prompts, None, **terms) as streams:  # type: ignore[arg-type]
             vectors = await call.while_connected(_vectors(streams))
         tokens = sum(map(len, prompts))
@@ -32,7 +44,11 @@ async def embeddings(served: ServedModel, call: Call) -> None:
             {
                 "object": "list",
                 "data": [
-                    {"object": "embedding", "index": i, "embedding": _encoded(vector, asked.encoding_format)}
+                    {
+                        "object": "embedding",
+                        "index": i,
+                        "embedding": _encoded(vector, asked.encoding_format),
+                    }
                     for i, vector in enumerate(vectors)
                 ],
                 "model": adapter or served.settings.model_name,

@@ -1,7 +1,8 @@
-"""The API process's side of the engine process: it starts it, sends it requests, hands out what comes of them, and watches over it.
+"""The API process's side of the engine process: it starts it, sends it requests, hands out what
+comes of them, and watches over it.
 
-An engine that ends or hangs is started again, `_MOST_RESTARTS` times in `_RESTART_SECONDS` at most. All requests that it had get an error
-at once, and none waits for ever.
+An engine that ends or hangs is started again, `_MOST_RESTARTS` times in `_RESTART_SECONDS` at most.
+All requests that it had get an error at once, and none waits for ever.
 """
 
 import asyncio
@@ -44,9 +45,16 @@ class EngineClient:
     """The engine process, whichever one runs: a `ServedEngine`."""
 
     def __init__(
-        self, model: str, config: EngineConfig, adapters: Mapping[str, str], stall_seconds: float, started: StartedEngine | None = None
+        self,
+        model: str,
+        config: EngineConfig,
+        adapters: Mapping[str, str],
+        stall_seconds: float,
+        started: StartedEngine | None = None,
     ) -> None:
-        """`stall_seconds`: for how long a step may run before the engine is started again; `started`: the first process, if it is there."""
+        """`stall_seconds`: for how long a step may run before the engine is started again;
+        `started`: the first process, if it is there.
+        """
         self.hello: frames.Hello | None = None
         self.report = frames.Report({}, {}, {})
         self.state: State = "loading"
@@ -80,7 +88,9 @@ class EngineClient:
         return self._heartbeat.read().step if self._heartbeat else 0.0
 
     async def start(self) -> None:
-        """Start the engine, and return once it is ready. Raises EngineDeadError, with the reason, where it cannot be."""
+        """Start the engine, and return once it is ready. Raises EngineDeadError, with the reason,
+        where it cannot be.
+        """
         self._supervising = asyncio.ensure_future(self._supervise())
         while self.state == "loading":
             await self._changed.wait()
@@ -102,9 +112,20 @@ class EngineClient:
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once the engine has taken it.
 
-        Raises RefusedError where the engine cannot serve it, NotReadyError where there is no engine, EngineDeadError if it ends meanwhile.
+        Raises RefusedError where the engine cannot serve it, NotReadyError where there is no
+        engine, EngineDeadError if it ends meanwhile.
         """
-        asked = frames.Add("", prompt_token_ids, params, pooling, priority, timeout, cache_salt, adapter, output_token_ids or [])
+        asked = frames.Add(
+            "",
+            prompt_token_ids,
+            params,
+            pooling,
+            priority,
+            timeout,
+            cache_salt,
+            adapter,
+            output_token_ids or [],
+        )
         await self._quarantine.enter(asked)
         try:
             stream = self._open(asked)
@@ -183,7 +204,9 @@ class EngineClient:
         """Run one engine after the other."""
         while self.state != "closed":
             why = await self._run_one()
-            self._quarantine.engine_ended([stream.asked for stream in self._streams.values() if stream.asked])
+            self._quarantine.engine_ended(
+                [stream.asked for stream in self._streams.values() if stream.asked]
+            )
             self._fail_all(EngineDeadError(why))
             if self.hello is None or not self._may_restart():
                 self._become("dead", why)
@@ -241,17 +264,20 @@ class EngineClient:
         """An event of a request that is not there any more is dropped."""
         stream = self._streams.get(event.id)
         is_last = stream and not stream.put(event)
-        engine_ends = isinstance(event, frames.Ended) and event.error and event.error.kind == "closed"
+        engine_ends = (
+            isinstance(event, frames.Ended) and event.error and event.error.kind == "closed"
+        )
         if stream and is_last and not engine_ends:  # else it is one under which the engine ended
             self._streams.pop(event.id, None)
             if stream.asked:
                 self._quarantine.ended_well(stream.asked)
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Watch the pulse, which begins once the model is loaded: without one the engine is not ready, and after a while it is ended.
+        """Watch the pulse, which begins once the model is loaded: without one the engine is not
+        ready, and after a while it is ended.
 
-        On a machine that is far too busy a process may have no pulse for seconds although it runs: then it is not ready a little later, and
-        has as long as a step.
+        On a machine that is far too busy a process may have no pulse for seconds although it runs:
+        then it is not ready a little later, and has as long as a step.
         """
         process, ticks = self._process, None
         assert process
@@ -260,7 +286,10 @@ class EngineClient:
             pulse, is_loading = heartbeat.read(), self.state == "loading"
             if pulse.age <= STALE:
                 ticks = cpu_ticks(process.pid)
-            stalled, most = max(pulse.age, pulse.step), _LOADED if is_loading else self._stall_seconds
+            stalled, most = (
+                max(pulse.age, pulse.step),
+                _LOADED if is_loading else self._stall_seconds,
+            )
             stands_still = pulse.age > STALE and cpu_ticks(process.pid) == ticks
             if stalled > most or (not is_loading and stands_still and pulse.age > _STOPPED):
                 self._why = f"it stood still for {stalled:.0f} s"
@@ -278,7 +307,9 @@ class EngineClient:
                 self._become("ready")
 
     async def _end_process(self) -> int:
-        """Close the socket, at which the engine ends, or else kill it; returns its exit code, which is below 0 for a signal."""
+        """Close the socket, at which the engine ends, or else kill it; returns its exit code, which
+        is below 0 for a signal.
+        """
         if self._writer:
             self._writer.close()
             self._writer = None
@@ -300,7 +331,9 @@ class EngineClient:
 
 
 async def _chunk(reader: asyncio.StreamReader) -> bytes:
-    """What the engine has written; nothing once it has ended, be it with commands that it has not read, which reset the connection."""
+    """What the engine has written; nothing once it has ended, be it with commands that it has not
+    read, which reset the connection.
+    """
     try:
         return await reader.read(1 << 18)
     except ConnectionError:

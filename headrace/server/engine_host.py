@@ -1,6 +1,8 @@
-"""An engine that is told what to do by frames, and says by frames what comes of it, whatever carries them.
+"""An engine that is told what to do by frames, and says by frames what comes of it, whatever
+carries them.
 
-In the engine process of a server that is a socket (`engine_process.py`), in a replica on Ray its handle (`scaleout/ray_replica.py`).
+In the engine process of a server that is a socket (`engine_process.py`), in a replica on Ray its
+handle (`scaleout/ray_replica.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +15,13 @@ from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread
-from headrace.errors import ClosedError, HeadraceError, MemoryLimitError, NonFiniteLogitsError, RequestError
+from headrace.errors import (
+    ClosedError,
+    HeadraceError,
+    MemoryLimitError,
+    NonFiniteLogitsError,
+    RequestError,
+)
 from headrace.model.spec import ModelSpec
 from headrace.request import RequestOutput, Update
 from headrace.server import frames
@@ -26,13 +34,18 @@ Put = Callable[[frames.Event], None]
 """Takes an event, in any thread: must not block, and raises nothing."""
 
 
-def open_engine(setup: frames.Setup, launcher: "Launcher | None" = None) -> tuple[Engine, ModelSpec]:
-    """The engine that is asked for, with its adapters, and what its model is; `launcher`: of its ranks, see `compile_ranks`.
+def open_engine(
+    setup: frames.Setup, launcher: "Launcher | None" = None
+) -> tuple[Engine, ModelSpec]:
+    """The engine that is asked for, with its adapters, and what its model is; `launcher`: of its
+    ranks, see `compile_ranks`.
 
     Raises as `load_model`.
     """
     checkpoint = open_model(setup.model, setup.config)
-    engine = load_engine(setup.model, setup.config, checkpoint, checkpoint.load_tokenizer(), launcher)
+    engine = load_engine(
+        setup.model, setup.config, checkpoint, checkpoint.load_tokenizer(), launcher
+    )
     for name, path in setup.adapters.items():
         engine.load_adapter(name, read_adapter(resolve(path), checkpoint.spec))
     return engine, checkpoint.spec
@@ -149,17 +162,40 @@ def ended(request_id: str, result: RequestOutput) -> frames.Ended:
 
 def report_of(stats: Stats) -> frames.Report:
     """The statistics as they cross the socket."""
-    figures = {name: float(value) for name, value in stats._asdict().items() if isinstance(value, int | float)}
-    for name in ("blocks_total", "blocks_free", "blocks_cached", "kv_bytes", "kv_bytes_used", "occupancy", "waste"):
+    figures = {
+        name: float(value)
+        for name, value in stats._asdict().items()
+        if isinstance(value, int | float)
+    }
+    for name in (
+        "blocks_total",
+        "blocks_free",
+        "blocks_cached",
+        "kv_bytes",
+        "kv_bytes_used",
+        "occupancy",
+        "waste",
+    ):
         figures[name] = float(getattr(stats, name))
-    drafts = {name: [float(one.steps), float(one.proposed), float(one.accepted)] for name, one in stats.drafts.items()}
+    drafts = {
+        name: [float(one.steps), float(one.proposed), float(one.accepted)]
+        for name, one in stats.drafts.items()
+    }
     return frames.Report(figures, dict(stats.adapters), drafts)
 
 
 def blocks_of(request_id: str, blocks: BlockMap) -> frames.Blocks:
-    """The map of the blocks as it crosses the socket: a full pool of one long sequence is then a few numbers."""
+    """The map of the blocks as it crosses the socket: a full pool of one long sequence is then a
+    few numbers.
+    """
     groups = [
-        frames.GroupBlocks(g.layers, g.window, g.num_blocks, [_holding(one) for one in g.holdings], _runs(sorted(g.cached)))
+        frames.GroupBlocks(
+            g.layers,
+            g.window,
+            g.num_blocks,
+            [_holding(one) for one in g.holdings],
+            _runs(sorted(g.cached)),
+        )
         for g in blocks.groups
     ]
     return frames.Blocks(request_id, blocks.block_size, groups)
@@ -167,7 +203,9 @@ def blocks_of(request_id: str, blocks: BlockMap) -> frames.Blocks:
 
 def _holding(held: Holding) -> frames.Holding:
     present = [block for block in held.blocks if block >= 0]
-    return frames.Holding(held.request, held.seq, held.computed, len(held.blocks) - len(present), _runs(present))
+    return frames.Holding(
+        held.request, held.seq, held.computed, len(held.blocks) - len(present), _runs(present)
+    )
 
 
 def _runs(blocks: Sequence[int]) -> list[int]:

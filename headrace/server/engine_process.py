@@ -1,10 +1,12 @@
-"""The engine process: reads commands from its socket, runs the engine in a thread of its own, and writes what comes of it.
+"""The engine process: reads commands from its socket, runs the engine in a thread of its own, and
+writes what comes of it.
 
-`headrace.server.engine_start` starts it, with a socket and a page for its pulse, which it inherits. It ends when its parent closes the
-socket, or ends; signals of a terminal are for the parent.
+`headrace.server.engine_start` starts it, with a socket and a page for its pulse, which it inherits.
+It ends when its parent closes the socket, or ends; signals of a terminal are for the parent.
 
-The main thread reads frames and checks what they ask for, so a step never waits for that. The thread of the engine (`engine/thread.py`)
-puts what is new in a queue, and a third thread encodes and writes it (`outbox.py`): a reader that is slow holds up no step.
+The main thread reads frames and checks what they ask for, so a step never waits for that. The
+thread of the engine (`engine/thread.py`) puts what is new in a queue, and a third thread encodes
+and writes it (`outbox.py`): a reader that is slow holds up no step.
 """
 
 import atexit
@@ -38,7 +40,12 @@ class EngineServer:
     """Serves one engine to the socket of the API process."""
 
     def __init__(
-        self, host: EngineHost, outbox: Outbox, connection: socket.socket, incoming: Iterable[bytes], heartbeat: Heartbeat
+        self,
+        host: EngineHost,
+        outbox: Outbox,
+        connection: socket.socket,
+        incoming: Iterable[bytes],
+        heartbeat: Heartbeat,
     ) -> None:
         """`outbox`: where the host puts its events."""
         self._host = host
@@ -51,7 +58,9 @@ class EngineServer:
 
     def serve(self) -> None:
         """Serve until the API process closes the socket."""
-        threads = [Thread(target=work, daemon=True) for work in (self._write, self._beat, self._report)]
+        threads = [
+            Thread(target=work, daemon=True) for work in (self._write, self._beat, self._report)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -71,7 +80,8 @@ class EngineServer:
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT):
-            if self._host.thread.closed:  # by an error of its own: without an engine this process ends, and another is started
+            # by an error of its own: without an engine this process ends, and another is started
+            if self._host.thread.closed:
                 self._connection.shutdown(socket.SHUT_RD)
                 return
             self._heartbeat.beat(self._host.thread.step_begun)
@@ -85,7 +95,9 @@ class EngineServer:
                 self._stirred.clear()
                 last, report = report, self._host.report()
                 if report != last:
-                    self._outbox.put(report)  # which stirs: there is another look until nothing changes
+                    self._outbox.put(
+                        report
+                    )  # which stirs: there is another look until nothing changes
 
 
 def _bodies(connection: socket.socket) -> Iterator[bytes]:
@@ -103,14 +115,16 @@ def _bodies(connection: socket.socket) -> Iterator[bytes]:
 
 
 def main(*arguments: str) -> None:
-    """Make the engine that the first frame asks for, and serve it. An error of the model or of its options is the only frame then, and the
-    exit code is its own.
+    """Make the engine that the first frame asks for, and serve it. An error of the model or of its
+    options is the only frame then, and the exit code is its own.
 
     `arguments`: the descriptors of the socket and of the heartbeat, and the id of the API process.
     """
     socket_fd, heartbeat_fd, parent = map(int, arguments)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the API process asks for the stacks of an engine that hangs
+    faulthandler.register(
+        signal.SIGUSR1, all_threads=True
+    )  # the API process asks for the stacks of an engine that hangs
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError, AttributeError):
@@ -129,7 +143,9 @@ def main(*arguments: str) -> None:
             connection.sendall(frames.encode(frames.Refused("", "request", str(error))))
         sys.exit(error.exit_code)
     gc.freeze()
-    if engine.config.backend == "cuda":  # what torch and Triton hold at exit would count as leaks of the native module
+    if (
+        engine.config.backend == "cuda"
+    ):  # what torch and Triton hold at exit would count as leaks of the native module
         atexit.register(gc.unfreeze)
     outbox = Outbox()
     host = EngineHost(engine, spec, outbox.put)

@@ -1,4 +1,6 @@
-"""Starts an engine process, which imports its modules while the one that starts it imports its own; what it is to load is sent later."""
+"""Starts an engine process, which imports its modules while the one that starts it imports its own;
+what it is to load is sent later.
+"""
 
 import os
 import socket
@@ -11,7 +13,9 @@ from typing import NamedTuple
 from headrace.server.heartbeat import Heartbeat
 
 ENGINE = (sys.executable, "-P", "-m", "headrace.server.engine_process")
-"""The command, before the descriptors of its socket and of its heartbeat and the id of this process."""
+"""The command, before the descriptors of its socket and of its heartbeat and the id of this
+process.
+"""
 
 
 class StartedEngine(NamedTuple):
@@ -25,7 +29,8 @@ class StartedEngine(NamedTuple):
 def start_engine() -> StartedEngine:
     """Start a process, which ends with this one or when its connection is closed.
 
-    It imports from where this one does, and never from the working directory, which may well be a checkout of another version.
+    It imports from where this one does, and never from the working directory, which may well be a
+    checkout of another version.
     """
     ours, theirs = socket.socketpair()
     heartbeat = Heartbeat.create()
@@ -42,7 +47,9 @@ def start_engine() -> StartedEngine:
 
 @contextmanager
 def starting_engine() -> Iterator[StartedEngine]:
-    """An engine process for a server that is about to be; it does not outlive the context, whatever becomes of the server."""
+    """An engine process for a server that is about to be; it does not outlive the context, whatever
+    becomes of the server.
+    """
     started = start_engine()
     try:
         yield started

@@ -1,7 +1,9 @@
-"""Errors of the server: what the engine process can do to a request, and what a client is told, in OpenAI's shape.
+"""Errors of the server: what the engine process can do to a request, and what a client is told, in
+OpenAI's shape.
 
-The status of an error decides what clients do: those of OpenAI send 408, 409, 429 and all from 500 on again, unless a header says no.
-So 500, 504 and the end of an engine have that header: a request that breaks something must not come three times.
+The status of an error decides what clients do: those of OpenAI send 408, 409, 429 and all from 500
+on again, unless a header says no. So 500, 504 and the end of an engine have that header: a request
+that breaks something must not come three times.
 """
 
 import re
@@ -51,7 +53,14 @@ class ApiError(Exception):
     """What a client is told: status, and the fields of an OpenAI error."""
 
     def __init__(
-        self, status: int, code: str, message: str, *, param: str | None = None, kind: str = "", retry_after: int | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str = "",
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -70,7 +79,14 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error as JSON."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 _ANTHROPIC = {
@@ -87,7 +103,9 @@ _ANTHROPIC = {
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """An error in the shape of Anthropic's API."""
-    kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    kind = _ANTHROPIC.get(
+        error.status, "invalid_request_error" if error.status < 500 else "api_error"
+    )
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
@@ -98,13 +116,21 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 def too_long(tokens: int, max_tokens: int | None, context: int, param: str) -> ApiError:
     """A prompt that, with the answer that is asked for, does not fit in the context."""
-    more = f", and the answer may have {max_tokens:,}" if max_tokens else ", which leaves no place for an answer"
+    more = (
+        f", and the answer may have {max_tokens:,}"
+        if max_tokens
+        else ", which leaves no place for an answer"
+    )
     return beyond_context(f"the prompt has {tokens:,}{more}", context, param)
 
 
 def beyond_context(what: str, context: int, param: str) -> ApiError:
-    """What does not fit in the context. Clients that shorten a conversation then, or change the model, know it by the first words alone."""
-    message = f"the prompt is too long: this model's maximum context length is {context:,} tokens; {what}"
+    """What does not fit in the context. Clients that shorten a conversation then, or change the
+    model, know it by the first words alone.
+    """
+    message = (
+        f"the prompt is too long: this model's maximum context length is {context:,} tokens; {what}"
+    )
     return invalid(message, param, "context_length_exceeded")
 
 
@@ -114,7 +140,9 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case NotReadyError(state="closed"):
-            return ApiError(503, "server_shutting_down", "the server is shutting down", retry_after=5)
+            return ApiError(
+                503, "server_shutting_down", "the server is shutting down", retry_after=5
+            )
         case NotReadyError(state="loading"):
             return ApiError(503, "model_loading", "the model is being loaded", retry_after=1)
         case NotReadyError(state="no_replica"):
@@ -144,6 +172,8 @@ _FIELD = re.compile(r"([a-z][a-z_]*)(?:[\[.:]| (?:must|has|is|names|needs|cannot
 
 
 def invalid_request(message: str, param: str | None = None) -> ApiError:
-    """A RequestError. Its message begins with the name of the field that is wrong, where it is one."""
+    """A RequestError. Its message begins with the name of the field that is wrong, where it
+    is one.
+    """
     named = _FIELD.match(message)
     return invalid(message, param or (named[1] if named else None))

@@ -1,6 +1,8 @@
-"""What the API process and the engine process say to each other: msgpack frames over a socket, each after its length.
+"""What the API process and the engine process say to each other: msgpack frames over a socket, each
+after its length.
 
-Only what is new crosses it: the tokens of a step once, and no result as a whole. Errors cross it as a kind and a message.
+Only what is new crosses it: the tokens of a step once, and no result as a whole. Errors cross it as
+a kind and a message.
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,9 @@ ErrorKind = Literal["request", "not_finite", "closed", "internal", "quarantined"
 
 
 class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Load a model with adapters, whose paths are given by name: the first frame. The answer is `Hello`, or `Refused` under no id."""
+    """Load a model with adapters, whose paths are given by name: the first frame. The answer is
+    `Hello`, or `Refused` under no id.
+    """
 
     model: str
     config: EngineConfig
@@ -27,7 +31,9 @@ class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Check a request and queue it: see `Engine.check` for its fields. The answer is `Accepted` or `Refused`."""
+    """Check a request and queue it: see `Engine.check` for its fields. The answer is `Accepted` or
+    `Refused`.
+    """
 
     id: str
     prompt_token_ids: list[int]
@@ -135,7 +141,9 @@ class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Report(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What the engine does now, and what it has done: the fields of `stats.Stats` that are numbers, and those of its KV."""
+    """What the engine does now, and what it has done: the fields of `stats.Stats` that are numbers,
+    and those of its KV.
+    """
 
     figures: dict[str, float]
     adapters: dict[str, int]
@@ -152,7 +160,8 @@ class Holding(msgspec.Struct, frozen=True):
     released: int
     """Blocks at its beginning that it let go."""
     runs: list[int]
-    """Its other blocks in position order, as runs: the first block and their number, for each run."""
+    """Its other blocks in position order, as runs: the first block and their number, for each run.
+    """
 
 
 class GroupBlocks(msgspec.Struct, frozen=True):
@@ -207,7 +216,9 @@ def read_event(body: bytes) -> Event:
 
 
 def bodies(buffer: bytearray) -> Iterator[bytes]:
-    """Take the bodies of all whole frames from the front of a buffer. Raises ValueError for one that is longer than any may be."""
+    """Take the bodies of all whole frames from the front of a buffer. Raises ValueError for one
+    that is longer than any may be.
+    """
     start = 0
     try:
         while len(buffer) - start >= HEAD:

@@ -1,4 +1,6 @@
-"""What every request passes before its handler: its key, the host it names, its route; and where all errors end."""
+"""What every request passes before its handler: its key, the host it names, its route; and where
+all errors end.
+"""
 
 import hmac
 import logging
@@ -26,8 +28,16 @@ log = logging.getLogger("headrace.server")
 class Gate:
     """The ASGI application: default is no."""
 
-    def __init__(self, routes: Routes, prefixes: Mapping[str, Handler], settings: Settings, observers: Iterable[Observer] = ()) -> None:
-        """`prefixes`: routes that end in a name, by how they begin; they are read only. `observers` hear of all requests."""
+    def __init__(
+        self,
+        routes: Routes,
+        prefixes: Mapping[str, Handler],
+        settings: Settings,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        """`prefixes`: routes that end in a name, by how they begin; they are read only. `observers`
+        hear of all requests.
+        """
         self._routes = routes
         self._prefixes = prefixes
         self._settings = settings
@@ -52,8 +62,14 @@ class Gate:
                 observer(call.record)
 
     def _check(self, call: Call) -> None:
-        """Look at host and key, by the path as it came: never by a URL that was put together from headers."""
-        if not self._keys and self._settings.host in LOOPBACK and _host_name(call.header("host")) not in LOOPBACK:
+        """Look at host and key, by the path as it came: never by a URL that was put together from
+        headers.
+        """
+        if (
+            not self._keys
+            and self._settings.host in LOOPBACK
+            and _host_name(call.header("host")) not in LOOPBACK
+        ):
             # A page in a browser may have its own name resolved to this machine.
             raise ApiError(403, "forbidden_host", "this server answers to localhost only")
         if self._keys and call.scope["path"] not in _OPEN:
@@ -62,7 +78,9 @@ class Gate:
     def _key_of(self, call: Call) -> str:
         """The key that the request brings. Raises ApiError where it has none of ours."""
         given = _credentials(call).encode("utf-8", "surrogateescape")
-        found = [key for key in self._keys if hmac.compare_digest(key, given)]  # all are compared, whichever it is
+        found = [
+            key for key in self._keys if hmac.compare_digest(key, given)
+        ]  # all are compared, whichever it is
         if not found:
             needed = "a valid API key is needed: send it as `Authorization: Bearer KEY`"
             raise ApiError(401, "invalid_api_key", needed, kind="authentication_error")
@@ -71,7 +89,10 @@ class Gate:
     def _handler(self, path: str, method: str) -> Handler:
         methods = self._routes.get(path)
         if methods is None:
-            handler = next((handler for prefix, handler in self._prefixes.items() if path.startswith(prefix)), None)
+            handler = next(
+                (handler for prefix, handler in self._prefixes.items() if path.startswith(prefix)),
+                None,
+            )
             if handler is None:
                 raise ApiError(404, "not_found", "there is no such route")
             methods = {"GET": handler}
@@ -87,9 +108,13 @@ class Gate:
         if told.status == 500:
             log.error("a request to %r failed", call.scope["path"], exc_info=error)
         elif told.status > 500:
-            log.warning("%s: %s", told.code, error if isinstance(error, HeadraceError) else told.message)
+            log.warning(
+                "%s: %s", told.code, error if isinstance(error, HeadraceError) else told.message
+            )
         if not call.responding:
-            body = anthropic_body(told) if call.scope["path"].startswith("/v1/messages") else told.body
+            body = (
+                anthropic_body(told) if call.scope["path"].startswith("/v1/messages") else told.body
+            )
             await call.respond(body, told.status, told.headers)
 
 
@@ -110,7 +135,9 @@ def _host_name(host: str | None) -> str:
 
 
 def _credentials(call: Call) -> str:
-    """The key in the headers: as OpenAI's clients send it, as Anthropic's do, or as the password that a browser asks for."""
+    """The key in the headers: as OpenAI's clients send it, as Anthropic's do, or as the password
+    that a browser asks for.
+    """
     scheme, _, rest = (call.header("authorization") or "").partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()

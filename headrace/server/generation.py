@@ -1,4 +1,6 @@
-"""What chat completions and completions have in common: sampling parameters, choices as they grow, usage, and log-probabilities."""
+"""What chat completions and completions have in common: sampling parameters, choices as they grow,
+usage, and log-probabilities.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,20 +20,48 @@ from headrace.server.structured import structured_outputs
 _LEAST_LOGPROB = -9999.0
 """What JSON has for minus infinity."""
 _SAME_NAME = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"),
-    *("ignore_eos", "skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
+    *(
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+    ),
+    *(
+        "ignore_eos",
+        "skip_special_tokens",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "prompt_logprobs",
+    ),
     *("length_penalty", "allowed_token_ids", "bad_words"),
 )
 
 
 def sampling_params(
-    asked: Sampling, advised: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, **further: Any
+    asked: Sampling,
+    advised: Mapping[str, Any],
+    max_tokens: int | None,
+    logprobs: int | None,
+    **further: Any,
 ) -> SamplingParams:
-    """The engine's parameters for a request, over those that the model's authors advise. Raises ApiError, which names the field."""
+    """The engine's parameters for a request, over those that the model's authors advise. Raises
+    ApiError, which names the field.
+    """
     options = ({} if asked.use_beam_search else dict(advised)) | {
         name: value for name in _SAME_NAME if (value := getattr(asked, name)) is not None
     }
-    options |= {"max_tokens": max_tokens, "logprobs": logprobs, "seed": seed_of(asked.seed), "logit_bias": asked.logit_bias}
+    options |= {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "seed": seed_of(asked.seed),
+        "logit_bias": asked.logit_bias,
+    }
     options["structured_outputs"] = structured_outputs(asked)
     if asked.use_beam_search:
         options |= {"beam_width": asked.n or 1, "temperature": 0.0}
@@ -66,7 +96,9 @@ class Choice:
 
 
 def finish_reason(news: frames.News) -> str | None:
-    """Why a continuation ended, in OpenAI's words; None while it goes on. Raises ApiError where its time was up."""
+    """Why a continuation ended, in OpenAI's words; None while it goes on. Raises ApiError where its
+    time was up.
+    """
     if news.finish_reason == "timeout":
         raise timed_out()
     if news.finish_reason in ("abort", "error"):
@@ -131,7 +163,9 @@ def logprob(value: float) -> float:
 
 
 def chat_logprobs(entries: list[Logprobs], top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Log-probabilities as chat completions give them: the token, then its `top` likeliest rivals."""
+    """Log-probabilities as chat completions give them: the token, then its `top` likeliest
+    rivals.
+    """
     return {"content": [_chat_entry(entry, top, tokenizer) for entry in entries], "refusal": None}
 
 
@@ -140,20 +174,41 @@ def _chat_entry(entry: Logprobs, top: int, tokenizer: Tokenizer) -> dict[str, An
     likeliest = sorted(entry.items(), key=lambda item: item[1].rank)[:top]
 
     def described(token_id: int, value: float, text: str) -> dict[str, Any]:
-        return {"token": text, "logprob": logprob(value), "bytes": list(tokenizer.token_bytes(token_id))}
+        return {
+            "token": text,
+            "logprob": logprob(value),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
 
     return described(token, own.logprob, own.decoded_token) | {
-        "top_logprobs": [described(other, one.logprob, one.decoded_token) for other, one in likeliest]
+        "top_logprobs": [
+            described(other, one.logprob, one.decoded_token) for other, one in likeliest
+        ]
     }
 
 
 def completion_logprobs(
-    entries: Sequence[Logprobs | None], tokens: list[int], top: int, offset: int, tokenizer: Tokenizer
+    entries: Sequence[Logprobs | None],
+    tokens: list[int],
+    top: int,
+    offset: int,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Log-probabilities as completions give them; `offset` is that of the first token's text. An entry of None is of a first token."""
-    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    """Log-probabilities as completions give them; `offset` is that of the first token's text. An
+    entry of None is of a first token.
+    """
+    result: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
     for token, entry in zip(tokens, entries, strict=True):
-        text = entry[token].decoded_token if entry else tokenizer.token_bytes(token).decode(errors="replace")
+        text = (
+            entry[token].decoded_token
+            if entry
+            else tokenizer.token_bytes(token).decode(errors="replace")
+        )
         result["tokens"].append(text)
         result["token_logprobs"].append(logprob(entry[token].logprob) if entry else None)
         result["top_logprobs"].append(_top(entry, top) if entry else None)

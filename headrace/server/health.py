@@ -7,13 +7,17 @@ from headrace.server.served_model import ServedModel
 
 
 async def live(served: ServedModel, call: Call) -> None:
-    """Whether this process answers and has, or is about to have, an engine; else it should be started again."""
+    """Whether this process answers and has, or is about to have, an engine; else it should be
+    started again.
+    """
     dead = served.engine.state == "dead"
     await call.respond({"status": "dead" if dead else "live"}, 503 if dead else 200)
 
 
 async def ready(served: ServedModel, call: Call) -> None:
-    """Whether requests are taken now: the engine has a pulse, the queue has room, and the server is not about to end."""
+    """Whether requests are taken now: the engine has a pulse, the queue has room, and the server is
+    not about to end.
+    """
     engine, figures = served.engine, served.engine.report.figures
     state: str = "draining" if served.draining else engine.state
     if state == "ready" and served.under_way >= served.most_sequences:
@@ -28,7 +32,9 @@ async def ready(served: ServedModel, call: Call) -> None:
         "restarts": engine.restarts,
         "version": version("headrace"),
     }
-    await call.respond(body, 200 if state == "ready" else 503, {} if state == "ready" else {"retry-after": "1"})
+    await call.respond(
+        body, 200 if state == "ready" else 503, {} if state == "ready" else {"retry-after": "1"}
+    )
 
 
 async def server_version(served: ServedModel, call: Call) -> None:
@@ -43,7 +49,9 @@ async def metrics(served: ServedModel, call: Call) -> None:
 
 async def models(served: ServedModel, call: Call) -> None:
     """The model, and the adapters that can be named in its place."""
-    await call.respond({"object": "list", "data": [_model(served, name) for name in _names(served)]})
+    await call.respond(
+        {"object": "list", "data": [_model(served, name) for name in _names(served)]}
+    )
 
 
 async def one_model(served: ServedModel, call: Call) -> None:

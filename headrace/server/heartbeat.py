@@ -1,7 +1,8 @@
-"""The engine's pulse: a page of memory that the engine process writes and the API process reads, so that no queue stands between.
+"""The engine's pulse: a page of memory that the engine process writes and the API process reads, so
+that no queue stands between.
 
-A process that is stopped writes nothing, whatever it was doing. One whose step hangs goes on writing, and says for how long the
-step has run.
+A process that is stopped writes nothing, whatever it was doing. One whose step hangs goes on
+writing, and says for how long the step has run.
 """
 
 import mmap
@@ -25,7 +26,9 @@ class Pulse(NamedTuple):
 
 
 def cpu_ticks(pid: int) -> int | None:
-    """What a process has used of the processor, in ticks of the system's clock; None where that cannot be known."""
+    """What a process has used of the processor, in ticks of the system's clock; None where that
+    cannot be known.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -34,7 +37,9 @@ def cpu_ticks(pid: int) -> int | None:
 
 
 class Heartbeat:
-    """The page, by its file descriptor. Times are those of the system's monotonic clock, which processes share."""
+    """The page, by its file descriptor. Times are those of the system's monotonic clock, which
+    processes share.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -1,4 +1,6 @@
-"""From the name of a model to what the routes work with: an engine, and beside it the reader of its prompts."""
+"""From the name of a model to what the routes work with: an engine, and beside it the reader of its
+prompts.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,8 +22,11 @@ from headrace.server.settings import Settings
 
 
 @asynccontextmanager
-async def served_model(model: str, config: EngineConfig, settings: Settings, engine: ServedEngine) -> AsyncIterator[ServedModel]:
-    """The model behind the routes; the engine is started while its prompts are made ready. All of it ends with the context.
+async def served_model(
+    model: str, config: EngineConfig, settings: Settings, engine: ServedEngine
+) -> AsyncIterator[ServedModel]:
+    """The model behind the routes; the engine is started while its prompts are made ready. All of
+    it ends with the context.
 
     Raises the errors of `load_model`, and EngineStartError.
     """
@@ -35,13 +40,17 @@ async def served_model(model: str, config: EngineConfig, settings: Settings, eng
         templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
         style = AnswerStyle.of(templates, settings.tool_call_parser, settings.reasoning_parser)
         program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
-        mark = await asyncio.to_thread(fingerprint, checkpoint, tokenizer) if settings.worker else ""
+        mark = (
+            await asyncio.to_thread(fingerprint, checkpoint, tokenizer) if settings.worker else ""
+        )
         del checkpoint  # it keeps the file open
         await _started(starting, engine)
         assert engine.hello is not None, "it has started"
         roofline = await asyncio.to_thread(Roofline, program, engine.hello)
         metrics = Metrics(lambda: engine.report.figures, lambda: engine.restarts)
-        yield ServedModel(settings, engine, prompts, tokenizer, advised, style, metrics, roofline, mark)
+        yield ServedModel(
+            settings, engine, prompts, tokenizer, advised, style, metrics, roofline, mark
+        )
     finally:
         starting.cancel()
         with suppress(asyncio.CancelledError, HeadraceError):

@@ -8,7 +8,13 @@ from uuid import uuid4
 from headrace.errors import RequestError
 from headrace.request import SamplingParams
 from headrace.server.answers.deltas import CallArguments, CallBegun, Content, Delta, Reasoning
-from headrace.server.anthropic_records import AnthropicMessage, AnthropicToolChoice, Block, CountTokensRequest, MessagesRequest
+from headrace.server.anthropic_records import (
+    AnthropicMessage,
+    AnthropicToolChoice,
+    Block,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from headrace.server.asgi import Call, named_event
 from headrace.server.conversation import Answer, Asked, answered, prompt_tokens
 from headrace.server.errors import anthropic_body, as_api_error, invalid, invalid_request
@@ -21,9 +27,20 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 async def messages(served: ServedModel, call: Call) -> None:
     """Answer a conversation, whole or as a stream of events."""
     asked = await call.read(MessagesRequest)
-    given = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(asked, name)) is not None}
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "top_k")
+        if (value := getattr(asked, name)) is not None
+    }
     try:
-        params = SamplingParams(**{**served.advised_sampling, **given, "max_tokens": asked.max_tokens, "stop": asked.stop_sequences})
+        params = SamplingParams(
+            **{
+                **served.advised_sampling,
+                **given,
+                "max_tokens": asked.max_tokens,
+                "stop": asked.stop_sequences,
+            }
+        )
     except RequestError as error:
         raise invalid_request(str(error).replace("stop ", "stop_sequences ")) from None
     async with answered(served, call, _asked(asked, params)) as answer:
@@ -37,14 +54,31 @@ async def messages(served: ServedModel, call: Call) -> None:
 async def count_tokens(served: ServedModel, call: Call) -> None:
     """The tokens that a conversation makes, without an answer."""
     asked = await call.read(CountTokensRequest)
-    await call.respond({"input_tokens": await prompt_tokens(served, call, _asked(asked, SamplingParams()))})
+    await call.respond(
+        {"input_tokens": await prompt_tokens(served, call, _asked(asked, SamplingParams()))}
+    )
 
 
 def _asked(asked: CountTokensRequest, params: SamplingParams) -> Asked:
-    system = [] if asked.system is None else [{"role": "system", "content": _text(asked.system, "system")}]
-    converted = [one for i, message in enumerate(asked.messages) for one in _messages(f"messages[{i}]", message)]
+    system = (
+        []
+        if asked.system is None
+        else [{"role": "system", "content": _text(asked.system, "system")}]
+    )
+    converted = [
+        one
+        for i, message in enumerate(asked.messages)
+        for one in _messages(f"messages[{i}]", message)
+    ]
     tools = [
-        {"type": "function", "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}}
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
         for tool in asked.tools or ()
     ]
     return Asked(
@@ -69,7 +103,9 @@ def _choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | None:
 
 
 def _messages(where: str, message: AnthropicMessage) -> list[dict[str, Any]]:
-    """A message as chat templates read it. What came of tools are messages of their own, before the rest."""
+    """A message as chat templates read it. What came of tools are messages of their own, before the
+    rest.
+    """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, calls, texts, thoughts = [], [], [], []
@@ -83,13 +119,23 @@ def _messages(where: str, message: AnthropicMessage) -> list[dict[str, Any]]:
                 pass
             case "tool_use":
                 calls.append(
-                    {"id": block.id or "", "type": "function", "function": {"name": block.name or "", "arguments": block.input or {}}}
+                    {
+                        "id": block.id or "",
+                        "type": "function",
+                        "function": {"name": block.name or "", "arguments": block.input or {}},
+                    }
                 )
             case "tool_result":
                 text = _text(block.content or "", f"{where}.content[{i}]")
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text})
+                results.append(
+                    {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text}
+                )
             case _:
-                raise invalid(f"{where}.content[{i}]: this model reads text only, not {block.type!r}", "messages", "unsupported_parameter")
+                raise invalid(
+                    f"{where}.content[{i}]: this model reads text only, not {block.type!r}",
+                    "messages",
+                    "unsupported_parameter",
+                )
     own: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
     if calls:
         own["tool_calls"] = calls
@@ -103,7 +149,11 @@ def _text(content: str | list[Block], where: str) -> str:
         return content
     for block in content:
         if block.type != "text":
-            raise invalid(f"{where}: this model reads text only, not {block.type!r}", where.partition("[")[0], "unsupported_parameter")
+            raise invalid(
+                f"{where}: this model reads text only, not {block.type!r}",
+                where.partition("[")[0],
+                "unsupported_parameter",
+            )
     return "\n".join(block.text or "" for block in content)
 
 
@@ -124,7 +174,12 @@ class _Body:
                 self._add(delta)
             if piece.finish_reason:
                 self._end(piece.finish_reason, piece.stop_reason)
-        return self._message([_filled(block, "".join(texts)) for block, texts in zip(self._blocks, self._texts, strict=True)])
+        return self._message(
+            [
+                _filled(block, "".join(texts))
+                for block, texts in zip(self._blocks, self._texts, strict=True)
+            ]
+        )
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The answer as it comes. An error is its last event."""
@@ -137,15 +192,27 @@ class _Body:
                     if len(self._blocks) > begun:
                         if begun:
                             yield named_event("content_block_stop", {"index": begun - 1})
-                        yield named_event("content_block_start", {"index": begun, "content_block": self._blocks[-1]})
+                        yield named_event(
+                            "content_block_start",
+                            {"index": begun, "content_block": self._blocks[-1]},
+                        )
                     if not isinstance(delta, CallBegun):
-                        yield named_event("content_block_delta", {"index": len(self._blocks) - 1, "delta": _delta(delta)})
+                        yield named_event(
+                            "content_block_delta",
+                            {"index": len(self._blocks) - 1, "delta": _delta(delta)},
+                        )
                 if piece.finish_reason:
                     self._end(piece.finish_reason, piece.stop_reason)
             if self._blocks:
                 yield named_event("content_block_stop", {"index": len(self._blocks) - 1})
             reason, sequence = self._stop
-            yield named_event("message_delta", {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage()})
+            yield named_event(
+                "message_delta",
+                {
+                    "delta": {"stop_reason": reason, "stop_sequence": sequence},
+                    "usage": self._usage(),
+                },
+            )
             yield named_event("message_stop", {})
         except Exception as error:
             yield named_event("error", anthropic_body(as_api_error(error)))
@@ -172,11 +239,18 @@ class _Body:
         if reason == "stop" and isinstance(stop, str):
             self._stop = ("stop_sequence", stop)
         else:
-            self._stop = ("tool_use" if called and reason == "stop" else _STOP_REASONS.get(reason), None)
+            self._stop = (
+                "tool_use" if called and reason == "stop" else _STOP_REASONS.get(reason),
+                None,
+            )
 
     def _usage(self) -> dict[str, int]:
         usage = self._answer.usage
-        return {"input_tokens": usage.prompt, "output_tokens": usage.completion, "cache_read_input_tokens": usage.cached}
+        return {
+            "input_tokens": usage.prompt,
+            "output_tokens": usage.completion,
+            "cache_read_input_tokens": usage.cached,
+        }
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         reason, sequence = self._stop

@@ -1,4 +1,6 @@
-"""What Prometheus reads: counters and histograms of requests, and gauges of the engine's last report, under vLLM's names as well."""
+"""What Prometheus reads: counters and histograms of requests, and gauges of the engine's last
+report, under vLLM's names as well.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -38,26 +40,54 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The registry of one server. Labels are routes, codes and reasons: nothing that a client chooses."""
+    """The registry of one server. Labels are routes, codes and reasons: nothing that a client
+    chooses.
+    """
 
     def __init__(self, report: Callable[[], dict[str, float]], restarts: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self._report = report
         self._restarts = restarts
         registry = self._registry
-        self.requests = Counter("headrace_requests", "Requests that ended, by reason.", ["reason"], registry=registry)
-        self.errors = Counter("headrace_error_responses", "Responses with an error's status, by its code.", ["code"], registry=registry)
+        self.requests = Counter(
+            "headrace_requests", "Requests that ended, by reason.", ["reason"], registry=registry
+        )
+        self.errors = Counter(
+            "headrace_error_responses",
+            "Responses with an error's status, by its code.",
+            ["code"],
+            registry=registry,
+        )
         self.first_token = Histogram(
-            "headrace_time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_SECONDS, registry=registry
+            "headrace_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.between_tokens = Histogram(
-            "headrace_inter_token_seconds", "Between the tokens of a stream.", buckets=_SECONDS, registry=registry
+            "headrace_inter_token_seconds",
+            "Between the tokens of a stream.",
+            buckets=_SECONDS,
+            registry=registry,
         )
-        self.queue = Histogram("headrace_queue_seconds", "A request's wait for its first step.", buckets=_SECONDS, registry=registry)
-        self.prefill = Histogram("headrace_prefill_seconds", "From there to its first token.", buckets=_SECONDS, registry=registry)
-        self.decode = Histogram("headrace_decode_seconds", "From there to its end.", buckets=_SECONDS, registry=registry)
+        self.queue = Histogram(
+            "headrace_queue_seconds",
+            "A request's wait for its first step.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.prefill = Histogram(
+            "headrace_prefill_seconds",
+            "From there to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.decode = Histogram(
+            "headrace_decode_seconds", "From there to its end.", buckets=_SECONDS, registry=registry
+        )
         self.recent_first_tokens: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT)
-        """When the last first tokens came, in seconds since the epoch, and after how many seconds."""
+        """When the last first tokens came, in seconds since the epoch, and after how many seconds.
+        """
         registry.register(self)
 
     def request_ended(self, record: RequestRecord) -> None:
@@ -75,11 +105,19 @@ class Metrics:
         figures = self._report()
         for name, (ours, theirs) in _GAUGES.items():
             for metric in filter(None, (ours, theirs)):
-                yield GaugeMetricFamily(metric, f"`{name}` of the engine.", value=figures.get(name, 0.0))
+                yield GaugeMetricFamily(
+                    metric, f"`{name}` of the engine.", value=figures.get(name, 0.0)
+                )
         for name, (ours, theirs) in _COUNTERS.items():
             for metric in filter(None, (ours, theirs)):
-                yield CounterMetricFamily(metric, f"`{name}` of the engine.", value=figures.get(name, 0.0))
-        yield CounterMetricFamily("headrace_engine_restarts", "Times that the engine was started again.", value=self._restarts())
+                yield CounterMetricFamily(
+                    metric, f"`{name}` of the engine.", value=figures.get(name, 0.0)
+                )
+        yield CounterMetricFamily(
+            "headrace_engine_restarts",
+            "Times that the engine was started again.",
+            value=self._restarts(),
+        )
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""

@@ -1,6 +1,8 @@
-"""What clients of OpenAI's API send: records that check types and bounds as they are read. Further fields have vLLM's names.
+"""What clients of OpenAI's API send: records that check types and bounds as they are read. Further
+fields have vLLM's names.
 
-A field that is not here is ignored, and null is the same as none. Bounds that depend on the model are checked later.
+A field that is not here is ignored, and null is the same as none. Bounds that depend on the model
+are checked later.
 """
 
 from typing import Annotated, Any, Literal
@@ -8,7 +10,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SALT_CHARACTERS, MAX_SEQUENCES, Pooling
-from headrace.server.described import Biases, Prompts, ResponseFormat, Stop, TextKind, TokenId, ToolCalls, ToolChoice, Tools
+from headrace.server.described import (
+    Biases,
+    Prompts,
+    ResponseFormat,
+    Stop,
+    TextKind,
+    TokenId,
+    ToolCalls,
+    ToolChoice,
+    Tools,
+)
 
 MAX_MESSAGES = 4096
 

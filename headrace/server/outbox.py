@@ -1,4 +1,6 @@
-"""What the engine process has to say, until it is written: what comes while the API process is busy is put together."""
+"""What the engine process has to say, until it is written: what comes while the API process is busy
+is put together.
+"""
 
 import socket
 from contextlib import suppress
@@ -8,7 +10,9 @@ from headrace.server import frames
 
 
 class Outbox:
-    """A queue of events. Any thread may put some in, and waits for nothing; one thread takes them out."""
+    """A queue of events. Any thread may put some in, and waits for nothing; one thread takes them
+    out.
+    """
 
     def __init__(self) -> None:
         self._events: SimpleQueue[frames.Event | None] = SimpleQueue()
@@ -22,7 +26,8 @@ class Outbox:
         self._events.put(None)
 
     def write_next(self, connection: socket.socket) -> bool:
-        """Wait for events, and write all that are there; whether there may be more. Raises OSError where the other end has closed.
+        """Wait for events, and write all that are there; whether there may be more. Raises OSError
+        where the other end has closed.
 
         A reader that is behind so gets fewer events, not later ones.
         """
@@ -38,7 +43,9 @@ class Outbox:
 
 
 def merged(events: list[frames.Event]) -> list[frames.Event]:
-    """The same events, with all that is new of one continuation told at once, where the first of it was told."""
+    """The same events, with all that is new of one continuation told at once, where the first of it
+    was told.
+    """
     told: list[frames.Event | list[frames.News]] = []
     news: dict[tuple[str, int], list[frames.News]] = {}
     for event in events:

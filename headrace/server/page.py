@@ -21,10 +21,13 @@ _NAMES = (
     *("vendor/uPlot.iife.min.js", "vendor/uPlot.min.css"),
 )
 FILES = {"/": "index.html"} | {f"/page/{name}": name for name in _NAMES}
-"""Files in the folder, by the path that a browser asks for. No other is served, whatever a path looks like."""
+"""Files in the folder, by the path that a browser asks for. No other is served, whatever a path
+looks like.
+"""
 _HEADERS = {
     "cache-control": "no-cache",
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }

@@ -10,8 +10,19 @@ from uuid import uuid4
 
 _log = logging.getLogger("headrace.requests")
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_QUIET = ("/health", "/metrics", "/stats", "/page", "/v1/models", "/version", "/openapi.json", "/worker/status")
-"""Beginnings of the routes that are asked again and again, and of which nothing is said if they are well."""
+_QUIET = (
+    "/health",
+    "/metrics",
+    "/stats",
+    "/page",
+    "/v1/models",
+    "/version",
+    "/openapi.json",
+    "/worker/status",
+)
+"""Beginnings of the routes that are asked again and again, and of which nothing is said if they are
+well.
+"""
 
 
 CLIENT_LEFT = 499
@@ -49,7 +60,9 @@ class RequestRecord:
         """The record of a request that has just come."""
         given = headers.get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else uuid4().hex
-        return cls(id=request_id, method=method, path=path, traceparent=headers.get("traceparent", ""))
+        return cls(
+            id=request_id, method=method, path=path, traceparent=headers.get("traceparent", "")
+        )
 
 
 Observer = Callable[[RequestRecord], None]
@@ -57,12 +70,21 @@ Observer = Callable[[RequestRecord], None]
 
 
 def log_request(record: RequestRecord) -> None:
-    """Write a line on a request; what its client chose is quoted, so that it can be no line of its own."""
-    if record.status < 400 and not record.error and (record.path == "/" or record.path.startswith(_QUIET)):
+    """Write a line on a request; what its client chose is quoted, so that it can be no line of its
+    own.
+    """
+    if (
+        record.status < 400
+        and not record.error
+        and (record.path == "/" or record.path.startswith(_QUIET))
+    ):
         return
     said = f"{record.method} {json.dumps(record.path)} {record.status} {record.seconds:.3f} s"
     if record.prompt_tokens:
-        said += f", {record.prompt_tokens} prompt tokens ({record.cached_tokens} cached), {record.output_tokens} output tokens"
+        said += (
+            f", {record.prompt_tokens} prompt tokens ({record.cached_tokens} cached), "
+            f"{record.output_tokens} output tokens"
+        )
     if record.error:
         said += f", {record.error}"
     _log.info("%s", said, extra={"request": record})
@@ -73,10 +95,18 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
-        line: dict[str, object] = {"time": round(record.created, 3), "level": record.levelname, "logger": record.name}
+        line: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname,
+            "logger": record.name,
+        }
         request = getattr(record, "request", None)
         if isinstance(request, RequestRecord):
-            line |= {one.name: value for one in fields(request) if (value := getattr(request, one.name)) not in ("", [])}
+            line |= {
+                one.name: value
+                for one in fields(request)
+                if (value := getattr(request, one.name)) not in ("", [])
+            }
         else:
             line["message"] = record.getMessage()
         if record.exc_info:

@@ -52,13 +52,18 @@ class ResponseItems:
             "model": self._answer.model,
             "output": self._items if ended else [],
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if self._status == "incomplete"
+            else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": asked.reasoning.effort if asked.reasoning else None,
+                "summary": None,
+            },
             "store": False,
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
@@ -82,7 +87,11 @@ class ResponseItems:
         last = self._items[-1]["type"] if self._items else ""
         match delta:
             case CallBegun():
-                yield from self._open("function_call", "fc", {"call_id": delta.id, "name": delta.name, "arguments": ""})
+                yield from self._open(
+                    "function_call",
+                    "fc",
+                    {"call_id": delta.id, "name": delta.name, "arguments": ""},
+                )
                 return
             case Content() if last != "message":
                 yield from self._open("message", "msg", {"role": "assistant", "content": []})
@@ -94,15 +103,26 @@ class ResponseItems:
         else:
             kind = _KINDS[self._items[-1]["type"]]
             scores: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-            yield f"response.{kind}.delta", self._place() | {"content_index": 0, "delta": delta.text} | scores
+            yield (
+                f"response.{kind}.delta",
+                self._place() | {"content_index": 0, "delta": delta.text} | scores,
+            )
 
     def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
         yield from self._close()
-        self._items.append({"type": kind, "id": f"{prefix}_{uuid4().hex}", "status": "in_progress", **fields})
+        self._items.append(
+            {"type": kind, "id": f"{prefix}_{uuid4().hex}", "status": "in_progress", **fields}
+        )
         self._texts.append([])
-        yield "response.output_item.added", {"output_index": len(self._items) - 1, "item": dict(self._items[-1])}
+        yield (
+            "response.output_item.added",
+            {"output_index": len(self._items) - 1, "item": dict(self._items[-1])},
+        )
         if kind in _KINDS:
-            yield "response.content_part.added", self._place() | {"content_index": 0, "part": _part(_KINDS[kind], "")}
+            yield (
+                "response.content_part.added",
+                self._place() | {"content_index": 0, "part": _part(_KINDS[kind], "")},
+            )
 
     def _close(self) -> Iterator[Event]:
         """The last item is whole, if there is one."""
@@ -113,11 +133,19 @@ class ResponseItems:
         if kind := _KINDS.get(item["type"]):
             part = _part(kind, text)
             item["content"] = [part]
-            yield f"response.{kind}.done", place | {"content_index": 0, "text": text} | ({"logprobs": []} if kind == "output_text" else {})
+            yield (
+                f"response.{kind}.done",
+                place
+                | {"content_index": 0, "text": text}
+                | ({"logprobs": []} if kind == "output_text" else {}),
+            )
             yield "response.content_part.done", place | {"content_index": 0, "part": part}
         else:
             item["arguments"] = text
-            yield "response.function_call_arguments.done", place | {"name": item["name"], "arguments": text}
+            yield (
+                "response.function_call_arguments.done",
+                place | {"name": item["name"], "arguments": text},
+            )
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
 
     def _place(self) -> dict[str, Any]:
@@ -125,4 +153,6 @@ class ResponseItems:
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    return {"type": kind, "text": text} | ({"annotations": [], "logprobs": []} if kind == "output_text" else {})
+    return {"type": kind, "text": text} | (
+        {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    )

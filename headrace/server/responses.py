@@ -1,4 +1,6 @@
-"""`POST /v1/responses`: OpenAI's Responses API without a memory. Nothing is stored, so each request brings its whole conversation."""
+"""`POST /v1/responses`: OpenAI's Responses API without a memory. Nothing is stored, so each request
+brings its whole conversation.
+"""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -21,11 +23,25 @@ async def responses(served: ServedModel, call: Call) -> None:
     asked = await call.read(ResponsesRequest)
     for name in ("previous_response_id", "background"):
         if getattr(asked, name):
-            raise ApiError(400, "unsupported_parameter", f"{name}: nothing is stored here; send the whole conversation", param=name)
-    given = {name: value for name in ("temperature", "top_p") if (value := getattr(asked, name)) is not None}
+            raise ApiError(
+                400,
+                "unsupported_parameter",
+                f"{name}: nothing is stored here; send the whole conversation",
+                param=name,
+            )
+    given = {
+        name: value
+        for name in ("temperature", "top_p")
+        if (value := getattr(asked, name)) is not None
+    }
     try:
         params = SamplingParams(
-            **{**served.advised_sampling, **given, "max_tokens": asked.max_output_tokens, "structured_outputs": _format(asked)}
+            **{
+                **served.advised_sampling,
+                **given,
+                "max_tokens": asked.max_output_tokens,
+                "structured_outputs": _format(asked),
+            }
         )
     except RequestError as error:
         raise invalid_request(str(error)) from None
@@ -60,12 +76,24 @@ async def _events(items: ResponseItems) -> AsyncGenerator[bytes]:
             number += 1
     except Exception as error:
         told = as_api_error(error)
-        yield named_event("error", {"sequence_number": number, "code": told.code, "message": told.message, "param": told.param})
+        yield named_event(
+            "error",
+            {
+                "sequence_number": number,
+                "code": told.code,
+                "message": told.message,
+                "param": told.param,
+            },
+        )
 
 
 def _asked(asked: ResponsesRequest, params: SamplingParams) -> Asked:
     own = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
-    messages = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else _messages(asked.input)
+    messages = (
+        [{"role": "user", "content": asked.input}]
+        if isinstance(asked.input, str)
+        else _messages(asked.input)
+    )
     choice = asked.tool_choice
     if isinstance(choice, dict) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
@@ -84,12 +112,23 @@ def _asked(asked: ResponsesRequest, params: SamplingParams) -> Asked:
 def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     """A tool in the form of chat completions."""
     if tool.get("type") != "function":
-        raise ApiError(400, "unsupported_parameter", f"tools[{number}].type must be function", param="tools")
-    return {"type": "function", "function": {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}}
+        raise ApiError(
+            400, "unsupported_parameter", f"tools[{number}].type must be function", param="tools"
+        )
+    return {
+        "type": "function",
+        "function": {
+            name: tool[name]
+            for name in ("name", "description", "parameters", "strict")
+            if name in tool
+        },
+    }
 
 
 def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
-    """Items as messages: calls and reasoning belong to one message of the assistant's, up to the next message."""
+    """Items as messages: calls and reasoning belong to one message of the assistant's, up to the
+    next message.
+    """
     messages: list[dict[str, Any]] = []
     open_turn: dict[str, Any] | None = None
     for i, item in enumerate(items):
@@ -102,7 +141,9 @@ def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
                 if item.role == "assistant" and open_turn and not open_turn["content"]:
                     open_turn["content"] = text
                     continue
-                messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
+                messages.append(
+                    {"role": "system" if item.role == "developer" else item.role, "content": text}
+                )
                 open_turn = messages[-1] if item.role == "assistant" else None
             case "function_call" | "reasoning" as kind:
                 if open_turn is None:
@@ -111,12 +152,22 @@ def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
                 if kind == "reasoning":
                     open_turn["reasoning_content"] = text_of(item.content, where, "input") or ""
                 else:
-                    call = {"id": item.call_id or "", "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+                    call = {
+                        "id": item.call_id or "",
+                        "type": "function",
+                        "function": {"name": item.name, "arguments": item.arguments},
+                    }
                     open_turn.setdefault("tool_calls", []).append(call_of(where, call, "input"))
             case "function_call_output":
                 content = text_of(item.output, where, "input") or ""
-                messages.append({"role": "tool", "tool_call_id": item.call_id or "", "content": content})
+                messages.append(
+                    {"role": "tool", "tool_call_id": item.call_id or "", "content": content}
+                )
                 open_turn = None
             case kind:
-                raise invalid(f"{where}: an item is a message, function_call, function_call_output or reasoning, not {kind!r}", "input")
+                raise invalid(
+                    f"{where}: an item is a message, function_call, function_call_output "
+                    f"or reasoning, not {kind!r}",
+                    "input",
+                )
     return messages

@@ -1,4 +1,6 @@
-"""What clients of OpenAI's Responses API send: records that check types and bounds as they are read."""
+"""What clients of OpenAI's Responses API send: records that check types and bounds as they are
+read.
+"""
 
 from typing import Annotated
 

@@ -1,6 +1,8 @@
-"""Where the engine's last step stands under the roofline of its machine (Williams et al. 2009), from figures that are there already.
+"""Where the engine's last step stands under the roofline of its machine (Williams et al. 2009),
+from figures that are there already.
 
-Nothing is measured for it: without an earlier measurement of the machine (`headrace doctor`, `headrace profile`) there is no roofline.
+Nothing is measured for it: without an earlier measurement of the machine (`headrace doctor`,
+`headrace profile`) there is no roofline.
 """
 
 from collections.abc import Mapping
@@ -24,19 +26,32 @@ class Roofline:
         self._slot_bytes = hello.kv_bytes / hello.kv_tokens
 
     def limits(self) -> dict[str, Any] | None:
-        """What was measured of the machine, in bytes and operations per second; None where nothing was."""
+        """What was measured of the machine, in bytes and operations per second; None where nothing
+        was.
+        """
         machine = self._machine
         if machine is None:
             return None
-        return {"cpu": machine.cpu, "isa": machine.isa, "threads": machine.threads, "bandwidth": machine.bandwidth, "rates": machine.rates}
+        return {
+            "cpu": machine.cpu,
+            "isa": machine.isa,
+            "threads": machine.threads,
+            "bandwidth": machine.bandwidth,
+            "rates": machine.rates,
+        }
 
     def standing(self, figures: Mapping[str, float]) -> dict[str, Any] | None:
-        """Bytes, operations and seconds of the last step, and the least seconds it could have taken; None where none has run.
+        """Bytes, operations and seconds of the last step, and the least seconds it could have
+        taken; None where none has run.
 
-        `figures`: those of a report. They do not say how the rows of the step were dealt out: the same number of rows is taken for each
-        running sequence, and the mean of their contexts.
+        `figures`: those of a report. They do not say how the rows of the step were dealt out: the
+        same number of rows is taken for each running sequence, and the mean of their contexts.
         """
-        rows, running, seconds = int(figures.get("rows_last", 0)), int(figures.get("running", 0)), figures.get("step_seconds", 0.0)
+        rows, running, seconds = (
+            int(figures.get("rows_last", 0)),
+            int(figures.get("running", 0)),
+            figures.get("step_seconds", 0.0),
+        )
         if self._machine is None or not rows or not running or not seconds:
             return None
         depth = int(figures["kv_bytes_used"] * (1 - figures["waste"]) / self._slot_bytes / running)

@@ -1,4 +1,6 @@
-"""What the routes use of an engine: that of one process beside this one (`engine_client.py`), or a fleet of them elsewhere."""
+"""What the routes use of an engine: that of one process beside this one (`engine_client.py`), or a
+fleet of them elsewhere.
+"""
 
 from collections.abc import Mapping
 from typing import Literal, Protocol
@@ -46,7 +48,9 @@ class ServedEngine(Protocol):
         """Paths of the adapters that requests may name, by name."""
 
     async def start(self) -> None:
-        """Start it, and return once it is ready. Raises EngineDeadError, with the reason, where it cannot be."""
+        """Start it, and return once it is ready. Raises EngineDeadError, with the reason, where it
+        cannot be.
+        """
 
     async def submit(
         self,
@@ -62,7 +66,8 @@ class ServedEngine(Protocol):
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once it was taken.
 
-        Raises RefusedError where it cannot be served, NotReadyError where there is no engine, EngineDeadError if it ends meanwhile.
+        Raises RefusedError where it cannot be served, NotReadyError where there is no engine,
+        EngineDeadError if it ends meanwhile.
         """
 
     async def load_adapter(self, name: str, path: str) -> None:

@@ -1,4 +1,6 @@
-"""What all routes work with: the model's name, its prompts, the engine, and how much is taken on."""
+"""What all routes work with: the model's name, its prompts, the engine, and how much is taken
+on.
+"""
 
 import asyncio
 import time
@@ -50,9 +52,15 @@ class ServedModel:
         """Pages that are open: streams of statistics."""
         self.answer_style = answer_style
         """How the model writes reasoning and calls of tools."""
-        self.control_tokens = {tokenizer.token_bytes(token).decode(errors="replace"): token for token in tokenizer.special_ids}
+        self.control_tokens = {
+            tokenizer.token_bytes(token).decode(errors="replace"): token
+            for token in tokenizer.special_ids
+        }
         """Their ids, by their texts."""
-        self.end_tokens = tuple(tokenizer.token_bytes(token).decode(errors="replace") for token in sorted(tokenizer.eos_ids))
+        self.end_tokens = tuple(
+            tokenizer.token_bytes(token).decode(errors="replace")
+            for token in sorted(tokenizer.eos_ids)
+        )
         self.advised_sampling = advised_sampling
         """Parameters of requests that leave them out, by field of `SamplingParams`."""
         self.settings = settings
@@ -69,7 +77,9 @@ class ServedModel:
     @property
     def most_sequences(self) -> int:
         """Those that run and those that may wait."""
-        return (self.engine.hello.max_num_seqs if self.engine.hello else 0) + self.settings.max_waiting
+        return (
+            self.engine.hello.max_num_seqs if self.engine.hello else 0
+        ) + self.settings.max_waiting
 
     @property
     def under_way(self) -> int:
@@ -77,27 +87,46 @@ class ServedModel:
         return self._sequences
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a model's name means. Raises ApiError for a name that is none of ours; no name is the model's own."""
+        """The adapter that a model's name means. Raises ApiError for a name that is none of ours;
+        no name is the model's own.
+        """
         if model is None or model in ("", self.settings.model_name):
             return None
         if model in self.engine.adapters:
             return model
         known = ", ".join([self.settings.model_name, *self.engine.adapters])
-        raise ApiError(404, "model_not_found", f"there is no model of that name; there are: {known}", param="model")
+        raise ApiError(
+            404,
+            "model_not_found",
+            f"there is no model of that name; there are: {known}",
+            param="model",
+        )
 
     @contextmanager
     def admitted(self, call: Call, sequences: int) -> Iterator[None]:
-        """Count a request, before any work is done for it. Raises ApiError where there is too much already."""
+        """Count a request, before any work is done for it. Raises ApiError where there is too much
+        already.
+        """
         if self.draining:
             raise NotReadyError("closed", "")
         if not self.engine.ready:
             raise NotReadyError(self.engine.state, "")
         if self._sequences + sequences > self.most_sequences:
-            raise ApiError(503, "server_overloaded", "too many requests wait already", kind="server_error", retry_after=1)
+            raise ApiError(
+                503,
+                "server_overloaded",
+                "too many requests wait already",
+                kind="server_error",
+                retry_after=1,
+            )
         key = call.key or ""
         if self.settings.max_per_key and self._by_key[key] >= self.settings.max_per_key:
             raise ApiError(
-                429, "rate_limit_exceeded", "too many requests of this key are under way", kind="rate_limit_error", retry_after=1
+                429,
+                "rate_limit_exceeded",
+                "too many requests of this key are under way",
+                kind="rate_limit_error",
+                retry_after=1,
             )
         self._sequences += sequences
         self._by_key[key] += 1
@@ -113,8 +142,12 @@ class ServedModel:
         """The result of work that may take long, such as tokenising: the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(None, work)
 
-    async def tokens_of(self, read: Callable[[], TokenizedPrompt], param: str, max_tokens: int | None = None) -> list[int]:
-        """The tokens of a prompt, read in a thread. Raises ApiError for one that cannot be read, or leaves no place for the answer."""
+    async def tokens_of(
+        self, read: Callable[[], TokenizedPrompt], param: str, max_tokens: int | None = None
+    ) -> list[int]:
+        """The tokens of a prompt, read in a thread. Raises ApiError for one that cannot be read, or
+        leaves no place for the answer.
+        """
         try:
             ids = list((await self.in_thread(read)).token_ids)
         except RequestError as error:
@@ -126,10 +159,14 @@ class ServedModel:
         return ids
 
     def _salt(self, call: Call, asked: str | None) -> str | None:
-        """The scope of the prefix cache: a key's own where there are several keys, and what the request asks for within that."""
+        """The scope of the prefix cache: a key's own where there are several keys, and what the
+        request asks for within that.
+        """
         if len(self.settings.api_keys) < 2:
             return asked
-        return blake2b((asked or "").encode(), key=blake2b((call.key or "").encode()).digest(), digest_size=16).hexdigest()
+        return blake2b(
+            (asked or "").encode(), key=blake2b((call.key or "").encode()).digest(), digest_size=16
+        ).hexdigest()
 
     @asynccontextmanager
     async def submitted(
@@ -144,14 +181,23 @@ class ServedModel:
         adapter: str | None,
     ) -> AsyncIterator[list[Stream]]:
         """A stream for each prompt of a request; all of them end with the context."""
-        terms: dict[str, Any] = {"pooling": pooling, "priority": priority or 0, "timeout": self.settings.request_timeout}
+        terms: dict[str, Any] = {
+            "pooling": pooling,
+            "priority": priority or 0,
+            "timeout": self.settings.request_timeout,
+        }
         terms |= {"cache_salt": self._salt(call, cache_salt), "adapter": adapter}
         streams: list[Stream] = []
         record = call.record
-        record.model, record.prompt_tokens = adapter or self.settings.model_name, sum(map(len, prompts))
+        record.model, record.prompt_tokens = (
+            adapter or self.settings.model_name,
+            sum(map(len, prompts)),
+        )
         try:
             for token_ids in prompts:
-                streams.append(await call.while_connected(self.engine.submit(token_ids, params, **terms)))
+                streams.append(
+                    await call.while_connected(self.engine.submit(token_ids, params, **terms))
+                )
             yield streams
         finally:
             for stream in streams:

@@ -1,6 +1,7 @@
 """Runs the server: starts the engine beside the rest, listens, and ends in order.
 
-SIGTERM and SIGINT drain it: no new requests, those under way have `drain_seconds`. A second signal ends it at once.
+SIGTERM and SIGINT drain it: no new requests, those under way have `drain_seconds`. A second signal
+ends it at once.
 """
 
 import asyncio
@@ -28,7 +29,8 @@ from headrace.server.tracing import Tracer, otlp_exporter
 
 _POLL = 0.05
 _SEND_BUFFER = 1 << 18
-"""Bytes that the system keeps for a client that does not read; left alone it would keep megabytes."""
+"""Bytes that the system keeps for a client that does not read; left alone it would keep megabytes.
+"""
 
 
 class PortInUseError(HeadraceError):
@@ -40,21 +42,35 @@ class PortInUseError(HeadraceError):
 def check(settings: Settings) -> None:
     """Raise RequestError for settings that would serve strangers."""
     if settings.host not in LOOPBACK and not settings.api_keys:
-        raise RequestError(f"{settings.host} can be reached from other machines: give an --api-key, or listen on 127.0.0.1")
+        raise RequestError(
+            f"{settings.host} can be reached from other machines: give an --api-key, or "
+            "listen on 127.0.0.1"
+        )
 
 
 Announce = Callable[[ServedModel, int], None]
 """Called with what is served and its port once it is ready."""
 
 
-def serve(model: str, config: EngineConfig, settings: Settings, make_engine: Callable[[], ServedEngine], announce: Announce) -> int:
-    """Serve until a signal ends it; returns the exit code. `make_engine` is called within the event loop.
+def serve(
+    model: str,
+    config: EngineConfig,
+    settings: Settings,
+    make_engine: Callable[[], ServedEngine],
+    announce: Announce,
+) -> int:
+    """Serve until a signal ends it; returns the exit code. `make_engine` is called within the event
+    loop.
 
     Raises the errors of `load_model`, PortInUseError and EngineStartError.
     """
     check(settings)
     with contextlib.ExitStack() as held:
-        tracer = Tracer(otlp_exporter(settings.otlp_endpoint), settings.model_name) if settings.otlp_endpoint else None
+        tracer = (
+            Tracer(otlp_exporter(settings.otlp_endpoint), settings.model_name)
+            if settings.otlp_endpoint
+            else None
+        )
         if tracer:
             held.callback(tracer.close)
         listener = held.enter_context(listen(settings))
@@ -64,7 +80,8 @@ def serve(model: str, config: EngineConfig, settings: Settings, make_engine: Cal
 def listen(settings: Settings) -> socket.socket:
     """The socket of the address. Raises PortInUseError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named; else a response waits 40 ms for the client's acknowledgement.
+    # asyncio turns Nagle's algorithm off only where the protocol is named; else a response waits 40
+    # ms for the client's acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
@@ -72,7 +89,9 @@ def listen(settings: Settings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        raise PortInUseError(f"{settings.host}:{settings.port}: {error.strerror}; choose another with --port") from None
+        raise PortInUseError(
+            f"{settings.host}:{settings.port}: {error.strerror}; choose another with --port"
+        ) from None
     listener.set_inheritable(False)
     return listener
 
@@ -98,7 +117,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _listen_and_drain(served: ServedModel, listener: socket.socket, tracer: Tracer | None, announce: Announce) -> int:
+async def _listen_and_drain(
+    served: ServedModel, listener: socket.socket, tracer: Tracer | None, announce: Announce
+) -> int:
     settings = served.settings
     server = _Server(
         uvicorn.Config(
@@ -130,7 +151,9 @@ async def _listen_and_drain(served: ServedModel, listener: socket.socket, tracer
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), _POLL * 10)
         if served.engine.state == "dead":
-            logging.getLogger("headrace.server").error("the engine ended too often: the server ends")
+            logging.getLogger("headrace.server").error(
+                "the engine ended too often: the server ends"
+            )
             return 1
         served.draining = True
         deadline = loop.time() + settings.drain_seconds
@@ -146,7 +169,13 @@ async def _listen_and_drain(served: ServedModel, listener: socket.socket, tracer
 
 
 def stderr_log(form: str) -> None:
-    """Write the server's log to stderr as `text` or `json`, from the level on that `HEADRACE_LOG` says."""
+    """Write the server's log to stderr as `text` or `json`, from the level on that `HEADRACE_LOG`
+    says.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(
+        JsonFormatter()
+        if form == "json"
+        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    )
     logging.basicConfig(handlers=[handler], level=os.environ.get("HEADRACE_LOG", "INFO").upper())

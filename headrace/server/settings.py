@@ -22,13 +22,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     receive_timeout: float = 60.0
     """Seconds in which a client must have sent the head of a request, and then its body."""
     send_timeout: float = 60.0
-    """Seconds for which a client may take nothing of what is sent to it before its connection is cut."""
+    """Seconds for which a client may take nothing of what is sent to it before its connection is
+    cut.
+    """
     stall_seconds: float = 60.0
     """Seconds that a step may take before the engine is taken to hang, and started again."""
     drain_seconds: float = 30.0
     """Seconds that requests under way have when the server is asked to end."""
     keepalive_seconds: float = 15.0
-    """Seconds without news after which a stream gets a comment, so that no proxy takes it for dead."""
+    """Seconds without news after which a stream gets a comment, so that no proxy takes it for dead.
+    """
     otlp_endpoint: str = ""
     """Where OpenTelemetry spans go, the whole URL of OTLP over HTTP; empty: nowhere."""
     tool_call_parser: str | None = None
@@ -36,7 +39,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
     """How it writes its reasoning; None: by its chat template."""
     ignore_advised_sampling: bool = False
-    """Whether requests that leave sampling parameters out have OpenAI's, and not those that the model's authors advise."""
+    """Whether requests that leave sampling parameters out have OpenAI's, and not those that the
+    model's authors advise.
+    """
     worker: bool = False
     """Whether there are routes for a frontend, which chooses the scopes of the prefix cache."""
     allow_adapter_changes: bool = False

@@ -1,4 +1,6 @@
-"""What the page shows of the engine: its last report as JSON, the same twice a second as events, and its map of KV blocks."""
+"""What the page shows of the engine: its last report as JSON, the same twice a second as events,
+and its map of KV blocks.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -21,14 +23,24 @@ _MOST_WATCHERS = 32
 
 
 async def stats(served: ServedModel, call: Call) -> None:
-    """The engine's last report, what it said of itself at its start, times to first tokens, and where its last step stands."""
+    """The engine's last report, what it said of itself at its start, times to first tokens, and
+    where its last step stands.
+    """
     await call.respond(_stats(served))
 
 
 async def stats_stream(served: ServedModel, call: Call) -> None:
-    """The same as events, twice a second, until the client leaves or the server ends. The engine is not asked for any of them."""
+    """The same as events, twice a second, until the client leaves or the server ends. The engine is
+    not asked for any of them.
+    """
     if served.watchers >= _MOST_WATCHERS:
-        raise ApiError(503, "server_overloaded", "too many pages are open already", kind="server_error", retry_after=10)
+        raise ApiError(
+            503,
+            "server_overloaded",
+            "too many pages are open already",
+            kind="server_error",
+            retry_after=10,
+        )
     served.watchers += 1
     try:
         await call.stream(_events(served), served.settings.keepalive_seconds)
@@ -37,7 +49,9 @@ async def stats_stream(served: ServedModel, call: Call) -> None:
 
 
 async def blocks(served: ServedModel, call: Call) -> None:
-    """Which request holds which blocks of KV, as the engine says between two steps; blocks as runs: first, number, first, number, ..."""
+    """Which request holds which blocks of KV, as the engine says between two steps; blocks as runs:
+    first, number, first, number, ...
+    """
     block_map = await call.while_connected(served.engine.block_map())
     await call.respond({"block_size": block_map.block_size, "groups": block_map.groups})
 
@@ -62,7 +76,14 @@ def _stats(served: ServedModel) -> dict[str, Any]:
         "engine": msgspec.structs.asdict(engine.hello) if engine.hello else None,
         "figures": report.figures,
         "adapters": report.adapters,
-        "drafts": {name: {"steps": s, "proposed": p, "accepted": a} for name, (s, p, a) in report.drafts.items()},
-        "first_tokens": [(round(at, 2), round(after, 4)) for at, after in served.metrics.recent_first_tokens if at > now - _SPAN],
+        "drafts": {
+            name: {"steps": s, "proposed": p, "accepted": a}
+            for name, (s, p, a) in report.drafts.items()
+        },
+        "first_tokens": [
+            (round(at, 2), round(after, 4))
+            for at, after in served.metrics.recent_first_tokens
+            if at > now - _SPAN
+        ],
         "roofline": {"limits": roofline.limits(), "standing": roofline.standing(report.figures)},
     }

@@ -14,7 +14,9 @@ _MOST_UNREAD = 4096
 class Stream:
     """What comes of one request. `close` ends the request, unless it has ended."""
 
-    def __init__(self, request_id: str, asked: frames.Add | None, abort: Callable[[str], None]) -> None:
+    def __init__(
+        self, request_id: str, asked: frames.Add | None, abort: Callable[[str], None]
+    ) -> None:
         self.id = request_id
         self.asked = asked
         """The request; None for a command of another kind."""
@@ -28,7 +30,9 @@ class Stream:
 
     def put(self, event: frames.Event | EngineError) -> bool:
         """Hand over an event; whether there may be more."""
-        if self._events.qsize() >= _MOST_UNREAD and not isinstance(event, frames.Ended | EngineError):
+        if self._events.qsize() >= _MOST_UNREAD and not isinstance(
+            event, frames.Ended | EngineError
+        ):
             self._abort(self.id)
             event = TooSlowError("the client reads slower than its answer is written")
         self._note(event)
@@ -37,7 +41,9 @@ class Stream:
         return not self._over
 
     async def accepted(self) -> frames.Answer:
-        """Wait until the engine has done what was asked. Raises RefusedError where it cannot, or what has ended the engine."""
+        """Wait until the engine has done what was asked. Raises RefusedError where it cannot, or
+        what has ended the engine.
+        """
         event = await self._events.get()
         if isinstance(event, frames.Refused):
             self._over = True
@@ -48,7 +54,9 @@ class Stream:
         return event
 
     async def __aiter__(self) -> AsyncIterator[frames.News | frames.Ended]:
-        """The news of the request, and how it ended, which comes last. Raises what has ended the engine."""
+        """The news of the request, and how it ended, which comes last. Raises what has ended the
+        engine.
+        """
         while True:
             event = await self._events.get()
             if isinstance(event, EngineError):

@@ -1,4 +1,6 @@
-"""What a request says of the text that it wants, in the ways of OpenAI and of vLLM, as `StructuredOutputs`."""
+"""What a request says of the text that it wants, in the ways of OpenAI and of vLLM, as
+`StructuredOutputs`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,26 +12,41 @@ from headrace.server.errors import invalid
 from headrace.server.openai_records import Sampling
 from headrace.structured_outputs import StructuredOutputs
 
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 
 
 def structured_outputs(asked: Sampling) -> StructuredOutputs | None:
     """What the text must be; None where it is free. Raises ApiError, which names the field."""
-    found: dict[str, StructuredOutputs | None] = {"response_format": response_format(asked.response_format, "response_format")}
+    found: dict[str, StructuredOutputs | None] = {
+        "response_format": response_format(asked.response_format, "response_format")
+    }
     if asked.structured_outputs is not None:
-        given = {name: value for name, value in msgspec.structs.asdict(asked.structured_outputs).items() if value is not None}
+        given = {
+            name: value
+            for name, value in msgspec.structs.asdict(asked.structured_outputs).items()
+            if value is not None
+        }
         found["structured_outputs"] = checked("structured_outputs", **given)
     for old, name in _GUIDED.items():
         if (value := getattr(asked, old)) is not None:
             found[old] = checked(old, **{name: value})
     named = [name for name, value in found.items() if value is not None]
     if len(named) > 1:
-        raise invalid(f"{' and '.join(named)} both say what the text must be: give one of them", named[1])
+        raise invalid(
+            f"{' and '.join(named)} both say what the text must be: give one of them", named[1]
+        )
     return found[named[0]] if named else None
 
 
 def response_format(given: Mapping[str, Any] | None, param: str) -> StructuredOutputs | None:
-    """OpenAI's `response_format`, or the `text.format` of its Responses, where the schema stands beside the type. Raises ApiError."""
+    """OpenAI's `response_format`, or the `text.format` of its Responses, where the schema stands
+    beside the type. Raises ApiError.
+    """
     kind = "text" if given is None else given.get("type")
     if given is None or kind == "text":
         return None

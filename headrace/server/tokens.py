@@ -19,7 +19,11 @@ async def tokenize(served: ServedModel, call: Call) -> None:
         raise invalid("give prompt or messages", "prompt")
     with served.admitted(call, 1):
         if asked.prompt is not None:
-            read = partial(served.prompts.read_prompt, asked.prompt, add_special=asked.add_special_tokens is not False)
+            read = partial(
+                served.prompts.read_prompt,
+                asked.prompt,
+                add_special=asked.add_special_tokens is not False,
+            )
         else:
             read = partial(
                 served.prompts.read_chat,
@@ -28,9 +32,24 @@ async def tokenize(served: ServedModel, call: Call) -> None:
                 add_generation_prompt=asked.add_generation_prompt is not False,
                 chat_template_kwargs=asked.chat_template_kwargs,
             )
-        ids = await served.tokens_of(read, "messages" if asked.messages else "prompt", 0) if asked.prompt != "" else []
-    texts = [served.tokenizer.token_bytes(token).decode(errors="replace") for token in ids] if asked.return_token_strs else None
-    await call.respond({"tokens": ids, "count": len(ids), "max_model_len": served.prompts.max_model_len, "token_strs": texts})
+        ids = (
+            await served.tokens_of(read, "messages" if asked.messages else "prompt", 0)
+            if asked.prompt != ""
+            else []
+        )
+    texts = (
+        [served.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+        if asked.return_token_strs
+        else None
+    )
+    await call.respond(
+        {
+            "tokens": ids,
+            "count": len(ids),
+            "max_model_len": served.prompts.max_model_len,
+            "token_strs": texts,
+        }
+    )
 
 
 async def detokenize(served: ServedModel, call: Call) -> None:
@@ -38,9 +57,17 @@ async def detokenize(served: ServedModel, call: Call) -> None:
     asked = await call.read(DetokenizeRequest)
     served.adapter_of(asked.model)
     if len(asked.tokens) > served.prompts.max_model_len:
-        raise invalid(f"tokens has {len(asked.tokens):,} entries, more than a context of {served.prompts.max_model_len:,}", "tokens")
+        raise invalid(
+            f"tokens has {len(asked.tokens):,} entries, more than a context of "
+            f"{served.prompts.max_model_len:,}",
+            "tokens",
+        )
     if max(asked.tokens, default=0) >= served.tokenizer.vocab_size:
-        raise invalid(f"tokens has {max(asked.tokens):,}, and the vocabulary ends at {served.tokenizer.vocab_size - 1:,}", "tokens")
+        raise invalid(
+            f"tokens has {max(asked.tokens):,}, and the vocabulary ends at "
+            f"{served.tokenizer.vocab_size - 1:,}",
+            "tokens",
+        )
     await call.respond({"prompt": served.tokenizer.decode(asked.tokens, skip_special=False)})
 
 

@@ -1,4 +1,5 @@
-"""OpenTelemetry spans: one for each request that the engine was asked, with its queue, prefill and decode as spans within it.
+"""OpenTelemetry spans: one for each request that the engine was asked, with its queue, prefill and
+decode as spans within it.
 
 Names are those of OpenTelemetry's conventions for generative AI, and beyond them vLLM's.
 """
@@ -13,16 +14,22 @@ if TYPE_CHECKING:
 
 
 def otlp_exporter(endpoint: str) -> "SpanExporter":
-    """Sends spans to a collector over HTTP. Raises RequestError where the packages for it are not installed."""
+    """Sends spans to a collector over HTTP. Raises RequestError where the packages for it are not
+    installed.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise RequestError(f"spans need the package {error.name}: pip install 'headrace[otel]'") from None
+        raise RequestError(
+            f"spans need the package {error.name}: pip install 'headrace[otel]'"
+        ) from None
     return OTLPSpanExporter(endpoint=endpoint)
 
 
 class Tracer:
-    """Makes a span of each record. Exporting is a thread's, so no request waits for it; `close` sends what is left."""
+    """Makes a span of each record. Exporting is a thread's, so no request waits for it; `close`
+    sends what is left.
+    """
 
     def __init__(self, exporter: "SpanExporter", model: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -30,7 +37,9 @@ class Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = TracerProvider(resource=Resource.create({"service.name": "headrace", "gen_ai.request.model": model}))
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "headrace", "gen_ai.request.model": model})
+        )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("headrace")
         self._context = TraceContextTextMapPropagator()
@@ -57,10 +66,14 @@ class Tracer:
         }
         context = self._context.extract({"traceparent": record.traceparent})
         start, end = _nanoseconds(record.begun), _nanoseconds(record.begun + record.seconds)
-        span = self._tracer.start_span("llm_request", context, SpanKind.SERVER, attributes, start_time=start)
+        span = self._tracer.start_span(
+            "llm_request", context, SpanKind.SERVER, attributes, start_time=start
+        )
         if record.error or record.status >= 500:
             span.set_status(StatusCode.ERROR, record.error)
-        at = end - _nanoseconds(record.queue + record.prefill + record.decode)  # what is before it is reading of the prompt
+        at = end - _nanoseconds(
+            record.queue + record.prefill + record.decode
+        )  # what is before it is reading of the prompt
         for name in ("queue", "prefill", "decode"):
             until = at + _nanoseconds(getattr(record, name))
             self._tracer.start_span(name, set_span_in_context(span), start_time=at).end(until)

@@ -1,7 +1,8 @@
-"""The routes of a worker, for the frontend that it serves: requests as the engine reads them, and what the worker says of itself.
+"""The routes of a worker, for the frontend that it serves: requests as the engine reads them, and
+what the worker says of itself.
 
-A frontend is trusted: it chooses the scopes of the prefix cache, and what it sends was not read by the routes of clients. So these routes
-are there where the operator asks for them alone.
+A frontend is trusted: it chooses the scopes of the prefix cache, and what it sends was not read by
+the routes of clients. So these routes are there where the operator asks for them alone.
 """
 
 import asyncio
@@ -19,14 +20,19 @@ from headrace.server.stream import Stream
 CONTENT_TYPE = "application/msgpack"
 PERIOD = 0.25
 """Seconds between two words of a worker."""
-_HEADERS = {"content-type": "application/octet-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_HEADERS = {
+    "content-type": "application/octet-stream",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 async def generate(served: ServedModel, call: Call) -> None:
-    """Run the request of `frames.Add`; the answer is the frames of what comes of it, the first of which is `Accepted` or `Refused`.
+    """Run the request of `frames.Add`; the answer is the frames of what comes of it, the first of
+    which is `Accepted` or `Refused`.
 
-    The last is `Ended`, or `Refused` of the kind `closed` where the engine ended under it, or the worker ends. To close the connection is
-    to end the request.
+    The last is `Ended`, or `Refused` of the kind `closed` where the engine ended under it, or the
+    worker ends. To close the connection is to end the request.
     """
     asked = _read(await call.read_body(CONTENT_TYPE))
     params = asked.params
@@ -48,7 +54,10 @@ async def generate(served: ServedModel, call: Call) -> None:
         except RefusedError as error:
             refused = frames.Refused(asked.id, error.kind, str(error))
             return await call.respond_bytes(frames.encode(refused), _HEADERS["content-type"])
-        call.record.model, call.record.prompt_tokens = asked.adapter or served.settings.model_name, len(asked.prompt_token_ids)
+        call.record.model, call.record.prompt_tokens = (
+            asked.adapter or served.settings.model_name,
+            len(asked.prompt_token_ids),
+        )
         try:
             await call.stream_bytes(_frames(stream), _HEADERS)
         finally:
@@ -57,7 +66,9 @@ async def generate(served: ServedModel, call: Call) -> None:
 
 
 async def status(served: ServedModel, call: Call) -> None:
-    """What the worker is and does, several times a second, until it ends: `ReplicaStatus`, each after its length."""
+    """What the worker is and does, several times a second, until it ends: `ReplicaStatus`, each
+    after its length.
+    """
     await call.stream_bytes(_statuses(served), _HEADERS)
 
 

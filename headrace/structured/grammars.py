@@ -1,8 +1,10 @@
-"""Grammars over the vocabulary of a tokenizer, compiled and followed by llguidance, which is needed for nothing else.
+"""Grammars over the vocabulary of a tokenizer, compiled and followed by llguidance, which is needed
+for nothing else.
 
-llguidance reads the text of an output byte by byte: a lexer of regular-expression derivatives below an Earley parser. Which tokens may
-follow it finds by walking a trie of all of them, in tens of microseconds. Where the grammar leaves but one text, it allows the token
-that the tokenizer would write it with alone.
+llguidance reads the text of an output byte by byte: a lexer of regular-expression derivatives below
+an Earley parser. Which tokens may follow it finds by walking a trie of all of them, in tens of
+microseconds. Where the grammar leaves but one text, it allows the token that the tokenizer would
+write it with alone.
 """
 
 import importlib
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 _MOST_COMPILED = 64
 """Most grammars that are kept compiled; the least recently used is dropped first."""
 _MOST_USES = 100
-"""Requests after which a grammar is compiled again: they share its lexer, which grows with the texts that it sees."""
+"""Requests after which a grammar is compiled again: they share its lexer, which grows with the
+texts that it sees.
+"""
 _MOST_WRITTEN = 256
 """Characters of a certain text that are tokenised ahead of it."""
 _MOST_KEPT = 4096
@@ -43,9 +47,17 @@ _LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Of llguidance: a text that breaks one cannot be compiled, or its requests fail where they come to it."""
-_JSON: "JsonCompileOptions" = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""JSON as Python's `json.dumps` writes it: where white space is free, a small model may write it without an end."""
+"""Of llguidance: a text that breaks one cannot be compiled, or its requests fail where they come to
+it.
+"""
+_JSON: "JsonCompileOptions" = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
+"""JSON as Python's `json.dumps` writes it: where white space is free, a small model may write it
+without an end.
+"""
 
 
 _Key = tuple[str, str]
@@ -62,7 +74,9 @@ class Vocabulary(Protocol):
 
 
 class Grammars:
-    """Compiles what is asked of outputs, over the first `vocab_size` tokens of a vocabulary. Any thread may ask it to."""
+    """Compiles what is asked of outputs, over the first `vocab_size` tokens of a vocabulary. Any
+    thread may ask it to.
+    """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary = vocabulary
@@ -73,7 +87,9 @@ class Grammars:
         self._lock = Lock()
 
     def compile(self, asked: StructuredOutputs) -> GrammarState:
-        """The beginning of a text as it is asked for. Raises RequestError, which names the field, for what cannot be compiled."""
+        """The beginning of a text as it is asked for. Raises RequestError, which names the field,
+        for what cannot be compiled.
+        """
         key = _key(asked)
         with self._lock:
             left, found = self._compiled.get(key, (0, None))
@@ -91,10 +107,14 @@ class Grammars:
         check_cost(field, text)
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = llguidance.LLTokenizer(_Tokens(self._vocabulary, self._vocab_size))
+                self._tokenizer = llguidance.LLTokenizer(
+                    _Tokens(self._vocabulary, self._vocab_size)
+                )
         limits = llguidance.LLParserLimits(**_LIMITS)
         try:
-            matcher: LLMatcher = llguidance.LLMatcher(self._tokenizer, _grammar(llguidance.LLMatcher, asked), log_level=0, limits=limits)
+            matcher: LLMatcher = llguidance.LLMatcher(
+                self._tokenizer, _grammar(llguidance.LLMatcher, asked), log_level=0, limits=limits
+            )
         except ValueError as error:
             raise RequestError(f"{field} cannot be compiled: {_shortened(str(error))}") from None
         if message := matcher.get_error():
@@ -130,14 +150,18 @@ class _State:
         bits = np.empty(mask_words(self._vocab_size + 1), np.uint32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
-            raise ConstraintError(f"the grammar cannot go on: {_shortened(self._matcher.get_error())}")
+            raise ConstraintError(
+                f"the grammar cannot go on: {_shortened(self._matcher.get_error())}"
+            )
         word, bit = divmod(self._vocab_size, 32)
         bits[word] &= ~np.uint32(1 << bit)  # the end of the text
         mask[:] = bits[: len(mask)]
 
 
 class _Tokens:
-    """The vocabulary as llguidance wants it: with a token more, which stands for the end of the text."""
+    """The vocabulary as llguidance wants it: with a token more, which stands for the end of the
+    text.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -146,11 +170,17 @@ class _Tokens:
         self._vocabulary = vocabulary
         self.tokens = [vocabulary.token_bytes(token) for token in range(vocab_size)]
         if not any(self.tokens):
-            raise RequestError("structured_outputs needs a tokenizer, and this model has none with text")
+            raise RequestError(
+                "structured_outputs needs a tokenizer, and this model has none with text"
+            )
         self.tokens.append(b"<end>")
         self.eos_token_id = vocab_size
-        self.special_token_ids = sorted({token for token in vocabulary.special_ids if token < vocab_size} | {vocab_size})
-        self._by_text = {text: token for token, text in reversed(list(enumerate(self.tokens[:-1]))) if text}
+        self.special_token_ids = sorted(
+            {token for token in vocabulary.special_ids if token < vocab_size} | {vocab_size}
+        )
+        self._by_text = {
+            text: token for token, text in reversed(list(enumerate(self.tokens[:-1]))) if text
+        }
         for token in self.special_token_ids:
             self._by_text.pop(self.tokens[token], None)
         self._longest = max(map(len, self._by_text), default=0)
@@ -163,7 +193,10 @@ class _Tokens:
     def _write(self, text: str) -> list[int]:
         with suppress(HeadraceError):  # some tokenizers cannot encode every text
             ids = self._vocabulary.encode(text, add_special=False)
-            if all(token < self.eos_token_id for token in ids) and b"".join([self.tokens[token] for token in ids]) == text.encode():
+            if (
+                all(token < self.eos_token_id for token in ids)
+                and b"".join([self.tokens[token] for token in ids]) == text.encode()
+            ):
                 return ids
         return self._longest_first(text.encode())  # where it adds a space, or writes another text
 
@@ -183,7 +216,11 @@ class _Tokens:
 def _key(asked: StructuredOutputs) -> _Key:
     if asked.choice is not None:
         return "choice", json.dumps(asked.choice)
-    return next((name, str(text)) for name in ("json", "regex", "grammar", "json_object") if (text := getattr(asked, name)))
+    return next(
+        (name, str(text))
+        for name in ("json", "regex", "grammar", "json_object")
+        if (text := getattr(asked, name))
+    )
 
 
 def _grammar(matcher: "type[LLMatcher]", asked: StructuredOutputs) -> str:
@@ -193,15 +230,21 @@ def _grammar(matcher: "type[LLMatcher]", asked: StructuredOutputs) -> str:
     if asked.grammar is not None:
         return matcher.grammar_from_lark(asked.grammar)
     if asked.choice is not None:
-        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice))
-    return matcher.grammar_from_json_schema(str(asked.json) if asked.json is not None else '{"type": "object"}', defaults=_JSON)
+        return matcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
+        )
+    return matcher.grammar_from_json_schema(
+        str(asked.json) if asked.json is not None else '{"type": "object"}', defaults=_JSON
+    )
 
 
 def _llguidance() -> ModuleType:
     try:
         return importlib.import_module("llguidance")
     except ImportError:
-        raise RequestError("structured_outputs needs llguidance: pip install headrace[structured]") from None
+        raise RequestError(
+            "structured_outputs needs llguidance: pip install headrace[structured]"
+        ) from None
 
 
 def _shortened(message: str) -> str:

@@ -1,4 +1,6 @@
-"""Beam search, written to be read: each sequence is computed from its first token; the reference for the engine."""
+"""Beam search, written to be read: each sequence is computed from its first token; the reference
+for the engine.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +29,9 @@ def beam_search(
     end_ids: frozenset[int] = frozenset(),
     decode: Callable[[list[int]], str] = lambda tokens: "",
 ) -> list[Beam]:
-    """The best `n` beams, best first; `longest` is the length of prompt and output at which a sequence ends."""
+    """The best `n` beams, best first; `longest` is the length of prompt and output at which a
+    sequence ends.
+    """
     width = params.beam_width or 0
     most = min(longest - len(prompt), params.max_tokens or longest)
     ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else end_ids)
@@ -37,7 +41,11 @@ def beam_search(
 
     def finished(tokens: list[int]) -> bool:
         stopped = len(tokens) > params.min_tokens and (
-            tokens[-1] in ends or any(decode(tokens).count(stop) > decode(tokens[:-1]).count(stop) for stop in params.stop or ())
+            tokens[-1] in ends
+            or any(
+                decode(tokens).count(stop) > decode(tokens[:-1]).count(stop)
+                for stop in params.stop or ()
+            )
         )
         return stopped or len(tokens) == most
 
@@ -46,12 +54,23 @@ def beam_search(
         candidates = []
         for index, beam in enumerate(live):
             row = logprobs(_adjusted(prompt, beam.tokens, params, model, vocab, ends))
-            longer = [Beam([*beam.tokens, token], beam.total + float(row[token])) for token in range(vocab) if row[token] > -np.inf]
+            longer = [
+                Beam([*beam.tokens, token], beam.total + float(row[token]))
+                for token in range(vocab)
+                if row[token] > -np.inf
+            ]
             candidates += [(-beam.total, index, beam.tokens[-1], beam) for beam in longer]
         ranked = [beam for *_, beam in sorted(candidates, key=lambda candidate: candidate[:3])]
         live = [beam for beam in ranked if not finished(beam.tokens)][:width]
-        done = sorted(done + [beam for beam in ranked[:width] if finished(beam.tokens)], key=lambda beam: -score(beam))[:width]
-        if len(done) == width and live and (params.early_stopping or score(live[0]) <= score(done[-1])):
+        done = sorted(
+            done + [beam for beam in ranked[:width] if finished(beam.tokens)],
+            key=lambda beam: -score(beam),
+        )[:width]
+        if (
+            len(done) == width
+            and live
+            and (params.early_stopping or score(live[0]) <= score(done[-1]))
+        ):
             break
     return done[: params.n]
 

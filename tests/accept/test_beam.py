@@ -24,11 +24,24 @@ class Searching:
     """A search and its live beams."""
 
     def __init__(
-        self, num_end_ids: int = 1, num_results: int = 2, max_tokens: int = 9, presence_penalty: float = 0.0, **options: Any
+        self,
+        num_end_ids: int = 1,
+        num_results: int = 2,
+        max_tokens: int = 9,
+        presence_penalty: float = 0.0,
+        **options: Any,
     ) -> None:
-        params = SamplingParams(beam_width=2, n=num_results, stop_token_ids=[END][:num_end_ids], max_tokens=max_tokens, **options)
+        params = SamplingParams(
+            beam_width=2,
+            n=num_results,
+            stop_token_ids=[END][:num_end_ids],
+            max_tokens=max_tokens,
+            **options,
+        )
         needs_logits = bool(params.stop) or params.logprobs is not None
-        self.search = BeamSearch(2, num_results, params.length_penalty, params.early_stopping, num_end_ids, needs_logits)
+        self.search = BeamSearch(
+            2, num_results, params.length_penalty, params.early_stopping, num_end_ids, needs_logits
+        )
         self.num_logprobs = -1 if params.logprobs is None else params.logprobs
         patterns = [StopPattern(stop) for stop in params.stop or ()]
         self.beams = [([0], Output(params, TinyVocabulary(4), patterns, max_tokens))]
@@ -40,12 +53,20 @@ class Searching:
             logits = np.log(np.array(probabilities, np.float32))
         drawings = [
             Drawing(i + 4, i, len(known), known, sampler, NO_DRAFT, self.num_logprobs, output)
-            for i, ((known, output), sampler) in enumerate(zip(self.beams, self.samplers, strict=True))
+            for i, ((known, output), sampler) in enumerate(
+                zip(self.beams, self.samplers, strict=True)
+            )
         ]
         values = run_logit_ops(self.search.logit_ops(drawings), logits)
         beams, samplers = [], []
-        for which, commit in self.search.accept(drawings, values, logits if self.search.needs_logits else None):
-            assert commit is not None and (commit.source, commit.path, len(commit.logprobs)) == (which + 4, [], self.num_logprobs >= 0)
+        for which, commit in self.search.accept(
+            drawings, values, logits if self.search.needs_logits else None
+        ):
+            assert commit is not None and (commit.source, commit.path, len(commit.logprobs)) == (
+                which + 4,
+                [],
+                self.num_logprobs >= 0,
+            )
             known, output = self.beams[which]
             successor = output.clone()
             successor.push(commit.tokens[0], commit.logprobs[0] if commit.logprobs else None)
@@ -73,15 +94,23 @@ def test_both_beams_may_continue_the_same_one() -> None:
 
 def test_only_the_best_candidates_may_finish() -> None:
     search = Searching()
-    assert search.step([0.5, 0.2, 0.1, 0.2]) == [[0], [1]]  # the end token is third, so it is dropped
+    assert search.step([0.5, 0.2, 0.1, 0.2]) == [
+        [0],
+        [1],
+    ]  # the end token is third, so it is dropped
     assert search.finished == []
     assert search.step([0.3, 0.05, 0.05, 0.6], [0.4, 0.3, 0.2, 0.1]) == [[0, 0], [1, 0]]
     assert search.finished == [[0, END]]
 
 
-@pytest.mark.parametrize(("early_stopping", "length_penalty", "num_live"), [(True, 1.0, 0), (False, 0.0, 0), (False, 2.0, 2)])
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "num_live"),
+    [(True, 1.0, 0), (False, 0.0, 0), (False, 2.0, 2)],
+)
 def test_the_end_of_a_search(early_stopping: bool, length_penalty: float, num_live: int) -> None:
-    """With a length penalty of 2 the longer live beam scores above the finished one of half its length."""
+    """With a length penalty of 2 the longer live beam scores above the finished one of half its
+    length.
+    """
     search = Searching(early_stopping=early_stopping, length_penalty=length_penalty)
     assert search.step([0.4, 0.1, 0.02, 0.48]) == [[0], [1]]
     assert search.finished == [[END]]
@@ -90,7 +119,9 @@ def test_the_end_of_a_search(early_stopping: bool, length_penalty: float, num_li
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-def test_a_live_beam_that_is_only_as_good_as_all_finished_ones_ends_a_search(length_penalty: float) -> None:
+def test_a_live_beam_that_is_only_as_good_as_all_finished_ones_ends_a_search(
+    length_penalty: float,
+) -> None:
     search = Searching(length_penalty=length_penalty)
     assert search.step([0.25, 0.25, 0, 0.5]) == [[0], [1]]
     assert search.step([0.5, 0, 0, 0.5], [0.4, 0.3, 0.3, 0]) == []
@@ -98,7 +129,9 @@ def test_a_live_beam_that_is_only_as_good_as_all_finished_ones_ends_a_search(len
 
 
 def test_a_search_looks_further_if_stop_strings_end_all_candidates() -> None:
-    """The first beam's fourth continuation is better than all of the second beam, though its second and third have ended."""
+    """The first beam's fourth continuation is better than all of the second beam, though its second
+    and third have ended.
+    """
     search = Searching(stop=["ab", "ac"], num_end_ids=0)
     assert search.step([0.98, 0.02, 0, 0]) == [[0], [1]]
     assert search.step([0.3, 0.25, 0.25, 0.2], [0.4, 0.3, 0.2, 0.1]) == [[0, 0], [0, 3]]
@@ -121,12 +154,20 @@ def test_a_search_ends_if_stop_strings_end_everything() -> None:
 def test_a_row_that_is_not_finite_fails_all_beams() -> None:
     search = Searching()
     search.step([0.6, 0.3, 0.1, 0])
-    drawings = [Drawing(i, i, 2, known, search.samplers[i], NO_DRAFT, -1, output) for i, (known, output) in enumerate(search.beams)]
-    assert search.search.accept(drawings, [None, Ranked([0, 1], [-1.0, -2.0])], None) == [(0, None), (1, None)]
+    drawings = [
+        Drawing(i, i, 2, known, search.samplers[i], NO_DRAFT, -1, output)
+        for i, (known, output) in enumerate(search.beams)
+    ]
+    assert search.search.accept(drawings, [None, Ranked([0, 1], [-1.0, -2.0])], None) == [
+        (0, None),
+        (1, None),
+    ]
 
 
 def test_what_a_search_shows() -> None:
-    """The best at the end, with the totals that they were ranked by; beams that were cut short are compared with finished ones."""
+    """The best at the end, with the totals that they were ranked by; beams that were cut short are
+    compared with finished ones.
+    """
     search = Searching(num_results=1, length_penalty=0.0)
     search.step([0.3, 0.2, 0, 0.5])
     live = [output for _, output in search.beams]
@@ -145,8 +186,14 @@ def test_log_probabilities_of_each_token(logprobs: int) -> None:
     search = Searching(logprobs=logprobs)
     search.step([0.6, 0.3, 0.1, 0])
     search.step([0.5, 0.3, 0, 0.2], [0.25, 0.25, 0.25, 0.25])
-    described = [[next(iter(position.values())) for position in output.logprobs] for _, output in search.beams]
-    assert [[round(float(np.exp(one.logprob)), 3) for one in beam] for beam in described] == [[0.6, 0.5], [0.6, 0.3]]
+    described = [
+        [next(iter(position.values())) for position in output.logprobs]
+        for _, output in search.beams
+    ]
+    assert [[round(float(np.exp(one.logprob)), 3) for one in beam] for beam in described] == [
+        [0.6, 0.5],
+        [0.6, 0.3],
+    ]
     assert [[one.rank for one in beam] for beam in described] == [[1, 1], [1, 2]]
     search.step([0.2, 0, 0, 0.8], [0.5, 0.5, 0, 0])
     ((_, finished),) = search.search.finished
@@ -164,7 +211,9 @@ def test_penalties_see_the_last_token() -> None:
 def test_beams_end_at_the_limit() -> None:
     search = Searching(max_tokens=1)
     assert search.step([0.4, 0.3, 0.2, 0.1]) == []
-    assert search.finished == [[0], [1]] and search.search.finished[0].output.finish_reason == "length"
+    assert (
+        search.finished == [[0], [1]] and search.search.finished[0].output.finish_reason == "length"
+    )
 
 
 def test_there_are_no_more_beams_than_candidates() -> None:
@@ -178,6 +227,8 @@ def test_penalties_apply_to_the_tokens_of_each_beam() -> None:
     fresh, seen = sampler.clone(0), sampler.clone(0)
     seen.append(1)
     row = np.array([[0.0, 1.0, 0.5, -1.0]], np.float32)
-    (before,), (after,) = (_native.top_tokens(POOL, row, [TopTokens(0, 5, s, 4)]) for s in (fresh, seen))
+    (before,), (after,) = (
+        _native.top_tokens(POOL, row, [TopTokens(0, 5, s, 4)]) for s in (fresh, seen)
+    )
     assert (before[0], after[0]) == ([1, 2, 0, 3], [2, 0, 1, 3])
     assert np.exp(after[1]).sum() == pytest.approx(1)

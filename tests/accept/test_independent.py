@@ -12,7 +12,9 @@ from tests.tiny import TinyVocabulary
 
 def drawing(source: int, row: int, draft: DraftTree, num_logprobs: int) -> Drawing:
     output = Output(SamplingParams(), TinyVocabulary(4), [], 9)
-    return Drawing(source, row, 7 + row, [1, 2], _native.Sampler(4, []), draft, num_logprobs, output)
+    return Drawing(
+        source, row, 7 + row, [1, 2], _native.Sampler(4, []), draft, num_logprobs, output
+    )
 
 
 DRAWINGS = [drawing(3, 0, DraftTree([1, 2], [-1, 0]), -1), drawing(1, 3, NO_DRAFT, 2)]
@@ -20,12 +22,16 @@ DRAWINGS = [drawing(3, 0, DraftTree([1, 2], [-1, 0]), -1), drawing(1, 3, NO_DRAF
 
 def test_each_is_drawn_by_the_method() -> None:
     draws = IndependentAcceptor("typical").logit_ops(DRAWINGS)
-    assert draws == [Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, "typical") for d in DRAWINGS]
+    assert draws == [
+        Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, "typical") for d in DRAWINGS
+    ]
 
 
 def test_each_keeps_what_it_drew_and_fails_without_finite_logits() -> None:
     logprobs = [TokenLogprobs(-0.5, 1, [], []), TokenLogprobs(-1.5, 2, [], [])]
-    accepted = IndependentAcceptor("exact").accept(DRAWINGS, [Drawn([1, 3], [0], logprobs), None], None)
+    accepted = IndependentAcceptor("exact").accept(
+        DRAWINGS, [Drawn([1, 3], [0], logprobs), None], None
+    )
     assert accepted == [(0, Commit(3, [0], [1, 3], logprobs)), (1, None)]
 
 

@@ -1,4 +1,6 @@
-"""Greedy tokens of tiny models, with their log-probabilities, in each instruction set of this processor: `python -m tests.arm.tokens`."""
+"""Greedy tokens of tiny models, with their log-probabilities, in each instruction set of this
+processor: `python -m tests.arm.tokens`.
+"""
 
 import json
 import os
@@ -18,18 +20,31 @@ Outputs = list[tuple[list[int], list[float]]]
 
 def generated() -> dict[str, Outputs]:
     """What the models answer in the instruction set that HEADRACE_ISA names."""
-    models = {name: (name, "f32") for name in FORMATS} | {f"KV in {dtype}": ("Q8_0", dtype) for dtype in DTYPES}
+    models = {name: (name, "f32") for name in FORMATS} | {
+        f"KV in {dtype}": ("Q8_0", dtype) for dtype in DTYPES
+    }
     return {title: outputs(*model) for title, model in models.items()}
 
 
 def outputs(format_name: str, kv_dtype: str) -> Outputs:
     model = tiny_model(7, dim=256, ffn=512, format=format_name)
     engine = tiny_engine(model, "cpu", kv_dtype=kv_dtype, threads=2)
-    results = run_all(engine, [(prompt, SamplingParams(temperature=0, max_tokens=24, logprobs=0)) for prompt in PROMPTS])
+    results = run_all(
+        engine,
+        [(prompt, SamplingParams(temperature=0, max_tokens=24, logprobs=0)) for prompt in PROMPTS],
+    )
     answers = []
     for out in (result.outputs[0] for result in results):
         assert out.logprobs
-        answers.append((out.token_ids, [entry[token].logprob for entry, token in zip(out.logprobs, out.token_ids, strict=True)]))
+        answers.append(
+            (
+                out.token_ids,
+                [
+                    entry[token].logprob
+                    for entry, token in zip(out.logprobs, out.token_ids, strict=True)
+                ],
+            )
+        )
     return answers
 
 

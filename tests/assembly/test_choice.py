@@ -39,7 +39,11 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def make(host: GpuHost, free: int = 10**11) -> None:
         monkeypatch.setattr("headrace.planner.gpu.look", lambda: host)
-        monkeypatch.setattr(memory, "memory_for", lambda config, program: Memory(free, 10**9, on_gpu=config.backend == "cuda"))
+        monkeypatch.setattr(
+            memory,
+            "memory_for",
+            lambda config, program: Memory(free, 10**9, on_gpu=config.backend == "cuda"),
+        )
 
     return make
 
@@ -56,7 +60,10 @@ def test_auto_is_the_default(on: Callable[..., None], checkpoint: Checkpoint) ->
 
 @pytest.mark.parametrize("options", [{"backend": "cpu"}, {"backend": "reference"}, {}])
 def test_without_a_gpu_nothing_is_said(
-    options: dict[str, Any], on: Callable[..., None], checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any],
+    on: Callable[..., None],
+    checkpoint: Checkpoint,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     on(NONE)
     assert chosen(checkpoint, **options) == (options.get("backend", "cpu"), "")
@@ -67,7 +74,11 @@ def test_without_a_gpu_nothing_is_said(
 @pytest.mark.parametrize(
     ("change", "options", "why"),
     [
-        ({"absent": ("torch", "triton")}, {}, "torch and triton are not installed: pip install 'headrace[cuda]', about 3 GB"),
+        (
+            {"absent": ("torch", "triton")},
+            {},
+            "torch and triton are not installed: pip install 'headrace[cuda]', about 3 GB",
+        ),
         ({"gpu": replace(H100, capability=(7, 5))}, {}, "compute capability 7.5"),
         ({"torch_cuda": None}, {}, "torch is a build for the processor alone"),
         ({"interprets": True}, {}, "TRITON_INTERPRET is set"),
@@ -85,14 +96,23 @@ def test_a_gpu_that_is_not_used_is_told_of_in_one_line(
 ) -> None:
     on(replace(READY, **change))
     backend, remark = chosen(checkpoint, **options)
-    assert backend == "cpu" and remark.startswith("the GPU is not used: ") and why in remark and "\n" not in remark
+    assert (
+        backend == "cpu"
+        and remark.startswith("the GPU is not used: ")
+        and why in remark
+        and "\n" not in remark
+    )
     with caplog.at_level(logging.WARNING):
         assert with_backend(engine_config(options), checkpoint).backend == "cpu"
     assert [record.getMessage() for record in caplog.records] == [remark]
 
 
-def test_a_model_that_does_not_fit_runs_on_the_cpu(on: Callable[..., None], checkpoint: Checkpoint) -> None:
-    weights = lower_program("cuda", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors).weight_bytes
+def test_a_model_that_does_not_fit_runs_on_the_cpu(
+    on: Callable[..., None], checkpoint: Checkpoint
+) -> None:
+    weights = lower_program(
+        "cuda", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
+    ).weight_bytes
     on(READY, free=10**9 + weights)
     backend, remark = chosen(checkpoint)
     assert (
@@ -115,15 +135,30 @@ def test_a_model_that_does_not_fit_runs_on_the_cpu(on: Callable[..., None], chec
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        (NONE, "the cuda backend cannot run here: there is no NVIDIA driver on this machine: use the cpu backend"),
-        (replace(READY, gpu=None, no_gpu="the NVIDIA driver shows no GPU"), "the NVIDIA driver shows no GPU"),
+        (
+            NONE,
+            "the cuda backend cannot run here: there is no NVIDIA driver on this machine: "
+            "use the cpu backend",
+        ),
+        (
+            replace(READY, gpu=None, no_gpu="the NVIDIA driver shows no GPU"),
+            "the NVIDIA driver shows no GPU",
+        ),
         (replace(READY, gpu=replace(H100, capability=(6, 1))), "kernels need 8.0 or more"),
-        (replace(READY, absent=("torch",)), "torch is not installed: pip install 'headrace[cuda]', about 3 GB"),
+        (
+            replace(READY, absent=("torch",)),
+            "torch is not installed: pip install 'headrace[cuda]', about 3 GB",
+        ),
         (replace(READY, torch_cuda=None), "torch is a build for the processor alone"),
-        (replace(NONE, interprets=True, absent=("triton",)), "the cuda backend needs triton: pip install 'headrace[cuda]'"),
+        (
+            replace(NONE, interprets=True, absent=("triton",)),
+            "the cuda backend needs triton: pip install 'headrace[cuda]'",
+        ),
     ],
 )
-def test_a_gpu_that_is_asked_for_and_cannot_be_had(host: GpuHost, message: str, on: Callable[..., None], checkpoint: Checkpoint) -> None:
+def test_a_gpu_that_is_asked_for_and_cannot_be_had(
+    host: GpuHost, message: str, on: Callable[..., None], checkpoint: Checkpoint
+) -> None:
     on(host)
     with pytest.raises(RequestError) as error:
         chosen(checkpoint, backend="cuda")

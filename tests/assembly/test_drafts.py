@@ -1,4 +1,6 @@
-"""What drafts for a model on disk: draft models, first layers and heads, found, checked and refused."""
+"""What drafts for a model on disk: draft models, first layers and heads, found, checked and
+refused.
+"""
 
 import gc
 import weakref
@@ -10,7 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace import LLM, SamplingParams
-from headrace.assembly.drafts import compile_draft_models, open_draft_checkpoints, read_heads, target_program
+from headrace.assembly.drafts import (
+    compile_draft_models,
+    open_draft_checkpoints,
+    read_heads,
+    target_program,
+)
 from headrace.assembly.options import engine_config
 from headrace.backend import compile_program, lower_program
 from headrace.backend.cpu import CpuExecutable
@@ -35,7 +42,11 @@ def model(write_gguf: Any) -> Path:  # noqa: F811
 def heads(**change: Any) -> dict[str, Any]:
     rng, dim = np.random.default_rng(0), SHAPE["dim"]
     shapes = {"0.linear.weight": (dim, dim), "0.linear.bias": (dim,), "1.weight": (VOCAB, dim)}
-    made = {f"{i}.{name}": rng.normal(0, 0.1, shape).astype(np.float16) for i in range(3) for name, shape in shapes.items()}
+    made = {
+        f"{i}.{name}": rng.normal(0, 0.1, shape).astype(np.float16)
+        for i in range(3)
+        for name, shape in shapes.items()
+    }
     return {name: value for name, value in (made | change).items() if value is not None}
 
 
@@ -52,13 +63,26 @@ def options_for(how: str, model: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_from_file_to_text(model: Path, how: str, width: int) -> None:
-    with LLM(str(model), **OPTIONS) as plain, LLM(str(model), proposer=how, draft_width=width, **OPTIONS, **options_for(how, model)) as llm:
+    with (
+        LLM(str(model), **OPTIONS) as plain,
+        LLM(
+            str(model), proposer=how, draft_width=width, **OPTIONS, **options_for(how, model)
+        ) as llm,
+    ):
         prompts = ["hello", "hell w", "he"]
         for params in (GREEDY, SamplingParams(seed=3, max_tokens=20)):
-            assert [r.outputs for r in llm.generate(prompts, params)] == [r.outputs for r in plain.generate(prompts, params)]
+            assert [r.outputs for r in llm.generate(prompts, params)] == [
+                r.outputs for r in plain.generate(prompts, params)
+            ]
         stats = llm.stats()
-        assert stats.drafted > 0 and stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
-        assert how != "draft_model" or width > 1 or stats.accepted == stats.drafted  # the model itself
+        assert (
+            stats.drafted > 0
+            and stats.proposer_failures == 0
+            and stats.blocks_free == stats.blocks_total
+        )
+        assert (
+            how != "draft_model" or width > 1 or stats.accepted == stats.drafted
+        )  # the model itself
 
 
 def test_drafts_on_the_gpu_backend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +113,12 @@ def test_closing_gives_everything_back(model: Path, how: str) -> None:
 
 def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = open_checkpoint(model)
-    weights = lower_program("cpu", trace_model(target.spec, target.tensors), target.tensors).weight_bytes
-    monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: RUNTIME_BYTES + int(1.9 * weights))
+    weights = lower_program(
+        "cpu", trace_model(target.spec, target.tensors), target.tensors
+    ).weight_bytes
+    monkeypatch.setattr(
+        "headrace.assembly.memory.available_memory", lambda: RUNTIME_BYTES + int(1.9 * weights)
+    )
     LLM(str(model), max_model_len=32).close()
     with pytest.raises(MemoryLimitError, match="the model is too large"):
         LLM(str(model), max_model_len=32, proposer="draft_model", draft_model=str(model))
@@ -107,18 +135,34 @@ def test_the_memory_of_heads_is_that_of_their_weights(model: Path) -> None:
     before = executable.plan.weight_bytes
     assert before == executable.program.weight_bytes
     compile_draft_models(config, draft_checkpoints, target, executable, kv)
-    assert executable.plan.weight_bytes - before == draft_checkpoints.weight_bytes("cpu", target.spec) > 0
+    assert (
+        executable.plan.weight_bytes - before
+        == draft_checkpoints.weight_bytes("cpu", target.spec)
+        > 0
+    )
 
 
 def test_another_vocabulary_is_refused(model: Path, write_gguf: Any) -> None:  # noqa: F811
     tokens = list(metadata("llama")["tokenizer.ggml.tokens"])
     tokens[len(SPECIAL)], tokens[len(SPECIAL) + 1] = tokens[len(SPECIAL) + 1], tokens[len(SPECIAL)]
     swapped = write_gguf({"tokenizer.ggml.tokens": tokens})
-    with pytest.raises(RequestError, match=r"cannot draft for this model: token 3 is b'\\x01' there and b'\\x00' in the model"):
+    with pytest.raises(
+        RequestError,
+        match=r"cannot draft for this model: token 3 is b'\\x01' there and b'\\x00' in the model",
+    ):
         LLM(str(model), proposer="draft_model", draft_model=str(swapped))
-    longer = {"tokenizer.ggml.tokens": [*tokens, "more"], "tokenizer.ggml.token_type": [1] * (len(tokens) + 1)}
-    larger = write_gguf(longer, {"token_embd.weight": np.zeros((len(tokens) + 1, SHAPE["dim"]), np.float32)})
-    with pytest.raises(RequestError, match=f"it has {VOCAB + 1} tokens, the model {VOCAB}; choose a smaller model of the same family"):
+    longer = {
+        "tokenizer.ggml.tokens": [*tokens, "more"],
+        "tokenizer.ggml.token_type": [1] * (len(tokens) + 1),
+    }
+    larger = write_gguf(
+        longer, {"token_embd.weight": np.zeros((len(tokens) + 1, SHAPE["dim"]), np.float32)}
+    )
+    with pytest.raises(
+        RequestError,
+        match=f"it has {VOCAB + 1} tokens, the model {VOCAB}; choose a smaller model of the "
+        "same family",
+    ):
         LLM(str(model), proposer="draft_model", draft_model=str(larger))
 
 
@@ -130,27 +174,43 @@ class TestHeads:
 
     def test_with_and_without_a_prefix(self, model: Path) -> None:
         plain = self.read(model, heads())
-        assert sorted(plain)[:3] == ["medusa.0.0.linear.bias", "medusa.0.0.linear.weight", "medusa.0.1.weight"] and len(plain) == 9
-        prefixed = self.read(model, {f"medusa_head.{name}": value for name, value in heads().items()})
+        assert (
+            sorted(plain)[:3]
+            == ["medusa.0.0.linear.bias", "medusa.0.0.linear.weight", "medusa.0.1.weight"]
+            and len(plain) == 9
+        )
+        prefixed = self.read(
+            model, {f"medusa_head.{name}": value for name, value in heads().items()}
+        )
         assert prefixed.keys() == plain.keys()
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
             ({"1.0.linear.bias": None}, "1.0.linear.bias is missing or has no place"),
-            ({"3.0.linear.bias": np.zeros(SHAPE["dim"], np.float16)}, "3.0.linear.weight, 3.1.weight is missing or has no place"),
+            (
+                {"3.0.linear.bias": np.zeros(SHAPE["dim"], np.float16)},
+                "3.0.linear.weight, 3.1.weight is missing or has no place",
+            ),
             (
                 {"0.1.linear.weight": np.zeros((2, 2), np.float16)},
                 "0.1.linear.weight, 3.0.linear.bias, 3.0.linear.weight is missing or has no place",
             ),
-            ({"2.1.weight": np.zeros((VOCAB, 3), np.float16)}, f"tensor 2.1.weight has shape [{VOCAB}, 3], and heads of this model"),
+            (
+                {"2.1.weight": np.zeros((VOCAB, 3), np.float16)},
+                f"tensor 2.1.weight has shape [{VOCAB}, 3], and heads of this model",
+            ),
         ],
     )
-    def test_anything_else_is_refused(self, model: Path, change: dict[str, Any], message: str) -> None:
+    def test_anything_else_is_refused(
+        self, model: Path, change: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(FormatError) as error:
             self.read(model, heads(**change))
         assert message in str(error.value)
 
     def test_no_heads(self, model: Path) -> None:
-        with pytest.raises(FormatError, match=r"0.0.linear.bias, 0.0.linear.weight, 0.1.weight is missing"):
+        with pytest.raises(
+            FormatError, match=r"0.0.linear.bias, 0.0.linear.weight, 0.1.weight is missing"
+        ):
             self.read(model, {})

@@ -15,13 +15,21 @@ from tests.tiny import tiny_model
 
 class TestKvSize:
     MODEL = tiny_model(0, context=1000)
-    BLOCK = 2 * 2 * 32 * (8 + 16) * 2  # layers, KV heads, tokens, head dim of K and, padded, of V, bytes
+    BLOCK = (
+        2 * 2 * 32 * (8 + 16) * 2
+    )  # layers, KV heads, tokens, head dim of K and, padded, of V, bytes
     WEIGHTS = 10_000
 
     def size(self, blocks: float, **options: Any) -> KvConfig:
         """With memory for so many blocks beside the weights and what it takes to run them."""
         models = [KvUse(trace_model(*self.MODEL).kv_groups, 512)]
-        (kv,) = size_kv(models, engine_config(options), 1000, self.WEIGHTS, Memory(self.WEIGHTS + RUNTIME_BYTES + int(blocks * self.BLOCK)))
+        (kv,) = size_kv(
+            models,
+            engine_config(options),
+            1000,
+            self.WEIGHTS,
+            Memory(self.WEIGHTS + RUNTIME_BYTES + int(blocks * self.BLOCK)),
+        )
         return kv
 
     def test_enough_for_all_sequences(self) -> None:
@@ -38,22 +46,41 @@ class TestKvSize:
         assert self.size(8, kv_blocks=7).num_blocks == (7,)
 
     def test_layers_with_a_window_have_what_all_sequences_can_need(self) -> None:
-        """Two layers see everything and four 64 tokens: of those a step of 512 rows touches 19 blocks."""
+        """Two layers see everything and four 64 tokens: of those a step of 512 rows touches 19
+        blocks.
+        """
         model = tiny_model(0, context=4096, layers=6, window=(0, 64, 64))
         groups = trace_model(*model).kv_groups
         of_sequence = [128 * self.BLOCK, 19 * 2 * self.BLOCK]
 
         def sizes(memory: int, **options: Any) -> tuple[int, ...]:
-            (kv,) = size_kv([KvUse(groups, 512)], engine_config(options), 4096, self.WEIGHTS, Memory(self.WEIGHTS + RUNTIME_BYTES + memory))
+            (kv,) = size_kv(
+                [KvUse(groups, 512)],
+                engine_config(options),
+                4096,
+                self.WEIGHTS,
+                Memory(self.WEIGHTS + RUNTIME_BYTES + memory),
+            )
             return kv.num_blocks
 
         assert sizes(10**9, max_num_seqs=3) == (3 * 128, 3 * 19)
         assert sizes(10**9, kv_blocks=1000, max_num_seqs=3) == (1000, 3 * 19)
-        assert sizes(10**9, kv_blocks=10) == (10, 10)  # however the tokens of ten blocks are divided among sequences
-        for memory in (10**7, 3 * 10**7, 10**8):  # half of it, or one sequence with as many windows as fit beside it
+        assert sizes(10**9, kv_blocks=10) == (
+            10,
+            10,
+        )  # however the tokens of ten blocks are divided among sequences
+        for memory in (
+            10**7,
+            3 * 10**7,
+            10**8,
+        ):  # half of it, or one sequence with as many windows as fit beside it
             full, windowed = sizes(memory)
             nbytes = full * self.BLOCK + 2 * windowed * self.BLOCK
-            assert full == 128 or full * self.BLOCK + 2 * min(windowed, 64 * 19) * self.BLOCK > memory // 2 - 3 * self.BLOCK
+            assert (
+                full == 128
+                or full * self.BLOCK + 2 * min(windowed, 64 * 19) * self.BLOCK
+                > memory // 2 - 3 * self.BLOCK
+            )
             assert nbytes <= max(memory // 2, sum(of_sequence)) and windowed >= 19
         with pytest.raises(MemoryLimitError):
             sizes(sum(of_sequence) - 1)
@@ -62,7 +89,12 @@ class TestKvSize:
     @pytest.mark.parametrize(
         ("blocks", "options", "message"),
         [
-            (20.5, {}, "10,000 bytes of weights, 196,608 bytes of KV for 1,024 tokens and 157,286,400 bytes to run them"),
+            (
+                20.5,
+                {},
+                "10,000 bytes of weights, 196,608 bytes of KV for 1,024 tokens and "
+                "157,286,400 bytes to run them",
+            ),
             (20.5, {}, "are 157,493,008 bytes, and 157,422,352 are available"),
             (20.5, {}, "set max_model_len to 640 or less"),
             (20.5, {"kv_blocks": 21}, "kv_blocks may be 20"),

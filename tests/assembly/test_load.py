@@ -25,8 +25,14 @@ def model(write_gguf: Any) -> str:  # noqa: F811
 
 
 def test_one_record(model: str) -> None:
-    engine, prompts, tokenizer, checkpoint = load_model(model, engine_config({"backend": "reference", "max_model_len": 64}, OFFLINE))
-    assert (engine.limits.max_model_len, engine.limits.vocab_size, engine.name) == (64, checkpoint.spec.vocab_size, model)
+    engine, prompts, tokenizer, checkpoint = load_model(
+        model, engine_config({"backend": "reference", "max_model_len": 64}, OFFLINE)
+    )
+    assert (engine.limits.max_model_len, engine.limits.vocab_size, engine.name) == (
+        64,
+        checkpoint.spec.vocab_size,
+        model,
+    )
     assert engine.config.threads > 0 and engine.config.multi_step_ms == 50
     assert engine.config.max_logit_rows == most_logit_rows(checkpoint.spec.vocab_size)
     assert prompts.read("hello").token_ids == tokenizer.encode("hello")
@@ -42,7 +48,10 @@ def test_the_context_is_the_models_own_unless_shorter(model: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"proposer": "draft_model"}, "needs a smaller model with the same vocabulary: set draft_model"),
+        (
+            {"proposer": "draft_model"},
+            "needs a smaller model with the same vocabulary: set draft_model",
+        ),
         ({"proposer": "self_draft"}, "draft_layers is 0, and must be 1 to"),
         ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
         ({"proposer": "auto", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
@@ -51,13 +60,17 @@ def test_the_context_is_the_models_own_unless_shorter(model: str) -> None:
         ({"max_model_len": 257}, "max_model_len is 257, and the model's context ends at 256"),
     ],
 )
-def test_options_that_the_model_cannot_have(model: str, options: dict[str, Any], message: str) -> None:
+def test_options_that_the_model_cannot_have(
+    model: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises((RequestError, ModelNotFoundError)) as error:
         load_model(model, engine_config(options))
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("options", "is_absorbed"), [({}, False), ({"latent_attention": "absorbed"}, True)])
+@pytest.mark.parametrize(
+    ("options", "is_absorbed"), [({}, False), ({"latent_attention": "absorbed"}, True)]
+)
 def test_the_form_of_attention_is_that_of_the_options(
     model: str, options: dict[str, Any], is_absorbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +83,12 @@ def test_the_form_of_attention_is_that_of_the_options(
 
     for module in (load, drafts):
         monkeypatch.setattr(module, "open_checkpoint", open_one)
-    load_model(model, engine_config({"backend": "reference", "proposer": "draft_model", "draft_model": model, **options})).engine.close()
+    load_model(
+        model,
+        engine_config(
+            {"backend": "reference", "proposer": "draft_model", "draft_model": model, **options}
+        ),
+    ).engine.close()
     assert opened == [is_absorbed, is_absorbed]
 
 
@@ -80,14 +98,20 @@ def test_no_such_model() -> None:
 
 
 class TestMemory:
-    """A model that does not fit is refused by what it takes in memory, and nothing of it is loaded."""
+    """A model that does not fit is refused by what it takes in memory, and nothing of it is
+    loaded.
+    """
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("kind", ["F32", "Q5_0"])
-    def test_a_byte_decides(self, backend: str, kind: str, write_gguf: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_a_byte_decides(
+        self, backend: str, kind: str, write_gguf: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # noqa: F811
         model = write_gguf(kind=kind)
         checkpoint = open_checkpoint(model)
-        program = lower_program(backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
+        program = lower_program(
+            backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
+        )
         weights = program.weight_bytes
         assert weights > sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         (group,) = program.kv_groups
@@ -95,10 +119,25 @@ class TestMemory:
         options: dict[str, Any] = {"backend": backend, "max_model_len": 64, "kv_blocks": 2}
         monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: needed)
         with LLM(str(model), **options) as llm:
-            assert len(llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids) == 8
+            assert (
+                len(
+                    llm.generate(
+                        "hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+                    )[0]
+                    .outputs[0]
+                    .token_ids
+                )
+                == 8
+            )
         monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: needed - 1)
-        monkeypatch.setattr("headrace.assembly.load.compile_program", lambda *arguments: pytest.fail("compiled"))
-        with pytest.raises(MemoryLimitError, match=f"{weights:,} bytes of weights, .* {needed:,} bytes, and {needed - 1:,} are available"):
+        monkeypatch.setattr(
+            "headrace.assembly.load.compile_program", lambda *arguments: pytest.fail("compiled")
+        )
+        with pytest.raises(
+            MemoryLimitError,
+            match=f"{weights:,} bytes of weights, .* {needed:,} bytes, and {needed - 1:,} are "
+            "available",
+        ):
             LLM(str(model), **options)
 
 

@@ -15,14 +15,37 @@ from headrace.errors import RequestError
         ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean max_model_len?"),
         ({"backend": "gpu"}, "backend must be one of auto, cpu, cuda, reference, not 'gpu'"),
         ({"proposer": "nrgam"}, "proposer must be one of off, auto, ngram"),
-        ({"draft_model": "smollm2"}, "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
+        (
+            {"draft_model": "smollm2"},
+            "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'",
+        ),
         ({"proposer": "ngram", "draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
         ({"draft_width": 0}, "draft_width must be a whole number from 1"),
-        ({"acceptance_method": "likely"}, "acceptance_method must be one of exact, rejection, typical"),
-        ({"acceptance_method": "typical"}, "acceptance_method 'typical' is about drafts, and the proposer is 'off'"),
-        ({"proposer": "ngram", "acceptance_method": "rejection"}, "is for chains of drafts drawn by a model"),
-        ({"proposer": "auto", "acceptance_method": "rejection"}, "is for chains of drafts drawn by a model"),
-        ({"proposer": "self_draft", "draft_layers": 1, "draft_width": 2, "acceptance_method": "rejection"}, "draft_width 1"),
+        (
+            {"acceptance_method": "likely"},
+            "acceptance_method must be one of exact, rejection, typical",
+        ),
+        (
+            {"acceptance_method": "typical"},
+            "acceptance_method 'typical' is about drafts, and the proposer is 'off'",
+        ),
+        (
+            {"proposer": "ngram", "acceptance_method": "rejection"},
+            "is for chains of drafts drawn by a model",
+        ),
+        (
+            {"proposer": "auto", "acceptance_method": "rejection"},
+            "is for chains of drafts drawn by a model",
+        ),
+        (
+            {
+                "proposer": "self_draft",
+                "draft_layers": 1,
+                "draft_width": 2,
+                "acceptance_method": "rejection",
+            },
+            "draft_width 1",
+        ),
         ({"max_draft_tokens": 0}, "max_draft_tokens must be a whole number from 1"),
         ({"adaptive_speculation": "no"}, "adaptive_speculation must be true or false, not 'no'"),
         ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, fp8, int8, int4"),
@@ -54,6 +77,10 @@ def test_what_is_asked_for_goes_before_the_defaults_of_a_face() -> None:
 
 
 def test_chunks_as_large_as_steps() -> None:
-    for options, expected in (({}, 512), ({"max_num_batched_tokens": 64}, 64), ({"chunked_prefill_size": 7}, 7)):
+    for options, expected in (
+        ({}, 512),
+        ({"max_num_batched_tokens": 64}, 64),
+        ({"chunked_prefill_size": 7}, 7),
+    ):
         assert engine_config(options, OFFLINE).max_chunk_rows == expected
     assert engine_config({}).max_chunk_rows == 16

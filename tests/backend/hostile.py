@@ -1,4 +1,5 @@
-"""Calls of a plan's builder and batches, most of them nearly right: whatever they are, Python gets an exception or an answer.
+"""Calls of a plan's builder and batches, most of them nearly right: whatever they are, Python gets
+an exception or an answer.
 
 Everything is drawn from one `random.Random`, which hypothesis or a fuzzer's seed drives.
 """
@@ -56,7 +57,9 @@ def near(right: tuple[Any, ...], *makers: Maker) -> Maker:
 
 
 def spoilt(rng: Random, array: Array) -> Any:
-    """The array most of the time, else something that is none, or another in length, dtype, shape or layout."""
+    """The array most of the time, else something that is none, or another in length, dtype, shape
+    or layout.
+    """
     kind = rng.randrange(30)
     if kind < 20:
         return array
@@ -95,10 +98,25 @@ def stored(name: str, rows: int, cols: int) -> StoredTensor:
 
 def weight(rng: Random) -> tuple[Any, ...]:
     """The arguments of `add_weight`."""
-    name = rng.choice([*(name for name, form in FORMATS.items() if not form.table_rows), "F32", "F32", "Q4_0", "Q8_0"])
-    rows, cols = rng.choice([16, 32, 33]), 256 if FORMATS[name].block == 256 else rng.choice([32, 64])
+    name = rng.choice(
+        [
+            *(name for name, form in FORMATS.items() if not form.table_rows),
+            "F32",
+            "F32",
+            "Q4_0",
+            "Q8_0",
+        ]
+    )
+    rows, cols = (
+        rng.choice([16, 32, 33]),
+        256 if FORMATS[name].block == 256 else rng.choice([32, 64]),
+    )
     tensor = stored(name, rows, cols)
-    order = spoilt(rng, np.array(rng.sample(range(rows), rows), np.int64)) if rng.randrange(4) == 0 else None
+    order = (
+        spoilt(rng, np.array(rng.sample(range(rows), rows), np.int64))
+        if rng.randrange(4) == 0
+        else None
+    )
     scales = tensor.scales
     values = integers(rng, name)
     name = rng.choice(["Q4_0", "nonsense", ""]) if rng.randrange(20) == 0 else name
@@ -111,7 +129,9 @@ def integers(rng: Random, name: str) -> Any:
     found = FORMATS[name].integers
     if not found or rng.randrange(10) == 0:
         return rng.choice([None] * 9 + [np.zeros(16, np.int8)])
-    return rng.choice([found()] * 3 + [spoilt(rng, found()), np.full_like(found(), rng.choice([-128, 63, 62]))])
+    return rng.choice(
+        [found()] * 3 + [spoilt(rng, found()), np.full_like(found(), rng.choice([-128, 63, 62]))]
+    )
 
 
 def weight_pair(rng: Random) -> tuple[Any, ...]:
@@ -122,7 +142,14 @@ def weight_pair(rng: Random) -> tuple[Any, ...]:
 
 def table(rng: Random) -> _native.TableSpec:
     """A matrix with a table of scales, which nothing fills unless a call does."""
-    return _native.TableSpec(rng.choice(["2", "3", "4", "8", "e4m3"]), rng.choice([16, 33]), rng.choice([32, 40, 64]), 32, "f16", None)
+    return _native.TableSpec(
+        rng.choice(["2", "3", "4", "8", "e4m3"]),
+        rng.choice([16, 33]),
+        rng.choice([32, 40, 64]),
+        32,
+        "f16",
+        None,
+    )
 
 
 def table_rows(rng: Random) -> tuple[Any, ...]:
@@ -130,14 +157,24 @@ def table_rows(rng: Random) -> tuple[Any, ...]:
     codes, scales = np.zeros((16, 32), np.uint8), np.zeros((16, 2), np.uint8)
     if rng.randrange(3):
         return 4, rng.choice([0, 16]), codes, scales, None
-    return ID(rng), mostly(0, 16)(rng), spoilt(rng, codes), spoilt(rng, scales), rng.choice([None, scales])
+    return (
+        ID(rng),
+        mostly(0, 16)(rng),
+        spoilt(rng, codes),
+        spoilt(rng, scales),
+        rng.choice([None, scales]),
+    )
 
 
 def table_blocks(rng: Random) -> tuple[Any, ...]:
     """Blocks for the second matrix with a table of a furnished plan, or for something else."""
     name = rng.choice(["TQ1_0"] * 6 + ["TQ2_0", "IQ4_NL", "Q4_0", "?"])
     data = stored("TQ2_0" if name == "TQ2_0" else "TQ1_0", 33, 256).parts["codes"]
-    order = spoilt(rng, np.array(rng.sample(range(33), 33), np.int64)) if rng.randrange(4) == 0 else None
+    order = (
+        spoilt(rng, np.array(rng.sample(range(33), 33), np.int64))
+        if rng.randrange(4) == 0
+        else None
+    )
     return mostly(5)(rng), name, spoilt(rng, data), order
 
 
@@ -172,8 +209,21 @@ BUILDER: dict[str, Maker] = {
     "embed": near((0, 1), ID, ID),
     "embed_position": near((0, 1), ID, ID),
     "input": near((0,), ID),
-    "norm": near((0, 6, 1, -1, "rms", 32, 1e-5), ID, ID, BIAS, BIAS, one_of("rms", "layer", "?"), mostly(16, 32, 1), NUMBER),
-    "rope_angles": lambda rng: ([NUMBER(rng) for _ in range(rng.randrange(40))], NUMBER(rng), HEAD_DIM(rng)),
+    "norm": near(
+        (0, 6, 1, -1, "rms", 32, 1e-5),
+        ID,
+        ID,
+        BIAS,
+        BIAS,
+        one_of("rms", "layer", "?"),
+        mostly(16, 32, 1),
+        NUMBER,
+    ),
+    "rope_angles": lambda rng: (
+        [NUMBER(rng) for _ in range(rng.randrange(40))],
+        NUMBER(rng),
+        HEAD_DIM(rng),
+    ),
     "rope": near((0, 6, 5, 16), ID, ID, ID, HEAD_DIM),
     "pack": near((1, 0), ID, ID),
     "gather_rows": near((3, 0), ID, ID),
@@ -187,15 +237,45 @@ BUILDER: dict[str, Maker] = {
     "linear_activate": near((0, 1, 0, 1, "relu"), ID, ID, ID, BIAS, ACTIVATION),
     "glu_linear": near((0, 1, 0, 0, -1, 1, "gelu_tanh"), ID, ID, ID, ID, BIAS, BIAS, ACTIVATION),
     "head_linear": near((2, 6, [0, 0]), ID, ID, ids),
-    "concat_heads": near((6, 4, 4, 1, 16, 16), ID, ID, ID, mostly(1, 2), mostly(1, 16, 32), mostly(1, 16, 32)),
-    "qkv_rope_write": near((6, 1, 5, (0, 3, 3), (-1, 0, 0), (0, 0)), ID, ID, ID, several(ID, ID, ID), several(BIAS, BIAS, BIAS), LAYER),
+    "concat_heads": near(
+        (6, 4, 4, 1, 16, 16), ID, ID, ID, mostly(1, 2), mostly(1, 16, 32), mostly(1, 16, 32)
+    ),
+    "qkv_rope_write": near(
+        (6, 1, 5, (0, 3, 3), (-1, 0, 0), (0, 0)),
+        ID,
+        ID,
+        ID,
+        several(ID, ID, ID),
+        several(BIAS, BIAS, BIAS),
+        LAYER,
+    ),
     "kv_write": near((0, 6, (1, 1)), ID, BIAS, LAYER),
     "attention": near(
         (0, 6, (0, 0), 2, 16, 0.25, 30.0, [0.5, 0.25], 3),
-        *(ID, ID, LAYER, mostly(1, 2, 3), mostly(8, 16, 32), NUMBER, NUMBER, one_of([], [0.5], [float("nan")] * 2), BIAS),
+        *(
+            ID,
+            ID,
+            LAYER,
+            mostly(1, 2, 3),
+            mostly(8, 16, 32),
+            NUMBER,
+            NUMBER,
+            one_of([], [0.5], [float("nan")] * 2),
+            BIAS,
+        ),
     ),
-    "route": near((4, 0, 8, "softmax", True, 1.0, (4, 2), 1), *(ID, ID, mostly(1, 8)), SCORING, FLAG, NUMBER, several(PART, PART), BIAS),
-    "experts": near((0, 6, 4, ([1], [1], [2]), ([2], [], [1]), "silu"), ID, ID, ID, EXPERTS, EXPERTS, ACTIVATION),
+    "route": near(
+        (4, 0, 8, "softmax", True, 1.0, (4, 2), 1),
+        *(ID, ID, mostly(1, 8)),
+        SCORING,
+        FLAG,
+        NUMBER,
+        several(PART, PART),
+        BIAS,
+    ),
+    "experts": near(
+        (0, 6, 4, ([1], [1], [2]), ([2], [], [1]), "silu"), ID, ID, ID, EXPERTS, EXPERTS, ACTIVATION
+    ),
     "expert_loads": several(one_of(*[0] * 9, 1, *EXTREMES)),
     "floats": several(ID, one_of(*EXTREMES)),
     "set_profiling": several(FLAG),
@@ -208,14 +288,24 @@ FUNCTIONS: dict[str, Maker] = {
     "packed_bytes": several(one_of("Q4_0", "Q6_K", "F32", "?"), mostly(32), mostly(256)),
     "vector_bytes": several(mostly(16)),
     "TableSpec": several(
-        *(one_of("4", "lookup", "e5m2", "?"), mostly(32), mostly(64), mostly(16, 32), one_of("f16", "u8", "?")),
+        *(
+            one_of("4", "lookup", "e5m2", "?"),
+            mostly(32),
+            mostly(64),
+            mostly(16, 32),
+            one_of("f16", "u8", "?"),
+        ),
         *(one_of(None, "u8", "f32", "?"), one_of([], [0.5] * 16, [float("nan")] * 16)),
     ),
-    "read_bandwidth": several(one_of(-1, 0, 1, 2, 1025, 2**31 - 1), one_of(0, 1, 4095, 8192, *SIZES[-4:])),
+    "read_bandwidth": several(
+        one_of(-1, 0, 1, 2, 1025, 2**31 - 1), one_of(0, 1, 4095, 8192, *SIZES[-4:])
+    ),
     "dot_rate": several(one_of("", "int9"), mostly(1)),
     "Pool": several(one_of(-(2**31), -1, 0, 1, 2, 1025, 2**31 - 1)),
     "Plan": several(one_of("", "portable", "?"), one_of(-1, 0, 1, 2, 1025)),
-    "philox": several(one_of((1, 2, 3, 4), (1, 2), (2**32,) * 4), one_of((0, 0), (-1, 0)), one_of("", "?")),
+    "philox": several(
+        one_of((1, 2, 3, 4), (1, 2), (2**32,) * 4), one_of((0, 0), (-1, 0)), one_of("", "?")
+    ),
 }
 """Functions beside a plan that take numbers."""
 
@@ -223,7 +313,10 @@ FUNCTIONS: dict[str, Maker] = {
 def furnished(rng: Random | None) -> _native.Plan:
     """A plan with some of everything, so that ids are often right; without `rng`, one that runs."""
     plan = _native.Plan(rng.choice(_native.isas()) if rng else "", rng.choice([1, 2]) if rng else 1)
-    for head_dim, window, kv_dtype in ((16, 0, rng.choice(["f32", "bf16", "int4"]) if rng else "f32"), (32, 5, "int8")):
+    for head_dim, window, kv_dtype in (
+        (16, 0, rng.choice(["f32", "bf16", "int4"]) if rng else "f32"),
+        (32, 5, "int8"),
+    ):
         plan.add_kv_group(2, 1, head_dim, head_dim, window, 2, kv_dtype, 3 if window else 0)
     plan.add_kv_group(1, 1, 64, 0, 0, 2, rng.choice(["f32", "bf16", "int4"]) if rng else "bf16")
     for rows, cols, name in ((32, 32, "Q8_0"), (64, 32, "F32"), (32, 64, "Q4_1"), (16, 32, "BF16")):
@@ -233,12 +326,21 @@ def furnished(rng: Random | None) -> _native.Plan:
     plan.add_table(_native.TableSpec("2", 33, 256, 256, "f16", None))
     for width in (16, 32, 64, 2):
         plan.add_vector(np.ones(width, np.float32))
-    buffers = (32, "step", False), (32, "step", True), (64, "step", False), (32, "gathered", False), (16, "step", False)
+    buffers = (
+        (32, "step", False),
+        (32, "step", True),
+        (64, "step", False),
+        (32, "gathered", False),
+        (16, "step", False),
+    )
     for width, of, packed in buffers:
         plan.add_buffer(width, of, packed)
     if rng is None or rng.randrange(4):  # something that runs, for batches to try
         rows, packed, wide, gathered, narrow = range(5)
-        angles, queries, gate = plan.rope_angles([1.0, 0.1], 1.0, 16), *(plan.add_buffer(n, "step", False) for n in (32, 1))
+        angles, queries, gate = (
+            plan.rope_angles([1.0, 0.1], 1.0, 16),
+            *(plan.add_buffer(n, "step", False) for n in (32, 1)),
+        )
         plan.embed(rows, 1)
         plan.norm(rows, rows, 1, 0, "layer", 16, 1e-5)
         plan.gate_rows(rows, rows, gate)
@@ -270,7 +372,15 @@ def right_batch(rows: int, context: int) -> tuple[Any, ...]:
     """The arguments of a run that is accepted."""
     near = [[1] * rows, range(context, context + rows), [0, rows], [context], [rows]]
     kv = ((np.arange(rows, dtype=np.int32), np.array([[0, 1]], np.int32)),) * 3
-    return *(np.array(values, np.int32) for values in near), kv, None, np.array([rows - 1], np.int32), np.array([0], np.int32), None, 0
+    return (
+        *(np.array(values, np.int32) for values in near),
+        kv,
+        None,
+        np.array([rows - 1], np.int32),
+        np.array([0], np.int32),
+        None,
+        0,
+    )
 
 
 def batch(rng: Random) -> tuple[Any, ...]:
@@ -278,11 +388,21 @@ def batch(rng: Random) -> tuple[Any, ...]:
     rows, context = rng.choice(ROWS)
     scheduled = rng.choice([rows, 1])
     near = [[1] * rows, list(range(context, context + rows)), [0, rows], [context], [scheduled]]
-    kv = tuple((ints(rng, list(range(rows))), _table(rng)) for _ in range(rng.choice([3] * 20 + [0, 1, 4])))
+    kv = tuple(
+        (ints(rng, list(range(rows))), _table(rng)) for _ in range(rng.choice([3] * 20 + [0, 1, 4]))
+    )
     inputs = rng.choice([None] * 8 + [np.ones((rows, 32), np.float32), np.ones((1, 1), np.float32)])
     program = rng.choice([0] * 150 + [1, *EXTREMES])
     pooled = ints(rng, list(range(rows))) if rng.randrange(3) == 0 else None
-    return *(ints(rng, values) for values in near), kv, _ancestors(rng, rows), ints(rng, [rows - 1]), pooled, inputs, program
+    return (
+        *(ints(rng, values) for values in near),
+        kv,
+        _ancestors(rng, rows),
+        ints(rng, [rows - 1]),
+        pooled,
+        inputs,
+        program,
+    )
 
 
 def _table(rng: Random) -> Any:
@@ -291,5 +411,10 @@ def _table(rng: Random) -> Any:
 
 
 def _ancestors(rng: Random, rows: int) -> Any:
-    trees = [None, np.array([[0], [1], [3]][:rows], np.uint64), np.full((rows, 2), 2**64 - 1, np.uint64), np.zeros((rows, 0), np.uint64)]
+    trees = [
+        None,
+        np.array([[0], [1], [3]][:rows], np.uint64),
+        np.full((rows, 2), 2**64 - 1, np.uint64),
+        np.zeros((rows, 0), np.uint64),
+    ]
     return rng.choice([None, None, *trees])

@@ -1,4 +1,6 @@
-"""Random tensors in every stored format, with sane scales, and the reference twins of activation packing."""
+"""Random tensors in every stored format, with sane scales, and the reference twins of activation
+packing.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,9 @@ _SCALES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
-    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(
+        ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"), (0,)
+    ),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
     "IQ1_M": (),  # in four pieces
@@ -27,11 +31,21 @@ _LARGEST = {
 
 
 def random_stored(
-    format_name: str, rows: int, cols: int, seed: int, name: str = "w", scale: float = 0.1, fill: int | None = None
+    format_name: str,
+    rows: int,
+    cols: int,
+    seed: int,
+    name: str = "w",
+    scale: float = 0.1,
+    fill: int | None = None,
 ) -> StoredTensor:
-    """A [rows, cols] tensor of random codes and scales; values are of the order of `scale`. With `fill` all bytes of codes are that one."""
+    """A [rows, cols] tensor of random codes and scales; values are of the order of `scale`. With
+    `fill` all bytes of codes are that one.
+    """
     rng = np.random.default_rng(seed)
-    random_bytes = lambda shape: rng.integers(0, 256, shape, np.uint8) if fill is None else np.full(shape, fill, np.uint8)  # noqa: E731
+    random_bytes = lambda shape: (
+        rng.integers(0, 256, shape, np.uint8) if fill is None else np.full(shape, fill, np.uint8)
+    )  # noqa: E731
     form = FORMATS[format_name]
     if "row_scales" in form.parts:
         codes = random_bytes(rows * cols)
@@ -39,14 +53,22 @@ def random_stored(
         return StoredTensor.from_bytes(name, form, (rows, cols), codes, row_scales=row_scales)
     if "MXFP4" in format_name:
         blocks = random_bytes((rows, cols // 32, form.nbytes))
-        powers = rng.integers(-5, 0, (rows, cols // 32), dtype=np.int64) + 127 + round(float(np.log2(scale)))
+        powers = (
+            rng.integers(-5, 0, (rows, cols // 32), dtype=np.int64)
+            + 127
+            + round(float(np.log2(scale)))
+        )
         if "block_scales" in form.parts:
-            return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1), block_scales=powers.astype(np.uint8))
+            return StoredTensor.from_bytes(
+                name, form, (rows, cols), blocks.reshape(-1), block_scales=powers.astype(np.uint8)
+            )
         blocks[:, :, 0] = powers
         return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1))
     if format_name == "NVFP4":
         blocks = random_bytes((rows, cols // 64, form.nbytes))
-        blocks[:, :, :4] = np.searchsorted(small_floats(3)[:127], rng.uniform(0, 1, (rows, cols // 64, 4)) * scale / 6)
+        blocks[:, :, :4] = np.searchsorted(
+            small_floats(3)[:127], rng.uniform(0, 1, (rows, cols // 64, 4)) * scale / 6
+        )
         return StoredTensor.from_bytes(name, form, (rows, cols), blocks.reshape(-1))
     if format_name not in _SCALES:
         values = rng.standard_normal((rows, cols)).astype(np.float32) * np.float32(scale)
@@ -55,11 +77,17 @@ def random_stored(
         elif format_name == "F16":
             data = values.astype(np.float16).view(np.uint8)
         else:
-            data = (round_bf16(values).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+            data = (
+                (round_bf16(values).astype(np.float32).view(np.uint32) >> 16)
+                .astype(np.uint16)
+                .view(np.uint8)
+            )
         return StoredTensor.from_bytes(name, form, (rows, cols), data.reshape(-1))
     blocks = random_bytes((rows * cols // form.block, form.nbytes))
     for at in _SCALES[format_name]:
-        scales = (rng.uniform(-1, 1, len(blocks)) * scale / _LARGEST.get(format_name, 16)).astype(np.float16)
+        scales = (rng.uniform(-1, 1, len(blocks)) * scale / _LARGEST.get(format_name, 16)).astype(
+            np.float16
+        )
         blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
     if format_name == "IQ1_M":
         whole = (rng.uniform(-1, 1, len(blocks)) * scale / 16).astype(np.float16).view(np.uint16)
@@ -69,7 +97,9 @@ def random_stored(
 
 
 def quantised_rows(x: NDArray[np.float32], offset: bool, group: int = 32) -> NDArray[np.float64]:
-    """What the int8 activation forms stand for: per group of columns 255 codes around 0, or around the middle of the group's range."""
+    """What the int8 activation forms stand for: per group of columns 255 codes around 0, or around
+    the middle of the group's range.
+    """
     rows, cols = x.shape
     groups = np.pad(x, ((0, 0), (0, -cols % group))).reshape(rows, -1, group)
     high, low = groups.max(axis=2, keepdims=True), groups.min(axis=2, keepdims=True)

@@ -1,4 +1,6 @@
-"""Adapters in the native plan: every instruction set against the reference, and calls that must be refused."""
+"""Adapters in the native plan: every instruction set against the reference, and calls that must be
+refused.
+"""
 
 from typing import Any
 
@@ -32,7 +34,10 @@ def made(rank: int) -> Adapter:
     def matrix(rows: int, cols: int) -> NDArray[np.float32]:
         return bf16(rng.standard_normal((rows, cols), np.float32))
 
-    return {name: LowRank(matrix(rank, shapes[name][1]), matrix(shapes[name][0], rank), 0.1) for name in sorted(linear_weights(SPEC))}
+    return {
+        name: LowRank(matrix(rank, shapes[name][1]), matrix(shapes[name][0], rank), 0.1)
+        for name in sorted(linear_weights(SPEC))
+    }
 
 
 def batch(adapters: list[int]) -> RaggedBatch:
@@ -50,21 +55,28 @@ def logits(executable: Any, adapters: list[int]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("isa", _native.isas())
 def test_against_the_reference(isa: str) -> None:
     program = trace_model(SPEC, TENSORS)
-    ours, truth = CpuExecutable(program, TENSORS, KV, 2, isa), ReferenceExecutable(program, TENSORS, KV)
+    ours, truth = (
+        CpuExecutable(program, TENSORS, KV, 2, isa),
+        ReferenceExecutable(program, TENSORS, KV),
+    )
     base = logits(ours, [-1] * 4)
     for rank in (1, 5, 16, 33):
         assert ours.add_adapter(made(rank)) == truth.add_adapter(made(rank))
     for numbers in ([0, 1, 2, 3], [3, -1, 0, 2], [2, 2, -1, 2]):
         got, want = logits(ours, numbers), logits(truth, numbers)
         assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
-    assert (logits(ours, [-1, 3, -1, 3])[:2] == base[:2]).all() and (logits(ours, [-1] * 4) == base).all()
+    assert (logits(ours, [-1, 3, -1, 3])[:2] == base[:2]).all() and (
+        logits(ours, [-1] * 4) == base
+    ).all()
 
 
 def test_what_is_not_finite_stays_with_those_that_have_it() -> None:
     executable = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "")
     base = logits(executable, [-1] * 4)
     name = "layers.0.gate"
-    spoilt = LowRank(np.full((2, SPEC.dim), np.nan, np.float32), np.ones((SPEC.ffn_dim, 2), np.float32), 1.0)
+    spoilt = LowRank(
+        np.full((2, SPEC.dim), np.nan, np.float32), np.ones((SPEC.ffn_dim, 2), np.float32), 1.0
+    )
     rows = logits(executable, [-1, executable.add_adapter({name: spoilt}), -1, -1])
     seq_of = batch([-1] * 4).seq_of
     assert np.isnan(rows[seq_of == 1]).all() and (rows[seq_of != 1] == base[seq_of != 1]).all()
@@ -80,10 +92,17 @@ def test_what_is_not_finite_stays_with_those_that_have_it() -> None:
         ([(0, np.zeros(8), np.zeros((8, 2)), 1.0)], r"down is \[rank, columns\]"),
     ],
 )
-def test_matrices_that_do_not_fit(matrices: list[tuple[int, Any, Any, float]], message: str) -> None:
+def test_matrices_that_do_not_fit(
+    matrices: list[tuple[int, Any, Any, float]], message: str
+) -> None:
     plan = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "").plan
     with pytest.raises(ValueError, match=message):
-        plan.add_adapter([(weight, down.astype(np.float32), up.astype(np.float32), scale) for weight, down, up, scale in matrices])
+        plan.add_adapter(
+            [
+                (weight, down.astype(np.float32), up.astype(np.float32), scale)
+                for weight, down, up, scale in matrices
+            ]
+        )
     with pytest.raises(ValueError, match="no such adapter"):
         plan.adapter_bytes(0)
 
@@ -106,7 +125,12 @@ def test_numbers_that_are_no_adapters() -> None:
 def test_the_bytes_that_a_step_reads() -> None:
     executable = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "")
     adapter, load = made(16), Load(((0, 1),), 1, 4.0)
-    with_it, without = (sum(op.bytes(load) for op in program.ops) for program in (adapted(executable.program, adapter), executable.program))
-    assert with_it - without == sum(2 * (matrices.down.size + matrices.up.size) for matrices in adapter.values())
+    with_it, without = (
+        sum(op.bytes(load) for op in program.ops)
+        for program in (adapted(executable.program, adapter), executable.program)
+    )
+    assert with_it - without == sum(
+        2 * (matrices.down.size + matrices.up.size) for matrices in adapter.values()
+    )
     held = executable.plan.adapter_bytes(executable.add_adapter(adapter))
     assert with_it - without <= held <= 1.01 * (with_it - without), "and what fills the last tiles"

@@ -1,4 +1,6 @@
-"""Programs attached to an executable: the same numbers as alone, with one copy of weights, KV and threads."""
+"""Programs attached to an executable: the same numbers as alone, with one copy of weights, KV and
+threads.
+"""
 
 from dataclasses import replace
 
@@ -19,14 +21,18 @@ KV = KvConfig((BLOCKS,), 32, "f32")
 @pytest.mark.parametrize("format", ["F32", "Q4_0"])
 @pytest.mark.parametrize("kv_dtype", ["f32", "int8", "int4"])
 def test_first_layers(backend: str, format: str, kv_dtype: KvDtype) -> None:
-    """They see the KV that the whole program wrote, and write what it would, in groups of layers whose order is their own."""
+    """They see the KV that the whole program wrote, and write what it would, in groups of layers
+    whose order is their own.
+    """
     kv = KvConfig((BLOCKS, BLOCKS), 32, kv_dtype)
     spec, tensors = tiny_model(7, layers=4, format=format, window=(0, 9, 9))
     short_spec = replace(spec, num_layers=2, windows=spec.windows[:2])
     whole = compile_program(backend, trace_model(spec, tensors), tensors, kv, 1)
     short = whole.attach(trace_model(short_spec, tensors), tensors)
     alone = compile_program(backend, trace_model(short_spec, tensors), tensors, kv, 1)
-    for i, batch in enumerate(random_steps(np.random.default_rng(0), spec.vocab_size, trees=True, num_groups=2)):
+    for i, batch in enumerate(
+        random_steps(np.random.default_rng(0), spec.vocab_size, trees=True, num_groups=2)
+    ):
         expected = forward(alone, batch).logits.copy()
         if i % 2:
             assert np.array_equal(forward(short, batch).logits, expected)
@@ -39,7 +45,9 @@ def test_weights_are_there_once() -> None:
     spec, tensors = tiny_model(7, layers=3)
     whole = compile_program("cpu", trace_model(spec, tensors), tensors, KV, 1)
     before = whole.plan.weight_bytes  # type: ignore[attr-defined]
-    short = whole.attach(trace_model(replace(spec, num_layers=1), tensors), dict[str, StoredTensor]())
+    short = whole.attach(
+        trace_model(replace(spec, num_layers=1), tensors), dict[str, StoredTensor]()
+    )
     assert short.plan is whole.plan and whole.plan.weight_bytes == before  # type: ignore[attr-defined]
 
 
@@ -47,13 +55,17 @@ def test_weights_are_there_once() -> None:
 def test_hidden_rows_are_those_before_the_head_and_change_nothing(backend: str) -> None:
     spec, tensors = tiny_model(8)
     program = trace_model(spec, tensors)
-    plain, keeping = (compile_program(backend, p, tensors, KV, 1) for p in (program, program.keeping_hidden()))
+    plain, keeping = (
+        compile_program(backend, p, tensors, KV, 1) for p in (program, program.keeping_hidden())
+    )
     for batch in random_steps(np.random.default_rng(1), spec.vocab_size, trees=False):
         rows = forward(keeping, batch)
         assert rows.hidden is not None and rows.hidden.shape == (len(batch.logit_rows), spec.dim)
         expected = forward(plain, batch)
         assert expected.hidden is None and np.array_equal(rows.logits, expected.logits)
-        np.testing.assert_allclose(rows.hidden @ tensors["head"].dequantise().T, rows.logits, rtol=0.02, atol=0.1)
+        np.testing.assert_allclose(
+            rows.hidden @ tensors["head"].dequantise().T, rows.logits, rtol=0.02, atol=0.1
+        )
 
 
 def test_input_rows_must_fit() -> None:

@@ -1,5 +1,7 @@
-"""Attention of other families than Llama on the cpu backend against the reference: capped, sloped, with sinks, with keys and values of
-different sizes, and with values that are part of the keys; alone, and several kinds in one program."""
+"""Attention of other families than Llama on the cpu backend against the reference: capped, sloped,
+with sinks, with keys and values of different sizes, and with values that are part of the keys;
+alone, and several kinds in one program.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +46,18 @@ class Kind(NamedTuple):
     num_sink_tokens: int = 0
 
 
-SIZES = [(2, 2), (6, 6), (16, 16), (24, 24), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (256, 256)]
+SIZES = [
+    (2, 2),
+    (6, 6),
+    (16, 16),
+    (24, 24),
+    (32, 32),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (256, 256),
+]
 APART = [(192, 128), (16, 32), (6, 80), (80, 6), (128, 2)]
 LATENT = [(48, 32), (24, 16), (80, 64), (64, 48), (6, 2), (36, 36)]
 EXTRAS = {
@@ -64,7 +77,11 @@ KINDS = st.one_of(
         **EXTRAS,
     ),
     st.builds(
-        lambda sizes, **extras: Kind(1, key_dim=sizes[0], value_dim=sizes[1], latent=True, **extras), st.sampled_from(LATENT), **EXTRAS
+        lambda sizes, **extras: Kind(
+            1, key_dim=sizes[0], value_dim=sizes[1], latent=True, **extras
+        ),
+        st.sampled_from(LATENT),
+        **EXTRAS,
     ),
 )
 
@@ -97,14 +114,34 @@ def model(*kinds: Kind, seed: int = 0) -> tuple[Program, Tensors]:
 
     def attended(g: Tracer, x: Value, i: int, kind: Kind) -> Value:
         heads = kind.kv_heads * kind.share
-        sizes = {"q": heads * kind.key_dim, "k": kind.kv_heads * kind.key_dim, "v": kind.kv_heads * kind.value_dim}
+        sizes = {
+            "q": heads * kind.key_dim,
+            "k": kind.kv_heads * kind.key_dim,
+            "v": kind.kv_heads * kind.value_dim,
+        }
         q, k = (g.linear(x, g.weight(f"{i}.{name}", sizes[name], DIM)) for name in "qk")
         g.kv_write(k, None if kind.latent else g.linear(x, g.weight(f"{i}.v", sizes["v"], DIM)), i)
-        slopes = tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)) if kind.sloped else ()
+        slopes = (
+            tuple(2.0 ** -(1 + 8 * head / heads) for head in range(heads)) if kind.sloped else ()
+        )
         sinks = g.vector(f"{i}.sinks", heads) if kind.has_sinks else None
-        rest: dict[str, Any] = {"scale": kind.scale, "value_dim": kind.value_dim, "softcap": kind.softcap}
+        rest: dict[str, Any] = {
+            "scale": kind.scale,
+            "value_dim": kind.value_dim,
+            "softcap": kind.softcap,
+        }
         rest |= {"num_sink_tokens": kind.num_sink_tokens if kind.window else 0}
-        y = g.attention(q, i, kind.kv_heads, kind.key_dim, kind.window, slopes=slopes, sinks=sinks, latent=kind.latent, **rest)
+        y = g.attention(
+            q,
+            i,
+            kind.kv_heads,
+            kind.key_dim,
+            kind.window,
+            slopes=slopes,
+            sinks=sinks,
+            latent=kind.latent,
+            **rest,
+        )
         return g.linear(y, g.weight(f"{i}.o", DIM, heads * kind.value_dim))
 
     def equations(g: Tracer) -> Value:
@@ -125,12 +162,24 @@ def kv_of(program: Program, dtype: KvDtype, blocks: int = BLOCKS) -> KvConfig:
 @settings(max_examples=3, deadline=None)
 @example([ALL[0], ALL[1]], True, 2, 1)
 @example([ALL[2], ALL[3]], True, 1, 2)
-@example([Kind(1, 2, 48, 32, latent=True), Kind(1, 4, 48, 16, latent=True)], False, 2, 3)  # one group, of which they read differently much
-@given(kinds=st.lists(KINDS, min_size=1, max_size=2), trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
-def test_attention_equals_reference_and_fused(isa: str, dtype: KvDtype, kinds: list[Kind], trees: bool, threads: int, seed: int) -> None:
+@example(
+    [Kind(1, 2, 48, 32, latent=True), Kind(1, 4, 48, 16, latent=True)], False, 2, 3
+)  # one group, of which they read differently much
+@given(
+    kinds=st.lists(KINDS, min_size=1, max_size=2),
+    trees=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 2**16),
+)
+def test_attention_equals_reference_and_fused(
+    isa: str, dtype: KvDtype, kinds: list[Kind], trees: bool, threads: int, seed: int
+) -> None:
     program, tensors = model(*kinds, seed=seed)
     kv, num_groups = kv_of(program, dtype), len(program.kv_groups)
-    truth, fused = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
+    truth, fused = (
+        reference.compile(program, tensors, kv, 1),
+        cpu.CpuExecutable(program, tensors, kv, threads, isa),
+    )
     plain = cpu.CpuExecutable(program, tensors, kv, 1, isa, lower=cpu.sized)
     for batch in random_steps(np.random.default_rng(seed), VOCAB, trees, num_groups):
         want, got = forward(truth, batch).logits, forward(fused, batch).logits
@@ -146,11 +195,18 @@ def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype) -> None:
     kv = kv_of(program, dtype, 16)
 
     def logits(threads: int, sizes: list[int], blocks: list[int]) -> NDArray[np.float32]:
-        executable, sequence = cpu.CpuExecutable(program, tensors, kv, threads, isa), Sequence(blocks, 32)
+        executable, sequence = (
+            cpu.CpuExecutable(program, tensors, kv, threads, isa),
+            Sequence(blocks, 32),
+        )
         rows = []
         for size in (*sizes, len(tokens) - sum(sizes)):
             part = tokens[sequence.computed : sequence.computed + size]
-            rows.append(forward(executable, batch_of([sequence], [part], [([], [])], False, 4)).logits.copy())
+            rows.append(
+                forward(
+                    executable, batch_of([sequence], [part], [([], [])], False, 4)
+                ).logits.copy()
+            )
             sequence.computed += len(part)
         return np.concatenate(rows)
 
@@ -163,10 +219,15 @@ def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
 def test_the_latent_rows_of_deepseek(isa: str, dtype: KvDtype) -> None:
-    """Keys of 512 latent and 64 rotated numbers, of which the latent ones are the values of 16 heads."""
+    """Keys of 512 latent and 64 rotated numbers, of which the latent ones are the values of 16
+    heads.
+    """
     program, tensors = model(Kind(1, 16, 576, 512, latent=True))
     kv = kv_of(program, dtype, 12)
-    truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, 2, isa)
+    truth, fast = (
+        reference.compile(program, tensors, kv, 1),
+        cpu.CpuExecutable(program, tensors, kv, 2, isa),
+    )
     assert fast.plan.kv_bytes == [12 * program.kv_groups[0].block_bytes(dtype, 32)]
     sequence, rng = Sequence([3, 0, 5, 1, *range(6, 12)], 32), np.random.default_rng(0)
     for count in (70, 1, 190, 1, 1):
@@ -188,14 +249,18 @@ def test_moved_slots(isa: str, dtype: KvDtype) -> None:
         executable.move_slots(group, np.array(home.slots(0, 45)), np.array(away.slots(0, 45)))
     home.computed = away.computed = 45
     here = forward(executable, batch_of([home], [[7]], [([], [])], False, 4)).logits.copy()
-    assert np.array_equal(here, forward(executable, batch_of([away], [[7]], [([], [])], False, 4)).logits)
+    assert np.array_equal(
+        here, forward(executable, batch_of([away], [[7]], [([], [])], False, 4)).logits
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
 @pytest.mark.parametrize("kind", ALL)
 def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, kind: Kind) -> None:
-    """Also where its values are made of its key, and none of the rows that share its chunk or that come to its block later."""
+    """Also where its values are made of its key, and none of the rows that share its chunk or that
+    come to its block later.
+    """
     for bad in (np.float32(np.nan), np.float32(-np.inf), np.float32(3e38)):
         program, tensors = model(kind._replace(window=0))
         embed = tensors["embed"].dequantise()
@@ -203,10 +268,14 @@ def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, kind: Kin
         tensors["embed"] = StoredTensor.from_floats("embed", embed)
         executable = cpu.CpuExecutable(program, tensors, kv_of(program, dtype, 8), 2, isa)
 
-        def logits(*prompts: list[int], draft: list[int] | None = None, run: cpu.CpuExecutable = executable) -> NDArray[np.float32]:
+        def logits(
+            *prompts: list[int], draft: list[int] | None = None, run: cpu.CpuExecutable = executable
+        ) -> NDArray[np.float32]:
             sequences = [Sequence([3 * i + 1, 3 * i, 3 * i + 2], 32) for i in range(len(prompts))]
             trees = [(draft or [], [-1] * len(draft or []))] * len(prompts)
-            return forward(run, batch_of(sequences, list(prompts), trees, draft is not None)).logits.copy()
+            return forward(
+                run, batch_of(sequences, list(prompts), trees, draft is not None)
+            ).logits.copy()
 
         prompt, good = [1 + i % 6 for i in range(45)], [8 + i % 30 for i in range(45)]
         alone, other = logits(prompt), logits(good)
@@ -215,21 +284,27 @@ def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, kind: Kin
             assert np.array_equal(both[:at], alone[:at]) and np.array_equal(both[45:], other)
             assert not np.isfinite(both[at:45]).any()
         tree = logits(prompt, draft=[9, 7, 10])
-        assert np.array_equal(tree[[*range(46), 47]], logits(prompt, draft=[9, 11, 10])[[*range(46), 47]])
+        assert np.array_equal(
+            tree[[*range(46), 47]], logits(prompt, draft=[9, 11, 10])[[*range(46), 47]]
+        )
         assert not np.isfinite(tree[46]).any()
         assert np.array_equal(logits(good), other)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_slopes_at_a_long_distance(isa: str) -> None:
-    """What a score is lowered by is exact at any position: a context that begins with 100,000 unseen tokens changes nothing near its end.
+    """What a score is lowered by is exact at any position: a context that begins with 100,000
+    unseen tokens changes nothing near its end.
 
     The blocks before are all one block of zeros.
     """
     kind = Kind(1, 2, 16, 16, sloped=True)
     program, tensors = model(kind)
     kv = KvConfig((40,), 32, "f32")
-    truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, 2, isa)
+    truth, fast = (
+        reference.compile(program, tensors, kv, 1),
+        cpu.CpuExecutable(program, tensors, kv, 2, isa),
+    )
     table = np.zeros((1, 131072 // 32), np.int32)
     table[0, -30:] = np.arange(1, 31)
     context = 131072 - 40
@@ -243,7 +318,9 @@ def test_slopes_at_a_long_distance(isa: str) -> None:
 
 
 def plan_with(key_dim: int, value_dim: int, packed: bool = False) -> _native.Plan:
-    """A plan with buffers for 2 query heads of one KV head: 0 queries, 1 what attention writes, 2 another of 3 columns."""
+    """A plan with buffers for 2 query heads of one KV head: 0 queries, 1 what attention writes, 2
+    another of 3 columns.
+    """
     plan = _native.Plan("", 1)
     plan.add_kv_group(1, 1, key_dim, value_dim, 0, 2, "bf16")
     plan.add_buffer(2 * key_dim, "step", False)
@@ -292,7 +369,10 @@ def test_heads_that_are_not_whole_groups_are_not_packed() -> None:
 
 def test_keys_and_values_of_different_sizes_stay_apart() -> None:
     """Queries, keys and values with a rope become one op only where keys are as long as values."""
-    tensors = {name: random_stored("F32", rows, 16, i, name) for i, (name, rows) in enumerate((("q", 32), ("k", 32), ("v", 8), ("w", 32)))}
+    tensors = {
+        name: random_stored("F32", rows, 16, i, name)
+        for i, (name, rows) in enumerate((("q", 32), ("k", 32), ("v", 8), ("w", 32)))
+    }
     for value, fuses in (("v", False), ("w", True)):
 
         def layer(g: Tracer, value: str = value) -> Value:

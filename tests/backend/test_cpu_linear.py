@@ -1,4 +1,6 @@
-"""Every packed format in every instruction set of this machine, against the definition of the stored format."""
+"""Every packed format in every instruction set of this machine, against the definition of the
+stored format.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -20,18 +22,39 @@ Array = NDArray[Any]
 
 
 def linear(
-    isa: str, format_name: str, x: Array, rows: int, seed: int, offset: bool = False, threads: int = 1, order: Array | None = None
+    isa: str,
+    format_name: str,
+    x: Array,
+    rows: int,
+    seed: int,
+    offset: bool = False,
+    threads: int = 1,
+    order: Array | None = None,
 ) -> Array:
-    return product(isa, random_stored(format_name, rows, x.shape[1], seed), x, offset, threads, order)
+    return product(
+        isa, random_stored(format_name, rows, x.shape[1], seed), x, offset, threads, order
+    )
 
 
-def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, threads: int = 1, order: Array | None = None) -> Array:
+def product(
+    isa: str,
+    stored: StoredTensor,
+    x: Array,
+    offset: bool = False,
+    threads: int = 1,
+    order: Array | None = None,
+) -> Array:
     """x @ W.T by a native plan; the rows of x come in through an embedding of float32."""
     plan = _native.Plan(isa, threads)
     num_rows, cols = x.shape
     loose, packed = (plan.add_buffer(cols, "step", packs) for packs in (False, True))
     out = plan.add_buffer(stored.rows, "step", False)
-    plan.embed(loose, plan.add_weight("F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None))
+    plan.embed(
+        loose,
+        plan.add_weight(
+            "F32", num_rows, cols, x.astype(np.float32).view(np.uint8).reshape(-1), None
+        ),
+    )
     plan.pack(packed, loose)
     plan.linear(out, packed, add_weight(plan, replace(stored, row_order=order)), -1, -1, offset)
     run_rows(plan, num_rows)
@@ -42,11 +65,22 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
     """One step of `num_rows` one-row sequences; row i carries token i."""
     i32 = lambda x: np.ascontiguousarray(x, np.int32)  # noqa: E731
     rows, zeros = np.arange(num_rows), np.zeros(num_rows)
-    plan.run(i32(rows), i32(zeros), i32(np.arange(num_rows + 1)), i32(zeros), i32(zeros + 1), (), None, i32([0]))
+    plan.run(
+        i32(rows),
+        i32(zeros),
+        i32(np.arange(num_rows + 1)),
+        i32(zeros),
+        i32(zeros + 1),
+        (),
+        None,
+        i32([0]),
+    )
 
 
 def exact(isa: str, stored: StoredTensor, x: Array, offset: bool) -> tuple[Array, Array]:
-    """The exact product over the activations as the kernel sees them, and the scale of its rounding error."""
+    """The exact product over the activations as the kernel sees them, and the scale of its rounding
+    error.
+    """
     weight = stored.dequantise().astype(np.float64)
     if "row_scales" in stored.format.parts:
         x = quantised_rows(x, False, x.shape[1])
@@ -60,13 +94,21 @@ def exact(isa: str, stored: StoredTensor, x: Array, offset: bool) -> tuple[Array
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format_name", FORMATS)
 @settings(max_examples=12, deadline=None)
-@given(num_rows=st.integers(1, 40), rows=st.integers(1, 70), blocks=st.integers(1, 7), offset=st.booleans(), seed=st.integers(0, 2**16))
+@given(
+    num_rows=st.integers(1, 40),
+    rows=st.integers(1, 70),
+    blocks=st.integers(1, 7),
+    offset=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
 def test_linear_matches_the_stored_format(
     isa: str, format_name: str, num_rows: int, rows: int, blocks: int, offset: bool, seed: int
 ) -> None:
     block = FORMATS[format_name].block
     cols = block * min(blocks, 3) if block > 1 else 7 * blocks
-    x = np.random.default_rng(seed).standard_normal((num_rows, cols)).astype(np.float32) + np.float32(offset)
+    x = np.random.default_rng(seed).standard_normal((num_rows, cols)).astype(
+        np.float32
+    ) + np.float32(offset)
     got = linear(isa, format_name, x, rows, seed, offset)
     want, error_scale = exact(isa, random_stored(format_name, rows, cols, seed), x, offset)
     assert np.all(np.abs(got - want) <= 2e-6 * error_scale + 1e-7)
@@ -80,13 +122,20 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format_name: str, off
     x = np.random.default_rng(1).standard_normal((37, 256)).astype(np.float32)
     whole = linear(isa, format_name, x, 50, 2, offset, threads=2)
     for first, last in ((0, 1), (5, 6), (3, 20), (0, 36), (30, 37)):
-        assert np.array_equal(whole[first:last], linear(isa, format_name, x[first:last], 50, 2, offset))
+        assert np.array_equal(
+            whole[first:last], linear(isa, format_name, x[first:last], 50, 2, offset)
+        )
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("format_name", [name for name, form in FORMATS.items() if form.quantised and not form.needs_floats])
-def test_codes_and_activations_at_the_ends_of_their_ranges(isa: str, format_name: str, offset: bool) -> None:
+@pytest.mark.parametrize(
+    "format_name",
+    [name for name, form in FORMATS.items() if form.quantised and not form.needs_floats],
+)
+def test_codes_and_activations_at_the_ends_of_their_ranges(
+    isa: str, format_name: str, offset: bool
+) -> None:
     """Sums of products may be kept in 16 bits, which the largest ones must not overflow."""
     x = np.ones((6, 256), np.float32) * np.array([[1], [-1], [1], [-1], [0.5], [3]], np.float32)
     x[2:4, ::2] *= -1
@@ -95,19 +144,26 @@ def test_codes_and_activations_at_the_ends_of_their_ranges(isa: str, format_name
     for byte in (0x00, 0x77, 0x7F, 0x80, 0xF0, 0xFF):
         stored = random_stored(format_name, 16, 256, byte, fill=byte)
         want, error_scale = exact(isa, stored, x, offset)
-        assert np.all(np.abs(product(isa, stored, x, offset) - want) <= 2e-6 * error_scale.max() + 1e-7)  # a minimum may cancel a weight
+        assert np.all(
+            np.abs(product(isa, stored, x, offset) - want) <= 2e-6 * error_scale.max() + 1e-7
+        )  # a minimum may cancel a weight
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_row_order_permutes_outputs(format_name: str) -> None:
     x = np.random.default_rng(3).standard_normal((4, 256)).astype(np.float32)
     order = np.random.default_rng(4).permutation(48)
-    assert np.array_equal(linear(ISAS[-1], format_name, x, 48, 5, order=order), linear(ISAS[-1], format_name, x, 48, 5)[:, order])
+    assert np.array_equal(
+        linear(ISAS[-1], format_name, x, 48, 5, order=order),
+        linear(ISAS[-1], format_name, x, 48, 5)[:, order],
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_longest_row_does_not_overflow(isa: str) -> None:
-    """int8 by row sums up in 32 bits: 131,072 products at the ends of their ranges fit, of either sign; one column more is refused."""
+    """int8 by row sums up in 32 bits: 131,072 products at the ends of their ranges fit, of either
+    sign; one column more is refused.
+    """
     cols = 1 << 17
     data = np.repeat(np.array([-128, 127], np.int8), cols).view(np.uint8)
     scales = np.array([1.0, 2.0], np.float32)
@@ -122,24 +178,40 @@ def test_the_longest_row_does_not_overflow(isa: str) -> None:
 
 def test_scales_go_with_the_formats_that_have_them() -> None:
     plan = _native.Plan("", 1)
-    for name, scales in (("I8_ROW", None), ("I8_ROW", np.ones(3, np.float32)), ("F32", np.ones(2, np.float32))):
+    for name, scales in (
+        ("I8_ROW", None),
+        ("I8_ROW", np.ones(3, np.float32)),
+        ("F32", np.ones(2, np.float32)),
+    ):
         with pytest.raises(ValueError, match="a scale for each row"):
             plan.add_weight(name, 2, 4, np.zeros(8 * FORMATS[name].nbytes, np.uint8), None, scales)
-    for name, scales in (("MXFP4_PAIRS", None), ("MXFP4_PAIRS", np.ones(3, np.uint8)), ("MXFP4", np.ones((2, 2), np.uint8))):
+    for name, scales in (
+        ("MXFP4_PAIRS", None),
+        ("MXFP4_PAIRS", np.ones(3, np.uint8)),
+        ("MXFP4", np.ones((2, 2), np.uint8)),
+    ):
         with pytest.raises(ValueError, match="a scale for each block"):
             plan.add_weight(name, 2, 64, np.zeros(4 * FORMATS[name].nbytes, np.uint8), None, scales)
 
 
 @pytest.mark.parametrize("name", ["MXFP4", "MXFP4_PAIRS"])
 def test_every_value_of_float_codes_is_exact(name: str) -> None:
-    """As an embedding: each code times each power of two, of which those below 2^-126 count as 0."""
+    """As an embedding: each code times each power of two, of which those below 2^-126 count
+    as 0.
+    """
     exponents, codes = np.arange(256, dtype=np.uint8), np.arange(16, dtype=np.uint8)
     if name == "MXFP4":
-        blocks = np.concatenate([exponents[:, None], np.tile(codes | (codes[::-1] << np.uint8(4)), (256, 1))], axis=1)
-        stored = StoredTensor.from_bytes("w", FORMATS[name], (256, 32), np.ascontiguousarray(blocks).reshape(-1))
+        blocks = np.concatenate(
+            [exponents[:, None], np.tile(codes | (codes[::-1] << np.uint8(4)), (256, 1))], axis=1
+        )
+        stored = StoredTensor.from_bytes(
+            "w", FORMATS[name], (256, 32), np.ascontiguousarray(blocks).reshape(-1)
+        )
     else:
         blocks = np.tile(codes | (codes[::-1] << np.uint8(4)), 256)
-        stored = StoredTensor.from_bytes("w", FORMATS[name], (256, 32), blocks, block_scales=exponents[:, None].copy())
+        stored = StoredTensor.from_bytes(
+            "w", FORMATS[name], (256, 32), blocks, block_scales=exponents[:, None].copy()
+        )
     plan = _native.Plan("", 1)
     out = plan.add_buffer(32, "step", False)
     plan.embed(out, plan.add_weight(name, 256, 32, stored.parts["codes"], None, stored.scales))
@@ -150,9 +222,13 @@ def test_every_value_of_float_codes_is_exact(name: str) -> None:
     assert len(np.unique(want[127])) == 15
 
 
-@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.block > 1 and "MXFP4" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, form in FORMATS.items() if form.block > 1 and "MXFP4" not in name]
+)
 def test_every_code_of_a_row_is_exact(name: str) -> None:
-    """As an embedding: codes are taken out of their lines one by one, and random ones are all that there are."""
+    """As an embedding: codes are taken out of their lines one by one, and random ones are all that
+    there are.
+    """
     stored = random_stored(name, 32, 512, 6)
     plan = _native.Plan("", 1)
     out = plan.add_buffer(512, "step", False)
@@ -162,7 +238,9 @@ def test_every_code_of_a_row_is_exact(name: str) -> None:
 
 
 def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
-    """The maximum of a row is known once it is complete: such a plan would compute with a wrong one, so it cannot be made."""
+    """The maximum of a row is known once it is complete: such a plan would compute with a wrong
+    one, so it cannot be made.
+    """
     plan = _native.Plan("", 1)
     x, y, out = (plan.add_buffer(32, "step", packed) for packed in (True, True, False))
     by_row, by_group = (
@@ -181,14 +259,20 @@ def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("offset", [False, True])
 def test_extreme_codes(isa: str, offset: bool) -> None:
-    """All codes at the ends of their range against all activations at the ends of theirs: no intermediate saturates."""
+    """All codes at the ends of their range against all activations at the ends of theirs: no
+    intermediate saturates.
+    """
     for format_name in ("Q8_0", "Q4_0", "Q5_1", "Q6_K", "MXFP4"):
         stored = random_stored(format_name, 16, 256, 0)
         for fill in (0x00, 0xFF, 0x80, 0x7F, 0x77):
             data = stored.parts["codes"].copy()
-            keep = {"Q8_0": slice(0, 2), "Q4_0": slice(0, 2), "Q5_1": slice(0, 4), "Q6_K": slice(208, 210), "MXFP4": slice(0, 1)}[
-                format_name
-            ]
+            keep = {
+                "Q8_0": slice(0, 2),
+                "Q4_0": slice(0, 2),
+                "Q5_1": slice(0, 4),
+                "Q6_K": slice(208, 210),
+                "MXFP4": slice(0, 1),
+            }[format_name]
             scales = data[:, :, keep].copy()
             data[:] = fill
             data[:, :, keep] = scales

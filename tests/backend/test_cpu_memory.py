@@ -65,17 +65,33 @@ print([size for size, _ in mapped() if size in map(pages, predicted)])
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the maps of the process as Linux shows them")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(),
+    reason="reads the maps of the process as Linux shows them",
+)
 @pytest.mark.parametrize("blocks", [(4096, 10240), (4099, 9997)])
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "vector"),  # bytes of a token's key and value in one head
-    [(16, "bf16", 64), (16, "f32", 128), (16, "int8", 40), (16, "int4", 40), (24, "bf16", 48 + 64), (6, "f32", 24 + 64)],
+    [
+        (16, "bf16", 64),
+        (16, "f32", 128),
+        (16, "int8", 40),
+        (16, "int4", 40),
+        (24, "bf16", 48 + 64),
+        (6, "f32", 24 + 64),
+    ],
 )
-def test_kv_takes_what_is_predicted_to_the_byte(head_dim: int, dtype: str, vector: int, blocks: tuple[int, int]) -> None:
-    """In each group of layers: whole pages are mapped for it, and nothing of it is in memory before it is used."""
+def test_kv_takes_what_is_predicted_to_the_byte(
+    head_dim: int, dtype: str, vector: int, blocks: tuple[int, int]
+) -> None:
+    """In each group of layers: whole pages are mapped for it, and nothing of it is in memory before
+    it is used.
+    """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     words = [sys.executable, "-c", MAP, str(head_dim), dtype, *map(str, blocks)]
     child = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert child.returncode == 0, child.stderr
-    predicted = [count * layers * 2 * 32 * vector for count, layers in zip(blocks, (3, 2), strict=True)]  # 2 KV heads, 32 tokens
+    predicted = [
+        count * layers * 2 * 32 * vector for count, layers in zip(blocks, (3, 2), strict=True)
+    ]  # 2 KV heads, 32 tokens
     assert child.stdout.splitlines() == [f"{predicted} {predicted} [0, 0]", "[]"]

@@ -1,7 +1,8 @@
-"""Whole programs on the cpu backend against the reference, for every instruction set of this machine.
+"""Whole programs on the cpu backend against the reference, for every instruction set of this
+machine.
 
-Weights and KV are float32 here, so that only the order of the sums differs: what quantised formats and bf16 do is tested op by
-op in test_cpu_linear.py and on the real model.
+Weights and KV are float32 here, so that only the order of the sums differs: what quantised formats
+and bf16 do is tested op by op in test_cpu_linear.py and on the real model.
 """
 
 import numpy as np
@@ -36,7 +37,9 @@ SHAPES = st.fixed_dictionaries(
 
 
 def slack(width: int) -> int:
-    """How much more error a model so narrow may have: its norms divide by a few numbers that may all be near 0."""
+    """How much more error a model so narrow may have: its norms divide by a few numbers that may
+    all be near 0.
+    """
     return 10 if width < 8 else 1
 
 
@@ -45,9 +48,13 @@ def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> tuple[list[
 
 
 def random_steps(rng: np.random.Generator, vocab: int, trees: bool, num_groups: int = 1):
-    """A few steps of up to four sequences: prompt chunks of all sizes, then single rows; contexts cross blocks and splits."""
+    """A few steps of up to four sequences: prompt chunks of all sizes, then single rows; contexts
+    cross blocks and splits.
+    """
     order = rng.permutation(BLOCKS)
-    sequences = [Sequence([int(b) for b in part], 32) for part in np.array_split(order, rng.integers(1, 5))]
+    sequences = [
+        Sequence([int(b) for b in part], 32) for part in np.array_split(order, rng.integers(1, 5))
+    ]
     for _ in range(3):
         num_scheduled, drafts = [], []
         for sequence in sequences:
@@ -63,15 +70,22 @@ def random_steps(rng: np.random.Generator, vocab: int, trees: bool, num_groups: 
 
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=15, deadline=None)
-@given(shape=SHAPES, trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
+@given(
+    shape=SHAPES, trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16)
+)
 def test_cpu_equals_reference(isa: str, shape: dict, trees: bool, threads: int, seed: int) -> None:
     heads = shape["heads"] * shape["groups"]
     options = {key: shape[key] for key in ("layers", "ffn", "vocab", "window")}
-    spec, tensors = tiny_model(seed, dim=heads * shape["head_dim"], heads=heads, kv_heads=shape["heads"], **options)
+    spec, tensors = tiny_model(
+        seed, dim=heads * shape["head_dim"], heads=heads, kv_heads=shape["heads"], **options
+    )
     program = trace_model(spec, tensors)
     num_groups = len(program.kv_groups)
     kv = KvConfig((BLOCKS,) * num_groups, 32, "f32")
-    truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
+    truth, fast = (
+        reference.compile(program, tensors, kv, 1),
+        cpu.CpuExecutable(program, tensors, kv, threads, isa),
+    )
     for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees, num_groups):
         want, got = forward(truth, batch).logits, forward(fast, batch).logits
         assert np.linalg.norm(got - want) <= 1e-4 * slack(spec.dim) * np.linalg.norm(want)
@@ -79,13 +93,18 @@ def test_cpu_equals_reference(isa: str, shape: dict, trees: bool, threads: int, 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_ops_that_do_not_fuse(isa: str) -> None:
-    """Values with several readers keep their ops apart: add and glu alone, and inputs that are packed beside their float32 form."""
+    """Values with several readers keep their ops apart: add and glu alone, and inputs that are
+    packed beside their float32 form.
+    """
     spec, tensors = tiny_model(4, layers=1, dim=64, heads=2, kv_heads=1, ffn=96)
 
     def attended(g: Tracer) -> Value:
         angles = g.rope_angles((1.0, 0.1), 1.0)
         x = g.embed(g.weight("embed", spec.vocab_size, spec.dim))
-        q, k, v = (g.linear(x, g.weight(f"layers.0.{n}", rows, spec.dim)) for n, rows in (("q", 64), ("k", 32), ("v", 32)))
+        q, k, v = (
+            g.linear(x, g.weight(f"layers.0.{n}", rows, spec.dim))
+            for n, rows in (("q", 64), ("k", 32), ("v", 32))
+        )
         g.kv_write(g.rope(k, angles, spec.head_dim), v, 0)
         return g.add(x, g.attention(g.rope(q, angles, spec.head_dim), 0, 1, spec.head_dim))
 
@@ -99,7 +118,10 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
         return g.linear(g.add(g.add(z, y), z), g.weight("head", spec.vocab_size, spec.dim))
 
     program, kv = trace(equations, tensors), KvConfig((BLOCKS,), 32, "f32")
-    truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, 2, isa)
+    truth, fast = (
+        reference.compile(program, tensors, kv, 1),
+        cpu.CpuExecutable(program, tensors, kv, 2, isa),
+    )
     kinds = {type(op) for op in fast.program.ops}
     assert {Add, Glu, Linear} <= kinds
     for batch in random_steps(np.random.default_rng(0), spec.vocab_size, trees=True):
@@ -110,16 +132,27 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.02), ("int8", 0.02), ("int4", 0.2)])
 @settings(max_examples=8, deadline=None)
-@given(shape=SHAPES, trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
-def test_kv_formats(isa: str, dtype: KvDtype, tolerance: float, shape: dict, trees: bool, threads: int, seed: int) -> None:
-    """Float32 weights over KV that is rounded: a number on the edge of two codes may fall to either side, no more."""
+@given(
+    shape=SHAPES, trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16)
+)
+def test_kv_formats(
+    isa: str, dtype: KvDtype, tolerance: float, shape: dict, trees: bool, threads: int, seed: int
+) -> None:
+    """Float32 weights over KV that is rounded: a number on the edge of two codes may fall to either
+    side, no more.
+    """
     heads = shape["heads"] * shape["groups"]
     options = {key: shape[key] for key in ("layers", "ffn", "vocab", "window")}
-    spec, tensors = tiny_model(seed, dim=heads * shape["head_dim"], heads=heads, kv_heads=shape["heads"], **options)
+    spec, tensors = tiny_model(
+        seed, dim=heads * shape["head_dim"], heads=heads, kv_heads=shape["heads"], **options
+    )
     program = trace_model(spec, tensors)
     num_groups = len(program.kv_groups)
     kv = KvConfig((BLOCKS,) * num_groups, 32, dtype)
-    truth, fast = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, threads, isa)
+    truth, fast = (
+        reference.compile(program, tensors, kv, 1),
+        cpu.CpuExecutable(program, tensors, kv, threads, isa),
+    )
     for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees, num_groups):
         want, got = forward(truth, batch).logits, forward(fast, batch).logits
         assert np.linalg.norm(got - want) <= tolerance * slack(spec.dim) * np.linalg.norm(want)
@@ -128,7 +161,9 @@ def test_kv_formats(isa: str, dtype: KvDtype, tolerance: float, shape: dict, tre
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
 def test_move_slots(isa: str, dtype: str) -> None:
-    """A context whose slots were moved, in each group of layers, gives the same bits as the one that was there."""
+    """A context whose slots were moved, in each group of layers, gives the same bits as the one
+    that was there.
+    """
     spec, tensors = tiny_model(3, dim=48, heads=6, kv_heads=3, layers=3, window=(0, 40))
     program, kv = trace_model(spec, tensors), KvConfig((8, 8), 32, dtype)
     executable = cpu.CpuExecutable(program, tensors, kv, 1, isa)
@@ -139,18 +174,31 @@ def test_move_slots(isa: str, dtype: str) -> None:
         executable.move_slots(group, np.array(home.slots(0, 45)), np.array(away.slots(0, 45)))
     home.computed = away.computed = 45
     here = forward(executable, batch_of([home], [[7]], [([], [])], False, 2)).logits.copy()
-    assert np.array_equal(here, forward(executable, batch_of([away], [[7]], [([], [])], False, 2)).logits)
+    assert np.array_equal(
+        here, forward(executable, batch_of([away], [[7]], [([], [])], False, 2)).logits
+    )
 
 
 def test_profile_counts_time_and_barriers() -> None:
     spec, tensors = tiny_model(6, layers=2)
-    executable = cpu.CpuExecutable(trace_model(spec, tensors), tensors, KvConfig((4,), 32, "f32"), 2, "")
+    executable = cpu.CpuExecutable(
+        trace_model(spec, tensors), tensors, KvConfig((4,), 32, "f32"), 2, ""
+    )
     executable.plan.set_profiling(True)
     forward(executable, batch_of([Sequence([0, 1], 32)], [[1]], [([], [])], False))
     seconds, barriers = executable.plan.profile()
-    assert {"embed", "norm", "qkv_rope_write", "attention", "glu_linear", "linear_add", "linear"} <= {kind for kind, _ in seconds}
+    assert {
+        "embed",
+        "norm",
+        "qkv_rope_write",
+        "attention",
+        "glu_linear",
+        "linear_add",
+        "linear",
+    } <= {kind for kind, _ in seconds}
     assert all(spent > 0 for _, spent in seconds)
-    # One row needs no region for what works row by row: five in a layer (q/k/v, attention, output, gate/up, down), and the head.
+    # One row needs no region for what works row by row: five in a layer (q/k/v, attention, output,
+    # gate/up, down), and the head.
     assert barriers == 5 * spec.num_layers + 1
 
 
@@ -160,12 +208,17 @@ def test_fused_program_equals_the_traced_one() -> None:
     plain, fused = (reference.compile(p, tensors, kv, 1) for p in (program, fuse(program)))
     assert len(fuse(program).ops) == 3 + 7 * spec.num_layers + 3
     for batch in random_steps(np.random.default_rng(0), spec.vocab_size, trees=True):
-        assert np.allclose(forward(plain, batch).logits, forward(fused, batch).logits, rtol=1e-12, atol=1e-12)
+        assert np.allclose(
+            forward(plain, batch).logits, forward(fused, batch).logits, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("isa", _native.isas())
 def test_gates_of_any_size(isa: str) -> None:
-    gates = np.array([[-1e6, -1000, -200, -88, -1, -0.0, 0, 1, 88, 200, 1000, 1e30, np.nan, 3, -3, 0.5]], np.float32)
+    gates = np.array(
+        [[-1e6, -1000, -200, -88, -1, -0.0, 0, 1, 88, 200, 1000, 1e30, np.nan, 3, -3, 0.5]],
+        np.float32,
+    )
     plan = _native.Plan(isa, 1)
     x, ones, out = (plan.add_buffer(16, "step", False) for _ in range(3))
     for buffer, values in ((x, gates), (ones, np.ones_like(gates))):
@@ -186,8 +239,12 @@ def test_a_view_of_rows_outlives_their_buffer() -> None:
 
     def run(plan: _native.Plan, num_rows: int) -> bool:
         tokens, positions = np.ones(num_rows, np.int32), np.arange(num_rows, dtype=np.int32)
-        row_start, context, scheduled = (np.array(ints, np.int32) for ints in ([0, num_rows], [0], [num_rows]))
-        moved: bool = plan.run(tokens, positions, row_start, context, scheduled, (), None, np.zeros(0, np.int32))
+        row_start, context, scheduled = (
+            np.array(ints, np.int32) for ints in ([0, num_rows], [0], [num_rows])
+        )
+        moved: bool = plan.run(
+            tokens, positions, row_start, context, scheduled, (), None, np.zeros(0, np.int32)
+        )
         return moved
 
     assert run(plan, 1)

@@ -1,4 +1,6 @@
-"""Mixtures of experts on the cpu backend, held to the reference: routing, experts, and what a row must not depend on."""
+"""Mixtures of experts on the cpu backend, held to the reference: routing, experts, and what a row
+must not depend on.
+"""
 
 from typing import get_args
 
@@ -44,7 +46,15 @@ def random_rows(num_rows: int, dim: int, seed: int, step: float = 0.0) -> Rows:
     return (np.round(x / step) * step).astype(np.float32) if step else x
 
 
-SIZES = [(8, 2, (1, 1)), (5, 5, (1, 1)), (16, 3, (4, 2)), (12, 6, (3, 2)), (4, 1, (4, 3)), (64, 8, (8, 4)), (1, 1, (1, 1))]
+SIZES = [
+    (8, 2, (1, 1)),
+    (5, 5, (1, 1)),
+    (16, 3, (4, 2)),
+    (12, 6, (3, 2)),
+    (4, 1, (4, 3)),
+    (64, 8, (8, 4)),
+    (1, 1, (1, 1)),
+]
 """Experts, those that a row goes to, groups and those that are kept."""
 ROUTINGS = st.fixed_dictionaries(
     {
@@ -58,13 +68,23 @@ ROUTINGS = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, deadline=None)
-@given(options=ROUTINGS, step=st.sampled_from([0.0, 0.5, 40.0]), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
-def test_rows_are_routed_as_the_reference_says(options: dict, step: float, threads: int, seed: int) -> None:
+@given(
+    options=ROUTINGS,
+    step=st.sampled_from([0.0, 0.5, 40.0]),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 2**16),
+)
+def test_rows_are_routed_as_the_reference_says(
+    options: dict, step: float, threads: int, seed: int
+) -> None:
     """Also where logits are equal, or so large that scores are."""
     experts, top_k, groups = options.pop("sizes")
     made = Mixture(experts, top_k, groups=groups, **options).routing()
     x = random_rows(9, experts, seed, step)
-    want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, threads=threads), x)
+    want, got = (
+        outputs(reference.compile(*made, NO_KV, 1), x),
+        outputs(on_cpu(made, threads=threads), x),
+    )
     assert np.array_equal(got[:, :top_k], want[:, :top_k])
     assert np.allclose(got[:, top_k:], want[:, top_k:], rtol=1e-6, atol=1e-30)
 
@@ -73,7 +93,10 @@ def test_rows_are_routed_as_the_reference_says(options: dict, step: float, threa
 def test_equal_scores_go_to_the_lower_numbers(scoring: str) -> None:
     x = np.zeros((2, 8), np.float32)
     x[1, [3, 6, 7]] = 1
-    for made in (Mixture(scoring=scoring, top_k=4).routing(), Mixture(scoring=scoring, top_k=4, groups=(4, 2)).routing()):
+    for made in (
+        Mixture(scoring=scoring, top_k=4).routing(),
+        Mixture(scoring=scoring, top_k=4, groups=(4, 2)).routing(),
+    ):
         for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
             got = outputs(executable, x)
             assert got[0].tolist() == [0, 1, 2, 3, 0.25, 0.25, 0.25, 0.25]
@@ -83,21 +106,31 @@ def test_equal_scores_go_to_the_lower_numbers(scoring: str) -> None:
 def shaped(shape: tuple[int, int, int, int], format: str, **options: object) -> Mixture:
     experts, top_k, dim, hidden = shape
     block = max(32, formats.FORMATS[format].block)
-    return Mixture(experts, top_k, -(-dim // block) * block, -(-hidden // block) * block, format, **options)
+    return Mixture(
+        experts, top_k, -(-dim // block) * block, -(-hidden // block) * block, format, **options
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=6, deadline=None)
 @given(
-    shape=st.sampled_from([(8, 2, 64, 96), (3, 3, 32, 32), (16, 4, 96, 160), (1, 1, 32, 64), (5, 1, 64, 32)]),
+    shape=st.sampled_from(
+        [(8, 2, 64, 96), (3, 3, 32, 32), (16, 4, 96, 160), (1, 1, 32, 64), (5, 1, 64, 32)]
+    ),
     num_rows=st.sampled_from([1, 2, 7, 40, 150]),
     biases=st.booleans(),
     threads=st.sampled_from([1, 2, 3]),
     seed=st.integers(0, 2**16),
 )
 def test_experts_equal_reference(
-    isa: str, format: str, shape: tuple[int, int, int, int], num_rows: int, biases: bool, threads: int, seed: int
+    isa: str,
+    format: str,
+    shape: tuple[int, int, int, int],
+    num_rows: int,
+    biases: bool,
+    threads: int,
+    seed: int,
 ) -> None:
     made = shaped(shape, format, has_biases=biases).program()
     x = random_rows(num_rows, made[1]["router"].cols, seed)
@@ -108,7 +141,10 @@ def test_experts_equal_reference(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("format", "down"), [("Q4_0", "Q8_0"), ("Q8_0", "F32"), ("BF16", "Q4_0"), ("Q4_0", "I8_ROW"), ("I8_ROW", "Q4_1")])
+@pytest.mark.parametrize(
+    ("format", "down"),
+    [("Q4_0", "Q8_0"), ("Q8_0", "F32"), ("BF16", "Q4_0"), ("Q4_0", "I8_ROW"), ("I8_ROW", "Q4_1")],
+)
 def test_down_has_a_format_of_its_own(isa: str, format: str, down: str) -> None:
     made = Mixture(format=format, down_format=down, hidden=32).program()
     x = random_rows(21, 64, 5)
@@ -128,7 +164,9 @@ def test_experts_of_every_activation(isa: str, activation: Activation) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
-    """Promise 1: the same bits alone, in any order, in chunks, among others, on one thread or more."""
+    """Promise 1: the same bits alone, in any order, in chunks, among others, on one thread or
+    more.
+    """
     made = shaped((6, 2, 64, 96), format, layers=2).program()
     x = random_rows(150, made[1]["router"].cols, 0)
     x[:100, 4] += 5  # most rows go to one expert
@@ -142,7 +180,9 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
         for size in (2, 17, 33, 120):
             rows = rng.permutation(150)[:size]
             assert np.array_equal(outputs(executable, x[rows]), whole[rows])
-        assert np.array_equal(np.concatenate([outputs(executable, part) for part in np.array_split(x, 7)]), whole)
+        assert np.array_equal(
+            np.concatenate([outputs(executable, part) for part in np.array_split(x, 7)]), whole
+        )
 
 
 @pytest.mark.parametrize(("down", "regions"), [("Q4_0", 2), ("I8_ROW", 3), ("I8_MIXED", 3)])
@@ -187,14 +227,20 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, format: str, scoring: str
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
-def test_a_row_that_cannot_choose_goes_to_the_first_experts(scoring: str, groups: tuple[int, int]) -> None:
+def test_a_row_that_cannot_choose_goes_to_the_first_experts(
+    scoring: str, groups: tuple[int, int]
+) -> None:
     made = Mixture(top_k=3, scoring=scoring, groups=groups).routing()
     x = random_rows(4, 8, 5)
     x[1:, 6] = -np.inf, np.inf, np.nan
     for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
         with np.errstate(invalid="ignore"):
             got = outputs(executable, x)
-        assert got[1:, :3].tolist() == [[0, 1, 2]] * 3 and np.isnan(got[1:, 3:]).all() and np.isfinite(got[0]).all()
+        assert (
+            got[1:, :3].tolist() == [[0, 1, 2]] * 3
+            and np.isnan(got[1:, 3:]).all()
+            and np.isfinite(got[0]).all()
+        )
 
 
 def test_loads_count_rows_since_the_start() -> None:
@@ -206,10 +252,14 @@ def test_loads_count_rows_since_the_start() -> None:
         for num_rows, total in ((5, 5), (1, 6)):
             outputs(executable, random_rows(num_rows, 64, num_rows))
             loads = executable.expert_loads()
-            assert (loads.shape, loads.dtype) == ((2, 8), np.int64) and (loads.sum(axis=1) == 2 * total).all()
+            assert (loads.shape, loads.dtype) == ((2, 8), np.int64) and (
+                loads.sum(axis=1) == 2 * total
+            ).all()
         assert other.expert_loads().shape == (2, 8) and not other.expert_loads().any()
         outputs(other, random_rows(3, 64, 0))
-        assert (other.expert_loads().sum(axis=1) == 6).all() and np.array_equal(executable.expert_loads(), loads)
+        assert (other.expert_loads().sum(axis=1) == 6).all() and np.array_equal(
+            executable.expert_loads(), loads
+        )
     plain = Mixture().routing()
     for executable in (reference.compile(*plain, NO_KV, 1), on_cpu(plain)):
         assert executable.expert_loads().shape == (0, 0)
@@ -221,13 +271,18 @@ def test_weights_of_two_forms_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"tensor gate\.0: .*one form"):
         on_cpu((program, {**tensors, "gate.3": random_stored("F32", 96, 64, 0)}))
     x = random_rows(6, 64, 0)
-    mixed = program, {**tensors, **{f"{part}.3": random_stored("Q8_0", 96, 64, 0) for part in ("gate", "up")}}
+    mixed = (
+        program,
+        {**tensors, **{f"{part}.3": random_stored("Q8_0", 96, 64, 0) for part in ("gate", "up")}},
+    )
     want, got = outputs(reference.compile(*mixed, NO_KV, 1), x), outputs(on_cpu(mixed), x)
     assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)  # two formats of one form do
 
 
 class Native:
-    """A plan of ops over three experts, of any formats one after the other, whose rows and routing come from outside."""
+    """A plan of ops over three experts, of any formats one after the other, whose rows and routing
+    come from outside.
+    """
 
     def __init__(self, x: Rows, routing: Rows) -> None:
         self.plan, self.num_rows, dim = _native.Plan("", 2), len(x), x.shape[1]
@@ -237,14 +292,23 @@ class Native:
 
     def _embedded(self, rows: Rows) -> int:
         buffer = self.plan.add_buffer(rows.shape[1], "step", False)
-        self.plan.embed(buffer, self.plan.add_weight("F32", *rows.shape, rows.view(np.uint8).reshape(-1), None))
+        self.plan.embed(
+            buffer, self.plan.add_weight("F32", *rows.shape, rows.view(np.uint8).reshape(-1), None)
+        )
         return buffer
 
     def add(self, format: str, down: str) -> "Native":
         weights = []
         for i, shape in enumerate(self.shapes):
-            stored = [random_stored(down if i == 2 else format, *shape, 10 * i + e) for e in range(3)]
-            weights.append([self.plan.add_weight(t.format.name, *shape, t.parts["codes"], None, t.scales) for t in stored])
+            stored = [
+                random_stored(down if i == 2 else format, *shape, 10 * i + e) for e in range(3)
+            ]
+            weights.append(
+                [
+                    self.plan.add_weight(t.format.name, *shape, t.parts["codes"], None, t.scales)
+                    for t in stored
+                ]
+            )
         self.outs.append(self.plan.add_buffer(self.shapes[0][1], "step", False))
         self.plan.experts(self.outs[-1], self.x, self.routing, tuple(weights), ([], [], []), "silu")
         return self
@@ -255,9 +319,21 @@ class Native:
 
 
 def test_layers_of_different_formats_share_their_memory() -> None:
-    """Also where one wants whole rows of what comes of gate and up, and the other takes them in pieces."""
-    x, routing = random_rows(40, 256, 1), np.random.default_rng(2).integers(0, 3, (40, 4)).astype(np.float32)
-    pairs = [("Q4_0", "Q8_0"), ("Q4_K", "F32"), ("I8_ROW", "I8_ROW"), ("F32", "Q4_1"), ("Q8_0", "I8_ROW"), ("BF16", "BF16")]
+    """Also where one wants whole rows of what comes of gate and up, and the other takes them in
+    pieces.
+    """
+    x, routing = (
+        random_rows(40, 256, 1),
+        np.random.default_rng(2).integers(0, 3, (40, 4)).astype(np.float32),
+    )
+    pairs = [
+        ("Q4_0", "Q8_0"),
+        ("Q4_K", "F32"),
+        ("I8_ROW", "I8_ROW"),
+        ("F32", "Q4_1"),
+        ("Q8_0", "I8_ROW"),
+        ("BF16", "BF16"),
+    ]
     together = Native(x, routing)
     for pair in pairs:
         together.add(*pair)
@@ -271,7 +347,11 @@ def test_a_routing_that_no_router_has_written(num_rows: int) -> None:
     x = random_rows(num_rows, 64, 1)
     wrong, right = (np.full((num_rows, 8), 0.5, np.float32) for _ in range(2))
     wrong[:, :4], right[:, :4] = [2, 2, 1.75, 0], [2, 2, 1, 0]
-    for row, numbers in enumerate([[-1, np.nan, np.inf, 3], [-np.inf, 1e30, 2**31, 65536], [0, -0.5, 2.999, 2]][: num_rows - 1]):
+    for row, numbers in enumerate(
+        [[-1, np.nan, np.inf, 3], [-np.inf, 1e30, 2**31, 65536], [0, -0.5, 2.999, 2]][
+            : num_rows - 1
+        ]
+    ):
         wrong[row, :4], right[row, :4] = numbers, [0, 0, 2 * (row == 2), 2 * (row == 2)]
     got, want = (Native(x, routing).add("Q4_0", "Q4_0").results()[0] for routing in (wrong, right))
     assert np.array_equal(got, want) and np.isfinite(got).all()
@@ -297,13 +377,29 @@ def test_a_routing_that_no_router_has_written(num_rows: int) -> None:
 )
 def test_what_the_builder_refuses(change: dict, message: str) -> None:
     plan = _native.Plan("", 1)
-    for width, rows in ((64, "step"), (64, "step"), (4, "step"), (3, "step"), (64, "logit"), (2050, "step")):
+    for width, rows in (
+        (64, "step"),
+        (64, "step"),
+        (4, "step"),
+        (3, "step"),
+        (64, "logit"),
+        (2050, "step"),
+    ):
         plan.add_buffer(width, rows, False)
     for rows, cols in ((32, 64), (64, 32)):
-        plan.add_weight("Q8_0", rows, cols, random_stored("Q8_0", rows, cols, 0).parts["codes"], None)
+        plan.add_weight(
+            "Q8_0", rows, cols, random_stored("Q8_0", rows, cols, 0).parts["codes"], None
+        )
     plan.add_weight("F32", 32, 64, random_stored("F32", 32, 64, 0).parts["codes"], None)
     plan.add_vector(np.ones(32, np.float32))
-    right = {"out": 0, "x": 1, "routing": 2, "weights": ([0, 0], [0, 0], [1, 1]), "biases": ([0, 0], [], []), "activation": "silu"}
+    right = {
+        "out": 0,
+        "x": 1,
+        "routing": 2,
+        "weights": ([0, 0], [0, 0], [1, 1]),
+        "biases": ([0, 0], [], []),
+        "activation": "silu",
+    }
     plan.experts(*right.values())
     with pytest.raises(ValueError, match=message):
         plan.experts(*(right | change).values())
@@ -330,7 +426,16 @@ def test_what_the_builder_refuses_of_a_routing(change: dict, message: str) -> No
     for width, rows in ((8, "step"), (6, "step"), (6, "logit")):
         plan.add_buffer(width, rows, False)
     plan.add_vector(np.ones(7, np.float32))
-    right = {"out": 1, "x": 0, "top_k": 3, "scoring": "softmax", "normalised": True, "factor": 1.0, "groups": (4, 2), "bias": -1}
+    right = {
+        "out": 1,
+        "x": 0,
+        "top_k": 3,
+        "scoring": "softmax",
+        "normalised": True,
+        "factor": 1.0,
+        "groups": (4, 2),
+        "bias": -1,
+    }
     plan.route(*right.values())
     with pytest.raises(ValueError, match=message):
         plan.route(*(right | change).values())
@@ -348,7 +453,10 @@ def test_a_model_with_experts(model: tuple[ModelSpec, Tensors], isa: str) -> Non
     spec, tensors = model
     program, kv = trace_model(spec, tensors), KvConfig((BLOCKS,), 32, "f32")
     truth = reference.compile(program, tensors, kv, 1)
-    fused, plain = (cpu.CpuExecutable(program, tensors, kv, 2, isa, lower=lower) for lower in (cpu.lower, cpu.sized))
+    fused, plain = (
+        cpu.CpuExecutable(program, tensors, kv, 2, isa, lower=lower)
+        for lower in (cpu.lower, cpu.sized)
+    )
     rows, logit_rows = 0, 0
     for batch in random_steps(np.random.default_rng(2), spec.vocab_size, trees=True):
         batch = batch._replace(logit_rows=batch.logit_rows[::3], seq_of=batch.seq_of[::3])
@@ -362,12 +470,14 @@ def test_a_model_with_experts(model: tuple[ModelSpec, Tensors], isa: str) -> Non
 
 def test_an_engine_says_how_many_rows_went_to_each_expert(model: tuple[ModelSpec, Tensors]) -> None:
     """And gives each request the tokens that it has alone."""
-    requests = [([1 + i % 50 for i in range(n)], SamplingParams(max_tokens=9, seed=n)) for n in (3, 40, 17)]
+    requests = [
+        ([1 + i % 50 for i in range(n)], SamplingParams(max_tokens=9, seed=n)) for n in (3, 40, 17)
+    ]
     alone = [run_all(tiny_engine(model, "cpu"), [request])[0] for request in requests]
     engine = tiny_engine(model, "cpu", slots=512, max_num_batched_tokens=16, threads=2)
-    assert [[output.token_ids for output in result.outputs] for result in run_all(engine, requests)] == [
-        [output.token_ids for output in result.outputs] for result in alone
-    ]
+    assert [
+        [output.token_ids for output in result.outputs] for result in run_all(engine, requests)
+    ] == [[output.token_ids for output in result.outputs] for result in alone]
     stats = engine.stats()
     loads = np.array(stats.expert_loads)
     assert loads.shape == (2, 6) and loads[0].sum() == 2 * stats.rows >= loads[1].sum() > 0

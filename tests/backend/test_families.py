@@ -1,4 +1,6 @@
-"""Ops of other families than Llama, each alone on the cpu backend against the reference, for every instruction set of this machine."""
+"""Ops of other families than Llama, each alone on the cpu backend against the reference, for every
+instruction set of this machine.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,29 +24,63 @@ from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
 
 ISAS = _native.isas()
-ACTIVATIONS: list[ops.Activation] = [name for name in get_args(ops.Activation) if name != "clamped_swiglu"]
+ACTIVATIONS: list[ops.Activation] = [
+    name for name in get_args(ops.Activation) if name != "clamped_swiglu"
+]
 KV = KvConfig((), 32, "f32")
-SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 0.5, -0.5, 3.0, -3.0, 7.5, -7.5, 12.0, -12.0, 30.0, -30.0, 1e4, -1e4, 1e18, -1e18]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-30,
+    -1e-30,
+    0.5,
+    -0.5,
+    3.0,
+    -3.0,
+    7.5,
+    -7.5,
+    12.0,
+    -12.0,
+    30.0,
+    -30.0,
+    1e4,
+    -1e4,
+    1e18,
+    -1e18,
+]
 NOT_FINITE = [np.float32(x) for x in (np.nan, -np.nan, np.inf, -np.inf)]
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, StoredTensor]
 
 
-def run(program: Program, tensors: Tensors, x: Floats, isa: str, threads: int = 1) -> tuple[Floats, Floats, Floats]:
-    """Logits by the reference, by the fused and by the unfused program on `cpu`, of a prompt with these input rows."""
+def run(
+    program: Program, tensors: Tensors, x: Floats, isa: str, threads: int = 1
+) -> tuple[Floats, Floats, Floats]:
+    """Logits by the reference, by the fused and by the unfused program on `cpu`, of a prompt with
+    these input rows.
+    """
     sequence = Sequence([*range(len(x) // 32 + 1)], 32)
     batch = batch_of([sequence], [[0] * len(x)], [([], [])], trees=False)._replace(kv=(), inputs=x)
     truth = reference.compile(program, tensors, KV, 1)
-    fused, plain = (cpu.CpuExecutable(program, tensors, KV, threads, isa, lower=lower) for lower in (cpu.lower, cpu.sized))
+    fused, plain = (
+        cpu.CpuExecutable(program, tensors, KV, threads, isa, lower=lower)
+        for lower in (cpu.lower, cpu.sized)
+    )
     with np.errstate(all="ignore"):
-        want, got, same = (forward(executable, batch).logits.copy() for executable in (truth, fused, plain))
+        want, got, same = (
+            forward(executable, batch).logits.copy() for executable in (truth, fused, plain)
+        )
     return want, got, same
 
 
-def alone(op: Callable[[Tracer, Value], Value], x: Floats, isa: str, tensors: Tensors | None = None) -> tuple[Floats, Floats]:
+def alone(
+    op: Callable[[Tracer, Value], Value], x: Floats, isa: str, tensors: Tensors | None = None
+) -> tuple[Floats, Floats]:
     """What one op makes of input rows, by the reference and by `cpu`."""
-    want, got, same = run(trace(lambda g: op(g, g.input(x.shape[1])), tensors or {}), tensors or {}, x, isa)
+    want, got, same = run(
+        trace(lambda g: op(g, g.input(x.shape[1])), tensors or {}), tensors or {}, x, isa
+    )
     assert np.array_equal(got, same, equal_nan=True)
     return want, got
 
@@ -65,7 +101,17 @@ def vector(name: str, size: int, seed: int) -> StoredTensor:
     shift=st.sampled_from([0.0, 100.0]),
     seed=st.integers(0, 99),
 )
-def test_a_norm(isa: str, kind: Any, size: int, groups: int, whole: bool, bias: str | None, packs: bool, shift: float, seed: int) -> None:
+def test_a_norm(
+    isa: str,
+    kind: Any,
+    size: int,
+    groups: int,
+    whole: bool,
+    bias: str | None,
+    packs: bool,
+    shift: float,
+    seed: int,
+) -> None:
     """With LayerNorm the mean may be much larger than what differs from it."""
     width = size * groups
     sizes = {"w": width if whole else size, "b": width if bias == "whole" else size}
@@ -73,12 +119,21 @@ def test_a_norm(isa: str, kind: Any, size: int, groups: int, whole: bool, bias: 
     tensors["o"] = random_stored("F32", 20, width, 3, "o", 1.0)
 
     def op(g: Tracer, x: Value) -> Value:
-        y = g.norm(x, g.vector("w", sizes["w"]), 1e-5, kind, bias=g.vector("b", sizes["b"]) if bias else None, size=size)
+        y = g.norm(
+            x,
+            g.vector("w", sizes["w"]),
+            1e-5,
+            kind,
+            bias=g.vector("b", sizes["b"]) if bias else None,
+            size=size,
+        )
         return g.linear(y, g.weight("o", 20, width)) if packs else y
 
     x = (shift + np.random.default_rng(seed).standard_normal((5, width))).astype(np.float32)
     want, got = alone(op, x, isa, tensors)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5 * (1 + shift) * max(1.0, np.abs(want).max()))
+    np.testing.assert_allclose(
+        got, want, rtol=1e-4, atol=2e-5 * (1 + shift) * max(1.0, np.abs(want).max())
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -90,26 +145,34 @@ def test_a_row_that_is_not_finite_in_a_norm(isa: str, kind: Any, size: int) -> N
     x = np.random.default_rng(1).standard_normal((3, 2 * size)).astype(np.float32)
 
     def normed(x: Floats) -> Floats:
-        return alone(lambda g, y: g.norm(y, g.vector("w", size), 1e-5, kind, size=size), x, isa, tensors)[1]
+        return alone(
+            lambda g, y: g.norm(y, g.vector("w", size), 1e-5, kind, size=size), x, isa, tensors
+        )[1]
 
     good = normed(x)
     for bad in (*NOT_FINITE, np.float32(1e30), np.float32(3e38)):
         x[1, size // 2] = bad
         got = normed(x)
         assert not np.isfinite(got[1, :size]).any()
-        assert np.array_equal(got[[0, 2]], good[[0, 2]]) and np.array_equal(got[1, size:], good[1, size:])
+        assert np.array_equal(got[[0, 2]], good[[0, 2]]) and np.array_equal(
+            got[1, size:], good[1, size:]
+        )
 
 
 def spread(cols: int) -> Floats:
     """Rows of numbers of all sizes."""
-    numbers = np.concatenate([SPECIAL, np.linspace(-15, 15, 6001), np.random.default_rng(0).standard_normal(999)])
+    numbers = np.concatenate(
+        [SPECIAL, np.linspace(-15, 15, 6001), np.random.default_rng(0).standard_normal(999)]
+    )
     return np.resize(numbers, (len(numbers) // cols + 1, cols)).astype(np.float32)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_activation(isa: str, activation: ops.Activation) -> None:
-    """To a millionth of the result and, far below 0, where that is of no account, a little less; silu takes a cheaper exponential."""
+    """To a millionth of the result and, far below 0, where that is of no account, a little less;
+    silu takes a cheaper exponential.
+    """
     x = spread(37)
     want, got = alone(lambda g, y: g.activate(y, activation), x, isa)
     far = {"silu": 1e-5, "gelu": 2e-6, "gelu_tanh": 2e-5, "relu": 0}[activation]
@@ -128,7 +191,10 @@ def test_a_gate(isa: str, activation: ops.Activation) -> None:
         return g.glu(*halves, activation)
 
     eye = np.eye(34, dtype=np.float32)
-    tensors = {name: StoredTensor.from_floats(name, part) for name, part in (("first", eye[:17]), ("last", eye[17:]))}
+    tensors = {
+        name: StoredTensor.from_floats(name, part)
+        for name, part in (("first", eye[:17]), ("last", eye[17:]))
+    }
     x[np.abs(x) > 1e17] = 2.0
     want, got = alone(op, x, isa, tensors)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-20)
@@ -138,14 +204,21 @@ def test_a_gate(isa: str, activation: ops.Activation) -> None:
 @pytest.mark.parametrize("activation", get_args(ops.Activation))
 def test_what_is_not_finite_stays_so(isa: str, activation: ops.Activation) -> None:
     plan = _native.Plan(isa, 1)
-    numbers = np.array([[*NOT_FINITE, *[1.0] * 6, -2.0, *NOT_FINITE], [*[2.0] * 10, 0.0, *NOT_FINITE]], np.float32)
+    numbers = np.array(
+        [[*NOT_FINITE, *[1.0] * 6, -2.0, *NOT_FINITE], [*[2.0] * 10, 0.0, *NOT_FINITE]], np.float32
+    )
     x, y = (plan.add_buffer(15, "step", False) for _ in range(2))
     for buffer, values in ((x, numbers), (y, numbers[::-1].copy())):
         plan.embed(buffer, plan.add_weight("F32", 2, 15, values.view(np.uint8).reshape(-1), None))
     plan.glu(y, x, y, activation)
     if activation != "clamped_swiglu":
         plan.activate(x, x, activation)
-    plan.run(*(np.array(ints, np.int32) for ints in ([0, 1], [0, 1], [0, 2], [0], [2])), (), None, np.zeros(0, np.int32))
+    plan.run(
+        *(np.array(ints, np.int32) for ints in ([0, 1], [0, 1], [0, 2], [0], [2])),
+        (),
+        None,
+        np.zeros(0, np.int32),
+    )
     bad = ~np.isfinite(numbers)
     assert np.array_equal(~np.isfinite(plan.floats(y, 2)), bad | bad[::-1])
     if activation != "clamped_swiglu":
@@ -168,12 +241,24 @@ def test_scale_and_gated_rows(isa: str) -> None:
     tensors = {"g": random_stored("F32", 1, 33, 0, "g", 1.0)}
     want, got = alone(lambda g, y: g.scale(y, 0.37), x, isa)
     np.testing.assert_allclose(got, want, rtol=1e-6)
-    want, got = alone(lambda g, y: g.gate_rows(g.scale(y, 2.0), g.linear(y, g.weight("g", 1, 33))), x, isa, tensors)
+    want, got = alone(
+        lambda g, y: g.gate_rows(g.scale(y, 2.0), g.linear(y, g.weight("g", 1, 33))),
+        x,
+        isa,
+        tensors,
+    )
     np.testing.assert_allclose(got, want, rtol=1e-4)
     for bad in NOT_FINITE:
         x[3, 3] = bad
-        spoilt = alone(lambda g, y: g.gate_rows(g.scale(y, 2.0), g.linear(y, g.weight("g", 1, 33))), x, isa, tensors)[1]
-        assert not np.isfinite(spoilt[3]).any() and np.array_equal(np.delete(spoilt, 3, 0), np.delete(got, 3, 0))
+        spoilt = alone(
+            lambda g, y: g.gate_rows(g.scale(y, 2.0), g.linear(y, g.weight("g", 1, 33))),
+            x,
+            isa,
+            tensors,
+        )[1]
+        assert not np.isfinite(spoilt[3]).any() and np.array_equal(
+            np.delete(spoilt, 3, 0), np.delete(got, 3, 0)
+        )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -182,7 +267,9 @@ def test_learned_positions(isa: str, format: str) -> None:
     """A position beyond the last has the embedding of that."""
     tensors = {"p": random_stored(format, 9, 64, 0, "p", 1.0)}
     x = np.random.default_rng(0).standard_normal((13, 64)).astype(np.float32)
-    want, got = alone(lambda g, y: g.add(y, g.embed_position(g.weight("p", 9, 64))), x, isa, tensors)
+    want, got = alone(
+        lambda g, y: g.add(y, g.embed_position(g.weight("p", 9, 64))), x, isa, tensors
+    )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got[9:] - x[9:], np.broadcast_to(got[8] - x[8], (4, 64)), atol=1e-6)
 
@@ -191,27 +278,52 @@ def test_learned_positions(isa: str, format: str) -> None:
 @pytest.mark.parametrize("format", ["F32", "Q4_0", "I8_ROW"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_mlp_without_gate(isa: str, format: str, activation: ops.Activation) -> None:
-    """Of two linear ops with an activation between: fused they give the same bits, with threads or without, whatever rows stand beside."""
+    """Of two linear ops with an activation between: fused they give the same bits, with threads or
+    without, whatever rows stand beside.
+    """
     shapes = {"up": (96, 64), "down": (64, 96)}
-    tensors = {name: random_stored(format, *shape, i, name) for i, (name, shape) in enumerate(shapes.items())}
-    tensors |= {f"{name}.bias": vector(f"{name}.bias", shape[0], 7) for name, shape in shapes.items()}
+    tensors = {
+        name: random_stored(format, *shape, i, name)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    tensors |= {
+        f"{name}.bias": vector(f"{name}.bias", shape[0], 7) for name, shape in shapes.items()
+    }
 
     def mlp(g: Tracer) -> Value:
         x = g.input(64)
         up = g.linear(x, g.weight("up", 96, 64), g.vector("up.bias", 96))
-        return g.add(x, g.linear(g.activate(up, activation), g.weight("down", 64, 96), g.vector("down.bias", 64)))
+        return g.add(
+            x,
+            g.linear(
+                g.activate(up, activation), g.weight("down", 64, 96), g.vector("down.bias", 64)
+            ),
+        )
 
     program = trace(mlp, tensors)
-    assert [type(op) for op in cpu.lower(program, tensors).ops] == [ops.Input, ops.LinearActivate, ops.LinearAdd]
+    assert [type(op) for op in cpu.lower(program, tensors).ops] == [
+        ops.Input,
+        ops.LinearActivate,
+        ops.LinearAdd,
+    ]
     x = np.random.default_rng(0).standard_normal((21, 64)).astype(np.float32)
     want, got, same = run(program, tensors, x, isa)
-    assert np.array_equal(got, same) and np.array_equal(got, run(program, tensors, x, isa, threads=2)[1])
+    assert np.array_equal(got, same) and np.array_equal(
+        got, run(program, tensors, x, isa, threads=2)[1]
+    )
     assert np.linalg.norm(got - want) <= (1e-5 if format == "F32" else 0.02) * np.linalg.norm(want)
     assert np.array_equal(got[4:9], run(program, tensors, x[4:9], isa)[1])
 
 
 def test_every_new_op_has_a_kernel() -> None:
-    assert {ops.EmbedPosition, ops.LinearActivate, ops.Scale, ops.SoftCap, mixture.GateRows, ops.Activate} <= set(LOWER)
+    assert {
+        ops.EmbedPosition,
+        ops.LinearActivate,
+        ops.Scale,
+        ops.SoftCap,
+        mixture.GateRows,
+        ops.Activate,
+    } <= set(LOWER)
 
 
 @pytest.mark.parametrize(("call", "arguments", "message"), [
@@ -235,7 +347,12 @@ def test_every_new_op_has_a_kernel() -> None:
 ])  # fmt: skip
 def test_what_a_builder_refuses(call: str, arguments: tuple[Any, ...], message: str) -> None:
     plan = _native.Plan("", 1)
-    for width, rows, packed in ((32, "step", False), (16, "step", False), (32, "step", True), (32, "logit", False)):
+    for width, rows, packed in (
+        (32, "step", False),
+        (16, "step", False),
+        (32, "step", True),
+        (32, "logit", False),
+    ):
         plan.add_buffer(width, rows, packed)
     plan.add_weight("F32", 32, 32, np.zeros(4096, np.uint8), None)
     for size in (32, 8):

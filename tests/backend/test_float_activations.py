@@ -1,4 +1,6 @@
-"""Quantised weights times activations in float32, in every instruction set of this machine and every format that has them."""
+"""Quantised weights times activations in float32, in every instruction set of this machine and
+every format that has them.
+"""
 
 from functools import partial
 from operator import sub
@@ -26,7 +28,11 @@ Array = NDArray[Any]
 
 
 def stored(name: str, rows: int, cols: int, seed: int) -> StoredTensor:
-    return random_stored(name, rows, cols, seed) if name in FORMATS else random_table(name, rows, cols, seed)
+    return (
+        random_stored(name, rows, cols, seed)
+        if name in FORMATS
+        else random_table(name, rows, cols, seed)
+    )
 
 
 product = partial(table_product, float_activations=True)
@@ -35,16 +41,24 @@ product = partial(table_product, float_activations=True)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", [*GROUPED, *KINDS])
 def test_products_are_those_of_floats(isa: str, name: str) -> None:
-    for seed, (num_rows, rows, offset) in enumerate(((1, 17, False), (7, 40, True), (20, 16, False))):
+    for seed, (num_rows, rows, offset) in enumerate(
+        ((1, 17, False), (7, 40, True), (20, 16, False))
+    ):
         x = np.random.default_rng(seed).standard_normal((num_rows, 512)).astype(np.float32)
         weight = stored(name, rows, 512, seed)
         values = weight.dequantise().astype(np.float64)
         error = np.abs(product(isa, weight, x, offset) - x @ values.T)
-        assert np.all(error <= 4e-6 * (np.abs(x) @ np.abs(values).T) + 1e-6 * np.abs(x).sum(axis=1, keepdims=True))
+        assert np.all(
+            error
+            <= 4e-6 * (np.abs(x) @ np.abs(values).T) + 1e-6 * np.abs(x).sum(axis=1, keepdims=True)
+        )
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "IQ1_M", "IQ3_S", "IQ4_XS", "int3-point", "nf4", "e5m2-row"])
+@pytest.mark.parametrize(
+    "name",
+    ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "IQ1_M", "IQ3_S", "IQ4_XS", "int3-point", "nf4", "e5m2-row"],
+)
 def test_a_row_does_not_depend_on_its_neighbours(isa: str, name: str) -> None:
     x = np.random.default_rng(1).standard_normal((37, 256)).astype(np.float32)
     weight = stored(name, 50, 256, 2)
@@ -59,7 +73,9 @@ def test_a_model_is_nearer_to_the_truth(format: str) -> None:
     spec, tensors = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61, format=format)
     program = trace_model(spec, tensors)
     kv = KvConfig((4,), dtype="f32")
-    batch = batch_of([Sequence(list(range(4)), kv.block_size)], [list(range(40))], [([], [])], False)
+    batch = batch_of(
+        [Sequence(list(range(4)), kv.block_size)], [list(range(40))], [([], [])], False
+    )
     truth = forward(compile_program("reference", program, tensors, kv, 1), batch).logits
     assert truth is not None
     errors = {}
@@ -74,7 +90,11 @@ def test_int8_by_row_stays_as_it_is() -> None:
     weight = random_stored("I8_ROW", 32, 64, 0)
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     values = weight.dequantise().astype(np.float64)
-    assert 1e-4 < np.abs(product("", weight, x) - x @ values.T).max() < 0.05 * np.abs(x @ values.T).max()
+    assert (
+        1e-4
+        < np.abs(product("", weight, x) - x @ values.T).max()
+        < 0.05 * np.abs(x @ values.T).max()
+    )
 
 
 def test_activations_in_float32_are_nearer_to_the_truth(write_gguf: Any) -> None:  # noqa: F811
@@ -82,10 +102,15 @@ def test_activations_in_float32_are_nearer_to_the_truth(write_gguf: Any) -> None
 
     def logprobs(**options: Any) -> list[float]:
         with LLM(model, max_model_len=64, kv_dtype="f32", **options) as llm:
-            (result,) = llm.generate("hello w", SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+            (result,) = llm.generate(
+                "hello w", SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+            )
             assert result.prompt_logprobs
             return [next(iter(found.values())).logprob for found in result.prompt_logprobs if found]
 
     truth = logprobs(backend="reference")
-    errors = {activations: max(map(abs, map(sub, truth, logprobs(activations=activations)))) for activations in ("int8", "f32")}
+    errors = {
+        activations: max(map(abs, map(sub, truth, logprobs(activations=activations))))
+        for activations in ("int8", "f32")
+    }
     assert errors["f32"] < errors["int8"] / 10

@@ -1,4 +1,6 @@
-"""Ops by heads on the cpu backend, held to the reference: linear ops with a matrix for each head, and heads that are put together."""
+"""Ops by heads on the cpu backend, held to the reference: linear ops with a matrix for each head,
+and heads that are put together.
+"""
 
 from typing import Any
 
@@ -20,11 +22,16 @@ TOLERANCE = {"F32": 1e-5, "F16": 1e-5, "BF16": 0.01}
 
 
 def head_tensors(format: str, num_heads: int, rows: int, cols: int) -> Tensors:
-    return {f"w.{head}": random_stored(format, rows, cols, head, f"w.{head}", cols**-0.5) for head in range(num_heads)}
+    return {
+        f"w.{head}": random_stored(format, rows, cols, head, f"w.{head}", cols**-0.5)
+        for head in range(num_heads)
+    }
 
 
 def head_linear(tensors: Tensors, g: Tracer, x: Value) -> Value:
-    return g.head_linear(x, tuple(g.weight(name, tensor.rows, tensor.cols) for name, tensor in tensors.items()))
+    return g.head_linear(
+        x, tuple(g.weight(name, tensor.rows, tensor.cols) for name, tensor in tensors.items())
+    )
 
 
 def random_rows(num_rows: int, width: int) -> Floats:
@@ -41,10 +48,15 @@ def random_rows(num_rows: int, width: int) -> Floats:
     num_rows=st.sampled_from([1, 3, 17, 150]),
     is_shared=st.booleans(),
 )
-def test_a_linear_op_by_heads(isa: str, format: str, num_heads: int, rows: int, cols: int, num_rows: int, is_shared: bool) -> None:
+def test_a_linear_op_by_heads(
+    isa: str, format: str, num_heads: int, rows: int, cols: int, num_rows: int, is_shared: bool
+) -> None:
     """The bits of a row do not depend on the rows beside it, nor on the threads."""
     cols = 256 if FORMATS[format].block == 256 else cols
-    tensors, x = head_tensors(format, num_heads, rows, cols), random_rows(num_rows, cols if is_shared else num_heads * cols)
+    tensors, x = (
+        head_tensors(format, num_heads, rows, cols),
+        random_rows(num_rows, cols if is_shared else num_heads * cols),
+    )
     program = trace(lambda g: head_linear(tensors, g, g.input(x.shape[1])), tensors)
     want, got, _ = run(program, tensors, x, isa)
     assert np.linalg.norm(got - want) <= TOLERANCE.get(format, 0.05) * np.linalg.norm(want)
@@ -64,27 +76,40 @@ def test_what_is_not_finite_stays_in_its_row_and_head(isa: str, format: str) -> 
         spoilt[3, 20:40] = good[3, 20:40]
         assert np.array_equal(spoilt, good)
         x[3, 32 + i] = 1.0
-        good[3, 20:40] = alone(lambda g, y: head_linear(tensors, g, y), x, isa, tensors)[1][3, 20:40]
+        good[3, 20:40] = alone(lambda g, y: head_linear(tensors, g, y), x, isa, tensors)[1][
+            3, 20:40
+        ]
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("x_heads", "y_heads"), [(4, 4), (4, 1), (1, 4), (1, 1)])
 def test_heads_are_put_together(isa: str, x_heads: int, y_heads: int) -> None:
     """Bit by bit, whatever the numbers are, and into packed rows too."""
-    tensors = {name: random_stored("F32", rows, 24, rows, name, 1.0) for name, rows in (("x", 6 * x_heads), ("y", 3 * y_heads))}
+    tensors = {
+        name: random_stored("F32", rows, 24, rows, name, 1.0)
+        for name, rows in (("x", 6 * x_heads), ("y", 3 * y_heads))
+    }
     tensors["w"] = random_stored("F32", 5, 36, 0, "w", 1.0)
     rows = random_rows(19, 24)
     rows[7] = np.resize(NOT_FINITE, 24)
 
     def parts(g: Tracer, x: Value) -> tuple[Value, Value]:
-        return g.linear(x, g.weight("x", 6 * x_heads, 24)), g.linear(x, g.weight("y", 3 * y_heads, 24))
+        return g.linear(x, g.weight("x", 6 * x_heads, 24)), g.linear(
+            x, g.weight("y", 3 * y_heads, 24)
+        )
 
-    first, second = (alone(lambda g, x, i=i: parts(g, x)[i], rows, isa, tensors)[1].reshape(19, -1, n) for i, n in ((0, 6), (1, 3)))
+    first, second = (
+        alone(lambda g, x, i=i: parts(g, x)[i], rows, isa, tensors)[1].reshape(19, -1, n)
+        for i, n in ((0, 6), (1, 3))
+    )
     each = [np.broadcast_to(part, (19, 4, part.shape[2])) for part in (first, second)]
     got = alone(lambda g, x: g.concat_heads(*parts(g, x), 4, 6, 3), rows, isa, tensors)[1]
     assert np.array_equal(got, np.concatenate(each, axis=2).reshape(19, 36), equal_nan=True)
     want, packed = alone(
-        lambda g, x: g.linear(g.concat_heads(*parts(g, x), 4, 6, 3), g.weight("w", 5, 36)), np.delete(rows, 7, 0), isa, tensors
+        lambda g, x: g.linear(g.concat_heads(*parts(g, x), 4, 6, 3), g.weight("w", 5, 36)),
+        np.delete(rows, 7, 0),
+        isa,
+        tensors,
     )
     np.testing.assert_allclose(packed, want, rtol=1e-4, atol=1e-4)
 

@@ -1,4 +1,6 @@
-"""Whatever a plan is told to do, and whatever batch it is given, Python gets an exception or an answer, and the process goes on."""
+"""Whatever a plan is told to do, and whatever batch it is given, Python gets an exception or an
+answer, and the process goes on.
+"""
 
 import os
 import random
@@ -42,7 +44,9 @@ def test_most_calls_are_nearly_right() -> None:
         assert any(attempt(getattr(plan, name), *arguments(rng)) for _ in range(300)), name
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(0, 32), (-1, 32), (32, 0), (32, -32), (2**31 - 1, 2**31 - 32), (64, 32)])
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(0, 32), (-1, 32), (32, 0), (32, -32), (2**31 - 1, 2**31 - 32), (64, 32)]
+)
 def test_a_weight_has_the_shape_of_its_bytes(rows: int, cols: int) -> None:
     plan, codes = _native.Plan("", 1), np.zeros(32 * 34, np.uint8)
     assert not attempt(plan.add_weight, "Q8_0", rows, cols, codes, None)
@@ -56,7 +60,14 @@ def test_a_second_caller_gets_an_error() -> None:
     out, num_rows = plan.add_buffer(4096, "step", False), 20_000
     plan.embed(out, plan.add_weight("F32", 1, 4096, np.ones(4096, np.float32).view(np.uint8), None))
     tokens, positions = np.zeros(num_rows, np.int32), np.arange(num_rows, dtype=np.int32)
-    batch = (tokens, positions, *(np.array(one, np.int32) for one in ([0, num_rows], [0], [num_rows])), (), None, np.zeros(0, np.int32))
+    batch = (
+        tokens,
+        positions,
+        *(np.array(one, np.int32) for one in ([0, num_rows], [0], [num_rows])),
+        (),
+        None,
+        np.zeros(0, np.int32),
+    )
     expected = {
         "the plan is at work in another thread: one at a time",
         "the plan is at work in another thread, and cannot be read or changed meanwhile",
@@ -103,7 +114,9 @@ def test_threads_that_cannot_be_started() -> None:
 def limited(code: str) -> list[str]:
     """What a program prints whose memory is limited; a sanitizer's own would not fit."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.split()
 
@@ -155,12 +168,17 @@ print(int(before.min()), int(before.max()), int(plan.floats(rows, 3).sum()) == 3
 
 
 def test_no_memory_in_a_thread_or_for_the_buffers() -> None:
-    """Python gets the exception, and the plan goes on once there is memory; views of the old buffers stay."""
+    """Python gets the exception, and the plan goes on once there is memory; views of the old
+    buffers stay.
+    """
     assert limited(NO_MEMORY) == ["worker", "growth", "none", "1", "1", "True"]
 
 
 def one_row(*tokens: int) -> tuple[Any, ...]:
-    arrays = (np.array(values, np.int32) for values in (tokens, range(len(tokens)), [0, len(tokens)], [0], [len(tokens)]))
+    arrays = (
+        np.array(values, np.int32)
+        for values in (tokens, range(len(tokens)), [0, len(tokens)], [0], [len(tokens)])
+    )
     return *arrays, (), None, np.zeros(0, np.int32)
 
 
@@ -178,14 +196,20 @@ def test_ops_that_come_after_a_run() -> None:
     assert plan.floats(out, 1).tolist() == [[32.0] * 32]
     quantised = plan.add_weight("Q8_0", 32, 32, np.zeros(32 * 34, np.uint8), None)
     plan.run(*one_row(0))
-    assert not attempt(plan.linear, rows, packed, quantised, 5, -1, False)  # refused for its bias, but it has asked for int8 rows
+    assert not attempt(
+        plan.linear, rows, packed, quantised, 5, -1, False
+    )  # refused for its bias, but it has asked for int8 rows
     plan.run(*one_row(0))
 
 
 def test_a_step_of_very_many_rows() -> None:
     """The product of its blocks and of its items is more than an int holds."""
     plan, num_rows = _native.Plan("portable", 1), 600_000
-    rows, packed, out = plan.add_buffer(1, "step", False), plan.add_buffer(1, "step", True), plan.add_buffer(1, "step", False)
+    rows, packed, out = (
+        plan.add_buffer(1, "step", False),
+        plan.add_buffer(1, "step", True),
+        plan.add_buffer(1, "step", False),
+    )
     weight = plan.add_weight("F32", 1, 1, np.ones(1, np.float32).view(np.uint8), None)
     plan.embed(rows, weight)
     plan.pack(packed, rows)
@@ -217,8 +241,12 @@ def test_measurements_that_overflow() -> None:
         with pytest.raises(ValueError):
             function(*arguments)
     for n in (-1, 0, 2**31 - 1):
-        assert not attempt(_native.vector_bytes, n) and not attempt(_native.kv_block_bytes, "f32", n, 16)
-        assert not attempt(_native.packed_bytes, "F32", n, 32) and not attempt(_native.packed_bytes, "F32", 32, n)
+        assert not attempt(_native.vector_bytes, n) and not attempt(
+            _native.kv_block_bytes, "f32", n, 16
+        )
+        assert not attempt(_native.packed_bytes, "F32", n, 32) and not attempt(
+            _native.packed_bytes, "F32", 32, n
+        )
 
 
 def test_a_weight_that_is_refused_takes_no_memory() -> None:
@@ -236,7 +264,9 @@ def test_an_object_is_made_once() -> None:
 
 
 def test_arrays_that_another_thread_changes() -> None:
-    """What a step was checked with is what it runs with; token 2^30 would be far outside the weight."""
+    """What a step was checked with is what it runs with; token 2^30 would be far outside the
+    weight.
+    """
     plan = _native.Plan("", 2)
     out = plan.add_buffer(64, "step", False)
     plan.embed(out, plan.add_weight("F32", 1, 64, np.ones(64, np.float32).view(np.uint8), None))
@@ -263,7 +293,11 @@ def test_arrays_that_another_thread_changes() -> None:
 
 def test_weights_are_packed_without_pythons_lock() -> None:
     """Another thread goes on meanwhile, and gets an error from the plan."""
-    plan, codes, scales = _native.Plan("", 1), np.zeros(1 << 24, np.uint8), np.ones(1 << 12, np.float32)
+    plan, codes, scales = (
+        _native.Plan("", 1),
+        np.zeros(1 << 24, np.uint8),
+        np.ones(1 << 12, np.float32),
+    )
     until, errors = time.monotonic() + 60, set()
 
     def look() -> None:
@@ -279,4 +313,6 @@ def test_weights_are_packed_without_pythons_lock() -> None:
         plan = _native.Plan("", 1)
         plan.add_weight("I8_ROW", 1 << 12, 1 << 12, codes, None, scales)
     other.join()
-    assert errors == {"the plan is at work in another thread, and cannot be read or changed meanwhile"}
+    assert errors == {
+        "the plan is at work in another thread, and cannot be read or changed meanwhile"
+    }

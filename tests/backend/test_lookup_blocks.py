@@ -1,4 +1,6 @@
-"""Blocks of GGUF files as kernels read them, of whatever bytes, against their meaning in NumPy (`quant/gguf_blocks.py`)."""
+"""Blocks of GGUF files as kernels read them, of whatever bytes, against their meaning in NumPy
+(`quant/gguf_blocks.py`).
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -20,8 +22,13 @@ ISAS = _native.isas()
 TABLES = [name for name, form in FORMATS.items() if form.table_rows]
 LOOKUPS = [name for name, form in FORMATS.items() if form.integers]
 GRIDS = [name for name in LOOKUPS if name != "IQ4_XS"]
-HALF_SCALED = [name for name, form in FORMATS.items() if form.block > 1 and len(form.parts) == 1 and name not in ("MXFP4", "NVFP4")]
-"""Blocks whose scale may be infinite or NaN: powers of two and e4m3 have none, as ggml reads them."""
+HALF_SCALED = [
+    name
+    for name, form in FORMATS.items()
+    if form.block > 1 and len(form.parts) == 1 and name not in ("MXFP4", "NVFP4")
+]
+"""Blocks whose scale may be infinite or NaN: powers of two and e4m3 have none, as ggml reads them.
+"""
 SCALE = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}
 """Where the float16 scale of a block lies, if not in front of it."""
 Array = NDArray[Any]
@@ -39,13 +46,23 @@ def embedded(stored: StoredTensor) -> Array:
 
 def any_blocks(name: str, rows: int, blocks: int, seed: int, permuted: bool) -> StoredTensor:
     form, rng = FORMATS[name], np.random.default_rng(seed)
-    stored = StoredTensor.from_bytes("w", form, (rows, blocks * form.block), rng.integers(0, 256, rows * blocks * form.nbytes, np.uint8))
+    stored = StoredTensor.from_bytes(
+        "w",
+        form,
+        (rows, blocks * form.block),
+        rng.integers(0, 256, rows * blocks * form.nbytes, np.uint8),
+    )
     return replace(stored, row_order=rng.permutation(rows) if permuted else None)
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, 40), blocks=st.integers(1, 3), seed=st.integers(0, 2**16), permuted=st.booleans())
+@given(
+    rows=st.integers(1, 40),
+    blocks=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+    permuted=st.booleans(),
+)
 def test_every_value_is_exact(name: str, rows: int, blocks: int, seed: int, permuted: bool) -> None:
     stored = any_blocks(name, rows, blocks, seed, permuted)
     with np.errstate(invalid="ignore"):
@@ -54,15 +71,26 @@ def test_every_value_is_exact(name: str, rows: int, blocks: int, seed: int, perm
 
 @pytest.mark.parametrize("name", TABLES)
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, 40), blocks=st.integers(1, 3), seed=st.integers(0, 2**16), permuted=st.booleans())
-def test_tables_are_those_of_the_reference(name: str, rows: int, blocks: int, seed: int, permuted: bool) -> None:
-    """A matrix that is packed from its blocks is the one that is packed from the codes and scales that they are."""
+@given(
+    rows=st.integers(1, 40),
+    blocks=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+    permuted=st.booleans(),
+)
+def test_tables_are_those_of_the_reference(
+    name: str, rows: int, blocks: int, seed: int, permuted: bool
+) -> None:
+    """A matrix that is packed from its blocks is the one that is packed from the codes and scales
+    that they are.
+    """
     stored = any_blocks(name, rows, blocks, seed, permuted)
     form = stored.format
     assert form.spec and form.table_rows
     by_rows = replace(stored, format=table_format(name, form.spec, form.parts, form.table_rows))
     assert packed_bytes(stored) == packed_bytes(by_rows)
-    np.testing.assert_array_equal(embedded(stored).view(np.uint32), embedded(by_rows).view(np.uint32))
+    np.testing.assert_array_equal(
+        embedded(stored).view(np.uint32), embedded(by_rows).view(np.uint32)
+    )
     if form.spec.group == 16:  # every scale there is
         codes = np.arange(256, dtype=np.uint8).repeat(9).reshape(64, 1, 36)
         scales = StoredTensor("w", form, (64, 64), {"codes": codes})
@@ -73,7 +101,9 @@ def test_tables_are_those_of_the_reference(name: str, rows: int, blocks: int, se
 @pytest.mark.parametrize("name", HALF_SCALED)
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00, 0xFFFF])
 def test_a_scale_that_is_not_finite(isa: str, name: str, bits: int) -> None:
-    """Its row of the matrix gives nothing that is finite, and other rows what they do without it."""
+    """Its row of the matrix gives nothing that is finite, and other rows what they do without
+    it.
+    """
     cols = 512
     good = random_stored(name, 33, cols, 0)
     codes = good.parts["codes"].copy()
@@ -102,7 +132,9 @@ def test_resident_bytes_are_those_of_the_file(name: str) -> None:
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_gate_and_up_lie_in_turns(isa: str, name: str) -> None:
     gate, up = random_stored(name, 40, 512, 1), random_stored(name, 40, 512, 2)
-    assert np.array_equal(*(gated_unit(isa, gate, up, as_pair=as_pair) for as_pair in (False, True)))
+    assert np.array_equal(
+        *(gated_unit(isa, gate, up, as_pair=as_pair) for as_pair in (False, True))
+    )
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
@@ -111,7 +143,12 @@ def test_values_come_with_the_matrix(name: str) -> None:
     assert form.integers
     codes, integers = random_stored(name, 16, 256, 0).parts["codes"], form.integers()
     plan = _native.Plan("", 1)
-    for values in (None, integers[:-1].copy(), np.zeros((0, 8), np.int8), np.concatenate([integers, integers])):
+    for values in (
+        None,
+        integers[:-1].copy(),
+        np.zeros((0, 8), np.int8),
+        np.concatenate([integers, integers]),
+    ):
         with pytest.raises(ValueError, match="comes with the"):
             plan.add_weight(name, 16, 256, codes, None, None, values)
     plan.add_weight(name, 16, 256, codes, None, None, integers)
@@ -125,7 +162,9 @@ def test_integers_of_a_grid_have_room() -> None:
         plan.add_weight("IQ2_XXS", 16, 256, codes, None, None, np.full((256, 8), value, np.int8))
     for value in (63, -63, 127, -128):
         with pytest.raises(ValueError, match="62 at most"):
-            plan.add_weight("IQ2_XXS", 16, 256, codes, None, None, np.full((256, 8), value, np.int8))
+            plan.add_weight(
+                "IQ2_XXS", 16, 256, codes, None, None, np.full((256, 8), value, np.int8)
+            )
 
 
 def test_blocks_of_another_kind_are_refused() -> None:
@@ -135,14 +174,23 @@ def test_blocks_of_another_kind_are_refused() -> None:
     plan.fill_table_blocks(ternary, "TQ2_0", codes, None)
     others = [
         plan.add_table(_native.TableSpec(*arguments))
-        for arguments in (("2", 20, 512, 32, "f16", None), ("2", 20, 512, 256, "f32", None), ("2", 20, 512, 256, "f16", "u8"))
+        for arguments in (
+            ("2", 20, 512, 32, "f16", None),
+            ("2", 20, 512, 256, "f32", None),
+            ("2", 20, 512, 256, "f16", "u8"),
+        )
     ]
     order = np.arange(20)
     order[3] = 20
     for weight, name, data, rows in (
         *((other, "TQ2_0", codes, None) for other in others),
         *((ternary, name, codes, None) for name in ("TQ1_0", "IQ4_NL", "Q4_0", "F32", "")),
-        *((ternary, "TQ2_0", codes[:19], None), (ternary, "TQ2_0", codes, order), (9, "TQ2_0", codes, None), (-1, "TQ2_0", codes, None)),
+        *(
+            (ternary, "TQ2_0", codes[:19], None),
+            (ternary, "TQ2_0", codes, order),
+            (9, "TQ2_0", codes, None),
+            (-1, "TQ2_0", codes, None),
+        ),
     ):
         with pytest.raises(ValueError):
             plan.fill_table_blocks(weight, name, data, rows)

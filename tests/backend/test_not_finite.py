@@ -1,5 +1,6 @@
-"""Numbers that are not finite stay so, in the rows that they belong to and in no other: the logits of such a row are not finite, and its
-request alone fails."""
+"""Numbers that are not finite stay so, in the rows that they belong to and in no other: the logits
+of such a row are not finite, and its request alone fails.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +17,10 @@ from tests.backend.test_ops_alone import op_by_op
 from tests.tiny import Tensors, tiny_model
 
 ISAS = _native.isas()
-BAD = [np.array([bits], np.uint32).view(np.float32)[0] for bits in (0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0xFF800000)]
+BAD = [
+    np.array([bits], np.uint32).view(np.float32)[0]
+    for bits in (0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0xFF800000)
+]
 """NaN of both signs, also with all bits set, and both infinities."""
 
 
@@ -65,15 +69,28 @@ def spoilt_model(tensor: str, bad: float, row: int, **options: int) -> tuple[obj
 @pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, fused: bool) -> None:
-    """Token 7 has an embedding that is not finite. Rows before it, drafts beside it and other sequences keep their bits."""
+    """Token 7 has an embedding that is not finite. Rows before it, drafts beside it and other
+    sequences keep their bits.
+    """
     for bad in BAD[2:]:
         spec, tensors = spoilt_model("embed", bad, 7)
         program, kv = trace_model(spec, tensors), KvConfig((16,), 32, dtype)
-        executable = cpu.CpuExecutable(program, tensors, kv, 2, isa) if fused else op_by_op((spec, tensors), kv, 2, isa)
+        executable = (
+            cpu.CpuExecutable(program, tensors, kv, 2, isa)
+            if fused
+            else op_by_op((spec, tensors), kv, 2, isa)
+        )
 
-        def logits(*prompts: list[int], draft: list[int] | None = None, chain: bool = True, run: Executable = executable) -> np.ndarray:
+        def logits(
+            *prompts: list[int],
+            draft: list[int] | None = None,
+            chain: bool = True,
+            run: Executable = executable,
+        ) -> np.ndarray:
             sequences = [Sequence([3 * i + 1, 3 * i, 3 * i + 2], 32) for i in range(len(prompts))]
-            trees = [(draft or [], [i - 1 if chain else -1 for i in range(len(draft or []))])] * len(prompts)
+            trees = [
+                (draft or [], [i - 1 if chain else -1 for i in range(len(draft or []))])
+            ] * len(prompts)
             return forward(run, batch_of(sequences, list(prompts), trees, not chain)).logits.copy()
 
         prompt, good = [1 + i % 6 for i in range(45)], [8 + i % 30 for i in range(45)]
@@ -84,35 +101,54 @@ def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, fused: bo
             assert np.array_equal(both[:at], alone[:at]) and np.array_equal(both[45:], other)
             assert not np.isfinite(both[at:45]).any()
         tree = logits(prompt, draft=[9, 7, 10], chain=False)
-        assert np.array_equal(tree[[*range(46), 47]], logits(prompt, draft=[9, 11, 10], chain=False)[[*range(46), 47]])
+        assert np.array_equal(
+            tree[[*range(46), 47]], logits(prompt, draft=[9, 11, 10], chain=False)[[*range(46), 47]]
+        )
         assert np.isnan(tree[46]).all() and np.array_equal(tree[:45], alone)
         drafted = logits(prompt, draft=[9, 7, 10])
         assert np.array_equal(drafted[:46], tree[:46]) and np.isnan(drafted[46:]).all()
-        assert np.array_equal(logits(good), other)  # in blocks that held numbers that are not finite
+        assert np.array_equal(
+            logits(good), other
+        )  # in blocks that held numbers that are not finite
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
 @pytest.mark.parametrize("part", ["k", "v"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_key_or_value_that_is_not_finite(isa: str, dtype: KvDtype, part: str, fused: bool) -> None:
-    """A row of the weight is so large that keys, or values, overflow, of token 7 alone. Nothing but the KV shows it."""
+def test_a_key_or_value_that_is_not_finite(
+    isa: str, dtype: KvDtype, part: str, fused: bool
+) -> None:
+    """A row of the weight is so large that keys, or values, overflow, of token 7 alone. Nothing but
+    the KV shows it.
+    """
     spec, tensors = tiny_model(3, layers=1, dim=64, heads=4, kv_heads=2, vocab=40)
     embed, weight = tensors["embed"].dequantise(), tensors[f"layers.0.{part}"].dequantise()
     embed[:, 5], weight[9, :] = 0, 0
     embed[7, 5], weight[9, 5] = -1, 3e38  # minus infinity, once the norm has made the -1 larger
     embed[7, :5], embed[7, 6:] = 0.01, 0.01
     tensors = {name: tensor for name, tensor in tensors.items()}
-    tensors["embed"], tensors[f"layers.0.{part}"] = StoredTensor.from_floats("embed", embed), StoredTensor.from_floats("w", weight)
+    tensors["embed"], tensors[f"layers.0.{part}"] = (
+        StoredTensor.from_floats("embed", embed),
+        StoredTensor.from_floats("w", weight),
+    )
     kv = KvConfig((4,), 32, dtype)
-    executable = cpu.CpuExecutable(trace_model(spec, tensors), tensors, kv, 2, isa) if fused else op_by_op((spec, tensors), kv, 2, isa)
+    executable = (
+        cpu.CpuExecutable(trace_model(spec, tensors), tensors, kv, 2, isa)
+        if fused
+        else op_by_op((spec, tensors), kv, 2, isa)
+    )
     prompt = [1 + i % 6 for i in range(40)]
     spoilt = [*prompt[:21], 7, *prompt[22:]]
 
     def logits(tokens: list[int], num_chunks: int) -> np.ndarray:
         sequence, rows = Sequence([2, 0], 32), []
         for chunk in np.array_split(np.array(tokens), num_chunks):
-            rows.append(forward(executable, batch_of([sequence], [chunk.tolist()], [([], [])], False)).logits.copy())
+            rows.append(
+                forward(
+                    executable, batch_of([sequence], [chunk.tolist()], [([], [])], False)
+                ).logits.copy()
+            )
             sequence.computed += len(chunk)
         return np.concatenate(rows)
 
@@ -126,7 +162,9 @@ def test_a_key_or_value_that_is_not_finite(isa: str, dtype: KvDtype, part: str, 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", BAD[:-1])
 def test_a_row_of_logits(isa: str, bad: float) -> None:
-    """Minus infinity is a token that cannot be drawn, and no error; a row of nothing else is one."""
+    """Minus infinity is a token that cannot be drawn, and no error; a row of nothing else is
+    one.
+    """
     for vocab in (1, 15, 16, 17, 300):
         for at in {0, vocab // 2, vocab - 1}:
             row = np.zeros(vocab, np.float32)

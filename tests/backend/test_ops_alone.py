@@ -1,6 +1,7 @@
 """Every op has a kernel of its own on every backend: programs that fuse in part, or not at all.
 
-Fusing must make a program faster and nothing else, so on the cpu backend the fused and the unfused program give the same bits.
+Fusing must make a program faster and nothing else, so on the cpu backend the fused and the unfused
+program give the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,18 +44,31 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-def model_of(shape: dict[str, int], seed: int, rope_share: float = 1.0, **options: str) -> tuple[ModelSpec, Tensors]:
+def model_of(
+    shape: dict[str, int], seed: int, rope_share: float = 1.0, **options: str
+) -> tuple[ModelSpec, Tensors]:
     """A model whose heads are rotated in this share of their dimensions, at least two of them."""
     heads, head_dim = shape["kv_heads"] * shape["groups"], shape["head_dim"]
-    sizes = {"heads": heads, "kv_heads": shape["kv_heads"], "head_dim": head_dim, "ffn": 96, "window": shape["window"]}
-    # A norm of two columns makes much of little where both are small: queries in bf16, as AVX512-BF16 has them, were 6 % of the logits.
+    sizes = {
+        "heads": heads,
+        "kv_heads": shape["kv_heads"],
+        "head_dim": head_dim,
+        "ffn": 96,
+        "window": shape["window"],
+    }
+    # A norm of two columns makes much of little where both are small: queries in bf16, as
+    # AVX512-BF16 has them, were 6 % of the logits.
     spec, tensors = tiny_model(seed, dim=max(8, heads * head_dim), **sizes, **options)
     return replace(spec, rope=RopeSpec(max(2, int(head_dim * rope_share) // 2 * 2))), tensors
 
 
-def op_by_op(program_of: tuple[ModelSpec, Tensors], kv: KvConfig, threads: int, isa: str) -> cpu.CpuExecutable:
+def op_by_op(
+    program_of: tuple[ModelSpec, Tensors], kv: KvConfig, threads: int, isa: str
+) -> cpu.CpuExecutable:
     spec, tensors = program_of
-    executable = cpu.CpuExecutable(trace_model(spec, tensors), tensors, kv, threads, isa, lower=cpu.sized)
+    executable = cpu.CpuExecutable(
+        trace_model(spec, tensors), tensors, kv, threads, isa, lower=cpu.sized
+    )
     assert {ops.Rope, ops.KvWrite, ops.Glu, ops.Add} <= {type(op) for op in executable.program.ops}
     return executable
 
@@ -68,29 +82,55 @@ def chunks(tokens: list[int], sizes: list[int]) -> Iterator[RaggedBatch]:
         sequence.computed += len(part)
 
 
-def logits_of(executable: Executable, tokens: list[int], sizes: list[int]) -> NDArray[np.float32]:  # [tokens, vocab]
-    return np.concatenate([forward(executable, batch).logits.copy() for batch in chunks(tokens, sizes)])
+def logits_of(
+    executable: Executable, tokens: list[int], sizes: list[int]
+) -> NDArray[np.float32]:  # [tokens, vocab]
+    return np.concatenate(
+        [forward(executable, batch).logits.copy() for batch in chunks(tokens, sizes)]
+    )
 
 
 def test_every_op_has_a_kernel() -> None:
     every = {op for op in Op.__subclasses__() if op.__module__ in (ops.__name__, mixture.__name__)}
-    between = {op for op in vars(collective).values() if isinstance(op, type) and op.__module__ == collective.__name__}
+    between = {
+        op
+        for op in vars(collective).values()
+        if isinstance(op, type) and op.__module__ == collective.__name__
+    }
     between -= {collective.Collective}
     assert ops.Rope in every and every == set(reference._RUN) and set(LOWER) == every | between
-    assert between - {collective.Send, collective.Receive} == {*lockstep._ALONE, *lockstep._TOGETHER} - {ops.Attention}
+    assert between - {collective.Send, collective.Receive} == {
+        *lockstep._ALONE,
+        *lockstep._TOGETHER,
+    } - {ops.Attention}
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
 @settings(max_examples=4, deadline=None)
-@given(shape=SHAPES, share=st.sampled_from([0.5, 1.0]), trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
+@given(
+    shape=SHAPES,
+    share=st.sampled_from([0.5, 1.0]),
+    trees=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 2**16),
+)
 def test_op_by_op_equals_reference_and_fused(
-    isa: str, dtype: KvDtype, shape: dict[str, int], share: float, trees: bool, threads: int, seed: int
+    isa: str,
+    dtype: KvDtype,
+    shape: dict[str, int],
+    share: float,
+    trees: bool,
+    threads: int,
+    seed: int,
 ) -> None:
     model, kv = model_of(shape, seed, share), KvConfig((BLOCKS,), 32, dtype)
     spec, tensors = model
     program = trace_model(spec, tensors)
-    truth, fused = reference.compile(program, tensors, kv, 1), cpu.CpuExecutable(program, tensors, kv, 1, isa)
+    truth, fused = (
+        reference.compile(program, tensors, kv, 1),
+        cpu.CpuExecutable(program, tensors, kv, 1, isa),
+    )
     plain = op_by_op(model, kv, threads, isa)
     for batch in random_steps(np.random.default_rng(seed), spec.vocab_size, trees):
         want, got = forward(truth, batch).logits, forward(plain, batch).logits
@@ -102,9 +142,15 @@ def test_op_by_op_equals_reference_and_fused(
 @pytest.mark.parametrize("format", ["Q4_0", "Q8_0", "BF16", "I8_ROW"])
 def test_op_by_op_reads_the_activations_that_fused_ops_read(isa: str, format: str) -> None:
     """Queries, keys and values come from the finer int8 activations either way."""
-    model, kv = model_of({"kv_heads": 2, "groups": 2, "head_dim": 16, "window": 0}, 3, format=format), KvConfig((BLOCKS,), 32, "bf16")
+    model, kv = (
+        model_of({"kv_heads": 2, "groups": 2, "head_dim": 16, "window": 0}, 3, format=format),
+        KvConfig((BLOCKS,), 32, "bf16"),
+    )
     spec, tensors = model
-    fused, plain = cpu.CpuExecutable(trace_model(spec, tensors), tensors, kv, 2, isa), op_by_op(model, kv, 2, isa)
+    fused, plain = (
+        cpu.CpuExecutable(trace_model(spec, tensors), tensors, kv, 2, isa),
+        op_by_op(model, kv, 2, isa),
+    )
     for batch in random_steps(np.random.default_rng(1), spec.vocab_size, trees=True):
         assert np.array_equal(forward(plain, batch).logits, forward(fused, batch).logits)
 
@@ -113,7 +159,10 @@ def test_op_by_op_reads_the_activations_that_fused_ops_read(isa: str, format: st
 @pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
 @pytest.mark.parametrize("head_dim", [6, 32])
 def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype, head_dim: int) -> None:
-    model, kv = model_of({"kv_heads": 2, "groups": 2, "head_dim": head_dim, "window": 0}, 5), KvConfig((8,), 32, dtype)
+    model, kv = (
+        model_of({"kv_heads": 2, "groups": 2, "head_dim": head_dim, "window": 0}, 5),
+        KvConfig((8,), 32, dtype),
+    )
     tokens = np.random.default_rng(0).integers(0, model[0].vocab_size, 101).tolist()
     whole = logits_of(op_by_op(model, kv, 1, isa), tokens, [])
     for threads, sizes in ((2, []), (1, [1, 2, 31, 7, 1, 40]), (2, [33, 33])):
@@ -122,8 +171,13 @@ def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype, head_dim: in
 
 @pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
 def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: KvDtype) -> None:
-    """Half of a pair of values that share a word may be an earlier owner's: it counts for nothing, and is finite."""
-    model, kv = model_of({"kv_heads": 2, "groups": 1, "head_dim": 16, "window": 0}, 6), KvConfig((8,), 32, dtype)
+    """Half of a pair of values that share a word may be an earlier owner's: it counts for nothing,
+    and is finite.
+    """
+    model, kv = (
+        model_of({"kv_heads": 2, "groups": 1, "head_dim": 16, "window": 0}, 6),
+        KvConfig((8,), 32, dtype),
+    )
     spec, tensors = model
     values = tensors["embed"].dequantise()
     values[0] = np.nan
@@ -135,16 +189,28 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: KvDtype) -> No
         assert np.array_equal(logits_of(used, tokens, sizes), logits_of(fresh, tokens, sizes))
 
 
-def decoder(spec: ModelSpec, bases: tuple[float, ...], qk_norm: bool = False) -> Callable[[Tracer], Value]:
-    """A decoder whose layers take the rope bases in turns, or have none; with a norm over all of q and k, and gates for a head."""
+def decoder(
+    spec: ModelSpec, bases: tuple[float, ...], qk_norm: bool = False
+) -> Callable[[Tracer], Value]:
+    """A decoder whose layers take the rope bases in turns, or have none; with a norm over all of q
+    and k, and gates for a head.
+    """
 
     def attended(g: Tracer, layer: int, x: Value, angles: list[Value]) -> Value:
-        name, heads = f"layers.{layer}", {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
+        name, heads = (
+            f"layers.{layer}",
+            {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads},
+        )
         y = g.norm(x, g.weight(f"{name}.attn_norm", 1, spec.dim), spec.norm_eps)
-        part = {p: g.linear(y, g.weight(f"{name}.{p}", n * spec.head_dim, spec.dim)) for p, n in heads.items()}
+        part = {
+            p: g.linear(y, g.weight(f"{name}.{p}", n * spec.head_dim, spec.dim))
+            for p, n in heads.items()
+        }
         for p in ("q", "k"):
             if qk_norm:
-                part[p] = g.norm(part[p], g.weight(f"{name}.{p}_norm", 1, part[p].width), spec.norm_eps)
+                part[p] = g.norm(
+                    part[p], g.weight(f"{name}.{p}_norm", 1, part[p].width), spec.norm_eps
+                )
             if angles:
                 part[p] = g.rope(part[p], angles[layer % len(angles)], spec.head_dim)
         g.kv_write(part["k"], part["v"], layer)
@@ -155,9 +221,13 @@ def decoder(spec: ModelSpec, bases: tuple[float, ...], qk_norm: bool = False) ->
         exponents = np.arange(0, spec.head_dim, 2) / spec.head_dim
         angles = [g.rope_angles(tuple((base**-exponents).tolist()), 1.0) for base in bases]
         for layer in range(spec.num_layers):
-            y = g.linear(attended(g, layer, x, angles), g.weight(f"layers.{layer}.o", spec.dim, spec.dim))
+            y = g.linear(
+                attended(g, layer, x, angles), g.weight(f"layers.{layer}.o", spec.dim, spec.dim)
+            )
             x = g.add(x, y)
-        many = list(accumulate([x] * 8, lambda value, _: g.activate(value, "silu")))  # alive together: buffers of their width run out
+        many = list(
+            accumulate([x] * 8, lambda value, _: g.activate(value, "silu"))
+        )  # alive together: buffers of their width run out
         mix = g.weight("layers.0.o", spec.dim, spec.dim)
         x = reduce(lambda total, value: g.add(value, g.linear(total, mix)), reversed(many))
         return g.linear(g.gather_rows(x), g.weight("head", spec.vocab_size, spec.dim))
@@ -170,26 +240,48 @@ def decoder(spec: ModelSpec, bases: tuple[float, ...], qk_norm: bool = False) ->
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2)])
 @pytest.mark.parametrize(
     ("bases", "qk_norm", "fused_writes"),
-    [((10000.0,), False, 4), ((10000.0,), True, 0), ((), False, 0), ((1e6, 1e2), False, 4), ((1e6, 1e2), True, 0)],
+    [
+        ((10000.0,), False, 4),
+        ((10000.0,), True, 0),
+        ((), False, 0),
+        ((1e6, 1e2), False, 4),
+        ((1e6, 1e2), True, 0),
+    ],
     ids=["plain", "qk-norm", "no-rope", "two-bases", "two-bases-qk-norm"],
 )
 def test_what_stands_around_attention(
-    isa: str, dtype: KvDtype, heads: int, kv_heads: int, bases: tuple[float, ...], qk_norm: bool, fused_writes: int
+    isa: str,
+    dtype: KvDtype,
+    heads: int,
+    kv_heads: int,
+    bases: tuple[float, ...],
+    qk_norm: bool,
+    fused_writes: int,
 ) -> None:
-    """A norm over queries and keys, no rope at all, and layers that alternate between two rope bases, as in Gemma 3.
+    """A norm over queries and keys, no rope at all, and layers that alternate between two rope
+    bases, as in Gemma 3.
 
-    With one head, rows are as wide as its angles: where these once shared buffers with other values, such rows came out wrong.
+    With one head, rows are as wide as its angles: where these once shared buffers with other
+    values, such rows came out wrong.
     """
     spec, tensors = tiny_model(9, layers=4, dim=24 * heads, heads=heads, kv_heads=kv_heads)
     for layer in range(spec.num_layers):
         for part, width in (("q", 24 * heads), ("k", 24 * kv_heads)):
             name = f"layers.{layer}.{part}_norm"
-            tensors[name] = replace(random_stored("F32", 1, width, layer, name, 1.0), shape=(width,))
+            tensors[name] = replace(
+                random_stored("F32", 1, width, layer, name, 1.0), shape=(width,)
+            )
     program, kv = trace(decoder(spec, bases, qk_norm), tensors), KvConfig((BLOCKS,), 32, dtype)
     truth = reference.compile(program, tensors, kv, 1)
-    fast, plain = (cpu.CpuExecutable(program, tensors, kv, 2, isa, lower=lower) for lower in (cpu.lower, cpu.sized))
+    fast, plain = (
+        cpu.CpuExecutable(program, tensors, kv, 2, isa, lower=lower)
+        for lower in (cpu.lower, cpu.sized)
+    )
     assert sum(isinstance(op, ops.QkvRopeWrite) for op in fast.program.ops) == fused_writes
-    assert sum(isinstance(op, ops.KvWrite) for op in fast.program.ops) == spec.num_layers - fused_writes
+    assert (
+        sum(isinstance(op, ops.KvWrite) for op in fast.program.ops)
+        == spec.num_layers - fused_writes
+    )
     for batch in random_steps(np.random.default_rng(0), spec.vocab_size, trees=True):
         want, got = forward(truth, batch).logits, forward(fast, batch).logits
         assert np.linalg.norm(got - want) <= TOLERANCE[dtype] * np.linalg.norm(want)
@@ -199,7 +291,10 @@ def test_what_stands_around_attention(
 def test_a_rope_needs_its_own_angles() -> None:
     plan = _native.Plan("", 1)
     plan.add_kv_group(1, 1, 16, 16, 0, 1, "f32")
-    narrow, wide, q, k = plan.rope_angles([1.0], 1.0, 8), *(plan.add_buffer(n, "step", False) for n in (64, 16, 8))
+    narrow, wide, q, k = (
+        plan.rope_angles([1.0], 1.0, 8),
+        *(plan.add_buffer(n, "step", False) for n in (64, 16, 8)),
+    )
     with pytest.raises(ValueError, match="another head size"):
         plan.rope(q, q, narrow, 16)
     with pytest.raises(ValueError, match="even head size"):

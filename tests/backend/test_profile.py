@@ -14,7 +14,9 @@ MODEL = tiny_model(6, layers=2)
 
 @pytest.fixture(params=BACKENDS)
 def executable(request: pytest.FixtureRequest) -> Executable:
-    return tiny_executable(MODEL, request.param, KvConfig((8,), BLOCK_SIZE[request.param], "f32"), threads=2)
+    return tiny_executable(
+        MODEL, request.param, KvConfig((8,), BLOCK_SIZE[request.param], "f32"), threads=2
+    )
 
 
 @pytest.fixture
@@ -30,8 +32,12 @@ def test_the_parts_are_within_the_whole(executable: Executable, batch: RaggedBat
     assert times.barriers >= 0
 
 
-def test_all_linear_ops_and_attention_go_by_their_names(executable: Executable, batch: RaggedBatch) -> None:
-    names = {op.name for op in executable.program.ops if op.weights() and "linear" in op.name} | {"attention"}
+def test_all_linear_ops_and_attention_go_by_their_names(
+    executable: Executable, batch: RaggedBatch
+) -> None:
+    names = {op.name for op in executable.program.ops if op.weights() and "linear" in op.name} | {
+        "attention"
+    }
     assert names <= set(executable.profile(batch).ops)
 
 

@@ -1,4 +1,6 @@
-"""Matrices whose scales lie in a table, in every instruction set of this machine, against what their codes stand for."""
+"""Matrices whose scales lie in a table, in every instruction set of this machine, against what
+their codes stand for.
+"""
 
 from typing import Any
 
@@ -17,19 +19,31 @@ from tests.backend.test_cpu_linear import run_rows
 from tests.tables import KINDS, random_table
 
 ISAS = _native.isas()
-WIDE = {kind for kind, spec in KINDS.items() if spec.group == 16 or spec.codebook in ("e4m3", "e5m2")}
+WIDE = {
+    kind for kind, spec in KINDS.items() if spec.group == 16 or spec.codebook in ("e4m3", "e5m2")
+}
 """Kinds that are multiplied with activations in float32."""
 Array = NDArray[Any]
 
 
-def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, threads: int = 1, float_activations: bool = False) -> Array:
+def product(
+    isa: str,
+    stored: StoredTensor,
+    x: Array,
+    offset: bool = False,
+    threads: int = 1,
+    float_activations: bool = False,
+) -> Array:
     """x @ W.T by a native plan."""
     plan = _native.Plan(isa, threads)
     if float_activations:
         plan.use_float_activations()
     loose, packed = (plan.add_buffer(x.shape[1], "step", packs) for packs in (False, True))
     out = plan.add_buffer(stored.rows, "step", False)
-    plan.embed(loose, plan.add_weight("F32", *x.shape, x.astype(np.float32).view(np.uint8).reshape(-1), None))
+    plan.embed(
+        loose,
+        plan.add_weight("F32", *x.shape, x.astype(np.float32).view(np.uint8).reshape(-1), None),
+    )
     plan.pack(packed, loose)
     plan.linear(out, packed, add_weight(plan, stored), -1, -1, offset)
     run_rows(plan, len(x))
@@ -37,7 +51,9 @@ def product(isa: str, stored: StoredTensor, x: Array, offset: bool = False, thre
 
 
 def multiplied(kind: str, stored: StoredTensor) -> Array:
-    """The weights that kernels multiply with: values that are looked up are rounded to integers of a unit that suits them."""
+    """The weights that kernels multiply with: values that are looked up are rounded to integers of
+    a unit that suits them.
+    """
     weight = stored.dequantise().astype(np.float64)
     spec = KINDS[kind]
     if spec.codebook not in CODEBOOKS or kind in WIDE or stored.cols % 32:
@@ -45,7 +61,9 @@ def multiplied(kind: str, stored: StoredTensor) -> Array:
     values, top = spec.values.astype(np.float64), float(np.abs(spec.values).max())
     units = [top / (127 - step / 4) for step in range(257)]
     unit = min(units, key=lambda unit: np.square(values - unit * np.rint(values / unit)).sum())
-    scales = np.repeat(stored.parts["scales"].astype(np.float64), spec.group, axis=1)[:, : stored.cols]
+    scales = np.repeat(stored.parts["scales"].astype(np.float64), spec.group, axis=1)[
+        :, : stored.cols
+    ]
     rounded = (unit * np.rint(values / unit))[stored.parts["codes"]] * scales
     assert np.abs(rounded - weight).max() <= 0.004 * np.abs(weight).max()
     return rounded
@@ -54,15 +72,31 @@ def multiplied(kind: str, stored: StoredTensor) -> Array:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=10, deadline=None)
-@given(num_rows=st.integers(1, 20), rows=st.integers(1, 50), cols=st.integers(1, 20), offset=st.booleans(), seed=st.integers(0, 2**16))
-def test_products_are_those_of_the_values(isa: str, kind: str, num_rows: int, rows: int, cols: int, offset: bool, seed: int) -> None:
-    cols = 32 * cols if seed % 5 else 20 * cols  # columns that fill no group are multiplied with floats
-    x = np.random.default_rng(seed).standard_normal((num_rows, cols)).astype(np.float32) + np.float32(offset)
+@given(
+    num_rows=st.integers(1, 20),
+    rows=st.integers(1, 50),
+    cols=st.integers(1, 20),
+    offset=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_products_are_those_of_the_values(
+    isa: str, kind: str, num_rows: int, rows: int, cols: int, offset: bool, seed: int
+) -> None:
+    cols = (
+        32 * cols if seed % 5 else 20 * cols
+    )  # columns that fill no group are multiplied with floats
+    x = np.random.default_rng(seed).standard_normal((num_rows, cols)).astype(
+        np.float32
+    ) + np.float32(offset)
     stored = random_table(kind, rows, cols, seed)
     seen = x if kind in WIDE or cols % 32 else quantised_rows(x, offset)
     weight = multiplied(kind, stored)
     error = np.abs(product(isa, stored, x, offset) - seen @ weight.T)
-    assert np.all(error <= 4e-6 * (np.abs(seen) @ np.abs(weight).T + np.abs(seen).sum(axis=1, keepdims=True) * 0.2) + 1e-7)
+    assert np.all(
+        error
+        <= 4e-6 * (np.abs(seen) @ np.abs(weight).T + np.abs(seen).sum(axis=1, keepdims=True) * 0.2)
+        + 1e-7
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -99,10 +133,16 @@ def test_every_value_is_exact_as_an_embedding_and_takes_the_bytes_of_its_format(
         plan.floats(out, 48), stored.dequantise(), rtol=1e-6, atol=1e-8
     )  # scale times code plus minimum is rounded once or twice
     assert plan.weight_bytes == packed_bytes(stored)
-    assert KINDS[kind].table_bytes(48, 512) <= packed_bytes(stored) <= 1.02 * KINDS[kind].table_bytes(48, 512) + 64 * 3
+    assert (
+        KINDS[kind].table_bytes(48, 512)
+        <= packed_bytes(stored)
+        <= 1.02 * KINDS[kind].table_bytes(48, 512) + 64 * 3
+    )
 
 
-def gated_unit(isa: str, gate: StoredTensor, up: StoredTensor, *, as_pair: bool) -> Array:  # [5, rows]
+def gated_unit(
+    isa: str, gate: StoredTensor, up: StoredTensor, *, as_pair: bool
+) -> Array:  # [5, rows]
     """What a gated unit makes of some rows, its matrices packed together or each by itself."""
     x = np.random.default_rng(3).standard_normal((5, gate.cols)).astype(np.float32)
     plan = _native.Plan(isa, 2)
@@ -110,7 +150,11 @@ def gated_unit(isa: str, gate: StoredTensor, up: StoredTensor, *, as_pair: bool)
     out = plan.add_buffer(gate.rows, "step", False)
     plan.embed(loose, plan.add_weight("F32", *x.shape, x.view(np.uint8).reshape(-1), None))
     plan.pack(packed, loose)
-    pair = add_weight_pair(plan, gate, up) if as_pair else (add_weight(plan, gate), add_weight(plan, up))
+    pair = (
+        add_weight_pair(plan, gate, up)
+        if as_pair
+        else (add_weight(plan, gate), add_weight(plan, up))
+    )
     plan.glu_linear(out, packed, *pair, -1, -1, "silu")
     run_rows(plan, len(x))
     return np.array(plan.floats(out, len(x)))
@@ -118,7 +162,9 @@ def gated_unit(isa: str, gate: StoredTensor, up: StoredTensor, *, as_pair: bool)
 
 @pytest.mark.parametrize("kind", ["int4-point", "e4m3", "nf4"])
 def test_gate_and_up_lie_in_turns(kind: str) -> None:
-    """A gated unit of a pair is that of two matrices of their own, and rows may come in another order than they are stored."""
+    """A gated unit of a pair is that of two matrices of their own, and rows may come in another
+    order than they are stored.
+    """
     gate, up = random_table(kind, 40, 128, 1, "gate"), random_table(kind, 40, 128, 2, "up")
     x = np.random.default_rng(3).standard_normal((5, 128)).astype(np.float32)
     assert np.array_equal(*(gated_unit("", gate, up, as_pair=as_pair) for as_pair in (False, True)))
@@ -141,17 +187,29 @@ def test_what_no_kernel_reads_is_refused() -> None:
         _native.TableSpec("lookup", 16, 32, 32, "f16", None, [1.0])
     plan = _native.Plan("", 1)
     weight = plan.add_table(_native.TableSpec("4", 40, 64, 32, "f16", "u8"))
-    codes, scales, zeros = np.zeros((32, 64), np.uint8), np.zeros((32, 4), np.uint8), np.zeros((32, 2), np.uint8)
+    codes, scales, zeros = (
+        np.zeros((32, 64), np.uint8),
+        np.zeros((32, 4), np.uint8),
+        np.zeros((32, 2), np.uint8),
+    )
     plan.fill_table(weight, 0, codes, scales, zeros)
     plan.fill_table(weight, 32, codes[:8], scales[:8], zeros[:8])
     for bad in (
-        *((weight + 1, 0, codes, scales, zeros), (-1, 0, codes, scales, zeros), (weight, 8, codes, scales, zeros)),
+        *(
+            (weight + 1, 0, codes, scales, zeros),
+            (-1, 0, codes, scales, zeros),
+            (weight, 8, codes, scales, zeros),
+        ),
         *(
             (weight, 16, codes, scales, zeros),
             (weight, 0, codes[:8], scales[:8], zeros[:8]),
             (weight, 0, codes[:, :32].copy(), scales, zeros),
         ),
-        *((weight, 0, codes, scales[:, :2].copy(), zeros), (weight, 0, codes, scales, None), (weight, 0, codes, scales, zeros[:16])),
+        *(
+            (weight, 0, codes, scales[:, :2].copy(), zeros),
+            (weight, 0, codes, scales, None),
+            (weight, 0, codes, scales, zeros[:16]),
+        ),
     ):
         with pytest.raises(ValueError):
             plan.fill_table(*bad)

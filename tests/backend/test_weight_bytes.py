@@ -1,4 +1,6 @@
-"""What a backend says that weights take in its memory, before any is read, against what they take there."""
+"""What a backend says that weights take in its memory, before any is read, against what they take
+there.
+"""
 
 import os
 import subprocess
@@ -26,9 +28,25 @@ from tests.tiny import Tensors, tiny_model
 KV = KvConfig((2,), 32, "bf16")
 BITS = {  # of a packed number, scales included, where nothing is padded
     **{"F32": 32, "F16": 16, "BF16": 16, "I8_ROW": 8.0625, "I8_MIXED": 8.0625},
-    **{"Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "MXFP4": 4.25, "MXFP4_PAIRS": 4.25},
+    **{
+        "Q4_0": 4.5,
+        "Q4_1": 5,
+        "Q5_0": 5.5,
+        "Q5_1": 6,
+        "Q8_0": 8.5,
+        "MXFP4": 4.25,
+        "MXFP4_PAIRS": 4.25,
+    },
     **{"Q2_K": 2.625, "Q3_K": 3.625, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.625},
-    **{"IQ1_S": 1.5625, "IQ1_M": 1.75, "IQ2_XXS": 2.0625, "IQ2_XS": 2.3125, "IQ2_S": 2.5625, "IQ3_XXS": 3.0625, "IQ3_S": 3.4375},
+    **{
+        "IQ1_S": 1.5625,
+        "IQ1_M": 1.75,
+        "IQ2_XXS": 2.0625,
+        "IQ2_XS": 2.3125,
+        "IQ2_S": 2.5625,
+        "IQ3_XXS": 3.0625,
+        "IQ3_S": 3.4375,
+    },
     **{"IQ4_NL": 4.5, "IQ4_XS": 4.375, "NVFP4": 5, "TQ1_0": 2.0625, "TQ2_0": 2.0625},
 }
 Lower = Callable[[Program, Tensors], Program]
@@ -36,14 +54,21 @@ Lower = Callable[[Program, Tensors], Program]
 
 def unread(tensors: Tensors) -> Tensors:
     """The tensors without their data."""
-    return {name: replace(t, parts={part: data[:0] for part, data in t.parts.items()}) for name, t in tensors.items()}
+    return {
+        name: replace(t, parts={part: data[:0] for part, data in t.parts.items()})
+        for name, t in tensors.items()
+    }
 
 
 def odd_model(format_name: str) -> tuple[Program, Tensors]:
     """A model whose rows and columns fill no tile and no unit, as far as the format goes."""
     block = FORMATS[format_name].block
-    heads, head_dim, ffn = {1: (2, 6, 37), 32: (2, 48, 160), 64: (2, 96, 320), 256: (2, 128, 768)}[block]
-    spec, tensors = tiny_model(1, dim=heads * head_dim, heads=heads, kv_heads=1, ffn=ffn, vocab=61, format=format_name)
+    heads, head_dim, ffn = {1: (2, 6, 37), 32: (2, 48, 160), 64: (2, 96, 320), 256: (2, 128, 768)}[
+        block
+    ]
+    spec, tensors = tiny_model(
+        1, dim=heads * head_dim, heads=heads, kv_heads=1, ffn=ffn, vocab=61, format=format_name
+    )
     return trace_model(spec, tensors), tensors
 
 
@@ -69,8 +94,14 @@ def test_bits_of_a_packed_number(format_name: str) -> None:
 
 def test_biases_and_a_weight_that_is_read_by_itself_and_in_a_pair() -> None:
     shapes = {"gate": (20, 33), "up": (20, 33), "head": (61, 33)}
-    tensors = {name: random_stored("F16", *shape, i, name) for i, (name, shape) in enumerate(shapes.items())}
-    tensors |= {name: replace(random_stored("F32", 1, n, 7, name), shape=(n,)) for name, n in (("gate_bias", 20), ("head_bias", 61))}
+    tensors = {
+        name: random_stored("F16", *shape, i, name)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    tensors |= {
+        name: replace(random_stored("F32", 1, n, 7, name), shape=(n,))
+        for name, n in (("gate_bias", 20), ("head_bias", 61))
+    }
 
     def forward(g: Tracer) -> Value:
         x = g.input(33)
@@ -107,15 +138,25 @@ def test_reference_has_float64() -> None:
     program, tensors = odd_model("Q4_0")
     executable = reference.compile(program, tensors, KV, 1)
     assert lower_program("reference", program, unread(tensors)) == executable.program
-    assert executable.program.weight_bytes == sum(array.nbytes for array in executable.weights.values())
+    assert executable.program.weight_bytes == sum(
+        array.nbytes for array in executable.weights.values()
+    )
 
 
 def test_what_no_kernel_reads_is_refused_before_anything_is_read() -> None:
     program, tensors = odd_model("F32")
-    tensors = unread(tensors) | {"layers.1.up": replace(unread(tensors)["layers.1.up"], format=replace(FORMATS["Q2_K"], name="Q8_1"))}
-    with pytest.raises(UnsupportedModelError, match=r"tensor layers.1.up: no kernel reads weights stored as Q8_1"):
+    tensors = unread(tensors) | {
+        "layers.1.up": replace(
+            unread(tensors)["layers.1.up"], format=replace(FORMATS["Q2_K"], name="Q8_1")
+        )
+    }
+    with pytest.raises(
+        UnsupportedModelError, match=r"tensor layers.1.up: no kernel reads weights stored as Q8_1"
+    ):
         lower_program("cpu", program, tensors)
-    with pytest.raises(RequestError, match="unknown backend 'tpu'; there are: cpu, cuda, reference"):
+    with pytest.raises(
+        RequestError, match="unknown backend 'tpu'; there are: cpu, cuda, reference"
+    ):
         lower_program("tpu", program, tensors)
 
 
@@ -169,12 +210,19 @@ print(anonymous_bytes() - before, executable.program.weight_bytes, executable.pl
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads what Linux says of the process")
-@pytest.mark.parametrize("format_name", [*(name for name, form in FORMATS.items() if not form.table_rows), "IQ4_NL", "TQ1_0"])
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="reads what Linux says of the process"
+)
+@pytest.mark.parametrize(
+    "format_name",
+    [*(name for name, form in FORMATS.items() if not form.table_rows), "IQ4_NL", "TQ1_0"],
+)
 def test_what_becomes_resident_is_what_it_says(format_name: str) -> None:
     """Within 1 %, of models of 100 to 260 MB whose weights nearly fill their last huge page."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    child = subprocess.run([sys.executable, "-c", LOAD, format_name], capture_output=True, text=True, env=environment)
+    child = subprocess.run(
+        [sys.executable, "-c", LOAD, format_name], capture_output=True, text=True, env=environment
+    )
     assert child.returncode == 0, child.stderr
     resident, predicted, packed = map(int, child.stdout.split())
     assert predicted == packed

@@ -1,4 +1,6 @@
-"""LLM.int8: activations beyond 6 stay float32, the others of their row are int8 by row; in every instruction set of this machine."""
+"""LLM.int8: activations beyond 6 stay float32, the others of their row are int8 by row; in every
+instruction set of this machine.
+"""
 
 from functools import partial
 
@@ -18,12 +20,16 @@ THRESHOLD = 6.0
 product = partial(table_product, float_activations=False)
 
 
-def activations(rows: int, cols: int, outliers: int, seed: int, size: float = 40.0) -> NDArray[np.float32]:
+def activations(
+    rows: int, cols: int, outliers: int, seed: int, size: float = 40.0
+) -> NDArray[np.float32]:
     """Rows of numbers within the threshold, but for so many in each row that are beyond it."""
     rng = np.random.default_rng(seed)
     x = rng.uniform(-THRESHOLD, THRESHOLD, (rows, cols)).astype(np.float32)
     for row in x:
-        row[rng.permutation(cols)[:outliers]] = rng.choice([-1, 1], outliers) * rng.uniform(THRESHOLD * 1.01, size, outliers)
+        row[rng.permutation(cols)[:outliers]] = rng.choice([-1, 1], outliers) * rng.uniform(
+            THRESHOLD * 1.01, size, outliers
+        )
     return x
 
 
@@ -57,14 +63,18 @@ def test_outliers_do_not_coarsen_the_others(isa: str) -> None:
     errors = {}
     for name in ("I8_ROW", "I8_MIXED"):
         weight = random_stored(name, 48, 256, 7)
-        errors[name] = np.linalg.norm(product(isa, weight, x, False) - x @ weight.dequantise().astype(np.float64).T)
+        errors[name] = np.linalg.norm(
+            product(isa, weight, x, False) - x @ weight.dequantise().astype(np.float64).T
+        )
     assert errors["I8_MIXED"] < 0.05 * errors["I8_ROW"]
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_without_outliers_it_is_int8_by_row(isa: str) -> None:
     x = activations(9, 256, 0, 0)
-    row, mixed_row = (product(isa, random_stored(name, 48, 256, 7), x, False) for name in ("I8_ROW", "I8_MIXED"))
+    row, mixed_row = (
+        product(isa, random_stored(name, 48, 256, 7), x, False) for name in ("I8_ROW", "I8_MIXED")
+    )
     assert np.array_equal(row, mixed_row)
 
 

@@ -1,4 +1,6 @@
-"""The programs of `benchmarks/cuda` run, in Triton's interpreter: what they measure there means nothing, and what they check holds."""
+"""The programs of `benchmarks/cuda` run, in Triton's interpreter: what they measure there means
+nothing, and what they check holds.
+"""
 
 import json
 import os
@@ -23,7 +25,16 @@ def test_figures(tmp_path: Path) -> None:
     report, printed = run(CUDA, tmp_path / "figures.json", "--formats", "bf16", "int4")
     figures = report["figures"]
     names = [figure["name"] for figure in figures]
-    kinds = ["share of copy bandwidth", "step of one row", "prefill", "over cuBLAS", "work of the host", "sequences", "KV in bf16", "copy"]
+    kinds = [
+        "share of copy bandwidth",
+        "step of one row",
+        "prefill",
+        "over cuBLAS",
+        "work of the host",
+        "sequences",
+        "KV in bf16",
+        "copy",
+    ]
     assert not [kind for kind in kinds if not any(kind in name for name in names)]
     assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in figures)
     assert all((figure["floor"] is None) == (figure["is_reached"] is None) for figure in figures)

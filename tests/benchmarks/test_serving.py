@@ -1,4 +1,6 @@
-"""The serving benchmarks run, print their rows and write JSON that says the same; only what does not depend on speed is looked at."""
+"""The serving benchmarks run, print their rows and write JSON that says the same; only what does
+not depend on speed is looked at.
+"""
 
 import json
 import os
@@ -23,9 +25,23 @@ def run(tmp_path: Path) -> TokenRun:
 
     def run(*words: str) -> tuple[Rows, str]:
         file = tmp_path / "rows.jsonl"
-        command = [sys.executable, str(SERVING), *words, "--quick", "--threads", "1", "--json", str(file)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "NO_COLOR": "1"}
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+        command = [
+            sys.executable,
+            str(SERVING),
+            *words,
+            "--quick",
+            "--threads",
+            "1",
+            "--json",
+            str(file),
+        ]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "NO_COLOR": "1",
+        }
+        result = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
+        )
         assert result.returncode == 0, result.stderr
         machine, *rows = map(json.loads, file.read_text().splitlines())
         assert (machine["threads"], machine["quick"]) == (1, True)
@@ -38,7 +54,9 @@ def test_waste(run: TokenRun) -> None:
     rows, text = run("waste")
     found = {(row["batching"], row["block_size"]): row["fragmentation"] for row in rows}
     assert list(found) == [("inflight", 16), ("inflight", 32), ("static", 32)]
-    assert 0 < found["inflight", 16] < 0.04  # what blocks of 16 must keep to, and lengths alone decide
+    assert (
+        0 < found["inflight", 16] < 0.04
+    )  # what blocks of 16 must keep to, and lengths alone decide
     assert found["inflight", 16] < found["inflight", 32] < 0.1 < found["static", 32]
     for row in rows:
         assert row["waste"] >= row["fragmentation"] and f"{100 * row['waste']:.1f} %" in text
@@ -47,15 +65,29 @@ def test_waste(run: TokenRun) -> None:
 def test_batching(run: TokenRun) -> None:
     inflight, static, ratio = run("batching")[0]
     assert (inflight["batching"], static["batching"]) == ("inflight", "static")
-    assert ratio["ratio"] == pytest.approx([inflight["tokens_per_second"][0] / static["tokens_per_second"][0]])
+    assert ratio["ratio"] == pytest.approx(
+        [inflight["tokens_per_second"][0] / static["tokens_per_second"][0]]
+    )
     assert inflight["waste"][0] < static["waste"][0]
 
 
 def test_pauses(run: TokenRun) -> None:
-    rows, text = run("pauses", "--set", "max_num_batched_tokens=64", "--set", "max_num_batched_tokens=32,proposer=ngram")
-    assert [row["config"] for row in rows] == ["max_num_batched_tokens=64", "max_num_batched_tokens=32, proposer=ngram"]
+    rows, text = run(
+        "pauses",
+        "--set",
+        "max_num_batched_tokens=64",
+        "--set",
+        "max_num_batched_tokens=32,proposer=ngram",
+    )
+    assert [row["config"] for row in rows] == [
+        "max_num_batched_tokens=64",
+        "max_num_batched_tokens=32, proposer=ngram",
+    ]
     for row in rows:
-        assert row["config"] in text and row["during_p50"][0] <= row["during_p99"][0] <= row["first_token"][0]
+        assert (
+            row["config"] in text
+            and row["during_p50"][0] <= row["during_p99"][0] <= row["first_token"][0]
+        )
         assert row["ratio"] == [row["during_p99"][0] / row["quiet_p99"][0]]
 
 
@@ -81,11 +113,19 @@ def test_windows(run: TokenRun) -> None:
     ("words", "message"),
     [
         (("speed",), "there is no speed; there are waste, batching"),
-        (("pauses", "--set", "max_num_batched_tokens"), "'max_num_batched_tokens' must be FIELD=VALUE"),
+        (
+            ("pauses", "--set", "max_num_batched_tokens"),
+            "'max_num_batched_tokens' must be FIELD=VALUE",
+        ),
         (("pauses", "--set", "max_num_batched_rows=3"), "did you mean max_num_batched_tokens?"),
     ],
 )
 def test_refusals(words: tuple[str, ...], message: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    result = subprocess.run([sys.executable, str(SERVING), *words, "--quick"], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, str(SERVING), *words, "--quick"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert result.returncode and message in result.stderr

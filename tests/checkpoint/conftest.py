@@ -59,13 +59,26 @@ def tensors(vocab: int, biases: bool = False) -> dict[str, NDArray[np.float32]]:
     rng = np.random.default_rng(0)
     dim, ffn = SHAPE["dim"], SHAPE["ffn"]
     kv = SHAPE["kv_heads"] * SHAPE["head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, dim), "output_norm.weight": (dim,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (vocab, dim),
+        "output_norm.weight": (dim,),
+    }
     for i in range(SHAPE["layers"]):
         shapes |= {f"blk.{i}.{name}.weight": (dim,) for name in ("attn_norm", "ffn_norm")}
-        shapes |= {f"blk.{i}.attn_{name}.weight": (rows, dim) for name, rows in (("q", dim), ("k", kv), ("v", kv), ("output", dim))}
-        shapes |= {f"blk.{i}.ffn_gate.weight": (ffn, dim), f"blk.{i}.ffn_up.weight": (ffn, dim), f"blk.{i}.ffn_down.weight": (dim, ffn)}
+        shapes |= {
+            f"blk.{i}.attn_{name}.weight": (rows, dim)
+            for name, rows in (("q", dim), ("k", kv), ("v", kv), ("output", dim))
+        }
+        shapes |= {
+            f"blk.{i}.ffn_gate.weight": (ffn, dim),
+            f"blk.{i}.ffn_up.weight": (ffn, dim),
+            f"blk.{i}.ffn_down.weight": (dim, ffn),
+        }
         if biases:
-            shapes |= {f"blk.{i}.attn_{name}.bias": (rows,) for name, rows in (("q", dim), ("k", kv), ("v", kv))}
+            shapes |= {
+                f"blk.{i}.attn_{name}.bias": (rows,)
+                for name, rows in (("q", dim), ("k", kv), ("v", kv))
+            }
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -76,7 +89,9 @@ def write_tiny_gguf(
     architecture: str = "llama",
     kind: str = "F32",
 ) -> Path:
-    """Write a tiny model; `change` replaces key-values and `weights` tensors, and None removes one."""
+    """Write a tiny model; `change` replaces key-values and `weights` tensors, and None
+    removes one.
+    """
     values = metadata(architecture) | (change or {})
     writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
     for key, value in values.items():
@@ -102,14 +117,25 @@ def write_gguf(tmp_path: Path) -> WriteGguf:
 
 
 def value_type(value: Any) -> gguf.GGUFValueType:
-    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY", bytes: "ARRAY"}
+    kinds = {
+        bool: "BOOL",
+        int: "UINT32",
+        float: "FLOAT32",
+        str: "STRING",
+        list: "ARRAY",
+        bytes: "ARRAY",
+    }
     return gguf.GGUFValueType[kinds[type(value)]]
 
 
 def element_type(value: Any) -> list[gguf.GGUFValueType]:
     if isinstance(value, bytes):
         return [gguf.GGUFValueType.UINT8]
-    return [gguf.GGUFValueType.INT32 if isinstance(value[0], int) else value_type(value[0])] if isinstance(value, list) else []
+    return (
+        [gguf.GGUFValueType.INT32 if isinstance(value[0], int) else value_type(value[0])]
+        if isinstance(value, list)
+        else []
+    )
 
 
 def resident(field: str) -> int:
@@ -122,7 +148,9 @@ def resident(field: str) -> int:
 def bounded(limit: int) -> Iterator[None]:
     """Fail where the process grows by more than `limit` bytes at any moment, in any library."""
     gc.collect()
-    with suppress(OSError):  # where it cannot be reset, the highest mark of the past makes the test weaker, not wrong
+    with suppress(
+        OSError
+    ):  # where it cannot be reset, the highest mark of the past makes the test weaker, not wrong
         Path("/proc/self/clear_refs").write_text("5")
     before = max(resident("VmRSS"), resident("VmHWM"))
     yield

@@ -16,7 +16,9 @@ ADVISED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repeti
 
 def test_of_a_folder(tmp_path: Path) -> None:
     assert advised_sampling(tmp_path) == {}
-    (tmp_path / "generation_config.json").write_text(json.dumps(ADVISED | {"do_sample": True, "eos_token_id": 5, "max_length": 20}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps(ADVISED | {"do_sample": True, "eos_token_id": 5, "max_length": 20})
+    )
     assert advised_sampling(tmp_path) == ADVISED
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": None, "top_k": 5}))
     assert advised_sampling(tmp_path) == {"top_k": 5}
@@ -24,8 +26,17 @@ def test_of_a_folder(tmp_path: Path) -> None:
 
 def test_of_gguf(write_gguf: WriteGguf) -> None:
     assert open_checkpoint(write_gguf()).advised_sampling() == {}
-    keys = {"temp": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 2}
-    found = open_checkpoint(write_gguf({f"general.sampling.{name}": value for name, value in keys.items()})).advised_sampling()
+    keys = {
+        "temp": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "penalty_repeat": 1.1,
+        "mirostat": 2,
+    }
+    found = open_checkpoint(
+        write_gguf({f"general.sampling.{name}": value for name, value in keys.items()})
+    ).advised_sampling()
     assert found == pytest.approx(ADVISED) and found.keys() == ADVISED.keys()
 
 

@@ -40,7 +40,12 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def family_of(tensors: dict[str, Stored], equations: Any = LLAMA.forward) -> Family:
-    layout = ConfigLayout(architectures=("Test",), spec=lambda config: SPEC, tensors=TENSORS | tensors, ignored=(".mask",))
+    layout = ConfigLayout(
+        architectures=("Test",),
+        spec=lambda config: SPEC,
+        tensors=TENSORS | tensors,
+        ignored=(".mask",),
+    )
     return Family("test", equations, config=layout)
 
 
@@ -58,7 +63,9 @@ def keys(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
 
 
 def values(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
-    return (spec.num_heads + spec.num_kv_heads) * spec.head_dim + np.arange(spec.num_kv_heads * spec.head_dim)
+    return (spec.num_heads + spec.num_kv_heads) * spec.head_dim + np.arange(
+        spec.num_kv_heads * spec.head_dim
+    )
 
 
 FUSED = {
@@ -87,7 +94,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> tuple[Family, dict[str, StoredTens
     return family, stored
 
 
-def test_a_fused_matrix_is_split_without_reading_it(fused: tuple[Family, dict[str, StoredTensor]]) -> None:
+def test_a_fused_matrix_is_split_without_reading_it(
+    fused: tuple[Family, dict[str, StoredTensor]],
+) -> None:
     family, stored = fused
     tensors = assemble(SPEC, family.config, stored, "x")
     assert {name: tensor.shape for name, tensor in tensors.items()} == tensor_shapes(SPEC)
@@ -98,15 +107,21 @@ def test_a_fused_matrix_is_split_without_reading_it(fused: tuple[Family, dict[st
                 tensor = tensors[f"layers.{layer}.{part}{suffix}"]
                 np.testing.assert_array_equal(tensor.dequantise(), whole[rows(SPEC, ())])
                 if not suffix:
-                    assert np.shares_memory(tensor.parts["codes"], stored[f"h.{layer}.qkv.{kind}"].parts["codes"])
+                    assert np.shares_memory(
+                        tensor.parts["codes"], stored[f"h.{layer}.qkv.{kind}"].parts["codes"]
+                    )
                     assert tensor.nbytes == tensor.rows * 34
     assert tensors["layers.0.v"].row_order is None
 
 
-def test_what_several_share_has_the_rows_of_all(fused: tuple[Family, dict[str, StoredTensor]]) -> None:
+def test_what_several_share_has_the_rows_of_all(
+    fused: tuple[Family, dict[str, StoredTensor]],
+) -> None:
     family, stored = fused
     short = random_stored("Q8_0", 63, 32, 0)
-    with pytest.raises(FormatError, match=r"h\.1\.qkv\.weight has shape \[63, 32\], expected \[64, 32\]"):
+    with pytest.raises(
+        FormatError, match=r"h\.1\.qkv\.weight has shape \[63, 32\], expected \[64, 32\]"
+    ):
         assemble(SPEC, family.config, stored | {"h.1.qkv.weight": short}, "x")
     del stored["h.0.qkv.bias"]
     with pytest.raises(FormatError, match=r"h\.0\.qkv\.bias is missing; its shape would be \[64\]"):
@@ -152,7 +167,11 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
     arrays: Arrays = {"model.embed_tokens.weight": rng.normal(size=(9, 32))}
     experts = rng.normal(size=(2, 3, 32, 32)).astype(np.float32)
     for layer in range(2):
-        arrays |= {f"h.{layer}.up": experts[layer]} if stacked else {f"h.{layer}.experts.{e}.up": experts[layer, e] for e in range(3)}
+        arrays |= (
+            {f"h.{layer}.up": experts[layer]}
+            if stacked
+            else {f"h.{layer}.experts.{e}.up": experts[layer, e] for e in range(3)}
+        )
     stored = {name: StoredTensor.from_floats(name, array) for name, array in arrays.items()}
     tensors = assemble(SPEC, family.config, stored, "x")
     for layer in range(2):
@@ -164,21 +183,32 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
 
 def test_the_head_of_a_tied_model_may_be_there_twice() -> None:
     spec = replace(SPEC, architecture="llama", tied_embeddings=True, qkv_bias=False)
-    arrays = {LLAMA.config.locate(name)[0].name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(spec).items()}
+    arrays = {
+        LLAMA.config.locate(name)[0].name: np.zeros(shape, np.float32)
+        for name, shape in tensor_shapes(spec).items()
+    }
     stored = {name: StoredTensor.from_floats(name, array) for name, array in arrays.items()}
     head = StoredTensor.from_floats("lm_head.weight", arrays["model.embed_tokens.weight"])
-    assert assemble(spec, LLAMA.config, stored | {"lm_head.weight": head}, "x").keys() == tensor_shapes(spec).keys()
+    assert (
+        assemble(spec, LLAMA.config, stored | {"lm_head.weight": head}, "x").keys()
+        == tensor_shapes(spec).keys()
+    )
 
 
 def zeros(spec: ModelSpec, layout: Layout) -> dict[str, StoredTensor]:
     """A file of a model."""
-    return {name: StoredTensor.from_floats(name, np.zeros(shape, np.float32)) for name, shape in stored_shapes(spec, layout).items()}
+    return {
+        name: StoredTensor.from_floats(name, np.zeros(shape, np.float32))
+        for name, shape in stored_shapes(spec, layout).items()
+    }
 
 
 @pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_matrices_of_heads(format: str, is_apart: bool) -> None:
-    """Keys and values of a head out of one matrix or two, of which either form of attention takes the same numbers."""
+    """Keys and values of a head out of one matrix or two, of which either form of attention takes
+    the same numbers.
+    """
     config, gguf = DEEPSEEK_V2.config, DEEPSEEK_V2.gguf
     assert config and gguf
     spec = replace(spec_of("deepseek-v2-lite"), head_dim=40, latent=LatentSpec(64, 32))
@@ -188,25 +218,41 @@ def test_matrices_of_heads(format: str, is_apart: bool) -> None:
     def stored(name: str, values: NDArray[np.float32]) -> StoredTensor:
         if format == "F32":
             return StoredTensor.from_floats(name, values)
-        made = random_stored(format, math.prod(values.shape[:-1]), values.shape[-1], int(rng.integers(99)), name)
+        made = random_stored(
+            format, math.prod(values.shape[:-1]), values.shape[-1], int(rng.integers(99)), name
+        )
         return replace(made, shape=values.shape)
 
     tensors = zeros(spec, layout)
     for layer in range(spec.num_layers):
         if is_apart:
-            parts = {f"blk.{layer}.attn_k_b.weight": (4, 64, 32), f"blk.{layer}.attn_v_b.weight": (4, 32, 64)}
+            parts = {
+                f"blk.{layer}.attn_k_b.weight": (4, 64, 32),
+                f"blk.{layer}.attn_v_b.weight": (4, 32, 64),
+            }
         else:
             parts = {f"model.layers.{layer}.self_attn.kv_b_proj.weight": (256, 64)}
-        made = [stored(name, rng.standard_normal(shape).astype(np.float32)) for name, shape in parts.items()]
+        made = [
+            stored(name, rng.standard_normal(shape).astype(np.float32))
+            for name, shape in parts.items()
+        ]
         tensors |= {tensor.name: tensor for tensor in made}
         found = [tensor.dequantise() for tensor in made]
-        heads[layer] = np.concatenate([found[0].swapaxes(1, 2), found[1]], axis=1) if is_apart else found[0].reshape(4, 64, 64)
+        heads[layer] = (
+            np.concatenate([found[0].swapaxes(1, 2), found[1]], axis=1)
+            if is_apart
+            else found[0].reshape(4, 64, 64)
+        )
     for is_absorbed in (False, True):
         latent = replace(spec.latent or LatentSpec(1, 1), is_absorbed=is_absorbed)
         ours = assemble(replace(spec, latent=latent), layout, tensors, "x")
         for layer, head in np.ndindex(3, 4):
             prefix, keys = f"layers.{layer}.heads.{head}", heads[layer, head, :32]
-            key = ours[f"{prefix}.k_absorbed"].dequantise() if is_absorbed else ours[f"{prefix}.k"].dequantise().T
+            key = (
+                ours[f"{prefix}.k_absorbed"].dequantise()
+                if is_absorbed
+                else ours[f"{prefix}.k"].dequantise().T
+            )
             np.testing.assert_array_equal(key, keys.T)
             np.testing.assert_array_equal(ours[f"{prefix}.v"].dequantise(), heads[layer, head, 32:])
     short = replace(tensors[made[0].name], shape=(made[0].rows - 1, made[0].cols))
@@ -215,15 +261,26 @@ def test_matrices_of_heads(format: str, is_apart: bool) -> None:
 
 
 def test_layers_behind_those_of_the_model() -> None:
-    """DeepSeek-V3's files have a layer for drafts behind the last; of another family it is one too many."""
+    """DeepSeek-V3's files have a layer for drafts behind the last; of another family it is one too
+    many.
+    """
     config = DEEPSEEK_V3.config
     assert config
-    for name, is_beyond in (("model.layers.3.eh_proj.weight", True), ("model.layers.2.eh_proj.weight", False), ("model.layers.x.y", False)):
+    for name, is_beyond in (
+        ("model.layers.3.eh_proj.weight", True),
+        ("model.layers.2.eh_proj.weight", False),
+        ("model.layers.x.y", False),
+    ):
         assert config.is_beyond(name, spec_of("deepseek-v3")) == is_beyond
         assert LLAMA.config and not LLAMA.config.is_beyond(name, spec_of("llama3-gqa"))
-    spec = replace(SPEC, architecture="deepseek_v3", rope=RopeSpec(4), qkv_bias=False, latent=LatentSpec(8, 8))
+    spec = replace(
+        SPEC, architecture="deepseek_v3", rope=RopeSpec(4), qkv_bias=False, latent=LatentSpec(8, 8)
+    )
     stored = zeros(spec, config)
     extra = StoredTensor.from_floats("model.layers.2.eh_proj.weight", np.zeros((1, 1), np.float32))
-    assert assemble(spec, config, stored | {extra.name: extra}, "x").keys() == tensor_shapes(spec).keys()
+    assert (
+        assemble(spec, config, stored | {extra.name: extra}, "x").keys()
+        == tensor_shapes(spec).keys()
+    )
     with pytest.raises(UnsupportedModelError, match="no place"):
         assemble(spec, config, stored | {"model.layers.1.eh_proj.weight": extra}, "x")

@@ -21,20 +21,31 @@ from headrace.quant.formats import StoredTensor
 from tests.folders import check_engine, configure, tiny_llama
 from tests.quantised import write
 
-CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+CONFIG = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": None,
+}
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 NAME = "model.layers.1.self_attn.q_proj"
 
 
 def pack(codes: NDArray[Any]) -> torch.Tensor:
-    """Codes [n, rows] as words [n, rows / 8]: of 8 neighbours, the lowest bits have 0, then come 2, 4, 6, 1, 3, 5, 7."""
+    """Codes [n, rows] as words [n, rows / 8]: of 8 neighbours, the lowest bits have 0, then come 2,
+    4, 6, 1, 3, 5, 7.
+    """
     words = np.zeros((len(codes), codes.shape[1] // 8), np.uint64)
     for at, row in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
         words += codes[:, row::8].astype(np.uint64) << np.uint64(4 * at)
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
-def parts_of(codes: NDArray[Any], zeros: NDArray[Any], scales: torch.Tensor) -> dict[str, torch.Tensor]:
+def parts_of(
+    codes: NDArray[Any], zeros: NDArray[Any], scales: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Of codes [cols, rows], zero points and scales [groups, rows]."""
     return {"qweight": pack(codes), "qzeros": pack(zeros), "scales": scales}
 
@@ -43,7 +54,9 @@ def read(parts: dict[str, torch.Tensor], config: dict[str, Any]) -> StoredTensor
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save_file({f"x.{name}": part.contiguous() for name, part in parts.items()}, path)
-        return method_of(CONFIG | config).assemble(CONFIG | config, read_safetensors(path), "here")["x.weight"]
+        return method_of(CONFIG | config).assemble(CONFIG | config, read_safetensors(path), "here")[
+            "x.weight"
+        ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,7 +91,9 @@ def quantise(weight: NDArray[np.float32]) -> tuple[dict[str, torch.Tensor], NDAr
     s = scales.float().numpy()
     zeros = np.clip(np.rint(-low / s), 0, 15).astype(int)
     codes = np.clip(np.rint(w / s[groups]) + zeros[groups], 0, 15).astype(int)
-    return parts_of(codes, zeros, scales), np.ascontiguousarray(((codes - zeros[groups]) * s[groups]).T)
+    return parts_of(codes, zeros, scales), np.ascontiguousarray(
+        ((codes - zeros[groups]) * s[groups]).T
+    )
 
 
 def test_a_folder_is_computed(tmp_path: Path) -> None:
@@ -86,7 +101,10 @@ def test_a_folder_is_computed(tmp_path: Path) -> None:
 
 
 class TestConfigs:
-    @pytest.mark.parametrize("change", [{}, {"version": "GEMM"}, {"format": "gemm", "backend": "autoawq"}, {"group_size": -1}])
+    @pytest.mark.parametrize(
+        "change",
+        [{}, {"version": "GEMM"}, {"format": "gemm", "backend": "autoawq"}, {"group_size": -1}],
+    )
     def test_read(self, tmp_path: Path, change: dict[str, Any]) -> None:
         configure(tmp_path, tiny_llama(64, 96), CONFIG | change)
         assert open_folder(tmp_path).spec.num_layers == 3
@@ -108,7 +126,9 @@ class TestConfigs:
     )
     def test_refused(self, tmp_path: Path, change: dict[str, Any], message: str) -> None:
         configure(tmp_path, tiny_llama(64, 96), CONFIG | change)
-        with pytest.raises(UnsupportedModelError, match=rf"quantization_config: {message}.*awq with"):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"quantization_config: {message}.*awq with"
+        ):
             open_folder(tmp_path)
 
 
@@ -119,11 +139,26 @@ class TestConfigs:
         ({"scales": None}, r"q_proj\.scales is missing, expected floats"),
         ({"qweight": torch.zeros(64, 8)}, r"q_proj\.qweight is F32 \[64, 8\], expected I32"),
         ({"scales": torch.ones(2, 32)}, r"q_proj\.scales has shape \[2, 32\], expected \[2, 64\]"),
-        ({"qzeros": torch.zeros(4, 8, dtype=torch.int32)}, r"q_proj\.qzeros has shape \[\d, 8\], expected \[2, \d\]"),
-        ({"qweight": torch.zeros(63, 8, dtype=torch.int32)}, r"q_proj\.qweight has 63 columns, which are no groups of 32"),
-        ({"qweight": torch.zeros(64, 9, dtype=torch.int32)}, r"q_proj\.qzeros has shape \[\d, 8\], expected \[2, \d\]"),
-        ({"scales": torch.full((2, 64), float("inf"))}, r"q_proj\.scales has a number that is not finite"),
-        ({"scales": torch.full((2, 64), float("nan")).bfloat16()}, r"q_proj\.scales has a number that is not finite"),
+        (
+            {"qzeros": torch.zeros(4, 8, dtype=torch.int32)},
+            r"q_proj\.qzeros has shape \[\d, 8\], expected \[2, \d\]",
+        ),
+        (
+            {"qweight": torch.zeros(63, 8, dtype=torch.int32)},
+            r"q_proj\.qweight has 63 columns, which are no groups of 32",
+        ),
+        (
+            {"qweight": torch.zeros(64, 9, dtype=torch.int32)},
+            r"q_proj\.qzeros has shape \[\d, 8\], expected \[2, \d\]",
+        ),
+        (
+            {"scales": torch.full((2, 64), float("inf"))},
+            r"q_proj\.scales has a number that is not finite",
+        ),
+        (
+            {"scales": torch.full((2, 64), float("nan")).bfloat16()},
+            r"q_proj\.scales has a number that is not finite",
+        ),
     ],
 )
 def test_malformed(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str) -> None:

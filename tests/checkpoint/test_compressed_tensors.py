@@ -1,4 +1,6 @@
-"""W8A8 folders as llm-compressor writes them: made here from tiny random models, read back, computed."""
+"""W8A8 folders as llm-compressor writes them: made here from tiny random models, read back,
+computed.
+"""
 
 import json
 from pathlib import Path
@@ -16,10 +18,32 @@ from headrace.checkpoint.load import open_checkpoint
 from headrace.errors import FormatError, UnsupportedModelError
 from tests.folders import TOKENS, backends, logits_of, tiny_llama, write_folder
 
-ARGS = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "block_structure": None, "actorder": None}
-WEIGHTS: dict[str, Any] = ARGS | {"strategy": "channel", "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
-ACTIVATIONS: dict[str, Any] = ARGS | {"strategy": "token", "dynamic": True, "observer": "memoryless", "observer_kwargs": {}}
-GROUP: dict[str, Any] = {"weights": WEIGHTS, "input_activations": ACTIVATIONS, "output_activations": None, "targets": ["Linear"]}
+ARGS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "group_size": None,
+    "block_structure": None,
+    "actorder": None,
+}
+WEIGHTS: dict[str, Any] = ARGS | {
+    "strategy": "channel",
+    "dynamic": False,
+    "observer": "minmax",
+    "observer_kwargs": {},
+}
+ACTIVATIONS: dict[str, Any] = ARGS | {
+    "strategy": "token",
+    "dynamic": True,
+    "observer": "memoryless",
+    "observer_kwargs": {},
+}
+GROUP: dict[str, Any] = {
+    "weights": WEIGHTS,
+    "input_activations": ACTIVATIONS,
+    "output_activations": None,
+    "targets": ["Linear"],
+}
 W8A8: dict[str, Any] = {
     "config_groups": {"group_0": GROUP},
     "format": "int-quantized",
@@ -32,7 +56,10 @@ W8A8: dict[str, Any] = {
 
 
 def of_blocks(structure: list[int]) -> dict[str, Any]:
-    return GROUP | {"weights": WEIGHTS | {"type": "float", "strategy": "block", "block_structure": structure}, "input_activations": None}
+    return GROUP | {
+        "weights": WEIGHTS | {"type": "float", "strategy": "block", "block_structure": structure},
+        "input_activations": None,
+    }
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +69,9 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(folder: Path, model: LlamaForCausalLM, config: dict[str, Any] = W8A8) -> None:
-    """The folder of a model whose linear layers, but not its head, are quantised; the model gets the weights that these stand for."""
+    """The folder of a model whose linear layers, but not its head, are quantised; the model gets
+    the weights that these stand for.
+    """
 
     def stored(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         codes, scale = quantise(weight)
@@ -56,12 +85,16 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
-def test_the_reference_computes_what_transformers_does(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_the_reference_computes_what_transformers_does(
+    tmp_path: Path, model: LlamaForCausalLM
+) -> None:
     write(tmp_path, model)
     checkpoint = open_checkpoint(tmp_path)
     with torch.no_grad():
         want = model(torch.arange(TOKENS)[None] * 37 % 96).logits[0].numpy()
-    formats = {name.rpartition(".")[2]: tensor.format.name for name, tensor in checkpoint.tensors.items()}
+    formats = {
+        name.rpartition(".")[2]: tensor.format.name for name, tensor in checkpoint.tensors.items()
+    }
     assert {formats[part] for part in ("q", "k", "v", "o", "gate", "up", "down")} == {"I8_ROW"}
     assert {formats[part] for part in ("embed", "head", "norm", "q_bias")} == {"F32"}
     got = logits_of(backends(checkpoint, "")[0], [TOKENS])
@@ -70,15 +103,30 @@ def test_the_reference_computes_what_transformers_does(tmp_path: Path, model: Ll
 
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize("kept_in_float", [[], ["o_proj"], ["down_proj", "k_proj"], ["up_proj"]])
-def test_cpu_is_near_the_reference_and_one_with_itself(isa: str, kept_in_float: list[str], tmp_path: Path, model: LlamaForCausalLM) -> None:
-    """With all layers int8, and with some of the first left out: their inputs are packed in both ways, or not at all."""
+def test_cpu_is_near_the_reference_and_one_with_itself(
+    isa: str, kept_in_float: list[str], tmp_path: Path, model: LlamaForCausalLM
+) -> None:
+    """With all layers int8, and with some of the first left out: their inputs are packed in both
+    ways, or not at all.
+    """
     write(tmp_path, model)
     path = tmp_path / "model.safetensors"
     state = load_file(path)
-    for name in [name for name in state if "layers.0" in name and any(f"{part}.weight" in name for part in kept_in_float)]:
+    for name in [
+        name
+        for name in state
+        if "layers.0" in name and any(f"{part}.weight" in name for part in kept_in_float)
+    ]:
         state[name] = model.state_dict()[name] if name in model.state_dict() else state[name]
         state.pop(f"{name}_scale", None)
-    save_file({name: value for name, value in state.items() if not name.endswith("_scale") or name.removesuffix("_scale") in state}, path)
+    save_file(
+        {
+            name: value
+            for name, value in state.items()
+            if not name.endswith("_scale") or name.removesuffix("_scale") in state
+        },
+        path,
+    )
     truth, executable = backends(open_checkpoint(tmp_path), isa)
     want, got = logits_of(truth, [TOKENS]), logits_of(executable, [TOKENS])
     assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
@@ -88,7 +136,13 @@ def test_cpu_is_near_the_reference_and_one_with_itself(isa: str, kept_in_float: 
 
 
 def test_a_matrix_that_a_sum_cannot_hold_is_named(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 8, "hidden_size": 2, "intermediate_size": (1 << 17) + 1, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 2,
+        "intermediate_size": (1 << 17) + 1,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     write(tmp_path, LlamaForCausalLM(LlamaConfig(**sizes)))
     with pytest.raises(UnsupportedModelError, match=r"layers\.0\.down.*131,072 columns"):
         backends(open_checkpoint(tmp_path), "")
@@ -96,7 +150,13 @@ def test_a_matrix_that_a_sum_cannot_hold_is_named(tmp_path: Path) -> None:
 
 class TestConfigs:
     def config(self, folder: Path, change: dict[str, Any]) -> None:
-        sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        sizes = {
+            "vocab_size": 8,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+        }
         values = sizes | {"model_type": "llama", "quantization_config": W8A8 | change}
         (folder / "config.json").write_text(json.dumps(values))
         open_folder(folder)
@@ -107,10 +167,35 @@ class TestConfigs:
             {},
             {"config_groups": {"group_0": GROUP | {"input_activations": None}}},
             {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}}},
-            {"config_groups": {"a": of_blocks([128, 128]), "b": of_blocks([128, 128])}, "format": "float-quantized"},
-            {"config_groups": {"a": GROUP | {"input_activations": {"type": "float", "dynamic": False, "strategy": "tensor"}}}},
-            {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 4, "symmetric": False}}}, "format": "pack-quantized"},
-            {"config_groups": {"a": GROUP, "b": GROUP | {"targets": ["re:.*q_proj"], "format": "int-quantized"}}, "ignore": []},
+            {
+                "config_groups": {"a": of_blocks([128, 128]), "b": of_blocks([128, 128])},
+                "format": "float-quantized",
+            },
+            {
+                "config_groups": {
+                    "a": GROUP
+                    | {
+                        "input_activations": {
+                            "type": "float",
+                            "dynamic": False,
+                            "strategy": "tensor",
+                        }
+                    }
+                }
+            },
+            {
+                "config_groups": {
+                    "a": GROUP | {"weights": WEIGHTS | {"num_bits": 4, "symmetric": False}}
+                },
+                "format": "pack-quantized",
+            },
+            {
+                "config_groups": {
+                    "a": GROUP,
+                    "b": GROUP | {"targets": ["re:.*q_proj"], "format": "int-quantized"},
+                },
+                "ignore": [],
+            },
         ],
     )
     def test_read(self, tmp_path: Path, change: dict[str, Any]) -> None:
@@ -129,19 +214,74 @@ class TestConfigs:
             ({"config_groups": {"a": None}}, "config_groups"),
             ({"config_groups": {"a": GROUP, "b": GROUP | {"weights": None}}}, r"b\.weights = None"),
             ({"config_groups": {"a": GROUP | {"format": "dense"}}}, r"a\.format = dense"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 16}}}}, r"a\.weights\.num_bits = 16"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 8.0}}}}, r"a\.weights\.num_bits = 8\.0"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"type": "complex"}}}}, r"a\.weights\.type = complex"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"type": "float", "num_bits": 6}}}}, r"a\.weights\.num_bits = 6"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"type": "float", "symmetric": False}}}}, "symmetric = False"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"strategy": "attn_head"}}}}, r"a\.weights\.strategy = attn_head"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"strategy": "block"}}}}, r"a\.weights\.block_structure = None"),
-            ({"config_groups": {"a": of_blocks([128, 128]), "b": of_blocks([64, 64])}}, "block_structure"),
-            ({"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"dynamic": True}}}}, r"a\.weights\.dynamic = True"),
-            ({"config_groups": {"a": GROUP | {"input_activations": ACTIVATIONS | {"dynamic": False}}}}, "dynamic = False"),
-            ({"config_groups": {"a": GROUP | {"input_activations": "int8"}}}, r"a\.input_activations = int8"),
-            ({"config_groups": {"a": GROUP | {"input_activations": ACTIVATIONS | {"symmetric": False}}}}, "symmetric = False"),
-            ({"config_groups": {"a": GROUP | {"output_activations": ACTIVATIONS}}}, "output_activations"),
+            (
+                {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 16}}}},
+                r"a\.weights\.num_bits = 16",
+            ),
+            (
+                {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 8.0}}}},
+                r"a\.weights\.num_bits = 8\.0",
+            ),
+            (
+                {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"type": "complex"}}}},
+                r"a\.weights\.type = complex",
+            ),
+            (
+                {
+                    "config_groups": {
+                        "a": GROUP | {"weights": WEIGHTS | {"type": "float", "num_bits": 6}}
+                    }
+                },
+                r"a\.weights\.num_bits = 6",
+            ),
+            (
+                {
+                    "config_groups": {
+                        "a": GROUP | {"weights": WEIGHTS | {"type": "float", "symmetric": False}}
+                    }
+                },
+                "symmetric = False",
+            ),
+            (
+                {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"strategy": "attn_head"}}}},
+                r"a\.weights\.strategy = attn_head",
+            ),
+            (
+                {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"strategy": "block"}}}},
+                r"a\.weights\.block_structure = None",
+            ),
+            (
+                {"config_groups": {"a": of_blocks([128, 128]), "b": of_blocks([64, 64])}},
+                "block_structure",
+            ),
+            (
+                {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"dynamic": True}}}},
+                r"a\.weights\.dynamic = True",
+            ),
+            (
+                {
+                    "config_groups": {
+                        "a": GROUP | {"input_activations": ACTIVATIONS | {"dynamic": False}}
+                    }
+                },
+                "dynamic = False",
+            ),
+            (
+                {"config_groups": {"a": GROUP | {"input_activations": "int8"}}},
+                r"a\.input_activations = int8",
+            ),
+            (
+                {
+                    "config_groups": {
+                        "a": GROUP | {"input_activations": ACTIVATIONS | {"symmetric": False}}
+                    }
+                },
+                "symmetric = False",
+            ),
+            (
+                {"config_groups": {"a": GROUP | {"output_activations": ACTIVATIONS}}},
+                "output_activations",
+            ),
         ],
     )
     def test_refused(self, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -157,34 +297,62 @@ class TestMalformed:
         [
             (None, r"q_proj\.weight is int8, and .*weight_scale is not there"),
             (torch.ones(64, 1, dtype=torch.int8), "not there as numbers"),
-            (torch.ones(3), r"q_proj\.weight_scale has shape \[3\], which gives a matrix \[64, 64\] no scales"),
+            (
+                torch.ones(3),
+                r"q_proj\.weight_scale has shape \[3\], which gives a matrix \[64, 64\] no scales",
+            ),
             (torch.ones(64, 5), r"shape \[64, 5\]"),
             (torch.ones(63, 2), r"shape \[63, 2\]"),
             (torch.full((64, 1), float("inf")), "not finite"),
             (torch.full((64, 1), float("nan")), "not finite"),
         ],
     )
-    def test_scales(self, tmp_path: Path, model: LlamaForCausalLM, scale: torch.Tensor | None, message: str) -> None:
+    def test_scales(
+        self, tmp_path: Path, model: LlamaForCausalLM, scale: torch.Tensor | None, message: str
+    ) -> None:
         write(tmp_path, model)
         state = load_file(tmp_path / "model.safetensors")
         state.pop(f"{self.NAME}_scale")
-        save_file(state | ({} if scale is None else {f"{self.NAME}_scale": scale}), tmp_path / "model.safetensors")
+        save_file(
+            state | ({} if scale is None else {f"{self.NAME}_scale": scale}),
+            tmp_path / "model.safetensors",
+        )
         with pytest.raises(FormatError, match=message):
             open_checkpoint(tmp_path)
 
     @pytest.mark.parametrize(
         ("points", "error", "message"),
         [
-            (("q_proj.weight_zero_point", torch.ones(63, 1, dtype=torch.int8)), FormatError, r"zero_point is I8 \[63, 1\]"),
-            (("q_proj.weight_zero_point", torch.ones(64, 1)), FormatError, r"zero_point is F32 \[64, 1\]"),
-            (("other", torch.ones(64, 1, dtype=torch.int8)), UnsupportedModelError, "other is int8 and no weight"),
+            (
+                ("q_proj.weight_zero_point", torch.ones(63, 1, dtype=torch.int8)),
+                FormatError,
+                r"zero_point is I8 \[63, 1\]",
+            ),
+            (
+                ("q_proj.weight_zero_point", torch.ones(64, 1)),
+                FormatError,
+                r"zero_point is F32 \[64, 1\]",
+            ),
+            (
+                ("other", torch.ones(64, 1, dtype=torch.int8)),
+                UnsupportedModelError,
+                "other is int8 and no weight",
+            ),
         ],
     )
     def test_zero_points(
-        self, tmp_path: Path, model: LlamaForCausalLM, points: tuple[str, torch.Tensor], error: type[Exception], message: str
+        self,
+        tmp_path: Path,
+        model: LlamaForCausalLM,
+        points: tuple[str, torch.Tensor],
+        error: type[Exception],
+        message: str,
     ) -> None:
         write(tmp_path, model)
         state = load_file(tmp_path / "model.safetensors")
-        save_file(state | {self.NAME.replace("q_proj.weight", points[0]): points[1]}, tmp_path / "model.safetensors")
+        save_file(
+            state | {self.NAME.replace("q_proj.weight", points[0]): points[1]},
+            tmp_path / "model.safetensors",
+        )
         with pytest.raises(error, match=message):
             open_checkpoint(tmp_path)

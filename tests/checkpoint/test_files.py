@@ -1,4 +1,6 @@
-"""The files of a checkpoint that are none: pipes, devices, folders, links in a circle, and files without end."""
+"""The files of a checkpoint that are none: pipes, devices, folders, links in a circle, and files
+without end.
+"""
 
 import json
 import os
@@ -48,26 +50,41 @@ class TestWhatIsNoFile:
             (lambda path: path.symlink_to("nothing"), "No such file"),
         ],
     )
-    def test_refused(self, tmp_path: Path, name: str, make: Callable[[Path], None], message: str) -> None:
+    def test_refused(
+        self, tmp_path: Path, name: str, make: Callable[[Path], None], message: str
+    ) -> None:
         make(tmp_path / name)
         with pytest.raises(ModelError, match=message) as error:
             READERS[name](tmp_path)
         assert name in str(error.value)
 
     @pytest.mark.parametrize("name", [name for name in READERS if name != "model.safetensors"])
-    def test_more_bytes_than_any_real_one(self, tmp_path: Path, name: str, within_memory: Callable[[int], Any]) -> None:
+    def test_more_bytes_than_any_real_one(
+        self, tmp_path: Path, name: str, within_memory: Callable[[int], Any]
+    ) -> None:
         endless(tmp_path / name)
-        with within_memory(0), pytest.raises(FormatError, match=f"{name}: 2,147,483,648 bytes, more than"):
+        with (
+            within_memory(0),
+            pytest.raises(FormatError, match=f"{name}: 2,147,483,648 bytes, more than"),
+        ):
             READERS[name](tmp_path)
 
-    def test_more_values_than_any_real_one(self, tmp_path: Path, within_memory: Callable[[int], Any]) -> None:
+    def test_more_values_than_any_real_one(
+        self, tmp_path: Path, within_memory: Callable[[int], Any]
+    ) -> None:
         (tmp_path / "config.json").write_bytes(b'{"a":[' + b"[],{}," * 2_000_000 + b"0]}")
         with within_memory(0), pytest.raises(FormatError, match="more than 2,000,000 values"):
             open_folder(tmp_path)
 
     def test_paths_that_cannot_be_opened(self, tmp_path: Path) -> None:
         (tmp_path / "x.gguf").symlink_to("x.gguf")
-        for model in (tmp_path / "x.gguf", tmp_path / "x.gguf/y", tmp_path / ("x" * 5000), "~no-such-user/x", "a\0b"):
+        for model in (
+            tmp_path / "x.gguf",
+            tmp_path / "x.gguf/y",
+            tmp_path / ("x" * 5000),
+            "~no-such-user/x",
+            "a\0b",
+        ):
             with pytest.raises(ModelNotFoundError) as error:
                 resolve(str(model))
             assert len(str(error.value)) < 400
@@ -76,7 +93,9 @@ class TestWhatIsNoFile:
             open_checkpoint(tmp_path / "folder")
 
 
-def test_a_file_that_grows_is_read_to_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_grows_is_read_to_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")
     fstat = os.fstat
@@ -92,7 +111,9 @@ def test_a_file_that_grows_is_read_to_its_size(tmp_path: Path, monkeypatch: pyte
 
 
 class TestSeveralTemplates:
-    """As transformers has them: by name, the last of a name counts, and that of `default` is used."""
+    """As transformers has them: by name, the last of a name counts, and that of `default` is
+    used.
+    """
 
     @pytest.mark.parametrize(
         ("given", "template"),
@@ -101,21 +122,43 @@ class TestSeveralTemplates:
             ([{"name": "tool_use", "template": "a"}], None),
             ([{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}], "a"),
             ([{"name": "default", "template": "a"}, {"name": "default", "template": "b"}], "b"),
-            ([{"name": ["x"], "template": "a"}, {"name": {"y": 1}}, 5, None, {"name": "default", "template": "c"}], "c"),
+            (
+                [
+                    {"name": ["x"], "template": "a"},
+                    {"name": {"y": 1}},
+                    5,
+                    None,
+                    {"name": "default", "template": "c"},
+                ],
+                "c",
+            ),
         ],
     )
     def test_the_default_one(self, tmp_path: Path, given: Any, template: str | None) -> None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
         assert chat_template(tmp_path) == template
 
-    @pytest.mark.parametrize("given", [5, {"default": "x"}, [{"name": "default", "template": 5}], [{"name": "default", "template": ["a"]}]])
+    @pytest.mark.parametrize(
+        "given",
+        [
+            5,
+            {"default": "x"},
+            [{"name": "default", "template": 5}],
+            [{"name": "default", "template": ["a"]}],
+        ],
+    )
     def test_what_is_no_template(self, tmp_path: Path, given: Any) -> None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
         with pytest.raises(FormatError, match="chat_template must be"):
             chat_template(tmp_path)
 
 
-def test_a_gguf_file_whose_template_has_no_end(write_gguf: Any, within_memory: Callable[[int], Any]) -> None:
+def test_a_gguf_file_whose_template_has_no_end(
+    write_gguf: Any, within_memory: Callable[[int], Any]
+) -> None:
     path = write_gguf({"tokenizer.chat_template": "x" * (8 << 20)})
-    with within_memory(0), pytest.raises(FormatError, match="a string of 8,388,608 bytes, more than"):
+    with (
+        within_memory(0),
+        pytest.raises(FormatError, match="a string of 8,388,608 bytes, more than"),
+    ):
         open_checkpoint(path)

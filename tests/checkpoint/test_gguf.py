@@ -14,7 +14,21 @@ from headrace.checkpoint.load import open_checkpoint
 from headrace.errors import FormatError, ModelError, ModelNotFoundError, UnsupportedModelError
 from headrace.quant.formats import FORMATS
 
-KINDS = ["u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64"]
+KINDS = [
+    "u8",
+    "i8",
+    "u16",
+    "i16",
+    "u32",
+    "i32",
+    "f32",
+    "bool",
+    "string",
+    "array",
+    "u64",
+    "i64",
+    "f64",
+]
 FORMS = ["<B", "<b", "<H", "<h", "<I", "<i", "<f", "<B", "", "", "<Q", "<q", "<d"]
 
 
@@ -31,7 +45,13 @@ def pair(key: str | bytes, kind: int, value: bytes) -> bytes:
     return text(key) + struct.pack("<I", kind) + value
 
 
-def tensor(name: str, dims: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0, num_dims: int | None = None) -> bytes:
+def tensor(
+    name: str,
+    dims: tuple[int, ...] = (32,),
+    kind: int = 0,
+    offset: int = 0,
+    num_dims: int | None = None,
+) -> bytes:
     count = len(dims) if num_dims is None else num_dims
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", count, *dims, kind, offset)
 
@@ -45,7 +65,12 @@ def build(
     align: int = 32,
 ) -> bytes:
     num_tensors, num_pairs = counts or (len(records), len(pairs))
-    head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_pairs) + b"".join(pairs) + b"".join(records)
+    head = (
+        b"GGUF"
+        + struct.pack("<IQQ", version, num_tensors, num_pairs)
+        + b"".join(pairs)
+        + b"".join(records)
+    )
     return head + bytes(-len(head) % align) + bytes(data)
 
 
@@ -68,13 +93,17 @@ class TestAgainstTheGgufPackage:
         assert set(ours.metadata) == {key for key in oracle.fields if not key.startswith("GGUF.")}
         for key in ours.metadata:
             found = ours.metadata[key]
-            assert (found.tolist() if isinstance(found, np.ndarray) else found) == oracle.fields[key].contents()
+            assert (found.tolist() if isinstance(found, np.ndarray) else found) == oracle.fields[
+                key
+            ].contents()
         assert set(ours.tensors) == {record.name for record in oracle.tensors}
         for record in oracle.tensors:
             found = ours.tensors[record.name]
             assert found.shape == tuple(reversed(record.shape.tolist()))
             assert found.format.name == record.tensor_type.name
-            np.testing.assert_array_equal(found.parts["codes"].reshape(-1), record.data.reshape(-1).view(np.uint8))
+            np.testing.assert_array_equal(
+                found.parts["codes"].reshape(-1), record.data.reshape(-1).view(np.uint8)
+            )
 
     def test_the_default_model(self, smollm2: Path) -> None:
         ours = read_gguf(smollm2)
@@ -82,14 +111,30 @@ class TestAgainstTheGgufPackage:
         assert len(ours.metadata.strings("tokenizer.ggml.tokens")) == 49152
         assert {found.format.name for found in ours.tensors.values()} == {"F32", "Q4_1", "Q8_0"}
         row = ours.tensors["blk.3.attn_k.weight"]
-        expected = gguf.quants.dequantize(row.parts["codes"].reshape(192, -1), gguf.GGMLQuantizationType.Q4_1)
+        expected = gguf.quants.dequantize(
+            row.parts["codes"].reshape(192, -1), gguf.GGMLQuantizationType.Q4_1
+        )
         np.testing.assert_array_equal(row.dequantise(), expected)
 
 
 class TestMetadata:
     @pytest.mark.parametrize("version", [2, 3])
     def test_every_type(self, read: Callable[[bytes], GgufFile], version: int) -> None:
-        values: list[Any] = [200, -100, 60000, -30000, 4 * 10**9, -2 * 10**9, 1.5, 1, "día", None, 2**63, -(2**62), 0.1]
+        values: list[Any] = [
+            200,
+            -100,
+            60000,
+            -30000,
+            4 * 10**9,
+            -2 * 10**9,
+            1.5,
+            1,
+            "día",
+            None,
+            2**63,
+            -(2**62),
+            0.1,
+        ]
         scalars = [
             pair(name, kind, text(value) if form == "" else struct.pack(form, value))
             for kind, (name, form, value) in enumerate(zip(KINDS, FORMS, values, strict=True))
@@ -100,7 +145,9 @@ class TestMetadata:
             for kind, (name, form, value) in enumerate(zip(KINDS, FORMS, values, strict=True))
             if form
         ]
-        nested = pair("nested", 9, array(9, 2, array(4, 2, struct.pack("<II", 1, 2)) + array(8, 1, text("x"))))
+        nested = pair(
+            "nested", 9, array(9, 2, array(4, 2, struct.pack("<II", 1, 2)) + array(8, 1, text("x")))
+        )
         strings = pair("strings", 9, array(8, 3, text("") + text("é") + text("abc")))
         found = read(build(pairs=(*scalars, *arrays, nested, strings), version=version)).metadata
         for name, value in zip(KINDS, values, strict=True):
@@ -109,13 +156,23 @@ class TestMetadata:
         assert found["bool"] is True
         assert found["u64s"].tolist() == [2**63] * 3
         assert found["f32s"].tolist() == [1.5] * 3
-        assert [part.tolist() if isinstance(part, np.ndarray) else part for part in found["nested"]] == [[1, 2], ["x"]]
+        assert [
+            part.tolist() if isinstance(part, np.ndarray) else part for part in found["nested"]
+        ] == [[1, 2], ["x"]]
         assert found.strings("strings") == ["", "é", "abc"]
         assert len(found) == len(list(found)) == len(scalars) + len(arrays) + 2
 
     def test_getters_name_the_key(self, read: Callable[[bytes], GgufFile]) -> None:
-        pairs = (pair("a.s", 8, text("x")), pair("a.b", 7, b"\1"), pair("a.n", 6, struct.pack("<f", float("nan"))))
-        found = read(build(pairs=(*pairs, pair("a.l", 9, array(4, 1, bytes(4))), pair("a.u", 8, text(b"\xff"))))).metadata
+        pairs = (
+            pair("a.s", 8, text("x")),
+            pair("a.b", 7, b"\1"),
+            pair("a.n", 6, struct.pack("<f", float("nan"))),
+        )
+        found = read(
+            build(
+                pairs=(*pairs, pair("a.l", 9, array(4, 1, bytes(4))), pair("a.u", 8, text(b"\xff")))
+            )
+        ).metadata
         assert found.integer("none", 3) == 3
         for get, key in (
             (found.integer, "a.s"), (found.integer, "a.b"), (found.number, "a.n"), (found.flag, "a.s"), (found.string, "a.b"),
@@ -142,7 +199,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "string length": (build(pairs=(pair("a", 8, struct.pack("<Q", 2**64 - 1)),)), "left"),
     "array length": (build(pairs=(pair("a", 9, array(4, 2**62, b"")),)), "left"),
     "array of strings": (build(pairs=(pair("a", 9, array(8, 2**61, b"")),)), "does not fit"),
-    "array of long strings": (build(pairs=(pair("a", 9, array(8, 2, struct.pack("<QQ", 2**63, 1))),)), "past the end"),
+    "array of long strings": (
+        build(pairs=(pair("a", 9, array(8, 2, struct.pack("<QQ", 2**63, 1))),)),
+        "past the end",
+    ),
     "array type": (build(pairs=(pair("a", 9, array(77, 1, bytes(64))),)), "unknown value type 77"),
     "arrays nested deep": (build(pairs=(pair("a", 9, array(9, 1, b"") * 5000),)), "nested"),
     "key twice": (build(pairs=(pair("a", 4, bytes(4)), pair("a", 5, bytes(4)))), "a appears twice"),
@@ -160,23 +220,38 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "offset unaligned": (build(tensor("t", offset=8)), "alignment"),
     "overlap": (build(tensor("a", (32,)), tensor("b", offset=96)), "b overlaps a"),
     "same place": (build(tensor("a"), tensor("b")), "overlaps"),
-    "alignment 2^31": (build(pairs=(pair("general.alignment", 4, struct.pack("<I", 2**31)),)), "alignment"),
+    "alignment 2^31": (
+        build(pairs=(pair("general.alignment", 4, struct.pack("<I", 2**31)),)),
+        "alignment",
+    ),
     "alignment 0": (build(pairs=(pair("general.alignment", 4, bytes(4)),)), "alignment"),
-    "alignment 24": (build(pairs=(pair("general.alignment", 4, struct.pack("<I", 24)),)), "alignment"),
-    "alignment is text": (build(pairs=(pair("general.alignment", 8, text("32")),)), "general.alignment"),
+    "alignment 24": (
+        build(pairs=(pair("general.alignment", 4, struct.pack("<I", 24)),)),
+        "alignment",
+    ),
+    "alignment is text": (
+        build(pairs=(pair("general.alignment", 8, text("32")),)),
+        "general.alignment",
+    ),
 }
 
 
 class TestHostileFiles:
     @pytest.mark.parametrize("case", HOSTILE)
-    def test_refused(self, case: str, read: Callable[[bytes], GgufFile], within_memory: Any) -> None:
+    def test_refused(
+        self, case: str, read: Callable[[bytes], GgufFile], within_memory: Any
+    ) -> None:
         content, message = HOSTILE[case]
         with within_memory(len(content)), pytest.raises(FormatError, match=message) as caught:
             read(content)
         assert "made.gguf" in str(caught.value)
 
-    @pytest.mark.parametrize(("kind", "name"), [(15, "Q8_K"), (9, "Q8_1"), (26, "I32"), (4, "-"), (1234, "unknown")])
-    def test_unsupported_type_names_tensor_and_type(self, kind: int, name: str, read: Callable[[bytes], GgufFile]) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "name"), [(15, "Q8_K"), (9, "Q8_1"), (26, "I32"), (4, "-"), (1234, "unknown")]
+    )
+    def test_unsupported_type_names_tensor_and_type(
+        self, kind: int, name: str, read: Callable[[bytes], GgufFile]
+    ) -> None:
         with pytest.raises(UnsupportedModelError, match=rf"blk\.0\.x has type {kind} \({name}\)"):
             read(build(tensor("blk.0.x", (256,), kind=kind)))
 
@@ -185,14 +260,20 @@ class TestHostileFiles:
         found = read(build(tensor("t", offset=4096), pairs=pairs, data=4096 + 128, align=4096))
         assert found.tensors["t"].nbytes == 128
 
-    def test_many_small_things_stay_small(self, read: Callable[[bytes], GgufFile], within_memory: Any) -> None:
+    def test_many_small_things_stay_small(
+        self, read: Callable[[bytes], GgufFile], within_memory: Any
+    ) -> None:
         packed = pair("general.alignment", 4, struct.pack("<I", 8))
         files = [
             build(pairs=(pair("a", 9, array(9, 100_000, array(4, 0, b"") * 100_000)),)),
             build(pairs=(pair("a", 9, array(8, 300_000, bytes(8) * 300_000)),)),
             build(pairs=(pair("a", 8, text("\U0001f600" + "a" * (24 << 20))),)),
             build(pairs=tuple(pair(f"{i:x}", 0, b"\0") for i in range(65_000))),
-            build(*(tensor(f"{i:x}", (1,), offset=8 * i) for i in range(65_000)), pairs=(packed,), data=8 * 65_000),
+            build(
+                *(tensor(f"{i:x}", (1,), offset=8 * i) for i in range(65_000)),
+                pairs=(packed,),
+                data=8 * 65_000,
+            ),
         ]
         for content in files:
             with within_memory(len(content)):
@@ -229,8 +310,17 @@ class TestDamage:
                     load(path)
 
     @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
-    def test_mutations(self, kind: str, write_gguf: Any, sentencepiece_model: dict[str, Any], tmp_path: Path, within_memory: Any) -> None:
-        made = write_gguf(kind="Q8_0") if kind == "byte-level" else write_gguf(**sentencepiece_model)
+    def test_mutations(
+        self,
+        kind: str,
+        write_gguf: Any,
+        sentencepiece_model: dict[str, Any],
+        tmp_path: Path,
+        within_memory: Any,
+    ) -> None:
+        made = (
+            write_gguf(kind="Q8_0") if kind == "byte-level" else write_gguf(**sentencepiece_model)
+        )
         content = made.read_bytes()
         path = tmp_path / "mutated.gguf"
         header = content.index(b"blk.1.ffn_down.weight") + 100
@@ -241,7 +331,16 @@ class TestDamage:
                 damaged = bytearray(content)
                 for _ in range(rng.randint(1, 3)):
                     at = rng.randrange(header if rng.random() < 0.9 else len(content))
-                    damaged[at] = rng.choice([0, 1, 0x7F, 0xFF, rng.randrange(256), damaged[at] ^ (1 << rng.randrange(8))])
+                    damaged[at] = rng.choice(
+                        [
+                            0,
+                            1,
+                            0x7F,
+                            0xFF,
+                            rng.randrange(256),
+                            damaged[at] ^ (1 << rng.randrange(8)),
+                        ]
+                    )
                 path.write_bytes(damaged)
                 try:
                     load(path)
@@ -250,7 +349,9 @@ class TestDamage:
         assert refused > 200
 
 
-@pytest.mark.parametrize("name", [name for name, stored in FORMATS.items() if len(stored.parts) == 1])
+@pytest.mark.parametrize(
+    "name", [name for name, stored in FORMATS.items() if len(stored.parts) == 1]
+)
 def test_every_format_has_its_number(name: str, read: Callable[[bytes], GgufFile]) -> None:
     content = build(tensor("t", (256,), kind=int(gguf.GGMLQuantizationType[name])), data=1024)
     assert read(content).tensors["t"].format == FORMATS[name]

@@ -1,4 +1,6 @@
-"""Parts of quantised tensors of any type and shape: an error of ours, or a tensor that can be read."""
+"""Parts of quantised tensors of any type and shape: an error of ours, or a tensor that can be
+read.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from tests.checkpoint import test_compressed_tensors_kinds as ct
 from tests.checkpoint import test_fp8 as fp8
 from tests.folders import assembled
 
-NVFP4 = {"x.weight_packed": torch.ones(8, 32, dtype=torch.uint8), "x.weight_global_scale": torch.ones(1)}
+NVFP4 = {
+    "x.weight_packed": torch.ones(8, 32, dtype=torch.uint8),
+    "x.weight_global_scale": torch.ones(1),
+}
 BYTES = torch.ones(8, 64, dtype=torch.int8)
 FP8 = torch.ones(8, 64).to(torch.float8_e4m3fn)
 CASES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
@@ -28,19 +33,40 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
             "x.weight_zero_point": torch.ones(2, 2).char(),
         },
     ),
-    "fours": (ct.config(4, type="float"), NVFP4 | {"x.weight_scale": torch.ones(8, 4).to(torch.float8_e4m3fn)}),
-    "float8": (fp8.FP8 | {"weight_block_size": [4, 32]}, {"x.weight": FP8, "x.weight_scale_inv": torch.ones(2, 2)}),
+    "fours": (
+        ct.config(4, type="float"),
+        NVFP4 | {"x.weight_scale": torch.ones(8, 4).to(torch.float8_e4m3fn)},
+    ),
+    "float8": (
+        fp8.FP8 | {"weight_block_size": [4, 32]},
+        {"x.weight": FP8, "x.weight_scale_inv": torch.ones(2, 2)},
+    ),
     "nf4": (bnb.FOUR, bnb.TestMalformed.TENSORS | bnb.NESTED | bnb.TestMalformed().state()),
-    "LLM.int8": (bnb.EIGHT, {"x.weight": BYTES, "x.SCB": torch.ones(8), "x.weight_format": torch.tensor(0)}),
+    "LLM.int8": (
+        bnb.EIGHT,
+        {"x.weight": BYTES, "x.SCB": torch.ones(8), "x.weight_format": torch.tensor(0)},
+    ),
 }
 TYPES = [
-    *(torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    ),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     dtype=st.sampled_from(TYPES),
     shape=st.lists(st.sampled_from([1, 2, 4, 8, 16, 32, 64, 256]), max_size=3),
@@ -48,7 +74,15 @@ TYPES = [
     value=st.sampled_from([0, 1, 7, 255]),
     data=st.data(),
 )
-def test_any_part(case: str, dtype: torch.dtype, shape: list[int], is_kept: bool, value: int, data: st.DataObject, tmp_path: Path) -> None:
+def test_any_part(
+    case: str,
+    dtype: torch.dtype,
+    shape: list[int],
+    is_kept: bool,
+    value: int,
+    data: st.DataObject,
+    tmp_path: Path,
+) -> None:
     """One part of another type, and of another shape unless that is kept."""
     config, tensors = CASES[case]
     name = data.draw(st.sampled_from(sorted(tensors)))

@@ -1,4 +1,6 @@
-"""Tokenizer files that are valid JSON and do harm: each ends in an error of ours, where the library may panic, and none draws lots."""
+"""Tokenizer files that are valid JSON and do harm: each ends in an error of ours, where the library
+may panic, and none draws lots.
+"""
 
 import base64
 import json
@@ -11,14 +13,39 @@ from headrace.checkpoint.tokenizer import Tokenizer, library_calls
 from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 from headrace.errors import ClosedError, FormatError, RequestError
 
-BPE = {"type": "BPE", "dropout": None, "unk_token": None, "vocab": {"a": 0, "b": 1, "ab": 2, "aba": 3}, "merges": ["a b", "ab a"]}
-UNIGRAM = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -1.5], ["ab", -2.0]], "byte_fallback": False}
-WORD_PIECE = {"type": "WordPiece", "unk_token": "x", "vocab": {"a": 0}, "max_input_chars_per_word": 9, "continuing_subword_prefix": ""}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+BPE = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "vocab": {"a": 0, "b": 1, "ab": 2, "aba": 3},
+    "merges": ["a b", "ab a"],
+}
+UNIGRAM = {
+    "type": "Unigram",
+    "unk_id": None,
+    "vocab": [["a", -1.0], ["b", -1.5], ["ab", -2.0]],
+    "byte_fallback": False,
+}
+WORD_PIECE = {
+    "type": "WordPiece",
+    "unk_token": "x",
+    "vocab": {"a": 0},
+    "max_input_chars_per_word": 9,
+    "continuing_subword_prefix": "",
+}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": True,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 OUT_OF_BOUNDS = base64.b64encode(b"\4\0\0\0\xff\xff\xff\xffabcd").decode()
 NO_SUCH_TOKEN = {
     "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "single": [
+        {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
     "special_tokens": {},
 }
@@ -39,7 +66,10 @@ class TestPanics:
     @pytest.mark.parametrize(
         ("parts", "message"),
         [
-            ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "Cannot parse precompiled_charsmap"),
+            (
+                {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+                "Cannot parse precompiled_charsmap",
+            ),
             ({"post_processor": NO_SUCH_TOKEN}, "no entry found for key"),
             ({"model": BPE | {"merges": ["a zzz"]}}, "zzz"),
             ({"model": UNIGRAM | {"unk_id": 7}}, "UnkIdNotInVocabulary"),
@@ -64,7 +94,9 @@ class TestPanics:
     def test_at_a_text(self, tmp_path: Path, parts: dict[str, Any], text: str) -> None:
         made = tokenizer(tmp_path, **parts)
         for special in (True, False):
-            with pytest.raises(RequestError, match=r"^the tokenizer cannot encode this text: .") as error:
+            with pytest.raises(
+                RequestError, match=r"^the tokenizer cannot encode this text: ."
+            ) as error:
                 made.encode(text, parse_special=special)
             assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
@@ -72,7 +104,14 @@ class TestPanics:
         class OverdueError(Exception):
             """As a signal handler may raise it."""
 
-        for error in (ClosedError("ours"), MemoryError(), KeyboardInterrupt(), SystemExit(), InterruptedError(), OverdueError()):
+        for error in (
+            ClosedError("ours"),
+            MemoryError(),
+            KeyboardInterrupt(),
+            SystemExit(),
+            InterruptedError(),
+            OverdueError(),
+        ):
             with pytest.raises(type(error)), library_calls("x"):
                 raise error
 
@@ -95,7 +134,9 @@ SPECIAL: dict[str, Any] = {"SpecialToken": {"id": "x", "type_id": 0}}
 
 
 class TestGrowth:
-    """Texts that would take more memory than there is are refused before any is encoded; the library ends the process at such."""
+    """Texts that would take more memory than there is are refused before any is encoded; the
+    library ends the process at such.
+    """
 
     @pytest.mark.parametrize(
         "parts",
@@ -111,7 +152,10 @@ class TestGrowth:
         ],
     )  # fmt: skip
     def test_refused(self, tmp_path: Path, parts: dict[str, Any]) -> None:
-        with pytest.raises(FormatError, match=r"tokenizer\.json: it makes texts up to [\d,]+ times as long, more than 256"):
+        with pytest.raises(
+            FormatError,
+            match=r"tokenizer\.json: it makes texts up to [\d,]+ times as long, more than 256",
+        ):
             tokenizer(tmp_path, **parts)
 
     @pytest.mark.parametrize(
@@ -119,7 +163,10 @@ class TestGrowth:
         [
             {"normalizer": in_turn("normalizers", replace({"Regex": " {2,}"}, "▁"), 8)},
             {"normalizer": in_turn("normalizers", replace({"String": "``"}, '"'), 99)},
-            {"normalizer": {"type": "Prepend", "prepend": "▁"}, "post_processor": template([SPECIAL, TEXT, SPECIAL])},
+            {
+                "normalizer": {"type": "Prepend", "prepend": "▁"},
+                "post_processor": template([SPECIAL, TEXT, SPECIAL]),
+            },
         ],
     )
     def test_real_ones_are_not(self, tmp_path: Path, parts: dict[str, Any]) -> None:
@@ -129,6 +176,10 @@ class TestGrowth:
 class TestOneTextOneEncoding:
     def test_dropout_is_off(self, tmp_path: Path) -> None:
         text = "abababaabab" * 3
-        dropping, plain = (tokenizer(tmp_path, model=BPE | {"dropout": dropout}) for dropout in (0.5, None))
+        dropping, plain = (
+            tokenizer(tmp_path, model=BPE | {"dropout": dropout}) for dropout in (0.5, None)
+        )
         for parse in (True, False):
-            assert {tuple(dropping.encode(text, parse_special=parse)) for _ in range(16)} == {tuple(plain.encode(text))}
+            assert {tuple(dropping.encode(text, parse_special=parse)) for _ in range(16)} == {
+                tuple(plain.encode(text))
+            }

@@ -10,7 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.checkpoint.folder import chat_template, open_folder
@@ -20,19 +27,53 @@ from headrace.errors import FormatError, ModelError, ModelNotFoundError, Unsuppo
 from headrace.model.rope import inverse_frequencies
 from headrace.model.spec import ModelSpec, RopeSpec
 
-SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e5}
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e5,
+}
 
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama 2": LlamaConfig(**SIZES, max_position_embeddings=512),
-    "llama 3": LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=512, rope_parameters=LLAMA3 | {"rope_theta": 5e5}),
-    "llama, biases": LlamaConfig(**SIZES, num_key_value_heads=1, attention_bias=True, mlp_bias=True, head_dim=32),
+    "llama 3": LlamaConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rope_parameters=LLAMA3 | {"rope_theta": 5e5},
+    ),
+    "llama, biases": LlamaConfig(
+        **SIZES, num_key_value_heads=1, attention_bias=True, mlp_bias=True, head_dim=32
+    ),
     "smollm2, tied": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
     "mistral, window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=16),
-    "mistral, no window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None, head_dim=8),
-    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=YARN),
-    "qwen2, windows": Qwen2Config(**SIZES, num_key_value_heads=4, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "mistral, no window": MistralConfig(
+        **SIZES, num_key_value_heads=2, sliding_window=None, head_dim=8
+    ),
+    "qwen2": Qwen2Config(
+        **SIZES, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=YARN
+    ),
+    "qwen2, windows": Qwen2Config(
+        **SIZES,
+        num_key_value_heads=4,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=1,
+    ),
 }
 
 
@@ -58,8 +99,24 @@ class TestHuggingFace:
         model, checkpoint = family
         config, spec = model.config, checkpoint.spec
         assert spec.architecture == config.model_type
-        sizes = (spec.num_layers, spec.dim, spec.num_heads, spec.num_kv_heads, spec.ffn_dim, spec.vocab_size, spec.max_context)
-        assert sizes == (3, 64, 4, config.num_key_value_heads, 96, 96, config.max_position_embeddings)
+        sizes = (
+            spec.num_layers,
+            spec.dim,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.ffn_dim,
+            spec.vocab_size,
+            spec.max_context,
+        )
+        assert sizes == (
+            3,
+            64,
+            4,
+            config.num_key_value_heads,
+            96,
+            96,
+            config.max_position_embeddings,
+        )
         attention = model.model.layers[0].self_attn
         assert spec.head_dim == attention.head_dim
         assert spec.norm_eps == config.rms_norm_eps
@@ -68,23 +125,43 @@ class TestHuggingFace:
         assert spec.output_bias == (attention.o_proj.bias is not None)
         assert spec.mlp_bias == (model.model.layers[0].mlp.up_proj.bias is not None)
         for layer in range(spec.num_layers):
-            window = getattr(model.model.layers[layer].self_attn, "sliding_window", None) if config.model_type == "qwen2" else None
+            window = (
+                getattr(model.model.layers[layer].self_attn, "sliding_window", None)
+                if config.model_type == "qwen2"
+                else None
+            )
             window = config.sliding_window if config.model_type == "mistral" else window
             assert spec.window(layer) == (window or 0)
 
     def test_rotary_frequencies(self, family: tuple[Any, Checkpoint]) -> None:
         model, checkpoint = family
-        frequencies, scale = inverse_frequencies(checkpoint.spec.rope, checkpoint.spec.max_context, checkpoint.spec.max_context)
-        np.testing.assert_allclose(frequencies, model.model.rotary_emb.inv_freq.double().numpy(), rtol=2e-6)
+        frequencies, scale = inverse_frequencies(
+            checkpoint.spec.rope, checkpoint.spec.max_context, checkpoint.spec.max_context
+        )
+        np.testing.assert_allclose(
+            frequencies, model.model.rotary_emb.inv_freq.double().numpy(), rtol=2e-6
+        )
         assert scale == pytest.approx(model.model.rotary_emb.attention_scaling)
 
     def test_tensors(self, family: tuple[Any, Checkpoint]) -> None:
         model, checkpoint = family
-        spec, state = checkpoint.spec, {name: value.numpy() for name, value in model.state_dict().items()}
-        places = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
+        spec, state = (
+            checkpoint.spec,
+            {name: value.numpy() for name, value in model.state_dict().items()},
+        )
+        places = {
+            "q": "self_attn.q_proj",
+            "k": "self_attn.k_proj",
+            "v": "self_attn.v_proj",
+            "o": "self_attn.o_proj",
+        }
         places |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
         places |= {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        top = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+        top = {
+            "embed": "model.embed_tokens.weight",
+            "norm": "model.norm.weight",
+            "head": "lm_head.weight",
+        }
         assert ("head" in checkpoint.tensors) != spec.tied_embeddings
         for name, tensor in checkpoint.tensors.items():
             assert tensor.name == name
@@ -95,10 +172,14 @@ class TestHuggingFace:
                 source = f"model.layers.{layer}.{places[part.removesuffix('_bias')]}.{'bias' if part.endswith('_bias') else 'weight'}"
             values = tensor.dequantise()
             if (part := name.rpartition(".")[2].removesuffix("_bias")) in ("q", "k"):
-                values = values[half_split_rows(spec, spec.num_heads if part == "q" else spec.num_kv_heads)]
+                values = values[
+                    half_split_rows(spec, spec.num_heads if part == "q" else spec.num_kv_heads)
+                ]
             np.testing.assert_array_equal(values, state[source])
 
-    def test_interleaved_pairs_turn_as_half_split_ones(self, family: tuple[Any, Checkpoint]) -> None:
+    def test_interleaved_pairs_turn_as_half_split_ones(
+        self, family: tuple[Any, Checkpoint]
+    ) -> None:
         """Scores of rotated queries and keys are the same in either layout."""
         _, checkpoint = family
         spec = checkpoint.spec
@@ -107,7 +188,9 @@ class TestHuggingFace:
         angle = 5 * inverse_frequencies(spec.rope, spec.max_context, spec.max_context)[0]
         order = half_split_rows(spec, 1)
 
-        def turn(x: NDArray[np.float64], first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.float64]:
+        def turn(
+            x: NDArray[np.float64], first: NDArray[np.int64], second: NDArray[np.int64]
+        ) -> NDArray[np.float64]:
             out = np.empty_like(x)
             out[first] = x[first] * np.cos(angle) - x[second] * np.sin(angle)
             out[second] = x[second] * np.cos(angle) + x[first] * np.sin(angle)
@@ -121,15 +204,34 @@ class TestHuggingFace:
         """`rope_scaling` with `type`, as transformers 4 wrote it."""
         old = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5000.0}
         assert spec_of(tmp_path, old).rope == RopeSpec(16, 5000.0, "linear", 2.0)
-        old = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "finetuned": True}}
+        old = {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "finetuned": True,
+            }
+        }
         assert spec_of(tmp_path, old).rope == RopeSpec(16, 10000.0, "yarn", 4.0, 32)
-        attach = {"rope_scaling": {"rope_type": "yarn", "factor": None}, "original_max_position_embeddings": 512}
+        attach = {
+            "rope_scaling": {"rope_type": "yarn", "factor": None},
+            "original_max_position_embeddings": 512,
+        }
         assert spec_of(tmp_path, attach).rope == RopeSpec(16, 10000.0, "yarn", 4.0, 512)
 
     def test_defaults_are_those_of_transformers(self, tmp_path: Path) -> None:
-        for architecture, family in (("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral"), ("Qwen2ForCausalLM", "qwen2")):
+        for architecture, family in (
+            ("LlamaForCausalLM", "llama"),
+            ("MistralForCausalLM", "mistral"),
+            ("Qwen2ForCausalLM", "qwen2"),
+        ):
             config = AutoConfig.for_model(family)
-            wide = {"hidden_size": 512, "num_attention_heads": 32, "architectures": [architecture], "model_type": family}
+            wide = {
+                "hidden_size": 512,
+                "num_attention_heads": 32,
+                "architectures": [architecture],
+                "model_type": family,
+            }
             spec = spec_of(tmp_path, wide)
             assert (spec.num_kv_heads, spec.max_context, spec.norm_eps) == (
                 config.num_key_value_heads,
@@ -140,11 +242,18 @@ class TestHuggingFace:
             assert spec.rope.theta == config.rope_parameters["rope_theta"]
 
 
-CONFIG = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+CONFIG = {
+    **SIZES,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+}
 
 
 def spec_of(folder: Path, change: dict[str, Any]) -> ModelSpec:
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in (CONFIG | change).items() if value != "absent"}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in (CONFIG | change).items() if value != "absent"})
+    )
     return open_folder(folder).spec
 
 
@@ -154,7 +263,10 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": None, "model_type": "rwkv"}, "rwkv"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
@@ -164,7 +276,10 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
     ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
     ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
-    ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    (
+        {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3},
+        "layer_types",
+    ),
 ]
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -192,11 +307,23 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "rotary factor"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
     ({"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast"),
-    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "factors of both kinds"),
-    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 rotary factors for 8 pairs"),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}},
+        "factors of both kinds",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "1 rotary factors for 8 pairs",
+    ),
     (MIXTRAL | {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 of 2 experts"),
-    (MIXTRAL | {"num_local_experts": 4000, "num_hidden_layers": 4000}, "4,000 experts in 4,000 layers"),
-    ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": -5}, "sliding window"),
+    (
+        MIXTRAL | {"num_local_experts": 4000, "num_hidden_layers": 4000},
+        "4,000 experts in 4,000 layers",
+    ),
+    (
+        {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": -5},
+        "sliding window",
+    ),
 ]
 
 
@@ -223,21 +350,34 @@ class TestConfigs:
         with pytest.raises(FormatError, match=message):
             open_checkpoint(tmp_path)
 
-    @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+    @settings(
+        max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    )
     @given(
         key=st.sampled_from(FIELDS),
         value=st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
             lambda inner: (
                 st.lists(inner, max_size=3)
-                | st.dictionaries(st.sampled_from(["type", "rope_type", "factor", "low_freq_factor", "high_freq_factor"]), inner)
+                | st.dictionaries(
+                    st.sampled_from(
+                        ["type", "rope_type", "factor", "low_freq_factor", "high_freq_factor"]
+                    ),
+                    inner,
+                )
             ),
             max_leaves=4,
         ),
-        architecture=st.sampled_from(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]),
+        architecture=st.sampled_from(
+            ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
+        ),
     )
-    def test_any_value_anywhere(self, tmp_path: Path, key: str, value: Any, architecture: str) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": [architecture], key: value}))
+    def test_any_value_anywhere(
+        self, tmp_path: Path, key: str, value: Any, architecture: str
+    ) -> None:
+        (tmp_path / "config.json").write_text(
+            json.dumps(CONFIG | {"architectures": [architecture], key: value})
+        )
         with pytest.raises(ModelError):  # at the latest for want of weights
             open_checkpoint(tmp_path)
 
@@ -249,7 +389,12 @@ class TestConfigs:
 
     def test_repository_code_is_ignored(self, tmp_path: Path) -> None:
         (tmp_path / "modeling_evil.py").write_text("open('canary', 'w')")
-        assert spec_of(tmp_path, {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}).num_layers == 3
+        assert (
+            spec_of(
+                tmp_path, {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
+            ).num_layers
+            == 3
+        )
         assert not Path("canary").exists()
 
     def test_chat_templates(self, tmp_path: Path) -> None:
@@ -257,7 +402,16 @@ class TestConfigs:
         config = tmp_path / "tokenizer_config.json"
         config.write_text(json.dumps({"chat_template": "plain"}))
         assert chat_template(tmp_path) == "plain"
-        config.write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]}))
+        config.write_text(
+            json.dumps(
+                {
+                    "chat_template": [
+                        {"name": "tool_use", "template": "a"},
+                        {"name": "default", "template": "b"},
+                    ]
+                }
+            )
+        )
         assert chat_template(tmp_path) == "b"
         config.write_text(json.dumps({"chat_template": 3}))
         with pytest.raises(FormatError, match="chat_template"):
@@ -270,12 +424,20 @@ class TestGguf:
     def test_the_default_model(self, smollm2: Path) -> None:
         checkpoint = open_checkpoint(smollm2)
         spec = checkpoint.spec
-        assert (spec.num_layers, spec.dim, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 576, 9, 3, 64)
+        assert (spec.num_layers, spec.dim, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+            30,
+            576,
+            9,
+            3,
+            64,
+        )
         assert (spec.ffn_dim, spec.vocab_size, spec.max_context) == (1536, 49152, 8192)
         assert spec.rope == RopeSpec(64, 100000.0)
         assert spec.tied_embeddings
         assert len(checkpoint.tensors) == 2 + 30 * 9
-        assert {tensor.format.name for name, tensor in checkpoint.tensors.items() if name.endswith(".q")} == {"Q4_1"}
+        assert {
+            tensor.format.name for name, tensor in checkpoint.tensors.items() if name.endswith(".q")
+        } == {"Q4_1"}
         assert checkpoint.chat_template is not None
         assert "<|im_start|>" in checkpoint.chat_template
 
@@ -292,9 +454,16 @@ class TestGguf:
         assert not checkpoint.spec.output_bias
         pairs = [(i, i + rope_dim // 2) for i in range(rope_dim // 2)]
         rows = [row for pair in pairs for row in pair] + list(range(rope_dim, 16))
-        for part, source, heads in (("q", "q.weight", 4), ("k", "k.weight", 2), ("q_bias", "q.bias", 4), ("k_bias", "k.bias", 2)):
+        for part, source, heads in (
+            ("q", "q.weight", 4),
+            ("k", "k.weight", 2),
+            ("q_bias", "q.bias", 4),
+            ("k_bias", "k.bias", 2),
+        ):
             found = checkpoint.tensors[f"layers.1.{part}"].dequantise().reshape(heads, 16, -1)
-            np.testing.assert_array_equal(found, stored[f"blk.1.attn_{source}"].dequantise().reshape(heads, 16, -1)[:, rows])
+            np.testing.assert_array_equal(
+                found, stored[f"blk.1.attn_{source}"].dequantise().reshape(heads, 16, -1)[:, rows]
+            )
         assert checkpoint.tensors["layers.0.v"].row_order is None
 
     @pytest.mark.parametrize(
@@ -302,7 +471,10 @@ class TestGguf:
         [
             ({}, RopeSpec(16)),
             ({"llama.rope.dimension_count": 8}, RopeSpec(8)),
-            ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, RopeSpec(16, scaling="linear", factor=4.0)),
+            (
+                {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+                RopeSpec(16, scaling="linear", factor=4.0),
+            ),
             ({"llama.rope.scale_linear": 2.0}, RopeSpec(16, scaling="linear", factor=2.0)),
             ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, RopeSpec(16)),
         ],
@@ -312,8 +484,15 @@ class TestGguf:
 
     def test_yarn(self, write_gguf: Any) -> None:
         keys = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
-        rope = open_checkpoint(write_gguf({f"llama.rope.scaling.{key}": value for key, value in keys.items()})).spec.rope
-        parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+        rope = open_checkpoint(
+            write_gguf({f"llama.rope.scaling.{key}": value for key, value in keys.items()})
+        ).spec.rope
+        parameters = {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 10000.0,
+        }
         config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
         expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
         frequencies, scale = inverse_frequencies(rope, 256, 256)
@@ -322,20 +501,31 @@ class TestGguf:
 
     def test_factors_of_llama3(self, write_gguf: Any) -> None:
         factors = np.linspace(1, 8, 8, dtype=np.float32)
-        assert open_checkpoint(write_gguf(weights={"rope_freqs.weight": factors})).spec.rope.factors == tuple(factors.tolist())
+        assert open_checkpoint(
+            write_gguf(weights={"rope_freqs.weight": factors})
+        ).spec.rope.factors == tuple(factors.tolist())
         with pytest.raises(FormatError, match="7 rotary factors for 8 pairs"):
             open_checkpoint(write_gguf(weights={"rope_freqs.weight": factors[:7]}))
 
     def test_window_of_mistral(self, write_gguf: Any) -> None:
-        assert open_checkpoint(write_gguf({"llama.attention.sliding_window": 16})).spec.windows == (16, 16)
+        assert open_checkpoint(write_gguf({"llama.attention.sliding_window": 16})).spec.windows == (
+            16,
+            16,
+        )
 
     def test_heads_given_for_each_layer(self, write_gguf: Any) -> None:
-        assert open_checkpoint(write_gguf({"llama.attention.head_count_kv": [2, 2]})).spec.num_kv_heads == 2
+        assert (
+            open_checkpoint(write_gguf({"llama.attention.head_count_kv": [2, 2]})).spec.num_kv_heads
+            == 2
+        )
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"general.architecture": "rwkv"}, "'rwkv' is not known; the nearest that works is .*place for all"),
+            (
+                {"general.architecture": "rwkv"},
+                "'rwkv' is not known; the nearest that works is .*place for all",
+            ),
             ({"llama.expert_group_count": 8}, "llama.expert_group_count"),
             ({"llama.attention.causal": False}, "attention.causal"),
             ({"llama.attn_logit_softcapping": 50.0}, "softcapping"),
@@ -355,18 +545,28 @@ class TestGguf:
             open_checkpoint(write_gguf({"llama.block_count": None}))
 
     def test_missing_tensor(self, write_gguf: Any) -> None:
-        with pytest.raises(FormatError, match=r"blk\.1\.ffn_up\.weight is missing; its shape would be \[96, 64\]"):
+        with pytest.raises(
+            FormatError, match=r"blk\.1\.ffn_up\.weight is missing; its shape would be \[96, 64\]"
+        ):
             open_checkpoint(write_gguf(weights={"blk.1.ffn_up.weight": None}))
         with pytest.raises(FormatError, match=r"token_embd\.weight is missing"):
             open_checkpoint(write_gguf(weights={"token_embd.weight": None}))
 
     def test_wrong_shape(self, write_gguf: Any) -> None:
-        with pytest.raises(FormatError, match=r"blk\.0\.attn_k\.weight has shape \[16, 64\], expected \[32, 64\]"):
-            open_checkpoint(write_gguf(weights={"blk.0.attn_k.weight": np.zeros((16, 64), np.float32)}))
+        with pytest.raises(
+            FormatError, match=r"blk\.0\.attn_k\.weight has shape \[16, 64\], expected \[32, 64\]"
+        ):
+            open_checkpoint(
+                write_gguf(weights={"blk.0.attn_k.weight": np.zeros((16, 64), np.float32)})
+            )
 
     def test_a_tensor_without_a_place(self, write_gguf: Any) -> None:
-        with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_q_norm\.weight has no place"):
-            open_checkpoint(write_gguf(weights={"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}))
+        with pytest.raises(
+            UnsupportedModelError, match=r"blk\.0\.attn_q_norm\.weight has no place"
+        ):
+            open_checkpoint(
+                write_gguf(weights={"blk.0.attn_q_norm.weight": np.ones(16, np.float32)})
+            )
 
 
 class TestPaths:

@@ -1,4 +1,6 @@
-"""Tokenizers of GGUF files and folders against the original ones, whose ids on the texts below are in tests/data/tokenizers.json."""
+"""Tokenizers of GGUF files and folders against the original ones, whose ids on the texts below are
+in tests/data/tokenizers.json.
+"""
 
 # ruff: noqa: RUF001 - letters that look like others are what it is about
 
@@ -23,7 +25,9 @@ from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 from headrace.errors import UnsupportedModelError
 from tests.checkpoint.conftest import DATA, SHAPE, byte_alphabet
 
-TEXTS = [  # scripts, combining marks, emoji that are joined, runs of spaces and digits, line ends, code, control tokens spelt out, odd ones
+# scripts, combining marks, emoji that are joined, runs of spaces and digits, line ends, code,
+# control tokens spelt out, odd ones
+TEXTS = [
     "Hello, world! It's o'clock: I'm, we'LL, they'D, you'Re — isn't it? 'Tis 'twas.",
     "  two  spaces   three    four \t tab\t\ttabs   ",
     "line\nbreak\n\nparagraph\r\nCRLF\r\n\r\n   \n  indented\n\t\tcode\n\n\n   end \n",
@@ -32,10 +36,13 @@ TEXTS = [  # scripts, combining marks, emoji that are joined, runs of spaces and
     "Ελληνικά Русский язык Ёлка українська Հայերեն ქართული",
     "日本語のテキスト、カタカナ、漢字。한국어 문장입니다! 中文：你好，世界（标点）。「引用」",
     "हिन्दी में पाठ। ไทยภาษา العربية نص، عربى؟ עברית বাংলা தமிழ் አማርኛ",
-    "e\u0301 a\u0308o\u0308 n\u0303 Å\u030a \u0301lone Z\u0351\u0343\u034aa\u0334l\u0323g\u0324o\u0331",
+    "e\u0301 a\u0308o\u0308 n\u0303 Å\u030a \u0301lone "
+"Z\u0351\u0343\u034aa\u0334l\u0323g\u0324o\u0331",
     "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪🇯🇵 ❤️ 🎉🎉🎉 ©®™ ↔→ ∑∫√ 𝒳𝔸",
-    "def f(x: int) -> str:\n    return f\"{x!r}\" + '\\n' if x != 0 else None  # comment\n\n\n\tif (a&&b||!c) { a[i++] -= 0b101; }\n",
-    "<html><p class=\"a-b\">&amp; CamelCaseWord snake_case_word kebab-case $var @user #tag a/b\\c ~/x.y?z=1&w=%20</p>",
+    "def f(x: int) -> str:\n    return f\"{x!r}\" + '\\n' if x != 0 else None  # "
+"comment\n\n\n\tif (a&&b||!c) { a[i++] -= 0b101; }\n",
+    "<html><p class=\"a-b\">&amp; CamelCaseWord snake_case_word kebab-case $var @user "
+"#tag a/b\\c ~/x.y?z=1&w=%20</p>",
     "<|im_start|>user\n<|im_end|> <s> </s> [INST] <unk> <|endoftext|> <turn>",
     "a\u00a0b\u2003c\u3000d\u200be\u200df\ufeffg\u2028h\u0085i\x00j\x7fk\x1bl \ufffd \ue000",
     "----====____ ***** !!!??? ... ,,, ((([[[{{{ }}}]]]))) ``` ~~~ ^^^ |||  +++ <<< >>> $$$",
@@ -45,7 +52,9 @@ TEXTS = [  # scripts, combining marks, emoji that are joined, runs of spaces and
 
 
 WITHOUT_ADDED = [text.replace(" <turn>", "") for text in TEXTS]
-"""Without a token that is added to a SentencePiece vocabulary: what follows it begins with a space in transformers and llama.cpp."""
+"""Without a token that is added to a SentencePiece vocabulary: what follows it begins with a space
+in transformers and llama.cpp.
+"""
 
 
 @cache
@@ -68,23 +77,34 @@ def test_byte_level(name: str, write_gguf: Any) -> None:
     """Merges here go across all that a rule cuts, so that ids show each cut."""
     parts = originals()["byte_level"]
     tokens = byte_alphabet() + parts["tokens"]
-    of_words = {"pre": name, "tokens": tokens, "token_type": [1] * len(tokens), "merges": parts["merges"]}
+    of_words = {
+        "pre": name,
+        "tokens": tokens,
+        "token_type": [1] * len(tokens),
+        "merges": parts["merges"],
+    }
     metadata = {f"tokenizer.ggml.{key}": value for key, value in of_words.items()}
     tokenizer = tokenizer_of(write_gguf, metadata, len(tokens))
     for text, expected in zip(TEXTS, originals()["pre"][name], strict=True):
         ids = tokenizer.encode(text, add_special=False)
         assert checksum(ids) == expected, ascii(text)
-        assert tokenizer.decode(ids) == (unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[name].composes else text)
+        assert tokenizer.decode(ids) == (
+            unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[name].composes else text
+        )
 
 
 def test_every_rule_has_an_original() -> None:
     judged = [PRE_TOKENIZERS[name].expressions for name in originals()["pre"]]
-    assert {name for name, rule in PRE_TOKENIZERS.items() if rule.expressions not in judged} == set()
+    assert {
+        name for name, rule in PRE_TOKENIZERS.items() if rule.expressions not in judged
+    } == set()
 
 
 @pytest.mark.parametrize("name", originals()["sentencepiece"])
 def test_sentencepiece(name: str, write_gguf: Any) -> None:
-    """Unigram tokens are compared in any order: of two of one likelihood, the same tokens in another order, rounding chooses."""
+    """Unigram tokens are compared in any order: of two of one likelihood, the same tokens in
+    another order, rounding chooses.
+    """
     made = originals()["sentencepiece"][name]
     metadata = made["metadata"] | {"tokenizer.ggml.merges": None, "tokenizer.ggml.pre": None}
     if charsmap := metadata.get("tokenizer.ggml.precompiled_charsmap"):
@@ -94,26 +114,45 @@ def test_sentencepiece(name: str, write_gguf: Any) -> None:
         ids = tokenizer.encode(text, add_special=False)
         assert checksum(ids if name.startswith("bpe") else sorted(ids)) == expected, ascii(text)
         if "\u2581" not in text:  # which stands for a space, that one strips and another does not
-            assert zlib.crc32(tokenizer.decode(ids, skip_special=False).encode()) == decoded, ascii(text)
+            assert zlib.crc32(tokenizer.decode(ids, skip_special=False).encode()) == decoded, ascii(
+                text
+            )
     ids = tokenizer.encode("a")
-    assert (ids[0] == 1, ids[-1] == 2) == ((True, False) if metadata["tokenizer.ggml.model"] == "llama" else (False, True))
+    assert (ids[0] == 1, ids[-1] == 2) == (
+        (True, False) if metadata["tokenizer.ggml.model"] == "llama" else (False, True)
+    )
 
 
 def test_unigram_of_a_folder(tmp_path: Path) -> None:
     """As transformers writes what sentencepiece has trained."""
     made = originals()["sentencepiece"]["unigram"]
     of = {key.rpartition(".")[2]: value for key, value in made["metadata"].items()}
-    backend = tokenizers.Tokenizer(models.Unigram(list(zip(of["tokens"], of["scores"], strict=True)), 0, byte_fallback=True))
-    spaces = [normalizers.Replace(Regex(pattern), by) for pattern, by in ((r"\A +", ""), (" {2,}", " "), (r" +\z", ""))]
-    backend.normalizer = normalizers.Sequence([normalizers.Precompiled(base64.b64decode(of["precompiled_charsmap"])), *spaces])
+    backend = tokenizers.Tokenizer(
+        models.Unigram(list(zip(of["tokens"], of["scores"], strict=True)), 0, byte_fallback=True)
+    )
+    spaces = [
+        normalizers.Replace(Regex(pattern), by)
+        for pattern, by in ((r"\A +", ""), (" {2,}", " "), (r" +\z", ""))
+    ]
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Precompiled(base64.b64decode(of["precompiled_charsmap"])), *spaces]
+    )
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always", split=False)])
-    backend.add_tokens([token for token, kind in zip(of["tokens"], of["token_type"], strict=True) if kind == 4])
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always", split=False)]
+    )
+    backend.add_tokens(
+        [token for token, kind in zip(of["tokens"], of["token_type"], strict=True) if kind == 4]
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = tokenizer_from_folder(tmp_path)
     for text, expected in zip(WITHOUT_ADDED, made["ids"], strict=True):
-        if "\u2581" not in text and "</s>" not in text:  # a Metaspace takes the one for a space, and the library's model finds the other
-            assert checksum(sorted(tokenizer.encode(text, add_special=False))) == expected, ascii(text)
+        if (
+            "\u2581" not in text and "</s>" not in text
+        ):  # a Metaspace takes the one for a space, and the library's model finds the other
+            assert checksum(sorted(tokenizer.encode(text, add_special=False))) == expected, ascii(
+                text
+            )
 
 
 def test_a_control_token_that_a_unigram_model_would_find(write_gguf: Any) -> None:

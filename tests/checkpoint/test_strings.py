@@ -1,4 +1,6 @@
-"""Arrays of strings of a file, read natively: what they are, and that no length leads out of the file."""
+"""Arrays of strings of a file, read natively: what they are, and that no length leads out of the
+file.
+"""
 
 import struct
 
@@ -19,7 +21,11 @@ def array(data: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
-@given(texts=st.lists(st.text(max_size=9), max_size=6), before=st.binary(max_size=9), behind=st.binary(max_size=9))
+@given(
+    texts=st.lists(st.text(max_size=9), max_size=6),
+    before=st.binary(max_size=9),
+    behind=st.binary(max_size=9),
+)
 def test_what_was_written(texts: list[str], before: bytes, behind: bytes) -> None:
     data = packed([text.encode(errors="replace") for text in texts])
     file, end = array(before + data + behind), len(before) + len(data)
@@ -29,11 +35,17 @@ def test_what_was_written(texts: list[str], before: bytes, behind: bytes) -> Non
 
 
 @given(
-    data=st.binary(max_size=40), offset=st.integers(0, 2**64 - 1) | st.integers(0, 40), count=st.integers(1, 2**64 - 1) | st.integers(1, 4)
+    data=st.binary(max_size=40),
+    offset=st.integers(0, 2**64 - 1) | st.integers(0, 40),
+    count=st.integers(1, 2**64 - 1) | st.integers(1, 4),
 )
 def test_any_bytes(data: bytes, offset: int, count: int) -> None:
     file, at, left = array(data), offset, count
-    while left and at + 8 <= len(data) and at + 8 + int.from_bytes(data[at : at + 8], "little") <= len(data):
+    while (
+        left
+        and at + 8 <= len(data)
+        and at + 8 + int.from_bytes(data[at : at + 8], "little") <= len(data)
+    ):
         at, left = at + 8 + int.from_bytes(data[at : at + 8], "little"), left - 1
     if not left:
         assert _native.skip_strings(file, offset, count) == at
@@ -51,4 +63,6 @@ def test_what_is_not_utf8() -> None:
 
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
 def test_cut_at_the_first_space(texts: list[str]) -> None:
-    assert _native.cut_at_space(texts) == [(left, right) for left, _, right in (text.partition(" ") for text in texts)]
+    assert _native.cut_at_space(texts) == [
+        (left, right) for left, _, right in (text.partition(" ") for text in texts)
+    ]

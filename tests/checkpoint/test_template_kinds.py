@@ -1,4 +1,6 @@
-"""Chat templates of the kinds that families bring, each with its own constructs: the text is that of transformers."""
+"""Chat templates of the kinds that families bring, each with its own constructs: the text is that
+of transformers.
+"""
 
 import json
 from collections.abc import Iterator
@@ -138,26 +140,52 @@ Document: {{ loop.index0 }}
 {%- if loop.index > 6 %}{% break %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '%s|' | format('<|answer|>') }}{% endif %}"""
 
-KINDS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, str)}
+KINDS = {
+    name: value for name, value in globals().items() if name.isupper() and isinstance(value, str)
+}
 ADD = {
     "type": "object",
-    "properties": {"b": {"type": "number"}, "a": {"type": "array", "items": {"type": "string"}}, "é": {}},
+    "properties": {
+        "b": {"type": "number"},
+        "a": {"type": "array", "items": {"type": "string"}},
+        "é": {},
+    },
     "required": ["a"],
 }
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds <b> & 'é'.", "parameters": ADD}}]
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": "1", "b": 2}}}]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds <b> & 'é'.", "parameters": ADD},
+    }
+]
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "add", "arguments": {"a": "1", "b": 2}}}],
+}
 DOCUMENTS = [{"title": "Mills", "text": "A wheel\nturns."}, {"title": "é", "text": "<b>"}]
 CHATS: dict[str, Any] = {
     "one": [{"role": "user", "content": " Hi <b>\n"}],
     "system": [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "1+1"}],
-    "turns": [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b "), ("user", "c"))],
-    "thought": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"}],
+    "turns": [
+        {"role": role, "content": text}
+        for role, text in (("user", "a"), ("assistant", "b "), ("user", "c"))
+    ],
+    "thought": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
+    ],
     "reasoning": [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "thinking": "hm"},
         {"role": "user", "content": "c"},
     ],
-    "calls": [{"role": "user", "content": "add"}, CALL, {"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}],
+    "calls": [
+        {"role": "user", "content": "add"},
+        CALL,
+        {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "4"},
+    ],
     "twice": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": " look "}, {"type": "image"}]}],
     "texts": [{"role": "user", "content": text or "-"} for text in TEXTS[::2]],
@@ -177,16 +205,43 @@ def test_the_text_is_that_of_transformers(kind: str, chat: str) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     for tools in (None, TOOLS):
         for documents in (None, DOCUMENTS):
-            for prompt, further in ((True, {}), (False, {"enable_thinking": False, "date_string": "26 Jul 2024"})):
-                options: dict[str, Any] = {"tools": tools, "documents": documents, "add_generation_prompt": prompt}
+            for prompt, further in (
+                (True, {}),
+                (False, {"enable_thinking": False, "date_string": "26 Jul 2024"}),
+            ):
+                options: dict[str, Any] = {
+                    "tools": tools,
+                    "documents": documents,
+                    "add_generation_prompt": prompt,
+                }
                 expected: Any = None
                 try:
-                    (expected,), _ = render_jinja_template([CHATS[chat]], chat_template=KINDS[kind], **options, **names, **further)
-                except Exception as error:  # jinja2's, or what a template's own raise_exception makes
-                    with pytest.raises(RequestError, match=None if type(error) is TypeError else "template"):
-                        RENDERER.render(KINDS[kind], CHATS[chat], bos="<s>", eos="</s>", chat_template_kwargs=further, **options)
+                    (expected,), _ = render_jinja_template(
+                        [CHATS[chat]], chat_template=KINDS[kind], **options, **names, **further
+                    )
+                except (
+                    Exception
+                ) as error:  # jinja2's, or what a template's own raise_exception makes
+                    with pytest.raises(
+                        RequestError, match=None if type(error) is TypeError else "template"
+                    ):
+                        RENDERER.render(
+                            KINDS[kind],
+                            CHATS[chat],
+                            bos="<s>",
+                            eos="</s>",
+                            chat_template_kwargs=further,
+                            **options,
+                        )
                 else:
-                    text = RENDERER.render(KINDS[kind], CHATS[chat], bos="<s>", eos="</s>", chat_template_kwargs=further, **options)
+                    text = RENDERER.render(
+                        KINDS[kind],
+                        CHATS[chat],
+                        bos="<s>",
+                        eos="</s>",
+                        chat_template_kwargs=further,
+                        **options,
+                    )
                     assert text == expected
 
 
@@ -204,7 +259,11 @@ def test_most_of_them_render() -> None:
 
 @pytest.mark.parametrize("layout", ["files", "one list"])
 def test_the_named_template_for_tools(layout: str, tmp_path: Path) -> None:
-    named = {"default": "D{{ messages[0].content }}", "tool_use": "T{{ tools | length }}{{ documents }}", "rag": "R"}
+    named = {
+        "default": "D{{ messages[0].content }}",
+        "tool_use": "T{{ tools | length }}{{ documents }}",
+        "rag": "R",
+    }
     backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     theirs = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=named)
     if layout == "files":
@@ -213,7 +272,10 @@ def test_the_named_template_for_tools(layout: str, tmp_path: Path) -> None:
         listed = [{"name": name, "template": template} for name, template in named.items()]
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
     templates = chat_template(tmp_path), chat_template(tmp_path, "tool_use")
-    assert templates == (named["default"], named["tool_use"]) and chat_template(tmp_path, "none") is None
+    assert (
+        templates == (named["default"], named["tool_use"])
+        and chat_template(tmp_path, "none") is None
+    )
     for tools in (None, [], TOOLS):
         expected = theirs.apply_chat_template(CHATS["one"], tools=tools, tokenize=False)
         assert read(*templates, tools=tools) == expected
@@ -235,7 +297,9 @@ def read(default: str | None, tool_use: str | None, **options: Any) -> str | Non
 
 
 def test_the_named_template_of_a_gguf_file(write_gguf: Any) -> None:
-    checkpoint = open_checkpoint(write_gguf({"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "T"}))
+    checkpoint = open_checkpoint(
+        write_gguf({"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "T"})
+    )
     assert (checkpoint.chat_template, checkpoint.tool_template) == ("D", "T")
     assert open_checkpoint(write_gguf({"tokenizer.chat_template": "D"})).tool_template is None
 

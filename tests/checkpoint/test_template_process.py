@@ -1,4 +1,6 @@
-"""The process that renders chat templates: what ends it, that nothing is left of it, and that nothing waits for it."""
+"""The process that renders chat templates: what ends it, that nothing is left of it, and that
+nothing waits for it.
+"""
 
 import os
 import signal
@@ -36,7 +38,11 @@ def pid_of(renderer: Renderer) -> int:
 
 
 def children() -> set[int]:
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    return {
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    }
 
 
 def descriptors() -> int:
@@ -67,14 +73,24 @@ class TestLimits:
             ("{{ '%1000000000d'|format(1) }}", "took more than 512 MB"),
             ("{{ 'a'|center(10**9) }}", "took more than 512 MB"),
             ("{{ 'a\nb'|indent(10**9) }}", "took more than 512 MB"),
-            ("{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}", "took more than 512 MB"),
-            ("{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "took more than 512 MB"),
+            (
+                "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = "
+                "ns.s + ns.s %}{% endfor %}",
+                "took more than 512 MB",
+            ),
+            (
+                "{% set ns = namespace(s='ab') %}{% for i in range(40) %}{% set ns.s = "
+                "ns.s ~ ns.s %}{% endfor %}",
+                "took more than 512 MB",
+            ),
             ("{{ ('a' * 9999)|replace('a', 'a' * 99999) }}", "took more than 512 MB"),
             ("{{ 10 ** (10 ** 10) }}", "took more than 1 s"),
             (ENDLESS, "took more than 1 s"),
         ],
     )
-    def test_of_a_rendering(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, template: str, message: str) -> None:
+    def test_of_a_rendering(
+        self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+    ) -> None:
         monkeypatch.setattr(templates, "_SECONDS", 1)
         with pytest.raises(RequestError, match=f"^the chat template {message}$"):
             render(renderer, template)
@@ -84,7 +100,11 @@ class TestLimits:
         """A process that a template has not ended goes on."""
         render(renderer)
         pid = pid_of(renderer)
-        for template in ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "{{ " + "[" * 400 + "]" * 400 + " }}", "{{ -" * 3000):
+        for template in (
+            "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+            "{{ " + "[" * 400 + "]" * 400 + " }}",
+            "{{ -" * 3000,
+        ):
             with pytest.raises((RequestError, templates.FormatError)):
                 render(renderer, template)
         assert render(renderer) == "hello" and pid_of(renderer) == pid
@@ -113,7 +133,9 @@ class TestLimits:
         assert render(renderer, template).startswith("'x•\\n'a\nb")
 
     @pytest.mark.parametrize("size", [70_000, 1_000_000])
-    def test_long_templates_and_messages_pass_through_the_pipe(self, renderer: Renderer, size: int) -> None:
+    def test_long_templates_and_messages_pass_through_the_pipe(
+        self, renderer: Renderer, size: int
+    ) -> None:
         template = "{#" + "x" * (size - 100) + "#}" + PLAIN
         renderer.prepare(template)
         text = "é" * size
@@ -125,16 +147,25 @@ class TestMessages:
         content = [{"type": "image", "url": None}, 1, 2.5, True, "é\ud800\0"]
         messages = (MappingProxyType({"role": "user", "content": UserList(content)}),)
         assert render(
-            renderer, "{{ messages[0].content == [{'type': 'image', 'url': none}, 1, 2.5, true, messages[0].content[4]] }}", messages
+            renderer,
+            "{{ messages[0].content == [{'type': 'image', 'url': none}, 1, 2.5, true, "
+            "messages[0].content[4]] }}",
+            messages,
         )
         assert render(renderer, "{{ messages[0].content[4] }}", messages) == "é\ud800\0"
 
-    @pytest.mark.parametrize("value", [b"x", object(), {1, 2}, float("nan"), np.ones(2), {("a",): 1}, [10**5000]], ids=type)
+    @pytest.mark.parametrize(
+        "value",
+        [b"x", object(), {1, 2}, float("nan"), np.ones(2), {("a",): 1}, [10**5000]],
+        ids=type,
+    )
     def test_or_refused(self, renderer: Renderer, value: Any) -> None:
         with pytest.raises(RequestError, match="a conversation must be JSON: "):
             render(renderer, messages=[{"role": "user", "content": value}])
 
-    def test_that_are_too_deep_or_too_long(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_that_are_too_deep_or_too_long(
+        self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         circle: list[Any] = []
         circle.append(circle)
         deep: list[Any] = []
@@ -166,7 +197,9 @@ class TestNothingIsLeft:
         assert (children(), descriptors()) == before
 
     def test_of_a_model(self, write_gguf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The process is there before the tokenizer is, and not after close, or where loading fails."""
+        """The process is there before the tokenizer is, and not after close, or where loading
+        fails.
+        """
         path, before, load, seen = str(write_gguf()), children(), Checkpoint.load_tokenizer, []
 
         def noted(checkpoint: Checkpoint) -> Any:
@@ -184,19 +217,27 @@ class TestNothingIsLeft:
         assert children() == before
 
     def test_when_we_are_killed(self) -> None:
-        code = "import sys, time; from headrace.checkpoint.templates import Renderer; r = Renderer(); r.prepare('x'); "
+        code = (
+            "import sys, time; from headrace.checkpoint.templates import Renderer; r = "
+            "Renderer(); r.prepare('x'); "
+        )
         code += "print(r._worker._process.pid, flush=True); time.sleep(60)"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         for number in (signal.SIGKILL, signal.SIGINT):
             with subprocess.Popen(
-                [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+                [sys.executable, "-c", code],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
             ) as process:
                 assert process.stdout
                 pid = int(process.stdout.readline())
                 process.send_signal(number)
             wait_for_the_end_of(pid)
 
-    def test_of_an_interrupted_rendering(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_an_interrupted_rendering(
+        self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         render(renderer)
         pid = pid_of(renderer)
 
@@ -220,7 +261,10 @@ class TestThreadsAndForks:
             for i in range(50):
                 content = f"{number} {i}"
                 template = PLAIN if i % 2 else PLAIN + "!"
-                rendered.append(render(renderer, template, [{"role": "user", "content": content}]).rstrip("!") == content)
+                rendered.append(
+                    render(renderer, template, [{"role": "user", "content": content}]).rstrip("!")
+                    == content
+                )
 
         rendered: list[bool] = []
         threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
@@ -249,7 +293,9 @@ class TestThreadsAndForks:
         assert [type(error) for error in errors] == [ClosedError]
 
     def test_a_fork_has_its_own(self, renderer: Renderer) -> None:
-        """The child neither speaks with the parent's process nor ends it, also where another thread held the lock."""
+        """The child neither speaks with the parent's process nor ends it, also where another thread
+        held the lock.
+        """
         render(renderer)
         held, release = threading.Event(), threading.Event()
 
@@ -283,10 +329,14 @@ class TestThreadsAndForks:
     def test_one_that_is_killed_meanwhile(self, renderer: Renderer) -> None:
         render(renderer)
         threading.Timer(0.05, os.kill, (pid_of(renderer), signal.SIGKILL)).start()
-        with pytest.raises(RequestError, match="the chat template ended the process that renders it, with code -9"):
+        with pytest.raises(
+            RequestError, match="the chat template ended the process that renders it, with code -9"
+        ):
             render(renderer, ENDLESS)
 
-    def test_one_that_cannot_start(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_cannot_start(
+        self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(sys, "executable", "/no/such/python")
         renderer.prepare(PLAIN)
         with pytest.raises(RequestError, match="cannot start: No such file"):

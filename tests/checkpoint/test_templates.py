@@ -10,13 +10,28 @@ from headrace.checkpoint.templates import Renderer
 from headrace.errors import FormatError, HeadraceError, RequestError
 
 USER = [{"role": "user", "content": "Hi <b>"}]
-CHAT = [{"role": "system", "content": "Be brief."}, *USER, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "1+1"}]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"é": {"type": "number"}}}}}]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    *USER,
+    {"role": "assistant", "content": "Yes?"},
+    {"role": "user", "content": "1+1"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"é": {"type": "number"}}},
+        },
+    }
+]
 
 CHATML = (
     "{% for message in messages %}"
-    "{% if loop.first and message.role != 'system' %}{{ '<|im_start|>system\nDefault<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if loop.first and message.role != 'system' %}{{ "
+    "'<|im_start|>system\nDefault<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3 = """{{- bos_token }}
@@ -53,9 +68,13 @@ class TestRendering:
     @pytest.mark.parametrize("messages", [USER, CHAT])
     @pytest.mark.parametrize("tools", [None, TOOLS])
     @pytest.mark.parametrize("prompt", [True, False])
-    def test_as_transformers_does(self, template: str, messages: Any, tools: Any, prompt: bool) -> None:
+    def test_as_transformers_does(
+        self, template: str, messages: Any, tools: Any, prompt: bool
+    ) -> None:
         names = {"bos_token": "<s>", "eos_token": "</s>"}
-        (expected,), _ = render_jinja_template([messages], tools=tools, chat_template=template, add_generation_prompt=prompt, **names)
+        (expected,), _ = render_jinja_template(
+            [messages], tools=tools, chat_template=template, add_generation_prompt=prompt, **names
+        )
         assert render(template, messages, tools=tools, add_generation_prompt=prompt) == expected
 
     def test_the_default_model(self, smollm2: Path) -> None:
@@ -67,7 +86,10 @@ class TestRendering:
         assert tokenizer.encode(text, add_special=False, parse_special=True)[0] == 1
 
     def test_further_names(self) -> None:
-        assert render("{{ enable_thinking }}", chat_template_kwargs={"enable_thinking": False}) == "False"
+        assert (
+            render("{{ enable_thinking }}", chat_template_kwargs={"enable_thinking": False})
+            == "False"
+        )
 
     def test_the_date(self) -> None:
         assert render("{{ strftime_now('%Y') }}").isdigit()
@@ -75,7 +97,9 @@ class TestRendering:
 
 class TestWhatTemplatesMayNot:
     def test_arguments_are_a_dictionary(self) -> None:
-        with pytest.raises(RequestError, match="chat_template_kwargs must be a dictionary, not list"):
+        with pytest.raises(
+            RequestError, match="chat_template_kwargs must be a dictionary, not list"
+        ):
             render("{{ mood }}", chat_template_kwargs=["mood"])
 
     @pytest.mark.parametrize(
@@ -83,7 +107,10 @@ class TestWhatTemplatesMayNot:
         [
             ({"tools": 5}, "tools must be a list of dictionaries, not 5"),
             ({"tools": ["a"]}, "tools must be a list of dictionaries"),
-            ({"add_generation_prompt": "x"}, "add_generation_prompt must be true or false, not 'x'"),
+            (
+                {"add_generation_prompt": "x"},
+                "add_generation_prompt must be true or false, not 'x'",
+            ),
         ],
     )
     def test_other_arguments_have_types(self, options: dict[str, Any], message: str) -> None:
@@ -139,7 +166,15 @@ class TestWhatTemplatesMayNot:
             render(template)
 
     @pytest.mark.parametrize(
-        "template", ["{% if %}", "{{ 'x' ", "{% endfor %}", "{{ x | nosuchfilter }}", "x" * (2 << 20), "{{ " + "(" * 5000]
+        "template",
+        [
+            "{% if %}",
+            "{{ 'x' ",
+            "{% endfor %}",
+            "{{ x | nosuchfilter }}",
+            "x" * (2 << 20),
+            "{{ " + "(" * 5000,
+        ],
     )
     def test_not_a_template(self, template: str) -> None:
         with pytest.raises(FormatError, match="chat template"):

@@ -49,15 +49,23 @@ class TestTheDefaultModel:
 
     def test_reference_prompts(self, smollm2_tokenizer: Tokenizer, data: Path) -> None:
         for case in json.loads((data / "greedy.json").read_text())["greedy"]:
-            assert smollm2_tokenizer.encode(case["prompt"], parse_special=True) == case["prompt_ids"]
+            assert (
+                smollm2_tokenizer.encode(case["prompt"], parse_special=True) == case["prompt_ids"]
+            )
             answer = case["hf_fp32"]
             assert smollm2_tokenizer.decode(answer["ids"], skip_special=False) == answer["text"]
-            assert "".join(stream(smollm2_tokenizer, answer["ids"], skip_special=False)) == answer["text"]
+            assert (
+                "".join(stream(smollm2_tokenizer, answer["ids"], skip_special=False))
+                == answer["text"]
+            )
 
     def test_constants(self, smollm2_tokenizer: Tokenizer) -> None:
         assert smollm2_tokenizer.vocab_size == 49152
         assert (smollm2_tokenizer.bos_id, smollm2_tokenizer.eos_id) == (1, 2)
-        assert (smollm2_tokenizer.bos_token, smollm2_tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+        assert (smollm2_tokenizer.bos_token, smollm2_tokenizer.eos_token) == (
+            "<|im_start|>",
+            "<|im_end|>",
+        )
         assert smollm2_tokenizer.eos_ids == {0, 2}  # <|endoftext|> ends generation too
         assert smollm2_tokenizer.special_ids == set(range(17))
 
@@ -77,15 +85,27 @@ class TestTheDefaultModel:
         parts = stream(smollm2_tokenizer, ids)
         assert "".join(parts) == smollm2_tokenizer.decode(ids)
         single = {smollm2_tokenizer.token_bytes(token) for token in range(17, 300)}
-        if all(bytes([byte]) in single for byte in text.encode()):  # this vocabulary lacks some rare bytes, such as F1
+        if all(
+            bytes([byte]) in single for byte in text.encode()
+        ):  # this vocabulary lacks some rare bytes, such as F1
             assert "".join(parts) == text
             assert parts[-1] == ""
             assert any("\ufffd" in part for part in parts) == ("\ufffd" in text)
 
     @given(ids=st.lists(st.integers(0, 49151), max_size=12))
-    def test_any_ids_stream_to_what_they_decode_to(self, smollm2_tokenizer: Tokenizer, ids: list[int]) -> None:
-        group = b"".join(smollm2_tokenizer.token_bytes(token) for token in ids if token not in smollm2_tokenizer.special_ids)
-        assert "".join(stream(smollm2_tokenizer, ids)) == smollm2_tokenizer.decode(ids) == group.decode("utf-8", "replace")
+    def test_any_ids_stream_to_what_they_decode_to(
+        self, smollm2_tokenizer: Tokenizer, ids: list[int]
+    ) -> None:
+        group = b"".join(
+            smollm2_tokenizer.token_bytes(token)
+            for token in ids
+            if token not in smollm2_tokenizer.special_ids
+        )
+        assert (
+            "".join(stream(smollm2_tokenizer, ids))
+            == smollm2_tokenizer.decode(ids)
+            == group.decode("utf-8", "replace")
+        )
 
     def test_lone_surrogates(self, smollm2_tokenizer: Tokenizer) -> None:
         with pytest.raises(RequestError, match="surrogates"):
@@ -120,19 +140,27 @@ class TestDetokeniser:
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(raw=st.binary(max_size=12), at=st.integers(0, 12), other=st.binary(max_size=4))
-    def test_a_clone_goes_on_by_itself(self, single_bytes: Tokenizer, raw: bytes, at: int, other: bytes) -> None:
+    def test_a_clone_goes_on_by_itself(
+        self, single_bytes: Tokenizer, raw: bytes, at: int, other: bytes
+    ) -> None:
         decoder = single_bytes.decoder()
         text = "".join(decoder.push(3 + byte) for byte in raw[:at])
         clone = decoder.clone()
         for byte in other:
             decoder.push(3 + byte)
-        assert text + "".join(clone.push(3 + byte) for byte in raw[at:]) + clone.flush() == raw.decode("utf-8", "replace")
+        assert text + "".join(
+            clone.push(3 + byte) for byte in raw[at:]
+        ) + clone.flush() == raw.decode("utf-8", "replace")
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(raw=st.binary(max_size=24))
     def test_any_bytes(self, single_bytes: Tokenizer, raw: bytes) -> None:
         ids = [3 + byte for byte in raw]
-        assert "".join(stream(single_bytes, ids)) == single_bytes.decode(ids) == raw.decode("utf-8", "replace")
+        assert (
+            "".join(stream(single_bytes, ids))
+            == single_bytes.decode(ids)
+            == raw.decode("utf-8", "replace")
+        )
 
     @pytest.mark.parametrize(
         ("raw", "parts"),
@@ -144,7 +172,9 @@ class TestDetokeniser:
             (b"\xed\xa0\x80", ["", "", "\ufffd\ufffd\ufffd", ""]),
         ],
     )
-    def test_invalid_bytes_are_replaced_once_that_is_certain(self, single_bytes: Tokenizer, raw: bytes, parts: list[str]) -> None:
+    def test_invalid_bytes_are_replaced_once_that_is_certain(
+        self, single_bytes: Tokenizer, raw: bytes, parts: list[str]
+    ) -> None:
         assert stream(single_bytes, [3 + byte for byte in raw]) == parts
 
     def test_a_special_token_within_a_character(self, single_bytes: Tokenizer) -> None:
@@ -163,7 +193,9 @@ class TestByteLevelGguf:
         assert tokenizer.encode("a") == [1, 3 + ord("a"), 2]
         assert tokenizer.encode("a", add_special=False) == [3 + ord("a")]
         assert tokenizer.encode("") == [1, 2]
-        tokenizer = open_checkpoint(write_gguf({"tokenizer.ggml.pre": "llama-bpe"})).load_tokenizer()
+        tokenizer = open_checkpoint(
+            write_gguf({"tokenizer.ggml.pre": "llama-bpe"})
+        ).load_tokenizer()
         assert tokenizer.encode("a") == [1, 3 + ord("a")]
 
     def test_ends_of_generation(self, write_gguf: Any) -> None:
@@ -174,7 +206,9 @@ class TestByteLevelGguf:
 
     def test_user_defined_tokens_are_always_parsed(self, write_gguf: Any) -> None:
         types = [3, 3, 3] + [1] * 256 + [1, 1, 1, 4, 1]
-        tokenizer = open_checkpoint(write_gguf({"tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": ["h e"]})).load_tokenizer()
+        tokenizer = open_checkpoint(
+            write_gguf({"tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": ["h e"]})
+        ).load_tokenizer()
         assert tokenizer.encode("hello")[0] == 262
         assert tokenizer.decode([262]) == "hello"
 
@@ -205,7 +239,9 @@ class TestByteLevelGguf:
         ],
     )
     def test_unsupported(self, write_gguf: Any, change: dict[str, Any], message: str) -> None:
-        checkpoint = open_checkpoint(write_gguf({f"tokenizer.ggml.{key}": value for key, value in change.items()}))
+        checkpoint = open_checkpoint(
+            write_gguf({f"tokenizer.ggml.{key}": value for key, value in change.items()})
+        )
         with pytest.raises(UnsupportedModelError, match=message):
             checkpoint.load_tokenizer()
 
@@ -224,7 +260,9 @@ class TestByteLevelGguf:
         ],
     )
     def test_malformed(self, write_gguf: Any, change: dict[str, Any], message: str) -> None:
-        checkpoint = open_checkpoint(write_gguf({f"tokenizer.ggml.{key}": value for key, value in change.items()}))
+        checkpoint = open_checkpoint(
+            write_gguf({f"tokenizer.ggml.{key}": value for key, value in change.items()})
+        )
         with pytest.raises(FormatError, match=message):
             checkpoint.load_tokenizer()
 
@@ -257,7 +295,9 @@ class TestSentencePiece:
         assert "".join(stream(sentencepiece, ids)) == "License"
         assert "".join(stream(sentencepiece, ids, continues=True)) == " License"
 
-    def test_without_a_space_in_front(self, write_gguf: Any, sentencepiece_model: dict[str, Any]) -> None:
+    def test_without_a_space_in_front(
+        self, write_gguf: Any, sentencepiece_model: dict[str, Any]
+    ) -> None:
         sentencepiece_model["change"]["tokenizer.ggml.add_space_prefix"] = False
         tokenizer = open_checkpoint(write_gguf(**sentencepiece_model)).load_tokenizer()
         assert tokenizer.decode(tokenizer.encode(" License")) == " License"
@@ -272,7 +312,9 @@ class TestSentencePiece:
             {"tokens": [letter * size for letter in "ab" for size in range(1, 351)]},
         ],
     )
-    def test_malformed(self, write_gguf: Any, sentencepiece_model: dict[str, Any], change: dict[str, Any]) -> None:
+    def test_malformed(
+        self, write_gguf: Any, sentencepiece_model: dict[str, Any], change: dict[str, Any]
+    ) -> None:
         change = {f"tokenizer.ggml.{key}": value for key, value in change.items()}
         sentencepiece_model["change"] |= change | {"tokenizer.ggml.token_type": [1] * 700}
         with pytest.raises(FormatError, match=r"tokenizer\.ggml\."):
@@ -289,51 +331,88 @@ def save(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any]) ->
 def byte_level(corpus: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"])
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>"],
+    )
     backend.train_from_iterator(corpus.splitlines(), trainer)
     backend.add_tokens(["<tool>"])
     backend.add_special_tokens(["<|user|>"])
-    return backend, {"eos_token": "<|end|>", "bos_token": {"__type": "AddedToken", "content": "<|user|>", "special": True}}
+    return backend, {
+        "eos_token": "<|end|>",
+        "bos_token": {"__type": "AddedToken", "content": "<|user|>", "special": True},
+    }
 
 
 def spaces_and_bytes(corpus: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
     )
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    backend.train_from_iterator(corpus.splitlines(), trainers.BpeTrainer(vocab_size=600, special_tokens=special))
+    backend.train_from_iterator(
+        corpus.splitlines(), trainers.BpeTrainer(vocab_size=600, special_tokens=special)
+    )
     made = json.loads(backend.to_str())
     made["added_tokens"] = made["added_tokens"][:3]  # bytes are ordinary tokens
     backend = tokenizers.Tokenizer.from_str(json.dumps(made))
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return backend, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 class TestHuggingFace:
     @pytest.mark.parametrize("make", [byte_level, spaces_and_bytes])
-    @pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
-    def test_as_transformers_does(self, tmp_path: Path, data: Path, make: Callable[..., Any], flags: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        "flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}]
+    )
+    def test_as_transformers_does(
+        self, tmp_path: Path, data: Path, make: Callable[..., Any], flags: dict[str, Any]
+    ) -> None:
         backend, config = make((data / "nll_text.txt").read_text())
         folder = save(tmp_path, backend, config | flags)
         ours, theirs = tokenizer_from_folder(folder), AutoTokenizer.from_pretrained(folder)
         for text in TEXTS:
             for special in (True, False):
-                assert ours.encode(text, add_special=special) == theirs.encode(text, add_special_tokens=special)
+                assert ours.encode(text, add_special=special) == theirs.encode(
+                    text, add_special_tokens=special
+                )
             ids = ours.encode(text)
             for skip in (True, False):
-                expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-                assert ours.decode(ids, skip_special=skip) == "".join(stream(ours, ids, skip_special=skip)) == expected
+                expected = theirs.decode(
+                    ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+                )
+                assert (
+                    ours.decode(ids, skip_special=skip)
+                    == "".join(stream(ours, ids, skip_special=skip))
+                    == expected
+                )
         assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
-        assert ours.special_ids == {token for token, added in theirs.added_tokens_decoder.items() if added.special}
+        assert ours.special_ids == {
+            token for token, added in theirs.added_tokens_decoder.items() if added.special
+        }
         assert ours.vocab_size == len(theirs)
 
     @pytest.mark.parametrize("make", [byte_level, spaces_and_bytes])
-    def test_special_tokens_in_text(self, tmp_path: Path, data: Path, make: Callable[..., Any]) -> None:
+    def test_special_tokens_in_text(
+        self, tmp_path: Path, data: Path, make: Callable[..., Any]
+    ) -> None:
         backend, config = make((data / "nll_text.txt").read_text())
         folder = save(tmp_path, backend, config)
         ours, theirs = tokenizer_from_folder(folder), AutoTokenizer.from_pretrained(folder)
@@ -346,7 +425,9 @@ class TestHuggingFace:
     def test_ends_of_generation(self, tmp_path: Path) -> None:
         backend, config = byte_level("a b c")
         folder = save(tmp_path, backend, config)
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 10**6, "x"]}))
+        (folder / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": [7, 9, 10**6, "x"]})
+        )
         (folder / "config.json").write_text(json.dumps({"eos_token_id": 8, "bos_token_id": 3}))
         tokenizer = tokenizer_from_folder(folder)
         assert tokenizer.eos_ids == {0, 7, 8, 9}
@@ -358,9 +439,16 @@ class TestHuggingFace:
         backend, config = byte_level("a b c")
         backend.enable_truncation(3)
         backend.enable_padding(length=8)
-        assert len(tokenizer_from_folder(save(tmp_path, backend, config)).encode("a b c d e f g h i j")) > 8
+        assert (
+            len(
+                tokenizer_from_folder(save(tmp_path, backend, config)).encode("a b c d e f g h i j")
+            )
+            > 8
+        )
 
-    @pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'])
+    @pytest.mark.parametrize(
+        "content", ["", "{}", "[]", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}']
+    )
     def test_malformed(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(FormatError, match=r"tokenizer\.json"):

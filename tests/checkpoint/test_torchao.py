@@ -26,19 +26,32 @@ NAME = "model.layers.1.self_attn.q_proj"
 
 
 def config_of(kind: str, **data: Any) -> dict[str, Any]:
-    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": data}}}
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": kind, "_version": 2, "_data": data}},
+    }
 
 
 def intx(bits: int) -> dict[str, Any]:
     packing = {"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"}
-    return config_of("IntxWeightOnlyConfig", weight_dtype={"_type": "torch.dtype", "_data": f"int{bits}"}, intx_packing_format=packing)
+    return config_of(
+        "IntxWeightOnlyConfig",
+        weight_dtype={"_type": "torch.dtype", "_data": f"int{bits}"},
+        intx_packing_format=packing,
+    )
 
 
 INT8 = config_of("Int8WeightOnlyConfig", group_size=None)
-INT4 = config_of("Int4WeightOnlyConfig", group_size=32, int4_packing_format={"_type": "Int4PackingFormat", "_data": "PLAIN"})
+INT4 = config_of(
+    "Int4WeightOnlyConfig",
+    group_size=32,
+    int4_packing_format={"_type": "Int4PackingFormat", "_data": "PLAIN"},
+)
 
 
-def parts_of(codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def parts_of(
+    codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
     parts = {"_weight_qdata": torch.from_numpy(codes.astype(np.int8)), "_weight_scale": scales}
     return parts if zeros is None else parts | {"_weight_zero_point": zeros}
 
@@ -73,7 +86,9 @@ def check(tensor: StoredTensor, want: NDArray[np.float32], rng: np.random.Genera
     dtype=st.sampled_from(sorted(DTYPES)),
     seed=st.integers(0, 2**32),
 )
-def test_values_of_one_code_a_byte_are_exact(bits: int, group: int, count: int, rows: int, zero: str, dtype: str, seed: int) -> None:
+def test_values_of_one_code_a_byte_are_exact(
+    bits: int, group: int, count: int, rows: int, zero: str, dtype: str, seed: int
+) -> None:
     """With -1 a row is a group, with 0 the tensor."""
     rng, cols, half = np.random.default_rng(seed), 64 * count, 1 << bits - 1
     shape = (1, 1) if group == 0 else (rows, 1 if group == -1 else cols // group)
@@ -81,12 +96,20 @@ def test_values_of_one_code_a_byte_are_exact(bits: int, group: int, count: int, 
     points = rng.integers(-half, half, shape) if zero == "some" else np.zeros(shape, int)
     scales = torch.from_numpy(rng.standard_normal(shape)).to(DTYPES[dtype])
     config = INT8 if bits == 8 and seed % 2 else intx(bits)
-    tensor = read(parts_of(codes, scales, None if zero == "absent" else torch.from_numpy(points.astype(np.int8))), config)
+    tensor = read(
+        parts_of(
+            codes, scales, None if zero == "absent" else torch.from_numpy(points.astype(np.int8))
+        ),
+        config,
+    )
     points, factors = (
-        np.broadcast_to(np.repeat(found, cols // shape[1], axis=1), codes.shape) for found in (points, scales.float().numpy())
+        np.broadcast_to(np.repeat(found, cols // shape[1], axis=1), codes.shape)
+        for found in (points, scales.float().numpy())
     )
     check(tensor, (codes - points).astype(np.float32) * factors, rng)
-    assert tensor.format.spec and tensor.format.spec.bits == next(known for known in (2, 3, 4, 8) if known >= bits)
+    assert tensor.format.spec and tensor.format.spec.bits == next(
+        known for known in (2, 3, 4, 8) if known >= bits
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,7 +120,9 @@ def test_values_of_one_code_a_byte_are_exact(bits: int, group: int, count: int, 
     symmetric=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_values_of_two_codes_a_byte_are_exact(group: int, count: int, rows: int, symmetric: bool, seed: int) -> None:
+def test_values_of_two_codes_a_byte_are_exact(
+    group: int, count: int, rows: int, symmetric: bool, seed: int
+) -> None:
     """Scales are of one size, so that neither order of sums rounds."""
     rng, cols = np.random.default_rng(seed), 64 * count
     shape = cols // group, rows
@@ -105,7 +130,9 @@ def test_values_of_two_codes_a_byte_are_exact(group: int, count: int, rows: int,
     scales, zeros = (torch.from_numpy(rng.uniform(1, 2, shape)).bfloat16() for _ in range(2))
     zeros *= 0 if symmetric else 1
     tensor = read(parts_of(pairs(codes), scales, zeros), INT4)
-    factors, middles = (np.repeat(found.float().numpy().T, group, axis=1) for found in (scales, zeros))
+    factors, middles = (
+        np.repeat(found.float().numpy().T, group, axis=1) for found in (scales, zeros)
+    )
     check(tensor, codes.astype(np.float32) * factors + middles, rng)
     assert ("zeros" in tensor.parts) != symmetric
 
@@ -118,15 +145,27 @@ def quantise(bits: int, group: int, symmetric: bool) -> Any:
         size = np.maximum(-low, high) / (half - 0.5) if symmetric else (high - low) / (2 * half - 1)
         scales = torch.from_numpy(size).bfloat16()
         s = scales.float().numpy()
-        zeros = np.zeros(s.shape, int) if symmetric else np.clip(np.rint(-half - low / s), -half, half - 1).astype(int)
-        codes = np.clip(np.rint(blocks / s[..., None]) + zeros[..., None], -half, half - 1).astype(int)
-        values = ((codes - zeros[..., None]) * s[..., None]).reshape(weight.shape).astype(np.float32)
-        return parts_of(codes.reshape(weight.shape), scales, torch.from_numpy(zeros.astype(np.int8))), values
+        zeros = (
+            np.zeros(s.shape, int)
+            if symmetric
+            else np.clip(np.rint(-half - low / s), -half, half - 1).astype(int)
+        )
+        codes = np.clip(np.rint(blocks / s[..., None]) + zeros[..., None], -half, half - 1).astype(
+            int
+        )
+        values = (
+            ((codes - zeros[..., None]) * s[..., None]).reshape(weight.shape).astype(np.float32)
+        )
+        return parts_of(
+            codes.reshape(weight.shape), scales, torch.from_numpy(zeros.astype(np.int8))
+        ), values
 
     return of
 
 
-def quantise_pairs(weight: NDArray[np.float32]) -> tuple[dict[str, torch.Tensor], NDArray[np.float32]]:
+def quantise_pairs(
+    weight: NDArray[np.float32],
+) -> tuple[dict[str, torch.Tensor], NDArray[np.float32]]:
     blocks = weight.reshape(len(weight), -1, 32)
     low = blocks.min(axis=2)
     scales = torch.from_numpy((blocks.max(axis=2) - low) / 15).bfloat16()
@@ -140,7 +179,12 @@ def quantise_pairs(weight: NDArray[np.float32]) -> tuple[dict[str, torch.Tensor]
 
 @pytest.mark.parametrize(
     ("config", "of"),
-    [(INT4, quantise_pairs), (INT8, quantise(8, 32, False)), (intx(4), quantise(4, 32, True)), (intx(5), quantise(5, 32, False))],
+    [
+        (INT4, quantise_pairs),
+        (INT8, quantise(8, 32, False)),
+        (intx(4), quantise(4, 32, True)),
+        (intx(5), quantise(5, 32, False)),
+    ],
 )
 def test_a_folder_is_computed(tmp_path: Path, config: dict[str, Any], of: Any) -> None:
     check_engine(tmp_path, write(tmp_path, config, of))
@@ -151,11 +195,26 @@ def test_a_folder_is_computed(tmp_path: Path, config: dict[str, Any], of: Any) -
     [
         (config_of("Float8WeightOnlyConfig"), "quant_type = Float8WeightOnlyConfig"),
         (config_of("FqnToConfig", fqn_to_config={}), "quant_type = FqnToConfig"),
-        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type = int4_weight_only"),
-        ({"quant_method": "torchao", "quant_type": {"default": {"_type": [1], "_data": {}}}}, "quant_type = "),
-        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, "quant_type = "),
         (
-            {"quant_method": "torchao", "quant_type": {"default": INT8["quant_type"]["default"] | {"_version": 1}}},
+            {"quant_method": "torchao", "quant_type": "int4_weight_only"},
+            "quant_type = int4_weight_only",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": [1], "_data": {}}}},
+            "quant_type = ",
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}},
+            },
+            "quant_type = ",
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": INT8["quant_type"]["default"] | {"_version": 1}},
+            },
             r"quant_type\._version = 1",
         ),
         (
@@ -163,15 +222,22 @@ def test_a_folder_is_computed(tmp_path: Path, config: dict[str, Any], of: Any) -
             r"quant_type\.int4_packing_format = TILE_PACKED_TO_4D",
         ),
         (
-            config_of("IntxWeightOnlyConfig", intx_packing_format={"_data": "OPAQUE_ATEN_KLEIDIAI"}),
+            config_of(
+                "IntxWeightOnlyConfig", intx_packing_format={"_data": "OPAQUE_ATEN_KLEIDIAI"}
+            ),
             r"quant_type\.intx_packing_format = OPAQUE_ATEN",
         ),
-        (config_of("IntxWeightOnlyConfig", weight_dtype={"_data": "uint4"}), r"quant_type\.weight_dtype = uint4"),
+        (
+            config_of("IntxWeightOnlyConfig", weight_dtype={"_data": "uint4"}),
+            r"quant_type\.weight_dtype = uint4",
+        ),
     ],
 )
 def test_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     configure(tmp_path, tiny_llama(64, 96), config)
-    with pytest.raises(UnsupportedModelError, match=rf"quantization_config: {message}.*torchao with"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"quantization_config: {message}.*torchao with"
+    ):
         open_folder(tmp_path)
 
 
@@ -179,18 +245,56 @@ def test_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     ("change", "error", "message"),
     [
         ({"_weight_scale": None}, FormatError, r"q_proj\._weight_scale is missing"),
-        ({"_weight_qdata": torch.zeros(64, 64)}, FormatError, r"q_proj\._weight_qdata is F32 \[64, 64\], expected I8"),
-        ({"_weight_scale": torch.ones(32, 2)}, FormatError, r"q_proj\._weight_scale has shape \[32, 2\], expected \[64, 2\]"),
-        ({"_weight_scale": torch.ones(64, 1)}, FormatError, r"q_proj\._weight_zero_point has shape \[64, 2\], expected \[64, 1\]"),
-        ({"_weight_scale": torch.full((64, 2), float("nan"))}, FormatError, r"q_proj\._weight_scale has a number that is not finite"),
-        ({"_weight_zero_point": torch.zeros(64, 2)}, FormatError, r"q_proj\._weight_zero_point is F32"),
-        ({"_weight_zero_point": torch.full((64, 2), 8, dtype=torch.int8)}, FormatError, r"zero_point has a zero point that is no int4"),
-        ({"_weight_zero_point": None, "_weight_scale": torch.ones(64, 3)}, FormatError, r"_weight_scale has 3 scales for each row of 64"),
-        ({"_weight_zero_point": None, "_weight_scale": torch.ones(64, 8)}, UnsupportedModelError, r"_weight_scale has groups of 8 columns"),
-        ({"_weight_act_pre_scale": torch.ones(64)}, UnsupportedModelError, r"q_proj\._weight_act_pre_scale scales activations"),
+        (
+            {"_weight_qdata": torch.zeros(64, 64)},
+            FormatError,
+            r"q_proj\._weight_qdata is F32 \[64, 64\], expected I8",
+        ),
+        (
+            {"_weight_scale": torch.ones(32, 2)},
+            FormatError,
+            r"q_proj\._weight_scale has shape \[32, 2\], expected \[64, 2\]",
+        ),
+        (
+            {"_weight_scale": torch.ones(64, 1)},
+            FormatError,
+            r"q_proj\._weight_zero_point has shape \[64, 2\], expected \[64, 1\]",
+        ),
+        (
+            {"_weight_scale": torch.full((64, 2), float("nan"))},
+            FormatError,
+            r"q_proj\._weight_scale has a number that is not finite",
+        ),
+        (
+            {"_weight_zero_point": torch.zeros(64, 2)},
+            FormatError,
+            r"q_proj\._weight_zero_point is F32",
+        ),
+        (
+            {"_weight_zero_point": torch.full((64, 2), 8, dtype=torch.int8)},
+            FormatError,
+            r"zero_point has a zero point that is no int4",
+        ),
+        (
+            {"_weight_zero_point": None, "_weight_scale": torch.ones(64, 3)},
+            FormatError,
+            r"_weight_scale has 3 scales for each row of 64",
+        ),
+        (
+            {"_weight_zero_point": None, "_weight_scale": torch.ones(64, 8)},
+            UnsupportedModelError,
+            r"_weight_scale has groups of 8 columns",
+        ),
+        (
+            {"_weight_act_pre_scale": torch.ones(64)},
+            UnsupportedModelError,
+            r"q_proj\._weight_act_pre_scale scales activations",
+        ),
     ],
 )
-def test_malformed(tmp_path: Path, change: dict[str, torch.Tensor | None], error: type[Exception], message: str) -> None:
+def test_malformed(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], error: type[Exception], message: str
+) -> None:
     write(tmp_path, intx(4), quantise(4, 32, False))
     path = tmp_path / "model.safetensors"
     state = load_file(path) | {f"{NAME}.{part}": tensor for part, tensor in change.items()}
@@ -202,9 +306,18 @@ def test_malformed(tmp_path: Path, change: dict[str, torch.Tensor | None], error
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"_weight_zero_point": torch.zeros(2, 32)}, r"x\._weight_zero_point has shape \[2, 32\], expected \[2, 64\]"),
-        ({"_weight_scale": torch.ones(64, 2)}, r"x\._weight_scale has shape \[64, 2\], expected \[64, 64\]"),
-        ({"_weight_zero_point": torch.full((2, 64), float("inf"))}, r"x\._weight_zero_point has a number that is not finite"),
+        (
+            {"_weight_zero_point": torch.zeros(2, 32)},
+            r"x\._weight_zero_point has shape \[2, 32\], expected \[2, 64\]",
+        ),
+        (
+            {"_weight_scale": torch.ones(64, 2)},
+            r"x\._weight_scale has shape \[64, 2\], expected \[64, 64\]",
+        ),
+        (
+            {"_weight_zero_point": torch.full((2, 64), float("inf"))},
+            r"x\._weight_zero_point has a number that is not finite",
+        ),
     ],
 )
 def test_malformed_pairs(change: dict[str, torch.Tensor], message: str) -> None:

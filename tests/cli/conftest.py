@@ -16,7 +16,14 @@ def headrace() -> Run:
 
     def run(*words: str, stdin: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         feed = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-        return subprocess.run([*HEADRACE, *words], **feed, env=os.environ | env, capture_output=True, text=True, timeout=300)
+        return subprocess.run(
+            [*HEADRACE, *words],
+            **feed,
+            env=os.environ | env,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
 
     return run
 

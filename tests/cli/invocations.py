@@ -1,7 +1,8 @@
-"""The table of invocations: what the command line is given, under which conditions, and what must come of it.
+"""The table of invocations: what the command line is given, under which conditions, and what must
+come of it.
 
-Rows without a condition of the system run in the test's own process, the others in one each. Every run of the tests has the short
-ones; `make cli` has all, and signals at random moments.
+Rows without a condition of the system run in the test's own process, the others in one each. Every
+run of the tests has the short ones; `make cli` has all, and signals at random moments.
 """
 
 from tests.cli.invoke import Row
@@ -18,30 +19,65 @@ HELP = [
     Row("''", 2, "unknown verb ''"),
     Row("'run\x1b[31m'", 2, r"unknown verb 'run\\x1b\[31m'"),
     Row("--quiet run", 2, "unknown verb '--quiet'"),
-    *(Row(f"{verb} --help", 0, out=f"usage: headrace {verb}") for verb in ("run", "pull", "rm", "ls", "show", "profile", "bench", "top")),
-    *(Row(f"{verb} --help", 0, out=f"usage: headrace {verb}", env={"COLUMNS": "1"}) for verb in ("calibrate", "doctor", "run")),
-    *(Row(f"{verb} --no-such-flag", 2, "unknown flag --no-such-flag") for verb in ("run", "ls", "show", "profile", "top", "calibrate")),
-    *(Row(f"{verb} --no-such-flag", 2, "arguments are required|unknown flag") for verb in ("pull", "rm", "bench")),
-    *(Row(f"{verb} a b c", 2, "more arguments than expected") for verb in ("run", "ls", "show", "pull", "rm", "doctor")),
+    *(
+        Row(f"{verb} --help", 0, out=f"usage: headrace {verb}")
+        for verb in ("run", "pull", "rm", "ls", "show", "profile", "bench", "top")
+    ),
+    *(
+        Row(f"{verb} --help", 0, out=f"usage: headrace {verb}", env={"COLUMNS": "1"})
+        for verb in ("calibrate", "doctor", "run")
+    ),
+    *(
+        Row(f"{verb} --no-such-flag", 2, "unknown flag --no-such-flag")
+        for verb in ("run", "ls", "show", "profile", "top", "calibrate")
+    ),
+    *(
+        Row(f"{verb} --no-such-flag", 2, "arguments are required|unknown flag")
+        for verb in ("pull", "rm", "bench")
+    ),
+    *(
+        Row(f"{verb} a b c", 2, "more arguments than expected")
+        for verb in ("run", "ls", "show", "pull", "rm", "doctor")
+    ),
 ]
 
 ROUTE = [
     Row("route --help", 0, out="usage: headrace route"),
     Row("serve --help", 0, out="--worker "),
-    Row("serve {model} --replicas 2 --max-replicas 1", 2, "--max-replicas must be no less than --replicas"),
-    Row("serve {model} --replicas -1", 2, "--max-replicas must be no less than --replicas, or 0, not 0 with -1"),
+    Row(
+        "serve {model} --replicas 2 --max-replicas 1",
+        2,
+        "--max-replicas must be no less than --replicas",
+    ),
+    Row(
+        "serve {model} --replicas -1",
+        2,
+        "--max-replicas must be no less than --replicas, or 0, not 0 with -1",
+    ),
     Row("serve {model} --replicas 2 --worker", 2, "leave it out, or --replicas"),
     Row("route {model}", 2, "required: --workers"),
     Row("route {model} --workers ''", 2, "--workers takes URLs"),
-    Row("route {model} --workers http://a:1,http://a:1/", 2, "--workers takes URLs.*each once.*'http://a:1'"),
+    Row(
+        "route {model} --workers http://a:1,http://a:1/",
+        2,
+        "--workers takes URLs.*each once.*'http://a:1'",
+    ),
     Row("route {model} --workers http://a:x", 2, "--workers takes URLs.*'http://a:x'"),
     Row("route {model} --workers http://a:99999", 2, "--workers takes URLs.*'http://a:99999'"),
     Row("route {model} --workers ftp://a", 2, "--workers takes URLs.*'ftp://a'"),
     Row("route {model} --workers a,,b", 2, "--workers takes URLs.*not ''"),
-    Row("route {model} --workers a:1 --host 0.0.0.0", 2, "0.0.0.0 can be reached from other machines"),
+    Row(
+        "route {model} --workers a:1 --host 0.0.0.0",
+        2,
+        "0.0.0.0 can be reached from other machines",
+    ),
     Row("route {model} --workers a:1 --seed -1", 2, "seed must be a whole number"),
     Row("route nothing --workers 127.0.0.1:1 --port 0", 3, "no file, folder or alias 'nothing'"),
-    Row("route {model} --workers 127.0.0.1:1 --port 0 --max-model-len 1000", 2, "the model's context ends at 256"),
+    Row(
+        "route {model} --workers 127.0.0.1:1 --port 0 --max-model-len 1000",
+        2,
+        "the model's context ends at 256",
+    ),
     Row("route {model} --workers a:1 --no-such-flag", 2, "unknown flag --no-such-flag"),
 ]
 
@@ -73,7 +109,11 @@ RUN = [
     Row("run {model} hello -n 200", 2, "n must be a whole number from 1 to 128"),
     Row("run {model} hello -n 3 --beam-width 2", 2, "no more than 2 results"),
     *(
-        Row(f"run {{model}} hello --temperature {x}", 2, "temperature must be a number from 0 to 100")
+        Row(
+            f"run {{model}} hello --temperature {x}",
+            2,
+            "temperature must be a number from 0 to 100",
+        )
         for x in ("-1", "nan", "inf", "1e400")
     ),
     Row("run {model} hello --temperature hot", 2, "invalid float value: 'hot'"),
@@ -81,11 +121,19 @@ RUN = [
     Row("run {model} hello --top-p -0.5", 2, "top_p must be a number from 0 to 1"),
     Row("run {model} hello --top-k -5", 2, "top_k must be a whole number"),
     Row("run {model} hello --min-p nan", 2, "min_p must be a number"),
-    Row("run {model} hello --presence-penalty 3", 2, "presence_penalty must be a number from -2 to 2"),
+    Row(
+        "run {model} hello --presence-penalty 3",
+        2,
+        "presence_penalty must be a number from -2 to 2",
+    ),
     Row("run {model} hello --repetition-penalty 0", 2, "repetition_penalty must be a number"),
     Row("run {model} hello --frequency-penalty inf", 2, "frequency_penalty must be a number"),
     Row("run {model} hello --max-tokens 0", 2, "max_tokens must be a whole number from 1"),
-    Row("run {model} hello --max-tokens 99999999999999999999", 2, "max_tokens must be a whole number from 1"),
+    Row(
+        "run {model} hello --max-tokens 99999999999999999999",
+        2,
+        "max_tokens must be a whole number from 1",
+    ),
     Row("run {model} hello --max-tokens 1e3", 2, "invalid int value: '1e3'"),
     Row("run {model} hello --seed -1", 2, "seed must be a whole number from 0"),
     Row("run {model} hello --beam-width 500", 2, "beam_width must be a whole number from 1 to 128"),
@@ -98,9 +146,17 @@ RUN = [
     Row("run {model} hello --draft-depth 0", 2, "draft_depth must be a whole number from 1"),
     Row("run {model} hello --draft-width -1", 2, "draft_width must be a whole number from 1"),
     Row("run {model} hello --max-draft-tokens 99999", 2, "max_draft_tokens must be a whole number"),
-    Row("run {model} hello --proposer self_draft --draft-layers 2", 2, "draft_layers is 2, and must be 1 to 1"),
+    Row(
+        "run {model} hello --proposer self_draft --draft-layers 2",
+        2,
+        "draft_layers is 2, and must be 1 to 1",
+    ),
     Row("run {model} hello --proposer medusa --medusa-heads {tmp}/none", 3, "no such file"),
-    Row("run {model} hello --proposer draft_model --draft-model nothing", 3, "no file, folder or alias 'nothing'"),
+    Row(
+        "run {model} hello --proposer draft_model --draft-model nothing",
+        3,
+        "no file, folder or alias 'nothing'",
+    ),
     Row("run {tmp} hello", 3, "no config.json"),
     Row("run /dev/null hello", 3, "not a regular file"),
     Row("run {fifo} hello", 3, "not a regular file"),
@@ -121,9 +177,24 @@ MODELS = [
     Row("pull pypi:x", 3, "expected pypi:"),
     Row("pull hf:x", 3, "expected hf:"),
     Row("pull {model}", 0, out="tiny.gguf"),
-    Row("pull pypi:tiny-model/x.gguf", 1, "none.*HEADRACE_CACHE", env={"HEADRACE_CACHE": "/proc/none"}),
-    Row("pull pypi:tiny-model/x.gguf", 1, "Not a directory.*HEADRACE_CACHE", env={"HEADRACE_CACHE": "/dev/null/x"}),
-    Row("run smollm2 hello", 1, "Not a directory.*HEADRACE_CACHE", env={"HEADRACE_CACHE": "/dev/null/x"}),
+    Row(
+        "pull pypi:tiny-model/x.gguf",
+        1,
+        "none.*HEADRACE_CACHE",
+        env={"HEADRACE_CACHE": "/proc/none"},
+    ),
+    Row(
+        "pull pypi:tiny-model/x.gguf",
+        1,
+        "Not a directory.*HEADRACE_CACHE",
+        env={"HEADRACE_CACHE": "/dev/null/x"},
+    ),
+    Row(
+        "run smollm2 hello",
+        1,
+        "Not a directory.*HEADRACE_CACHE",
+        env={"HEADRACE_CACHE": "/dev/null/x"},
+    ),
     Row("rm", 2, "required: MODEL"),
     Row("rm nothing", 3, "nothing.*not in the cache"),
     Row("rm {model}", 3, "not in the cache"),
@@ -140,7 +211,11 @@ MODELS = [
     Row("show {model} -tp 0", 2, "tensor_parallel_size must be a whole number from 1"),
     Row("run {model} hello -tp 2 --max-tokens 3 --threads 1", 0, ANSWER),
     Row("run {model} hello -tp 99", 3, "99 ranks cannot share"),
-    Row("profile {model} -tp 2 --prefill 16 --depth none --turns 1 --threads 1", 0, out=r"all_gather.*link"),
+    Row(
+        "profile {model} -tp 2 --prefill 16 --depth none --turns 1 --threads 1",
+        0,
+        out=r"all_gather.*link",
+    ),
     Row("show nothing", 3, "no file, folder or alias"),
     Row("show {tmp}", 3, "no config.json"),
     Row("show {broken}", 3, "broken.gguf"),
@@ -150,7 +225,12 @@ MODELS = [
 
 MEASURE = [
     Row("profile {model} --prefill 16 --depth none --turns 1", 0, out="prefill", short=False),
-    Row("profile {model} --prefill none --depth 16 --batch 1 --turns 1 --json", 0, out='"profiles"|"phases"', short=False),
+    Row(
+        "profile {model} --prefill none --depth 16 --batch 1 --turns 1 --json",
+        0,
+        out='"profiles"|"phases"',
+        short=False,
+    ),
     Row("profile {model} --prefill none --depth none", 2, "nothing to profile"),
     Row("profile {model} --depth 9999", 2, r"--depth.*9,999.*256"),
     Row("profile {model} --prefill 9999", 2, r"--prefill.*9,999.*256"),
@@ -166,7 +246,12 @@ MEASURE = [
     Row("profile {model} --threads 5000", 2, "threads must be"),
     Row("profile {model} --svg {tmp}", 2, "no file can be written there"),
     Row("profile {model} --svg {tmp}/no/x.svg", 2, "no file can be written there"),
-    Row("profile {model} --svg /dev/full --prefill 8 --depth none --turns 1", 1, "/dev/full: No space left on device", short=False),
+    Row(
+        "profile {model} --svg /dev/full --prefill 8 --depth none --turns 1",
+        1,
+        "/dev/full: No space left on device",
+        short=False,
+    ),
     Row("bench", 2, "required: KIND"),
     Row("bench speed", 2, "invalid choice: 'speed'"),
     Row("bench latency {model} --pp 8 --tg 2 --depth 0 --repetitions 1", 0, out="pp8", short=False),
@@ -185,9 +270,18 @@ MEASURE = [
         "/dev/full: No space left on device",
         short=False,
     ),
-    Row("bench throughput {model} --concurrency 1,2 --prompt-tokens 8 --output-tokens 2", 0, out=r"2 x \(8 \+ 2\)", short=False),
+    Row(
+        "bench throughput {model} --concurrency 1,2 --prompt-tokens 8 --output-tokens 2",
+        0,
+        out=r"2 x \(8 \+ 2\)",
+        short=False,
+    ),
     Row("bench throughput {model} --concurrency 99999999", 2, "must be whole numbers"),
-    Row("bench throughput {model} --concurrency 1048576 --prompt-tokens 8", 2, "max_num_seqs|concurrency"),
+    Row(
+        "bench throughput {model} --concurrency 1048576 --prompt-tokens 8",
+        2,
+        "max_num_seqs|concurrency",
+    ),
     Row("calibrate {model} --prompt ''", 2, "--prompt"),
     Row("calibrate {model} --tokens 5", 2, "--tokens: .* must be a whole number, from 16"),
     Row("calibrate {model} --tokens 99999999999999999999", 2, "lower --tokens|--tokens"),
@@ -197,7 +291,9 @@ MEASURE = [
     Row("calibrate {model} --layers 5 --tokens 16", 2, "--layers has 5"),
     Row("calibrate {model} --layers 0", 2, "must be whole numbers such as 8,12, from 1"),
     Row("calibrate {model} --layers ,", 2, "must be whole numbers such as 8,12, from 1"),
-    Row("calibrate {model} --layers " + "9" * 5000, 2, "must be whole numbers such as 8,12, from 1"),
+    Row(
+        "calibrate {model} --layers " + "9" * 5000, 2, "must be whole numbers such as 8,12, from 1"
+    ),
     Row("calibrate {model} --threads 5000", 2, "threads must be"),
     Row("calibrate {model} --draft nothing --tokens 16", 3, "no file, folder or alias 'nothing'"),
     Row("calibrate {model} --draft ''", 2, "--draft"),
@@ -253,7 +349,13 @@ STREAMS = [
         env={"PYTHONIOENCODING": "latin-1"},
         short=True,
     ),
-    Row("run {model} hello --max-tokens 40 --temperature 2 --min-p 0", 0, ANSWER, env={"PYTHONIOENCODING": "ascii"}, stdin=" "),
+    Row(
+        "run {model} hello --max-tokens 40 --temperature 2 --min-p 0",
+        0,
+        ANSWER,
+        env={"PYTHONIOENCODING": "ascii"},
+        stdin=" ",
+    ),
     Row(
         "run {model} hello --max-tokens 40 --temperature 2 --min-p 0",
         0,
@@ -280,12 +382,42 @@ SYSTEM = [
         env={"HEADRACE_CACHE": "{tmp}/c"},
         limits={"FSIZE": 100_000},
     ),
-    Row("pull pypi:tiny-model/{member}", 0, out="tiny.gguf", env={"HEADRACE_CACHE": "{cache}"}, stdin=" "),
-    Row("top --once", 2, "locked.*Permission denied.*HEADRACE_STATS", env={"HEADRACE_STATS": "{locked}/stats"}, read_only="{locked}"),
-    Row(HI, 0, ANSWER, env={"HEADRACE_STATS": "{locked}", "HEADRACE_CACHE": "{locked}"}, read_only="{locked}"),
-    Row("profile {model} --svg {locked}/x.svg --prefill 8 --depth none --turns 1", 2, "locked", read_only="{locked}"),
-    Row("bench latency {model} --output {locked}/x", 2, "no file can be written there", read_only="{locked}"),
-    Row("run {long} hello --max-tokens 3", 4, "max_model_len", limits={"AS": 350 << 20}, short=True),
+    Row(
+        "pull pypi:tiny-model/{member}",
+        0,
+        out="tiny.gguf",
+        env={"HEADRACE_CACHE": "{cache}"},
+        stdin=" ",
+    ),
+    Row(
+        "top --once",
+        2,
+        "locked.*Permission denied.*HEADRACE_STATS",
+        env={"HEADRACE_STATS": "{locked}/stats"},
+        read_only="{locked}",
+    ),
+    Row(
+        HI,
+        0,
+        ANSWER,
+        env={"HEADRACE_STATS": "{locked}", "HEADRACE_CACHE": "{locked}"},
+        read_only="{locked}",
+    ),
+    Row(
+        "profile {model} --svg {locked}/x.svg --prefill 8 --depth none --turns 1",
+        2,
+        "locked",
+        read_only="{locked}",
+    ),
+    Row(
+        "bench latency {model} --output {locked}/x",
+        2,
+        "no file can be written there",
+        read_only="{locked}",
+    ),
+    Row(
+        "run {long} hello --max-tokens 3", 4, "max_model_len", limits={"AS": 350 << 20}, short=True
+    ),
     Row("run {huge} hello --max-tokens 3", 4, "max_model_len|--max-model-len"),
     Row("show {huge}", 0, out="tiny"),
     Row("doctor", 4, "memory", limits={"AS": 300 << 20}),

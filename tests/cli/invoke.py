@@ -1,4 +1,6 @@
-"""Runs one row of the table of invocations: in this process where no condition of the system is asked for, else in one of its own."""
+"""Runs one row of the table of invocations: in this process where no condition of the system is
+asked for, else in one of its own.
+"""
 
 import ctypes
 import fcntl
@@ -20,8 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HEADRACE = [sys.executable, "-m", "headrace"]
-MARKED = [sys.executable, "-c", "import os; from headrace.cli import entry; os.write(1, b'.'); entry()"]
-"""The same with a mark on stdout when the interpreter has started: what comes before is not ours."""
+MARKED = [
+    sys.executable,
+    "-c",
+    "import os; from headrace.cli import entry; os.write(1, b'.'); entry()",
+]
+"""The same with a mark on stdout when the interpreter has started: what comes before is not ours.
+"""
 CODES = {0, 1, 2, 3, 4, 129, 130, 143}
 """All exit codes that the documentation names."""
 _PROMPT = b"> "
@@ -30,7 +37,9 @@ _SECONDS = 60
 
 
 class Row(NamedTuple):
-    """A command line and its conditions, and what must come of it. `{model}`, `{long}`, `{tmp}` and the like are filled in."""
+    """A command line and its conditions, and what must come of it. `{model}`, `{long}`, `{tmp}` and
+    the like are filled in.
+    """
 
     words: str
     """What follows `headrace`, as a shell would read it."""
@@ -47,7 +56,9 @@ class Row(NamedTuple):
     """`closed` or `full`, as stdout."""
     env: Mapping[str, str] = {}
     terminal: tuple[int, int] | None = None
-    """Columns and lines of a terminal that is stdin, stdout and stderr; each line of `stdin` is typed at a prompt."""
+    """Columns and lines of a terminal that is stdin, stdout and stderr; each line of `stdin` is
+    typed at a prompt.
+    """
     limits: Mapping[str, int] = {}
     """Of the system, such as `FSIZE`: bytes of the largest file that may be written."""
     read_only: str = ""
@@ -55,7 +66,9 @@ class Row(NamedTuple):
     signal: str = ""
     """`INT`, `TERM` or `HUP`, sent when the first output is there."""
     short: bool | None = None
-    """Whether every run of the tests has it, and not `make cli` alone; None: if it needs no process of its own."""
+    """Whether every run of the tests has it, and not `make cli` alone; None: if it needs no process
+    of its own.
+    """
 
     @property
     def is_short(self) -> bool:
@@ -65,7 +78,15 @@ class Row(NamedTuple):
     @property
     def needs_process(self) -> bool:
         """Whether there is a condition that only a process of its own can have."""
-        return bool(self.stdin or self.stdout or self.stderr or self.terminal or self.limits or self.read_only or self.signal)
+        return bool(
+            self.stdin
+            or self.stdout
+            or self.stderr
+            or self.terminal
+            or self.limits
+            or self.read_only
+            or self.signal
+        )
 
 
 class Outcome(NamedTuple):
@@ -83,18 +104,28 @@ def filled(row: Row, places: Mapping[str, object]) -> Row:
         return re.sub(r"\{(\w+)\}", lambda match: str(places[match[1]]), text)
 
     env = {name: fill(value) for name, value in row.env.items()}
-    return row._replace(words=fill(row.words), read_only=fill(row.read_only), env=env, err=fill(row.err))
+    return row._replace(
+        words=fill(row.words), read_only=fill(row.read_only), env=env, err=fill(row.err)
+    )
 
 
 def faults(row: Row, outcome: Outcome) -> list[str]:
-    """All in which the outcome is not what the row says, or not what must hold of every invocation."""
+    """All in which the outcome is not what the row says, or not what must hold of every
+    invocation.
+    """
     said = []
     text = (outcome.out or "") + (outcome.err or "")
-    said += [f"it says {words!r}" for words in ("Traceback", "Exception ignored", "internal error") if words in text]
+    said += [
+        f"it says {words!r}"
+        for words in ("Traceback", "Exception ignored", "internal error")
+        if words in text
+    ]
     if outcome.code != row.code or outcome.code not in CODES:
         said.append(f"exit code {outcome.code}, not {row.code}")
     if outcome.err is not None:
-        lines = [line for line in outcome.err.splitlines() if not line.startswith("downloading ")]  # which may take long
+        lines = [
+            line for line in outcome.err.splitlines() if not line.startswith("downloading ")
+        ]  # which may take long
         if len(lines) != bool(row.err) or not re.search(row.err, "".join(lines)):
             said.append(f"stderr {outcome.err[-600:]!r}, not a line with {row.err!r}")
     if row.out and outcome.out is not None and not re.search(row.out, outcome.out):
@@ -116,16 +147,28 @@ def run_here(row: Row, monkeypatch: Any, capture: Any) -> Outcome:
 
 
 def run_apart(row: Row, command: Sequence[str] = HEADRACE, delay: float = 0) -> Outcome:
-    """Run the row in a process, which `command` starts. Its signal comes so many seconds after its first output."""
+    """Run the row in a process, which `command` starts. Its signal comes so many seconds after its
+    first output.
+    """
     if row.read_only:
         Path(row.read_only).mkdir(parents=True, exist_ok=True)
         Path(row.read_only).chmod(0o555)
     if row.terminal:
         return _run_on_terminal(row)
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL if row.stdin in (None, "closed") else subprocess.PIPE}
+    streams: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL if row.stdin in (None, "closed") else subprocess.PIPE
+    }
     with open("/dev/full", "wb") as full:
-        streams |= {name: full if getattr(row, name) == "full" else subprocess.PIPE for name in ("stdout", "stderr")}
-        process = subprocess.Popen([*command, *shlex.split(row.words)], **streams, env=_environment(row), preexec_fn=_conditions(row))
+        streams |= {
+            name: full if getattr(row, name) == "full" else subprocess.PIPE
+            for name in ("stdout", "stderr")
+        }
+        process = subprocess.Popen(
+            [*command, *shlex.split(row.words)],
+            **streams,
+            env=_environment(row),
+            preexec_fn=_conditions(row),
+        )
     if row.stdout == "gone":
         process.stdout.close()
         process.stdout = None
@@ -136,7 +179,9 @@ def run_apart(row: Row, command: Sequence[str] = HEADRACE, delay: float = 0) -> 
             first = process.stdout.read(1)
             time.sleep(delay)
             process.send_signal(getattr(signal, f"SIG{row.signal}"))
-        out, err = process.communicate(row.stdin.encode() if streams["stdin"] == subprocess.PIPE else None, timeout=_SECONDS)
+        out, err = process.communicate(
+            row.stdin.encode() if streams["stdin"] == subprocess.PIPE else None, timeout=_SECONDS
+        )
     finally:
         process.kill()
         process.wait()
@@ -157,7 +202,11 @@ def _run_on_terminal(row: Row) -> Outcome:
         preexec_fn=_conditions(row),
     )
     os.close(slave)
-    seen, typed, deadline = b"", list(map(str.encode, (row.stdin or "").splitlines(keepends=True))), time.monotonic() + _SECONDS
+    seen, typed, deadline = (
+        b"",
+        list(map(str.encode, (row.stdin or "").splitlines(keepends=True))),
+        time.monotonic() + _SECONDS,
+    )
     num_typed = 0
     try:
         while select.select([master], [], [], max(0, deadline - time.monotonic()))[0]:
@@ -180,7 +229,9 @@ def _run_on_terminal(row: Row) -> Outcome:
 
 
 def _environment(row: Row) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | dict(row.env)
+    return {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    } | dict(row.env)
 
 
 def _conditions(row: Row) -> Callable[[], None]:
@@ -192,7 +243,9 @@ def _conditions(row: Row) -> Callable[[], None]:
                 os.close(number)
         for name, most in row.limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
-        if row.read_only:  # root writes where it likes by two capabilities, which the program is not to have
+        if (
+            row.read_only
+        ):  # root writes where it likes by two capabilities, which the program is not to have
             for capability in (1, 2):
                 _LIBC.prctl(24, capability, 0, 0, 0)
 

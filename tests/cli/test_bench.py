@@ -19,7 +19,16 @@ from headrace.program.op import Load
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
 LATENCY = ("--pp", "16,40", "--tg", "8", "--depth", "0,33", "--repetitions", "3", "--threads", "1")
-THROUGHPUT = ("--concurrency", "1,3", "--prompt-tokens", "20", "--output-tokens", "6", "--threads", "1")
+THROUGHPUT = (
+    "--concurrency",
+    "1,3",
+    "--prompt-tokens",
+    "20",
+    "--output-tokens",
+    "6",
+    "--threads",
+    "1",
+)
 MACHINE = Machine("a processor", "an isa", 1, 1e9, {"int8": 1e12, "bf16": 1e12, "f32": 1e12})
 
 
@@ -55,15 +64,23 @@ class TestJson:
 
     def test_latency(self, lines: Any) -> None:
         rows = lines("latency", *LATENCY)
-        assert [(row["test"], row["depth"]) for row in rows] == [(t, d) for d in (0, 33) for t in ("pp16", "pp40", "tg8")]
+        assert [(row["test"], row["depth"]) for row in rows] == [
+            (t, d) for d in (0, 33) for t in ("pp16", "pp40", "tg8")
+        ]
         for row in rows:
             tokens, seconds = int(row["test"][2:]), row["samples"]["seconds"]
             assert len(seconds) == len(row["samples"]["first_token"]) == 3 and min(seconds) > 0
-            assert row["tokens_per_second"] == pytest.approx(tokens / np.median(seconds)) == pytest.approx(1000 / row["ms_per_token"])
+            assert (
+                row["tokens_per_second"]
+                == pytest.approx(tokens / np.median(seconds))
+                == pytest.approx(1000 / row["ms_per_token"])
+            )
             assert row["tokens_per_second_min"] == pytest.approx(tokens / max(seconds))
             assert row["tokens_per_second_max"] == pytest.approx(tokens / min(seconds))
             assert row["first_token"] == np.median(row["samples"]["first_token"])
-            if row["test"].startswith("pp"):  # the first token follows the whole prompt, of which these are the last tokens
+            if row["test"].startswith(
+                "pp"
+            ):  # the first token follows the whole prompt, of which these are the last tokens
                 whole = zip(seconds, row["samples"]["first_token"], strict=True)
                 assert all(part < first if row["depth"] else part == first for part, first in whole)
 
@@ -73,16 +90,32 @@ class TestJson:
         for row in rows:
             count, samples = row["concurrency"], row["samples"]
             assert row["tokens_per_second"] == pytest.approx(count * 6 / samples["seconds"])
-            assert len(samples["first_token"]) == count and len(samples["between_tokens"]) == count * 5
+            assert (
+                len(samples["first_token"]) == count and len(samples["between_tokens"]) == count * 5
+            )
             assert row["first_token"] <= row["first_token_p95"] <= samples["seconds"]
             assert row["between_tokens"] <= row["between_tokens_p95"] <= samples["seconds"]
 
     def test_one_output_token_has_nothing_between(self, lines: Any) -> None:
-        (row,) = lines("throughput", "--concurrency", "2", "--prompt-tokens", "4", "--output-tokens", "1")
+        (row,) = lines(
+            "throughput", "--concurrency", "2", "--prompt-tokens", "4", "--output-tokens", "1"
+        )
         assert row["between_tokens"] is None and row["samples"]["between_tokens"] == []
 
     def test_options_reach_the_engine(self, lines: Any) -> None:
-        (row,) = lines("latency", "--pp", "8", "--tg", "0", "--depth", "0", "--repetitions", "1", "--kv-dtype", "f32")
+        (row,) = lines(
+            "latency",
+            "--pp",
+            "8",
+            "--tg",
+            "0",
+            "--depth",
+            "0",
+            "--repetitions",
+            "1",
+            "--kv-dtype",
+            "f32",
+        )
         assert row["kv_dtype"] == "f32"
 
 
@@ -92,19 +125,27 @@ class TestTable:
         text = capsys.readouterr().out
         (heading,) = (line for line in text.splitlines() if line.startswith("test"))
         assert heading.split("  ")[0] == "test"
-        assert all(word in heading for word in ("tokens/s", "min-max", "ms/token", "first token", "limit", "of limit"))
-        assert [line.split("  ")[0] for line in text.splitlines() if line.startswith(("pp", "tg"))] == [
-            *("pp16", "pp40", "tg8", "pp16 @ d33", "pp40 @ d33", "tg8 @ d33")
-        ]
+        assert all(
+            word in heading
+            for word in ("tokens/s", "min-max", "ms/token", "first token", "limit", "of limit")
+        )
+        assert [
+            line.split("  ")[0] for line in text.splitlines() if line.startswith(("pp", "tg"))
+        ] == [*("pp16", "pp40", "tg8", "pp16 @ d33", "pp40 @ d33", "tg8 @ d33")]
         assert "a processor" in text and "Peak memory" in text and "3 runs" in text
 
-    def test_throughput(self, model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_throughput(
+        self, model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
         file = tmp_path / "rows.jsonl"
         for times in (1, 2):
             assert cli.main(["bench", "throughput", model, *THROUGHPUT, "--output", str(file)]) == 0
             text = capsys.readouterr().out
             assert "1 x (20 + 6)" in text and "3 x (20 + 6)" in text and "between tokens" in text
-            assert [json.loads(line)["concurrency"] for line in file.read_text().splitlines()] == [1, 3] * times
+            assert [json.loads(line)["concurrency"] for line in file.read_text().splitlines()] == [
+                1,
+                3,
+            ] * times
 
 
 class TestRefusal:
@@ -115,16 +156,24 @@ class TestRefusal:
             (("latency", "--pp", "x"), "--pp: 'x' must be whole numbers such as 8,12"),
             (("latency", "--depth=-1"), "--depth: '-1' must be"),
             (("latency", "--depth", "1,,2"), "--depth: '1,,2' must be"),
-            (("latency", "--repetitions", "0"), "--repetitions: '0' must be a whole number, from 1"),
+            (
+                ("latency", "--repetitions", "0"),
+                "--repetitions: '0' must be a whole number, from 1",
+            ),
             (("latency", "--pp", "0", "--tg", "0"), "nothing to measure"),
             (("latency", "--concurrency", "2"), "--concurrency is for `headrace bench throughput`"),
             (("throughput", "--pp", "2"), "--pp is for `headrace bench latency`"),
             (("throughput", "--concurrency", "0,1"), "--concurrency: '0,1' must be"),
             (("throughput", "--threads", "-1"), "threads must be"),
-            (("latency", "--output", "/no/such/folder/rows"), "--output /no/such/folder/rows: no file can be written there"),
+            (
+                ("latency", "--output", "/no/such/folder/rows"),
+                "--output /no/such/folder/rows: no file can be written there",
+            ),
         ],
     )
-    def test_one_line_and_exit_code_2(self, model: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    def test_one_line_and_exit_code_2(
+        self, model: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    ) -> None:
         code = cli.main(["bench", words[0], model, *words[1:]])
         shown = capsys.readouterr()
         assert code == 2 and not shown.out
@@ -138,10 +187,15 @@ class TestRefusal:
                 "a context of 301 tokens, and the model's ends at 256: lower --pp",
             ),
             (("latency", "--pp", "0", "--tg", "255", "--depth", "0"), "a context of 257 tokens"),
-            (("throughput", "--output-tokens", "129"), "a context of 257 tokens, and the model's ends at 256: lower --prompt"),
+            (
+                ("throughput", "--output-tokens", "129"),
+                "a context of 257 tokens, and the model's ends at 256: lower --prompt",
+            ),
         ],
     )
-    def test_more_than_the_context(self, model: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    def test_more_than_the_context(
+        self, model: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    ) -> None:
         assert cli.main(["bench", words[0], model, *words[1:]]) == 2
         shown = capsys.readouterr()
         assert not shown.out and message in shown.err and len(shown.err.splitlines()) == 1
@@ -150,8 +204,13 @@ class TestRefusal:
         (row,) = lines("latency", "--pp", "0", "--tg", "254", "--depth", "0", "--repetitions", "1")
         assert row["test"] == "tg254"
 
-    def test_no_model_is_measured_before_it_is_found(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads, backend="cpu": pytest.fail("measured"))
+    def test_no_model_is_measured_before_it_is_found(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(
+            "headrace.planner.hardware.measure",
+            lambda threads, backend="cpu": pytest.fail("measured"),
+        )
         assert cli.main(["bench", "latency", "no-such-model"]) == 3
         assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -161,30 +220,50 @@ class TestRuns:
         run = Run([[3.0]], [(10, 1.0), (20, 3.0)])
         assert [run.seconds_at(row) for row in (0, 5, 10, 15, 20)] == [0, 0.5, 1, 2, 3]
 
-    def test_prompts_are_new_every_time_and_repeatable(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_prompts_are_new_every_time_and_repeatable(
+        self, model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def prompts() -> list[list[int]]:
             seen: list[list[int]] = []
             with Bench(model, EngineConfig(backend="cpu", max_model_len=64, threads=1)) as bench:
                 add = bench._engine.add_request
-                monkeypatch.setattr(bench._engine, "add_request", lambda ids, params: seen.append(ids) or add(ids, params))
+                monkeypatch.setattr(
+                    bench._engine,
+                    "add_request",
+                    lambda ids, params: seen.append(ids) or add(ids, params),
+                )
                 runs = [bench.run(2, 12, 3), *bench.repeat(2, 12, 3)]
             assert [[len(times) for times in run.tokens] for run in runs] == [[3, 3], [3], [3]]
-            assert all(run.rows[-1][0] == len(run.tokens) * (12 + 2) for run in runs)  # the last token has no row of its own
+            assert all(
+                run.rows[-1][0] == len(run.tokens) * (12 + 2) for run in runs
+            )  # the last token has no row of its own
             return seen
 
         first = prompts()
-        assert len(first) == len({tuple(ids) for ids in first}) == 2 + 3 and {len(ids) for ids in first} == {12}
+        assert len(first) == len({tuple(ids) for ids in first}) == 2 + 3 and {
+            len(ids) for ids in first
+        } == {12}
         assert all(0 <= token < 264 for ids in first for token in ids)
         assert prompts() == first
 
     def test_limits(self, model: str) -> None:
         with Bench(model, EngineConfig(backend="cpu", max_model_len=64, threads=1)) as bench:
-            limits, checkpoint = SpeedLimits(bench.checkpoint, MACHINE, EngineConfig(backend="cpu", kv_dtype="f32")), bench.checkpoint
-        program = lower_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
-        step = {rows: step_seconds(program, Load(((20, 1),) * rows, rows, 4), MACHINE) for rows in (1, 3)}
+            limits, checkpoint = (
+                SpeedLimits(bench.checkpoint, MACHINE, EngineConfig(backend="cpu", kv_dtype="f32")),
+                bench.checkpoint,
+            )
+        program = lower_program(
+            "cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
+        )
+        step = {
+            rows: step_seconds(program, Load(((20, 1),) * rows, rows, 4), MACHINE)
+            for rows in (1, 3)
+        }
         assert limits.decode(8, 16) == pytest.approx(1 / step[1])
         assert limits.decode(8, 16, 3) == pytest.approx(3 / step[3])
-        whole, half = (step_seconds(program, Load(((0, rows),), 1, 4), MACHINE) for rows in (64, 32))
+        whole, half = (
+            step_seconds(program, Load(((0, rows),), 1, 4), MACHINE) for rows in (64, 32)
+        )
         assert limits.prompt(64, 0) == pytest.approx(64 / whole)
         assert limits.prompt(32, 32) == pytest.approx(32 / (whole - half))
         prompts = step_seconds(program, Load(((0, 16),) * 3, 3, 4), MACHINE)
@@ -195,5 +274,9 @@ class TestRuns:
 def test_settings_and_flags_are_the_same() -> None:
     parser = cli._Parser("headrace bench")
     verb.configure(parser)
-    flags = {name.removeprefix("--").replace("-", "_") for name in parser._option_string_actions if name.startswith("--")}
+    flags = {
+        name.removeprefix("--").replace("-", "_")
+        for name in parser._option_string_actions
+        if name.startswith("--")
+    }
     assert {name for settings in verb.KINDS.values() for name in settings} <= flags

@@ -1,4 +1,6 @@
-"""`headrace calibrate` on a tiny model whose last layers do nothing, so that what is right is known."""
+"""`headrace calibrate` on a tiny model whose last layers do nothing, so that what is right is
+known.
+"""
 
 import json
 from pathlib import Path
@@ -20,9 +22,23 @@ def model(write_gguf: Any) -> Path:  # noqa: F811
     """Three layers, of which the second changes a little and the third nothing."""
     rng, dim, ffn = np.random.default_rng(0), SHAPE["dim"], SHAPE["ffn"]
     kv = SHAPE["kv_heads"] * SHAPE["head_dim"]
-    shapes = {"attn_norm": (dim,), "ffn_norm": (dim,), "attn_q": (dim, dim), "attn_k": (kv, dim), "attn_v": (kv, dim)}
-    shapes |= {"attn_output": (dim, dim), "ffn_gate": (ffn, dim), "ffn_up": (ffn, dim), "ffn_down": (dim, ffn)}
-    added = {f"blk.2.{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    shapes = {
+        "attn_norm": (dim,),
+        "ffn_norm": (dim,),
+        "attn_q": (dim, dim),
+        "attn_k": (kv, dim),
+        "attn_v": (kv, dim),
+    }
+    shapes |= {
+        "attn_output": (dim, dim),
+        "ffn_gate": (ffn, dim),
+        "ffn_up": (ffn, dim),
+        "ffn_down": (dim, ffn),
+    }
+    added = {
+        f"blk.2.{name}.weight": rng.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
     for name in ("attn_output", "ffn_down"):
         added[f"blk.2.{name}.weight"] *= 0
     path: Path = write_gguf({"llama.block_count": 3}, added)
@@ -38,7 +54,11 @@ def test_layers_that_do_nothing_are_found(model: Path, capsys: pytest.CaptureFix
     one, two = report["candidates"]
     assert (one["name"], two["name"]) == ("1 of 3 layers", "2 of 3 layers")
     assert one["acceptance"] < two["acceptance"] == 1
-    assert two["tokens"] == two["depth"] + 1 and len(two["target_seconds"]) == 4 and two["draft_seconds"] > 0
+    assert (
+        two["tokens"] == two["depth"] + 1
+        and len(two["target_seconds"]) == 4
+        and two["draft_seconds"] > 0
+    )
     if trial := report["trial"]:  # whether it pays on so small a model depends on the machine
         assert trial["options"]["proposer"] == "self_draft" and trial["tokens_per_step"] > 1
 
@@ -54,34 +74,50 @@ def test_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (("--layers", "0"), "must be whole numbers such as 8,12, from 1"),
-        (("--layers", "3", "--tokens", "16"), "--layers has 3, and 1 to 2 of this model's 3 layers can draft"),
+        (
+            ("--layers", "3", "--tokens", "16"),
+            "--layers has 3, and 1 to 2 of this model's 3 layers can draft",
+        ),
         (("--tokens", "4"), "--tokens: '4' must be a whole number, from 16"),
         (("--tokens", "4000"), "the model's context ends at 256"),
     ],
 )
-def test_refused(model: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused(
+    model: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main(["calibrate", str(model), *words])
     assert code == 2 and message in capsys.readouterr().err
 
 
-def test_what_does_not_fit_in_memory_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_in_memory_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The draft's weights and KV count beside the model's."""
     checkpoint = open_checkpoint(model)
-    program = lower_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors)
+    program = lower_program(
+        "cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
+    )
     weights, (group,) = program.weight_bytes, program.kv_groups
     enough = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", 32)  # of 54 tokens
     monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: enough)
     monkeypatch.setattr("headrace.cli.calibrate._LEAST_GAIN", 99)
     assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 0
-    monkeypatch.setattr("headrace.backend.compile_program", lambda *arguments: pytest.fail("compiled"))
+    monkeypatch.setattr(
+        "headrace.backend.compile_program", lambda *arguments: pytest.fail("compiled")
+    )
     assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 4
     monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: enough - 1)
     assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 4
     assert f"{weights:,} bytes of weights" in capsys.readouterr().err
 
 
-def test_the_trial_runs(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trial_runs(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("headrace.cli.calibrate._LEAST_GAIN", 0.0)
     assert main(["calibrate", str(model), "--layers", "2", *QUICK]) == 0
     out = capsys.readouterr().out
-    assert "2 of 3 layers, measured:" in out and "Suggestion: proposer='self_draft', draft_layers=2, draft_depth=" in out
+    assert (
+        "2 of 3 layers, measured:" in out
+        and "Suggestion: proposer='self_draft', draft_layers=2, draft_depth=" in out
+    )

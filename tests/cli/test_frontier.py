@@ -41,19 +41,35 @@ def test_nothing_surpasses_what_is_on_the_frontier(rows: list[tuple[int, int, in
     ways = [Way(str(i), *row) for i, row in enumerate(rows)]
     best = frontier(ways)
     for way in ways:
-        better = [o for o in ways if o.decode >= way.decode and o.loss <= way.loss and (o.decode, o.loss) != (way.decode, way.loss)]
+        better = [
+            o
+            for o in ways
+            if o.decode >= way.decode
+            and o.loss <= way.loss
+            and (o.decode, o.loss) != (way.decode, way.loss)
+        ]
         twins = [o.name for o in ways if (o.decode, o.loss) == (way.decode, way.loss)]
         assert (len(set(twins) & set(best)) == 1) == (not better)
 
 
 @pytest.mark.parametrize(
-    ("text", "best"), [("1GB", "whole"), ("150 MB", "int8"), ("80MB", "int4"), ("90tok/s", "int4"), ("0.5tok/s", "whole")]
+    ("text", "best"),
+    [
+        ("1GB", "whole"),
+        ("150 MB", "int8"),
+        ("80MB", "int4"),
+        ("90tok/s", "int4"),
+        ("0.5tok/s", "whole"),
+    ],
 )
 def test_advice(text: str, best: str) -> None:
     assert advice(WAYS, read_budget(text)) == best
 
 
-@pytest.mark.parametrize(("text", "message"), [("10MB", "smallest, int2, has 50"), ("500tok/s", r"fastest, int2, has 130\.0")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("10MB", "smallest, int2, has 50"), ("500tok/s", r"fastest, int2, has 130\.0")],
+)
 def test_nothing_fits(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         advice(WAYS, read_budget(text))
@@ -65,11 +81,16 @@ def test_no_budget(text: str) -> None:
         read_budget(text)
 
 
-@pytest.mark.parametrize("ways", [WAYS, WAYS[:1], [way._replace(loss=0.0, decode=5.0) for way in WAYS]])
+@pytest.mark.parametrize(
+    "ways", [WAYS, WAYS[:1], [way._replace(loss=0.0, decode=5.0) for way in WAYS]]
+)
 def test_the_picture_has_every_name_within_its_frame(ways: list[Way]) -> None:
     root = ElementTree.fromstring(frontier_svg("Formats <of> a model", ways, "KL, nats"))
     texts = {element.text: element for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {way.name for way in ways} < texts.keys()
     circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
     assert len(circles) == len(ways)
-    assert all(76 <= float(circle.attrib["cx"]) <= 860 and 84 <= float(circle.attrib["cy"]) <= 530 for circle in circles)
+    assert all(
+        76 <= float(circle.attrib["cx"]) <= 860 and 84 <= float(circle.attrib["cy"]) <= 530
+        for circle in circles
+    )

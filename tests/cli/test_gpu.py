@@ -1,4 +1,6 @@
-"""The GPU backend from the command line, in the interpreter; and a machine without a GPU, where nothing of it is loaded."""
+"""The GPU backend from the command line, in the interpreter; and a machine without a GPU, where
+nothing of it is loaded.
+"""
 
 import json
 import re
@@ -30,24 +32,54 @@ def model(write_gguf: Any) -> str:  # noqa: F811
 def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever this machine has; and no figures but its own."""
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    monkeypatch.setattr("headrace.planner.gpu.find_gpu", lambda *root: (None, "no driver: use the cpu backend"))
+    monkeypatch.setattr(
+        "headrace.planner.gpu.find_gpu", lambda *root: (None, "no driver: use the cpu backend")
+    )
 
 
 def test_an_answer_of_interpreted_kernels(headrace: Any, model: str) -> None:
-    words = ("run", model, "Hi", "--raw", "--max-tokens", "2", "--temperature", "0", "--quiet", "--json")
-    answers = [headrace(*words, "--backend", backend, TRITON_INTERPRET="1") for backend in ("cuda", "reference")]
+    words = (
+        "run",
+        model,
+        "Hi",
+        "--raw",
+        "--max-tokens",
+        "2",
+        "--temperature",
+        "0",
+        "--quiet",
+        "--json",
+    )
+    answers = [
+        headrace(*words, "--backend", backend, TRITON_INTERPRET="1")
+        for backend in ("cuda", "reference")
+    ]
     assert [answer.returncode for answer in answers] == [0, 0]
-    said, tokens = answers[0].stderr.splitlines(), [json.loads(answer.stdout)["token_ids"] for answer in answers]
+    said, tokens = (
+        answers[0].stderr.splitlines(),
+        [json.loads(answer.stdout)["token_ids"] for answer in answers],
+    )
     assert len(said) == 1 and INTERPRETED in said[0]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 2
 
 
-def test_a_gpu_that_is_not_there(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     short = {"bench": ("--pp", "4", "--tg", "4", "--depth", "0"), "calibrate": ("--tokens", "16")}
-    for words in (["run", model, "Hi"], ["show", model], ["profile", model], ["bench", "latency", model], ["calibrate", model]):
+    for words in (
+        ["run", model, "Hi"],
+        ["show", model],
+        ["profile", model],
+        ["bench", "latency", model],
+        ["calibrate", model],
+    ):
         assert main([*words, "--backend", "cuda", *short.get(words[0], ())]) == 2
-        assert capsys.readouterr().err == "headrace: the cuda backend cannot run here: no driver: use the cpu backend\n"
+        assert (
+            capsys.readouterr().err
+            == "headrace: the cuda backend cannot run here: no driver: use the cpu backend\n"
+        )
 
 
 def test_show(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,26 +93,57 @@ def test_show(model: str, capsys: pytest.CaptureFixture[str]) -> None:
         and not facts["auto"]["backend_remark"]
     )
     assert list(facts["cuda"]["kv_bytes_per_token"]) == ["bf16", "f32", "fp8", "int8"]
-    assert facts["cuda"]["bytes_in_memory"] > facts["cpu"]["bytes_in_memory"] and INTERPRETED in facts["cuda"]["backend_remark"]
+    assert (
+        facts["cuda"]["bytes_in_memory"] > facts["cpu"]["bytes_in_memory"]
+        and INTERPRETED in facts["cuda"]["backend_remark"]
+    )
     assert main(["show", model, "--backend", "cuda"]) == 0
     assert re.search(rf"runs on +cuda; {INTERPRETED}", capsys.readouterr().out)
 
 
-def test_show_says_why_a_gpu_is_not_used(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_says_why_a_gpu_is_not_used(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headrace.planner.gpu.look", lambda: GpuHost(H100, absent=("triton",)))
     assert main(["show", model]) == 0
     printed = capsys.readouterr()
-    assert re.search(r"runs on +cpu; the GPU is not used: triton is not installed: pip install 'headrace\[cuda\]'", printed.out)
+    assert re.search(
+        r"runs on +cpu; the GPU is not used: triton is not installed: pip install "
+        r"'headrace\[cuda\]'",
+        printed.out,
+    )
     assert not printed.err
 
 
 def test_a_profile_of_interpreted_kernels(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each op has its time, with those of all kernels that it takes."""
-    words = ["profile", model, "--backend", "cuda", "--prefill", "none", "--depth", "3", "--batch", "2", "--turns", "1", "--json"]
+    words = [
+        "profile",
+        model,
+        "--backend",
+        "cuda",
+        "--prefill",
+        "none",
+        "--depth",
+        "3",
+        "--batch",
+        "2",
+        "--turns",
+        "1",
+        "--json",
+    ]
     assert main(words) == 0
     (phase,) = json.loads(capsys.readouterr().out)["phases"]
     ops = {op["op"]: op for op in phase["ops"]}
-    assert {"embed", "norm", "qkv_rope_write", "attention", "linear_add", "glu_linear", "linear"} <= ops.keys()
+    assert {
+        "embed",
+        "norm",
+        "qkv_rope_write",
+        "attention",
+        "linear_add",
+        "glu_linear",
+        "linear",
+    } <= ops.keys()
     assert all(op["seconds"] > 0 and op["calls"] for op in ops.values())
     assert phase["wall"]["median"] >= sum(op["seconds"] for op in ops.values()) > 0
 
@@ -92,28 +155,59 @@ class TestDoctor:
 
     def test_without_a_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
         facts = self.facts(capsys)
-        assert (facts["gpu"], facts["backend"], facts["backend_remark"]) == (None, "cpu", "no driver: use the cpu backend")
+        assert (facts["gpu"], facts["backend"], facts["backend_remark"]) == (
+            None,
+            "cpu",
+            "no driver: use the cpu backend",
+        )
 
-    def test_a_gpu_that_cannot_be_used(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gpu_that_cannot_be_used(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("headrace.planner.gpu.look", lambda: GpuHost(H100, torch_cuda=None))
         facts = self.facts(capsys)
-        assert facts["backend"] == "cpu" and "the GPU is not used: torch is a build for the processor alone" in facts["backend_remark"]
+        assert (
+            facts["backend"] == "cpu"
+            and "the GPU is not used: torch is a build for the processor alone"
+            in facts["backend_remark"]
+        )
         assert facts["gpu"]["name"] == H100.name and facts["gpu"]["rates"] is None
         assert main(["doctor", "--threads", "1"]) == 0
         printed = capsys.readouterr().out
-        assert re.search(r"auto takes +cpu; the GPU is not used", printed) and "132 multiprocessors" in printed and "85.0 GB" in printed
+        assert (
+            re.search(r"auto takes +cpu; the GPU is not used", printed)
+            and "132 multiprocessors" in printed
+            and "85.0 GB" in printed
+        )
 
-    def test_a_gpu_that_is_used(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gpu_that_is_used(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Its figures are made up, and its kernels are interpreted."""
-        figures = {"memory_free": 8e10, "bandwidth": 3e12, "copy_bandwidth": 2.8e12, "launch_seconds": 9e-6, "graph_launch_seconds": 2e-6}
+        figures = {
+            "memory_free": 8e10,
+            "bandwidth": 3e12,
+            "copy_bandwidth": 2.8e12,
+            "launch_seconds": 9e-6,
+            "graph_launch_seconds": 2e-6,
+        }
         rates = {"bf16": 8e14, "fp8": 0.0, "int8": 1.5e15, "f32": 6e13}
         monkeypatch.setattr("headrace.planner.gpu.look", lambda: GpuHost(H100, torch_cuda="12.8"))
         monkeypatch.setattr("headrace.cli.doctor_gpu._measured", lambda: figures | {"rates": rates})
-        monkeypatch.setattr("headrace.cli.selftest.run_checks", lambda threads, backend: [Check(f"{backend}: all", True, "right")])
+        monkeypatch.setattr(
+            "headrace.cli.selftest.run_checks",
+            lambda threads, backend: [Check(f"{backend}: all", True, "right")],
+        )
         assert main(["doctor", "--threads", "1"]) == 0
         printed = capsys.readouterr().out
-        assert re.search(r"auto takes +cuda\n", printed) and re.search(r"bf16 products +800\.0 T operations/s", printed)
-        assert "fp8" not in printed and "9.0 us, in a graph 2.0 us" in printed and "267 bf16 operations per byte" in printed
+        assert re.search(r"auto takes +cuda\n", printed) and re.search(
+            r"bf16 products +800\.0 T operations/s", printed
+        )
+        assert (
+            "fp8" not in printed
+            and "9.0 us, in a graph 2.0 us" in printed
+            and "267 bf16 operations per byte" in printed
+        )
         assert re.search(r"OK +cpu: all.*\nOK +cuda: all", printed)
 
 
@@ -136,9 +230,13 @@ assert not loaded, loaded
 
 
 def test_the_set_up_for_tests_takes_torch_by_itself_first() -> None:
-    """As `oracle` pins it, which the extra `cuda` admits: so no later requirement brings another build of it."""
+    """As `oracle` pins it, which the extra `cuda` admits: so no later requirement brings another
+    build of it.
+    """
     root = Path(__file__).parents[2]
-    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     (pin,) = (one for one in extras["oracle"] if one.startswith("torch=="))
     first, rest = (root / "Makefile").read_text().partition("'.[oracle,test]'")[::2]
     assert rest and re.search(rf"^\t@\$\(PIP\) {re.escape(pin)}", first, re.MULTILINE)

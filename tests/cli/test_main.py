@@ -13,8 +13,26 @@ from headrace.cli.signals import Ended
 from headrace.errors import MemoryLimitError, RequestError
 
 ELSEWHERE = {
-    *("rich", "torch", "triton", "transformers", "jinja2", "huggingface_hub", "msgspec", "llguidance", "uvicorn"),
-    *("email", "importlib.metadata", "hashlib", "statistics", "asyncio", "multiprocessing", "urllib.request"),
+    *(
+        "rich",
+        "torch",
+        "triton",
+        "transformers",
+        "jinja2",
+        "huggingface_hub",
+        "msgspec",
+        "llguidance",
+        "uvicorn",
+    ),
+    *(
+        "email",
+        "importlib.metadata",
+        "hashlib",
+        "statistics",
+        "asyncio",
+        "multiprocessing",
+        "urllib.request",
+    ),
     *(
         "headrace.server",
         "headrace.llm",
@@ -23,10 +41,23 @@ ELSEWHERE = {
         "headrace.cli.chat",
         "headrace.checkpoint.tokenizer_hf",
     ),
-    *(f"headrace.model.{file}" for file in ("mistral", "qwen2", "qwen_moe", "gemma", "gpt2", "deepseek", "gpt_oss")),
+    *(
+        f"headrace.model.{file}"
+        for file in ("mistral", "qwen2", "qwen_moe", "gemma", "gpt2", "deepseek", "gpt_oss")
+    ),
 }
 """What an answer of a Llama in a GGUF file does not need."""
-HEAVY = {"numpy", "rich", "torch", "triton", "transformers", "jinja2", "tokenizers", "huggingface_hub", "headrace._native"}
+HEAVY = {
+    "numpy",
+    "rich",
+    "torch",
+    "triton",
+    "transformers",
+    "jinja2",
+    "tokenizers",
+    "huggingface_hub",
+    "headrace._native",
+}
 
 
 class TestStart:
@@ -55,20 +86,36 @@ class TestStart:
         ],
     )
     def test_starts_without_heavy_modules(self, code: str) -> None:
-        script = f"import sys; from headrace.cli.main import main; {code}\nprint('\\n', *sys.modules)"
-        output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        script = (
+            f"import sys; from headrace.cli.main import main; {code}\nprint('\\n', *sys.modules)"
+        )
+        output = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout
         assert not HEAVY & set(output.splitlines()[-1].split())
 
     def test_an_answer_imports_what_it_needs(self, smollm2: Path) -> None:
         words = ["run", str(smollm2), "Hi", "--max-tokens", "1", "--quiet"]
-        script = f"import sys; from headrace.cli.main import main; assert not main({words}); print('\\n', *sys.modules)"
-        output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        script = (
+            f"import sys; from headrace.cli.main import main; assert not main({words}); "
+            "print('\\n', *sys.modules)"
+        )
+        output = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout
         imported = set(output.splitlines()[-1].split())
         assert "headrace.model.llama" in imported and not ELSEWHERE & imported
 
     def test_import_headrace_needs_no_torch(self) -> None:
-        script = "import sys, headrace; print('torch' in sys.modules, 'transformers' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False False\n"
+        script = (
+            "import sys, headrace; print('torch' in sys.modules, 'transformers' in sys.modules)"
+        )
+        assert (
+            subprocess.run(
+                [sys.executable, "-c", script], capture_output=True, text=True, check=True
+            ).stdout
+            == "False False\n"
+        )
 
 
 class TestUsage:
@@ -78,8 +125,14 @@ class TestUsage:
             (("rnu",), "unknown verb 'rnu' (did you mean run?)"),
             (("xyzzy",), "unknown verb 'xyzzy'; see"),
             (("--hlep",), "unknown verb '--hlep'"),
-            (("run", "--max-token", "3", "hello"), "unknown flag --max-token (did you mean --max-tokens?)"),
-            (("run", "--temprature=0.5"), "unknown flag --temprature (did you mean --temperature?)"),
+            (
+                ("run", "--max-token", "3", "hello"),
+                "unknown flag --max-token (did you mean --max-tokens?)",
+            ),
+            (
+                ("run", "--temprature=0.5"),
+                "unknown flag --temprature (did you mean --temperature?)",
+            ),
             (("run", "smollm2", "one", "two"), "more arguments than expected: 'two'"),
             (("run", "--max-tokens", "many"), "argument --max-tokens: invalid int value: 'many'"),
             (("run", "--kv-dtype", "fp4"), "argument --kv-dtype: invalid choice: 'fp4'"),
@@ -97,7 +150,12 @@ class TestUsage:
 
         parser = cli._Parser("headrace run")
         run.configure(parser)
-        for words in (["a", "--seed", "3", "b"], ["--seed", "3", "a", "b"], ["a", "b", "--seed", "3"], ["--seed=3", "a", "--", "b"]):
+        for words in (
+            ["a", "--seed", "3", "b"],
+            ["--seed", "3", "a", "b"],
+            ["a", "b", "--seed", "3"],
+            ["--seed=3", "a", "--", "b"],
+        ):
             args = parser.parse(words)
             assert (args.model, args.prompt, args.seed) == ("a", "b", 3)
 
@@ -114,7 +172,11 @@ class TestFailure:
         file.write_bytes(b"GGUF" + bytes(100))
         for verb in ("run", "show"):
             result = headrace(verb, str(file), stdin="hello")
-            assert result.returncode == 3 and "broken.gguf" in result.stderr and len(result.stderr.splitlines()) == 1
+            assert (
+                result.returncode == 3
+                and "broken.gguf" in result.stderr
+                and len(result.stderr.splitlines()) == 1
+            )
 
     @pytest.mark.parametrize(
         ("error", "code", "message"),
@@ -124,16 +186,33 @@ class TestFailure:
             (MemoryLimitError("no"), 4, "headrace: no"),
             (MemoryError(), 4, "headrace: out of memory: lower --max-model-len"),
             (OSError(errno.ENOMEM, "Cannot allocate memory"), 4, "headrace: out of memory"),
-            (ImportError("x.so: failed to map segment from shared object"), 4, "headrace: out of memory"),
-            (OSError(errno.EACCES, "Permission denied", "/a/file"), 1, "headrace: /a/file: Permission denied"),
-            (ValueError("a mistake of ours"), 1, "headrace: internal error: ValueError at test_main.py:"),
+            (
+                ImportError("x.so: failed to map segment from shared object"),
+                4,
+                "headrace: out of memory",
+            ),
+            (
+                OSError(errno.EACCES, "Permission denied", "/a/file"),
+                1,
+                "headrace: /a/file: Permission denied",
+            ),
+            (
+                ValueError("a mistake of ours"),
+                1,
+                "headrace: internal error: ValueError at test_main.py:",
+            ),
             (RequestError("x" * 10_000), 2, "x [...] x"),
             (KeyboardInterrupt(), 130, ""),
             (Ended(signal.SIGTERM), 143, ""),
         ],
     )
     def test_an_error_is_one_line(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, message: str
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        error: BaseException,
+        code: int,
+        message: str,
     ) -> None:
         def fail(args: object) -> int:
             raise error
@@ -143,7 +222,9 @@ class TestFailure:
         said = capsys.readouterr().err
         assert message in said and len(said) < 1100 and said.count("\n") == bool(message)
 
-    def test_an_error_of_what_a_signal_left_half_done(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_error_of_what_a_signal_left_half_done(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         def fail(args: object) -> int:
             try:
                 raise Ended(signal.SIGHUP)
@@ -154,7 +235,11 @@ class TestFailure:
         assert cli.main(["ls"]) == 129 and capsys.readouterr().err == ""
 
     def test_a_reader_that_leaves(self) -> None:
-        process = subprocess.Popen([sys.executable, "-m", "headrace", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace", "--help"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 1

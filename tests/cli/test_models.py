@@ -30,10 +30,14 @@ def test_ls(headrace, smollm2: Path) -> None:
 def test_ls_of_an_empty_cache_names_the_aliases(headrace, tmp_path: Path) -> None:
     env = {"HEADRACE_CACHE": str(tmp_path / "none")}
     assert "headrace pull smollm2" in headrace("ls", **env).stdout
-    assert json.loads(headrace("ls", "--json", **env).stdout) == [{"name": "smollm2", "path": None, "bytes": None}]
+    assert json.loads(headrace("ls", "--json", **env).stdout) == [
+        {"name": "smollm2", "path": None, "bytes": None}
+    ]
 
 
-def test_rm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = "pypi:tiny==1/a/b.gguf"
     file = tmp_path / "pypi/tiny==1/unpinned/a/b.gguf"
     file.parent.mkdir(parents=True)
@@ -49,15 +53,31 @@ class TestShow:
     def test_json(self, headrace, smollm2: Path) -> None:
         facts = json.loads(headrace("show", "smollm2", "--json").stdout)
         assert facts["parameters"] == 134_515_008
-        assert (facts["layers"], facts["width"], facts["heads"], facts["kv_heads"], facts["vocabulary"]) == (30, 576, 9, 3, 49152)
+        assert (
+            facts["layers"],
+            facts["width"],
+            facts["heads"],
+            facts["kv_heads"],
+            facts["vocabulary"],
+        ) == (30, 576, 9, 3, 49152)
         assert facts["kv_bytes_per_token"] == {
-            dtype: 30 * 3 * token for dtype, token in (("bf16", 256), ("f32", 512), ("int8", 136), ("int4", 72))
+            dtype: 30 * 3 * token
+            for dtype, token in (("bf16", 256), ("f32", 512), ("int8", 136), ("int4", 72))
         }
         assert facts["bytes"] == sum(facts["bytes_by_type"].values()) < smollm2.stat().st_size
         checkpoint = open_checkpoint(smollm2)
-        executable = compile_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig((1,)), 1)
+        executable = compile_program(
+            "cpu",
+            trace_model(checkpoint.spec, checkpoint.tensors),
+            checkpoint.tensors,
+            KvConfig((1,)),
+            1,
+        )
         assert facts["bytes_in_memory"] == executable.plan.weight_bytes  # type: ignore[attr-defined]
-        assert facts["fits"]["bf16"]["full_sequences"] == facts["fits"]["bf16"]["tokens"] // facts["context"]
+        assert (
+            facts["fits"]["bf16"]["full_sequences"]
+            == facts["fits"]["bf16"]["tokens"] // facts["context"]
+        )
         budget = facts["memory_available"] - facts["bytes_in_memory"] - RUNTIME_BYTES
         assert facts["fits"]["bf16"]["tokens"] == budget // facts["kv_bytes_per_token"]["bf16"]
 
@@ -65,17 +85,27 @@ class TestShow:
         facts = json.loads(headrace("show", "smollm2", "-tp", "3", "--json").stdout)
         whole, ranks = json.loads(headrace("show", "smollm2", "--json").stdout), facts["ranks"]
         assert whole["ranks"] == [] and [rank["layers"] for rank in ranks] == [30] * 3
-        assert sum(rank["kv_bytes_per_token"] for rank in ranks) == whole["kv_bytes_per_token"]["bf16"]
-        # In each layer attention, what it makes, the gated unit, and what that makes are gathered; then the logits, and a token's row.
+        assert (
+            sum(rank["kv_bytes_per_token"] for rank in ranks) == whole["kv_bytes_per_token"]["bf16"]
+        )
+        # In each layer attention, what it makes, the gated unit, and what that makes are gathered;
+        # then the logits, and a token's row.
         gathered = 30 * (576 + 576 + 1536 + 576) * 2 // 3 + 49152 * 2 // 3 + 2 * 576
         assert [rank["bytes_received_decode"] for rank in ranks] == [4 * gathered] * 3
 
     def test_table(self, headrace, smollm2: Path) -> None:
         text = headrace("show", str(smollm2)).stdout
-        assert "134.5 M" in text and "Q4_1" in text and "8,192 tokens" in text and "23.0 kB in bf16" in text
+        assert (
+            "134.5 M" in text
+            and "Q4_1" in text
+            and "8,192 tokens" in text
+            and "23.0 kB in bf16" in text
+        )
         assert re.search(r"weights in memory +\d+\.\d MB", text)
 
-    def test_limits_only_where_the_machine_was_measured(self, headrace, smollm2: Path, tmp_path: Path) -> None:
+    def test_limits_only_where_the_machine_was_measured(
+        self, headrace, smollm2: Path, tmp_path: Path
+    ) -> None:
         (tmp_path / "link.gguf").symlink_to(smollm2)
         model, env = str(tmp_path / "link.gguf"), {"HEADRACE_CACHE": str(tmp_path / "cache")}
         assert json.loads(headrace("show", model, "--json", **env).stdout)["limits"] is None
@@ -90,7 +120,11 @@ class TestDoctor:
         result = headrace("doctor", "--json", "--threads", "1", HEADRACE_CACHE=str(tmp_path))
         facts = json.loads(result.stdout)
         assert result.returncode == 0 and facts["ok"] and facts["threads"] == 1
-        assert facts["isa"] in facts["isas"] and facts["bandwidth"] > 0 and facts["cores"] <= os.cpu_count()
+        assert (
+            facts["isa"] in facts["isas"]
+            and facts["bandwidth"] > 0
+            and facts["cores"] <= os.cpu_count()
+        )
 
     def test_every_instruction_set_passes(self, headrace, tmp_path: Path) -> None:
         from headrace import _native
@@ -99,28 +133,53 @@ class TestDoctor:
             result = headrace("doctor", HEADRACE_ISA=isa, HEADRACE_CACHE=str(tmp_path))
             assert result.returncode == 0 and isa in result.stdout and "FAILED" not in result.stdout
 
-    def test_a_wrong_kernel_is_found(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_wrong_kernel_is_found(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         from headrace.cli import selftest
         from headrace.cli.main import main
 
         right = selftest._step
         monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-        monkeypatch.setattr(selftest, "_step", lambda executable, start, rows: right(executable, start, rows) * (1 + 0.1 * (rows == 40)))
+        monkeypatch.setattr(
+            selftest,
+            "_step",
+            lambda executable, start, rows: (
+                right(executable, start, rows) * (1 + 0.1 * (rows == 40))
+            ),
+        )
         assert main(["doctor"]) == 1
         assert "FAILED" in capsys.readouterr().out
 
 
 MIXTRAL_8X7B = {
-    **{"architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768},
-    **{"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "torch_dtype": "bfloat16"},
+    **{
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+    },
+    **{
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+    },
+    **{
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+    },
 }
 
 
 class TestShowOfAConfiguration:
     """Without weights: what a model would be, of a `config.json` alone or in a folder."""
 
-    def facts_of(self, path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]) -> dict[str, Any]:
+    def facts_of(
+        self, path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]
+    ) -> dict[str, Any]:
         (path / "config.json").write_text(json.dumps(config))
         assert main(["show", str(path), "--json"]) == 0
         facts: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -130,16 +189,30 @@ class TestShowOfAConfiguration:
         """The published numbers are 46.7 and 12.9 billion."""
         facts = self.facts_of(tmp_path, capsys, MIXTRAL_8X7B)
         assert (facts["parameters"], facts["active_parameters"]) == (46_702_792_704, 12_879_925_248)
-        assert (facts["experts"], facts["experts_per_token"], facts["layers_with_experts"]) == (8, 2, 32)
+        assert (facts["experts"], facts["experts_per_token"], facts["layers_with_experts"]) == (
+            8,
+            2,
+            32,
+        )
         vectors = (2 * 32 + 1) * 4096
         assert facts["bytes"] == 2 * (facts["parameters"] - vectors) + 4 * vectors
-        assert facts["bytes_in_format"]["Q8_0"] == (facts["parameters"] - vectors) // 32 * 34 + 4 * vectors
+        assert (
+            facts["bytes_in_format"]["Q8_0"]
+            == (facts["parameters"] - vectors) // 32 * 34 + 4 * vectors
+        )
         assert facts["kv_bytes_per_token"]["bf16"] == 2 * 2 * 32 * 8 * 128
         assert not facts["has_weights"] and facts["name"] == tmp_path.name
 
     def test_windows(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         facts = self.facts_of(
-            tmp_path, capsys, MIXTRAL_8X7B | {"architectures": ["MistralForCausalLM"], "num_local_experts": 0, "sliding_window": 4096}
+            tmp_path,
+            capsys,
+            MIXTRAL_8X7B
+            | {
+                "architectures": ["MistralForCausalLM"],
+                "num_local_experts": 0,
+                "sliding_window": 4096,
+            },
         )
         (group,) = facts["kv_groups"]
         assert (group["layers"], group["window"]) == (32, 4096) and "experts" not in facts
@@ -151,7 +224,9 @@ class TestShowOfAConfiguration:
         assert "none are there; they would be 93.4 GB in BF16, 49.6 GB in Q8_0" in text
         assert "8 in 32 layers, 2 of them for a token: 12,879.9 M active parameters" in text
 
-    def test_nothing_runs_without_weights(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_nothing_runs_without_weights(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
         assert main(["run", str(tmp_path), "hello"]) == 3
         assert "no safetensors file" in capsys.readouterr().err

@@ -36,12 +36,17 @@ NAMES = [
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model `tiny` is a random one in memory, on a machine whose memory is slower at every second measurement."""
+    """The model `tiny` is a random one in memory, on a machine whose memory is slower at every
+    second measurement.
+    """
     checkpoint = Checkpoint(Path("tiny"), SPEC, TENSORS, None, Path("tiny"))
     monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
     monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
     machines = cycle((HERE, replace(HERE, bandwidth=18e9)))
-    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads, backend="cpu": replace(next(machines), threads=threads or 2))
+    monkeypatch.setattr(
+        "headrace.planner.hardware.measure",
+        lambda threads, backend="cpu": replace(next(machines), threads=threads or 2),
+    )
 
 
 def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -55,19 +60,31 @@ class TestTiny:
     def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         facts = facts_of(capsys, *QUICK, "--threads", "1")
         assert [phase["name"] for phase in facts["phases"]] == NAMES and not facts["skipped"]
-        assert facts["threads"] == 1 and facts["kv_dtype"] == "bf16" and facts["layers"] == SPEC.num_layers
+        assert (
+            facts["threads"] == 1
+            and facts["kv_dtype"] == "bf16"
+            and facts["layers"] == SPEC.num_layers
+        )
         assert [machine["bandwidth"] for machine in facts["measurements"]] == [36e9, 18e9]
         assert facts["machine"] == {"bandwidth": 27e9, "rates": dict(HERE.rates)}
-        for phase, asked in zip(facts["phases"], phases((40, 600), (8, 600), (1, 3), 2), strict=True):
+        for phase, asked in zip(
+            facts["phases"], phases((40, 600), (8, 600), (1, 3), 2), strict=True
+        ):
             assert phase["steps"] == len(asked.steps) and phase["rounds"] >= 1
             assert phase["wall"]["min"] <= phase["wall"]["median"] <= phase["wall"]["max"]
-            assert phase["tokens_per_second"] == pytest.approx(phase["tokens"] / phase["wall"]["median"])
-            assert phase["barriers"] == pytest.approx(phase["barriers_per_layer"] * phase["steps"] * SPEC.num_layers)
+            assert phase["tokens_per_second"] == pytest.approx(
+                phase["tokens"] / phase["wall"]["median"]
+            )
+            assert phase["barriers"] == pytest.approx(
+                phase["barriers_per_layer"] * phase["steps"] * SPEC.num_layers
+            )
             for key, cost in (("bytes", "bytes"), ("operations", "flops")):
                 own = sum(getattr(op, cost)(load) for op in PROGRAM.ops for load in asked.steps)
                 assert sum(op[key] for op in phase["ops"]) == own
             total = sum(op["seconds"] for op in phase["ops"]) + phase["outside_ops"]
-            assert sum(op["share"] for op in phase["ops"]) + phase["outside_ops"] / total == pytest.approx(1)
+            assert sum(op["share"] for op in phase["ops"]) + phase[
+                "outside_ops"
+            ] / total == pytest.approx(1)
             assert phase["floor"] == pytest.approx(sum(op["floor"] for op in phase["ops"]))
 
     def test_tables_fit_a_hundred_columns(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,14 +93,27 @@ class TestTiny:
         assert not [line for line in text.splitlines() if len(line) > 100]
         for name in NAMES:
             assert f"\n{name}" in text
-        for word in ("glu_linear", "attention", "outside ops", "barriers a layer", "bound by", "least ms"):
+        for word in (
+            "glu_linear",
+            "attention",
+            "outside ops",
+            "barriers a layer",
+            "bound by",
+            "least ms",
+        ):
             assert word in text
         assert "27.0 GB/s (18.0-36.0 in 2 measurements); it drifted" in text
 
-    def test_the_picture_lies_beside_the_json(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_the_picture_lies_beside_the_json(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
         file = tmp_path / "roofline.svg"
         facts = facts_of(capsys, *QUICK, "--svg", str(file))
-        points = [group for group in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}g") if group.get("class") == "point"]
+        points = [
+            group
+            for group in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}g")
+            if group.get("class") == "point"
+        ]
         assert len(points) % len(facts["phases"]) == 0 and len(points) >= 5 * len(facts["phases"])
 
     def test_defaults_that_do_not_fit_the_context_are_left_out(
@@ -93,28 +123,44 @@ class TestTiny:
         monkeypatch.setattr("headrace.cli.profile._DEPTH", (699, 700))
         words = ("--batch", "1", "--turns", "1")
         facts = facts_of(capsys, *words)
-        assert [phase["name"] for phase in facts["phases"]] == ["prefill 700", "decode, depth 699, batch 1"]
+        assert [phase["name"] for phase in facts["phases"]] == [
+            "prefill 700",
+            "decode, depth 699, batch 1",
+        ]
         assert list(facts["skipped"]) == ["prefill 701", "decode, depth 700, batch 1"]
         assert "ends at 700" in facts["skipped"]["prefill 701"]
         assert main(["profile", "tiny", *words]) == 0
         assert "Left out\n" in capsys.readouterr().out
 
-    def test_what_does_not_fit_in_memory_is_left_out(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        free = 3 * 32 * token_bytes(PROGRAM.kv_groups, "bf16") + 4 * SPEC.vocab_size * 3  # three blocks, and the logits of three rows
-        monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + free)
+    def test_what_does_not_fit_in_memory_is_left_out(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        free = (
+            3 * 32 * token_bytes(PROGRAM.kv_groups, "bf16") + 4 * SPEC.vocab_size * 3
+        )  # three blocks, and the logits of three rows
+        monkeypatch.setattr(
+            "headrace.assembly.memory.available_memory",
+            lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + free,
+        )
         words = ("--prefill", "none", "--depth", "8", "--batch", "3,4", "--turns", "1")
         facts = facts_of(capsys, *words)
         assert [phase["name"] for phase in facts["phases"]] == ["decode, depth 8, batch 3"]
         assert f"{free:,} are left" in facts["skipped"]["decode, depth 8, batch 4"]
 
-    def test_an_op_of_the_backend_alone_is_shown(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_op_of_the_backend_alone_is_shown(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from headrace.backend.cpu import CpuExecutable
 
         right = CpuExecutable.profile
 
         def renamed(executable: CpuExecutable, batch: Any) -> Any:
             times = right(executable, batch)
-            return times._replace(ops={"mystery" if name == "glu_linear" else name: s for name, s in times.ops.items()})
+            return times._replace(
+                ops={
+                    "mystery" if name == "glu_linear" else name: s for name, s in times.ops.items()
+                }
+            )
 
         monkeypatch.setattr(CpuExecutable, "profile", renamed)
         assert main(["profile", "tiny", *QUICK]) == 0
@@ -130,32 +176,54 @@ def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint(Path("mixture"), *made, None, Path("mixture"))
     monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
     monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
-    monkeypatch.setattr("headrace.planner.hardware.measure", lambda threads, backend="cpu": replace(HERE, threads=threads or 2))
+    monkeypatch.setattr(
+        "headrace.planner.hardware.measure",
+        lambda threads, backend="cpu": replace(HERE, threads=threads or 2),
+    )
 
 
 @pytest.mark.usefixtures("mixture")
 class TestExperts:
-    def test_what_was_hit_stands_beside_what_chance_would_hit(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_what_was_hit_stands_beside_what_chance_would_hit(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
         file = tmp_path / "experts.svg"
         facts = facts_of(capsys, *QUICK, "--experts", str(file))
         assert [experts["phase"] for experts in facts["experts"]] == NAMES
-        assert [round(experts["distinct_expected"], 2) for experts in facts["experts"][2:]] == [2, 2, 4.22]
+        assert [round(experts["distinct_expected"], 2) for experts in facts["experts"][2:]] == [
+            2,
+            2,
+            4.22,
+        ]
         assert [experts["distinct"] for experts in facts["experts"][2:4]] == [2, 2]
         loads = np.sum([experts["loads"] for experts in facts["experts"]], axis=0)
-        assert loads.sum(axis=1).tolist() == [2 * (40 + 600 + 1 + 1 + 3), 2 * (1 + 2 + 1 + 1 + 3)]  # the last layer has logit rows only
-        cells = [cell for cell in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}rect") if cell.get("class") == "expert"]
+        assert loads.sum(axis=1).tolist() == [
+            2 * (40 + 600 + 1 + 1 + 3),
+            2 * (1 + 2 + 1 + 1 + 3),
+        ]  # the last layer has logit rows only
+        cells = [
+            cell
+            for cell in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}rect")
+            if cell.get("class") == "expert"
+        ]
         assert len(cells) == 12 and f": {loads[0, 0]:,} rows" in (cells[0][0].text or "")
 
-    def test_the_table_fits_a_hundred_columns(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_the_table_fits_a_hundred_columns(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
         assert main(["profile", "tiny", *QUICK, "--experts", str(tmp_path / "experts.svg")]) == 0
         text = capsys.readouterr().out
-        assert not [line for line in text.splitlines() if len(line) > 100 and str(tmp_path) not in line]
+        assert not [
+            line for line in text.splitlines() if len(line) > 100 and str(tmp_path) not in line
+        ]
         assert "if chance chose" in text and "x even" in text and "The experts are drawn in" in text
 
 
 @pytest.mark.usefixtures("tiny")
 class TestRefusals:
-    def test_a_model_without_experts(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_a_model_without_experts(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
         assert main(["profile", "tiny", *QUICK, "--experts", str(tmp_path / "experts.svg")]) == 2
         assert "has no experts" in capsys.readouterr().err
 
@@ -167,22 +235,37 @@ class TestRefusals:
 
     def test_more_than_the_context_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         err = self.refused(capsys, 2, "--prefill", "16,701")
-        assert "--prefill 701 is too long: the model's context ends at 700, so 700 is the most" in err
+        assert (
+            "--prefill 701 is too long: the model's context ends at 700, so 700 is the most" in err
+        )
         assert "--depth 700 is too long" in self.refused(capsys, 2, "--depth", "700")
 
     def test_nothing_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "--prefill" in self.refused(capsys, 2, "--prefill", "none", "--depth", "none")
 
-    def test_weights_beyond_memory(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_weights_beyond_memory(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: 1000)
         assert "too large for this machine" in self.refused(capsys, 4)
 
-    def test_no_phase_within_memory(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + 100)
-        assert "100 are left beside the weights" in self.refused(capsys, 4, "--prefill", "40", "--depth", "none")
+    def test_no_phase_within_memory(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            "headrace.assembly.memory.available_memory",
+            lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + 100,
+        )
+        assert "100 are left beside the weights" in self.refused(
+            capsys, 4, "--prefill", "40", "--depth", "none"
+        )
 
-    def test_a_picture_that_cannot_be_written(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        assert "name a file in a folder that exists" in self.refused(capsys, 2, "--svg", str(tmp_path / "none" / "a.svg"))
+    def test_a_picture_that_cannot_be_written(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        assert "name a file in a folder that exists" in self.refused(
+            capsys, 2, "--svg", str(tmp_path / "none" / "a.svg")
+        )
         assert "name a file" in self.refused(capsys, 2, "--svg", str(tmp_path))
 
     def test_threads_out_of_range(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,14 +285,32 @@ class TestRefusals:
             ("--kv-dtype", "fp4"),
         ],
     )
-    def test_bad_arguments(self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    def test_bad_arguments(
+        self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+    ) -> None:
         err = self.refused(capsys, 2, *words)
         assert words[0].partition("=")[0] in err and "headrace profile --help" in err
 
 
 def test_the_real_model_from_outside(headrace, smollm2: Path) -> None:
-    result = headrace("profile", str(smollm2), "--prefill", "64", "--depth", "16", "--batch", "1,2", "--turns", "1", "--json")
+    result = headrace(
+        "profile",
+        str(smollm2),
+        "--prefill",
+        "64",
+        "--depth",
+        "16",
+        "--batch",
+        "1,2",
+        "--turns",
+        "1",
+        "--json",
+    )
     assert result.returncode == 0 and not result.stderr
     facts = json.loads(result.stdout)
-    assert [phase["name"] for phase in facts["phases"]] == ["prefill 64", "decode, depth 16, batch 1", "decode, depth 16, batch 2"]
+    assert [phase["name"] for phase in facts["phases"]] == [
+        "prefill 64",
+        "decode, depth 16, batch 1",
+        "decode, depth 16, batch 2",
+    ]
     assert facts["layers"] == 30 and facts["phases"][0]["barriers_per_layer"] > 1

@@ -20,7 +20,8 @@ from headrace.request import Update
 
 HEADRACE = [sys.executable, "-m", "headrace"]
 CLOSING = re.compile(
-    r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ %)?(?: · [\d,]+ accepted from drafts)?\]$"
+    r"^\[(\d+) in, [\d,]+ tok/s · (\d+) out(, [\d,]+ tok/s · limit [\d,]+ tok/s, \d+ "
+    r"%)?(?: · [\d,]+ accepted from drafts)?\]$"
 )
 CAPITAL = "What is the capital city of France? Answer in one word."
 SHORT = ("--max-tokens", "12", "--temperature", "0")
@@ -59,11 +60,34 @@ class TestAnswer:
 
     def test_the_same_seed_gives_the_same_answer(self, headrace) -> None:
         def answer(*flags: str) -> str:
-            return headrace("run", "smollm2", "Name an animal.", "--temperature", "1", "--max-tokens", "12", *flags).stdout
+            return headrace(
+                "run",
+                "smollm2",
+                "Name an animal.",
+                "--temperature",
+                "1",
+                "--max-tokens",
+                "12",
+                *flags,
+            ).stdout
 
-        assert answer("--seed", "5") == answer("--seed", "5", "--threads", "1") == answer("--seed", "5", "--proposer", "off")
-        assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "self_draft", "--draft-layers", "20", "--draft-width", "2")
-        assert answer("--seed", "5") == answer("--seed", "5", "--proposer", "ngram", "--no-adaptive-speculation", "--max-draft-tokens", "5")
+        assert (
+            answer("--seed", "5")
+            == answer("--seed", "5", "--threads", "1")
+            == answer("--seed", "5", "--proposer", "off")
+        )
+        assert answer("--seed", "5") == answer(
+            "--seed", "5", "--proposer", "self_draft", "--draft-layers", "20", "--draft-width", "2"
+        )
+        assert answer("--seed", "5") == answer(
+            "--seed",
+            "5",
+            "--proposer",
+            "ngram",
+            "--no-adaptive-speculation",
+            "--max-draft-tokens",
+            "5",
+        )
         assert len({answer("--seed", str(seed)) for seed in range(4)}) > 1
 
     def test_beams_find_a_likelier_answer_than_greedy(self, headrace) -> None:
@@ -74,7 +98,10 @@ class TestAnswer:
         assert searched.stdout != greedy.stdout
 
     def test_instructions_reach_the_model(self, headrace) -> None:
-        plain, instructed = (headrace("run", "smollm2", CAPITAL, *SHORT, *flags) for flags in ((), ("--system", "Speak like a pirate.")))
+        plain, instructed = (
+            headrace("run", "smollm2", CAPITAL, *SHORT, *flags)
+            for flags in ((), ("--system", "Speak like a pirate."))
+        )
         assert CLOSING.match(plain.stderr.strip())[1] != CLOSING.match(instructed.stderr.strip())[1]
 
 
@@ -84,32 +111,58 @@ class TestSeveralAnswers:
     def test_json_has_all_of_each(self, headrace) -> None:
         result = headrace(*self.PROMPT, "-n", "3", "--json")
         answers = [json.loads(line) for line in result.stdout.splitlines()]
-        assert result.returncode == 0 and not result.stderr and [answer["index"] for answer in answers] == [0, 1, 2]
+        assert (
+            result.returncode == 0
+            and not result.stderr
+            and [answer["index"] for answer in answers] == [0, 1, 2]
+        )
         for answer in answers:
             assert answer["finish_reason"] in ("stop", "length") and answer["text"]
-            assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) <= 12 and answer["usage"]["prompt_tokens"] > 12
+            assert (
+                answer["usage"]["completion_tokens"] == len(answer["token_ids"]) <= 12
+                and answer["usage"]["prompt_tokens"] > 12
+            )
             assert answer["timing"].keys() == {"queue", "prefill", "decode"}
         text = headrace(*self.PROMPT, "-n", "3", "--quiet")
-        assert text.stdout == SEPARATOR.join(answer["text"] for answer in answers) + "\n" and not text.stderr
+        assert (
+            text.stdout == SEPARATOR.join(answer["text"] for answer in answers) + "\n"
+            and not text.stderr
+        )
 
     def test_stops_and_penalties_reach_the_sampler(self, headrace) -> None:
         flags = ("run", "smollm2", CAPITAL, *SHORT, "--json")
         plain = json.loads(headrace(*flags).stdout)
         assert "Paris" in plain["text"]
         stopped = json.loads(headrace(*flags, "--stop", "none such", "--stop", "ris").stdout)
-        assert stopped["text"].endswith("Pa") and (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", "ris")
-        assert json.loads(headrace(*flags, "--repetition-penalty", "5").stdout)["text"] != plain["text"]
+        assert stopped["text"].endswith("Pa") and (
+            stopped["finish_reason"],
+            stopped["stop_reason"],
+        ) == ("stop", "ris")
+        assert (
+            json.loads(headrace(*flags, "--repetition-penalty", "5").stdout)["text"]
+            != plain["text"]
+        )
 
     def test_an_answer_ends_where_the_context_is_full(self, headrace) -> None:
         flags = ("--raw", "--json", "--max-model-len", "64", "--temperature", "0")
         result = json.loads(headrace("run", "smollm2", "One, two, three, four,", *flags).stdout)
-        assert sum(result["usage"][name] for name in ("prompt_tokens", "completion_tokens")) == 64 and result["finish_reason"] == "length"
+        assert (
+            sum(result["usage"][name] for name in ("prompt_tokens", "completion_tokens")) == 64
+            and result["finish_reason"] == "length"
+        )
 
     def test_text_comes_as_soon_as_its_place_is_known(self) -> None:
         def update(index: int, text: str, end: bool = False) -> Update:
             return Update("0", index, text, [], [], "stop" if end else None, None, None)
 
-        updates = [update(1, "b"), update(0, "a"), update(0, "A", True), update(2, "c", True), update(1, "B"), update(1, "", True)]
+        updates = [
+            update(1, "b"),
+            update(0, "a"),
+            update(0, "A", True),
+            update(2, "c", True),
+            update(1, "B"),
+            update(1, "", True),
+        ]
         assert list(in_order(updates, 3)) == ["a", "A", SEPARATOR, "b", "B", SEPARATOR, "c"]
         assert list(in_order(updates[:2], 3)) == ["a", SEPARATOR + "b", SEPARATOR]
         assert list(in_order(updates[1:3], 1)) == ["a", "A"]
@@ -129,10 +182,19 @@ class TestRefusal:
             (("--max-model-len", "16"), "the prompt has"),
             (("--threads", "-1"), "threads"),
             (("--proposer", "ngrams"), "proposer must be one of"),
-            (("--proposer", "ngram", "--max-draft-tokens", "0"), "max_draft_tokens must be a whole number from 1"),
+            (
+                ("--proposer", "ngram", "--max-draft-tokens", "0"),
+                "max_draft_tokens must be a whole number from 1",
+            ),
             (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
-            (("--draft-model", "smollm2", "--proposer", "off"), "is for proposer 'draft_model' or 'auto', and the proposer is 'off'"),
-            (("--proposer", "self_draft", "--draft-layers", "30"), "draft_layers is 30, and must be 1 to 29"),
+            (
+                ("--draft-model", "smollm2", "--proposer", "off"),
+                "is for proposer 'draft_model' or 'auto', and the proposer is 'off'",
+            ),
+            (
+                ("--proposer", "self_draft", "--draft-layers", "30"),
+                "draft_layers is 30, and must be 1 to 29",
+            ),
             (
                 ("--acceptance-method", "rejection", "--proposer", "ngram"),
                 "acceptance_method 'rejection' is for chains of drafts drawn by a model",
@@ -145,7 +207,14 @@ class TestRefusal:
         assert message in result.stderr and len(result.stderr.splitlines()) == 1
 
     def test_nothing_to_answer(self, headrace) -> None:
-        for words, feed in (((), None), ((), ""), ((), " \n"), (("",), None), ((" ",), None), (("",), " ")):
+        for words, feed in (
+            ((), None),
+            ((), ""),
+            ((), " \n"),
+            (("",), None),
+            ((" ",), None),
+            (("",), " "),
+        ):
             result = headrace("run", "smollm2", *words, stdin=feed)
             assert result.returncode == 2 and "nothing to answer" in result.stderr
 
@@ -154,15 +223,23 @@ class TestRefusal:
         assert result.returncode == 2 and f"headrace run smollm2 '{CAPITAL}'" in result.stderr
 
     def test_stdin_that_is_no_text(self) -> None:
-        result = subprocess.run([*HEADRACE, "run", "smollm2"], input=b"ok \xff\xfe", capture_output=True)
+        result = subprocess.run(
+            [*HEADRACE, "run", "smollm2"], input=b"ok \xff\xfe", capture_output=True
+        )
         assert result.returncode == 2 and b"not UTF-8 text: byte 3" in result.stderr
 
     def test_more_text_than_the_context_holds(self, headrace) -> None:
         for text in ("water " * 9000, "x" * 3_000_000):
             result = headrace("run", "smollm2", stdin=text)
-            assert result.returncode == 2 and "the prompt has" in result.stderr and len(result.stderr.splitlines()) == 1
+            assert (
+                result.returncode == 2
+                and "the prompt has" in result.stderr
+                and len(result.stderr.splitlines()) == 1
+            )
 
-    def test_no_memory_for_the_kv(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_no_memory_for_the_kv(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         monkeypatch.setattr(
             "headrace.assembly.memory.available_memory", lambda: 270_000_000
         )  # the weights, and little more than it takes to run them
@@ -173,8 +250,19 @@ class TestRefusal:
 
 class TestInterrupt:
     def test_an_interrupted_answer(self) -> None:
-        command = [*HEADRACE, "run", "smollm2", "Tell a long story.", "--max-tokens", "4000", "--temperature", "1"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        command = [
+            *HEADRACE,
+            "run",
+            "smollm2",
+            "Tell a long story.",
+            "--max-tokens",
+            "4000",
+            "--temperature",
+            "1",
+        ]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -182,7 +270,9 @@ class TestInterrupt:
 
     def test_a_reader_that_leaves(self) -> None:
         command = [*HEADRACE, "run", "smollm2", "Tell a long story.", "--max-tokens", "4000"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         assert process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(timeout=60) == 1
@@ -194,7 +284,14 @@ class Terminal:
     def __init__(self, *words: str, **env: str) -> None:
         self.master, slave = pty.openpty()
         env = os.environ | {"TERM": "dumb"} | env
-        self.process = subprocess.Popen([*HEADRACE, *words], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
+        self.process = subprocess.Popen(
+            [*HEADRACE, *words],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=env,
+            start_new_session=True,
+        )
         os.close(slave)
         self.seen = ""
 
@@ -205,7 +302,9 @@ class Terminal:
         """All text up to the first match; it is not looked at again."""
         deadline = time.monotonic() + seconds
         while not (match := re.search(pattern, self.seen)):
-            readable, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
+            readable, _, _ = select.select(
+                [self.master], [], [], max(0, deadline - time.monotonic())
+            )
             assert readable, f"no {pattern!r} in {self.seen!r}"
             self.seen += os.read(self.master, 4096).decode(errors="replace")
         text, self.seen = self.seen[: match.end()], self.seen[match.end() :]
@@ -229,7 +328,9 @@ class TestChat:
         chat.type("And of Italy?\n")
         second = chat.wait_for(r"\[(\d+) in.*\]")
         assert num_in(second) > num_in(first) + 8  # the whole conversation is the prompt
-        assert re.search(r" in, [1-9]\d* cached, ", second)  # and what came before is not computed again
+        assert re.search(
+            r" in, [1-9]\d* cached, ", second
+        )  # and what came before is not computed again
         chat.wait_for("> ")
         chat.type("/reset\n")
         chat.wait_for("> ")
@@ -268,7 +369,11 @@ class TestChat:
         chat = Terminal("run", "smollm2", *SHORT)
         for sent in (*[signal.SIGINT] * 3, signal.SIGTERM):
             chat.wait_for("> ")
-            time.sleep(0.3)  # Python's line editor can miss a signal between its prompt and its waiting for keys, until the next key
+            time.sleep(
+                0.3
+                # Python's line editor can miss a signal between its prompt and its waiting for
+                # keys, until the next key
+            )
             chat.process.send_signal(sent)
         assert chat.close() == 143
 
@@ -321,7 +426,9 @@ def num_out(text: str) -> int:
     return int(re.search(r"(\d+) out", text)[1])
 
 
-def test_control_characters_reach_a_file_and_not_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_reach_a_file_and_not_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from headrace.cli import terminal
 
     text = "a\x1b[2Jb\x07\tc\n\x9b1m \N{ZERO WIDTH JOINER}é"

@@ -31,7 +31,15 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (98_100_000, "98.1 MB"), (2**31, "2.1 GB"), (5e15, "5000.0 TB")]
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (98_100_000, "98.1 MB"),
+        (2**31, "2.1 GB"),
+        (5e15, "5000.0 TB"),
+    ],
 )
 def test_size(num_bytes: float, text: str) -> None:
     assert table.size(num_bytes) == text

@@ -58,7 +58,10 @@ class TestWriting:
         engine.step()
         (record,) = watch.read()
         assert record["pid"] == os.getpid() and record["stats"].running == 2 and "map" not in record
-        assert [(line["prompt"], line["output"], line["state"]) for line in record["seqs"]] == [(3, 1, "decode"), (4, 1, "decode")]
+        assert [(line["prompt"], line["output"], line["state"]) for line in record["seqs"]] == [
+            (3, 1, "decode"),
+            (4, 1, "decode"),
+        ]
         (file,) = folder.glob("*.json")
         assert file.stat().st_mode & 0o777 == 0o600
         engine.close()
@@ -96,7 +99,9 @@ class TestWriting:
         with pytest.raises(RequestError, match="HEADRACE_STATS"):
             Watch()
 
-    def test_a_folder_that_cannot_be_written_hurts_nobody(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_folder_that_cannot_be_written_hurts_nobody(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         Watch()
 
         def refuse(*args: object) -> int:
@@ -108,14 +113,20 @@ class TestWriting:
         assert engine.stats().steps == 1 and files(folder) == ["watch"]
 
     @pytest.mark.parametrize(("most_blocks", "with_map"), [(63, False), (64, True)])
-    def test_a_record_is_bounded(self, folder: Path, monkeypatch: pytest.MonkeyPatch, most_blocks: int, with_map: bool) -> None:
+    def test_a_record_is_bounded(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, most_blocks: int, with_map: bool
+    ) -> None:
         """By lines, of what runs and of what waits, and by the 64 blocks of a map."""
         monkeypatch.setattr("headrace.engine.engine.MOST_LINES", 5)
         monkeypatch.setattr("headrace.engine.engine.MOST_BLOCKS", most_blocks)
         watch, engine = Watch(with_map=True), busy_engine(9, max_num_seqs=3)
         engine.step()
         (record,) = watch.read()
-        assert len(record["seqs"]) == 5 and record["sequences_left_off"] == 4 and ("map" in record) is with_map
+        assert (
+            len(record["seqs"]) == 5
+            and record["sequences_left_off"] == 4
+            and ("map" in record) is with_map
+        )
 
 
 WRONG = (
@@ -192,7 +203,9 @@ class TestReading:
         busy_engine().step()
         assert files(folder) == [publish.WATCH]
 
-    def test_a_full_disk_leaves_no_half_record(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_leaves_no_half_record(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def full(*args: object, **options: object) -> None:
             raise OSError("no space")
 
@@ -210,7 +223,9 @@ class TestReading:
 
 class TestScreen:
     def shown(self, records: list[dict[str, Any]], **options: int) -> str:
-        console = Console(width=options.get("width", 100), record=True, file=StringIO(), force_terminal=True)
+        console = Console(
+            width=options.get("width", 100), record=True, file=StringIO(), force_terminal=True
+        )
         console.print(screen(records, records[0]["time"], **options))
         return console.export_text()
 
@@ -253,9 +268,17 @@ class TestScreen:
         assert "KV, all tokens" in text and "KV, last 5" in text and "KV in use" not in text
 
     def test_small_pieces(self) -> None:
-        assert sparkline([0, 1, 2, 4]) == "▁▃▅█" and sparkline([0, 0]) == "▁▁" and sparkline([]) == ""
+        assert (
+            sparkline([0, 1, 2, 4]) == "▁▃▅█" and sparkline([0, 0]) == "▁▁" and sparkline([]) == ""
+        )
         assert [duration(s) for s in (4.21, 187, 7387)] == ["4.2 s", "3:07", "2:03:07"]
-        assert [bar(share, 8).plain.rstrip() for share in (0, 0.5, 0.53, 1, 7)] == ["", "████", "████▎", "████████", "████████"]
+        assert [bar(share, 8).plain.rstrip() for share in (0, 0.5, 0.53, 1, 7)] == [
+            "",
+            "████",
+            "████▎",
+            "████████",
+            "████████",
+        ]
 
 
 Ask = Callable[..., tuple[int, str, str]]
@@ -263,11 +286,15 @@ Ask = Callable[..., tuple[int, str, str]]
 
 class TestVerb:
     @pytest.fixture
-    def ask(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    def ask(
+        self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Ask:
         """Runs the verb while an engine works: whenever it sleeps, the engine takes a step."""
         engine = busy_engine(40, max_num_seqs=4)
         sleep = time.sleep
-        monkeypatch.setattr("headrace.cli.watching.time.sleep", lambda seconds: (engine.step(), sleep(seconds)))
+        monkeypatch.setattr(
+            "headrace.cli.watching.time.sleep", lambda seconds: (engine.step(), sleep(seconds))
+        )
 
         def run(*words: str) -> tuple[int, str, str]:
             code = main(["top", *words])
@@ -277,12 +304,18 @@ class TestVerb:
 
     def test_once(self, ask: Ask) -> None:
         code, out, err = ask("--once")
-        assert code == 0 and "KV in use" in out and "waiting" in out and not err and "\x1b" not in out
+        assert (
+            code == 0 and "KV in use" in out and "waiting" in out and not err and "\x1b" not in out
+        )
 
     def test_json(self, ask: Ask) -> None:
         code, out, _ = ask("--json", str(os.getpid()))
         (record,) = json.loads(out)
-        assert code == 0 and record["stats"]["kv"][0]["blocks_total"] == 64 and 0 < record["stats"]["waste"] < 1
+        assert (
+            code == 0
+            and record["stats"]["kv"][0]["blocks_total"] == 64
+            and 0 < record["stats"]["waste"] < 1
+        )
         assert len(record["history"]) == 60 and len(record["seqs"]) > 4
 
     def test_map(self, ask: Ask, tmp_path: Path) -> None:
@@ -291,14 +324,18 @@ class TestVerb:
         assert "64 blocks" in (tmp_path / "map.svg").read_text()
         ElementTree.parse(tmp_path / "map.svg")
 
-    def test_nobody_there(self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nobody_there(
+        self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("headrace.cli.watching._PATIENCE", 0.2)
         assert main(["top", "--once"]) == 1
         assert "none of your engines is running" in capsys.readouterr().err
         assert main(["top", "--map", "x.svg"]) == 1
         assert "none of your engines is running" in capsys.readouterr().err
 
-    def test_bad_arguments(self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    def test_bad_arguments(
+        self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+    ) -> None:
         assert main(["top", "--map", str(tmp_path / "none" / "a.svg")]) == 2
         assert "name a file in a folder that exists" in capsys.readouterr().err
         assert main(["top", "smollm2"]) == 2
@@ -307,7 +344,8 @@ class TestVerb:
 
 def test_the_real_engine_from_outside(headrace, smollm2: Path, folder: Path) -> None:
     code = "from headrace import LLM, SamplingParams as P\n" + (
-        f"LLM({str(smollm2)!r}, max_model_len=2048).generate(['The mill'] * 4, P(max_tokens=1500, ignore_eos=True))"
+        f"LLM({str(smollm2)!r}, max_model_len=2048).generate(['The mill'] * 4, "
+        "P(max_tokens=1500, ignore_eos=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
@@ -316,7 +354,11 @@ def test_the_real_engine_from_outside(headrace, smollm2: Path, folder: Path) -> 
             if result.returncode == 0 and json.loads(result.stdout):
                 break
         (record,) = json.loads(result.stdout)
-        assert record["pid"] == process.pid and record["stats"]["running"] == 4 and record["config"]["backend"] == "cpu"
+        assert (
+            record["pid"] == process.pid
+            and record["stats"]["running"] == 4
+            and record["config"]["backend"] == "cpu"
+        )
     finally:
         process.kill()
         process.wait()

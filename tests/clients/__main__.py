@@ -1,6 +1,8 @@
-"""Clients of others against running servers: each in a virtual environment of its own below .clients, in its newest version.
+"""Clients of others against running servers: each in a virtual environment of its own below
+.clients, in its newest version.
 
-Each script `with_NAME.py` asks as programs that use the client do. What two clients ask alike must be answered alike.
+Each script `with_NAME.py` asks as programs that use the client do. What two clients ask alike must
+be answered alike.
 """
 
 import json
@@ -41,7 +43,9 @@ def main() -> int:
     names = sys.argv[1:] or list(REQUIREMENTS)
     versions = {name: installed(name) for name in names}
     with ExitStack() as stack:
-        caller = write_caller_gguf(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "caller.gguf")
+        caller = write_caller_gguf(
+            Path(stack.enter_context(tempfile.TemporaryDirectory())) / "caller.gguf"
+        )
         flags = ("--api-key", KEY, "--max-model-len", "8192", "--ignore-advised-sampling")
         servers = {
             "CHAT": ("smollm2", *flags),
@@ -49,14 +53,19 @@ def main() -> int:
             "NARROW": ("smollm2", *flags, "--max-num-seqs", "1", "--max-waiting", "0"),
             "HASTY": ("smollm2", *flags, "--request-timeout", "1"),
         }
-        ports = {name: stack.enter_context(contextmanager(running)(*options)).port for name, options in servers.items()}
+        ports = {
+            name: stack.enter_context(contextmanager(running)(*options)).port
+            for name, options in servers.items()
+        }
         env = OWN | {f"{name}_URL": f"http://127.0.0.1:{port}/v1" for name, port in ports.items()}
         results = {name: asked(name, env) for name in names}
     return report(versions, results)
 
 
 def installed(name: str) -> str:
-    """Make a client's environment, unless it is there; returns the client's distribution and version."""
+    """Make a client's environment, unless it is there; returns the client's distribution and
+    version.
+    """
     folder, requirement = FOLDER / name, REQUIREMENTS[name]
     pip = [str(python_of(name)), "-m", "pip", "-q", "--disable-pip-version-check"]
     if not (folder / "ready").exists():
@@ -66,7 +75,9 @@ def installed(name: str) -> str:
         (folder / "ready").touch()
     distribution = re.split(r"[\[!]", requirement, maxsplit=1)[0]
     code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
-    version = subprocess.run([python_of(name), "-c", code], check=True, capture_output=True, text=True, env=OWN).stdout.strip()
+    version = subprocess.run(
+        [python_of(name), "-c", code], check=True, capture_output=True, text=True, env=OWN
+    ).stdout.strip()
     return f"{distribution} {version}"
 
 
@@ -76,9 +87,19 @@ def python_of(name: str) -> Path:
 
 def asked(name: str, env: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What came of the checks of a client, by name."""
-    ran = subprocess.run([python_of(name), HERE / f"with_{name}.py"], env=env, stdout=subprocess.PIPE, text=True, timeout=SECONDS)
+    ran = subprocess.run(
+        [python_of(name), HERE / f"with_{name}.py"],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=SECONDS,
+    )
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    ended = {"check": "the script itself", "passed": ran.returncode == 0, "answer": f"exit code {ran.returncode}"}
+    ended = {
+        "check": "the script itself",
+        "passed": ran.returncode == 0,
+        "answer": f"exit code {ran.returncode}",
+    }
     return {line["check"]: line for line in [*lines, *([] if ended["passed"] else [ended])]}
 
 
@@ -89,9 +110,20 @@ def report(versions: dict[str, str], results: dict[str, dict[str, dict[str, Any]
     for check in dict.fromkeys(check for result in results.values() for check in result):
         lines = {name: result[check] for name, result in results.items() if check in result}
         answers = {line["answer"] for line in lines.values() if line["passed"]} - {None}
-        told += [f"{name}: {check}:\n{line['answer']}" for name, line in lines.items() if not line["passed"]]
-        told += [f"{check}: not all were answered the same: {sorted(answers)}"] if len(answers) > 1 else []
-        cells = ("" if name not in lines else "passed" if lines[name]["passed"] else "FAILED" for name in results)
+        told += [
+            f"{name}: {check}:\n{line['answer']}"
+            for name, line in lines.items()
+            if not line["passed"]
+        ]
+        told += (
+            [f"{check}: not all were answered the same: {sorted(answers)}"]
+            if len(answers) > 1
+            else []
+        )
+        cells = (
+            "" if name not in lines else "passed" if lines[name]["passed"] else "FAILED"
+            for name in results
+        )
         table.add_row(check, *cells)
     Console(width=120).print(table, *told, sep="\n")
     return 1 if told else 0

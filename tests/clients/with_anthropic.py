@@ -23,8 +23,17 @@ from checks import (
     run,
 )
 
-ASKED = {"model": MODEL, "messages": MESSAGES, "max_tokens": LENGTH, "extra_body": {"temperature": 0}}
-TOOL = {"name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": PARAMETERS}
+ASKED = {
+    "model": MODEL,
+    "messages": MESSAGES,
+    "max_tokens": LENGTH,
+    "extra_body": {"temperature": 0},
+}
+TOOL = {
+    "name": FUNCTION["name"],
+    "description": FUNCTION["description"],
+    "input_schema": PARAMETERS,
+}
 
 
 def client_of(url: str, key: str = KEY) -> anthropic.Anthropic:
@@ -42,7 +51,9 @@ def chat() -> str:
 def stream() -> str:
     with client.messages.stream(**ASKED) as events:
         text = "".join(events.text_stream)
-        assert events.get_final_message().content[0].text == text and events.get_final_message().stop_reason in ("max_tokens", "end_turn")
+        assert events.get_final_message().content[
+            0
+        ].text == text and events.get_final_message().stop_reason in ("max_tokens", "end_turn")
     return text
 
 
@@ -55,22 +66,33 @@ def tools() -> None:
     with caller.messages.stream(**asked) as events:
         assert events.get_final_message().content[0].input == CALLED
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
-    told = [*MESSAGES, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    told = [
+        *MESSAGES,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
     assert caller.messages.create(**asked | {"messages": told}).content[0].text == REPLY
 
 
 def wrong_key() -> None:
-    error = raised(anthropic.AuthenticationError, lambda: client_of(URL, "wrong").messages.create(**ASKED))
+    error = raised(
+        anthropic.AuthenticationError, lambda: client_of(URL, "wrong").messages.create(**ASKED)
+    )
     assert error.body["error"]["type"] == "authentication_error"
 
 
 def unknown_model() -> None:
-    error = raised(anthropic.NotFoundError, lambda: client.messages.create(**ASKED | {"model": "other"}))
+    error = raised(
+        anthropic.NotFoundError, lambda: client.messages.create(**ASKED | {"model": "other"})
+    )
     assert error.body["error"]["type"] == "not_found_error"
 
 
 def too_long() -> None:
-    error = raised(anthropic.BadRequestError, lambda: client.messages.create(**ASKED | {"max_tokens": TOO_LONG, "stream": True}))
+    error = raised(
+        anthropic.BadRequestError,
+        lambda: client.messages.create(**ASKED | {"max_tokens": TOO_LONG, "stream": True}),
+    )
     assert error.body["error"]["type"] == "invalid_request_error"
 
 
@@ -82,9 +104,15 @@ def full_for_a_moment() -> str:
 
 
 def out_of_time() -> None:
-    asked = ASKED | {"max_tokens": ENDLESS, "messages": [{"role": "user", "content": "Count from one to a million: one, two, three,"}]}
+    asked = ASKED | {
+        "max_tokens": ENDLESS,
+        "messages": [{"role": "user", "content": "Count from one to a million: one, two, three,"}],
+    }
     with asked_once():
-        error = raised(anthropic.APIStatusError, lambda: client_of(HASTY_URL).messages.create(**asked, timeout=60))
+        error = raised(
+            anthropic.APIStatusError,
+            lambda: client_of(HASTY_URL).messages.create(**asked, timeout=60),
+        )
         assert error.status_code == 504
 
 

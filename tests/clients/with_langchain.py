@@ -32,19 +32,33 @@ from langchain_openai import ChatOpenAI
 
 
 def model(**more: Any) -> ChatOpenAI:
-    return ChatOpenAI(**{"base_url": URL, "api_key": KEY, "model": MODEL, "temperature": 0, "max_tokens": LENGTH, "max_retries": 0} | more)
+    return ChatOpenAI(
+        **{
+            "base_url": URL,
+            "api_key": KEY,
+            "model": MODEL,
+            "temperature": 0,
+            "max_tokens": LENGTH,
+            "max_retries": 0,
+        }
+        | more
+    )
 
 
 def chat() -> str:
     answer = model().invoke(QUESTION)
-    assert answer.usage_metadata["output_tokens"] <= LENGTH and answer.response_metadata["finish_reason"] in ("stop", "length")
+    assert answer.usage_metadata["output_tokens"] <= LENGTH and answer.response_metadata[
+        "finish_reason"
+    ] in ("stop", "length")
     assert model(use_responses_api=True).invoke(QUESTION).text == answer.content
     return answer.content
 
 
 def stream() -> str:
     chunks = list(model(stream_usage=True).stream(QUESTION))
-    assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
+    assert (
+        sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
+    )
     text = "".join(chunk.content for chunk in chunks)
     assert "".join(chunk.text for chunk in model(use_responses_api=True).stream(QUESTION)) == text
     return text
@@ -52,7 +66,9 @@ def stream() -> str:
 
 def tools() -> None:
     for responses in (False, True):
-        caller = model(base_url=CALLER_URL, model=CALLER, max_tokens=200, use_responses_api=responses).bind_tools([TOOL])
+        caller = model(
+            base_url=CALLER_URL, model=CALLER, max_tokens=200, use_responses_api=responses
+        ).bind_tools([TOOL])
         message = caller.invoke(QUESTION)
         (call,) = message.tool_calls
         assert (call["name"], call["args"]) == ("weather", CALLED)
@@ -60,13 +76,22 @@ def tools() -> None:
         for chunk in more:
             first += chunk
         assert first.tool_calls[0]["args"] == CALLED
-        assert caller.invoke([HumanMessage(QUESTION), message, ToolMessage("sunny", tool_call_id=call["id"])]).text == REPLY
+        assert (
+            caller.invoke(
+                [HumanMessage(QUESTION), message, ToolMessage("sunny", tool_call_id=call["id"])]
+            ).text
+            == REPLY
+        )
 
 
 def schema() -> str:
     """Its own way to ask is strict; the answer is what OpenAI's client gets by the same schema."""
-    value = model().with_structured_output(SCHEMA, method="json_schema", strict=True).invoke(QUESTION)
-    called = model(base_url=CALLER_URL, model=CALLER, max_tokens=400, seed=1).with_structured_output(SCHEMA, method="function_calling")
+    value = (
+        model().with_structured_output(SCHEMA, method="json_schema", strict=True).invoke(QUESTION)
+    )
+    called = model(
+        base_url=CALLER_URL, model=CALLER, max_tokens=400, seed=1
+    ).with_structured_output(SCHEMA, method="function_calling")
     planet(json.dumps(called.invoke(QUESTION)))
     return planet(json.dumps(value))
 
@@ -77,7 +102,11 @@ def several() -> str:
 
 
 def logprobs() -> str:
-    content = model(logprobs=True, top_logprobs=2).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    content = (
+        model(logprobs=True, top_logprobs=2)
+        .invoke(QUESTION)
+        .response_metadata["logprobs"]["content"]
+    )
     return json.dumps([one["logprob"] for one in content])
 
 
@@ -102,7 +131,9 @@ def full_for_a_moment() -> str:
 
 
 def out_of_time() -> None:
-    hasty = model(base_url=HASTY_URL, max_retries=2, max_tokens=ENDLESS, extra_body={"ignore_eos": True})
+    hasty = model(
+        base_url=HASTY_URL, max_retries=2, max_tokens=ENDLESS, extra_body={"ignore_eos": True}
+    )
     with asked_once():
         raised(openai.InternalServerError, lambda: hasty.invoke(QUESTION))
 

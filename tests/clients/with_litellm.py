@@ -27,25 +27,42 @@ from checks import (
     run,
 )
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks another host for the prices of models
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
+    "True"  # else it asks another host for the prices of models
+)
 
 import litellm
 
 litellm.suppress_debug_info = True
-FORMAT = {"type": "json_schema", "json_schema": {"name": "planet", "schema": SCHEMA, "strict": True}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "planet", "schema": SCHEMA, "strict": True},
+}
 
 
 def ask(**more: Any) -> Any:
-    """An answer by the client that it has of OpenAI's; `provider` names another of its ways to such a server."""
-    asked = {"provider": "openai", "model": MODEL, "base_url": URL, "api_key": KEY, "messages": MESSAGES} | more
+    """An answer by the client that it has of OpenAI's; `provider` names another of its ways to such
+    a server.
+    """
+    asked = {
+        "provider": "openai",
+        "model": MODEL,
+        "base_url": URL,
+        "api_key": KEY,
+        "messages": MESSAGES,
+    } | more
     name = f"{asked.pop('provider')}/{asked.pop('model')}"
-    return litellm.completion(model=name, **{"max_tokens": LENGTH, "temperature": 0, "max_retries": 0} | asked)
+    return litellm.completion(
+        model=name, **{"max_tokens": LENGTH, "temperature": 0, "max_retries": 0} | asked
+    )
 
 
 def chat() -> str:
     answer = ask()
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert ask(provider="hosted_vllm").choices[0].message.content == answer.choices[0].message.content
+    assert (
+        ask(provider="hosted_vllm").choices[0].message.content == answer.choices[0].message.content
+    )
     return answer.choices[0].message.content
 
 
@@ -61,13 +78,23 @@ def stream() -> str:
 
 def tools() -> None:
     for provider in ("openai", "hosted_vllm"):
-        asked = {"provider": provider, "model": CALLER, "base_url": CALLER_URL, "tools": [TOOL], "max_tokens": 200}
+        asked = {
+            "provider": provider,
+            "model": CALLER,
+            "base_url": CALLER_URL,
+            "tools": [TOOL],
+            "max_tokens": 200,
+        }
         message = ask(**asked).choices[0].message
         (call,) = message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("weather", CALLED)
         whole = litellm.stream_chunk_builder(list(ask(**asked, stream=True)))
         assert json.loads(whole.choices[0].message.tool_calls[0].function.arguments) == CALLED
-        told = [*MESSAGES, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        told = [
+            *MESSAGES,
+            message.model_dump(),
+            {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+        ]
         assert ask(**asked | {"messages": told}).choices[0].message.content == REPLY
 
 
@@ -76,7 +103,9 @@ def schema() -> str:
 
 
 def several() -> str:
-    return json.dumps([choice.message.content for choice in ask(temperature=1, seed=5, n=3).choices])
+    return json.dumps(
+        [choice.message.content for choice in ask(temperature=1, seed=5, n=3).choices]
+    )
 
 
 def logprobs() -> str:

@@ -1,4 +1,6 @@
-"""The command-line tool `llm`, whose models of servers like OpenAI's stand in a file of its folder."""
+"""The command-line tool `llm`, whose models of servers like OpenAI's stand in a file of its
+folder.
+"""
 
 import json
 import os
@@ -44,7 +46,17 @@ def weather(city: str) -> str:
 
 
 def llm(name: str, *flags: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("llm"), "prompt", "-m", name, "--key", key, "--no-log", *flags, QUESTION]
+    command = [
+        Path(sys.executable).with_name("llm"),
+        "prompt",
+        "-m",
+        name,
+        "--key",
+        key,
+        "--no-log",
+        *flags,
+        QUESTION,
+    ]
     return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
@@ -103,12 +115,24 @@ def full_for_a_moment() -> str:
 
 def out_of_time() -> None:
     with asked_once():
-        assert "504" in error("hasty", "-o", "max_tokens", str(ENDLESS), "-o", "logit_bias", json.dumps({"2": -100}), "--no-stream")
+        assert "504" in error(
+            "hasty",
+            "-o",
+            "max_tokens",
+            str(ENDLESS),
+            "-o",
+            "logit_bias",
+            json.dumps({"2": -100}),
+            "--no-stream",
+        )
 
 
 with tempfile.TemporaryDirectory() as folder:
     os.environ["LLM_USER_PATH"] = folder
-    known = [model | {"supports_schema": True, "supports_tools": True, "api_key_name": "headrace"} for model in MODELS]
+    known = [
+        model | {"supports_schema": True, "supports_tools": True, "api_key_name": "headrace"}
+        for model in MODELS
+    ]
     Path(folder, "extra-openai-models.yaml").write_text(json.dumps(known))  # JSON is YAML
     run(
         {

@@ -28,7 +28,10 @@ from checks import (
 
 client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 ASKED = {"model": MODEL, "messages": MESSAGES, "max_tokens": LENGTH, "temperature": 0}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "planet", "schema": SCHEMA, "strict": True}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "planet", "schema": SCHEMA, "strict": True},
+}
 
 
 def chat() -> str:
@@ -38,8 +41,13 @@ def chat() -> str:
 
 
 def stream() -> str:
-    chunks = list(client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].usage.completion_tokens <= LENGTH and chunks[-2].choices[0].finish_reason in ("stop", "length")
+    chunks = list(
+        client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[-1].usage.completion_tokens <= LENGTH and chunks[-2].choices[0].finish_reason in (
+        "stop",
+        "length",
+    )
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
@@ -53,11 +61,16 @@ def tools() -> None:
         (streamed,) = events.get_final_completion().choices[0].message.tool_calls
     assert json.loads(streamed.function.arguments) == CALLED
     told = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    assert caller.chat.completions.create(**asked | {"messages": told}).choices[0].message.content == REPLY
+    assert (
+        caller.chat.completions.create(**asked | {"messages": told}).choices[0].message.content
+        == REPLY
+    )
 
 
 def schema() -> str:
-    return planet(client.chat.completions.create(**ASKED, response_format=FORMAT).choices[0].message.content)
+    return planet(
+        client.chat.completions.create(**ASKED, response_format=FORMAT).choices[0].message.content
+    )
 
 
 def several() -> str:
@@ -67,8 +80,14 @@ def several() -> str:
 
 
 def logprobs() -> str:
-    content = client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    assert all(len(one.top_logprobs) == 2 and one.logprob == one.top_logprobs[0].logprob for one in content)
+    content = (
+        client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2)
+        .choices[0]
+        .logprobs.content
+    )
+    assert all(
+        len(one.top_logprobs) == 2 and one.logprob == one.top_logprobs[0].logprob for one in content
+    )
     return json.dumps([one.logprob for one in content])
 
 
@@ -78,12 +97,17 @@ def wrong_key() -> None:
 
 
 def unknown_model() -> None:
-    error = raised(openai.NotFoundError, lambda: client.chat.completions.create(**ASKED | {"model": "other"}))
+    error = raised(
+        openai.NotFoundError, lambda: client.chat.completions.create(**ASKED | {"model": "other"})
+    )
     assert error.code == "model_not_found"
 
 
 def too_long() -> None:
-    error = raised(openai.BadRequestError, lambda: client.chat.completions.create(**ASKED | {"max_tokens": TOO_LONG}))
+    error = raised(
+        openai.BadRequestError,
+        lambda: client.chat.completions.create(**ASKED | {"max_tokens": TOO_LONG}),
+    )
     assert error.code == "context_length_exceeded"
 
 
@@ -99,7 +123,12 @@ def out_of_time() -> None:
     hasty = openai.OpenAI(base_url=HASTY_URL, api_key=KEY)
     with asked_once():
         asked = ASKED | {"max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}}
-        assert raised(openai.InternalServerError, lambda: hasty.chat.completions.create(**asked)).status_code == 504
+        assert (
+            raised(
+                openai.InternalServerError, lambda: hasty.chat.completions.create(**asked)
+            ).status_code
+            == 504
+        )
 
 
 run(

@@ -1,7 +1,8 @@
-"""Models whose norms give single columns that are much larger than all others, as those of large models do: the same functions in floats.
+"""Models whose norms give single columns that are much larger than all others, as those of large
+models do: the same functions in floats.
 
-`python -m tests.convert.outliers MODEL` prints what W8A8 costs such a variant of a real model, rounded alone, with outliers kept wide
-(LLM.int8) and smoothed before, beside the model as it is.
+`python -m tests.convert.outliers MODEL` prints what W8A8 costs such a variant of a real model,
+rounded alone, with outliers kept wide (LLM.int8) and smoothed before, beside the model as it is.
 """
 
 import sys
@@ -23,10 +24,14 @@ EVERY = 64
 """One of so many columns does."""
 
 
-def with_outliers(spec: ModelSpec, tensors: Tensors, seed: int = 0, *, same_function: bool = True) -> Tensors:
-    """Random columns of what each norm makes times FACTOR, and the columns of all that read it divided by that.
+def with_outliers(
+    spec: ModelSpec, tensors: Tensors, seed: int = 0, *, same_function: bool = True
+) -> Tensors:
+    """Random columns of what each norm makes times FACTOR, and the columns of all that read it
+    divided by that.
 
-    Not `same_function`: the latter stay as they are, so that the columns of weights are as large as all others.
+    Not `same_function`: the latter stay as they are, so that the columns of weights are as large as
+    all others.
     """
     rng, scalings = np.random.default_rng(seed), Scalings()
     for group in scaling_groups(trace_model(spec, tensors), quantisable(spec, tensors)):
@@ -39,10 +44,14 @@ def with_outliers(spec: ModelSpec, tensors: Tensors, seed: int = 0, *, same_func
     return scalings.applied(tensors, ())
 
 
-def judged(spec: ModelSpec, reference: Tensors, tensors: Tensors, pieces: list[list[int]], threads: int = 1) -> Quality:
+def judged(
+    spec: ModelSpec, reference: Tensors, tensors: Tensors, pieces: list[list[int]], threads: int = 1
+) -> Quality:
     """How far a model is from the reference on pieces of text."""
     judge = Judge()
-    truth, ours = (Scorer(spec, each, max(map(len, pieces)), "cpu", threads) for each in (reference, tensors))
+    truth, ours = (
+        Scorer(spec, each, max(map(len, pieces)), "cpu", threads) for each in (reference, tensors)
+    )
     for piece in pieces:
         judge.add(piece, ours.log_probabilities(piece), truth.log_probabilities(piece))
     truth.close()
@@ -60,19 +69,33 @@ def main(model: str, calibration_tokens: int = 4096, tokens: int = 1024, length:
     checkpoint = open_checkpoint(resolve(model))
     spec, tensors = checkpoint.spec, dict(checkpoint.tensors)
     encode = checkpoint.load_tokenizer().encode
-    calibration = pieces_of(encode(read_text(None, "calibration"), add_special=False, parse_special=False), length, calibration_tokens)
-    pieces = pieces_of(encode(read_text(None, "evaluation"), add_special=False, parse_special=False), length, tokens)
+    calibration = pieces_of(
+        encode(read_text(None, "calibration"), add_special=False, parse_special=False),
+        length,
+        calibration_tokens,
+    )
+    pieces = pieces_of(
+        encode(read_text(None, "evaluation"), add_special=False, parse_special=False),
+        length,
+        tokens,
+    )
     names, threads = quantisable(spec, tensors), usable_cores()
     for title, variant in (("as it is", tensors), ("with outliers", with_outliers(spec, tensors))):
         results = {
             "floats": variant,
             "w8a8, rtn": quantise("rtn", spec, variant, names, W8A8),
             "llm-int8": quantise("rtn", spec, variant, names, LLM_INT8),
-            "w8a8, smoothquant": quantise("smoothquant", spec, variant, names, W8A8, calibration, threads),
+            "w8a8, smoothquant": quantise(
+                "smoothquant", spec, variant, names, W8A8, calibration, threads
+            ),
         }
         for way, result in results.items():
             quality = judged(spec, tensors, result, pieces, threads)
-            print(f"{title}, {way}: NLL {quality.nll:.4f}, KL {quality.kl:.4f}, same top {quality.agreement:.1%}", flush=True)
+            print(
+                f"{title}, {way}: NLL {quality.nll:.4f}, KL {quality.kl:.4f}, same top "
+                f"{quality.agreement:.1%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

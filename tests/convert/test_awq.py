@@ -23,7 +23,9 @@ JUDGED = [list(map(int, piece)) for piece in np.random.default_rng(1).integers(0
 
 
 def test_outputs_are_nearer_than_those_of_rounding() -> None:
-    """By the squared error of each matrix's outputs, which the scalings are chosen by: never worse, much better for those with outliers."""
+    """By the squared error of each matrix's outputs, which the scalings are chosen by: never worse,
+    much better for those with outliers.
+    """
     to, names = named_format("int4-g32"), quantisable(SPEC, TENSORS)
     scalings, mean_squares = awq(SPEC, TENSORS, names, to, PIECES, 1, lambda done: None)
     ratios = []
@@ -34,9 +36,17 @@ def test_outputs_are_nearer_than_those_of_rounding() -> None:
             for name in readers:
                 factors = chosen.columns.get(name, np.ones(len(products), np.float32))
                 weights = TENSORS[name].dequantise()
-                d = dequantise_rows(to, round_to_nearest(weights * factors, to, clip=False)) / factors - weights
+                d = (
+                    dequantise_rows(to, round_to_nearest(weights * factors, to, clip=False))
+                    / factors
+                    - weights
+                )
                 error += float(np.sum(d @ products * d))
-                np.testing.assert_allclose(mean_squares[name] * np.square(scalings.columns[name]), np.diag(products), rtol=1e-4)
+                np.testing.assert_allclose(
+                    mean_squares[name] * np.square(scalings.columns[name]),
+                    np.diag(products),
+                    rtol=1e-4,
+                )
             errors.append(error)
         assert errors[1] <= errors[0] * (1 + 1e-6)
         ratios.append(errors[1] / errors[0])
@@ -52,12 +62,20 @@ def test_models_are_nearer_than_rounded_ones(name: str) -> None:
     assert told == sorted(told) and told[0] > 0 and told[-1] <= 1
     ours = judged(SPEC, TENSORS, result, JUDGED).kl
     assert nearest is not None and ours is not None and 0 < ours < 0.8 * nearest
-    assert all(result[name].format.spec == to and result[name].shape == TENSORS[name].shape for name in names)
+    assert all(
+        result[name].format.spec == to and result[name].shape == TENSORS[name].shape
+        for name in names
+    )
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2-moe", "deepseek-v3", "gpt2", "falcon-7b", "command-r", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "variant",
+    ["mixtral", "qwen2-moe", "deepseek-v3", "gpt2", "falcon-7b", "command-r", "gemma2", "gpt-oss"],
+)
 def test_models_of_all_kinds_are_quantised(variant: str) -> None:
-    """At 8 bits the result is about as near as a rounded model, though its norms, routers and biases have changed."""
+    """At 8 bits the result is about as near as a rounded model, though its norms, routers and
+    biases have changed.
+    """
     spec = spec_of(variant)
     tensors = random_tensors(spec, 3)
     names = quantisable(spec, tensors)
@@ -67,7 +85,9 @@ def test_models_of_all_kinds_are_quantised(variant: str) -> None:
     assert any(result[name] is not tensors[name] for name in tensors.keys() - set(names))
     nearest = judged(spec, tensors, quantise("rtn", spec, tensors, names, to), JUDGED).kl
     ours = judged(spec, tensors, result, JUDGED).kl
-    assert nearest is not None and ours is not None and ours < 2 * nearest < 0.15  # queries in bf16, where that is native, are a part
+    assert (
+        nearest is not None and ours is not None and ours < 2 * nearest < 0.15
+    )  # queries in bf16, where that is native, are a part
 
 
 @pytest.mark.parametrize("kind", [kind for kind, spec in KINDS.items() if spec.bits <= 4])

@@ -1,4 +1,6 @@
-"""GGUF files of Hugging Face folders: the model that is read from them is that of the folder, or the conversion is refused."""
+"""GGUF files of Hugging Face folders: the model that is read from them is that of the folder, or
+the conversion is refused.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -30,10 +32,15 @@ MODELS: dict[str, Callable[[Path], Any]] = {
     **{name: lambda folder, name=name: save_model(name, folder) for name in VARIANTS},
     # As llama.cpp can run them, which is not how they are above.
     **{
-        f"{name} changed": lambda folder, name=name: save_coarse(name, folder) for name, case in CASES.items() if case.options or case.mxfp4
+        f"{name} changed": lambda folder, name=name: save_coarse(name, folder)
+        for name, case in CASES.items()
+        if case.options or case.mxfp4
     },
 }
-UNEVEN = {name: "rope would have other frequencies than by the rule yarn" for name in ("deepseek-v2", "deepseek-v3")}
+UNEVEN = {
+    name: "rope would have other frequencies than by the rule yarn"
+    for name in ("deepseek-v2", "deepseek-v3")
+}
 """Other `mscale` than `mscale_all_dim`, which no key says."""
 LEFT_OUT: dict[str, Any] = {
     "attention.head_count_kv": None,
@@ -57,11 +64,19 @@ def test_the_model_is_the_same_or_refused(name: str, tmp_path: Path) -> None:
     assert differences(tmp_path / "model", tmp_path / "made.gguf") == []
     folder, file = (open_checkpoint(tmp_path / place).spec for place in ("model", "made.gguf"))
     assert folder.max_context == file.max_context
-    assert [row.format.name for row in read_gguf(tmp_path / "made.gguf").tensors.values() if row.format.name != "F32"] == []
+    assert [
+        row.format.name
+        for row in read_gguf(tmp_path / "made.gguf").tensors.values()
+        if row.format.name != "F32"
+    ] == []
 
 
 def is_near(found: Any, value: Any) -> bool:
-    return bool(np.isclose(found, value, 1e-6, 0)) if isinstance(value, float) else bool(found == value)
+    return (
+        bool(np.isclose(found, value, 1e-6, 0))
+        if isinstance(value, float)
+        else bool(found == value)
+    )
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -71,9 +86,16 @@ def test_keys_and_tensors_as_llama_cpp_converts_them(name: str, tmp_path: Path) 
     ours, theirs = contents_of(open_original(tmp_path / "model")), read_gguf(unpack(name, tmp_path))
     prefix = theirs.metadata.string("general.architecture") + "."
     assert ours.fields["general.architecture"] == prefix[:-1]
-    values = {key.removeprefix(prefix): value for key, value in theirs.metadata.items() if key.startswith(prefix)}
+    values = {
+        key.removeprefix(prefix): value
+        for key, value in theirs.metadata.items()
+        if key.startswith(prefix)
+    }
     dim, heads = values["embedding_length"], values["attention.head_count"]
-    implied = LEFT_OUT | {"attention.key_length": dim // heads, "attention.value_length": dim // heads}
+    implied = LEFT_OUT | {
+        "attention.key_length": dim // heads,
+        "attention.value_length": dim // heads,
+    }
     for key, value in values.items():
         if key == "context_length" and prefix in ("falcon.", "bloom."):
             continue  # they take what such models were first published with
@@ -82,16 +104,28 @@ def test_keys_and_tensors_as_llama_cpp_converts_them(name: str, tmp_path: Path) 
     assert dict(ours.shapes) == {tensor: stored.shape for tensor, stored in theirs.tensors.items()}
 
 
-@pytest.mark.parametrize(("name", "mixture"), [("qwen3-moe", "Q8_0"), ("llama3-gqa", "Q4_K_M"), ("phi3-longrope", "F16"), ("gpt2", "Q5_0")])
+@pytest.mark.parametrize(
+    ("name", "mixture"),
+    [("qwen3-moe", "Q8_0"), ("llama3-gqa", "Q4_K_M"), ("phi3-longrope", "F16"), ("gpt2", "Q5_0")],
+)
 def test_mixtures_are_those_of_a_gguf_file(name: str, mixture: str, tmp_path: Path) -> None:
     """The way through a file in float32 gives the same file."""
     save_model(name, tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     straight = read_gguf(to_gguf(tmp_path / "model", tmp_path / "straight.gguf", mixture))
-    whole = read_gguf(to_gguf(to_gguf(tmp_path / "model", tmp_path / "float.gguf"), tmp_path / "again.gguf", mixture))
+    whole = read_gguf(
+        to_gguf(
+            to_gguf(tmp_path / "model", tmp_path / "float.gguf"), tmp_path / "again.gguf", mixture
+        )
+    )
     assert straight.metadata["general.file_type"] == MIXTURES[mixture].file_type
-    assert {key: straight.metadata.raw(key) for key in straight.metadata} == {key: whole.metadata.raw(key) for key in whole.metadata}
-    assert any(tensor.format.name not in ("F32", "F16") for tensor in straight.tensors.values()) or mixture == "F16"
+    assert {key: straight.metadata.raw(key) for key in straight.metadata} == {
+        key: whole.metadata.raw(key) for key in whole.metadata
+    }
+    assert (
+        any(tensor.format.name not in ("F32", "F16") for tensor in straight.tensors.values())
+        or mixture == "F16"
+    )
     assert straight.tensors.keys() == whole.tensors.keys()
     for tensor, stored in straight.tensors.items():
         other = whole.tensors[tensor]
@@ -104,7 +138,9 @@ def changed(folder: Path, **options: Any) -> Path:
     save_model("llama2-mha", folder)
     save_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text()) | options
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "rope_parameters"}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if key != "rope_parameters"})
+    )
     return folder
 
 
@@ -113,7 +149,14 @@ def changed(folder: Path, **options: Any) -> Path:
     [
         ({"attention_factor": 0.9}, {"attn_factor": 0.9 / (0.1 * np.log(4) + 1)}),
         ({"beta_fast": 16, "beta_slow": 2}, {"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}),
-        ({"mscale": 0.5, "mscale_all_dim": 1.5}, {"attn_factor": (0.05 * np.log(4) + 1) / (0.15 * np.log(4) + 1) / (0.1 * np.log(4) + 1)}),
+        (
+            {"mscale": 0.5, "mscale_all_dim": 1.5},
+            {
+                "attn_factor": (0.05 * np.log(4) + 1)
+                / (0.15 * np.log(4) + 1)
+                / (0.1 * np.log(4) + 1)
+            },
+        ),
     ],
 )
 def test_yarn(scaling: Mapping[str, Any], keys: Mapping[str, float], tmp_path: Path) -> None:
@@ -122,21 +165,30 @@ def test_yarn(scaling: Mapping[str, Any], keys: Mapping[str, float], tmp_path: P
     always = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
     prefix = "llama.rope.scaling."
     found = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
-    assert found == {key: value if isinstance(value, str) else pytest.approx(value) for key, value in (always | keys).items()}
+    assert found == {
+        key: value if isinstance(value, str) else pytest.approx(value)
+        for key, value in (always | keys).items()
+    }
     assert differences(folder, tmp_path / "made.gguf") == []
 
 
 def test_yarn_whose_limits_are_not_rounded(tmp_path: Path) -> None:
     folder = changed(tmp_path / "model", rope_scaling=YARN | {"truncate": False}, rope_theta=1e4)
-    with pytest.raises(UnsupportedModelError, match=r"by the rule yarn\): llama\.cpp's convert_hf_to_gguf\.py"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"by the rule yarn\): llama\.cpp's convert_hf_to_gguf\.py"
+    ):
         plan_gguf(open_original(folder), "F16")
 
 
 def test_what_a_family_has_no_key_for(tmp_path: Path) -> None:
     config = config_of("gemma2", query_pre_attn_scalar=17).to_dict()
     save_model("gemma2", tmp_path / "gemma")
-    (tmp_path / "gemma/config.json").write_text(json.dumps(config | {"architectures": ["Gemma2ForCausalLM"]}))
-    with pytest.raises(UnsupportedModelError, match=r"attention_scale would be 0\.17\d*, and is 0\.24"):
+    (tmp_path / "gemma/config.json").write_text(
+        json.dumps(config | {"architectures": ["Gemma2ForCausalLM"]})
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention_scale would be 0\.17\d*, and is 0\.24"
+    ):
         plan_gguf(open_original(tmp_path / "gemma"), "F16")
 
 
@@ -150,7 +202,9 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 def test_a_template_that_is_no_unicode(tmp_path: Path) -> None:
     save_model("llama2-mha", tmp_path / "model")
     save_tokenizer(tmp_path / "model")
-    (tmp_path / "model/tokenizer_config.json").write_text('{"chat_template": "\\ud800", "pad_token": {"content": []}}')
+    (tmp_path / "model/tokenizer_config.json").write_text(
+        '{"chat_template": "\\ud800", "pad_token": {"content": []}}'
+    )
     with pytest.raises(FormatError, match=r"tokenizer\.chat_template is not valid Unicode"):
         to_gguf(tmp_path / "model", tmp_path / "made.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -160,7 +214,10 @@ def test_more_tokens_than_the_embedding_has_rows(tmp_path: Path) -> None:
     save_model("llama2-mha", tmp_path / "model")
     vocab = {"a": 0, "b": SIZE["vocab_size"]}
     backend = tokenizers.Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     backend.save(str(tmp_path / "model/tokenizer.json"))
     with pytest.raises(UnsupportedModelError, match="a token 101, and the embedding 101 rows"):
         to_gguf(tmp_path / "model", tmp_path / "made.gguf")
@@ -169,18 +226,39 @@ def test_more_tokens_than_the_embedding_has_rows(tmp_path: Path) -> None:
 def test_the_default_model_comes_back_from_a_folder(tmp_path: Path) -> None:
     source = resolve("smollm2", progress=False)
     original = open_original(source)
-    write_folder(original, tmp_path / "folder", plan_folder(original, None, (), "BF16"), original.checkpoint.tensors, ())
+    write_folder(
+        original,
+        tmp_path / "folder",
+        plan_folder(original, None, (), "BF16"),
+        original.checkpoint.tensors,
+        (),
+    )
     to_gguf(tmp_path / "folder", tmp_path / "made.gguf", "BF16")
     before, after = read_gguf(source).metadata, read_gguf(tmp_path / "made.gguf").metadata
-    for key in ("model", "pre", "tokens", "token_type", "merges", "bos_token_id", "eos_token_id", "add_bos_token", "add_space_prefix"):
+    for key in (
+        "model",
+        "pre",
+        "tokens",
+        "token_type",
+        "merges",
+        "bos_token_id",
+        "eos_token_id",
+        "add_bos_token",
+        "add_space_prefix",
+    ):
         assert np.array_equal(before[f"tokenizer.ggml.{key}"], after[f"tokenizer.ggml.{key}"]), key
     assert before["tokenizer.chat_template"] == after["tokenizer.chat_template"]
     made = open_checkpoint(tmp_path / "made.gguf")
-    assert {name: value for name, value in vars(made.spec).items() if value != getattr(original.checkpoint.spec, name)} == {
-        "name": "folder"
-    }
+    assert {
+        name: value
+        for name, value in vars(made.spec).items()
+        if value != getattr(original.checkpoint.spec, name)
+    } == {"name": "folder"}
     text = (Path(__file__).parents[1] / "data/nll_text.txt").read_text()
     assert made.load_tokenizer().encode(text) == original.checkpoint.load_tokenizer().encode(text)
     tensors: Mapping[str, StoredTensor] = open_checkpoint(tmp_path / "folder").tensors
     assert {tensor.format.name for tensor in made.tensors.values()} == {"BF16", "F32"}
-    assert all(np.array_equal(tensor.dequantise(), tensors[name].dequantise()) for name, tensor in made.tensors.items())
+    assert all(
+        np.array_equal(tensor.dequantise(), tensors[name].dequantise())
+        for name, tensor in made.tensors.items()
+    )

@@ -1,4 +1,6 @@
-"""Tensors that were made ours go back to where they were, in files of either kind of every family."""
+"""Tensors that were made ours go back to where they were, in files of either kind of every
+family.
+"""
 
 import numpy as np
 import pytest
@@ -9,7 +11,12 @@ from headrace.model import FAMILIES
 from headrace.quant.formats import StoredTensor
 from tests.families import VARIANTS, spec_of
 
-LAYOUTS = [(name, kind) for name in VARIANTS for kind in ("config", "gguf") if getattr(FAMILIES[VARIANTS[name].family], kind)]
+LAYOUTS = [
+    (name, kind)
+    for name in VARIANTS
+    for kind in ("config", "gguf")
+    if getattr(FAMILIES[VARIANTS[name].family], kind)
+]
 
 
 @pytest.mark.parametrize(("variant", "kind"), LAYOUTS)
@@ -25,7 +32,11 @@ def test_back_to_the_file(variant: str, kind: str) -> None:
     assert found.keys() == stored.keys()
     for name, tensor in stored.items():
         whole = tensor.dequantise()
-        np.testing.assert_allclose(found[name].values(tensors, 0, len(whole)), whole, rtol=1e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[name].values(tensors, 0, len(whole)), whole, rtol=1e-6, atol=1e-6, err_msg=name
+        )
         if whole.ndim == 2:
             first, last = len(whole) // 3, len(whole) - len(whole) // 4
-            np.testing.assert_array_equal(found[name].values(tensors, first, last), whole[first:last], err_msg=name)
+            np.testing.assert_array_equal(
+                found[name].values(tensors, first, last), whole[first:last], err_msg=name
+            )

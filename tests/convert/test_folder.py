@@ -1,4 +1,6 @@
-"""Folders that are written hold what was quantised, exactly, next to all else that the model had."""
+"""Folders that are written hold what was quantised, exactly, next to all else that the model
+had.
+"""
 
 import json
 import resource
@@ -24,13 +26,30 @@ from tests.llama_cpp import fixtures
 
 FORMATS = [
     *("int2-g32", "int3-g32", "int4-g32", "int8-g32", "int3-row", "int8-row", "int4-g16"),
-    *("int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g32-asym", "w8a8", "llm-int8", "e4m3-row", "e4m3-g32"),
+    *(
+        "int2-g32-asym",
+        "int3-g32-asym",
+        "int4-row-asym",
+        "int8-g32-asym",
+        "w8a8",
+        "llm-int8",
+        "e4m3-row",
+        "e4m3-g32",
+    ),
 ]
-OTHERS = {"tokenizer.json": "{}", "notes.md": "kept", "model.safetensors.index.json": "{}", "old.bin": "weights", ".hidden": "no"}
+OTHERS = {
+    "tokenizer.json": "{}",
+    "notes.md": "kept",
+    "model.safetensors.index.json": "{}",
+    "old.bin": "weights",
+    ".hidden": "no",
+}
 
 
 def written(folder: Path, name: str, out: Path) -> tuple[Original, dict[str, StoredTensor]]:
-    """A folder converted to a format, to the nearest; gives the original and what its matrices were rounded to, by our names."""
+    """A folder converted to a format, to the nearest; gives the original and what its matrices were
+    rounded to, by our names.
+    """
     original, packing = open_original(folder), packing_of(named_format(name))
     tensors = original.checkpoint.tensors
     plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
@@ -42,7 +61,9 @@ def written(folder: Path, name: str, out: Path) -> tuple[Original, dict[str, Sto
 
 def check_same(original: Original, made: dict[str, StoredTensor], out: Path) -> None:
     found = open_checkpoint(out)
-    assert found.spec == original.checkpoint.spec or found.spec.name != original.checkpoint.spec.name
+    assert (
+        found.spec == original.checkpoint.spec or found.spec.name != original.checkpoint.spec.name
+    )
     assert found.tensors.keys() == original.checkpoint.tensors.keys()
     for name, tensor in found.tensors.items():
         want = made.get(name, original.checkpoint.tensors[name])
@@ -66,9 +87,14 @@ def test_what_was_rounded_is_read_again(llama: Path, name: str, tmp_path: Path) 
     check_same(original, made, tmp_path / "out")
 
 
-@pytest.mark.parametrize("variant", ["phi3", "qwen3-moe", "gemma2", "gpt-neox", "falcon-40b", "deepseek-v3", "smollm2", "gpt2"])
+@pytest.mark.parametrize(
+    "variant",
+    ["phi3", "qwen3-moe", "gemma2", "gpt-neox", "falcon-40b", "deepseek-v3", "smollm2", "gpt2"],
+)
 def test_families(variant: str, tmp_path: Path) -> None:
-    """Fused, stacked, transposed and reordered matrices lie in the folder as the family's files have them."""
+    """Fused, stacked, transposed and reordered matrices lie in the folder as the family's files
+    have them.
+    """
     save_model(variant, tmp_path / "model")
     original, made = written(tmp_path / "model", "int4-row", tmp_path / "out")
     assert bool(made) == (variant != "gpt2")
@@ -82,9 +108,13 @@ def test_scales_that_are_quantised_again(llama: Path, name: str, tmp_path: Path)
     for ours, want in made.items():
         read, spec = found[ours].format.table_rows, want.format.spec
         assert read and spec
-        table = read(found[ours].parts, slice(None) if found[ours].row_order is None else found[ours].row_order)
+        table = read(
+            found[ours].parts,
+            slice(None) if found[ours].row_order is None else found[ours].row_order,
+        )
         np.testing.assert_array_equal(table.codes, want.parts["codes"])
-        # A value of the upper decade is at most 0.9 / 64 from its neighbours, and those of the lowest are finer than 1e-6.
+        # A value of the upper decade is at most 0.9 / 64 from its neighbours, and those of the
+        # lowest are finer than 1e-6.
         scales = want.parts["scales"]
         largest = np.abs(scales - scales.mean()).max()
         np.testing.assert_allclose(table.scales, scales, rtol=0, atol=1.5 * largest * 0.9 / 64)
@@ -93,16 +123,30 @@ def test_scales_that_are_quantised_again(llama: Path, name: str, tmp_path: Path)
 def test_what_else_lies_in_the_folder(llama: Path, tmp_path: Path) -> None:
     written(llama, "int4-g32", tmp_path / "out")
     there = {path.name for path in (tmp_path / "out").iterdir()}
-    assert there == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "notes.md"}
+    assert there == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "notes.md",
+    }
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config.pop("quantization_config")["ignore"] == ["lm_head", "model.embed_tokens"]
     assert config == json.loads((llama / "config.json").read_text())
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")]
+)
 def test_plain_numbers(llama: Path, dtype: str, name: str, tmp_path: Path) -> None:
     original = open_original(llama)
-    write_folder(original, tmp_path / "out", plan_folder(original, None, (), dtype), original.checkpoint.tensors, ())
+    write_folder(
+        original,
+        tmp_path / "out",
+        plan_folder(original, None, (), dtype),
+        original.checkpoint.tensors,
+        (),
+    )
     for ours, tensor in open_checkpoint(tmp_path / "out").tensors.items():
         assert tensor.format.name == dtype
         values, want = tensor.dequantise(), original.checkpoint.tensors[ours].dequantise()
@@ -112,7 +156,9 @@ def test_plain_numbers(llama: Path, dtype: str, name: str, tmp_path: Path) -> No
 
 
 def test_what_no_config_describes(tmp_path: Path) -> None:
-    """A GGUF file whose rotary factors are a tensor of its own: which rule they came from is not in it."""
+    """A GGUF file whose rotary factors are a tensor of its own: which rule they came from is not in
+    it.
+    """
     original = open_original(fixtures.unpack("llama3-gqa", tmp_path))
     assert original.checkpoint.spec.rope and original.checkpoint.spec.rope.factors
     with pytest.raises(UnsupportedModelError, match=r"rope would be .* convert it to a GGUF file"):
@@ -128,7 +174,11 @@ def test_a_quantised_folder_is_converted_again(llama: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["int4-g96", "nf4-g128"])
 def test_groups_that_do_not_divide(llama: Path, name: str, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"tensor model\.layers\.0\.\S+ has (64|96) columns, no multiple of the \d+ .*take groups of"):
+    with pytest.raises(
+        RequestError,
+        match=r"tensor model\.layers\.0\.\S+ has (64|96) columns, no multiple of the \d+ .*take "
+        r"groups of",
+    ):
         written(llama, name, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -140,7 +190,9 @@ def test_formats_that_no_folder_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
-def test_nothing_is_left_of_an_interrupted_conversion(llama: Path, tmp_path: Path, failure: type[BaseException]) -> None:
+def test_nothing_is_left_of_an_interrupted_conversion(
+    llama: Path, tmp_path: Path, failure: type[BaseException]
+) -> None:
     original, packing = open_original(llama), packing_of(named_format("int4-g32"))
     tensors = original.checkpoint.tensors
     plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
@@ -169,7 +221,10 @@ def test_a_disk_that_refuses(llama: Path, tmp_path: Path) -> None:
 
 def test_where_nothing_new_can_be(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    for place, message in ((tmp_path / "there", "is there already"), (tmp_path / "no/such", "nothing can be written there")):
+    for place, message in (
+        (tmp_path / "there", "is there already"),
+        (tmp_path / "no/such", "nothing can be written there"),
+    ):
         with pytest.raises(RequestError, match=message):
             check_new(place)
 

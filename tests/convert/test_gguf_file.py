@@ -1,4 +1,6 @@
-"""GGUF files that are written: the formats of a mixture, the blocks of our encoders, and all else as it was."""
+"""GGUF files that are written: the formats of a mixture, the blocks of our encoders, and all else
+as it was.
+"""
 
 from pathlib import Path
 
@@ -30,7 +32,9 @@ def written(source: Path, mixture: str, out: Path) -> list[float]:
 
 @pytest.mark.parametrize("name", fixtures.KEPT)
 def test_files_of_every_architecture(name: str, tmp_path: Path) -> None:
-    """Made by llama.cpp's converter: each tensor has the blocks of its rows, and what belongs to the model stays."""
+    """Made by llama.cpp's converter: each tensor has the blocks of its rows, and what belongs to
+    the model stays.
+    """
     source, out = fixtures.unpack(name, tmp_path), tmp_path / "out.gguf"
     told = written(source, "Q4_0", out)
     assert told == sorted(told) and told[-1] == pytest.approx(1)
@@ -46,7 +50,9 @@ def test_files_of_every_architecture(name: str, tmp_path: Path) -> None:
         if tensor.format.name == before.tensors[key].format.name:
             np.testing.assert_array_equal(tensor.parts["codes"], before.tensors[key].parts["codes"])
         else:
-            np.testing.assert_array_equal(tensor.parts["codes"], encode(tensor.format.name, whole.reshape(-1, tensor.cols)))
+            np.testing.assert_array_equal(
+                tensor.parts["codes"], encode(tensor.format.name, whole.reshape(-1, tensor.cols))
+            )
         kinds.add(tensor.format.name)
     assert "Q4_0" in kinds and "F32" in kinds
     open_checkpoint(out)
@@ -56,7 +62,18 @@ def test_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """Rounded to 8 bits it answers as before; its rows of 576 have no blocks of 256."""
     assert main(["convert", "smollm2", str(tmp_path / "eight.gguf"), "--to", "q8_0"]) == 0
     assert "144.8 MB, where smollm2 has 96.6" in capsys.readouterr().out
-    assert main(["run", str(tmp_path / "eight.gguf"), "What is the capital of France?", "--max-tokens", "7"]) == 0
+    assert (
+        main(
+            [
+                "run",
+                str(tmp_path / "eight.gguf"),
+                "What is the capital of France?",
+                "--max-tokens",
+                "7",
+            ]
+        )
+        == 0
+    )
     assert "The capital of France is Paris" in capsys.readouterr().out
 
 
@@ -65,16 +82,29 @@ def test_columns_that_count_more_are_nearer(tmp_path: Path) -> None:
     original = open_original(tmp_path / "model.gguf")
     checkpoint = original.checkpoint
     names = quantisable(checkpoint.spec, checkpoint.tensors)
-    pieces = [np.random.default_rng(i).integers(0, checkpoint.spec.vocab_size, 30).tolist() for i in range(4)]
-    model = prepared("imatrix", checkpoint.spec, checkpoint.tensors, names, "Q4_0", pieces, 1, lambda done: None)
+    pieces = [
+        np.random.default_rng(i).integers(0, checkpoint.spec.vocab_size, 30).tolist()
+        for i in range(4)
+    ]
+    model = prepared(
+        "imatrix", checkpoint.spec, checkpoint.tensors, names, "Q4_0", pieces, 1, lambda done: None
+    )
     assert model.importance.keys() <= set(names) and len(model.importance) > 3
     errors = []
     for importance in ({}, model.importance):
         out = tmp_path / f"{len(importance)}.gguf"
         write_gguf(original, out, plan_gguf(original, "Q4_0"), importance, lambda done: None)
         tensors = open_checkpoint(out).tensors
-        lost = {name: tensors[name].dequantise() - checkpoint.tensors[name].dequantise() for name in model.importance}
-        errors.append(sum(float((np.square(rows) * model.importance[name]).sum()) for name, rows in lost.items()))
+        lost = {
+            name: tensors[name].dequantise() - checkpoint.tensors[name].dequantise()
+            for name in model.importance
+        }
+        errors.append(
+            sum(
+                float((np.square(rows) * model.importance[name]).sum())
+                for name, rows in lost.items()
+            )
+        )
     assert 0 < errors[1] < 0.99 * errors[0]
 
 
@@ -91,17 +121,29 @@ def test_nothing_is_left_of_an_interrupted_conversion(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [(["--to", "Q9"], "is no mixture of formats"), (["--to", "Q4_0", "--method", "awq"], "rtn or imatrix")]
+    ("flags", "message"),
+    [
+        (["--to", "Q9"], "is no mixture of formats"),
+        (["--to", "Q4_0", "--method", "awq"], "rtn or imatrix"),
+    ],
 )
-def test_what_no_file_has(flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "smollm2", str(tmp_path / "out.gguf"), *flags]) == RequestError.exit_code
+def test_what_no_file_has(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["convert", "smollm2", str(tmp_path / "out.gguf"), *flags]) == RequestError.exit_code
+    )
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     source = fixtures.unpack(fixtures.KEPT[0], tmp_path)
-    matrix = next(tensor for name, tensor in read_gguf(source).tensors.items() if name.endswith("ffn_down.weight"))
+    matrix = next(
+        tensor
+        for name, tensor in read_gguf(source).tensors.items()
+        if name.endswith("ffn_down.weight")
+    )
     data = bytearray(source.read_bytes())
     at = bytes(data).index(matrix.parts["codes"].tobytes())
     data[at : at + 4] = np.float32(np.nan).tobytes()

@@ -26,7 +26,9 @@ VALUES = st.one_of(
         lambda drawn: (numbers(np.array(drawn[1], drawn[0])), drawn[1])
     ),
 )
-KEYS = st.text(st.characters(codec="ascii", min_codepoint=33), min_size=1, max_size=20).filter(lambda key: key != "general.alignment")
+KEYS = st.text(st.characters(codec="ascii", min_codepoint=33), min_size=1, max_size=20).filter(
+    lambda key: key != "general.alignment"
+)
 SHAPES = st.lists(st.integers(1, 4), max_size=3).flatmap(
     lambda rows: st.tuples(st.sampled_from(["F32", "F16", "Q4_0", "Q6_K"]), st.integers(1, 2)).map(
         lambda drawn: (drawn[0], (*rows, drawn[1] * FORMATS[drawn[0]].block))
@@ -62,12 +64,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shapes=st.dictionaries(NAMES, SHAPES, max_size=4),
     alignment=st.sampled_from([None, 8, 32, 256]),
 )
-def test_what_is_written_is_read_again(made: Path, values: dict[str, Any], shapes: dict[str, Any], alignment: int | None) -> None:
+def test_what_is_written_is_read_again(
+    made: Path, values: dict[str, Any], shapes: dict[str, Any], alignment: int | None
+) -> None:
     metadata = {key: raw for key, (raw, _) in values.items()}
     if alignment:
         metadata["general.alignment"] = u32(alignment)
     tensors = [planned(name, *shape) for name, shape in shapes.items()]
-    data = {tensor.name: np.random.default_rng(i).integers(0, 256, tensor.nbytes, np.uint8) for i, tensor in enumerate(tensors)}
+    data = {
+        tensor.name: np.random.default_rng(i).integers(0, 256, tensor.nbytes, np.uint8)
+        for i, tensor in enumerate(tensors)
+    }
     plan = gguf_plan(metadata, tensors)
     write(made, plan, data)
     assert made.stat().st_size == plan.size
@@ -75,7 +82,9 @@ def test_what_is_written_is_read_again(made: Path, values: dict[str, Any], shape
     found = read_gguf(made)
     assert list(found.metadata) == list(metadata)
     assert {key: found.metadata.raw(key) for key in metadata} == metadata
-    assert {key: plain(found.metadata[key]) for key in values} == {key: value for key, (_, value) in values.items()}
+    assert {key: plain(found.metadata[key]) for key in values} == {
+        key: value for key, (_, value) in values.items()
+    }
     assert found.tensors.keys() == data.keys()
     for tensor in tensors:
         stored = found.tensors[tensor.name]
@@ -93,37 +102,66 @@ def test_the_gguf_package_reads_the_same(tmp_path: Path) -> None:
         "kinds": numbers(np.array([1, -3], np.int32)),
         "scores": numbers(np.array([0.5, -1.5], np.float32)),
     }
-    tensors = [planned("a.weight", "Q8_0", (3, 2, 64)), planned("b", "F32", (5,)), planned("c.weight", "Q4_K", (2, 256))]
-    data = {tensor.name: np.random.default_rng(1).integers(0, 256, tensor.nbytes, np.uint8) for tensor in tensors}
+    tensors = [
+        planned("a.weight", "Q8_0", (3, 2, 64)),
+        planned("b", "F32", (5,)),
+        planned("c.weight", "Q4_K", (2, 256)),
+    ]
+    data = {
+        tensor.name: np.random.default_rng(1).integers(0, 256, tensor.nbytes, np.uint8)
+        for tensor in tensors
+    }
     write(tmp_path / "made.gguf", gguf_plan(metadata, tensors), data)
     ours, oracle = read_gguf(tmp_path / "made.gguf"), gguf.GGUFReader(tmp_path / "made.gguf")
     assert [key for key in oracle.fields if not key.startswith("GGUF.")] == list(metadata)
-    assert {key: oracle.fields[key].contents() for key in metadata} == {key: plain(ours.metadata[key]) for key in metadata}
+    assert {key: oracle.fields[key].contents() for key in metadata} == {
+        key: plain(ours.metadata[key]) for key in metadata
+    }
     assert [record.name for record in oracle.tensors] == [tensor.name for tensor in tensors]
     for record, tensor in zip(oracle.tensors, tensors, strict=True):
-        assert (record.tensor_type.name, tuple(reversed(record.shape.tolist()))) == (tensor.format, tensor.shape)
+        assert (record.tensor_type.name, tuple(reversed(record.shape.tolist()))) == (
+            tensor.format,
+            tensor.shape,
+        )
         np.testing.assert_array_equal(record.data.reshape(-1).view(np.uint8), data[tensor.name])
 
 
 def test_the_default_model_is_written_unchanged(tmp_path: Path) -> None:
     theirs = read_gguf(resolve("smollm2", progress=False))
-    tensors = [PlannedTensor(each.name, each.format.name, each.shape, each.nbytes) for each in theirs.tensors.values()]
+    tensors = [
+        PlannedTensor(each.name, each.format.name, each.shape, each.nbytes)
+        for each in theirs.tensors.values()
+    ]
     plan = gguf_plan({key: theirs.metadata.raw(key) for key in theirs.metadata}, tensors)
-    write(tmp_path / "again.gguf", plan, {name: tensor.parts["codes"] for name, tensor in theirs.tensors.items()})
+    write(
+        tmp_path / "again.gguf",
+        plan,
+        {name: tensor.parts["codes"] for name, tensor in theirs.tensors.items()},
+    )
     ours = read_gguf(tmp_path / "again.gguf")
     assert list(ours.metadata) == list(theirs.metadata)
     assert all(ours.metadata.raw(key) == theirs.metadata.raw(key) for key in theirs.metadata)
     assert list(ours.tensors) == list(theirs.tensors)
     for name, tensor in theirs.tensors.items():
-        assert (ours.tensors[name].shape, ours.tensors[name].format) == (tensor.shape, tensor.format)
+        assert (ours.tensors[name].shape, ours.tensors[name].format) == (
+            tensor.shape,
+            tensor.format,
+        )
         assert np.array_equal(ours.tensors[name].parts["codes"], tensor.parts["codes"])
 
 
 def test_a_value_is_replaced_in_its_place(tmp_path: Path) -> None:
-    kept = {"general.file_type": u32(7), "nested": RawValue(9, np.array([9, 0, 0], "<u4").tobytes())}
+    kept = {
+        "general.file_type": u32(7),
+        "nested": RawValue(9, np.array([9, 0, 0], "<u4").tobytes()),
+    }
     write(tmp_path / "a.gguf", gguf_plan(kept, []), {})
     found = read_gguf(tmp_path / "a.gguf").metadata
-    write(tmp_path / "b.gguf", gguf_plan({key: found.raw(key) for key in found} | {"general.file_type": u32(15)}, []), {})
+    write(
+        tmp_path / "b.gguf",
+        gguf_plan({key: found.raw(key) for key in found} | {"general.file_type": u32(15)}, []),
+        {},
+    )
     again = read_gguf(tmp_path / "b.gguf").metadata
     assert list(again.items()) == [("general.file_type", 15), ("nested", [])]
 

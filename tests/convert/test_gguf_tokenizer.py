@@ -12,7 +12,16 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.checkpoint.load import Checkpoint
@@ -35,7 +44,9 @@ def read(metadata: dict[str, Any], path: Path) -> Metadata:
     return read_gguf(path).metadata
 
 
-def save(folder: Path, backend: tokenizers.Tokenizer | str, vocab_size: int = 800, **config: Any) -> Checkpoint:
+def save(
+    folder: Path, backend: tokenizers.Tokenizer | str, vocab_size: int = 800, **config: Any
+) -> Checkpoint:
     """A folder that has nothing but a tokenizer."""
     text = backend if isinstance(backend, str) else backend.to_str()
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
@@ -67,7 +78,10 @@ def byte_level(name: str = "gpt-2", *added: AddedToken) -> tokenizers.Tokenizer:
         backend.normalizer = normalizers.NFC()
     special = ["<|begin|>", "<|end|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=special, show_progress=False
+        vocab_size=500,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=special,
+        show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens(list(added))
@@ -76,7 +90,9 @@ def byte_level(name: str = "gpt-2", *added: AddedToken) -> tokenizers.Tokenizer:
 
 _AS_PUBLISHED: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "smollm": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
 }
 
 
@@ -112,13 +128,34 @@ def test_a_disk_that_refuses(tmp_path: Path) -> None:
 
 
 class TestByteLevel:
-    @pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2", "stablelm2", "tekken", "gpt-4o", "deepseek-v3", "default"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "gpt-2",
+            "smollm",
+            "llama-bpe",
+            "qwen2",
+            "stablelm2",
+            "tekken",
+            "gpt-4o",
+            "deepseek-v3",
+            "default",
+        ],
+    )
     def test_by_the_name_of_its_pre_tokenizer(self, name: str, tmp_path: Path) -> None:
         checkpoint = save(tmp_path, byte_level(name), bos_token="<|begin|>", eos_token="<|end|>")
         ours, (values, found) = checkpoint.load_tokenizer(), again(checkpoint)
         named, rule = PRE_TOKENIZERS[values["tokenizer.ggml.pre"]], PRE_TOKENIZERS[name]
-        assert (named.expressions, named.whole_words, named.composes) == (rule.expressions, rule.whole_words, rule.composes)
-        assert (found.bos_id, found.eos_id, found.eos_ids) == (0, 1, {1, 2}) == (ours.bos_id, ours.eos_id, ours.eos_ids)
+        assert (named.expressions, named.whole_words, named.composes) == (
+            rule.expressions,
+            rule.whole_words,
+            rule.composes,
+        )
+        assert (
+            (found.bos_id, found.eos_id, found.eos_ids)
+            == (0, 1, {1, 2})
+            == (ours.bos_id, ours.eos_id, ours.eos_ids)
+        )
         for line in CORPUS[:40]:
             assert_same(ours, found, line)
 
@@ -133,11 +170,20 @@ class TestByteLevel:
         assert_same(*_TOKENIZERS[name], text)
 
     @given(
-        flags=st.fixed_dictionaries({name: st.booleans() for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}),
-        text=st.lists(st.sampled_from(["<x>", " ", "a", "\n", "<|end|>", "é"]), max_size=8).map("".join),
+        flags=st.fixed_dictionaries(
+            {
+                name: st.booleans()
+                for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+            }
+        ),
+        text=st.lists(st.sampled_from(["<x>", " ", "a", "\n", "<|end|>", "é"]), max_size=8).map(
+            "".join
+        ),
     )
     @settings(max_examples=40, deadline=None)
-    def test_tokens_with_flags_are_the_same_or_refused(self, folder: Path, flags: dict[str, bool], text: str) -> None:
+    def test_tokens_with_flags_are_the_same_or_refused(
+        self, folder: Path, flags: dict[str, bool], text: str
+    ) -> None:
         checkpoint = save(folder, byte_level("qwen2", AddedToken("<x>", **flags)))
         try:
             found = again(checkpoint)[1]
@@ -150,17 +196,26 @@ class TestByteLevel:
         backend = byte_level("gpt-2", AddedToken("<tool>", normalized=False))
         count = backend.get_vocab_size()
         values, found = again(save(tmp_path, backend, count + 3, pad_token={"content": "<|end|>"}))
-        types, tokens = values["tokenizer.ggml.token_type"].tolist(), values["tokenizer.ggml.tokens"]
+        types, tokens = (
+            values["tokenizer.ggml.token_type"].tolist(),
+            values["tokenizer.ggml.tokens"],
+        )
         assert types == [3, 3, 3, *[1] * (count - 4), 4, 5, 5, 5]
         assert tokens[-4:] == ["<tool>", *(f"[PAD{i}]" for i in range(count, count + 3))]
         assert values["tokenizer.ggml.padding_token_id"] == 1
-        assert not {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.unknown_token_id"} & values.keys()
+        assert (
+            not {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.unknown_token_id"} & values.keys()
+        )
         assert found.encode("<tool>") == [count - 1]
 
-    @pytest.mark.parametrize("template", ["$A", "<|begin|> $A", "$A <|end|>", "<|begin|> $A <|end|>"])
+    @pytest.mark.parametrize(
+        "template", ["$A", "<|begin|> $A", "$A <|end|>", "<|begin|> $A <|end|>"]
+    )
     def test_what_is_put_around_a_text(self, template: str, tmp_path: Path) -> None:
         backend = byte_level()
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)])
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)]
+        )
         checkpoint = save(tmp_path, backend, bos_token="<|begin|>", eos_token="<|end|>")
         values, found = again(checkpoint)
         assert values["tokenizer.ggml.add_bos_token"] == ("begin" in template)
@@ -172,13 +227,18 @@ class TestByteLevel:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 7]}))
         values, found = again(checkpoint)
         assert found.eos_ids == checkpoint.load_tokenizer().eos_ids == {1, 2, 5, 7}
-        assert (values["tokenizer.ggml.eot_token_id"], values["tokenizer.ggml.eom_token_id"]) == (5, 7)
+        assert (values["tokenizer.ggml.eot_token_id"], values["tokenizer.ggml.eom_token_id"]) == (
+            5,
+            7,
+        )
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 7, 9]}))
         with pytest.raises(UnsupportedModelError, match=r"eos_ids would be .*, and is .*9"):
             tokenizer_values(checkpoint)
 
     def test_templates(self, tmp_path: Path) -> None:
-        checkpoint = replace(save(tmp_path, byte_level()), chat_template="{{ a }}", tool_template="{{ b }}")
+        checkpoint = replace(
+            save(tmp_path, byte_level()), chat_template="{{ a }}", tool_template="{{ b }}"
+        )
         metadata = read(tokenizer_values(checkpoint), tmp_path / "made.gguf")
         assert metadata["tokenizer.chat_template"] == "{{ a }}"
         assert metadata["tokenizer.chat_template.tool_use"] == "{{ b }}"
@@ -189,7 +249,9 @@ _TOKENIZERS: dict[str, tuple[Tokenizer, Tokenizer]] = {}
 
 class TestSentencePiece:
     def test_the_same_ids(self, sentencepiece: dict[str, Any], tmp_path: Path) -> None:
-        checkpoint = save(tmp_path, json.dumps(sentencepiece), 704, bos_token="<s>", eos_token="</s>")
+        checkpoint = save(
+            tmp_path, json.dumps(sentencepiece), 704, bos_token="<s>", eos_token="</s>"
+        )
         ours, (values, found) = checkpoint.load_tokenizer(), again(checkpoint)
         original = json.loads((DATA / "sentencepiece.json").read_text())
         types = values["tokenizer.ggml.token_type"].tolist()
@@ -206,9 +268,14 @@ class TestSentencePiece:
             _TOKENIZERS["spm"] = checkpoint.load_tokenizer(), again(checkpoint)[1]
         assert_same(*_TOKENIZERS["spm"], text)
 
-    def test_without_a_space_before_the_text(self, sentencepiece: dict[str, Any], tmp_path: Path) -> None:
+    def test_without_a_space_before_the_text(
+        self, sentencepiece: dict[str, Any], tmp_path: Path
+    ) -> None:
         decoder = {"type": "Sequence", "decoders": sentencepiece["decoder"]["decoders"][:3]}
-        state = sentencepiece | {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}, "decoder": decoder}
+        state = sentencepiece | {
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            "decoder": decoder,
+        }
         checkpoint = save(tmp_path, json.dumps(state), bos_token="<s>", eos_token="</s>")
         values, found = again(checkpoint)
         assert values["tokenizer.ggml.add_space_prefix"] is False
@@ -216,15 +283,21 @@ class TestSentencePiece:
 
     def test_without_bos(self, sentencepiece: dict[str, Any], tmp_path: Path) -> None:
         """llama.cpp takes token 1 where no key names one."""
-        checkpoint = save(tmp_path, json.dumps(sentencepiece | {"post_processor": None}), eos_token="</s>")
+        checkpoint = save(
+            tmp_path, json.dumps(sentencepiece | {"post_processor": None}), eos_token="</s>"
+        )
         with pytest.raises(UnsupportedModelError, match="bos_id would be 1, and is None"):
             tokenizer_values(checkpoint)
 
-    def test_a_space_before_the_first_text_alone(self, sentencepiece: dict[str, Any], tmp_path: Path) -> None:
+    def test_a_space_before_the_first_text_alone(
+        self, sentencepiece: dict[str, Any], tmp_path: Path
+    ) -> None:
         """llama.cpp puts one behind every special token as well."""
         space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
         state = sentencepiece | {"normalizer": None, "pre_tokenizer": space}
-        with pytest.raises(UnsupportedModelError, match=r"there '.*' would be other tokens.*convert_hf_to_gguf"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"there '.*' would be other tokens.*convert_hf_to_gguf"
+        ):
             tokenizer_values(save(tmp_path, json.dumps(state), bos_token="<s>", eos_token="</s>"))
 
 
@@ -246,17 +319,23 @@ class TestRefused:
         backend = byte_level()
         for part, value in change.items():
             setattr(backend, part, value)
-        with pytest.raises(UnsupportedModelError, match="its pre-tokenizer and normalizer together are none"):
+        with pytest.raises(
+            UnsupportedModelError, match="its pre-tokenizer and normalizer together are none"
+        ):
             tokenizer_values(save(tmp_path, backend))
 
     def test_other_tokens_around_a_text(self, tmp_path: Path) -> None:
         backend = byte_level()
-        backend.post_processor = processors.TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 2)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<|im_end|> $A", special_tokens=[("<|im_end|>", 2)]
+        )
         with pytest.raises(UnsupportedModelError, match="other tokens around a text"):
             tokenizer_values(save(tmp_path, backend, bos_token="<|begin|>"))
 
     def test_other_models(self, tmp_path: Path) -> None:
-        backend = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -2.0)], 0, False))
+        backend = tokenizers.Tokenizer(
+            models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -2.0)], 0, False)
+        )
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
         with pytest.raises(UnsupportedModelError, match="its model is Unigram"):
             tokenizer_values(save(tmp_path, backend))

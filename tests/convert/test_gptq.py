@@ -20,9 +20,13 @@ PIECES = [list(map(int, piece)) for piece in np.random.default_rng(0).integers(0
 
 
 def correlated(seed: int, cols: int, rank: int) -> np.ndarray:
-    """Inputs [rows, cols] that lie near a few directions, as those of models do, with some channels much larger."""
+    """Inputs [rows, cols] that lie near a few directions, as those of models do, with some channels
+    much larger.
+    """
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((4 * cols, rank)) @ rng.standard_normal((rank, cols)) + 0.1 * rng.standard_normal((4 * cols, cols))
+    x = rng.standard_normal((4 * cols, rank)) @ rng.standard_normal(
+        (rank, cols)
+    ) + 0.1 * rng.standard_normal((4 * cols, cols))
     return (x * np.exp(rng.normal(0, 1, cols))).astype(np.float32)
 
 
@@ -42,11 +46,17 @@ def test_outputs_are_nearer_than_those_of_rounding(kind: str, seed: int) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_columns_that_have_nothing_to_do_with_each_other_are_rounded_to_the_nearest(kind: str) -> None:
+def test_columns_that_have_nothing_to_do_with_each_other_are_rounded_to_the_nearest(
+    kind: str,
+) -> None:
     spec, rng = KINDS[kind], np.random.default_rng(1)
     weights = rng.standard_normal((8, 320)).astype(np.float32)
     squares = rng.uniform(0.5, 2, 320).astype(np.float32)
-    for ours, nearest in zip(gptq(weights, np.diag(squares), spec), round_to_nearest(weights, spec, importance=squares), strict=True):
+    for ours, nearest in zip(
+        gptq(weights, np.diag(squares), spec),
+        round_to_nearest(weights, spec, importance=squares),
+        strict=True,
+    ):
         assert (ours is None and nearest is None) or np.array_equal(ours, nearest)
 
 
@@ -57,22 +67,32 @@ def test_columns_that_are_never_read_cost_nothing() -> None:
     changed = weights.copy()
     changed[:, [3, 40]] = 100
     products = x.T @ x / len(x)
-    for ours, others in zip(gptq(weights, products, spec)[:2], gptq(changed, products, spec)[:2], strict=True):
+    for ours, others in zip(
+        gptq(weights, products, spec)[:2], gptq(changed, products, spec)[:2], strict=True
+    ):
         assert np.array_equal(ours, others)
 
 
 def test_sums_are_those_of_what_the_matrices_read() -> None:
-    """Of the first layer, which reads the normed embeddings of the tokens; and however many times the text is read."""
+    """Of the first layer, which reads the normed embeddings of the tokens; and however many times
+    the text is read.
+    """
     names = quantisable(SPEC, TENSORS)
     whole = list(input_products(SPEC, TENSORS, PIECES, names, 1, lambda done: None))
     told: list[float] = []
     parts = list(input_products(SPEC, TENSORS, PIECES, names, 1, told.append, memory=4 * 64 * 64))
     assert sorted(name for _, readers in whole for name in readers) == sorted(names)
-    assert [readers for _, readers in whole] == [readers for _, readers in parts] and len(whole) == 2 * 4
+    assert [readers for _, readers in whole] == [readers for _, readers in parts] and len(
+        whole
+    ) == 2 * 4
     assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(whole, parts, strict=True))
     assert len(told) == 8 * len(PIECES) and told == sorted(told) and told[-1] == 1
     x = TENSORS["embed"].dequantise()[np.concatenate(PIECES)].astype(np.float64)
-    x = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + SPEC.norm_eps) * TENSORS["layers.0.attn_norm"].dequantise()
+    x = (
+        x
+        / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + SPEC.norm_eps)
+        * TENSORS["layers.0.attn_norm"].dequantise()
+    )
     assert "layers.0.q" in whole[0][1]
     np.testing.assert_allclose(whole[0][0], x.T @ x / len(x), rtol=1e-4, atol=1e-5)
 
@@ -80,5 +100,9 @@ def test_sums_are_those_of_what_the_matrices_read() -> None:
 def test_a_model_is_quantised_whole() -> None:
     names = quantisable(SPEC, TENSORS)
     result = quantise("gptq", SPEC, TENSORS, names, named_format("int4-g32"), PIECES)
-    assert all(result[name].format.spec == named_format("int4-g32") and result[name].shape == TENSORS[name].shape for name in names)
+    assert all(
+        result[name].format.spec == named_format("int4-g32")
+        and result[name].shape == TENSORS[name].shape
+        for name in names
+    )
     assert all(result[name] is TENSORS[name] for name in TENSORS.keys() - set(names))

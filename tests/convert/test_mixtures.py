@@ -7,7 +7,12 @@ from headrace.errors import RequestError
 from headrace.model.fields import JsonFields
 from tests.llama_cpp import mixed
 
-LAYER = {"attn_v.weight": (64, 256), "ffn_down.weight": (256, 512), "ffn_up.weight": (512, 256), "attn_norm.weight": (256,)}
+LAYER = {
+    "attn_v.weight": (64, 256),
+    "ffn_down.weight": (256, 512),
+    "ffn_up.weight": (512, 256),
+    "attn_norm.weight": (256,),
+}
 SHAPES = {"token_embd.weight": (100, 256), "output.weight": (100, 256)} | {
     f"blk.{layer}.{name}": shape for layer in range(8) for name, shape in LAYER.items()
 }
@@ -23,9 +28,18 @@ def test_mixtures_are_those_of_llama_cpp(name: str) -> None:
 
 def test_the_first_and_last_layers_and_a_third_of_the_others_have_more_bits() -> None:
     found = tensor_types("Q4_K_M", SHAPES, FACTS)
-    assert [layer for layer in range(8) if found[f"blk.{layer}.ffn_down.weight"] == "Q6_K"] == [0, 3, 6, 7]
+    assert [layer for layer in range(8) if found[f"blk.{layer}.ffn_down.weight"] == "Q6_K"] == [
+        0,
+        3,
+        6,
+        7,
+    ]
     assert {found[f"blk.{layer}.ffn_up.weight"] for layer in range(8)} == {"Q4_K"}
-    assert (found["token_embd.weight"], found["output.weight"], found["blk.0.attn_norm.weight"]) == ("Q4_K", "Q6_K", "F32")
+    assert (
+        found["token_embd.weight"],
+        found["output.weight"],
+        found["blk.0.attn_norm.weight"],
+    ) == ("Q4_K", "Q6_K", "F32")
 
 
 def test_embeddings_that_make_logits_have_their_format() -> None:
@@ -35,16 +49,32 @@ def test_embeddings_that_make_logits_have_their_format() -> None:
 
 def test_values_are_counted_where_layers_have_them() -> None:
     """Hybrid models have attention in some layers, and the rule goes by their order among these."""
-    shapes = {name: shape for name, shape in SHAPES.items() if "attn_v" not in name or name[4] in "37"}
+    shapes = {
+        name: shape for name, shape in SHAPES.items() if "attn_v" not in name or name[4] in "37"
+    }
     found = tensor_types("Q3_K_M", shapes, FACTS)
     assert (found["blk.3.attn_v.weight"], found["blk.7.attn_v.weight"]) == ("Q5_K", "Q5_K")
 
 
 def test_rows_that_blocks_do_not_fit() -> None:
     facts = MixtureFacts("llama", 100)
-    for mixture, short in {"Q6_K": "Q8_0", "Q5_K_S": "Q5_1", "Q4_K_S": "Q5_0", "Q3_K_S": "Q4_0", "IQ4_XS": "IQ4_NL"}.items():
-        shapes = {"blk.50.attn_q.weight": (4, 288), "blk.50.ffn_up.weight": (4, 40), "blk.50.ffn_gate.weight": (4, 256)}
-        assert list(tensor_types(mixture, shapes, facts).values()) == [short, "F16", MIXTURES[mixture].format]
+    for mixture, short in {
+        "Q6_K": "Q8_0",
+        "Q5_K_S": "Q5_1",
+        "Q4_K_S": "Q5_0",
+        "Q3_K_S": "Q4_0",
+        "IQ4_XS": "IQ4_NL",
+    }.items():
+        shapes = {
+            "blk.50.attn_q.weight": (4, 288),
+            "blk.50.ffn_up.weight": (4, 40),
+            "blk.50.ffn_gate.weight": (4, 256),
+        }
+        assert list(tensor_types(mixture, shapes, facts).values()) == [
+            short,
+            "F16",
+            MIXTURES[mixture].format,
+        ]
 
 
 def test_every_matrix_is_mxfp4_where_a_model_has_no_experts() -> None:
@@ -55,7 +85,11 @@ def test_every_matrix_is_mxfp4_where_a_model_has_no_experts() -> None:
 
 
 def test_routers_biases_and_vectors_stay() -> None:
-    shapes = {"blk.0.ffn_gate_inp.weight": (8, 256), "blk.0.ffn_down_exps.bias": (8, 256), "blk.0.attn_k_norm.weight": (4, 256)}
+    shapes = {
+        "blk.0.ffn_gate_inp.weight": (8, 256),
+        "blk.0.ffn_down_exps.bias": (8, 256),
+        "blk.0.attn_k_norm.weight": (4, 256),
+    }
     shapes |= {"position_embd.weight": (64, 256), "blk.0.ffn_gate_inp_shexp.weight": (1, 256)}
     for mixture in MIXTURES:
         assert set(tensor_types(mixture, shapes, FACTS).values()) == {"F32"}
@@ -67,6 +101,12 @@ def test_an_unknown_mixture_is_refused() -> None:
 
 
 def test_facts_are_in_the_metadata() -> None:
-    assert facts_of(read_gguf(resolve("smollm2", progress=False)).metadata) == MixtureFacts("llama", 30, 3)
-    fields = {"general.architecture": "gpt2", "gpt2.block_count": 12, "gpt2.attention.head_count": 12}
+    assert facts_of(read_gguf(resolve("smollm2", progress=False)).metadata) == MixtureFacts(
+        "llama", 30, 3
+    )
+    fields = {
+        "general.architecture": "gpt2",
+        "gpt2.block_count": 12,
+        "gpt2.attention.head_count": 12,
+    }
     assert facts_of(JsonFields(fields, "made")) == MixtureFacts("gpt2", 12, 1)

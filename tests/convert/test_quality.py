@@ -28,7 +28,10 @@ def test_a_disk_that_refuses() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
     try:
-        with Remembered() as rows, pytest.raises(HeadraceError, match=r"a temporary file in .*: File too large"):
+        with (
+            Remembered() as rows,
+            pytest.raises(HeadraceError, match=r"a temporary file in .*: File too large"),
+        ):
             rows.add(np.zeros((100, 100), np.float32))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -55,12 +58,20 @@ def test_measures_are_their_definitions() -> None:
     for piece, mine, other in zip(PIECES, q, p, strict=True):
         judge.add(piece, iter([mine[:64], mine[64:]]), iter([other[:64], other[64:]]))
     quality = judge.quality()
-    losses = [-mine[i, piece[i + 1]] for piece, mine in zip(PIECES, q, strict=True) for i in range(149)]
-    kl = [float((np.exp(a[i]) * (a[i] - b[i])).sum()) for a, b in zip(p, q, strict=True) for i in range(149)]
+    losses = [
+        -mine[i, piece[i + 1]] for piece, mine in zip(PIECES, q, strict=True) for i in range(149)
+    ]
+    kl = [
+        float((np.exp(a[i]) * (a[i] - b[i])).sum())
+        for a, b in zip(p, q, strict=True)
+        for i in range(149)
+    ]
     assert quality.tokens == 298
     assert quality.nll == pytest.approx(np.mean(losses), rel=1e-5)
     assert quality.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
-    assert quality.kl == pytest.approx(np.mean(kl), rel=1e-4) and quality.kl_99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-4)
+    assert quality.kl == pytest.approx(np.mean(kl), rel=1e-4) and quality.kl_99 == pytest.approx(
+        np.quantile(kl, 0.99), rel=1e-4
+    )
     same = [a[i].argmax() == b[i].argmax() for a, b in zip(p, q, strict=True) for i in range(149)]
     assert quality.agreement == pytest.approx(np.mean(same))
     assert quality.kl > 0 and quality.agreement < 1
@@ -71,7 +82,12 @@ def test_finer_formats_are_nearer() -> None:
 
     def divergence(name: str) -> float:
         judge = Judge()
-        for piece, mine, other in zip(PIECES, said(quantise("rtn", SPEC, TENSORS, names, named_format(name))), truth, strict=True):
+        for piece, mine, other in zip(
+            PIECES,
+            said(quantise("rtn", SPEC, TENSORS, names, named_format(name))),
+            truth,
+            strict=True,
+        ):
             judge.add(piece, iter([mine]), iter([other]))
         kl = judge.quality().kl
         assert kl is not None
@@ -83,7 +99,9 @@ def test_finer_formats_are_nearer() -> None:
 
 def test_what_is_quantised() -> None:
     names = quantisable(SPEC, TENSORS)
-    assert len(names) == 2 * 7 and not any("embed" in name or "head" in name or "norm" in name for name in names)
+    assert len(names) == 2 * 7 and not any(
+        "embed" in name or "head" in name or "norm" in name for name in names
+    )
     result = quantise("rtn", SPEC, TENSORS, names, named_format("int4-g32"))
     assert all(result[name] is TENSORS[name] for name in TENSORS.keys() - set(names))
     assert result.keys() == TENSORS.keys()
@@ -107,7 +125,9 @@ def test_texts(tmp_path: Path) -> None:
 
 
 def test_what_is_remembered_comes_back_as_often_as_asked() -> None:
-    blocks = [np.random.default_rng(i).standard_normal((i + 1, 5)).astype(np.float32) for i in range(4)]
+    blocks = [
+        np.random.default_rng(i).standard_normal((i + 1, 5)).astype(np.float32) for i in range(4)
+    ]
     with Remembered() as kept:
         for block in blocks:
             kept.add(block)
@@ -117,44 +137,102 @@ def test_what_is_remembered_comes_back_as_often_as_asked() -> None:
 
 def test_the_verb_judges_a_model_and_formats(capsys: pytest.CaptureFixture[str]) -> None:
     """The default model: int8 is nearer to it than int3, and takes the bytes that it should."""
-    assert main(["eval", "--tokens", "64", "--length", "64", "--formats", "int8-g64,int3-g64", "--json"]) == 0
+    assert (
+        main(
+            ["eval", "--tokens", "64", "--length", "64", "--formats", "int8-g64,int3-g64", "--json"]
+        )
+        == 0
+    )
     whole, eight, three = json.loads(capsys.readouterr().out)["rows"]
     assert whole["quality"]["kl"] == 0 and whole["quality"]["agreement"] == 1
     assert 0 < eight["quality"]["kl"] < 0.1 < three["quality"]["kl"]
     assert abs(eight["bits"] - 8.25) < 0.02 * 8.25 and abs(three["bits"] - 3.25) < 0.02 * 3.25
     assert eight["weight_bytes"] > whole["weight_bytes"] > three["weight_bytes"]
     for reference in ("exact", "smollm2"):
-        assert main(["eval", "--tokens", "32", "--length", "32", "--activations", "f32", "--reference", reference, "--json"]) == 0
+        assert (
+            main(
+                [
+                    "eval",
+                    "--tokens",
+                    "32",
+                    "--length",
+                    "32",
+                    "--activations",
+                    "f32",
+                    "--reference",
+                    reference,
+                    "--json",
+                ]
+            )
+            == 0
+        )
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         # Float64 beside KV in bf16 and activations in float32; the model beside itself.
-        assert 0 < row["quality"]["kl"] < 1e-3 if reference == "exact" else row["quality"]["kl"] == 0
+        assert (
+            0 < row["quality"]["kl"] < 1e-3 if reference == "exact" else row["quality"]["kl"] == 0
+        )
     assert main(["eval", "--formats", "int5"]) == 2
     assert "int5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("method", "format"), [("gptq", "int3-g32"), ("awq", "int3-g32"), ("imatrix", "int3-g32"), ("smoothquant", "w8a8")]
+    ("method", "format"),
+    [("gptq", "int3-g32"), ("awq", "int3-g32"), ("imatrix", "int3-g32"), ("smoothquant", "w8a8")],
 )
-def test_the_verbs_have_methods(method: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tiny model whose tokens are letters: each method gives another model than rounding does, as large, and it can be written."""
+def test_the_verbs_have_methods(
+    method: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tiny model whose tokens are letters: each method gives another model than rounding does, as
+    large, and it can be written.
+    """
     save_model("qwen2", tmp_path / "model")
     letters = [chr(ord("!") + i) for i in range(90)]
     model = {"type": "BPE", "vocab": {letter: i for i, letter in enumerate(letters)}, "merges": []}
-    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    (tmp_path / "model/tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}))
+    decoder = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    (tmp_path / "model/tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model})
+    )
     text = tmp_path / "text"
     text.write_text("".join(np.random.default_rng(0).choice(letters, 400)))
     learnt = ["--calibration", str(text), "--length", "64", "--calibration-tokens", "128"]
     judged = ["--text", str(text), "--tokens", "128", *learnt, "--json"]
     found = []
     for how in ("rtn", method):
-        assert main(["eval", str(tmp_path / "model"), *judged, "--formats", format, "--method", how]) == 0
+        assert (
+            main(["eval", str(tmp_path / "model"), *judged, "--formats", format, "--method", how])
+            == 0
+        )
         found.append(json.loads(capsys.readouterr().out)["rows"][1])
     assert found[0]["bits"] == found[1]["bits"]
-    assert all(0 < row["quality"]["kl"] < 0.5 for row in found) and found[0]["quality"]["kl"] != found[1]["quality"]["kl"]
+    assert (
+        all(0 < row["quality"]["kl"] < 0.5 for row in found)
+        and found[0]["quality"]["kl"] != found[1]["quality"]["kl"]
+    )
     out = tmp_path / "out"
-    assert main(["convert", str(tmp_path / "model"), str(out), "--to", format, "--method", method, *learnt]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "model"),
+                str(out),
+                "--to",
+                format,
+                "--method",
+                method,
+                *learnt,
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.startswith(f"{out}: ")
     assert main(["eval", str(out), *judged]) == 0
     (again,) = json.loads(capsys.readouterr().out)["rows"]
-    assert again["quality"]["nll"] == pytest.approx(found[1]["quality"]["nll"], abs=2e-4) and again["bits"] == found[1]["bits"]
+    assert (
+        again["quality"]["nll"] == pytest.approx(found[1]["quality"]["nll"], abs=2e-4)
+        and again["bits"] == found[1]["bits"]
+    )

@@ -26,7 +26,14 @@ def logits(spec: ModelSpec, tensors: Tensors) -> np.ndarray:
     """By the reference backend, with keys and values in float32."""
     program, blocks = trace_model(spec, tensors), num_blocks(len(PIECE))
     kv = KvConfig((blocks,) * len(program.kv_groups), dtype="f32")
-    batch = piece_batch([token % spec.vocab_size for token in PIECE], 0, len(PIECE), len(PIECE), blocks, len(program.kv_groups))
+    batch = piece_batch(
+        [token % spec.vocab_size for token in PIECE],
+        0,
+        len(PIECE),
+        len(PIECE),
+        blocks,
+        len(program.kv_groups),
+    )
     found = forward(reference.compile(program, tensors, kv, 1), batch).logits
     assert found is not None and np.isfinite(found).all()
     return found
@@ -36,45 +43,77 @@ def groups_of(spec: ModelSpec, tensors: Tensors) -> list[ScalingGroup]:
     return scaling_groups(trace_model(spec, tensors), quantisable(spec, tensors))
 
 
-def scaled(tensors: Tensors, groups: list[ScalingGroup], seed: int, *, powers: bool) -> tuple[Tensors, set[str]]:
-    """All groups scaled by random factors from 1/16 to 16, powers of two or not; and the names of the tensors that change."""
+def scaled(
+    tensors: Tensors, groups: list[ScalingGroup], seed: int, *, powers: bool
+) -> tuple[Tensors, set[str]]:
+    """All groups scaled by random factors from 1/16 to 16, powers of two or not; and the names of
+    the tensors that change.
+    """
     rng, scalings = np.random.default_rng(seed), Scalings()
     for group in groups:
         exponents = rng.uniform(-4, 4, group.columns.max() + 1)
         scalings.add(group, np.exp2(np.rint(exponents) if powers else exponents).astype(np.float32))
     changed = scalings.rows.keys() | scalings.columns.keys()
-    return scalings.applied(tensors, [name for i, name in enumerate(sorted(changed)) if i % 2]), changed
+    return scalings.applied(
+        tensors, [name for i, name in enumerate(sorted(changed)) if i % 2]
+    ), changed
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_scaled_model_computes_the_same(name: str) -> None:
-    """With powers of two to the last bit: they round nothing. A tensor that took part in only one place would change the logits."""
+    """With powers of two to the last bit: they round nothing. A tensor that took part in only one
+    place would change the logits.
+    """
     spec = spec_of(name)
     tensors = random_tensors(spec, 3)
     groups = groups_of(spec, tensors)
     want = logits(spec, tensors)
     for powers, tolerance in ((True, 0.0), (False, 1e-4)):
         other, changed = scaled(tensors, groups, 1, powers=powers)
-        assert changed and all(not np.array_equal(other[each].dequantise(), tensors[each].dequantise()) for each in changed)
+        assert changed and all(
+            not np.array_equal(other[each].dequantise(), tensors[each].dequantise())
+            for each in changed
+        )
         assert all(other[each] is tensors[each] for each in tensors.keys() - changed)
-        np.testing.assert_allclose(logits(spec, other), want, rtol=0, atol=tolerance * float(np.abs(want).max()))
+        np.testing.assert_allclose(
+            logits(spec, other), want, rtol=0, atol=tolerance * float(np.abs(want).max())
+        )
 
 
 def kinds(name: str) -> Counter[tuple[str, ...]]:
     """The groups of a variant by the last parts of what makes their values."""
     spec = spec_of(name)
-    return Counter(tuple(maker.rpartition(".")[2] for maker in group.makers) for group in groups_of(spec, random_tensors(spec, 3)))
+    return Counter(
+        tuple(maker.rpartition(".")[2] for maker in group.makers)
+        for group in groups_of(spec, random_tensors(spec, 3))
+    )
 
 
 def test_what_can_be_scaled() -> None:
-    """The norms before attention and MLP, v and up; not what a residual reads too, or what an activation that is no relu makes."""
+    """The norms before attention and MLP, v and up; not what a residual reads too, or what an
+    activation that is no relu makes.
+    """
     assert kinds("llama3-gqa") == {("attn_norm",): 3, ("mlp_norm",): 3, ("v",): 3, ("up",): 3}
-    assert kinds("gpt2") == {("attn_norm", "attn_norm_bias"): 3, ("mlp_norm", "mlp_norm_bias"): 3, ("v", "v_bias"): 3}
+    assert kinds("gpt2") == {
+        ("attn_norm", "attn_norm_bias"): 3,
+        ("mlp_norm", "mlp_norm_bias"): 3,
+        ("v", "v_bias"): 3,
+    }
     assert kinds("olmo2") == {("v",): 3, ("up",): 3}
     assert kinds("falcon-7b") == {("attn_norm", "attn_norm_bias"): 3, ("v",): 3}
     assert kinds("mixtral") == {("attn_norm",): 3, ("mlp_norm",): 3, ("v",): 3}
-    assert kinds("qwen2-moe") == {("attn_norm",): 3, ("mlp_norm",): 3, ("v", "v_bias"): 3, ("shared_up",): 3}
-    assert kinds("deepseek-v2-lite") == {("attn_norm",): 3, ("mlp_norm",): 3, ("up",): 1, ("shared_up",): 2}
+    assert kinds("qwen2-moe") == {
+        ("attn_norm",): 3,
+        ("mlp_norm",): 3,
+        ("v", "v_bias"): 3,
+        ("shared_up",): 3,
+    }
+    assert kinds("deepseek-v2-lite") == {
+        ("attn_norm",): 3,
+        ("mlp_norm",): 3,
+        ("up",): 1,
+        ("shared_up",): 2,
+    }
 
 
 def test_relu_lets_factors_through() -> None:
@@ -87,8 +126,15 @@ def test_relu_lets_factors_through() -> None:
 
 def test_experts_and_routers_are_scaled_with_their_norm() -> None:
     spec = spec_of("mixtral")
-    group = next(group for group in groups_of(spec, random_tensors(spec, 3)) if group.makers == ("layers.0.mlp_norm",))
-    assert sorted(name.rpartition(".")[2] for name in group.readers) == ["gate"] * 4 + ["router"] + ["up"] * 4
+    group = next(
+        group
+        for group in groups_of(spec, random_tensors(spec, 3))
+        if group.makers == ("layers.0.mlp_norm",)
+    )
+    assert (
+        sorted(name.rpartition(".")[2] for name in group.readers)
+        == ["gate"] * 4 + ["router"] + ["up"] * 4
+    )
 
 
 def test_query_heads_share_the_factors_of_their_kv_head() -> None:
@@ -104,7 +150,9 @@ def test_query_heads_share_the_factors_of_their_kv_head() -> None:
     sides=st.sampled_from(["rows", "columns", "both"]),
     seed=st.integers(0, 2**16),
 )
-def test_factors_are_those_of_rows_and_columns(format: str, order: str, sides: str, seed: int) -> None:
+def test_factors_are_those_of_rows_and_columns(
+    format: str, order: str, sides: str, seed: int
+) -> None:
     """However a matrix is stored, and whichever of its rows are asked for."""
     rng, tensor = np.random.default_rng(seed), random_stored(format, 12, 256, seed, "w")
     if order:
@@ -115,7 +163,11 @@ def test_factors_are_those_of_rows_and_columns(format: str, order: str, sides: s
         scalings.add(ScalingGroup((), ("w",), np.arange(tensor.rows)), 1 / rows)
     if sides != "rows":
         scalings.add(ScalingGroup(("w",), (), np.arange(256)), columns)
-    want = tensor.dequantise() * (rows[:, None] if sides != "columns" else 1) * (columns if sides != "rows" else 1)
+    want = (
+        tensor.dequantise()
+        * (rows[:, None] if sides != "columns" else 1)
+        * (columns if sides != "rows" else 1)
+    )
     ours = scalings.of(tensor)
     np.testing.assert_allclose(ours.dequantise(), want, rtol=1e-6)
     wanted = rng.integers(0, tensor.rows, 5)

@@ -35,27 +35,43 @@ def test_w8a8_is_what_its_codes_stand_for(rows: int, cols: int, seed: int) -> No
     assert stored.format.name == "I8_ROW"
     values = stored.dequantise()
     np.testing.assert_array_equal(values, dequantise_rows(W8A8, codes))
-    assert (np.abs(values - weights) <= np.abs(weights).max(axis=1, keepdims=True) / 254 * (1 + 1e-4)).all()
+    assert (
+        np.abs(values - weights) <= np.abs(weights).max(axis=1, keepdims=True) / 254 * (1 + 1e-4)
+    ).all()
 
 
 def test_maxima_are_those_of_what_the_matrices_read() -> None:
     """Of the first layer, which reads the normed embeddings of the tokens."""
     told: list[float] = []
     found = input_columns(maxima, SPEC, TENSORS, PIECES, NAMES, 1, told.append)
-    assert len(found) == 2 * 4 and sorted(name for _, names in found for name in names) == sorted(NAMES)
+    assert len(found) == 2 * 4 and sorted(name for _, names in found for name in names) == sorted(
+        NAMES
+    )
     assert told == [1 / 3, 2 / 3, 1]
     x = TENSORS["embed"].dequantise()[np.concatenate(PIECES)].astype(np.float64)
-    x = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + SPEC.norm_eps) * TENSORS["layers.0.attn_norm"].dequantise()
+    x = (
+        x
+        / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + SPEC.norm_eps)
+        * TENSORS["layers.0.attn_norm"].dequantise()
+    )
     assert "layers.0.q" in found[0][1]
     np.testing.assert_allclose(found[0][0], np.abs(x).max(axis=0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
 def test_factors_are_their_definition(alpha: float) -> None:
-    """For what a norm makes; and what is read afterwards has the maxima that the weights leave it."""
+    """For what a norm makes; and what is read afterwards has the maxima that the weights
+    leave it.
+    """
     scalings = smoothquant(SPEC, TENSORS, NAMES, PIECES, 1, lambda done: None, alpha)
-    largest = next(x for x, names in input_columns(maxima, SPEC, TENSORS, PIECES, NAMES, 1, lambda done: None) if "layers.1.gate" in names)
-    weights = np.maximum(*(np.abs(TENSORS[f"layers.1.{part}"].dequantise()).max(axis=0) for part in ("gate", "up")))
+    largest = next(
+        x
+        for x, names in input_columns(maxima, SPEC, TENSORS, PIECES, NAMES, 1, lambda done: None)
+        if "layers.1.gate" in names
+    )
+    weights = np.maximum(
+        *(np.abs(TENSORS[f"layers.1.{part}"].dequantise()).max(axis=0) for part in ("gate", "up"))
+    )
     want = largest**alpha / weights ** (1 - alpha)
     for part in ("gate", "up"):
         np.testing.assert_allclose(scalings.columns[f"layers.1.{part}"], want, rtol=1e-5)
@@ -82,15 +98,21 @@ def test_outliers_break_w8a8_and_smoothing_repairs_it() -> None:
     told: list[float] = []
     smoothed = quantise("smoothquant", SPEC, OUTLIERS, NAMES, W8A8, PIECES, 1, told.append)
     assert kl(OUTLIERS) < 1e-3 and told == sorted(told) and told[-1] <= 1
-    assert broken > 20 * as_it_is and kl(smoothed) < 2 * as_it_is, f"{as_it_is} {broken} {kl(smoothed)}"
+    assert broken > 20 * as_it_is and kl(smoothed) < 2 * as_it_is, (
+        f"{as_it_is} {broken} {kl(smoothed)}"
+    )
     assert all(smoothed[name].format.name == "I8_ROW" for name in NAMES)
-    # Int8 by row gives the columns of weights that are smaller than others the coarser codes, whatever they are multiplied with.
+    # Int8 by row gives the columns of weights that are smaller than others the coarser codes,
+    # whatever they are multiplied with.
     assert as_it_is < kl(quantise("rtn", SPEC, OUTLIERS, NAMES, LLM_INT8)) < 0.2 * broken
 
 
 def test_wide_outliers_repair_w8a8() -> None:
     tensors = with_outliers(SPEC, TENSORS, same_function=False)
-    broken, mixed = (judged(SPEC, tensors, quantise("rtn", SPEC, tensors, NAMES, to), JUDGED).kl for to in (W8A8, LLM_INT8))
+    broken, mixed = (
+        judged(SPEC, tensors, quantise("rtn", SPEC, tensors, NAMES, to), JUDGED).kl
+        for to in (W8A8, LLM_INT8)
+    )
     assert broken is not None and mixed is not None and 0 < mixed < 0.15 * broken
 
 
@@ -111,7 +133,11 @@ def test_outliers_are_there() -> None:
 
 
 def first_maxima(tensors: dict[str, StoredTensor]) -> np.ndarray:
-    return next(x for x, names in input_columns(maxima, SPEC, tensors, PIECES, NAMES, 1, lambda done: None) if "layers.0.q" in names)
+    return next(
+        x
+        for x, names in input_columns(maxima, SPEC, tensors, PIECES, NAMES, 1, lambda done: None)
+        if "layers.0.q" in names
+    )
 
 
 def test_the_name() -> None:

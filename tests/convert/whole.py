@@ -21,9 +21,14 @@ def quantise(
     threads: int = 1,
     tell: Callable[[float], None] = lambda done: None,
 ) -> Tensors:
-    """All tensors, of which the named matrices are quantised by a method, with pieces of a text to calibrate with."""
+    """All tensors, of which the named matrices are quantised by a method, with pieces of a text to
+    calibrate with.
+    """
     model = prepared(method, spec, tensors, names, to, pieces or [], threads, tell)
-    return {**model.tensors, **dict(quantised_matrices(method, spec, model, names, to, pieces or [], threads))}
+    return {
+        **model.tensors,
+        **dict(quantised_matrices(method, spec, model, names, to, pieces or [], threads)),
+    }
 
 
 def to_gguf(source: Path, out: Path, mixture: str = "F32") -> Path:

@@ -21,7 +21,11 @@ def test_rates_are_learned_by_depth() -> None:
         tokens = [1 if rng.random() < 0.8 else 9, 2 if rng.random() < 0.4 else 9, 3]
         acceptance.record(CHAIN, tokens)
     first, second, third = acceptance.values(CHAIN)
-    assert first == pytest.approx(0.8, abs=0.15) and second / first == pytest.approx(0.4, abs=0.2) and third / second > 0.7
+    assert (
+        first == pytest.approx(0.8, abs=0.15)
+        and second / first == pytest.approx(0.4, abs=0.2)
+        and third / second > 0.7
+    )
 
 
 def test_confidence_and_rank_have_rates_of_their_own() -> None:
@@ -40,7 +44,9 @@ def test_nodes_beyond_the_known_tokens_are_not_counted() -> None:
     assert acceptance.values(CHAIN) == [0.5, 0.25, 0.125]
     acceptance.record(CHAIN, [1])
     first, second, _ = acceptance.values(CHAIN)
-    assert first > 0.5 and second / first == pytest.approx(first)  # the second depth has no observations, so its rate is that of the first
+    assert first > 0.5 and second / first == pytest.approx(
+        first
+    )  # the second depth has no observations, so its rate is that of the first
 
 
 def test_rates_of_a_sequence_start_from_those_of_all_sequences() -> None:
@@ -60,14 +66,30 @@ def test_no_node_is_likelier_than_its_parent() -> None:
     for _ in range(200):
         acceptance.record(draft, [rng.choice([1, 2]), rng.choice([1, 2, 3]), 3])
         values = acceptance.values(draft)
-        assert all(parent < 0 or value <= values[parent] for value, parent in zip(values, draft.parents, strict=True))
+        assert all(
+            parent < 0 or value <= values[parent]
+            for value, parent in zip(values, draft.parents, strict=True)
+        )
 
 
 def test_figures_of_a_few_drafts() -> None:
-    """By hand: three observations of what is expected, then each that is made; earlier ones fade."""
+    """By hand: three observations of what is expected, then each that is made; earlier ones
+    fade.
+    """
     general = AcceptanceRates(prior=(0.5, 0.75))
-    assert [general.values(DraftTree([1], [-1], confidence))[0] for confidence in range(4)] == [0.5, 0.75, 0.75, 0.75]
-    assert general.values(DraftTree([1, 2, 3, 4, 5], [-1] * 5)) == [0.5, 0.5 / 4, 0.5 / 9, 0.5 / 9, 0.5 / 9]
+    assert [general.values(DraftTree([1], [-1], confidence))[0] for confidence in range(4)] == [
+        0.5,
+        0.75,
+        0.75,
+        0.75,
+    ]
+    assert general.values(DraftTree([1, 2, 3, 4, 5], [-1] * 5)) == [
+        0.5,
+        0.5 / 4,
+        0.5 / 9,
+        0.5 / 9,
+        0.5 / 9,
+    ]
     general.record(CHAIN, [1, 9, 3])
     first, second = 2.5 / 4, 3 * 2.5 / 4 / 4
     assert general.values(CHAIN) == [first, first * second, first * second * second]
@@ -84,7 +106,9 @@ def test_what_is_below_a_wrong_node_is_not_counted() -> None:
     acceptance.record(DraftTree([1, 2, 3, 4, 5], [-1, -1, 1, 2, 0]), [9, 3, 4])
     assert [acceptance.rate((0, depth, 0)) for depth in (1, 2, 3)] == [1.5 / 4] * 3
     acceptance.record(DraftTree([1, 2, 3, 4], [-1, -1, 0, 1]), [2, 4])
-    assert acceptance.rate((0, 2, 0)) == (1 + 3 * acceptance.rate((0, 1, 0))) / 4  # node 3, below node 1
+    assert (
+        acceptance.rate((0, 2, 0)) == (1 + 3 * acceptance.rate((0, 1, 0))) / 4
+    )  # node 3, below node 1
 
 
 def test_deep_nodes_are_counted_together() -> None:
@@ -92,4 +116,6 @@ def test_deep_nodes_are_counted_together() -> None:
     acceptance.record(DraftTree(tokens, list(range(-1, 8))), [*tokens[:6], 99])
     assert acceptance.rate((0, 5, 0)) > 0.85 > acceptance.rate((0, 6, 0))
     values = acceptance.values(DraftTree(tokens, list(range(-1, 8))))
-    assert values[7] / values[6] == values[6] / values[5] == pytest.approx(acceptance.rate((0, 6, 0)))
+    assert (
+        values[7] / values[6] == values[6] / values[5] == pytest.approx(acceptance.rate((0, 6, 0)))
+    )

@@ -1,4 +1,6 @@
-"""Adapters in the engine: many in a batch, each request as it would be by itself, loaded and unloaded while others run."""
+"""Adapters in the engine: many in a batch, each request as it would be by itself, loaded and
+unloaded while others run.
+"""
 
 from functools import cache
 from typing import Any
@@ -24,15 +26,26 @@ RANKS = (1, 2, 3, 8, 16, 17, 40, 64)
 
 @cache
 def adapter(which: int, number: int) -> Adapter:
-    """Matrices of another rank for each adapter, for some of the linear weights of a model: all of them, for the first."""
+    """Matrices of another rank for each adapter, for some of the linear weights of a model: all of
+    them, for the first.
+    """
     spec, _ = model(which)
     shapes, rng = tensor_shapes(spec), np.random.default_rng(number)
-    names = [name for i, name in enumerate(sorted(linear_weights(spec))) if number == 0 or (i + number) % 3]
+    names = [
+        name
+        for i, name in enumerate(sorted(linear_weights(spec)))
+        if number == 0 or (i + number) % 3
+    ]
 
     def matrix(rows: int, cols: int) -> Any:
         return (rng.standard_normal((rows, cols)) * 0.4).astype(np.float32)
 
-    return {name: LowRank(matrix(RANKS[number], shapes[name][1]), matrix(shapes[name][0], RANKS[number]), 0.5) for name in names}
+    return {
+        name: LowRank(
+            matrix(RANKS[number], shapes[name][1]), matrix(shapes[name][0], RANKS[number]), 0.5
+        )
+        for name in names
+    }
 
 
 def engine_with(engine: Engine, which: int) -> Engine:
@@ -48,13 +61,22 @@ def named(number: int) -> str | None:
 @cache
 def alone(backend: str, which: int, kv_dtype: str, number: int) -> list[RequestOutput]:
     """Every request by itself, in one piece, with this adapter or, for -1, without one."""
-    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False)
+    engine = tiny_engine(
+        model(which),
+        backend,
+        eos_ids=EOS,
+        kv_dtype=kv_dtype,
+        prefix_cache=False,
+        release_outside_window=False,
+    )
     if number >= 0:
         engine.load_adapter("it", adapter(which, number))
     return [run_one(engine, request, "it" if number >= 0 else None) for request in REQUESTS]
 
 
-def run_one(engine: Engine, request: tuple[list[int], SamplingParams], name: str | None) -> RequestOutput:
+def run_one(
+    engine: Engine, request: tuple[list[int], SamplingParams], name: str | None
+) -> RequestOutput:
     engine.add_request(*request, adapter=name)
     (result,) = (update.result for update in drain(engine) if update.result)
     return result
@@ -67,10 +89,22 @@ NUMBERS = st.lists(st.integers(-1, len(RANKS) - 1), min_size=12, max_size=12)
 @settings(max_examples=25, deadline=None)
 @given(numbers=NUMBERS, drafts=st.booleans(), **LOADS)
 def test_each_is_as_by_itself(
-    backend: str, which: int, order: list[int], numbers: list[int], kv_dtype: str, drafts: bool, stagger: int, **config: Any
+    backend: str,
+    which: int,
+    order: list[int],
+    numbers: list[int],
+    kv_dtype: str,
+    drafts: bool,
+    stagger: int,
+    **config: Any,
 ) -> None:
     proposer = RandomTrees(0, VOCAB, {}, max_nodes=9) if drafts else "ngram"
-    engine = engine_with(tiny_engine(model(which), backend, proposer=proposer, eos_ids=EOS, kv_dtype=kv_dtype, **config), which)
+    engine = engine_with(
+        tiny_engine(
+            model(which), backend, proposer=proposer, eos_ids=EOS, kv_dtype=kv_dtype, **config
+        ),
+        which,
+    )
     updates, ids = [], []
     for request, number in zip(order, numbers, strict=False):
         ids.append(engine.add_request(*REQUESTS[request], adapter=named(number)))
@@ -82,20 +116,34 @@ def test_each_is_as_by_itself(
         result = results[request_id]
         assert result is not None
         same(result, alone(backend, which, kv_dtype, number)[request], exact=backend == "cpu")
-    assert engine.stats().blocks_free == engine.stats().blocks_total and set(engine.stats().adapters.values()) == {0}
+    assert engine.stats().blocks_free == engine.stats().blocks_total and set(
+        engine.stats().adapters.values()
+    ) == {0}
 
 
 @pytest.mark.parametrize("which", range(len(MODELS)))
 def test_adapters_change_the_logprobs(which: int) -> None:
     """Else the tests here would show nothing."""
-    assert len({repr(alone("cpu", which, "f32", number)[0].outputs[0].logprobs) for number in range(-1, len(RANKS))}) == len(RANKS) + 1
+    assert (
+        len(
+            {
+                repr(alone("cpu", which, "f32", number)[0].outputs[0].logprobs)
+                for number in range(-1, len(RANKS))
+            }
+        )
+        == len(RANKS) + 1
+    )
 
 
 @pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
 def test_a_draft_model_without_the_adapter_only_drafts(how: str) -> None:
     engine = engine_with(draft_engine(model(0), how, eos_ids=EOS, kv_dtype="f32")[0], 0)
     for number in range(-1, 3):
-        same(run_one(engine, REQUESTS[0], named(number)), alone("cpu", 0, "f32", number)[0], exact=True)
+        same(
+            run_one(engine, REQUESTS[0], named(number)),
+            alone("cpu", 0, "f32", number)[0],
+            exact=True,
+        )
     assert engine.stats().drafted > 0 and engine.stats().proposer_failures == 0
 
 
@@ -103,7 +151,11 @@ def test_a_draft_model_without_the_adapter_only_drafts(how: str) -> None:
 def test_nothing_leaks_through_the_prefix_cache(kv_dtype: str) -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype=kv_dtype, slots=800), 0)
     prompt = REQUESTS[2][0] * 2, SamplingParams(temperature=0, max_tokens=5)
-    assert [run_one(engine, prompt, named(number)).cached_tokens for number in (-1, 0, 1)] == [0, 0, 0]
+    assert [run_one(engine, prompt, named(number)).cached_tokens for number in (-1, 0, 1)] == [
+        0,
+        0,
+        0,
+    ]
     cached = {number: run_one(engine, prompt, named(number)).cached_tokens for number in (-1, 0, 1)}
     assert len(set(cached.values())) == 1 and cached[0] > 0
     engine.unload_adapter("a0")

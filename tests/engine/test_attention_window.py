@@ -1,4 +1,6 @@
-"""`attention_window=`: a window with sinks over layers that were not trained with one. What is seen is exact, KV is bounded."""
+"""`attention_window=`: a window with sinks over layers that were not trained with one. What is seen
+is exact, KV is bounded.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -24,13 +26,20 @@ from tests.tiny import drain, run_all, tiny_engine
 
 LIMITED: dict[str, Any] = {"attention_window": 7, "attention_sinks": 3}
 WHICH = [0, 3, 5, 7, 8, 9]
-"""Models of `test_promise.MODELS` with layers that see everything: two of them beside layers with a window."""
+"""Models of `test_promise.MODELS` with layers that see everything: two of them beside layers with a
+window.
+"""
 
 
 @cache
 def alone(which: int, kv_dtype: str) -> list[RequestOutput]:
     """Every request by itself, in one piece, with all KV kept."""
-    options: dict[str, Any] = {"eos_ids": (60,), "kv_dtype": kv_dtype, "prefix_cache": False, "release_outside_window": False}
+    options: dict[str, Any] = {
+        "eos_ids": (60,),
+        "kv_dtype": kv_dtype,
+        "prefix_cache": False,
+        "release_outside_window": False,
+    }
     engine = tiny_engine(model(which), "cpu", **options, **LIMITED)
     return [run_all(engine, [request])[0] for request in REQUESTS]
 
@@ -43,7 +52,9 @@ def test_the_same_request_gives_the_same_tokens(
     expected = alone(which, kv_dtype)
     if drafts:
         options["proposer"] = RandomTrees(0, VOCAB, truth(expected, order), 9)
-    engine = tiny_engine(model(which), "cpu", eos_ids=(60,), kv_dtype=kv_dtype, **options, **LIMITED)
+    engine = tiny_engine(
+        model(which), "cpu", eos_ids=(60,), kv_dtype=kv_dtype, **options, **LIMITED
+    )
     keeps_the_promise(engine, order, stagger, expected, exact=True)
 
 
@@ -57,9 +68,16 @@ def test_models_that_draft_have_the_same_window(how: str) -> None:
 
 @pytest.mark.parametrize(("window", "sinks"), [(7, 3), (40, 4), (1, 0), (9, 33), (5, 200)])
 @pytest.mark.parametrize("name", ["llama3-gqa", "gemma2"])
-def test_logits_are_those_of_transformers_with_such_a_mask(name: str, window: int, sinks: int, tmp_path: Path) -> None:
-    """For a model with windows of its own, only those of the other layers differ: there the mask says no more than they do."""
-    torch_model, tokens = save_model(name, tmp_path), np.random.default_rng(0).integers(0, 101, 120).tolist()
+def test_logits_are_those_of_transformers_with_such_a_mask(
+    name: str, window: int, sinks: int, tmp_path: Path
+) -> None:
+    """For a model with windows of its own, only those of the other layers differ: there the mask
+    says no more than they do.
+    """
+    torch_model, tokens = (
+        save_model(name, tmp_path),
+        np.random.default_rng(0).integers(0, 101, 120).tolist(),
+    )
     own = open_checkpoint(tmp_path)
     program = trace_model(own.spec, own.tensors).with_window(window, sinks)
     rows, columns = np.indices((120, 120))
@@ -67,20 +85,31 @@ def test_logits_are_those_of_transformers_with_such_a_mask(name: str, window: in
     mask: Any = torch.where(torch.tensor(seen), 0.0, torch.finfo(torch.float32).min)[None, None]
     if own.spec.windows:
         near = torch.tensor((columns <= rows) & (columns > rows - max(own.spec.windows)))
-        mask = {"full_attention": mask, "sliding_attention": torch.where(near, 0.0, torch.finfo(torch.float32).min)[None, None]}
+        mask = {
+            "full_attention": mask,
+            "sliding_attention": torch.where(near, 0.0, torch.finfo(torch.float32).min)[None, None],
+        }
     with torch.no_grad():
         want = torch_model(torch.tensor([tokens]), attention_mask=mask).logits[0].numpy()
     for backend in ("reference", "cpu"):
         kv = KvConfig((10,) * len(program.kv_groups), 32, "f32")
         executable = compile_program(backend, program, own.tensors, kv, 1)
-        batch = batch_of([Sequence([*range(0, 10, 2), *range(9, 0, -2)], 32)], [tokens], [([], [])], False, len(program.kv_groups))
+        batch = batch_of(
+            [Sequence([*range(0, 10, 2), *range(9, 0, -2)], 32)],
+            [tokens],
+            [([], [])],
+            False,
+            len(program.kv_groups),
+        )
         got = forward(executable, batch).logits
         assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 
 def test_kv_is_bounded_by_what_is_seen() -> None:
     """However long it gets: as many blocks as the group says, and from then on the same number."""
-    engine = tiny_engine(model(0), "cpu", slots=32 * 40, max_num_batched_tokens=40, max_model_len=128, **LIMITED)
+    engine = tiny_engine(
+        model(0), "cpu", slots=32 * 40, max_num_batched_tokens=40, max_model_len=128, **LIMITED
+    )
     (group,), used = engine.limits.kv_groups, []
     assert (group.window, group.num_sink_tokens) == (7, 3)
     engine.add_request([1] * 90, SamplingParams(temperature=0, max_tokens=38, ignore_eos=True))
@@ -88,12 +117,17 @@ def test_kv_is_bounded_by_what_is_seen() -> None:
         engine.step()
         used.append(sum(group.blocks_used for group in engine.stats().kv))
     most = group.num_blocks(128, 40, 32)
-    assert most == 1 + 3 and max(used) <= most and 2 in used[-20:]  # the sinks and what the window touches
+    assert (
+        most == 1 + 3 and max(used) <= most and 2 in used[-20:]
+    )  # the sinks and what the window touches
 
 
 def test_a_prefix_is_found_behind_what_was_released() -> None:
     engine = tiny_engine(model(0), "cpu", slots=32 * 40, max_num_batched_tokens=40, **LIMITED)
-    prompt, params = list(range(1, 60)) + [3] * 40, SamplingParams(temperature=0, max_tokens=3, logprobs=1)
+    prompt, params = (
+        list(range(1, 60)) + [3] * 40,
+        SamplingParams(temperature=0, max_tokens=3, logprobs=1),
+    )
     first, second = (run_all(engine, [(prompt, params)])[0] for _ in range(2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 96)
     same(first, second, exact=True)
@@ -110,8 +144,12 @@ def test_a_vector_under_a_window() -> None:
 
 def test_it_says_that_it_is_lossy() -> None:
     assert EngineConfig().lossy == EngineConfig(attention_sinks=9).lossy == ""
-    assert EngineConfig(attention_window=512).lossy == "sees the first 4 tokens and the last 512 alone"
-    assert EngineConfig(attention_window=1024, attention_sinks=0).lossy == "sees the last 1,024 alone"
+    assert (
+        EngineConfig(attention_window=512).lossy == "sees the first 4 tokens and the last 512 alone"
+    )
+    assert (
+        EngineConfig(attention_window=1024, attention_sinks=0).lossy == "sees the last 1,024 alone"
+    )
 
 
 def test_own_windows_stay() -> None:

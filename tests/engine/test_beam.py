@@ -1,4 +1,6 @@
-"""Beam search in the engine: its results are those of the naive search, whatever the engine does meanwhile."""
+"""Beam search in the engine: its results are those of the naive search, whatever the engine does
+meanwhile.
+"""
 
 from functools import cache
 from typing import Any
@@ -53,11 +55,15 @@ def toy_search(prompt: list[int], params: SamplingParams) -> list[Beam]:
 
 def agree(result: RequestOutput, expected: list[Beam], params: SamplingParams) -> None:
     assert [output.token_ids for output in result.outputs] == [beam.tokens for beam in expected]
-    assert [output.cumulative_logprob for output in result.outputs] == pytest.approx([beam.total for beam in expected], abs=1e-4)
+    assert [output.cumulative_logprob for output in result.outputs] == pytest.approx(
+        [beam.total for beam in expected], abs=1e-4
+    )
     assert [output.index for output in result.outputs] == list(range(len(expected)))
     for output in result.outputs:
         assert output.finish_reason in ("stop", "length")
-        assert output.logprobs is None or [*map(next, map(iter, output.logprobs))] == output.token_ids
+        assert (
+            output.logprobs is None or [*map(next, map(iter, output.logprobs))] == output.token_ids
+        )
         if output.finish_reason == "length" and params.min_tokens == 0:
             assert output.text == VOCABULARY.decode(output.token_ids)
 
@@ -65,7 +71,9 @@ def agree(result: RequestOutput, expected: list[Beam], params: SamplingParams) -
 def blocks_alone(prompt_len: int, params: SamplingParams, block_size: int) -> int:
     """What a request needs by itself: whole blocks of its prompt once, the rest for each beam."""
     shared = prompt_len // block_size
-    return shared + (params.beam_width or 1) * (-(-(prompt_len + (params.max_tokens or 0) - 1) // block_size) - shared)
+    return shared + (params.beam_width or 1) * (
+        -(-(prompt_len + (params.max_tokens or 0) - 1) // block_size) - shared
+    )
 
 
 def assert_all_free(engine: Engine) -> None:
@@ -75,7 +83,11 @@ def assert_all_free(engine: Engine) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    requests=st.lists(st.tuples(st.sampled_from(PROMPTS), st.one_of(beams(), st.just(PLAIN))), min_size=1, max_size=5),
+    requests=st.lists(
+        st.tuples(st.sampled_from(PROMPTS), st.one_of(beams(), st.just(PLAIN))),
+        min_size=1,
+        max_size=5,
+    ),
     num_blocks=st.sampled_from([0, 4, 60]),
     block_size=st.sampled_from([1, 3, 4]),
     max_num_seqs=st.sampled_from([5, 6, 20]),
@@ -84,11 +96,20 @@ def assert_all_free(engine: Engine) -> None:
     stagger=st.integers(0, 3),
 )
 def test_the_results_are_those_of_the_naive_search(
-    requests: list[tuple[list[int], SamplingParams]], num_blocks: int, block_size: int, stagger: int, **config: int
+    requests: list[tuple[list[int], SamplingParams]],
+    num_blocks: int,
+    block_size: int,
+    stagger: int,
+    **config: int,
 ) -> None:
     """The pool has `num_blocks` more than the largest request needs by itself."""
     needed = [blocks_alone(len(prompt), params, block_size) for prompt, params in requests]
-    engine = toy_engine(num_blocks=max(needed) + num_blocks, block_size=block_size, proposer=NgramProposer(16), **config)
+    engine = toy_engine(
+        num_blocks=max(needed) + num_blocks,
+        block_size=block_size,
+        proposer=NgramProposer(16),
+        **config,
+    )
     ids, updates = [], []
     for prompt, params in requests:
         ids.append(engine.add_request(prompt, params))
@@ -100,7 +121,9 @@ def test_the_results_are_those_of_the_naive_search(
         result = mine[-1].result
         assert result is not None and result.error is None
         if params.beam_width is None:
-            assert [prompt + output.token_ids for output in result.outputs] == [plain_decoding(prompt, params, 0)]
+            assert [prompt + output.token_ids for output in result.outputs] == [
+                plain_decoding(prompt, params, 0)
+            ]
             continue
         agree(result, toy_search(prompt, params), params)
         assert [(u.index, u.text, u.token_ids, u.finish_reason) for u in mine] == [
@@ -115,11 +138,23 @@ def test_the_results_are_those_of_the_naive_search(
 )
 def test_a_search_is_as_its_request_says(params: dict[str, Any], needs_logits: bool) -> None:
     asked = SamplingParams(
-        beam_width=3, n=2, length_penalty=0.5, early_stopping=True, stop_token_ids=[5, 6, 7, 8], ignore_eos=True, max_tokens=4, **params
+        beam_width=3,
+        n=2,
+        length_penalty=0.5,
+        early_stopping=True,
+        stop_token_ids=[5, 6, 7, 8],
+        ignore_eos=True,
+        max_tokens=4,
+        **params,
     )
     search = toy_engine()._acceptor(asked)
     assert isinstance(search, BeamSearch)
-    assert (search.width, search.num_results, search.length_penalty, search.early_stopping) == (3, 2, 0.5, True)
+    assert (search.width, search.num_results, search.length_penalty, search.early_stopping) == (
+        3,
+        2,
+        0.5,
+        True,
+    )
     assert (search.num_end_ids, search.needs_logits) == (4, needs_logits)
 
 
@@ -127,7 +162,9 @@ def test_a_search_is_as_its_request_says(params: dict[str, Any], needs_logits: b
 def tiny_logits(seed: int, tokens: tuple[int, ...]) -> NDArray[np.float32]:
     """Of the row after these tokens, with no KV from before."""
     executable = tiny_executable(tiny_model(seed), "reference", KvConfig((4,), 32, "f32"))
-    return forward(executable, batch_of([Sequence([0, 1, 2, 3], 32)], [list(tokens)], [([], [])], False)).logits[-1]
+    return forward(
+        executable, batch_of([Sequence([0, 1, 2, 3], 32)], [list(tokens)], [([], [])], False)
+    ).logits[-1]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -135,19 +172,35 @@ def tiny_logits(seed: int, tokens: tuple[int, ...]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_on_a_model(backend: str, length_penalty: float, early_stopping: bool) -> None:
     prompt, eos = [7, 8, 9], (60, 3, 17)
-    params = SamplingParams(beam_width=3, n=3, max_tokens=7, length_penalty=length_penalty, early_stopping=early_stopping, logprobs=1)
-    expected = beam_search(prompt, params, lambda tokens: tiny_logits(0, tuple(tokens)), 61, 128, frozenset(eos))
+    params = SamplingParams(
+        beam_width=3,
+        n=3,
+        max_tokens=7,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        logprobs=1,
+    )
+    expected = beam_search(
+        prompt, params, lambda tokens: tiny_logits(0, tuple(tokens)), 61, 128, frozenset(eos)
+    )
     engine = tiny_engine(tiny_model(0), backend, eos_ids=eos, kv_dtype="f32", threads=2)
     (result,) = run_all(engine, [(prompt, params)])
     assert [output.token_ids for output in result.outputs] == [beam.tokens for beam in expected]
-    assert [output.cumulative_logprob for output in result.outputs] == pytest.approx([beam.total for beam in expected], abs=1e-2)
+    assert [output.cumulative_logprob for output in result.outputs] == pytest.approx(
+        [beam.total for beam in expected], abs=1e-2
+    )
     for output in result.outputs:
-        recorded = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs or [], strict=True)]
+        recorded = [
+            entry[token].logprob
+            for token, entry in zip(output.token_ids, output.logprobs or [], strict=True)
+        ]
         assert sum(recorded) == pytest.approx(output.cumulative_logprob, abs=1e-5)
 
 
 def test_beams_share_the_prompt() -> None:
-    """22 tokens of prompt are five whole blocks and a part of one, of which each beam needs its own."""
+    """22 tokens of prompt are five whole blocks and a part of one, of which each beam needs its
+    own.
+    """
     engine = toy_engine(num_blocks=40, block_size=4)
     engine.add_request([1] * 22, SamplingParams(beam_width=6, max_tokens=12))
     used = []
@@ -210,7 +263,10 @@ def test_abort_in_every_state() -> None:
         for request_id in ids:
             result = engine.abort(request_id)
             if result is not None:
-                scores = [(output.cumulative_logprob or 0) / max(1, len(output.token_ids)) for output in result.outputs]
+                scores = [
+                    (output.cumulative_logprob or 0) / max(1, len(output.token_ids))
+                    for output in result.outputs
+                ]
                 assert result.finished and scores == sorted(scores, reverse=True)
                 assert {output.finish_reason for output in result.outputs} <= {"abort", "stop"}
         assert_all_free(engine)
@@ -223,13 +279,17 @@ def test_an_aborted_search_says_the_best_so_far() -> None:
         engine.step()
     result = engine.abort(request_id)
     expected = toy_search([4], SamplingParams(beam_width=3, n=2, max_tokens=4))
-    assert result is not None and [output.token_ids for output in result.outputs] == [beam.tokens for beam in expected]
+    assert result is not None and [output.token_ids for output in result.outputs] == [
+        beam.tokens for beam in expected
+    ]
 
 
 def test_prompt_logprobs() -> None:
     params = SamplingParams(beam_width=3, max_tokens=5, prompt_logprobs=1)
     plain = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    searched, drawn = run_all(toy_engine(max_logit_rows=2), [([1, 2, 3, 4, 5], params), ([1, 2, 3, 4, 5], plain)])
+    searched, drawn = run_all(
+        toy_engine(max_logit_rows=2), [([1, 2, 3, 4, 5], params), ([1, 2, 3, 4, 5], plain)]
+    )
     assert searched.prompt_logprobs == drawn.prompt_logprobs
 
 

@@ -17,7 +17,10 @@ def parts(drafts: list[DraftTree]) -> list[ScheduledSequence]:
     first, second = engine._scheduler.waiting
     first.computed, first.tables = 2, (Table([3, 9]),)
     second.tables = (Table([5, 6]),)
-    return [ScheduledSequence(first, 3, True, draft=drafts[0]), ScheduledSequence(second, 1, False, draft=drafts[1])]
+    return [
+        ScheduledSequence(first, 3, True, draft=drafts[0]),
+        ScheduledSequence(second, 1, False, draft=drafts[1]),
+    ]
 
 
 def test_chains() -> None:

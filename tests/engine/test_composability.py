@@ -1,4 +1,6 @@
-"""Every method with every option, in pairs: tokens and log-probabilities are those of plain decoding, to the last bit."""
+"""Every method with every option, in pairs: tokens and log-probabilities are those of plain
+decoding, to the last bit.
+"""
 
 from collections.abc import Iterator
 from functools import cache
@@ -32,7 +34,9 @@ def model(format: str) -> Any:
     return tiny_model(seed=3, format=format)
 
 
-def parts(case: Case) -> tuple[tuple[Any, Tensors], list[tuple[list[int], SamplingParams]], dict[str, Any]]:
+def parts(
+    case: Case,
+) -> tuple[tuple[Any, Tensors], list[tuple[list[int], SamplingParams]], dict[str, Any]]:
     """Model, requests, and options of both engines."""
     options = merged(case, "model")
     made = model(options.pop("format", "F32"))
@@ -43,7 +47,10 @@ def parts(case: Case) -> tuple[tuple[Any, Tensors], list[tuple[list[int], Sampli
 @cache
 def plain(case: Case) -> list[RequestOutput]:
     made, requests, options = parts(case)
-    return [run_all(tiny_engine(made, "cpu", slots=ROOMY, **options), [request])[0] for request in requests]
+    return [
+        run_all(tiny_engine(made, "cpu", slots=ROOMY, **options), [request])[0]
+        for request in requests
+    ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=title)
@@ -60,7 +67,9 @@ def test_tiny_model(method: Method, case: Case) -> None:
     assert method.happened(stats) and stats.proposer_failures == 0
     assert stats.blocks_free == stats.blocks_total
     assert bool(stats.preemptions) == (options["slots"] < ROOMY)
-    scored = requests[0][1].prompt_logprobs is not None  # the rows that give them cannot come from the cache
+    scored = (
+        requests[0][1].prompt_logprobs is not None
+    )  # the rows that give them cannot come from the cache
     assert scored or bool(stats.cached_tokens) == options["prefix_cache"]
 
 
@@ -75,7 +84,10 @@ def engine_of(method: Method, made: tuple[Any, Tensors], options: dict[str, Any]
 def test_beams_beside_it(method: Method) -> None:
     """A search and requests that draft, in one batch: each gives what it gives alone."""
     made = model("Q4_0")
-    params = [SamplingParams(beam_width=4, n=4, max_tokens=20), SamplingParams(seed=5, max_tokens=MAX_TOKENS, logprobs=1)]
+    params = [
+        SamplingParams(beam_width=4, n=4, max_tokens=20),
+        SamplingParams(seed=5, max_tokens=MAX_TOKENS, logprobs=1),
+    ]
     requests = [(prompt, each) for prompt in PROMPTS for each in params]
     expected = [run_all(tiny_engine(made, "cpu"), [request])[0] for request in requests]
     engine = engine_of(method, made, {"slots": ROOMY, **method.options})
@@ -83,7 +95,11 @@ def test_beams_beside_it(method: Method) -> None:
         same(result, other, exact=True)
         assert not (result.drafts and len(result.outputs) > 1), "a search was given drafts"
     stats = engine.stats()
-    assert method.happened(stats) and stats.proposer_failures == 0 and stats.blocks_free == stats.blocks_total
+    assert (
+        method.happened(stats)
+        and stats.proposer_failures == 0
+        and stats.blocks_free == stats.blocks_total
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,25 +112,43 @@ def executable() -> Iterator[Executable]:
 
 @pytest.fixture(scope="module")
 def plain_real(executable: Executable) -> dict[str, list[RequestOutput]]:
-    return {prompt: run_all(engine_on(executable), real_requests(prompt, titles)[:1]) for prompt, titles in REAL_CASES}
+    return {
+        prompt: run_all(engine_on(executable), real_requests(prompt, titles)[:1])
+        for prompt, titles in REAL_CASES
+    }
 
 
 def real_requests(prompt: str, titles: list[str]) -> list[tuple[list[int], SamplingParams]]:
     """The request, and others beside it where that is what makes for preemption."""
     tokens = checkpoint()[1].encode(prompt)
     params = {"seed": 5, "max_tokens": 70 if "preemption" in titles else 40, "ignore_eos": True}
-    params |= {name: value for option in OPTIONS if option.title in titles for name, value in option.params.items()}
+    params |= {
+        name: value
+        for option in OPTIONS
+        if option.title in titles
+        for name, value in option.params.items()
+    }
     return [(tokens, SamplingParams(**params))] * (4 if "preemption" in titles else 1)
 
 
-@pytest.mark.parametrize(("prompt", "titles"), REAL_CASES, ids=[", ".join(titles) for _, titles in REAL_CASES])
-@pytest.mark.parametrize("method", [method for method in METHODS if not method.draft], ids=lambda method: method.title)
+@pytest.mark.parametrize(
+    ("prompt", "titles"), REAL_CASES, ids=[", ".join(titles) for _, titles in REAL_CASES]
+)
+@pytest.mark.parametrize(
+    "method", [method for method in METHODS if not method.draft], ids=lambda method: method.title
+)
 def test_default_model(
-    executable: Executable, plain_real: dict[str, list[RequestOutput]], method: Method, prompt: str, titles: list[str]
+    executable: Executable,
+    plain_real: dict[str, list[RequestOutput]],
+    method: Method,
+    prompt: str,
+    titles: list[str],
 ) -> None:
     rows = {"max_num_batched_tokens": 7} if "chunked prefill" in titles else {}
     # Equal requests would share their blocks, and none would have to be preempted.
-    blocks: dict[str, Any] = {"num_blocks": 10, "prefix_cache": False} if "preemption" in titles else {}
+    blocks: dict[str, Any] = (
+        {"num_blocks": 10, "prefix_cache": False} if "preemption" in titles else {}
+    )
     engine = engine_on(executable, **blocks, **rows, **method.options)
     for _ in range(2):  # the second time some methods know the answer
         for result in run_all(engine, real_requests(prompt, titles)):

@@ -1,4 +1,6 @@
-"""The controller of adaptive speculation, decision by decision: what it asks for, what it runs, and what it keeps of their prices."""
+"""The controller of adaptive speculation, decision by decision: what it asks for, what it runs, and
+what it keeps of their prices.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +20,18 @@ LEARNER = ProposerTraits(8, learns_from_rows=True)
 
 
 class Machine(StepCost):
-    """A machine whose steps take a known time: by default 10 ms for one row, and 1.6 ms for each further one.
+    """A machine whose steps take a known time: by default 10 ms for one row, and 1.6 ms for each
+    further one.
 
-    So one token of plain decoding takes 10 ms, and n draft rows cost 0.05 + 0.2 n tokens with the margins, for one sequence that draws.
+    So one token of plain decoding takes 10 ms, and n draft rows cost 0.05 + 0.2 n tokens with the
+    margins, for one sequence that draws.
     """
 
-    def __init__(self, seconds: Callable[[int], float] = lambda rows: 0.0084 + 0.0016 * rows, visits: float = 2) -> None:
+    def __init__(
+        self,
+        seconds: Callable[[int], float] = lambda rows: 0.0084 + 0.0016 * rows,
+        visits: float = 2,
+    ) -> None:
         super().__init__()
         self._seconds, self._num_visits = seconds, visits
 
@@ -44,8 +52,12 @@ def chain(nodes: int, **options: Any) -> DraftTree:
     return DraftTree([7] * nodes, list(range(-1, nodes - 1)), **options)
 
 
-def controller_of(price: float, *seqs: Sequence, machine: StepCost | None = None, **traits: ProposerTraits) -> Controller:
-    """A controller in its first step with drafts, which knows its proposers and that asking each for one sequence takes `price` seconds."""
+def controller_of(
+    price: float, *seqs: Sequence, machine: StepCost | None = None, **traits: ProposerTraits
+) -> Controller:
+    """A controller in its first step with drafts, which knows its proposers and that asking each
+    for one sequence takes `price` seconds.
+    """
     controller = Controller(traits or {"m": CHAIN})
     for name in traits or {"m": CHAIN}:
         controller.spend(name, dict.fromkeys(seqs, 1), 0.0)
@@ -60,7 +72,9 @@ def begin(controller: Controller, num_drawing: int = 1, machine: StepCost | None
 
 
 def waits(controller: Controller, seq: Sequence, seconds: float, num_drawing: int = 1) -> bool:
-    """Whether the next look at a sequence is so many seconds from now; time goes on to a moment after it."""
+    """Whether the next look at a sequence is so many seconds from now; time goes on to a moment
+    after it.
+    """
     assert controller.rest == pytest.approx(min(seconds, 0.1))
     controller.finish(seconds * 0.999)
     begin(controller, num_drawing)
@@ -111,11 +125,21 @@ class TestGain:
             (chain(1), 1, 0.5 - 0.25),
             (chain(3), 1, 0.75 - 0.45),  # the third is not worth its row
             (chain(3, indivisible=True), 1, 0.875 - 0.65),
-            (DraftTree([7, 8, 9], [-1, -1, 0]), 1, 0.75 - 0.45),  # the likeliest two, of 1/2, 1/8 and 1/4
-            (chain(1), 2, 0.5 - 0.05 - 1.5 * 0.0016 / 0.0058),  # a token takes half of a step of two
+            (
+                DraftTree([7, 8, 9], [-1, -1, 0]),
+                1,
+                0.75 - 0.45,
+            ),  # the likeliest two, of 1/2, 1/8 and 1/4
+            (
+                chain(1),
+                2,
+                0.5 - 0.05 - 1.5 * 0.0016 / 0.0058,
+            ),  # a token takes half of a step of two
         ],
     )
-    def test_a_draft_pays_if_it_gains_more_than_asking_takes(self, draft: DraftTree, num_drawing: int, gain: float) -> None:
+    def test_a_draft_pays_if_it_gains_more_than_asking_takes(
+        self, draft: DraftTree, num_drawing: int, gain: float
+    ) -> None:
         seconds = gain * (0.01 if num_drawing == 1 else 0.0058)
         for price, pays in ((0.999 * seconds, True), (1.001 * seconds, False)):
             seqs = sequences(*[[1]] * num_drawing)
@@ -128,7 +152,9 @@ class TestGain:
         """So it is no worse than another of that kind: the first is taken."""
         (seq,) = sequences([1])
         controller = controller_of(0.001, seq)
-        bad, worse = (DraftCandidate("m", chain(1, indivisible=indivisible), [value]) for value in (0.2, 0.1))
+        bad, worse = (
+            DraftCandidate("m", chain(1, indivisible=indivisible), [value]) for value in (0.2, 0.1)
+        )
         assert controller.better(worse, bad) is worse and controller.better(bad, worse) is bad
         good = DraftCandidate("m", chain(1), [0.3])
         assert controller.better(good, bad) is controller.better(bad, good) is good
@@ -136,19 +162,25 @@ class TestGain:
     def test_values_are_those_of_the_proposer_on_the_sequence(self) -> None:
         one, other = sequences([1], [2])
         controller = controller_of(0.001, one, other, m=CHAIN, n=CHAIN._replace(acceptance=(0.8,)))
-        assert controller.candidate("m", one, chain(2)) == DraftCandidate("m", chain(2), [0.5, 0.25])
+        assert controller.candidate("m", one, chain(2)) == DraftCandidate(
+            "m", chain(2), [0.5, 0.25]
+        )
         assert controller.candidate("n", one, chain(1)).values == pytest.approx([0.8])
         assert controller.candidate("m", one, NO_DRAFT) == DraftCandidate("m", NO_DRAFT, [])
         controller.learn(one, DraftCandidate("m", chain(1), []), [7])
         of_all = (1 + 3 * 0.5) / 4
-        assert controller.candidate("m", one, chain(1)).values == pytest.approx([(1 + 3 * of_all) / 4])
+        assert controller.candidate("m", one, chain(1)).values == pytest.approx(
+            [(1 + 3 * of_all) / 4]
+        )
         assert controller.candidate("m", other, chain(1)).values == pytest.approx([of_all])
         assert controller.candidate("n", one, chain(1)).values == pytest.approx([0.8])
 
 
 class TestLooks:
     @pytest.mark.parametrize("num_drawing", [1, 2])
-    def test_a_look_that_does_not_pay_takes_half_the_share_of_the_one_before(self, num_drawing: int) -> None:
+    def test_a_look_that_does_not_pay_takes_half_the_share_of_the_one_before(
+        self, num_drawing: int
+    ) -> None:
         seq, *others = sequences(*[[1]] * num_drawing)
         controller = controller_of(0.001, seq, *others)
         for share in (0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0025, 0.0025):
@@ -182,7 +214,9 @@ class TestLooks:
             for _ in range(5):
                 controller.candidate("m", seq, NO_DRAFT)
                 assert controller.rest == 0 and controller.asks("m", seq)
-            controller.candidate("m", seq, chain(1))  # which pays: all that went before is forgotten
+            controller.candidate(
+                "m", seq, chain(1)
+            )  # which pays: all that went before is forgotten
         for share in (0.05, 0.025):
             for _ in range(6):
                 assert controller.rest == 0
@@ -190,7 +224,9 @@ class TestLooks:
             assert waits(controller, seq, 6 * (0.001 + (0.05 + 4 * 0.2) * 0.01) / share)
 
     def test_an_expensive_first_look_waits_as_at_the_last_sequence(self) -> None:
-        """Up to a hundredth of the time of a decoded token, for each token of the sequence, it is cheap."""
+        """Up to a hundredth of the time of a decoded token, for each token of the sequence, it is
+        cheap.
+        """
         for seconds, asks in ((0.0001, True), (0.00011, False)):
             one, other = sequences([1] * 4, [2])
             controller = Controller({"m": CHAIN})
@@ -206,7 +242,9 @@ class TestLooks:
                 assert waits(controller, other, 0.001 / 0.025)
 
     def test_the_price_of_a_first_look_is_an_average(self) -> None:
-        """0.0002 and then nine tenths of it and a tenth of 0.000001, and so on, by token: 0.0001 after eight sequences."""
+        """0.0002 and then nine tenths of it and a tenth of 0.000001, and so on, by token: 0.0001
+        after eight sequences.
+        """
         seqs = sequences(*[[1, 2]] * 9)
         controller = Controller({"m": CHAIN})
         begin(controller)
@@ -234,7 +272,9 @@ class TestRivals:
         for value, asks in ((0.449, True), (0.451, False)):
             controller = controller_of(0.001, seq)
             controller.candidate("m", seq, chain(2))
-            rival = DraftCandidate("n", chain(1), [value])  # gains 0.2 tokens, and so many milliseconds
+            rival = DraftCandidate(
+                "n", chain(1), [value]
+            )  # gains 0.2 tokens, and so many milliseconds
             assert controller.asks("m", seq, rival) is asks
             assert controller.asks("m", seq) and controller.rest == 0
 
@@ -259,7 +299,11 @@ class TestPrices:
         begin(controller)
         controller.spend("m", {seq: 4, other: 4}, 9.0)  # the first look has a price of its own
         price, one, both = 0.0, {seq: 4}, {seq: 4, other: 4}
-        for seconds, counts, nodes in ((0.02, 0.02, one), (0.012, 0.006, both), (9.0, 4 * 0.0024, both)):
+        for seconds, counts, nodes in (
+            (0.02, 0.02, one),
+            (0.012, 0.006, both),
+            (9.0, 4 * 0.0024, both),
+        ):
             controller.spend("m", nodes, seconds)
             price += 0.1 * (counts - price)
             begin(controller, machine=Machine(lambda rows: 0.01))
@@ -272,11 +316,22 @@ class TestBudget:
     CHEAP = Machine(lambda rows: 0.0092 + 0.0008 * rows)
     """A draft row costs 0.1 tokens."""
 
-    def budget(self, most: int, machine: StepCost, *, by_node: float = 0.0, draft: DraftTree = NO_DRAFT, width: int = 1) -> int:
+    def budget(
+        self,
+        most: int,
+        machine: StepCost,
+        *,
+        by_node: float = 0.0,
+        draft: DraftTree = NO_DRAFT,
+        width: int = 1,
+    ) -> int:
         seq, other = sequences([1], [2])
         controller = Controller({"m": ProposerTraits(8, width, acceptance=(0.5, 0.9))})
         controller.spend("m", {seq: 1}, 0.0)
-        for share in (1, 0.3):  # of which there is a tenth, and then a tenth of the difference more: 0.12
+        for share in (
+            1,
+            0.3,
+        ):  # of which there is a tenth, and then a tenth of the difference more: 0.12
             controller.spend("m", {seq: 5}, share * 5 * by_node / 0.12)
         controller.learn(other, DraftCandidate("m", draft, []), [7] * 9)
         begin(controller, machine=machine)
@@ -290,11 +345,18 @@ class TestBudget:
         assert self.budget(8, Machine(lambda rows: float(rows)), width=3) == 3
 
     def test_deeper_as_long_as_it_pays(self) -> None:
-        """Half of the nodes are right at each depth: 0.25 tokens at the second, 0.125 at the third, 0.0625 at the fourth."""
+        """Half of the nodes are right at each depth: 0.25 tokens at the second, 0.125 at the third,
+        0.0625 at the fourth.
+        """
         assert self.budget(8, Machine()) == 2
         assert self.budget(8, self.CHEAP) == 3
         assert self.budget(2, self.CHEAP) == 2
-        for by_node, nodes in ((0.00024, 3), (0.00026, 2), (0.0014, 2), (0.0016, 1)):  # 0.01 s for a token
+        for by_node, nodes in (
+            (0.00024, 3),
+            (0.00026, 2),
+            (0.0014, 2),
+            (0.0016, 1),
+        ):  # 0.01 s for a token
             assert self.budget(8, self.CHEAP, by_node=by_node) == nodes
 
     def test_each_depth_has_so_many_nodes(self) -> None:
@@ -304,28 +366,44 @@ class TestBudget:
         assert self.budget(1, self.CHEAP, width=2) == 1
 
     def test_by_the_rates_of_each_depth(self) -> None:
-        """From one draft: 3/8 at all depths; 5/8 at the first and 0.72 at all others; 5/8 and 0.47."""
+        """From one draft: 3/8 at all depths; 5/8 at the first and 0.72 at all others; 5/8 and
+        0.47.
+        """
         assert self.budget(8, Machine(), draft=DraftTree([8], [-1])) == 1  # 0.14
-        assert self.budget(8, Machine(), draft=DraftTree([7, 7], [-1, 0])) == 4  # 0.45, 0.32, 0.23, 0.17
+        assert (
+            self.budget(8, Machine(), draft=DraftTree([7, 7], [-1, 0])) == 4
+        )  # 0.45, 0.32, 0.23, 0.17
         dear = Machine(lambda rows: 0.008 + 0.002 * rows)  # a row costs 0.25 tokens
         assert self.budget(8, dear, draft=DraftTree([7, 8], [-1, 0])) == 2  # 0.29, 0.14
 
     def test_with_the_rows_of_all_that_draw(self) -> None:
         seqs = sequences([1], [2])
-        controller = controller_of(0.0, *seqs, m=ProposerTraits(8, 1), machine=Machine(lambda rows: 0.01 + 0.004 * (rows > 6)))
-        assert controller.budget("m", seqs[0], 8) == 2  # with a third node of each there are eight rows
+        controller = controller_of(
+            0.0,
+            *seqs,
+            m=ProposerTraits(8, 1),
+            machine=Machine(lambda rows: 0.01 + 0.004 * (rows > 6)),
+        )
+        assert (
+            controller.budget("m", seqs[0], 8) == 2
+        )  # with a third node of each there are eight rows
         begin(controller, 2, self.CHEAP)  # a row costs 0.22 tokens, of one of two sequences
         assert controller.budget("m", seqs[0], 8) == 2
 
 
 class TestChoice:
     def run(
-        self, *drafts: tuple[DraftTree, list[float]], machine: StepCost | None = None, traits: ProposerTraits = CHAIN
+        self,
+        *drafts: tuple[DraftTree, list[float]],
+        machine: StepCost | None = None,
+        traits: ProposerTraits = CHAIN,
     ) -> list[list[int]]:
         """The nodes that run of drafts with these values, each of a sequence."""
         seqs = sequences(*[[1]] * len(drafts))
         controller = controller_of(0.0, *seqs, machine=machine, m=traits)
-        chosen = controller.choose({seq: DraftCandidate("m", *draft) for seq, draft in zip(seqs, drafts, strict=True)})
+        chosen = controller.choose(
+            {seq: DraftCandidate("m", *draft) for seq, draft in zip(seqs, drafts, strict=True)}
+        )
         return [chosen.get(seq, []) for seq in seqs]
 
     def test_as_many_nodes_as_give_the_most_tokens_per_second(self) -> None:
@@ -346,8 +424,14 @@ class TestChoice:
     def test_of_several_sequences(self) -> None:
         """By the mean value of a node. A row costs 0.41 tokens of two sequences that draw."""
         assert self.run((chain(2), [0.9, 0.8]), (chain(1), [0.85])) == [[0, 1], [0]]
-        assert self.run((chain(2), [0.9, 0.3]), (chain(2, indivisible=True), [0.5, 0.3])) == [[0], []]
-        assert self.run((chain(2, indivisible=True), [0.5, 0.3]), (chain(2), [0.9, 0.3])) == [[], [0]]
+        assert self.run((chain(2), [0.9, 0.3]), (chain(2, indivisible=True), [0.5, 0.3])) == [
+            [0],
+            [],
+        ]
+        assert self.run((chain(2, indivisible=True), [0.5, 0.3]), (chain(2), [0.9, 0.3])) == [
+            [],
+            [0],
+        ]
 
     def test_one_trial_for_a_proposer_that_learns_from_rows(self) -> None:
         bad = chain(6), [0.0] * 6

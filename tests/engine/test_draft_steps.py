@@ -1,4 +1,6 @@
-"""Speculative decoding step by step: what is asked for, what runs, and what is observed and kept of it."""
+"""Speculative decoding step by step: what is asked for, what runs, and what is observed and kept of
+it.
+"""
 
 from typing import Any
 
@@ -65,13 +67,20 @@ class Watcher(Oracle):
 
 
 def test_what_a_step_with_drafts_saves_and_shows() -> None:
-    """Three drafts for each of two sequences: two of the one are accepted, and the other has failed."""
+    """Three drafts for each of two sequences: two of the one are accepted, and the other has
+    failed.
+    """
     engine, clock = toy_engine(), Clock()
     for prompt in ([1], [2]):
         engine.add_request(prompt)
-    items = [ScheduledSequence(request.seqs[0], 1, draws=True, first_draw=5) for request in engine._requests.values()]
+    items = [
+        ScheduledSequence(request.seqs[0], 1, draws=True, first_draw=5)
+        for request in engine._requests.values()
+    ]
     watcher = Watcher(lambda position: 1.0, clock, seconds=0.001)
-    speculation = Speculation({"watcher": watcher}, EngineConfig(adaptive_speculation=False), VOCAB, clock)
+    speculation = Speculation(
+        {"watcher": watcher}, EngineConfig(adaptive_speculation=False), VOCAB, clock
+    )
     speculation._costs[2] = Machine()
     drafting, wanted = speculation.ask(items)
     assert drafting and set(wanted) == set(items)
@@ -80,8 +89,14 @@ def test_what_a_step_with_drafts_saves_and_shows() -> None:
     speculation.draft(drafting)
     result = StepResult([], None)
     for _ in range(2):
-        speculation.observe(items, drafting, [Commit(0, [0, 1], [1, 2, 3], [])], result, 8, 0.1, num_launches=1)
-    assert watcher.shown == ([item.seq for item in items], [Commit(0, [0, 1], [1, 2, 3], [], 5, items[0].draft)], result)
+        speculation.observe(
+            items, drafting, [Commit(0, [0, 1], [1, 2, 3], [])], result, 8, 0.1, num_launches=1
+        )
+    assert watcher.shown == (
+        [item.seq for item in items],
+        [Commit(0, [0, 1], [1, 2, 3], [], 5, items[0].draft)],
+        result,
+    )
     asking, token, row = 0.001, 0.0116 / 2, 0.0016
     saved = [2 * (2 * token - 3 * row - asking), 2 * (-3 * row - asking)]
     for item, accepted, seconds in zip(items, (4, 0), saved, strict=True):
@@ -107,7 +122,9 @@ class TestStepCosts:
         assert drafting
         item.draft_budget = wanted[item]
         speculation.draft(drafting)
-        speculation.observe([item], drafting, [Commit(0, [], [1], [])], StepResult([], None), 9, 3.5, num_launches=2)
+        speculation.observe(
+            [item], drafting, [Commit(0, [], [1], [])], StepResult([], None), 9, 3.5, num_launches=2
+        )
         assert speculation._cost([item]).seconds(9) == pytest.approx(1.5, rel=0.01)
 
     def test_now_and_then_where_speculation_rests(self) -> None:
@@ -116,17 +133,27 @@ class TestStepCosts:
         for i in range(64):
             clock.now = 100 + i / 64
             speculation.observe([item], None, [], StepResult([], None), 1, 0.002, num_launches=1)
-        assert speculation._cost([item]).visits(1) == 16  # one of four: after more than 0.05 seconds
+        assert (
+            speculation._cost([item]).visits(1) == 16
+        )  # one of four: after more than 0.05 seconds
 
 
 @pytest.mark.parametrize("others", [[], ["short"], ["short", "long"]])
-def test_a_slow_proposer_is_not_asked_where_a_quick_one_has_a_better_draft(others: list[str]) -> None:
-    """As with `auto` and a draft model: alone, it is asked in every step. One after it is asked all the same."""
+def test_a_slow_proposer_is_not_asked_where_a_quick_one_has_a_better_draft(
+    others: list[str],
+) -> None:
+    """As with `auto` and a draft model: alone, it is asked in every step. One after it is asked all
+    the same.
+    """
     slow: list[Oracle] = []
 
     def make(clock: Clock) -> dict[str, Any]:
         slow.append(Oracle(lambda position: 0.6, clock, seconds=0.001))
-        oracles = {"short": Short(lambda position: 1.0), "slow": slow[0], "long": Oracle(lambda position: 1.0)}
+        oracles = {
+            "short": Short(lambda position: 1.0),
+            "slow": slow[0],
+            "long": Oracle(lambda position: 1.0),
+        }
         return {name: oracles[name] for name in oracles if name in ["slow", *others]}
 
     _, stats, _ = serve(STEP_MS["memory alone"], make, warm=False)

@@ -1,4 +1,6 @@
-"""Models that draft: right models are always right, wrong ones cost little, and what they hold they give back."""
+"""Models that draft: right models are always right, wrong ones cost little, and what they hold they
+give back.
+"""
 
 from collections import Counter
 from time import perf_counter
@@ -24,7 +26,14 @@ MODEL = tiny_model(3, layers=3)
 OTHER = tiny_model(99, layers=1)
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=40)
-PENALISED = SamplingParams(seed=6, presence_penalty=0.7, repetition_penalty=1.2, logit_bias={3: 2.0}, min_tokens=9, max_tokens=40)
+PENALISED = SamplingParams(
+    seed=6,
+    presence_penalty=0.7,
+    repetition_penalty=1.2,
+    logit_bias={3: 2.0},
+    min_tokens=9,
+    max_tokens=40,
+)
 SEVERAL = SamplingParams(n=3, seed=7, max_tokens=30)
 PROMPTS = [[7, 8, 9, 7, 8], [3], list(range(40))]
 ALL_LAYERS = {"draft_model": {}, "self_draft": {"layers": 3}}
@@ -32,7 +41,9 @@ ALL_LAYERS = {"draft_model": {}, "self_draft": {"layers": 3}}
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("how", ALL_LAYERS)
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED, SEVERAL], ids=["greedy", "sampled", "penalised", "n"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, PENALISED, SEVERAL], ids=["greedy", "sampled", "penalised", "n"]
+)
 def test_the_model_itself_is_always_right(backend: str, how: str, params: SamplingParams) -> None:
     requests = [(prompt, params) for prompt in PROMPTS]
     plain = run_all(tiny_engine(MODEL, backend, kv_dtype="f32"), requests)
@@ -78,7 +89,14 @@ def test_a_wrong_model_costs_no_step(params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("draft_slots", [64, 0])
 def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
-    engine, proposers = draft_engine(MODEL, "draft_model", slots=160, draft_slots=draft_slots, max_num_seqs=4, max_num_batched_tokens=16)
+    engine, proposers = draft_engine(
+        MODEL,
+        "draft_model",
+        slots=160,
+        draft_slots=draft_slots,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
     proposer = proposers["draft_model"]
     assert isinstance(proposer, DraftModelProposer)
     lowest = proposer.kv.pools[0].num_free
@@ -98,7 +116,9 @@ def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
 
 def test_a_draft_may_be_made_for_shorter_texts() -> None:
     engine, _ = draft_engine(MODEL, "draft_model", longest=20)
-    (result,) = run_all(engine, [([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))])
+    (result,) = run_all(
+        engine, [([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))]
+    )
     stats = engine.stats()
     assert stats.drafted == stats.accepted and 10 < stats.accepted < 20
     assert len(result.outputs[0].token_ids) == 60
@@ -112,7 +132,9 @@ def test_typical_acceptance_of_trees(how: str, width: int) -> None:
     plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
     accepted = []
     for method in ("exact", "typical"):
-        engine, _ = draft_engine(MODEL, how, layers=2, width=width, depth=2, acceptance_method=method)
+        engine, _ = draft_engine(
+            MODEL, how, layers=2, width=width, depth=2, acceptance_method=method
+        )
         for one, other in zip(run_all(engine, requests), plain, strict=True):
             same(one, other, exact=True)
         run_all(engine, [(prompt, SAMPLED) for prompt in PROMPTS])
@@ -125,20 +147,27 @@ def test_typical_acceptance_of_trees(how: str, width: int) -> None:
 @pytest.mark.parametrize(("how", "options"), [("draft_model", {}), ("self_draft", {"layers": 3})])
 @pytest.mark.parametrize("method", ["rejection", "typical"])
 def test_other_acceptance_methods(how: str, options: dict[str, Any], method: str) -> None:
-    """The model as its own draft: q is p, and every draft survives; greedy tokens are those of plain decoding under any rule."""
+    """The model as its own draft: q is p, and every draft survives; greedy tokens are those of
+    plain decoding under any rule.
+    """
     requests = [(prompt, GREEDY) for prompt in PROMPTS]
     plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
     engine, _ = draft_engine(MODEL, how, acceptance_method=method, **options)
     for one, other in zip(run_all(engine, requests), plain, strict=True):
         same(one, other, exact=True)
     if method == "rejection":
-        run_all(engine, [(prompt, params) for prompt in PROMPTS for params in (SAMPLED, PENALISED, SEVERAL)])
+        run_all(
+            engine,
+            [(prompt, params) for prompt in PROMPTS for params in (SAMPLED, PENALISED, SEVERAL)],
+        )
     stats = engine.stats()
     assert stats.drafted == stats.accepted > 0 and stats.proposer_failures == 0
 
 
 class EveryOther(Speculation):
-    """Runs a part of each chain, as long as the number of the step says: as the controller does, it does not look at the tokens."""
+    """Runs a part of each chain, as long as the number of the step says: as the controller does, it
+    does not look at the tokens.
+    """
 
     num_steps = 0
 
@@ -146,7 +175,9 @@ class EveryOther(Speculation):
         super().draft(drafting)
         self.num_steps += 1
         for item in {item for asked in drafting.asked.values() for item in asked}:
-            item.draft = prune(item.draft, list(range(min(len(item.draft.tokens), 1 + self.num_steps % 3))))
+            item.draft = prune(
+                item.draft, list(range(min(len(item.draft.tokens), 1 + self.num_steps % 3)))
+            )
 
 
 class Certain:
@@ -162,14 +193,24 @@ class Certain:
 
 
 @pytest.mark.parametrize(
-    ("speculation", "others"), [(Speculation, {}), (EveryOther, {}), (Speculation, {"certain": Certain()})], ids=["draft", "cut", "mixed"]
+    ("speculation", "others"),
+    [(Speculation, {}), (EveryOther, {}), (Speculation, {"certain": Certain()})],
+    ids=["draft", "cut", "mixed"],
 )
-def test_rejection_in_the_engine_keeps_the_distribution(speculation: type[Speculation], others: dict[str, Any]) -> None:
-    """The second and third token of many short texts, over several steps, with a draft that is wrong about half of them."""
+def test_rejection_in_the_engine_keeps_the_distribution(
+    speculation: type[Speculation], others: dict[str, Any]
+) -> None:
+    """The second and third token of many short texts, over several steps, with a draft that is
+    wrong about half of them.
+    """
     draft = DraftModelProposer(HalfRight(4), toy_kv(400, 4), 40, 3, 1, probabilities=True)
     # Few rows for drafts, so that the longer draft does not always win.
-    engine = toy_engine(num_blocks=400, proposer=draft, acceptance_method="rejection", max_logit_rows=64)
-    engine._speculation = engine._loop.speculation = speculation({**others, "test": draft}, engine.config, VOCAB, perf_counter)
+    engine = toy_engine(
+        num_blocks=400, proposer=draft, acceptance_method="rejection", max_logit_rows=64
+    )
+    engine._speculation = engine._loop.speculation = speculation(
+        {**others, "test": draft}, engine.config, VOCAB, perf_counter
+    )
     results = run_all(engine, [([1], SamplingParams(max_tokens=5)) for _ in range(5000)])
     after = [softmax(toy_logits([1, first])) for first in range(VOCAB)]
     first = softmax(toy_logits([1]))
@@ -180,7 +221,9 @@ def test_rejection_in_the_engine_keeps_the_distribution(speculation: type[Specul
             third += first[x] * after[x][y] * softmax(toy_logits([1, x, y]))
     tokens = [result.outputs[0].token_ids for result in results]
     assert is_drawn_from(Counter((t[1],) for t in tokens), second)
-    assert is_drawn_from(Counter((t[2],) for t in tokens), {(t,): float(p) for t, p in enumerate(third)})
+    assert is_drawn_from(
+        Counter((t[2],) for t in tokens), {(t,): float(p) for t, p in enumerate(third)}
+    )
     stats = engine.stats()
     assert 0.2 < stats.drafts["test"].acceptance_rate < 0.9 and stats.proposer_failures == 0
     assert all(books.accepted > 200 for books in stats.drafts.values())

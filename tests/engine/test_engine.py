@@ -35,7 +35,11 @@ class TestRefusals:
         ("prompt", "params", "message"),
         [
             ([], {}, "the prompt is empty"),
-            ([1] * 40, {}, "the prompt has 40 tokens, and the context of 40 must hold it and one more"),
+            (
+                [1] * 40,
+                {},
+                "the prompt has 40 tokens, and the context of 40 must hold it and one more",
+            ),
             ([1] * 5000, {}, "the prompt has 5,000 tokens"),
             ([VOCAB], {}, "prompt_token_ids has 23, and the vocabulary ends at 22"),
             ([-1], {}, "prompt_token_ids must be a whole number from 0"),
@@ -46,7 +50,12 @@ class TestRefusals:
             (7, {}, "prompt_token_ids must be a list"),
             ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids has 23"),
             ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias has 23"),
-            ([1] * 30, {"max_tokens": 8}, "the prompt of 30 tokens and 8 more need up to 10 blocks of 4 tokens, and there are 9"),
+            (
+                [1] * 30,
+                {"max_tokens": 8},
+                "the prompt of 30 tokens and 8 more need up to 10 blocks of 4 tokens, and "
+                "there are 9",
+            ),
             ([1] * 39, {"max_tokens": None}, "and all possible more need up to 10 blocks"),
         ],
     )
@@ -79,7 +88,9 @@ class TestRefusals:
 class TestEnds:
     def test_the_context_cuts_max_tokens(self) -> None:
         for max_tokens in (100, None):
-            (result,) = run_all(toy_engine(), [([1] * 35, SamplingParams(max_tokens=max_tokens, seed=1))])
+            (result,) = run_all(
+                toy_engine(), [([1] * 35, SamplingParams(max_tokens=max_tokens, seed=1))]
+            )
             (output,) = result.outputs
             assert (len(output.token_ids), output.finish_reason) == (5, "length")
 
@@ -98,7 +109,10 @@ class TestEnds:
             traits = ProposerTraits(8)
 
             def propose(self, seqs: list[Any], budgets: list[int]) -> list[Any]:
-                rest = [free[len(b.known) : len(b.known) + r] for b, r in zip(seqs, budgets, strict=True)]
+                rest = [
+                    free[len(b.known) : len(b.known) + r]
+                    for b, r in zip(seqs, budgets, strict=True)
+                ]
                 return [DraftTree(r, list(range(-1, len(r) - 1))) for r in rest]
 
             def observe(self, *_: Any) -> None: ...
@@ -116,7 +130,9 @@ class TestEnds:
 
 
 def test_terms_that_are_not_given() -> None:
-    """Requests without a priority have that of 0, and are served as they come; a prompt's text is that of its result."""
+    """Requests without a priority have that of 0, and are served as they come; a prompt's text is
+    that of its result.
+    """
     engine = toy_engine(max_num_seqs=1)
     ids = [
         engine.add_request([1], GREEDY),
@@ -124,7 +140,9 @@ def test_terms_that_are_not_given() -> None:
         engine.add_request([3], GREEDY, priority=0, prompt="three"),
     ]
     results = [update.result for update in drain(engine) if update.result]
-    assert [(result.request_id, result.prompt) for result in results] == list(zip(ids, (None, None, "three"), strict=True))
+    assert [(result.request_id, result.prompt) for result in results] == list(
+        zip(ids, (None, None, "three"), strict=True)
+    )
 
 
 class TestAbort:
@@ -137,7 +155,10 @@ class TestAbort:
                 engine.step()
             for request_id in reversed(ids):
                 result = engine.abort(request_id)
-                assert result is None or {o.finish_reason for o in result.outputs} <= {"abort", "length"}
+                assert result is None or {o.finish_reason for o in result.outputs} <= {
+                    "abort",
+                    "length",
+                }
                 assert engine.abort(request_id) is None
             assert not engine.has_work
             serves(engine)
@@ -157,35 +178,59 @@ class TestAbort:
 
 def test_updates_say_whose_they_are() -> None:
     engine = toy_engine()
-    ids = [engine.add_request([token, 2], SamplingParams(n=2, seed=token, max_tokens=9)) for token in (1, 5)]
+    ids = [
+        engine.add_request([token, 2], SamplingParams(n=2, seed=token, max_tokens=9))
+        for token in (1, 5)
+    ]
     updates = drain(engine)
     for request_id in ids:
-        (result,) = [update.result for update in updates if update.result and update.request_id == request_id]
+        (result,) = [
+            update.result for update in updates if update.result and update.request_id == request_id
+        ]
         for output in result.outputs:
-            own = [update for update in updates if (update.request_id, update.index) == (request_id, output.index)]
+            own = [
+                update
+                for update in updates
+                if (update.request_id, update.index) == (request_id, output.index)
+            ]
             assert [token for update in own for token in update.token_ids] == output.token_ids
             assert "".join(update.text for update in own) == output.text
-            assert [update.finish_reason for update in own if update.finish_reason] == [output.finish_reason]
+            assert [update.finish_reason for update in own if update.finish_reason] == [
+                output.finish_reason
+            ]
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_prompt_logprobs_are_those_of_the_tokens_that_came(late: bool) -> None:
     engine = toy_engine(max_logit_rows=9, late=late)
-    prompts = {0: [3, 1, 4, 1, 5, 9, 2, 6], 2: [2, 7, 1, 8]}  # by how many of the likeliest tokens are asked for
+    prompts = {
+        0: [3, 1, 4, 1, 5, 9, 2, 6],
+        2: [2, 7, 1, 8],
+    }  # by how many of the likeliest tokens are asked for
     requests = [
         ([7, 7], GREEDY),
-        *((prompt, SamplingParams(temperature=0, prompt_logprobs=n, max_tokens=4)) for n, prompt in prompts.items()),
+        *(
+            (prompt, SamplingParams(temperature=0, prompt_logprobs=n, max_tokens=4))
+            for n, prompt in prompts.items()
+        ),
     ]
     plain, *results = run_all(engine, requests)
-    assert plain.prompt_logprobs is None and [7, 7, *plain.outputs[0].token_ids] == plain_decoding([7, 7], GREEDY, 0)
+    assert plain.prompt_logprobs is None and [7, 7, *plain.outputs[0].token_ids] == plain_decoding(
+        [7, 7], GREEDY, 0
+    )
     for (num, prompt), result in zip(prompts.items(), results, strict=True):
         first, *others = result.prompt_logprobs or []
         assert first is None and len(others) == len(prompt) - 1
         for i, described in enumerate(others, 1):
             expected = token_logprobs(toy_logits(prompt[:i]), prompt[i], num)
-            assert next(iter(described)) == prompt[i] and set(described) == {prompt[i], *expected.top_ids}
+            assert next(iter(described)) == prompt[i] and set(described) == {
+                prompt[i],
+                *expected.top_ids,
+            }
             assert described[prompt[i]][:2] == (expected.logprob, expected.rank)
-        assert [*prompt, *result.outputs[0].token_ids] == plain_decoding(prompt, replace(GREEDY, max_tokens=4), 0)
+        assert [*prompt, *result.outputs[0].token_ids] == plain_decoding(
+            prompt, replace(GREEDY, max_tokens=4), 0
+        )
 
 
 class TestFailures:
@@ -196,7 +241,9 @@ class TestFailures:
         for result in (results[0], results[2]):
             assert [1, 2, 3, *result.outputs[0].token_ids] == plain_decoding([1, 2, 3], GREEDY, 0)
         assert isinstance(results[1].error, NonFiniteLogitsError)
-        assert [(o.finish_reason, o.stop_reason) for o in results[1].outputs] == [("error", str(results[1].error))] * 3
+        assert [(o.finish_reason, o.stop_reason) for o in results[1].outputs] == [
+            ("error", str(results[1].error))
+        ] * 3
         serves(engine)
 
     def test_half_way(self) -> None:
@@ -205,14 +252,22 @@ class TestFailures:
         engine = toy_engine(broken=broken)
         (result,) = run_all(engine, [([4], SamplingParams(temperature=0, max_tokens=12))])
         (output,) = result.outputs
-        assert (output.token_ids, output.finish_reason) == (drawn[: drawn.index(broken) + 1], "error")
+        assert (output.token_ids, output.finish_reason) == (
+            drawn[: drawn.index(broken) + 1],
+            "error",
+        )
         assert "non-finite logits" in str(output.stop_reason)
 
     def test_in_prompt_logprobs(self) -> None:
         engine = toy_engine(broken=5, max_logit_rows=1)
         (result,) = run_all(engine, [([1, 2, 5, 3], SamplingParams(prompt_logprobs=0))])
-        assert isinstance(result.error, NonFiniteLogitsError) and "non-finite logits" in str(result.error)
-        assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == ("error", str(result.error))
+        assert isinstance(result.error, NonFiniteLogitsError) and "non-finite logits" in str(
+            result.error
+        )
+        assert (result.outputs[0].finish_reason, result.outputs[0].stop_reason) == (
+            "error",
+            str(result.error),
+        )
         serves(engine)
 
     @pytest.mark.parametrize("where", ["propose", "observe"])
@@ -267,11 +322,16 @@ def test_timing_sums_to_wall_time() -> None:
 
 
 @pytest.mark.parametrize("control", [True, False])
-@pytest.mark.parametrize("method", [*(name for name in METHODS if name not in NEEDS), "draft_model"])
+@pytest.mark.parametrize(
+    "method", [*(name for name in METHODS if name not in NEEDS), "draft_model"]
+)
 def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
     """Whatever a proposer holds for a sequence goes when the sequence ends."""
     draft = DraftModel(ToyExecutable(4), toy_kv(64, 4), 40)
-    engine = toy_engine(proposer=METHODS[method](EngineConfig(draft_depth=1), DraftModels(draft)), adaptive_speculation=control)
+    engine = toy_engine(
+        proposer=METHODS[method](EngineConfig(draft_depth=1), DraftModels(draft)),
+        adaptive_speculation=control,
+    )
     gc.disable()
     try:
         engine.add_request([1, 2] * 4, SamplingParams(n=3, seed=1))

@@ -1,4 +1,6 @@
-"""Errors in the middle of a step: whatever raises, each request has its tokens, but the one that it is an error of; no block is lost."""
+"""Errors in the middle of a step: whatever raises, each request has its tokens, but the one that it
+is an error of; no block is lost.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -67,11 +69,18 @@ def is_whole(engine: Engine) -> bool:
     """Whether all blocks are free, and the engine still serves as it should."""
     engine._kv.check([])
     scheduler = engine._scheduler
-    assert not scheduler.running and not scheduler.waiting and not scheduler._dropped and not engine._requests
+    assert (
+        not scheduler.running
+        and not scheduler.waiting
+        and not scheduler._dropped
+        and not engine._requests
+    )
     assert not engine._deadlines._heap[16:]
     (result,) = run(engine, [([5, 6, 7, 8, 9], SAMPLED)])
     engine._kv.check([])
-    return [5, 6, 7, 8, 9, *result.outputs[0].token_ids] == plain_decoding([5, 6, 7, 8, 9], SAMPLED, 0)
+    return [5, 6, 7, 8, 9, *result.outputs[0].token_ids] == plain_decoding(
+        [5, 6, 7, 8, 9], SAMPLED, 0
+    )
 
 
 PLACES: dict[str, Callable[[Engine, Fault], tuple[Any, str]]] = {
@@ -103,7 +112,13 @@ def test_wherever_a_step_fails(place: str, late: bool, monkeypatch: pytest.Monke
     for at in (1, 2, 3, 5, 9, 17):
         for side in ("before", "after"):
             with monkeypatch.context() as patch:
-                engine = toy_engine(num_blocks=11, late=late, max_num_seqs=6, multi_step_ms=5, proposer={} if late else None)
+                engine = toy_engine(
+                    num_blocks=11,
+                    late=late,
+                    max_num_seqs=6,
+                    multi_step_ms=5,
+                    proposer={} if late else None,
+                )
                 fault = Fault(at, MemoryError("no more memory"))
                 owner, name = PLACES[place](engine, fault)
                 patch.setattr(owner, name, getattr(fault, side)(getattr(owner, name)))
@@ -121,35 +136,61 @@ def answer(result: RequestOutput) -> object:
 
 @pytest.mark.parametrize("place", ["build", "draws", "draft", "find", "launch"])
 @pytest.mark.parametrize("batching", ["inflight", "static"])
-def test_the_request_that_steps_fail_of_ends_alone(place: str, batching: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever it is, from its first token on or from a later one: the others have the tokens that they would have had."""
+def test_the_request_that_steps_fail_of_ends_alone(
+    place: str, batching: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is, from its first token on or from a later one: the others have the tokens that
+    they would have had.
+    """
     expected = run(toy_engine(), REQUESTS)
     for culprit, (_, params) in enumerate(REQUESTS):
         for num_tokens in (0, 3):
             with monkeypatch.context() as patch:
-                engine = toy_engine(num_blocks=14, max_num_seqs=6, batching=batching, late=place == "launch" and batching == "inflight")
+                engine = toy_engine(
+                    num_blocks=14,
+                    max_num_seqs=6,
+                    batching=batching,
+                    late=place == "launch" and batching == "inflight",
+                )
                 error = ArithmeticError("this one")
                 owners = {"build": (step_module, "build"), "draws": (step_module, "prepare_draws")}
-                owners |= {"draft": (engine._speculation, "ask"), "find": (engine._loop.jump_forward, "find")}
+                owners |= {
+                    "draft": (engine._speculation, "ask"),
+                    "find": (engine._loop.jump_forward, "find"),
+                }
                 owner, name = owners.get(place, (engine._loop.multi_step, "plan"))
-                patch.setattr(owner, name, failing_of(culprit, num_tokens, error, getattr(owner, name)))
+                patch.setattr(
+                    owner, name, failing_of(culprit, num_tokens, error, getattr(owner, name))
+                )
                 results = run(engine, REQUESTS)
             failed = results.pop(culprit)
-            assert failed.error is error and {output.finish_reason for output in failed.outputs} == {"error"}
+            assert failed.error is error and {
+                output.finish_reason for output in failed.outputs
+            } == {"error"}
             said = [output.token_ids for output in failed.outputs]
             wholes = [output.token_ids for output in expected[culprit].outputs]
             if params.beam_width is None:
-                assert all(tokens == whole[: len(tokens)] for tokens, whole in zip(said, wholes, strict=True))
+                assert all(
+                    tokens == whole[: len(tokens)]
+                    for tokens, whole in zip(said, wholes, strict=True)
+                )
                 assert all(len(tokens) >= num_tokens for tokens in said)
-            assert [answer(result) for result in results] == [answer(result) for i, result in enumerate(expected) if i != culprit]
+            assert [answer(result) for result in results] == [
+                answer(result) for i, result in enumerate(expected) if i != culprit
+            ]
             assert is_whole(engine)
 
 
-def failing_of(culprit: int, num_tokens: int, error: Exception, function: Callable[..., Any]) -> Callable[..., Any]:
+def failing_of(
+    culprit: int, num_tokens: int, error: Exception, function: Callable[..., Any]
+) -> Callable[..., Any]:
     """The function, which fails of sequences of one request that have so many tokens."""
 
     def call(scheduled: list[ScheduledSequence], *args: Any, **options: Any) -> Any:
-        if any(item.seq.request.number == culprit and len(item.seq.output.token_ids) >= num_tokens for item in scheduled):
+        if any(
+            item.seq.request.number == culprit and len(item.seq.output.token_ids) >= num_tokens
+            for item in scheduled
+        ):
             raise error
         return function(scheduled, *args, **options)
 
@@ -161,11 +202,19 @@ def test_what_is_embedded_begins_again(pooling: Pooling, monkeypatch: pytest.Mon
     """The second chunk of the prompt fails once behind its launch, so its rows have been pooled."""
     engine, prompt = toy_engine(max_num_batched_tokens=4), list(range(1, 12))
     launch = engine._loop.executable.launch
-    monkeypatch.setattr(engine._loop.executable, "launch", Fault(2, RuntimeError("the device is lost")).after(launch))
+    monkeypatch.setattr(
+        engine._loop.executable,
+        "launch",
+        Fault(2, RuntimeError("the device is lost")).after(launch),
+    )
     engine.add(engine.check(prompt, pooling=PoolingParams(pooling=pooling)))
     result = drain(engine)[-1].result
     assert engine.stats().failed_steps == 1
-    assert result is not None and result.error is None and np.array_equal(result.embedding, toy_vector(prompt, pooling))  # type: ignore[arg-type]
+    assert (
+        result is not None
+        and result.error is None
+        and np.array_equal(result.embedding, toy_vector(prompt, pooling))
+    )  # type: ignore[arg-type]
 
 
 def test_suspects_go_one_by_one_and_then_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +239,17 @@ def test_one_that_cannot_be_admitted_ends(monkeypatch: pytest.MonkeyPatch) -> No
     """No request runs when it is looked for in the cache; those behind it in the queue go on."""
     engine = toy_engine(max_num_seqs=1)
     find = engine._scheduler._find
-    monkeypatch.setattr(engine._scheduler, "_find", lambda seq: 1 / 0 if seq.request.number == 1 else find(seq))
+    monkeypatch.setattr(
+        engine._scheduler, "_find", lambda seq: 1 / 0 if seq.request.number == 1 else find(seq)
+    )
     results = run(engine, [([i, 2, 3], SAMPLED) for i in range(3)])
     assert [type(result.error) for result in results] == [type(None), ZeroDivisionError, type(None)]
     assert engine.stats().failed_steps == 2 and is_whole(engine)
 
 
-def test_an_error_that_is_kept_keeps_no_sequence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_is_kept_keeps_no_sequence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What a draft model holds for a sequence is free when the sequence is."""
     engine = toy_engine()
     engine.add_request([1, 2, 3], SAMPLED)
@@ -204,9 +257,15 @@ def test_an_error_that_is_kept_keeps_no_sequence(monkeypatch: pytest.MonkeyPatch
     old = weakref.ref(seq)
     del seq
     fault = Fault(1, RuntimeError("the device is lost"))
-    monkeypatch.setattr(engine._loop.executable, "launch", fault.before(engine._loop.executable.launch))
+    monkeypatch.setattr(
+        engine._loop.executable, "launch", fault.before(engine._loop.executable.launch)
+    )
     engine.step()
-    assert caplog.records[0].exc_info and caplog.records[0].exc_info[1] is fault.error and old() is None
+    assert (
+        caplog.records[0].exc_info
+        and caplog.records[0].exc_info[1] is fault.error
+        and old() is None
+    )
     drain(engine)
     assert is_whole(engine)
 
@@ -214,7 +273,9 @@ def test_an_error_that_is_kept_keeps_no_sequence(monkeypatch: pytest.MonkeyPatch
 def test_a_suspect_that_is_aborted_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine()
     fault = Fault(1, RuntimeError("the device is lost"))
-    monkeypatch.setattr(engine._loop.executable, "launch", fault.before(engine._loop.executable.launch))
+    monkeypatch.setattr(
+        engine._loop.executable, "launch", fault.before(engine._loop.executable.launch)
+    )
     ids = [engine.add_request([i, 2, 3], SAMPLED) for i in range(2)]
     engine.step()
     assert len(engine._scheduler.suspects) == 2
@@ -228,7 +289,11 @@ def test_the_prefix_cache_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = list(range(10))
     assert [run(engine, [(prompt, SAMPLED)])[0].cached_tokens for _ in range(2)] == [0, 8]
     assert engine.stats().blocks_cached
-    monkeypatch.setattr(engine._loop.executable, "launch", Fault(1, RuntimeError()).before(engine._loop.executable.launch))
+    monkeypatch.setattr(
+        engine._loop.executable,
+        "launch",
+        Fault(1, RuntimeError()).before(engine._loop.executable.launch),
+    )
     engine.add_request(prompt, SAMPLED)
     engine.step()
     assert engine.stats().blocks_cached == 0
@@ -237,8 +302,14 @@ def test_the_prefix_cache_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_always_fails_ends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine(max_num_seqs=2)
-    monkeypatch.setattr(engine._loop.executable, "launch", Fault(1, OSError("gone")).after(lambda *args, **options: 1 / 0))
-    assert [type(result.error) for result in run(engine, REQUESTS)] == [ZeroDivisionError] * len(REQUESTS)
+    monkeypatch.setattr(
+        engine._loop.executable,
+        "launch",
+        Fault(1, OSError("gone")).after(lambda *args, **options: 1 / 0),
+    )
+    assert [type(result.error) for result in run(engine, REQUESTS)] == [ZeroDivisionError] * len(
+        REQUESTS
+    )
     engine._kv.check([])
 
 
@@ -253,7 +324,12 @@ class TestTokenizer:
         engine.close()
 
     @pytest.mark.parametrize(
-        "params", [SAMPLED, SamplingParams(seed=3, max_tokens=9, logprobs=1), SamplingParams(seed=3, n=2, max_tokens=9)]
+        "params",
+        [
+            SAMPLED,
+            SamplingParams(seed=3, max_tokens=9, logprobs=1),
+            SamplingParams(seed=3, n=2, max_tokens=9),
+        ],
     )
     def test_while_it_decodes(self, engine: Engine, params: SamplingParams) -> None:
         good = SamplingParams(seed=3, max_tokens=9)
@@ -273,14 +349,19 @@ class TestTokenizer:
         engine.step()
         engine._requests[request_id].seqs[0].output._decoder.push = self.fails  # type: ignore[method-assign]
         result = drain(engine)[-1].result
-        assert result is not None and [output.finish_reason for output in result.outputs] == ["error", "error"]
+        assert result is not None and [output.finish_reason for output in result.outputs] == [
+            "error",
+            "error",
+        ]
         assert len(result.outputs[1].token_ids) == 1
 
     @pytest.mark.parametrize("reason", ["length", "abort", "timeout"])
     def test_at_the_end(self, reason: str) -> None:
         now = [0.0]
         engine = toy_engine(clock=lambda: now[0])
-        request_id = engine.add_request([1, 2, 3], SamplingParams(seed=3, max_tokens=2 if reason == "length" else 20), timeout=5)
+        request_id = engine.add_request(
+            [1, 2, 3], SamplingParams(seed=3, max_tokens=2 if reason == "length" else 20), timeout=5
+        )
         engine.step()
         engine._requests[request_id].seqs[0].output._decoder.flush = self.fails  # type: ignore[method-assign]
         if reason == "abort":
@@ -288,13 +369,21 @@ class TestTokenizer:
         else:
             now[0] = 9.0 if reason == "timeout" else 0.0
             result = drain(engine)[-1].result
-        assert result is not None and isinstance(result.error, KeyError) and result.outputs[0].finish_reason == "error"
+        assert (
+            result is not None
+            and isinstance(result.error, KeyError)
+            and result.outputs[0].finish_reason == "error"
+        )
         assert is_whole(engine)
 
-    def test_while_it_describes_the_prompt(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_while_it_describes_the_prompt(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(resolve, "describe", self.fails)
         params = SamplingParams(temperature=0, max_tokens=9)
-        failed, good = run(engine, [([1, 2, 3], SamplingParams(prompt_logprobs=1)), ([4, 5], params)])
+        failed, good = run(
+            engine, [([1, 2, 3], SamplingParams(prompt_logprobs=1)), ([4, 5], params)]
+        )
         assert isinstance(failed.error, KeyError) and failed.outputs[0].finish_reason == "error"
         assert [4, 5, *good.outputs[0].token_ids] == plain_decoding([4, 5], params, 0)
 
@@ -330,7 +419,9 @@ def test_a_request_may_wait_so_long_and_no_longer() -> None:
     assert {update.request_id for update in updates} == {first}
     now[0] = 5.0
     ended = [update for update in engine.step() if update.finish_reason]
-    assert [(update.request_id, update.finish_reason, update.token_ids) for update in ended] == [(second, "timeout", [])]
+    assert [(update.request_id, update.finish_reason, update.token_ids) for update in ended] == [
+        (second, "timeout", [])
+    ]
     assert [update.finish_reason for update in drain(engine) if update.result] == ["length"]
     assert not engine._queue_deadlines and is_whole(engine)
 
@@ -348,7 +439,9 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
 
 
 def test_deadlines_are_swept_when_most_are_of_ended_requests() -> None:
-    """Of forty, those that are left keep their order; a heap of sixteen more than twice the live ones is not swept yet."""
+    """Of forty, those that are left keep their order; a heap of sixteen more than twice the live
+    ones is not swept yet.
+    """
     engine, deadlines = toy_engine(), Deadlines()
     ids = [engine.add_request([1]) for _ in range(40)]
     times = {engine._requests[request_id]: 17 * i % 40 for i, request_id in enumerate(ids)}
@@ -361,12 +454,16 @@ def test_deadlines_are_swept_when_most_are_of_ended_requests() -> None:
     deadlines.discard(last)
     assert (len(deadlines), len(deadlines._heap)) == (11, 11)
     left = sorted(list(times)[29:], key=times.__getitem__)
-    assert [deadlines.overdue(times[request]) for request in left] == [[request] for request in left]
+    assert [deadlines.overdue(times[request]) for request in left] == [
+        [request] for request in left
+    ]
     assert not deadlines and not deadlines._heap
 
 
 def test_what_one_request_costs_does_not_grow_with_the_others() -> None:
-    """Ranks that are looked at to drop a sequence, as many as the binary logarithm of those that wait."""
+    """Ranks that are looked at to drop a sequence, as many as the binary logarithm of those that
+    wait.
+    """
     engine = toy_engine(max_num_seqs=4, num_blocks=64)
     for _ in range(2000):
         engine.add_request([1, 2], SamplingParams(max_tokens=1))

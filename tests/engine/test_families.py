@@ -1,4 +1,6 @@
-"""Promise 1 and drafts, for every family and variant: the same tokens alone and beside others, in chunks, with drafts, with int8 KV."""
+"""Promise 1 and drafts, for every family and variant: the same tokens alone and beside others, in
+chunks, with drafts, with int8 KV.
+"""
 
 from typing import Any
 
@@ -15,15 +17,21 @@ FEW = [0, 1, 3, 5]
 
 
 def keeps_the_promise(model: tuple[ModelSpec, Tensors], kv_dtype: Any, **options: Any) -> None:
-    by_themselves = tiny_engine(model, "cpu", kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False)
+    by_themselves = tiny_engine(
+        model, "cpu", kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False
+    )
     alone = {which: run_all(by_themselves, [REQUESTS[which]])[0] for which in FEW}
     if options.pop("drafts", False):
-        options["proposer"] = RandomTrees(0, VOCAB, truth([alone.get(i, alone[0]) for i in range(len(REQUESTS))], FEW), 9)
+        options["proposer"] = RandomTrees(
+            0, VOCAB, truth([alone.get(i, alone[0]) for i in range(len(REQUESTS))], FEW), 9
+        )
     engine = tiny_engine(model, "cpu", kv_dtype=kv_dtype, slots=800, **options)
     for result, which in zip(run_all(engine, [REQUESTS[which] for which in FEW]), FEW, strict=True):
         same(result, alone[which], exact=True)
     stats = engine.stats()
-    assert stats.blocks_free == stats.blocks_total and (stats.accepted > 0) == ("proposer" in options)
+    assert stats.blocks_free == stats.blocks_total and (stats.accepted > 0) == (
+        "proposer" in options
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -1,4 +1,6 @@
-"""A step is launched before the last one is finished, if it does not depend on its results; the results stay the same."""
+"""A step is launched before the last one is finished, if it does not depend on its results; the
+results stay the same.
+"""
 
 from typing import Any
 
@@ -21,7 +23,10 @@ def overlaps(engine: Engine) -> int:
 
 @pytest.mark.parametrize("multi_step_ms", [0, 1e6])
 def test_plain_decoding_overlaps(multi_step_ms: float) -> None:
-    requests = [([1, 2, 3], SamplingParams(temperature=0, max_tokens=30)), ([4, 5], SamplingParams(seed=1, max_tokens=25, n=3))]
+    requests = [
+        ([1, 2, 3], SamplingParams(temperature=0, max_tokens=30)),
+        ([4, 5], SamplingParams(seed=1, max_tokens=25, n=3)),
+    ]
     late, plain = (toy_engine(late=late, multi_step_ms=multi_step_ms) for late in (True, False))
     for one, other in zip(run_all(late, requests), run_all(plain, requests), strict=True):
         same(one, other, exact=True)
@@ -38,9 +43,13 @@ def test_plain_decoding_overlaps(multi_step_ms: float) -> None:
     ],
     ids=["drafts", "beams", "static"],
 )
-def test_steps_that_depend_on_results_do_not_overlap(options: dict[str, Any], params: dict[str, Any]) -> None:
+def test_steps_that_depend_on_results_do_not_overlap(
+    options: dict[str, Any], params: dict[str, Any]
+) -> None:
     engine = toy_engine(late=True, **options)
-    run_all(engine, [([1, 2, 3], SamplingParams(**{"temperature": 0.0, "max_tokens": 12} | params))])
+    run_all(
+        engine, [([1, 2, 3], SamplingParams(**{"temperature": 0.0, "max_tokens": 12} | params))]
+    )
     assert overlaps(engine) == 0
 
 
@@ -71,7 +80,9 @@ def test_an_abort_between_launch_and_finish_is_not_noticed_by_others() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_real_backend_overlaps(backend: str) -> None:
     model = tiny_model(5, window=6)
-    late, plain = (tiny_engine(model, backend, late=late, eos_ids=(60,), slots=3200) for late in (True, False))
+    late, plain = (
+        tiny_engine(model, backend, late=late, eos_ids=(60,), slots=3200) for late in (True, False)
+    )
     for one, other in zip(run_all(late, REQUESTS * 2), run_all(plain, REQUESTS * 2), strict=True):
         same(one, other, exact=backend == "cpu")
     assert overlaps(late) > 5

@@ -1,4 +1,6 @@
-"""Where a request ends, and what it may need: at the context, at a stop string, exactly at the size of the pool."""
+"""Where a request ends, and what it may need: at the context, at a stop string, exactly at the size
+of the pool.
+"""
 
 import pytest
 
@@ -10,7 +12,12 @@ MODEL = tiny_model(0)
 POOLED = PoolingParams(pooling="mean")
 
 
-def run(prompt: list[int], params: SamplingParams | None = None, pooling: PoolingParams | None = None, **options: object) -> RequestOutput:
+def run(
+    prompt: list[int],
+    params: SamplingParams | None = None,
+    pooling: PoolingParams | None = None,
+    **options: object,
+) -> RequestOutput:
     """The result of one request to an engine of its own, of which nothing is left then."""
     engine = tiny_engine(MODEL, **options)  # type: ignore[arg-type]
     engine.add(engine.check(prompt, params, pooling=pooling, timeout=1000.0))
@@ -21,14 +28,24 @@ def run(prompt: list[int], params: SamplingParams | None = None, pooling: Poolin
 
 @pytest.mark.parametrize("max_tokens", [5, 6, 16, None])
 def test_an_output_ends_with_the_context(max_tokens: int | None) -> None:
-    result = run([1, 2, 3], SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True), max_model_len=8)
+    result = run(
+        [1, 2, 3],
+        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        max_model_len=8,
+    )
     assert (len(result.outputs[0].token_ids), result.outputs[0].finish_reason) == (5, "length")
 
 
 def test_an_output_ends_at_a_stop_string() -> None:
-    text = run([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)).outputs[0].text
+    text = (
+        run([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        .outputs[0]
+        .text
+    )
     stop = text[4:6]
-    output = run([1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop])).outputs[0]
+    output = run(
+        [1, 2, 3], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[stop])
+    ).outputs[0]
     assert (output.text, output.stop_reason) == (text[: text.index(stop)], stop)
 
 
@@ -42,7 +59,9 @@ def test_a_prompt_that_is_embedded_needs_its_own_slots_and_no_more(batching: str
 
 
 def test_a_request_may_need_the_whole_pool_and_no_more() -> None:
-    params = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)  # the last token has no KV
+    params = SamplingParams(
+        temperature=0, max_tokens=13, ignore_eos=True
+    )  # the last token has no KV
     assert len(run([7] * 20, params, slots=32, max_model_len=64).outputs[0].token_ids) == 13
     engine = tiny_engine(MODEL, slots=32, max_model_len=64)
     with pytest.raises(RequestError, match="blocks"):

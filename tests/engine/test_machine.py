@@ -1,7 +1,9 @@
-"""The whole engine as a state machine over a toy model: requests come, run, are preempted, aborted and finished.
+"""The whole engine as a state machine over a toy model: requests come, run, are preempted, aborted
+and finished.
 
-Some requests are beam searches. After every rule: free + held == total, no block in two hands that should not be, KV content
-right. At the end nothing is held, and every finished request has the tokens of plain decoding, or of the naive beam search.
+Some requests are beam searches. After every rule: free + held == total, no block in two hands that
+should not be, KV content right. At the end nothing is held, and every finished request has the
+tokens of plain decoding, or of the naive beam search.
 """
 
 from typing import Any, get_args
@@ -34,7 +36,11 @@ class Unruly(RandomTrees):
         if mood < 0.05:
             raise RuntimeError
         drafts = super().propose(seqs, budgets)
-        return drafts if mood < 0.9 else [DraftTree(draft.tokens, [0 for _ in draft.parents]) for draft in drafts]
+        return (
+            drafts
+            if mood < 0.9
+            else [DraftTree(draft.tokens, [0 for _ in draft.parents]) for draft in drafts]
+        )
 
     def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
         if self._random.random() < 0.05:
@@ -89,8 +95,12 @@ SHAPES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def touched(window: int, rows: int, size: int) -> int:
-    """Most blocks of `size` tokens that so many rows, and what the first of them sees, can touch."""
-    return max(len({i // size for i in range(first, first + window - 1 + rows)}) for first in range(size))
+    """Most blocks of `size` tokens that so many rows, and what the first of them sees, can
+    touch.
+    """
+    return max(
+        len({i // size for i in range(first, first + window - 1 + rows)}) for first in range(size)
+    )
 
 
 class Life(RuleBasedStateMachine):
@@ -125,7 +135,15 @@ class Life(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         salt=st.sampled_from([None, None, "a"]),
     )
-    def add(self, stem: int, shared: int, rest: list[int], params: SamplingParams, priority: int, salt: str | None) -> None:
+    def add(
+        self,
+        stem: int,
+        shared: int,
+        rest: list[int],
+        params: SamplingParams,
+        priority: int,
+        salt: str | None,
+    ) -> None:
         prompt = STEMS[stem][:shared] + rest
         try:
             request_id = self.engine.add_request(prompt, params, priority=priority, cache_salt=salt)
@@ -133,9 +151,14 @@ class Life(RuleBasedStateMachine):
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
             width, size = params.beam_width or 1, self.config["block_size"]
             shared, whole = len(prompt) // size, -(-longest // size)
-            rows, sinks = self.config["max_num_batched_tokens"], -(-self.config.get("sinks", 0) // size)
+            rows, sinks = (
+                self.config["max_num_batched_tokens"],
+                -(-self.config.get("sinks", 0) // size),
+            )
             needed = max(
-                width * min(whole, sinks + touched(window, rows, size)) if window else shared + width * (whole - shared)
+                width * min(whole, sinks + touched(window, rows, size))
+                if window
+                else shared + width * (whole - shared)
                 for window in self.config["windows"]
             )
             num_running = min(self.config["max_num_seqs"], rows)
@@ -146,12 +169,19 @@ class Life(RuleBasedStateMachine):
             for index in range(params.n):
                 self.truth[number, index] = plain_decoding(prompt, params, index, MAX_MODEL_LEN)
         else:
-            for index, beam in enumerate(beam_search(prompt, params, toy_logits, VOCAB, MAX_MODEL_LEN)):
+            for index, beam in enumerate(
+                beam_search(prompt, params, toy_logits, VOCAB, MAX_MODEL_LEN)
+            ):
                 self.truth[number, index] = prompt + beam.tokens
         self.params[request_id] = params
         self.prompt_lens.append(len(prompt))
 
-    @rule(stem=st.integers(0, 2), size=st.integers(1, 24), how=st.sampled_from(get_args(Pooling)), salt=st.sampled_from([None, "a"]))
+    @rule(
+        stem=st.integers(0, 2),
+        size=st.integers(1, 24),
+        how=st.sampled_from(get_args(Pooling)),
+        salt=st.sampled_from([None, "a"]),
+    )
     def embed(self, stem: int, size: int, how: Pooling, salt: str | None) -> None:
         prompt, params = STEMS[stem][:size], PoolingParams(pooling=how)
         try:
@@ -176,7 +206,10 @@ class Life(RuleBasedStateMachine):
         assert (result is None) == (request_id in self.finished)
         if result is not None:
             searched = self.params[request_id].beam_width is not None
-            assert all(output.finish_reason in ("abort", "stop" if searched else "length") for output in result.outputs)
+            assert all(
+                output.finish_reason in ("abort", "stop" if searched else "length")
+                for output in result.outputs
+            )
             if not searched:  # the best so far need not be the beginning of the best
                 self._check(int(request_id), result.outputs, complete=False)
             del self.params[request_id]
@@ -191,18 +224,30 @@ class Life(RuleBasedStateMachine):
             return
         self.engine._deadlines.add(0.0, self.engine._requests[request_id])
         updates = self._updates()
-        (result,) = [update.result for update in updates if update.result and update.request_id == request_id]
+        (result,) = [
+            update.result for update in updates if update.result and update.request_id == request_id
+        ]
         searched = self.params[request_id].beam_width is not None
-        assert {output.finish_reason for output in result.outputs} <= {"timeout", "stop" if searched else "length"}
+        assert {output.finish_reason for output in result.outputs} <= {
+            "timeout",
+            "stop" if searched else "length",
+        }
         if not searched:
             self._check(int(request_id), result.outputs, complete=False)
         del self.params[request_id]
         self._record([update for update in updates if update.request_id != request_id])
 
     @precondition(lambda self: hasattr(self, "engine") and not self.engine._scheduler.suspects)
-    @rule(place=st.sampled_from(["launch", "_start", "fork", "_release", "replace_sequences", "finish"]), after=st.booleans())
+    @rule(
+        place=st.sampled_from(
+            ["launch", "_start", "fork", "_release", "replace_sequences", "finish"]
+        ),
+        after=st.booleans(),
+    )
     def step_fails(self, place: str, after: bool) -> None:
-        """Something that a step calls fails once, so none of its requests is to blame: all go on as if nothing had been."""
+        """Something that a step calls fails once, so none of its requests is to blame: all go on as
+        if nothing had been.
+        """
         owner: Any = self.engine._loop.executable if place == "launch" else self.engine._scheduler
         function, failures = getattr(owner, place), self.engine.stats().failed_steps
 
@@ -229,7 +274,9 @@ class Life(RuleBasedStateMachine):
         assert all(seq.num_in_flight for seq in scheduler._dropped)
         executable: Any = self.engine._loop.executable
         for request in self.engine._requests.values():
-            assert not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
+            assert (
+                not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
+            )
         for seq in scheduler.running:
             assert 0 <= seq.settled <= seq.computed < seq.length + (seq.request.pooling is not None)
             executable.check(self.engine._kv, seq.tables, seq.known[: seq.settled])
@@ -251,15 +298,20 @@ class Life(RuleBasedStateMachine):
     def _updates(self) -> list[Update]:
         """Those of a step in which, when blocks run out, the right ones give way.
 
-        Never one that ranks before the needy, nor the first request's sequences that draw together, nor one that has not drawn
-        since it was admitted while one that has could: else a sequence could come and go for ever.
+        Never one that ranks before the needy, nor the first request's sequences that draw together,
+        nor one that has not drawn since it was admitted while one that has could: else a sequence
+        could come and go for ever.
         """
         scheduler = self.engine._scheduler
         choose = scheduler._victim
 
         def checked(needy: Sequence) -> Sequence:
             victim, first = choose(needy), scheduler.running[0].group
-            others = [b for b in scheduler.running[scheduler.running.index(needy) :] if b.group is not first]
+            others = [
+                b
+                for b in scheduler.running[scheduler.running.index(needy) :]
+                if b.group is not first
+            ]
             assert victim in others
             assert victim.has_drawn or not any(b.has_drawn for b in others)
             return victim
@@ -273,14 +325,18 @@ class Life(RuleBasedStateMachine):
     def _step(self) -> None:
         before = self.engine.stats()
         running = self.engine._scheduler.running
-        waits = {seq.group for seq in running if seq.num_uncomputed > 1}  # a beam that is ready waits for the others
+        waits = {
+            seq.group for seq in running if seq.num_uncomputed > 1
+        }  # a beam that is ready waits for the others
         decoding = sum(seq.group not in waits for seq in running)
         self._record(self._updates())
         after = self.engine.stats()
         if decoding and not self.with_drafts and not self.config["late"]:
             assert after.rows - before.rows <= 2 * decoding + self.config["chunked_prefill_size"]
         rows, logit_rows, seqs = self.engine._loop.executable.largest
-        assert rows <= self.config["max_num_batched_tokens"] and seqs <= max(self.config["max_num_seqs"], 1)
+        assert rows <= self.config["max_num_batched_tokens"] and seqs <= max(
+            self.config["max_num_seqs"], 1
+        )
         assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
         assert after.steps > before.steps or self.config["late"] or not self.engine.has_work
 
@@ -291,7 +347,9 @@ class Life(RuleBasedStateMachine):
                 self.finished[update.request_id] = update
                 self._check(int(update.request_id), update.result.outputs, complete=True)
                 vector = self.vectors.get(update.request_id, np.zeros(0, np.float32))
-                assert (update.result.embedding if vector.size else vector).tobytes() == vector.tobytes()
+                assert (
+                    update.result.embedding if vector.size else vector
+                ).tobytes() == vector.tobytes()
                 expected = self.params[update.request_id].prompt_logprobs is not None
                 assert (update.result.prompt_logprobs is not None) == expected
                 if update.result.prompt_logprobs:
@@ -310,7 +368,9 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=N
 
 
 def test_beams_that_came_first_take_from_one_that_has_not_drawn() -> None:
-    """The sequences that rank before the victim have drawn, but all of them belong to the first request."""
+    """The sequences that rank before the victim have drawn, but all of them belong to the first
+    request.
+    """
     life = Life()
     config = {
         "num_blocks": 8,
@@ -325,6 +385,13 @@ def test_beams_that_came_first_take_from_one_that_has_not_drawn() -> None:
     search = SamplingParams(temperature=1.0, beam_width=2, n=1, max_tokens=16, length_penalty=2.0)
     life.add(stem=0, shared=0, rest=[0], params=search, priority=0, salt=None)
     life.step(1)
-    life.add(stem=0, shared=12, rest=[0], params=SamplingParams(temperature=0.0, max_tokens=4), priority=0, salt=None)
+    life.add(
+        stem=0,
+        shared=12,
+        rest=[0],
+        params=SamplingParams(temperature=0.0, max_tokens=4),
+        priority=0,
+        salt=None,
+    )
     life.teardown()
     assert life.engine.stats().preemptions == 1

@@ -1,4 +1,6 @@
-"""The state machine of test_machine.py with a draft model: its own pool adds up after every rule, and is free in the end."""
+"""The state machine of test_machine.py with a draft model: its own pool adds up after every rule,
+and is free in the end.
+"""
 
 import zlib
 
@@ -30,11 +32,18 @@ class DraftedLife(Life):
         **SHAPES,
     )
     def start(  # type: ignore[override]
-        self, draft_blocks: int, draft_windows: tuple[int, ...], depth: int, width: int, **config: int
+        self,
+        draft_blocks: int,
+        draft_windows: tuple[int, ...],
+        depth: int,
+        width: int,
+        **config: int,
     ) -> None:
         kv = toy_kv(draft_blocks, config["block_size"], draft_windows)
         executable = HalfRight(config["block_size"], windows=draft_windows)
-        self.draft = DraftModelProposer(executable, kv, MAX_MODEL_LEN, depth, width, probabilities=False)
+        self.draft = DraftModelProposer(
+            executable, kv, MAX_MODEL_LEN, depth, width, probabilities=False
+        )
         self.begin(self.draft, **config)
 
     @invariant()

@@ -25,11 +25,16 @@ MAX_LAUNCHES = 16
 
 
 def add(engine: Engine, prompt: list[int], **params: object) -> str:
-    return engine.add_request(prompt, SamplingParams(**({"temperature": 0, "max_tokens": 30, "ignore_eos": True} | params)))  # type: ignore[arg-type]
+    return engine.add_request(
+        prompt,
+        SamplingParams(**({"temperature": 0, "max_tokens": 30, "ignore_eos": True} | params)),
+    )  # type: ignore[arg-type]
 
 
 def tokens_by_step(engine: Engine) -> list[int]:
-    """Number of tokens that each step of the engine gives, until it has no work. No request fails."""
+    """Number of tokens that each step of the engine gives, until it has no work. No request
+    fails.
+    """
     counts = []
     while engine.has_work:
         updates = engine.step()
@@ -42,8 +47,12 @@ TICK = 2**-10
 """Seconds of a launch whose sums are exact."""
 
 
-def timed_engine(seconds: Iterable[float] = (), clock: Clock | None = None, **options: Any) -> Engine:
-    """An engine whose launches take these simulated seconds, and `TICK` after them. Decoding goes on for three times that."""
+def timed_engine(
+    seconds: Iterable[float] = (), clock: Clock | None = None, **options: Any
+) -> Engine:
+    """An engine whose launches take these simulated seconds, and `TICK` after them. Decoding goes
+    on for three times that.
+    """
     clock, times = clock or Clock(), chain(seconds, repeat(TICK))
     engine = toy_engine(multi_step_ms=3000 * TICK, clock=clock, **options)
     executable = engine._loop.executable
@@ -65,7 +74,9 @@ def test_launches_go_on_until_the_time_is_over() -> None:
 
 
 def test_slots_are_reserved_for_as_many_launches_as_there_is_time_for() -> None:
-    """Two sequences with two tokens in KV share four blocks of four: there is room for six more tokens of each, three at a time."""
+    """Two sequences with two tokens in KV share four blocks of four: there is room for six more
+    tokens of each, three at a time.
+    """
     engine = timed_engine(num_blocks=4, block_size=4)
     for token in (1, 2):
         add(engine, [token, 3], max_tokens=14)
@@ -129,7 +140,10 @@ def test_several_launches_follow_when_no_draft_comes() -> None:
 def test_the_time_that_holds_back_admissions_is_that_of_one_launch() -> None:
     engine = timed_engine(target_token_ms=2000 * TICK)
     add(engine, [1, 2])
-    assert [sum(len(update.token_ids) for update in engine.step()) for _ in range(6)] == [1, *[3] * 5]
+    assert [sum(len(update.token_ids) for update in engine.step()) for _ in range(6)] == [
+        1,
+        *[3] * 5,
+    ]
     add(engine, [3, 4])
     engine.step()
     assert engine.stats().running == 2
@@ -188,7 +202,9 @@ def test_launches_end_when_no_block_is_free() -> None:
 
 
 def test_there_are_half_as_many_launches_until_blocks_are_enough() -> None:
-    """Two sequences with two tokens in KV share four blocks of four: there is room for six more tokens of each, and not for thirteen."""
+    """Two sequences with two tokens in KV share four blocks of four: there is room for six more
+    tokens of each, and not for thirteen.
+    """
     engine = toy_engine(multi_step_ms=ALWAYS, num_blocks=4, block_size=4)
     for token in (1, 2):
         add(engine, [token, 3], max_tokens=14)
@@ -204,13 +220,20 @@ def test_a_new_request_waits_for_one_multi_step_at_most() -> None:
     assert any(update.request_id == other for update in engine.step())
 
 
-@pytest.mark.parametrize("params", [{"n": 3, "temperature": 1.0}, {"beam_width": 3}, {"prompt_logprobs": 1}])
+@pytest.mark.parametrize(
+    "params", [{"n": 3, "temperature": 1.0}, {"beam_width": 3}, {"prompt_logprobs": 1}]
+)
 def test_other_decoding_gives_the_same_results(params: dict[str, object]) -> None:
     results: list[list[RequestOutput]] = []
     for multi_step_ms in (0, ALWAYS):
         engine = toy_engine(multi_step_ms=multi_step_ms)
         ids = [add(engine, [1, 2, 3], **params), add(engine, [4])]
-        found = {update.request_id: update.result for _ in range(200) for update in engine.step() if update.result}
+        found = {
+            update.request_id: update.result
+            for _ in range(200)
+            for update in engine.step()
+            if update.result
+        }
         results.append([found[request] for request in ids])
     for one, other in zip(*results, strict=True):
         same(one, other, exact=True)
@@ -219,9 +242,20 @@ def test_other_decoding_gives_the_same_results(params: dict[str, object]) -> Non
 def test_logits_that_are_not_finite_end_their_own_request_only() -> None:
     free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=30), 0)
     engine = toy_engine(multi_step_ms=ALWAYS, broken=free[5])
-    results = run_all(engine, [([4], SamplingParams(temperature=0, max_tokens=30)), ([9, 9], SamplingParams(temperature=0, max_tokens=30))])
-    alone = run_all(toy_engine(broken=free[5]), [([9, 9], SamplingParams(temperature=0, max_tokens=30))])
-    assert results[0].outputs[0].finish_reason == "error" and results[0].outputs[0].token_ids == free[1 : free.index(free[5], 1) + 1]
+    results = run_all(
+        engine,
+        [
+            ([4], SamplingParams(temperature=0, max_tokens=30)),
+            ([9, 9], SamplingParams(temperature=0, max_tokens=30)),
+        ],
+    )
+    alone = run_all(
+        toy_engine(broken=free[5]), [([9, 9], SamplingParams(temperature=0, max_tokens=30))]
+    )
+    assert (
+        results[0].outputs[0].finish_reason == "error"
+        and results[0].outputs[0].token_ids == free[1 : free.index(free[5], 1) + 1]
+    )
     same(results[1], alone[0], exact=True)
 
 
@@ -236,9 +270,21 @@ def test_there_are_drafts_in_spite_of_multi_step_decoding() -> None:
 def test_a_real_backend_gives_the_same_results(backend: str) -> None:
     model = tiny_model(5, window=40)
     requests = [
-        (list(range(1, 30)), SamplingParams(temperature=0.8, seed=3, max_tokens=90, logprobs=2, presence_penalty=0.4, ignore_eos=True)),
+        (
+            list(range(1, 30)),
+            SamplingParams(
+                temperature=0.8,
+                seed=3,
+                max_tokens=90,
+                logprobs=2,
+                presence_penalty=0.4,
+                ignore_eos=True,
+            ),
+        ),
         ([7], SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)),
     ]
-    plain, multi_step = (run_all(tiny_engine(model, backend, multi_step_ms=ms), requests) for ms in (0, ALWAYS))
+    plain, multi_step = (
+        run_all(tiny_engine(model, backend, multi_step_ms=ms), requests) for ms in (0, ALWAYS)
+    )
     for one, other in zip(plain, multi_step, strict=True):
         same(one, other, exact=True)

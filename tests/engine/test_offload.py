@@ -1,4 +1,6 @@
-"""KV that goes to the host's memory and comes back: nothing but the rows that are computed can tell."""
+"""KV that goes to the host's memory and comes back: nothing but the rows that are computed can
+tell.
+"""
 
 from itertools import cycle, islice
 from typing import Any
@@ -28,7 +30,9 @@ OFFLOAD = {"kv_offload_bytes": 1000}
 def recurring(num_prompts: int, length: int, times: int) -> list[list[int]]:
     """Prompts that come one after the other, again and again."""
     rng = np.random.default_rng(0)
-    prompts: list[list[int]] = [rng.integers(VOCAB, size=length).tolist() for _ in range(num_prompts)]
+    prompts: list[list[int]] = [
+        rng.integers(VOCAB, size=length).tolist() for _ in range(num_prompts)
+    ]
     return list(islice(cycle(prompts), num_prompts * times))
 
 
@@ -48,7 +52,9 @@ def test_prompts_that_recur_are_computed_once(late: bool, windows: tuple[int, ..
     for offload in (0, 1000):
         engine = toy_engine(num_blocks=10, late=late, windows=windows, kv_offload_bytes=offload)
         for prompt in prompts:
-            assert prompt + one(engine, prompt, params).outputs[0].token_ids == plain_decoding(prompt, params, 0)
+            assert prompt + one(engine, prompt, params).outputs[0].token_ids == plain_decoding(
+                prompt, params, 0
+            )
         stats = engine.stats()
         rows[offload] = stats.rows
         figures = (stats.offloaded_blocks, stats.restored_blocks, stats.kv_host_bytes)
@@ -63,11 +69,17 @@ def test_a_preempted_sequence_gets_its_blocks_back() -> None:
     rows = {}
     for offload in (0, 1000):
         engine = toy_engine(num_blocks=14, kv_offload_bytes=offload)
-        for prompt, result in zip(prompts, run_all(engine, [(prompt, params) for prompt in prompts]), strict=True):
+        for prompt, result in zip(
+            prompts, run_all(engine, [(prompt, params) for prompt in prompts]), strict=True
+        ):
             assert prompt + result.outputs[0].token_ids == plain_decoding(prompt, params, 0)
         stats = engine.stats()
         rows[offload] = stats.rows
-        assert stats.preemptions > 0 and is_empty(engine) and (stats.restored_blocks > 0) == bool(offload)
+        assert (
+            stats.preemptions > 0
+            and is_empty(engine)
+            and (stats.restored_blocks > 0) == bool(offload)
+        )
     assert rows[1000] < rows[0]
 
 
@@ -81,7 +93,10 @@ def test_nothing_goes_where_it_would_come_back_too_late() -> None:
     for prompt in recurring(3, 25, 2):
         assert one(engine, prompt).cached_tokens == 0
     after = engine.stats()
-    assert (after.offloaded_blocks, after.restored_blocks) == (before.offloaded_blocks, before.restored_blocks)
+    assert (after.offloaded_blocks, after.restored_blocks) == (
+        before.offloaded_blocks,
+        before.restored_blocks,
+    )
     assert is_empty(engine)
 
 
@@ -93,7 +108,9 @@ def test_a_step_learns_how_long_a_row_takes() -> None:
 
 
 def test_a_copy_that_fails_is_a_step_that_fails() -> None:
-    """What is in the host's memory is not believed any more, and all requests go on as if nothing had been."""
+    """What is in the host's memory is not believed any more, and all requests go on as if nothing
+    had been.
+    """
     params = SamplingParams(temperature=0, max_tokens=5)
     engine = toy_engine(num_blocks=10, **OFFLOAD)
     prompts = recurring(4, 25, 2)
@@ -108,7 +125,9 @@ def test_a_copy_that_fails_is_a_step_that_fails() -> None:
 
     store.load = fails
     for prompt in prompts[4:]:
-        assert prompt + one(engine, prompt, params).outputs[0].token_ids == plain_decoding(prompt, params, 0)
+        assert prompt + one(engine, prompt, params).outputs[0].token_ids == plain_decoding(
+            prompt, params, 0
+        )
     assert engine.stats().failed_steps == 1 and is_empty(engine)
 
 
@@ -123,7 +142,9 @@ def test_there_may_be_none(options: dict[str, Any]) -> None:
 def test_the_cpu_has_none() -> None:
     engine = tiny_engine(model(0), "cpu", slots=128, kv_offload_bytes=1 << 20)
     assert engine._kv.host._store is None
-    assert tiny_engine(model(0), kv_offload_bytes=10)._kv.host._store is None  # fewer bytes than a block has
+    assert (
+        tiny_engine(model(0), kv_offload_bytes=10)._kv.host._store is None
+    )  # fewer bytes than a block has
     for wrong in (-1, 2**60, "1"):
         with pytest.raises(RequestError, match="kv_offload_bytes"):
             engine_config({"kv_offload_bytes": wrong})
@@ -133,7 +154,10 @@ def test_prometheus_reads_what_went_and_came_back() -> None:
     engine = toy_engine(num_blocks=10, **OFFLOAD)
     for prompt in recurring(4, 25, 2):
         one(engine, prompt)
-    stats, text = engine.stats(), Metrics(lambda: report_of(engine.stats()).figures, lambda: 0).text().decode()
+    stats, text = (
+        engine.stats(),
+        Metrics(lambda: report_of(engine.stats()).figures, lambda: 0).text().decode(),
+    )
     assert f"headrace_kv_blocks_offloaded_total {float(stats.offloaded_blocks)}" in text
     assert f"headrace_kv_blocks_restored_total {float(stats.restored_blocks)}" in text
     assert f"headrace_kv_host_bytes {float(stats.kv_host_bytes)}" in text
@@ -158,7 +182,9 @@ def test_memory_is_given_back() -> None:
     max_num_batched_tokens=st.sampled_from([5, 64]),
     late=st.booleans(),
 )
-def test_same_request_same_tokens(which: int, order: list[int], stagger: int, slots: int, **config: Any) -> None:
+def test_same_request_same_tokens(
+    which: int, order: list[int], stagger: int, slots: int, **config: Any
+) -> None:
     expected: list[RequestOutput] = alone("reference", which, "bf16")
     engine = tiny_engine(model(which), "reference", eos_ids=EOS, slots=slots, **config)
     keeps_the_promise(engine, order, stagger, expected, False)
@@ -177,14 +203,21 @@ FEW: dict[str, st.SearchStrategy[Any]] = {
 class OffloadedLife(Life):
     """The same life, in which the same prompts come again and again."""
 
-    @initialize(target_token_ms=st.just(0), seed=st.integers(0, 99), max_nodes=st.sampled_from([0, 6]), **SHAPES | FEW)
+    @initialize(
+        target_token_ms=st.just(0),
+        seed=st.integers(0, 99),
+        max_nodes=st.sampled_from([0, 6]),
+        **SHAPES | FEW,
+    )
     def start(self, seed: int, max_nodes: int, **config: Any) -> None:
         self.begin(Unruly(seed, VOCAB, self.truth, max_nodes), **config)
 
     @rule(stem=st.integers(0, 2), size=st.integers(14, 20), steps=st.integers(4, 12))
     def come_again(self, stem: int, size: int, steps: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=3)
-        self.add(stem=stem, shared=size, rest=[STEMS[stem][0]], params=params, priority=0, salt=None)
+        self.add(
+            stem=stem, shared=size, rest=[STEMS[stem][0]], params=params, priority=0, salt=None
+        )
         self.step(steps)
 
 

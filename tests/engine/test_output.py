@@ -1,4 +1,6 @@
-"""Text, stop strings and finish reasons of one sequence, against a search of the complete output."""
+"""Text, stop strings and finish reasons of one sequence, against a search of the complete
+output.
+"""
 
 from typing import Any
 
@@ -20,7 +22,9 @@ EURO = [VOCABULARY.pieces.index(bytes([byte])) for byte in "€".encode()]
 
 def output(max_tokens: int = 100, **params: Any) -> Output:
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return Output(sampling, VOCABULARY, [StopPattern(stop) for stop in sampling.stop or ()], max_tokens)
+    return Output(
+        sampling, VOCABULARY, [StopPattern(stop) for stop in sampling.stop or ()], max_tokens
+    )
 
 
 def push_all(out: Output, tokens: list[int]) -> list[str]:
@@ -35,23 +39,37 @@ def push_all(out: Output, tokens: list[int]) -> list[str]:
 
 
 class TestStopStrings:
-    @given(text=st.text("ab", max_size=40), stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), data=st.data())
+    @given(
+        text=st.text("ab", max_size=40),
+        stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
+        data=st.data(),
+    )
     @settings(max_examples=300, deadline=None)
-    def test_the_finder_agrees_with_a_plain_search(self, text: str, stops: list[str], data: st.DataObject) -> None:
+    def test_the_finder_agrees_with_a_plain_search(
+        self, text: str, stops: list[str], data: st.DataObject
+    ) -> None:
         finder = StopFinder(StopPattern(stop) for stop in stops)
-        ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+        ends = [
+            end
+            for end in range(1, len(text) + 1)
+            if any(text[:end].endswith(stop) for stop in stops)
+        ]
         done = 0
         while done < len(text):
             piece = text[done : done + data.draw(st.integers(1, 4))]
             found = finder.push(piece, armed=True)
             if ends and done < ends[0] <= done + len(piece):
                 assert found is not None and done + found.end == ends[0]
-                assert found.text == max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+                assert found.text == max(
+                    (stop for stop in stops if text[: ends[0]].endswith(stop)), key=len
+                )
                 return
             assert found is None
             done += len(piece)
             prefixes = [stop[:length] for stop in stops for length in range(1, len(stop))]
-            assert finder.held == max((len(prefix) for prefix in prefixes if text[:done].endswith(prefix)), default=0)
+            assert finder.held == max(
+                (len(prefix) for prefix in prefixes if text[:done].endswith(prefix)), default=0
+            )
 
     def test_a_stop_string_may_span_tokens(self) -> None:
         out = output(stop="bca")
@@ -127,9 +145,14 @@ class TestStopTokens:
 
 
 class TestText:
-    @given(tokens=st.lists(st.integers(0, 59), max_size=30), stops=st.lists(st.text("abc€", min_size=1, max_size=3), max_size=3))
+    @given(
+        tokens=st.lists(st.integers(0, 59), max_size=30),
+        stops=st.lists(st.text("abc€", min_size=1, max_size=3), max_size=3),
+    )
     @settings(max_examples=200, deadline=None)
-    def test_the_pieces_of_the_stream_make_the_text(self, tokens: list[int], stops: list[str]) -> None:
+    def test_the_pieces_of_the_stream_make_the_text(
+        self, tokens: list[int], stops: list[str]
+    ) -> None:
         out = output(max_tokens=25, stop=stops)
         pieces = push_all(out, tokens)
         if out.finish_reason is None:
@@ -161,10 +184,16 @@ def test_logprobs_are_recorded_for_each_token() -> None:
 @pytest.mark.parametrize("asked", [None, 0])
 def test_logprobs_are_none_unless_asked_for(asked: int | None) -> None:
     completion = output(logprobs=asked).completion(0)
-    assert (completion.logprobs, completion.cumulative_logprob) == ((None, None) if asked is None else ([], 0.0))
+    assert (completion.logprobs, completion.cumulative_logprob) == (
+        (None, None) if asked is None else ([], 0.0)
+    )
 
 
-@given(tokens=st.lists(st.integers(0, 59), max_size=20), at=st.integers(0, 20), other=st.lists(st.integers(0, 59), max_size=5))
+@given(
+    tokens=st.lists(st.integers(0, 59), max_size=20),
+    at=st.integers(0, 20),
+    other=st.lists(st.integers(0, 59), max_size=5),
+)
 @settings(max_examples=200, deadline=None)
 def test_a_clone_continues_independently(tokens: list[int], at: int, other: list[int]) -> None:
     """The clone may be made within a character or a stop string."""
@@ -203,7 +232,14 @@ def test_text_goes_on_after_the_prompt_with_special_tokens_as_asked(skip: bool) 
             asked.append((skip_special, continues))
             return super().decoder(skip_special, continues)
 
-    out = Output(SamplingParams(skip_special_tokens=skip, ignore_eos=True), Vocabulary(60, eos_ids=(EOS,)), [], 9)
+    out = Output(
+        SamplingParams(skip_special_tokens=skip, ignore_eos=True),
+        Vocabulary(60, eos_ids=(EOS,)),
+        [],
+        9,
+    )
     for token in (A, EOS, B):
         out.push(token, None)
-    assert asked == [(skip, True)] and out.text == ("ab" if skip else f"a{VOCABULARY.pieces[EOS].decode()}b")
+    assert asked == [(skip, True)] and out.text == (
+        "ab" if skip else f"a{VOCABULARY.pieces[EOS].decode()}b"
+    )

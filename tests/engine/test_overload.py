@@ -1,4 +1,6 @@
-"""Far more work than memory: everything that is admitted ends, within a bound, and what could never fit is refused at once."""
+"""Far more work than memory: everything that is admitted ends, within a bound, and what could never
+fit is refused at once.
+"""
 
 import random
 from collections import Counter
@@ -16,7 +18,9 @@ NUM_BLOCKS, BLOCK_SIZE, LONGEST = 64, 4, 320
 
 
 class Preemptions:
-    """Counts, for each sequence, how often it gave way, and how often before it had drawn anything."""
+    """Counts, for each sequence, how often it gave way, and how often before it had drawn
+    anything.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.all: Counter[tuple[int, int]] = Counter()
@@ -33,13 +37,17 @@ class Preemptions:
 
 
 def requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams, int]]:
-    """Prompt, parameters and priority: mostly small, some as large as the pool, a few larger; half begin alike."""
+    """Prompt, parameters and priority: mostly small, some as large as the pool, a few larger; half
+    begin alike.
+    """
     made = []
     for i in range(count):
         length = rng.choice([3, 8, 13, 20, 34, 55] * 4 + [144, 240, 300])
         prompt = ([7] * length if rng.random() < 0.5 else [])[: length // 2]
         prompt += [rng.randrange(VOCAB) for _ in range(length - len(prompt))]
-        params = SamplingParams(n=rng.choice([1, 1, 1, 2, 4]), seed=i, max_tokens=rng.randint(1, 32))
+        params = SamplingParams(
+            n=rng.choice([1, 1, 1, 2, 4]), seed=i, max_tokens=rng.randint(1, 32)
+        )
         made.append((prompt, params, rng.choice([0, 0, 0, -1, 1])))
     return made
 
@@ -48,23 +56,31 @@ def requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingPa
 def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache: bool) -> None:
     """Of each group of layers."""
     pools: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "windows": windows}
-    engine = toy_engine(**pools, max_model_len=LONGEST, max_num_seqs=32, threads=1, prefix_cache=prefix_cache)
+    engine = toy_engine(
+        **pools, max_model_len=LONGEST, max_num_seqs=32, threads=1, prefix_cache=prefix_cache
+    )
     counts = Preemptions(engine)
     admitted: dict[str, tuple[list[int], SamplingParams, int]] = {}
     for prompt, params, priority in requests(random.Random(3), 1000):
         if len(prompt) + (params.max_tokens or 0) - 1 > NUM_BLOCKS * BLOCK_SIZE:
-            with pytest.raises(RequestError, match=r"need up to \d+ blocks of 4 tokens, and there are 64"):
+            with pytest.raises(
+                RequestError, match=r"need up to \d+ blocks of 4 tokens, and there are 64"
+            ):
                 engine.add_request(prompt, params, priority=priority)
         else:
-            admitted[engine.add_request(prompt, params, priority=priority)] = (prompt, params, priority)
+            admitted[engine.add_request(prompt, params, priority=priority)] = (
+                prompt,
+                params,
+                priority,
+            )
     assert len(admitted) < 980
     ended: dict[str, tuple[int, RequestOutput]] = {}
     while engine.has_work:
         ended |= {u.request_id: (engine.stats().steps, u.result) for u in engine.step() if u.result}
     assert ended.keys() == admitted.keys()
 
-    # The first of all in rank has a row in every step. So a request has ended after as many steps as it and those before it
-    # have tokens, all sequences by themselves.
+    # The first of all in rank has a row in every step. So a request has ended after as many steps
+    # as it and those before it have tokens, all sequences by themselves.
     bound, num_tokens = 0, 0
     for request_id in sorted(admitted, key=lambda r: (admitted[r][2], int(r))):
         prompt, params, _ = admitted[request_id]
@@ -73,9 +89,13 @@ def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache
         assert step <= bound
         num_tokens += sum(len(output.token_ids) for output in result.outputs)
         for output in result.outputs[:: 1 + int(request_id) % 7]:
-            assert prompt + output.token_ids == plain_decoding(prompt, params, output.index, LONGEST)
+            assert prompt + output.token_ids == plain_decoding(
+                prompt, params, output.index, LONGEST
+            )
             key = (int(request_id), output.index)
-            assert counts.all[key] - counts.vain[key] <= len(output.token_ids)  # a token for each time it gave way
+            assert counts.all[key] - counts.vain[key] <= len(
+                output.token_ids
+            )  # a token for each time it gave way
     stats = engine.stats()
     assert stats.preemptions == counts.all.total() > 100
     assert counts.vain.total() <= num_tokens / BLOCK_SIZE
@@ -85,9 +105,13 @@ def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache
 
 @pytest.mark.parametrize("windows", [(0,), (0, 4)])
 def test_a_sequence_draws_before_it_gives_way(windows: tuple[int, ...]) -> None:
-    """A prompt that takes many steps beside others that grow: they give way among themselves, though they came before it."""
+    """A prompt that takes many steps beside others that grow: they give way among themselves,
+    though they came before it.
+    """
     chunks: dict[str, Any] = {"chunked_prefill_size": 1, "attention_crossover": 0.01}
-    engine = toy_engine(num_blocks=25, block_size=2, max_model_len=40, windows=windows, prefix_cache=False, **chunks)
+    engine = toy_engine(
+        num_blocks=25, block_size=2, max_model_len=40, windows=windows, prefix_cache=False, **chunks
+    )
     counts = Preemptions(engine)
     for i, length in enumerate([2, 2, 2, 26, 2, 2]):
         engine.add_request([i] * length, SamplingParams(seed=i, max_tokens=14))

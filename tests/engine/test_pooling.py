@@ -1,4 +1,6 @@
-"""Embedding: pooled rows are those of the model, and their bits do not depend on what shares the steps or on how prompts are cut."""
+"""Embedding: pooled rows are those of the model, and their bits do not depend on what shares the
+steps or on how prompts are cut.
+"""
 
 from functools import cache
 from typing import Any, get_args
@@ -23,7 +25,11 @@ from tests.tiny import drain, tiny_engine
 
 PROMPTS = [[7, 8, 9, 7, 8, 9, 7, 8], [3], list(range(1, 38)), [*range(1, 34), 50, 51]]
 """To be embedded; the last two begin alike, with a block of the cpu backend."""
-HOW = [PoolingParams(pooling=pooling, normalise=normalise) for pooling in get_args(Pooling) for normalise in (False, True)]
+HOW = [
+    PoolingParams(pooling=pooling, normalise=normalise)
+    for pooling in get_args(Pooling)
+    for normalise in (False, True)
+]
 Vector = NDArray[np.float32]
 
 
@@ -36,7 +42,9 @@ def results_of(engine: Engine) -> dict[str, RequestOutput]:
 
 
 def vector_of(result: RequestOutput) -> Vector:
-    assert result.embedding is not None and [output.finish_reason for output in result.outputs] == ["stop"], result.error
+    assert result.embedding is not None and [output.finish_reason for output in result.outputs] == [
+        "stop"
+    ], result.error
     assert result.outputs[0].token_ids == [] and result.outputs[0].text == ""
     return result.embedding
 
@@ -44,7 +52,9 @@ def vector_of(result: RequestOutput) -> Vector:
 @cache
 def vectors_alone(which: int, kv_dtype: str) -> dict[tuple[int, PoolingParams], bytes]:
     """Each prompt by itself, in one piece."""
-    engine = tiny_engine(model(which), "cpu", kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False)
+    engine = tiny_engine(
+        model(which), "cpu", kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False
+    )
     vectors = {}
     for i, prompt in enumerate(PROMPTS):
         for how in HOW:
@@ -54,16 +64,28 @@ def vectors_alone(which: int, kv_dtype: str) -> dict[tuple[int, PoolingParams], 
     return vectors
 
 
-EMBEDDED = st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.sampled_from(HOW)), min_size=1, max_size=8)
+EMBEDDED = st.lists(
+    st.tuples(st.integers(0, len(PROMPTS) - 1), st.sampled_from(HOW)), min_size=1, max_size=8
+)
 
 
 @settings(max_examples=25, deadline=None)
 @given(embedded=EMBEDDED, drafts=st.booleans(), **LOADS)
 def test_a_vector_has_the_same_bits_whatever_shares_its_steps(
-    embedded: list[tuple[int, PoolingParams]], drafts: bool, which: int, order: list[int], stagger: int, kv_dtype: str, **options: Any
+    embedded: list[tuple[int, PoolingParams]],
+    drafts: bool,
+    which: int,
+    order: list[int],
+    stagger: int,
+    kv_dtype: str,
+    **options: Any,
 ) -> None:
     expected, vectors = alone("cpu", which, kv_dtype), vectors_alone(which, kv_dtype)
-    given = [value for i in range(max(len(order), len(embedded))) for value in (*order[i : i + 1], *embedded[i : i + 1])]
+    given = [
+        value
+        for i in range(max(len(order), len(embedded)))
+        for value in (*order[i : i + 1], *embedded[i : i + 1])
+    ]
     if drafts:
         numbers = [request if isinstance(request, int) else -1 for request in given]
         known = truth(expected + expected[:1], [number if number >= 0 else 0 for number in numbers])
@@ -72,9 +94,15 @@ def test_a_vector_has_the_same_bits_whatever_shares_its_steps(
     asked, results = {}, {}
     for request in given:
         generates = isinstance(request, int)
-        asked[engine.add_request(*REQUESTS[request]) if generates else embed(engine, PROMPTS[request[0]], request[1])] = request
+        asked[
+            engine.add_request(*REQUESTS[request])
+            if generates
+            else embed(engine, PROMPTS[request[0]], request[1])
+        ] = request
         for _ in range(stagger):
-            results |= {update.request_id: update.result for update in engine.step() if update.result}
+            results |= {
+                update.request_id: update.result for update in engine.step() if update.result
+            }
     results |= results_of(engine)
     for request_id, request in asked.items():
         if isinstance(request, int):
@@ -109,13 +137,18 @@ def test_cpu_and_reference_agree(which: int) -> None:
 
 def test_what_the_three_kinds_of_pooling_are() -> None:
     engine = toy_engine()
-    ids = {embed(engine, [4, 5, 6, 7], PoolingParams(pooling=pooling)): pooling for pooling in get_args(Pooling)}
+    ids = {
+        embed(engine, [4, 5, 6, 7], PoolingParams(pooling=pooling)): pooling
+        for pooling in get_args(Pooling)
+    }
     for request_id, result in results_of(engine).items():
         assert vector_of(result).tolist() == toy_vector([4, 5, 6, 7], ids[request_id]).tolist()
 
 
 def test_a_sum_has_the_bits_of_its_rows_in_order() -> None:
-    rows = (np.random.default_rng(0).normal(0, 1, (50, 3)) * 10.0 ** (np.arange(50) % 9)[:, None]).astype(np.float32)
+    rows = (
+        np.random.default_rng(0).normal(0, 1, (50, 3)) * 10.0 ** (np.arange(50) % 9)[:, None]
+    ).astype(np.float32)
     sums = {RowSum().add(rows).tobytes()}
     for cut in range(1, 50):
         state = RowSum()
@@ -128,7 +161,9 @@ def test_a_sum_has_the_bits_of_its_rows_in_order() -> None:
 
 
 def test_what_comes_from_the_prefix_cache() -> None:
-    """All but the last row; nothing where all rows are needed, and those of a mean leave their KV to others."""
+    """All but the last row; nothing where all rows are needed, and those of a mean leave their KV
+    to others.
+    """
     engine = toy_engine(block_size=4)
     cached = {}
     for pooling in ("mean", "mean", "last", "cls"):
@@ -161,14 +196,20 @@ def test_a_mean_goes_on_after_preemption(prefix_cache: bool, rows: int) -> None:
     for _ in range(2):
         engine.step()
     engine._scheduler._preempt(engine._scheduler.running[0])
-    assert vector_of(results_of(engine)[request_id]).tolist() == toy_vector([1, 2, 3] * 6, "mean").tolist()
+    assert (
+        vector_of(results_of(engine)[request_id]).tolist()
+        == toy_vector([1, 2, 3] * 6, "mean").tolist()
+    )
     assert engine.stats().rows == rows
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_batch_that_begins_and_ends_together(late: bool) -> None:
     engine = toy_engine(batching="static", late=late)
-    ids = {embed(engine, [4, 5, 6, 7], PoolingParams(pooling=pooling)): pooling for pooling in get_args(Pooling)}
+    ids = {
+        embed(engine, [4, 5, 6, 7], PoolingParams(pooling=pooling)): pooling
+        for pooling in get_args(Pooling)
+    }
     text = engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=9))
     results = results_of(engine)
     assert len(results.pop(text).outputs[0].token_ids) == 9
@@ -179,10 +220,17 @@ def test_a_batch_that_begins_and_ends_together(late: bool) -> None:
 
 def test_rows_that_are_not_finite_fail_their_request_alone() -> None:
     engine = toy_engine(broken=3)
-    bad, good = (embed(engine, prompt, PoolingParams(pooling="mean")) for prompt in ([1, 2, 3], [1, 2, 4]))
+    bad, good = (
+        embed(engine, prompt, PoolingParams(pooling="mean")) for prompt in ([1, 2, 3], [1, 2, 4])
+    )
     results = results_of(engine)
-    assert isinstance(results[bad].error, NonFiniteLogitsError) and "hidden rows" in str(results[bad].error)
-    assert results[bad].embedding is None and vector_of(results[good]).tolist() == toy_vector([1, 2, 4], "mean").tolist()
+    assert isinstance(results[bad].error, NonFiniteLogitsError) and "hidden rows" in str(
+        results[bad].error
+    )
+    assert (
+        results[bad].embedding is None
+        and vector_of(results[good]).tolist() == toy_vector([1, 2, 4], "mean").tolist()
+    )
 
 
 def test_each_row_is_pooled_once_whatever_the_steps_are() -> None:
@@ -217,17 +265,25 @@ def test_a_vector_is_there_once_all_rows_are() -> None:
 def test_a_prompt_may_fill_the_context() -> None:
     engine = toy_engine(max_model_len=12, num_blocks=3)
     request_id = embed(engine, [1] * 12, PoolingParams())
-    assert vector_of(results_of(engine)[request_id]).tolist() == toy_vector([1] * 12, "last").tolist()
+    assert (
+        vector_of(results_of(engine)[request_id]).tolist() == toy_vector([1] * 12, "last").tolist()
+    )
     with pytest.raises(RequestError, match=r"13 tokens, and the context of 12 must hold it$"):
         embed(engine, [1] * 13, PoolingParams())
     engine = toy_engine(max_model_len=12, num_blocks=2)
-    with pytest.raises(RequestError, match="the prompt of 12 tokens needs up to 3 blocks of 4 tokens, and there are 2"):
+    with pytest.raises(
+        RequestError,
+        match="the prompt of 12 tokens needs up to 3 blocks of 4 tokens, and there are 2",
+    ):
         embed(engine, [1] * 12, PoolingParams())
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"pooling": "max"}, "pooling must be last, mean, cls, not 'max'"), ({"normalise": 1}, "normalise must be true or false, not 1")],
+    [
+        ({"pooling": "max"}, "pooling must be last, mean, cls, not 'max'"),
+        ({"normalise": 1}, "normalise must be true or false, not 1"),
+    ],
 )
 def test_what_there_is_not(given: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):

@@ -15,7 +15,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
-def one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, **terms: Any) -> RequestOutput:
+def one(
+    engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, **terms: Any
+) -> RequestOutput:
     """The result of a request by itself."""
     engine.add_request(prompt, params, **terms)
     (result,) = [update.result for update in drain(engine) if update.result]
@@ -31,7 +33,11 @@ def test_a_hit_computes_the_rest_only() -> None:
     assert engine.stats().rows == 2 * rows - 8
     assert again.outputs == first.outputs
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.cached_tokens, stats.blocks_free) == (20, 8, stats.blocks_total)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.blocks_free) == (
+        20,
+        8,
+        stats.blocks_total,
+    )
     assert stats.blocks_cached == 3  # of 10 + 5 tokens with KV
 
 
@@ -102,7 +108,9 @@ def test_siblings_find_their_blocks_after_they_gave_way() -> None:
         scheduler._preempt(seq)
     rows = engine.stats().rows
     engine.step()
-    assert engine.stats().rows - rows == sum(len(b.known) - 1 - 12 for b in scheduler.running) == 3 * 3
+    assert (
+        engine.stats().rows - rows == sum(len(b.known) - 1 - 12 for b in scheduler.running) == 3 * 3
+    )
     (result,) = [update.result for update in drain(engine) if update.result]
     for output in result.outputs:
         assert PROMPT + output.token_ids == plain_decoding(PROMPT, params, output.index)
@@ -119,15 +127,21 @@ def test_equal_requests_at_once_end_on_equal_blocks() -> None:
 
 
 def test_memory_of_n_samples() -> None:
-    """n sequences on a prompt of P tokens with G tokens each hold P + n G slots, but for partly filled blocks and copies of one."""
+    """n sequences on a prompt of P tokens with G tokens each hold P + n G slots, but for partly
+    filled blocks and copies of one.
+    """
     n, length, generated, size = 8, 41, 16, 4
     engine = toy_engine(num_blocks=64, block_size=size, max_model_len=80)
-    engine.add_request([i % VOCAB for i in range(length)], SamplingParams(n=n, seed=1, max_tokens=generated + 1))
+    engine.add_request(
+        [i % VOCAB for i in range(length)], SamplingParams(n=n, seed=1, max_tokens=generated + 1)
+    )
     for _ in range(generated + 1):  # the last token drawn has no KV
         engine.step()
         stats = engine.stats()
         done = stats.steps - 1
-        assert stats.blocks_total - stats.blocks_free <= length // size + n * -(-(length % size + done) // size)
+        assert stats.blocks_total - stats.blocks_free <= length // size + n * -(
+            -(length % size + done) // size
+        )
     assert not engine.has_work and engine.stats().blocks_free == 64
 
 
@@ -144,7 +158,10 @@ def shared_prompts(count: int, vocab: int, longest: int) -> list[list[int]]:
 
 def test_ten_thousand_prompts_with_and_without() -> None:
     prompts = shared_prompts(10_000, VOCAB, 30)
-    params = [SamplingParams(seed=i, temperature=0.0 if i % 3 else 0.9, max_tokens=1 + i % 3) for i in range(len(prompts))]
+    params = [
+        SamplingParams(seed=i, temperature=0.0 if i % 3 else 0.9, max_tokens=1 + i % 3)
+        for i in range(len(prompts))
+    ]
     tokens = []
     for prefix_cache in (True, False):
         engine = toy_engine(num_blocks=200, max_num_seqs=16, threads=1, prefix_cache=prefix_cache)
@@ -161,8 +178,13 @@ def test_ten_thousand_prompts_with_and_without() -> None:
 def test_with_and_without_on_kernels(slots: int) -> None:
     """Tokens and log-probabilities, to the bit."""
     model = tiny_model(0)
-    prompts = [[token for token in prompt for _ in range(8)] for prompt in shared_prompts(150, 61, 15)]  # blocks have 32 slots
-    params = [SamplingParams(seed=i, temperature=0.7, max_tokens=1 + i % 6, logprobs=2) for i in range(len(prompts))]
+    prompts = [
+        [token for token in prompt for _ in range(8)] for prompt in shared_prompts(150, 61, 15)
+    ]  # blocks have 32 slots
+    params = [
+        SamplingParams(seed=i, temperature=0.7, max_tokens=1 + i % 6, logprobs=2)
+        for i in range(len(prompts))
+    ]
     requests = list(zip(prompts, params, strict=True))
     outputs = []
     for prefix_cache in (True, False):

@@ -1,4 +1,6 @@
-"""Priorities, time limits and the time of steps: which request goes first, ends early or waits, and that none waits for ever."""
+"""Priorities, time limits and the time of steps: which request goes first, ends early or waits, and
+that none waits for ever.
+"""
 
 from typing import Any
 
@@ -28,7 +30,9 @@ class TestPriority:
         assert order(drain(engine)) == ["2", "5", "0", "3", "4", "1"]
 
     def test_waiting_makes_up_for_it(self) -> None:
-        """A stream of requests that go before cannot hold back one that came a level's worth of steps earlier."""
+        """A stream of requests that go before cannot hold back one that came a level's worth of
+        steps earlier.
+        """
         engine = toy_engine(max_num_seqs=1)
         patient = engine.add_request([0], ONE, priority=1)
         ended: list[str] = []
@@ -42,7 +46,9 @@ class TestPriority:
     def test_the_least_urgent_gives_way(self) -> None:
         engine = toy_engine(num_blocks=7, block_size=4)
         for i, priority in enumerate([1, 0]):
-            engine.add_request([i] * 8, SamplingParams(temperature=0, max_tokens=12), priority=priority)
+            engine.add_request(
+                [i] * 8, SamplingParams(temperature=0, max_tokens=12), priority=priority
+            )
         updates = []
         while not engine.stats().preemptions:
             updates += engine.step()
@@ -63,7 +69,11 @@ class TestTimeout:
         waiting = engine.add_request([3], params, timeout=0.0)
         updates = [update for _ in range(4) for update in engine.step()]
         (result,) = [update.result for update in updates if update.result]
-        assert (result.request_id, result.outputs[0].finish_reason, result.outputs[0].token_ids) == (waiting, "timeout", [])
+        assert (
+            result.request_id,
+            result.outputs[0].finish_reason,
+            result.outputs[0].token_ids,
+        ) == (waiting, "timeout", [])
         engine._deadlines.add(0.0, engine._requests[running])  # as if its time were up
         (update,) = engine.step()
         assert update.result and update.result.finished and update.finish_reason == "timeout"
@@ -118,8 +128,14 @@ class TestPace:
         while engine.has_work:
             updates += engine.step()
             assert engine.stats().running <= 1
-        tokens = {update.request_id: update.result.outputs[0].token_ids for update in updates if update.result}
-        assert [prompt + tokens[str(i)] for i, prompt in enumerate(prompts)] == [plain_decoding(p, TWO, 0) for p in prompts]
+        tokens = {
+            update.request_id: update.result.outputs[0].token_ids
+            for update in updates
+            if update.result
+        }
+        assert [prompt + tokens[str(i)] for i, prompt in enumerate(prompts)] == [
+            plain_decoding(p, TWO, 0) for p in prompts
+        ]
 
     def test_with_time_to_spare_nobody_waits_for_ever(self) -> None:
         engine = toy_engine(target_token_ms=1e6)

@@ -1,7 +1,8 @@
-"""Promise 1: the same request gives the same tokens, whatever is in the batch, however it is cut, and whatever drafts.
+"""Promise 1: the same request gives the same tokens, whatever is in the batch, however it is cut,
+and whatever drafts.
 
-`cpu` must be equal to the bit, log-probabilities included; `reference` computes in float64, in an order that depends on the
-batch, so its log-probabilities may differ in the last place.
+`cpu` must be equal to the bit, log-probabilities included; `reference` computes in float64, in an
+order that depends on the batch, so its log-probabilities may differ in the last place.
 """
 
 from functools import cache
@@ -25,8 +26,20 @@ BACKENDS = ["cpu", "reference"]
 VOCAB = 61
 EOS = (60,)
 
-GEMMA: dict[str, Any] = {"qk_norm": "head", "activation": "gelu_tanh", "embedding_scale": 5.7, "attention_softcap": 5.0}
-BIASED: dict[str, Any] = {"norm": "layer", "norm_bias": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "gated_mlp": False}
+GEMMA: dict[str, Any] = {
+    "qk_norm": "head",
+    "activation": "gelu_tanh",
+    "embedding_scale": 5.7,
+    "attention_softcap": 5.0,
+}
+BIASED: dict[str, Any] = {
+    "norm": "layer",
+    "norm_bias": True,
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+    "gated_mlp": False,
+}
 
 MODELS: list[dict[str, Any]] = [
     {"seed": 0},
@@ -35,25 +48,106 @@ MODELS: list[dict[str, Any]] = [
     {"seed": 3, "window": (6, 0), "layers": 3},
     {"seed": 4, "window": (9, 34), "layers": 4},
     {"seed": 5, "architecture": "qwen3", "qk_norm": "head"},
-    {"seed": 6, "architecture": "gemma3", "window": (9, 9, 0), "layers": 4, "window_rope": RopeSpec(8, 100.0), **GEMMA},
-    {"seed": 7, "architecture": "gpt_neox", "block": "parallel_two_norms", "activation": "gelu", **BIASED},
-    {"seed": 8, "architecture": "bloom", "rope": None, "alibi_bias": 8.0, "embedding_norm": True, **BIASED},
-    {"seed": 9, "architecture": "qwen2_moe", "experts": ExpertSpec(8, 3, 32, normalised=False, shared_ffn_dim=32, shared_gate=True)},
-    {"seed": 10, "architecture": "mixtral", "kv_heads": 4, "window": 7, "format": "Q4_0", "experts": ExpertSpec(4, 2, 64)},
-    {"seed": 11, "architecture": "deepseek_v2", "rope": RopeSpec(4), "latent": LatentSpec(24, 12, query_rank=16, is_absorbed=True)},
+    {
+        "seed": 6,
+        "architecture": "gemma3",
+        "window": (9, 9, 0),
+        "layers": 4,
+        "window_rope": RopeSpec(8, 100.0),
+        **GEMMA,
+    },
+    {
+        "seed": 7,
+        "architecture": "gpt_neox",
+        "block": "parallel_two_norms",
+        "activation": "gelu",
+        **BIASED,
+    },
+    {
+        "seed": 8,
+        "architecture": "bloom",
+        "rope": None,
+        "alibi_bias": 8.0,
+        "embedding_norm": True,
+        **BIASED,
+    },
+    {
+        "seed": 9,
+        "architecture": "qwen2_moe",
+        "experts": ExpertSpec(8, 3, 32, normalised=False, shared_ffn_dim=32, shared_gate=True),
+    },
+    {
+        "seed": 10,
+        "architecture": "mixtral",
+        "kv_heads": 4,
+        "window": 7,
+        "format": "Q4_0",
+        "experts": ExpertSpec(4, 2, 64),
+    },
+    {
+        "seed": 11,
+        "architecture": "deepseek_v2",
+        "rope": RopeSpec(4),
+        "latent": LatentSpec(24, 12, query_rank=16, is_absorbed=True),
+    },
 ]
-"""Of Llama, and one each with norms of queries and keys, two rotary bases, a parallel block, ALiBi, two kinds of experts, latent rows."""
+"""Of Llama, and one each with norms of queries and keys, two rotary bases, a parallel block, ALiBi,
+two kinds of experts, latent rows.
+"""
 
 Ask = tuple[list[int], SamplingParams]
 REQUESTS: list[Ask] = [
     ([7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=14, logprobs=3)),
     ([3], SamplingParams(seed=1, max_tokens=11, logprobs=0)),
-    (list(range(1, 38)), SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=2, logprobs=1)),
+    (
+        list(range(1, 38)),
+        SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=2, logprobs=1),
+    ),
     ([5, 4, 3, 2], SamplingParams(n=4, seed=2, max_tokens=9, logprobs=1, top_p=0.9)),
-    ([9, 9, 9, 9, 9], SamplingParams(seed=3, max_tokens=12, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3)),
-    ([1, 2], SamplingParams(temperature=0.6, seed=4, top_k=20, min_p=0.02, max_tokens=13, logit_bias={4: 3.0, 5: -100.0})),
-    ([20, 21, 22], SamplingParams(temperature=0, max_tokens=15, presence_penalty=2.0, stop=["a"], min_tokens=3, ignore_eos=True)),
-    ([2, 4] * 7, SamplingParams(n=2, seed=5, temperature=0.5, max_tokens=10, prompt_logprobs=0, stop_token_ids=[6, 7], min_tokens=2)),
+    (
+        [9, 9, 9, 9, 9],
+        SamplingParams(
+            seed=3,
+            max_tokens=12,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=0.3,
+        ),
+    ),
+    (
+        [1, 2],
+        SamplingParams(
+            temperature=0.6,
+            seed=4,
+            top_k=20,
+            min_p=0.02,
+            max_tokens=13,
+            logit_bias={4: 3.0, 5: -100.0},
+        ),
+    ),
+    (
+        [20, 21, 22],
+        SamplingParams(
+            temperature=0,
+            max_tokens=15,
+            presence_penalty=2.0,
+            stop=["a"],
+            min_tokens=3,
+            ignore_eos=True,
+        ),
+    ),
+    (
+        [2, 4] * 7,
+        SamplingParams(
+            n=2,
+            seed=5,
+            temperature=0.5,
+            max_tokens=10,
+            prompt_logprobs=0,
+            stop_token_ids=[6, 7],
+            min_tokens=2,
+        ),
+    ),
 ]
 
 
@@ -65,7 +159,14 @@ def model(which: int) -> tuple[ModelSpec, Tensors]:
 @cache
 def alone(backend: str, which: int, kv_dtype: str) -> list[RequestOutput]:
     """Every request by itself, in one piece, without drafts."""
-    engine = tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False)
+    engine = tiny_engine(
+        model(which),
+        backend,
+        eos_ids=EOS,
+        kv_dtype=kv_dtype,
+        prefix_cache=False,
+        release_outside_window=False,
+    )
     return [run_all(engine, [request])[0] for request in REQUESTS]
 
 
@@ -86,13 +187,19 @@ def same(a: RequestOutput, b: RequestOutput, exact: bool) -> None:
     same_logprobs(a.prompt_logprobs or [], b.prompt_logprobs or [], exact)
 
 
-def same_logprobs(a: list[Logprobs] | list[Logprobs | None], b: list[Logprobs] | list[Logprobs | None], exact: bool) -> None:
+def same_logprobs(
+    a: list[Logprobs] | list[Logprobs | None],
+    b: list[Logprobs] | list[Logprobs | None],
+    exact: bool,
+) -> None:
     for one, other in zip(a, b, strict=True):
         if exact or one is None or other is None:
             assert one == other
         else:
             assert list(one) == list(other)
-            assert [v.logprob for v in one.values()] == pytest.approx([v.logprob for v in other.values()], abs=1e-5)
+            assert [v.logprob for v in one.values()] == pytest.approx(
+                [v.logprob for v in other.values()], abs=1e-5
+            )
 
 
 LOADS: dict[str, st.SearchStrategy[Any]] = {
@@ -114,9 +221,16 @@ LOADS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def keeps_the_promise(
-    engine: Engine, order: list[int], stagger: int, expected: list[RequestOutput], exact: bool, requests: list[Ask] = REQUESTS
+    engine: Engine,
+    order: list[int],
+    stagger: int,
+    expected: list[RequestOutput],
+    exact: bool,
+    requests: list[Ask] = REQUESTS,
 ) -> None:
-    """Serve the requests, `stagger` steps between two of them, and compare what they say at the end and on the way."""
+    """Serve the requests, `stagger` steps between two of them, and compare what they say at the end
+    and on the way.
+    """
     updates, ids = [], []
     for request in order:
         ids.append(engine.add_request(*requests[request]))
@@ -139,17 +253,28 @@ def keeps_the_promise(
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=100, deadline=None)
 @given(
-    drafts=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees", "wide trees"]),
+    drafts=st.sampled_from(
+        [*(name for name in PROPOSERS if name not in NEEDS), "trees", "wide trees"]
+    ),
     seed=st.integers(0, 1000),
     **LOADS,
 )
 def test_same_request_same_tokens(
-    backend: str, which: int, order: list[int], kv_dtype: str, drafts: str, seed: int, stagger: int, **config: Any
+    backend: str,
+    which: int,
+    order: list[int],
+    kv_dtype: str,
+    drafts: str,
+    seed: int,
+    stagger: int,
+    **config: Any,
 ) -> None:
     expected = alone(backend, which, kv_dtype)
     nodes = {"trees": 9, "wide trees": 70}.get(drafts)
     proposer = RandomTrees(seed, VOCAB, truth(expected, order), nodes) if nodes else drafts
-    engine = tiny_engine(model(which), backend, proposer=proposer, eos_ids=EOS, kv_dtype=kv_dtype, **config)
+    engine = tiny_engine(
+        model(which), backend, proposer=proposer, eos_ids=EOS, kv_dtype=kv_dtype, **config
+    )
     keeps_the_promise(engine, order, stagger, expected, exact=backend == "cpu")
 
 
@@ -160,7 +285,9 @@ def test_what_no_window_reaches_is_let_go(backend: str) -> None:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, logprobs=1, ignore_eos=True)
     results = []
     for release_outside_window in (True, False):
-        engine = tiny_engine(made, backend, kv_dtype="f32", release_outside_window=release_outside_window, slots=512)
+        engine = tiny_engine(
+            made, backend, kv_dtype="f32", release_outside_window=release_outside_window, slots=512
+        )
         engine.add_request([1, 2, 3, 4, 5], params)
         updates, most = [], 0
         while engine.has_work:
@@ -179,11 +306,20 @@ INTERLEAVED = tiny_model(3, dim=64, layers=5, window=(0, 40, 40), context=512)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES["cpu"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_with_a_window_keep_no_more_than_they_see(backend: str, kv_dtype: KvDtype) -> None:
-    """Though their neighbours keep everything: blocks and bytes of each group, step by step, inside a long prompt and after it."""
-    engine = tiny_engine(INTERLEAVED, backend, slots=512, kv_dtype=kv_dtype, max_num_batched_tokens=24)
-    engine.add_request([token % VOCAB for token in range(300)], SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
+    """Though their neighbours keep everything: blocks and bytes of each group, step by step, inside
+    a long prompt and after it.
+    """
+    engine = tiny_engine(
+        INTERLEAVED, backend, slots=512, kv_dtype=kv_dtype, max_num_batched_tokens=24
+    )
+    engine.add_request(
+        [token % VOCAB for token in range(300)],
+        SamplingParams(max_tokens=60, seed=1, ignore_eos=True),
+    )
     size = engine.limits.kv.block_size
-    width = {"f32": 4, "bf16": 2, "int8": 1.25, "int4": 1.25}[kv_dtype]  # bytes of a number, with scales, and of padding at int4
+    width = {"f32": 4, "bf16": 2, "int8": 1.25, "int4": 1.25}[
+        kv_dtype
+    ]  # bytes of a number, with scales, and of padding at int4
     while engine.has_work:
         engine.step()
         stats = engine.stats()
@@ -195,9 +331,18 @@ def test_layers_with_a_window_keep_no_more_than_they_see(backend: str, kv_dtype:
         written = range(max(0, seq.computed - rows + 1 - 40), seq.computed)
         assert full.blocks_used == -(-(300 if seq.computed < 300 else seq.computed) // size)
         touched = len({token // size for token in written})
-        assert windowed.blocks_used == touched if rows == 1 else windowed.blocks_used <= -(-(40 + 24 - 2) // size) + 1
-        assert stats.kv_bytes_used == full.blocks_used * full.block_bytes + windowed.blocks_used * windowed.block_bytes
-        assert [full.block_bytes, windowed.block_bytes] == [2 * 2 * 16 * layers * width * size for layers in (2, 3)]
+        assert (
+            windowed.blocks_used == touched
+            if rows == 1
+            else windowed.blocks_used <= -(-(40 + 24 - 2) // size) + 1
+        )
+        assert (
+            stats.kv_bytes_used
+            == full.blocks_used * full.block_bytes + windowed.blocks_used * windowed.block_bytes
+        )
+        assert [full.block_bytes, windowed.block_bytes] == [
+            2 * 2 * 16 * layers * width * size for layers in (2, 3)
+        ]
     assert stats.kv_bytes_used == 0
 
 
@@ -216,7 +361,14 @@ def searching(order: list[int]) -> list[tuple[list[int], SamplingParams]]:
 @cache
 def seeing_everything(backend: str) -> list[RequestOutput]:
     """Each by itself, of an engine that keeps all and masks."""
-    engine = tiny_engine(INTERLEAVED, backend, slots=2048, kv_dtype="f32", prefix_cache=False, release_outside_window=False)
+    engine = tiny_engine(
+        INTERLEAVED,
+        backend,
+        slots=2048,
+        kv_dtype="f32",
+        prefix_cache=False,
+        release_outside_window=False,
+    )
     return [run_all(engine, [request])[0] for request in searching(list(range(8)))]
 
 
@@ -227,17 +379,31 @@ HOW: dict[str, dict[str, Any]] = {
     "preemption": {"slots": 400, "max_num_batched_tokens": 40},
     "static": {"batching": "static", "slots": 1400},
     "n-grams": {"proposer": "ngram"},
-    "draft model": {"how": "draft_model", "draft": tiny_model(3, dim=64, layers=5, window=(40, 9), context=512)},
+    "draft model": {
+        "how": "draft_model",
+        "draft": tiny_model(3, dim=64, layers=5, window=(40, 9), context=512),
+    },
     "first layers": {"how": "self_draft", "layers": 2},
     "Medusa": {"how": "medusa"},
 }
 
 
-@pytest.mark.parametrize(("backend", "how"), [*(("cpu", how) for how in HOW), ("reference", "plain"), ("reference", "preemption")])
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [*(("cpu", how) for how in HOW), ("reference", "plain"), ("reference", "preemption")],
+)
 def test_what_windows_let_go_is_not_missed(backend: str, how: str) -> None:
     options = {"slots": 1024, "kv_dtype": "f32", **HOW[how]}
-    engine = draft_engine(INTERLEAVED, backend=backend, **options)[0] if "how" in options else tiny_engine(INTERLEAVED, backend, **options)
-    for order in ([0, 4, 1, 5, 3, 7, 2, 6], [5, 0, 3, 6], [2]):  # what comes again finds what was kept
+    engine = (
+        draft_engine(INTERLEAVED, backend=backend, **options)[0]
+        if "how" in options
+        else tiny_engine(INTERLEAVED, backend, **options)
+    )
+    for order in (
+        [0, 4, 1, 5, 3, 7, 2, 6],
+        [5, 0, 3, 6],
+        [2],
+    ):  # what comes again finds what was kept
         for result, which in zip(run_all(engine, searching(order)), order, strict=True):
             same(result, seeing_everything(backend)[which], exact=backend == "cpu")
     stats = engine.stats()
@@ -260,7 +426,9 @@ def test_right_drafts_save_steps(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_preemption_happens_and_is_not_seen(backend: str) -> None:
     expected = alone(backend, 0, "f32")
-    engine = tiny_engine(model(0), backend, slots=42, eos_ids=EOS, kv_dtype="f32")  # what the longest request needs alone
+    engine = tiny_engine(
+        model(0), backend, slots=42, eos_ids=EOS, kv_dtype="f32"
+    )  # what the longest request needs alone
     for i, result in enumerate(run_all(engine, REQUESTS * 3)):
         same(result, expected[i % len(REQUESTS)], exact=backend == "cpu")
     assert engine.stats().preemptions > 0

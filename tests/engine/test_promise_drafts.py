@@ -1,4 +1,6 @@
-"""Promise 1 with models that draft: right, half right or wrong, they never change a token or a log-probability."""
+"""Promise 1 with models that draft: right, half right or wrong, they never change a token or a
+log-probability.
+"""
 
 from typing import Any
 
@@ -10,7 +12,10 @@ from tests.draft_engines import draft_engine
 from tests.engine.test_promise import EOS, LOADS, VOCAB, alone, keeps_the_promise, model
 from tests.tiny import tiny_model
 
-DRAFTS = {"itself": None, "another": tiny_model(50, layers=1, dim=16, heads=2, kv_heads=1, vocab=VOCAB)}
+DRAFTS = {
+    "itself": None,
+    "another": tiny_model(50, layers=1, dim=16, heads=2, kv_heads=1, vocab=VOCAB),
+}
 
 
 @settings(max_examples=80, deadline=None)
@@ -23,8 +28,12 @@ DRAFTS = {"itself": None, "another": tiny_model(50, layers=1, dim=16, heads=2, k
     adaptive_speculation=st.booleans(),
     **LOADS,
 )
-def test_same_request_same_tokens(which: int, order: list[int], kv_dtype: str, draft: str, stagger: int, **options: Any) -> None:
-    engine, proposers = draft_engine(model(which), draft=DRAFTS[draft], kv_dtype=kv_dtype, eos_ids=EOS, **options)
+def test_same_request_same_tokens(
+    which: int, order: list[int], kv_dtype: str, draft: str, stagger: int, **options: Any
+) -> None:
+    engine, proposers = draft_engine(
+        model(which), draft=DRAFTS[draft], kv_dtype=kv_dtype, eos_ids=EOS, **options
+    )
     keeps_the_promise(engine, order, stagger, alone("cpu", which, kv_dtype), exact=True)
     proposer = proposers.get("draft_model")
     if isinstance(proposer, DraftModelProposer):

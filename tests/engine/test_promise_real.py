@@ -1,4 +1,6 @@
-"""Promise 1 on the default model: bit-equal tokens and log-probabilities, alone or in company, however the work is cut."""
+"""Promise 1 on the default model: bit-equal tokens and log-probabilities, alone or in company,
+however the work is cut.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,10 +29,22 @@ from tests.tiny import run_all
 KV = KvConfig((128,))
 PROMPTS: list[tuple[str, SamplingParams]] = [
     ("The capital of France is", SamplingParams(temperature=0, max_tokens=24, logprobs=2)),
-    ("Repeat after me: one two three four. One two three four. One two", SamplingParams(temperature=0, max_tokens=24, logprobs=0)),
-    ("Once upon a time", SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=20, logprobs=1)),
-    ("def add(a, b):\n    return a + b\n\ndef sub(a, b):", SamplingParams(seed=4, n=2, max_tokens=16, logprobs=0, prompt_logprobs=1)),
-    ("word " * 300, SamplingParams(temperature=0, max_tokens=12, logprobs=0, repetition_penalty=1.2)),
+    (
+        "Repeat after me: one two three four. One two three four. One two",
+        SamplingParams(temperature=0, max_tokens=24, logprobs=0),
+    ),
+    (
+        "Once upon a time",
+        SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=20, logprobs=1),
+    ),
+    (
+        "def add(a, b):\n    return a + b\n\ndef sub(a, b):",
+        SamplingParams(seed=4, n=2, max_tokens=16, logprobs=0, prompt_logprobs=1),
+    ),
+    (
+        "word " * 300,
+        SamplingParams(temperature=0, max_tokens=12, logprobs=0, repetition_penalty=1.2),
+    ),
 ]
 
 
@@ -42,19 +56,34 @@ def checkpoint() -> tuple[Checkpoint, Tokenizer]:
 
 @pytest.fixture(scope="module")
 def executables() -> Iterator[dict[int, Executable]]:
-    """The model on one thread, on two, and on more than most machines that run this have processors for."""
+    """The model on one thread, on two, and on more than most machines that run this have processors
+    for.
+    """
     model, _ = checkpoint()
-    made = {n: compile_program("cpu", trace_model(model.spec, model.tensors), model.tensors, KV, n) for n in (1, 2, 8)}
+    made = {
+        n: compile_program("cpu", trace_model(model.spec, model.tensors), model.tensors, KV, n)
+        for n in (1, 2, 8)
+    }
     yield made
     for executable in made.values():
         executable.close()
 
 
-def engine_on(executable: Executable, trees: Proposer | None = None, num_blocks: int = 128, **config: Any) -> Engine:
+def engine_on(
+    executable: Executable, trees: Proposer | None = None, num_blocks: int = 128, **config: Any
+) -> Engine:
     model, tokenizer = checkpoint()
-    limits = EngineLimits(model.spec.vocab_size, 1024, replace(KV, num_blocks=(num_blocks,)), executable.kv_groups)
+    limits = EngineLimits(
+        model.spec.vocab_size, 1024, replace(KV, num_blocks=(num_blocks,)), executable.kv_groups
+    )
     options = EngineConfig(**config)
-    return Engine(executable, tokenizer, limits, options, {"trees": trees} if trees else make_proposers(options))
+    return Engine(
+        executable,
+        tokenizer,
+        limits,
+        options,
+        {"trees": trees} if trees else make_proposers(options),
+    )
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
@@ -65,10 +94,17 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 @pytest.fixture(scope="module")
 def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     """Every request by itself, in one piece, on two threads, without drafts."""
-    return [run_all(engine_on(executables[2], prefix_cache=False, multi_step_ms=0), [request])[0] for request in requests()]
+    return [
+        run_all(engine_on(executables[2], prefix_cache=False, multi_step_ms=0), [request])[0]
+        for request in requests()
+    ]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     order=st.permutations(range(len(PROMPTS))),
     neighbours=st.sampled_from([0, 1, 31]),
@@ -95,9 +131,18 @@ def test_same_request_same_tokens(
 ) -> None:
     vocab = checkpoint()[0].spec.vocab_size
     trees = RandomTrees(seed, vocab, truth(alone, order)) if drafts == "trees" else None
-    engine = engine_on(executables[threads], trees, proposer="off" if trees else drafts, adaptive_speculation=control, **config)
+    engine = engine_on(
+        executables[threads],
+        trees,
+        proposer="off" if trees else drafts,
+        adaptive_speculation=control,
+        **config,
+    )
     rng = np.random.default_rng(seed)
-    crowd = [(rng.integers(0, vocab, rng.integers(1, 40)).tolist(), SamplingParams(seed=i, max_tokens=8)) for i in range(neighbours)]
+    crowd = [
+        (rng.integers(0, vocab, rng.integers(1, 40)).tolist(), SamplingParams(seed=i, max_tokens=8))
+        for i in range(neighbours)
+    ]
     results = run_all(engine, [requests()[i] for i in order] + crowd)
     for result, which in zip(results, order, strict=False):
         same(result, alone[which], exact=True)
@@ -105,9 +150,16 @@ def test_same_request_same_tokens(
     assert stats.blocks_free == stats.blocks_total and stats.proposer_failures == 0
 
 
-def test_preemption_is_not_seen(executables: dict[int, Executable], alone: list[RequestOutput]) -> None:
-    engine = engine_on(executables[2], num_blocks=8, max_num_seqs=32)  # equal requests share their blocks
-    longer = [(tokens, replace(params, max_tokens=90, ignore_eos=True)) for tokens, params in requests()[:3]] * 3
+def test_preemption_is_not_seen(
+    executables: dict[int, Executable], alone: list[RequestOutput]
+) -> None:
+    engine = engine_on(
+        executables[2], num_blocks=8, max_num_seqs=32
+    )  # equal requests share their blocks
+    longer = [
+        (tokens, replace(params, max_tokens=90, ignore_eos=True))
+        for tokens, params in requests()[:3]
+    ] * 3
     apart = [run_all(engine_on(executables[2]), [request])[0] for request in longer[:3]]
     for i, result in enumerate(run_all(engine, longer)):
         same(result, apart[i % 3], exact=True)
@@ -118,11 +170,15 @@ def test_preemption_is_not_seen(executables: dict[int, Executable], alone: list[
 def test_quantised_kv(dtype: KvDtype) -> None:
     model, _ = checkpoint()
     kv = replace(KV, dtype=dtype)
-    executable = compile_program("cpu", trace_model(model.spec, model.tensors), model.tensors, kv, 2)
+    executable = compile_program(
+        "cpu", trace_model(model.spec, model.tensors), model.tensors, kv, 2
+    )
     expected = [run_all(engine_on(executable), [request])[0] for request in requests()]
     trees = RandomTrees(1, model.spec.vocab_size, truth(expected, list(range(len(PROMPTS)))))
     for result, one in zip(
-        run_all(engine_on(executable, trees, num_blocks=14, max_num_batched_tokens=40), requests()), expected, strict=True
+        run_all(engine_on(executable, trees, num_blocks=14, max_num_batched_tokens=40), requests()),
+        expected,
+        strict=True,
     ):
         same(result, one, exact=True)
     executable.close()

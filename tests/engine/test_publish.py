@@ -1,4 +1,6 @@
-"""The records of a running engine: where they are written, when, and that no other user can read them or have them written."""
+"""The records of a running engine: where they are written, when, and that no other user can read
+them or have them written.
+"""
 
 import os
 import tempfile
@@ -21,7 +23,11 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def files(path: Path) -> dict[str, str]:
     """The text of each file but `watch`, by the end of its name."""
-    return {file.name.rpartition(".")[2]: file.read_text() for file in path.iterdir() if file.name != "watch"}
+    return {
+        file.name.rpartition(".")[2]: file.read_text()
+        for file in path.iterdir()
+        if file.name != "watch"
+    }
 
 
 def test_where_records_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +40,9 @@ def test_where_records_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert folder() == Path("/elsewhere")
 
 
-def test_a_private_folder_is_of_this_user_alone(watched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_folder_is_of_this_user_alone(
+    watched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert is_private(watched)
     (watched / "watch").chmod(0o600)
     assert not is_private(watched / "watch") and not is_private(watched / "nowhere")
@@ -80,8 +88,13 @@ def test_only_while_the_file_is_fresh(watched: Path, monkeypatch: pytest.MonkeyP
         assert files(watched) == written
 
 
-@pytest.mark.parametrize(("text", "with_map"), [("", "false"), ("map", "true"), (" " * 61 + "map", "true"), (" " * 62 + "map", "false")])
-def test_the_map_is_in_a_record_where_the_file_asks_for_it(watched: Path, text: str, with_map: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "with_map"),
+    [("", "false"), ("map", "true"), (" " * 61 + "map", "true"), (" " * 62 + "map", "false")],
+)
+def test_the_map_is_in_a_record_where_the_file_asks_for_it(
+    watched: Path, text: str, with_map: str
+) -> None:
     (watched / "watch").write_text(text)
     Publisher(lambda with_map: {"map": with_map}).tick(0.0)
     assert files(watched) == {"json": f'{{"map":{with_map}}}'}
@@ -102,4 +115,6 @@ def test_what_lies_where_a_record_is_written(watched: Path, tmp_path: Path) -> N
 
 def test_engines_of_a_process_have_names_of_their_own(watched: Path) -> None:
     names = [Publisher(lambda with_map: {})._name.split("-") for _ in range(2)]
-    assert [pid for pid, _ in names] == [str(os.getpid())] * 2 and int(names[0][1]) + 1 == int(names[1][1])
+    assert [pid for pid, _ in names] == [str(os.getpid())] * 2 and int(names[0][1]) + 1 == int(
+        names[1][1]
+    )

@@ -1,4 +1,6 @@
-"""What becomes of the sequences of a step: several launches as one result, and prompts that go on."""
+"""What becomes of the sequences of a step: several launches as one result, and prompts that
+go on.
+"""
 
 from headrace.batch import TokenLogprobs
 from headrace.engine.resolve import _concatenate
@@ -10,7 +12,9 @@ from tests.tiny import run_all
 
 
 def test_the_tokens_of_several_launches_follow_each_other() -> None:
-    first, second = (Drawn([token], [], [TokenLogprobs(-1.0 * token, 1, [], [])]) for token in (4, 5))
+    first, second = (
+        Drawn([token], [], [TokenLogprobs(-1.0 * token, 1, [], [])]) for token in (4, 5)
+    )
     assert _concatenate([first]) is first
     assert _concatenate([first, second]) == Drawn([4, 5], [], first.logprobs + second.logprobs)
 
@@ -22,10 +26,19 @@ def test_what_follows_logits_that_are_not_finite_does_not_count() -> None:
 
 
 def test_a_prompt_goes_on_beside_drafts_and_commits_nothing() -> None:
-    proposer, params = RandomTrees(0, VOCAB, {}, max_nodes=4), SamplingParams(temperature=0, max_tokens=6)
+    proposer, params = (
+        RandomTrees(0, VOCAB, {}, max_nodes=4),
+        SamplingParams(temperature=0, max_tokens=6),
+    )
     engine = toy_engine(proposer=proposer, max_num_batched_tokens=8)
     prompts = [[1], [2] * 20]
-    for prompt, result in zip(prompts, run_all(engine, [(prompt, params) for prompt in prompts]), strict=True):
+    for prompt, result in zip(
+        prompts, run_all(engine, [(prompt, params) for prompt in prompts]), strict=True
+    ):
         assert prompt + result.outputs[0].token_ids == plain_decoding(prompt, params, 0)
     chunks = [commit[:4] for commit in proposer.commits if not commit.tokens]
-    assert engine.stats().drafted and chunks and all(chunk in ((0, [], [], []), (1, [], [], [])) for chunk in chunks)
+    assert (
+        engine.stats().drafted
+        and chunks
+        and all(chunk in ((0, [], [], []), (1, [], [], [])) for chunk in chunks)
+    )

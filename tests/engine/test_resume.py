@@ -1,4 +1,6 @@
-"""Requests that go on in another engine behind what they have: with it they are, to the bit, the undisturbed run."""
+"""Requests that go on in another engine behind what they have: with it they are, to the bit, the
+undisturbed run.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -19,7 +21,15 @@ from tests.random_trees import RandomTrees
 from tests.tiny import drain, run_all, tiny_engine, tiny_model
 
 MODEL = tiny_model(3, vocab=VOCAB, context=96)
-GRAMMARS = [None, None, None, {"json": SCHEMA}, {"regex": REGEX}, {"grammar": GRAMMAR}, {"choice": ["abc", "ab", "name", "null and true"]}]
+GRAMMARS = [
+    None,
+    None,
+    None,
+    {"json": SCHEMA},
+    {"regex": REGEX},
+    {"grammar": GRAMMAR},
+    {"choice": ["abc", "ab", "name", "null and true"]},
+]
 
 
 def engine(**options: Any) -> Engine:
@@ -48,7 +58,9 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
         "repetition_penalty": draw(st.sampled_from([1.0, 1.3])),
         "presence_penalty": draw(st.sampled_from([0.0, 0.8])),
         "frequency_penalty": draw(st.sampled_from([0.0, 0.5])),
-        "logit_bias": draw(st.sampled_from([None, {59: 3.0}, {57: 4.0, 58: 4.0}])),  # an end token; the two bytes of one character
+        "logit_bias": draw(
+            st.sampled_from([None, {59: 3.0}, {57: 4.0, 58: 4.0}])
+        ),  # an end token; the two bytes of one character
         "stop": draw(st.lists(st.text("abmn1,", min_size=1, max_size=3), max_size=3)),
         "stop_token_ids": draw(st.sampled_from([None, [7]])),
         "include_stop_str_in_output": draw(st.booleans()),
@@ -59,7 +71,9 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     return draw(st.lists(st.integers(0, 40), min_size=1, max_size=20)), SamplingParams(**params)
 
 
-def run(engine: Engine, prompt: list[int], params: SamplingParams, given: list[list[int]]) -> tuple[RequestOutput, list[Update]]:
+def run(
+    engine: Engine, prompt: list[int], params: SamplingParams, given: list[list[int]]
+) -> tuple[RequestOutput, list[Update]]:
     """The result of a request, and its updates."""
     engine.add_request(prompt, params, output_token_ids=given)
     updates = drain(engine)
@@ -72,7 +86,11 @@ def told(updates: list[Update], index: int, count: int) -> tuple[str, list[Logpr
     text, tokens, logprobs = "", 0, list[Logprobs]()
     for update in updates:
         if update.index == index and tokens < count:
-            text, tokens, logprobs = text + update.text, tokens + len(update.token_ids), logprobs + update.logprobs
+            text, tokens, logprobs = (
+                text + update.text,
+                tokens + len(update.token_ids),
+                logprobs + update.logprobs,
+            )
     assert tokens == count
     return text, logprobs
 
@@ -96,7 +114,10 @@ def told(updates: list[Update], index: int, count: int) -> tuple[str, list[Logpr
     drafts=st.booleans(),
 )
 def test_whatever_was_told_the_rest_is_the_same(
-    asked: tuple[list[int], SamplingParams], data: st.DataObject, options: dict[str, Any], drafts: bool
+    asked: tuple[list[int], SamplingParams],
+    data: st.DataObject,
+    options: dict[str, Any],
+    drafts: bool,
 ) -> None:
     prompt, params = asked
     expected, updates = run(undisturbed(), prompt, params, [])
@@ -107,20 +128,43 @@ def test_whatever_was_told_the_rest_is_the_same(
     if cuts == lengths:
         cuts[data.draw(st.integers(0, params.n - 1))] = 0
     begun = [output.token_ids[:cut] for output, cut in zip(expected.outputs, cuts, strict=True)]
-    other = engine(proposer=RandomTrees(data.draw(st.integers(0, 9)), VOCAB, truth([expected], [0])) if drafts else "off", **options)
+    other = engine(
+        proposer=RandomTrees(data.draw(st.integers(0, 9)), VOCAB, truth([expected], [0]))
+        if drafts
+        else "off",
+        **options,
+    )
     try:
         result, rest = run(other, prompt, params, begun)
         for index, cut in enumerate(cuts):
             text, logprobs = told(updates, index, cut)
             mine = [update for update in rest if update.index == index]
             output = expected.outputs[index]
-            assert text + "".join(update.text for update in mine) == output.text == result.outputs[index].text
-            assert begun[index] + [token for update in mine for token in update.token_ids] == output.token_ids
+            assert (
+                text + "".join(update.text for update in mine)
+                == output.text
+                == result.outputs[index].text
+            )
+            assert (
+                begun[index] + [token for update in mine for token in update.token_ids]
+                == output.token_ids
+            )
             assert result.outputs[index].token_ids == output.token_ids
-            assert logprobs + [one for update in mine for one in update.logprobs] == (output.logprobs or [])
-            ends = [(update.finish_reason, update.stop_reason) for update in mine if update.finish_reason]
-            assert ends == ([] if cut == lengths[index] else [(output.finish_reason, output.stop_reason)])
-            assert (result.outputs[index].finish_reason, result.outputs[index].stop_reason) == (output.finish_reason, output.stop_reason)
+            assert logprobs + [one for update in mine for one in update.logprobs] == (
+                output.logprobs or []
+            )
+            ends = [
+                (update.finish_reason, update.stop_reason)
+                for update in mine
+                if update.finish_reason
+            ]
+            assert ends == (
+                [] if cut == lengths[index] else [(output.finish_reason, output.stop_reason)]
+            )
+            assert (result.outputs[index].finish_reason, result.outputs[index].stop_reason) == (
+                output.finish_reason,
+                output.stop_reason,
+            )
         assert result.prompt_logprobs == expected.prompt_logprobs
         stats = other.stats()
         assert stats.blocks_free == stats.blocks_total and not other.has_work
@@ -128,13 +172,28 @@ def test_whatever_was_told_the_rest_is_the_same(
         other.close()
 
 
-def test_many_at_once_beside_others_and_after_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among them one that is recomputed after a failed step: it goes on behind what it brought and what it drew."""
-    asked = [([1, 2, 3 + i], SamplingParams(seed=i, n=1 + i % 3, max_tokens=24, logprobs=1, ignore_eos=True)) for i in range(6)]
+def test_many_at_once_beside_others_and_after_a_step_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Among them one that is recomputed after a failed step: it goes on behind what it brought and
+    what it drew.
+    """
+    asked = [
+        (
+            [1, 2, 3 + i],
+            SamplingParams(seed=i, n=1 + i % 3, max_tokens=24, logprobs=1, ignore_eos=True),
+        )
+        for i in range(6)
+    ]
     expected = run_all(undisturbed(), asked)
     other = engine(slots=256, max_num_seqs=5)
-    cuts = [[output.token_ids[: 4 * i + output.index] for output in result.outputs] for i, result in enumerate(expected)]
-    ids = [other.add_request(*one, output_token_ids=cut) for one, cut in zip(asked, cuts, strict=True)]
+    cuts = [
+        [output.token_ids[: 4 * i + output.index] for output in result.outputs]
+        for i, result in enumerate(expected)
+    ]
+    ids = [
+        other.add_request(*one, output_token_ids=cut) for one, cut in zip(asked, cuts, strict=True)
+    ]
     updates = [update for _ in range(3) for update in other.step()]
     launch = other._loop.executable.launch
     with monkeypatch.context() as patch:
@@ -145,11 +204,21 @@ def test_many_at_once_beside_others_and_after_a_step_that_fails(monkeypatch: pyt
     results = {update.request_id: update.result for update in updates if update.result}
     for request_id, cut, whole in zip(ids, cuts, expected, strict=True):
         result = results[request_id]
-        assert [output.token_ids for output in result.outputs] == [output.token_ids for output in whole.outputs]
+        assert [output.token_ids for output in result.outputs] == [
+            output.token_ids for output in whole.outputs
+        ]
         for output, begun in zip(whole.outputs, cut, strict=True):
-            mine = [update for update in updates if (update.request_id, update.index) == (request_id, output.index)]
-            assert [token for update in mine for token in update.token_ids] == output.token_ids[len(begun) :]
-            assert [one for update in mine for one in update.logprobs] == (output.logprobs or [])[len(begun) :]
+            mine = [
+                update
+                for update in updates
+                if (update.request_id, update.index) == (request_id, output.index)
+            ]
+            assert [token for update in mine for token in update.token_ids] == output.token_ids[
+                len(begun) :
+            ]
+            assert [one for update in mine for one in update.logprobs] == (output.logprobs or [])[
+                len(begun) :
+            ]
 
 
 PLAIN = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -165,19 +234,43 @@ PLAIN = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         (PLAIN, [3], r"output_token_ids\[0\] must be a list of token ids"),
         (PLAIN, "ab", "output_token_ids must be a list of lists of token ids, not str"),
         (PLAIN, 7, "output_token_ids must be a list of lists of token ids, not int"),
-        (PLAIN, [[1] * 5], r"output_token_ids\[0\] has 5 tokens, and no more than 4 may follow the prompt"),
+        (
+            PLAIN,
+            [[1] * 5],
+            r"output_token_ids\[0\] has 5 tokens, and no more than 4 may follow the prompt",
+        ),
         (PLAIN, [[1] * 10**6], r"output_token_ids\[0\] has 1,000,000 tokens"),
-        (PLAIN, [[1], [2]], "output_token_ids has 2 lists, and n is 1: give one for each continuation"),
+        (
+            PLAIN,
+            [[1], [2]],
+            "output_token_ids has 2 lists, and n is 1: give one for each continuation",
+        ),
         (replace(PLAIN, n=2), [[1]], "output_token_ids has 1 lists, and n is 2"),
-        (PLAIN, [[1, 2, 3, 4]], "output_token_ids leaves nothing to do: all continuations have come to their ends"),
-        (replace(PLAIN, ignore_eos=False), [[1, EOS[0], 2]], r"output_token_ids\[0\] goes on behind its end, which is its token 2"),
-        (replace(PLAIN, stop=["}"]), [[1, 2]], r"output_token_ids\[0\] goes on behind its end, which is its token 1"),
+        (
+            PLAIN,
+            [[1, 2, 3, 4]],
+            "output_token_ids leaves nothing to do: all continuations have come to their ends",
+        ),
+        (
+            replace(PLAIN, ignore_eos=False),
+            [[1, EOS[0], 2]],
+            r"output_token_ids\[0\] goes on behind its end, which is its token 2",
+        ),
+        (
+            replace(PLAIN, stop=["}"]),
+            [[1, 2]],
+            r"output_token_ids\[0\] goes on behind its end, which is its token 1",
+        ),
         (
             replace(PLAIN, structured_outputs=StructuredOutputs(regex="a+")),
             [[1]],
             r"output_token_ids\[0\] cannot be: the grammar cannot go on",
         ),
-        (SamplingParams(beam_width=2), [[1]], "output_token_ids must be empty: a beam search begins from its prompt"),
+        (
+            SamplingParams(beam_width=2),
+            [[1]],
+            "output_token_ids must be empty: a beam search begins from its prompt",
+        ),
     ],
 )
 def test_what_no_engine_can_have_told(params: SamplingParams, given: Any, said: str) -> None:
@@ -195,7 +288,10 @@ def test_an_embedding_has_none() -> None:
 def test_the_context_is_the_limit() -> None:
     """Where `max_tokens` says nothing, what was told must fit in the context."""
     one = undisturbed()
-    with pytest.raises(RequestError, match=r"output_token_ids\[0\] has 95 tokens, and no more than 94 may follow the prompt"):
+    with pytest.raises(
+        RequestError,
+        match=r"output_token_ids\[0\] has 95 tokens, and no more than 94 may follow the prompt",
+    ):
         one.add_request([1, 2], replace(PLAIN, max_tokens=None), output_token_ids=[[1] * 95])
 
 
@@ -208,9 +304,13 @@ def test_none_at_all_is_a_request_that_begins() -> None:
 
 
 def test_a_continuation_without_tokens_is_one_sequence() -> None:
-    """Where another has some, it does not fork after the prompt: the scheduler needs room for itself alone."""
+    """Where another has some, it does not fork after the prompt: the scheduler needs room for
+    itself alone.
+    """
     resumed = engine()
-    resumed.add_request([1, 2, 3], SamplingParams(n=3, max_tokens=5), output_token_ids=[[], [4], []])
+    resumed.add_request(
+        [1, 2, 3], SamplingParams(n=3, max_tokens=5), output_token_ids=[[], [4], []]
+    )
     (request,) = resumed._requests.values()
     assert [(seq.width, seq.siblings) for seq in request.seqs] == [(1, [])] * 3
     drain(resumed)

@@ -15,18 +15,29 @@ GREEDY = {"temperature": 0.0, "max_tokens": 20}
 
 def add(engine: Engine, prompt_len: int, **params: Any) -> str:
     """Prompts of requests that are under way together have no beginning in common."""
-    token = next(token for token in range(VOCAB) if token not in {r.prompt_token_ids[0] for r in engine._requests.values()})
+    token = next(
+        token
+        for token in range(VOCAB)
+        if token not in {r.prompt_token_ids[0] for r in engine._requests.values()}
+    )
     return engine.add_request([token] * prompt_len, SamplingParams(**GREEDY | params))
 
 
 def step(engine: Engine) -> list[tuple[int, int, int]]:
-    """(request, scheduled tokens, draft budget that was granted) of each sequence of the step that is run."""
+    """(request, scheduled tokens, draft budget that was granted) of each sequence of the step that
+    is run.
+    """
     scheduler, found = engine._scheduler, list[list[tuple[int, int, int]]]()
     grant = scheduler.grant_draft_budgets
 
     def spy(output: SchedulerOutput, wanted: dict[ScheduledSequence, int]) -> list[Copy]:
         copies = grant(output, wanted)
-        found.append([(item.seq.seq_id[0], item.num_scheduled, item.draft_budget) for item in output.scheduled])
+        found.append(
+            [
+                (item.seq.seq_id[0], item.num_scheduled, item.draft_budget)
+                for item in output.scheduled
+            ]
+        )
         return copies
 
     scheduler.grant_draft_budgets = spy  # type: ignore[method-assign]
@@ -65,17 +76,30 @@ def test_a_prompt_has_fewer_rows_the_deeper_they_are() -> None:
     add(engine, 1)
     step(engine)
     add(engine, 16)
-    assert [step(engine)[1] for _ in range(5)] == [(1, 8, 0), (1, 2, 0), (1, 2, 0), (1, 2, 0), (1, 1, 0)]
+    assert [step(engine)[1] for _ in range(5)] == [
+        (1, 8, 0),
+        (1, 2, 0),
+        (1, 2, 0),
+        (1, 2, 0),
+        (1, 1, 0),
+    ]
 
 
 def test_a_second_prompt_gets_what_the_first_leaves() -> None:
-    """Three rows at the beginning of a context. One at depth 8 is worth three, and leaves nothing; it comes in the eighth step."""
+    """Three rows at the beginning of a context. One at depth 8 is worth three, and leaves nothing;
+    it comes in the eighth step.
+    """
     engine = toy_engine(chunked_prefill_size=2, attention_crossover=4)
     for prompt_len in (1, 12, 20):
         step(engine) if prompt_len == 12 else None
         add(engine, prompt_len)
     both = [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
-    assert [step(engine) for _ in range(12)] == [[(0, 1, 0), (1, 3, 0)], *[both] * 5, *[both[:2]] * 3, *[both] * 3]
+    assert [step(engine) for _ in range(12)] == [
+        [(0, 1, 0), (1, 3, 0)],
+        *[both] * 5,
+        *[both[:2]] * 3,
+        *[both] * 3,
+    ]
 
 
 def test_the_oldest_goes_on_whatever_the_others_do() -> None:
@@ -91,13 +115,17 @@ def test_first_come_first_served() -> None:
     engine = toy_engine(max_num_batched_tokens=8, num_blocks=8, max_num_seqs=2)
     for prompt_len in (5, 30, 1):
         add(engine, prompt_len, max_tokens=2)
-    assert [item[0] for item in step(engine)] == [0]  # the second needs all blocks, and the third does not pass it
+    assert [item[0] for item in step(engine)] == [
+        0
+    ]  # the second needs all blocks, and the third does not pass it
     assert [item[0] for item in step(engine)] == [0]
     assert [item[0] for item in step(engine)] == [1]
 
 
 def test_who_comes_leaves_a_block_to_each_that_runs() -> None:
-    """Seven tokens and the next need two blocks. Eight sequences with 22 tokens in common need six, and one more for each but one."""
+    """Seven tokens and the next need two blocks. Eight sequences with 22 tokens in common need six,
+    and one more for each but one.
+    """
     for needed, prompt_len, n in ((2, 7, 1), (13, 22, 8)):
         for spare, starts in ((1, True), (0, False)):
             engine = toy_engine(num_blocks=1 + needed + spare, block_size=4)
@@ -121,8 +149,12 @@ def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
 
 
 def test_who_has_drawn_gives_way_before_a_prompt_that_is_read() -> None:
-    """Of 11 blocks the prompt has 6. In step 7 the others need a third block each, and there is one."""
-    engine = toy_engine(num_blocks=11, block_size=4, max_num_batched_tokens=8, chunked_prefill_size=1)
+    """Of 11 blocks the prompt has 6. In step 7 the others need a third block each, and there is
+    one.
+    """
+    engine = toy_engine(
+        num_blocks=11, block_size=4, max_num_batched_tokens=8, chunked_prefill_size=1
+    )
     for prompt_len in (3, 3, 24):
         add(engine, prompt_len)
     seen = [[item[:2] for item in step(engine)] for _ in range(7)]
@@ -131,8 +163,12 @@ def test_who_has_drawn_gives_way_before_a_prompt_that_is_read() -> None:
 
 
 def test_the_first_never_gives_way() -> None:
-    """Of 10 blocks the prompt has 7. In step 11 the first needs a fourth, and no other has drawn."""
-    engine = toy_engine(num_blocks=10, block_size=4, max_num_batched_tokens=8, chunked_prefill_size=1)
+    """Of 10 blocks the prompt has 7. In step 11 the first needs a fourth, and no other has
+    drawn.
+    """
+    engine = toy_engine(
+        num_blocks=10, block_size=4, max_num_batched_tokens=8, chunked_prefill_size=1
+    )
     for prompt_len in (3, 28):
         add(engine, prompt_len)
     seen = [[item[:2] for item in step(engine)] for _ in range(11)]
@@ -154,8 +190,12 @@ def test_of_prompts_that_are_read_the_last_gives_way_to_the_first() -> None:
 
 
 def test_prompts_far_longer_than_their_windows_run_beside_each_other() -> None:
-    """Each needs four blocks at once, of 25: what a step of eight rows, and the three tokens before it, can touch."""
-    engine = toy_engine(num_blocks=10, block_size=4, windows=(4,), max_num_batched_tokens=8, max_model_len=200)
+    """Each needs four blocks at once, of 25: what a step of eight rows, and the three tokens before
+    it, can touch.
+    """
+    engine = toy_engine(
+        num_blocks=10, block_size=4, windows=(4,), max_num_batched_tokens=8, max_model_len=200
+    )
     for _ in range(2):
         add(engine, 100, max_tokens=9)
     seen = [step(engine) for _ in range(14)]
@@ -168,16 +208,25 @@ def test_prompts_far_longer_than_their_windows_run_beside_each_other() -> None:
 
 
 def test_siblings_for_whom_a_window_has_no_blocks_give_way_at_once() -> None:
-    engine = toy_engine(num_blocks=10, block_size=4, windows=(12,), max_num_batched_tokens=8, max_model_len=60)
+    engine = toy_engine(
+        num_blocks=10, block_size=4, windows=(12,), max_num_batched_tokens=8, max_model_len=60
+    )
     add(engine, 30, n=4, seed=1, temperature=1.0)
     for _ in range(4):
         step(engine)
-    assert len(engine._scheduler.running) == 4 and engine._kv.is_overdrawn  # each has the blocks in front of the window
+    assert (
+        len(engine._scheduler.running) == 4 and engine._kv.is_overdrawn
+    )  # each has the blocks in front of the window
     step(engine)
-    assert len(engine._scheduler.running) == engine.stats().preemptions == 2 and not engine._kv.is_overdrawn
+    assert (
+        len(engine._scheduler.running) == engine.stats().preemptions == 2
+        and not engine._kv.is_overdrawn
+    )
     (result,) = [update.result for update in drain(engine) if update.result]
     for output in result.outputs:
-        known = plain_decoding([0] * 30, SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=20), output.index, 60)
+        known = plain_decoding(
+            [0] * 30, SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=20), output.index, 60
+        )
         assert output.token_ids == known[30:]
 
 
@@ -199,7 +248,11 @@ def test_drafts_share_rows_and_stop_at_the_end() -> None:
     add(engine, 1)
     add(engine, 1, max_tokens=3)
     add(engine, 1, n=2)
-    assert step(engine) == [(0, 1, 5), (1, 1, 2), (2, 1, 0)]  # what the second cannot use goes to the first
+    assert step(engine) == [
+        (0, 1, 5),
+        (1, 1, 2),
+        (2, 1, 0),
+    ]  # what the second cannot use goes to the first
     engine = toy_engine(max_logit_rows=3, proposer=proposer)
     add(engine, 1)
     assert step(engine) == [(0, 1, 3)]
@@ -228,7 +281,10 @@ def test_prompt_logprobs_come_in_chunks() -> None:
     engine = toy_engine(max_logit_rows=4)
     add(engine, 3, prompt_logprobs=0)
     add(engine, 10, prompt_logprobs=0)
-    assert step(engine) == [(0, 3, 0), (1, 2, 0)]  # the first has logits of two rows, and one to draw from
+    assert step(engine) == [
+        (0, 3, 0),
+        (1, 2, 0),
+    ]  # the first has logits of two rows, and one to draw from
 
 
 def test_more_sequences_than_may_run() -> None:
@@ -236,7 +292,10 @@ def test_more_sequences_than_may_run() -> None:
     request_id = add(engine, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
     for _ in range(2):
         step(engine)
-    assert [[seq.seq_id[1] for seq in queue] for queue in (engine._scheduler.running, engine._scheduler.waiting)] == [[0, 1], [2, 3, 4]]
+    assert [
+        [seq.seq_id[1] for seq in queue]
+        for queue in (engine._scheduler.running, engine._scheduler.waiting)
+    ] == [[0, 1], [2, 3, 4]]
     results = []
     while engine.has_work:
         assert len(step(engine)) <= 2

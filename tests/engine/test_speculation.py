@@ -1,4 +1,6 @@
-"""Adaptive speculation under a simulated clock: drafts that pay are used, others are dropped and tried again later."""
+"""Adaptive speculation under a simulated clock: drafts that pay are used, others are dropped and
+tried again later.
+"""
 
 import random
 import threading
@@ -35,11 +37,15 @@ class Clock:
 
 
 class Oracle:
-    """Chains of what greedy decoding gives, each token right with a probability that may change with the position."""
+    """Chains of what greedy decoding gives, each token right with a probability that may change
+    with the position.
+    """
 
     traits = ProposerTraits(8, in_engine_thread=True, time_limit=None)
 
-    def __init__(self, right: Callable[[int], float], clock: Clock | None = None, seconds: float = 0.0) -> None:
+    def __init__(
+        self, right: Callable[[int], float], clock: Clock | None = None, seconds: float = 0.0
+    ) -> None:
         self._right, self._clock, self._seconds = right, clock, seconds
         self._random = random.Random(0)
         self.calls = 0
@@ -70,19 +76,32 @@ def serve(
     warm: bool = True,
     **config: Any,
 ) -> tuple[float, Any, list[Any]]:
-    """Simulated seconds, stats and tokens of `seqs` greedy requests at once; with `warm` the engine has served the same ones before.
+    """Simulated seconds, stats and tokens of `seqs` greedy requests at once; with `warm` the engine
+    has served the same ones before.
 
-    A step takes `step_ms(rows)` milliseconds; with `jitter` up to that share more, and five times as long in 2% of the steps.
+    A step takes `step_ms(rows)` milliseconds; with `jitter` up to that share more, and five times
+    as long in 2% of the steps.
     """
     clock, rng = Clock(), random.Random(1)
     options = {"adaptive_speculation": True, "max_draft_tokens": 8} | config
-    engine = toy_engine(max_model_len=LENGTH + 20, num_blocks=2000, proposer=proposers(clock), clock=clock, **options)
+    engine = toy_engine(
+        max_model_len=LENGTH + 20,
+        num_blocks=2000,
+        proposer=proposers(clock),
+        clock=clock,
+        **options,
+    )
     executable = engine._loop.executable
     assert isinstance(executable, ToyExecutable)
     run = executable.forward
 
     def timed(batch: RaggedBatch) -> NDArray[np.float32]:
-        clock.now += step_ms(len(batch.tokens)) / 1e3 * (1 + jitter * rng.random()) * (5 if jitter and rng.random() < 0.02 else 1)
+        clock.now += (
+            step_ms(len(batch.tokens))
+            / 1e3
+            * (1 + jitter * rng.random())
+            * (5 if jitter and rng.random() < 0.02 else 1)
+        )
         return run(batch)
 
     executable.forward = timed  # type: ignore[method-assign]
@@ -96,10 +115,14 @@ def serve(
     return clock.now - start, engine.stats(), [result.outputs[0].token_ids for result in results]
 
 
-def speedup(step_ms: Callable[[int], float], right: Callable[[int], float], seqs: int, **options: Any) -> float:
+def speedup(
+    step_ms: Callable[[int], float], right: Callable[[int], float], seqs: int, **options: Any
+) -> float:
     """Seconds of plain decoding over those with an oracle's drafts; the tokens are the same."""
     plain, _, expected = serve(step_ms, lambda clock: {}, seqs=seqs)
-    seconds, stats, tokens = serve(step_ms, lambda clock: {"oracle": Oracle(right)}, seqs=seqs, **options)
+    seconds, stats, tokens = serve(
+        step_ms, lambda clock: {"oracle": Oracle(right)}, seqs=seqs, **options
+    )
     assert tokens == expected and stats.proposer_failures == 0
     return plain / seconds * _mean_jitter(options.get("jitter", 0.0))
 
@@ -112,7 +135,9 @@ def _mean_jitter(jitter: float) -> float:
 @pytest.mark.parametrize("seqs", [1, 8])
 @pytest.mark.parametrize("jitter", [0.0, 0.5])
 def test_wrong_drafts_cost_next_to_nothing(machine: str, seqs: int, jitter: float) -> None:
-    assert speedup(STEP_MS[machine], lambda position: 0.0, seqs, jitter=jitter) > (0.85 if jitter else 0.98)
+    assert speedup(STEP_MS[machine], lambda position: 0.0, seqs, jitter=jitter) > (
+        0.85 if jitter else 0.98
+    )
 
 
 @pytest.mark.parametrize("right", [0.5, 0.9])
@@ -133,16 +158,24 @@ def test_a_new_engine_loses_little_while_it_learns(right: float) -> None:
         ("arithmetic alone", 8, 0.7, 0.97),
     ],
 )
-def test_right_drafts_pay_where_rows_are_cheap(machine: str, seqs: int, right: float, least: float) -> None:
+def test_right_drafts_pay_where_rows_are_cheap(
+    machine: str, seqs: int, right: float, least: float
+) -> None:
     assert speedup(STEP_MS[machine], lambda position: right, seqs) > least
 
 
 def test_a_proposer_that_begins_to_be_right_is_used_again() -> None:
-    assert speedup(STEP_MS["135M on two cores"], lambda position: float(position > LENGTH // 2), 1) > 1.5
+    assert (
+        speedup(STEP_MS["135M on two cores"], lambda position: float(position > LENGTH // 2), 1)
+        > 1.5
+    )
 
 
 def test_wrong_drafts_are_slow_without_adaptive_speculation() -> None:
-    assert speedup(STEP_MS["135M on two cores"], lambda position: 0.0, 1, adaptive_speculation=False) < 0.7
+    assert (
+        speedup(STEP_MS["135M on two cores"], lambda position: 0.0, 1, adaptive_speculation=False)
+        < 0.7
+    )
 
 
 def test_a_slow_proposer_is_asked_rarely() -> None:
@@ -205,7 +238,9 @@ def test_one_interruption_does_not_stop_speculation_for_long() -> None:
         return {"interrupted": interrupted[0]}
 
     step_ms = STEP_MS["135M on two cores"]
-    quiet, _, _ = serve(step_ms, lambda clock: {"oracle": Oracle(lambda position: 0.8, clock, 0.0001)}, warm=False)
+    quiet, _, _ = serve(
+        step_ms, lambda clock: {"oracle": Oracle(lambda position: 0.8, clock, 0.0001)}, warm=False
+    )
     seconds, _, _ = serve(step_ms, make, warm=False)
     assert interrupted[0].calls > Interrupted.at and seconds - 1 < quiet + 0.12
 
@@ -306,7 +341,10 @@ def test_a_proposer_that_hangs_does_not_stop_the_engine() -> None:
 def test_draft_stats_of_requests_add_up_to_those_of_the_engine() -> None:
     engine = toy_engine(proposer=Oracle(lambda position: 0.8), max_model_len=60)
     params = SamplingParams(temperature=0, max_tokens=40)
-    results = run_all(engine, [([1], params), ([2, 3], params), ([4], SamplingParams(temperature=0, max_tokens=1))])
+    results = run_all(
+        engine,
+        [([1], params), ([2, 3], params), ([4], SamplingParams(temperature=0, max_tokens=1))],
+    )
     total = engine.stats().drafts["test"]
     first, second, third = (result.drafts for result in results)
     assert third == {}  # the last token needs no draft
@@ -317,14 +355,21 @@ def test_draft_stats_of_requests_add_up_to_those_of_the_engine() -> None:
 
 def test_drafts_have_at_most_max_draft_tokens() -> None:
     for most in (1, 3):
-        engine = toy_engine(proposer=Oracle(lambda position: 1.0), max_model_len=60, max_draft_tokens=most)
+        engine = toy_engine(
+            proposer=Oracle(lambda position: 1.0), max_model_len=60, max_draft_tokens=most
+        )
         run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=40))])
         drafts = engine.stats().drafts["test"]
-        assert drafts.tokens_per_step == pytest.approx(1 + most, rel=0.1) and drafts.proposed <= most * drafts.steps
+        assert (
+            drafts.tokens_per_step == pytest.approx(1 + most, rel=0.1)
+            and drafts.proposed <= most * drafts.steps
+        )
 
 
 class Reader(Oracle):
-    """Takes 60 ms when it is first asked for a sequence, to read its prompt, and is right where a text is quoted: after ten tokens."""
+    """Takes 60 ms when it is first asked for a sequence, to read its prompt, and is right where a
+    text is quoted: after ten tokens.
+    """
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(lambda position: 0.95, clock, seconds=0.00003)
@@ -335,7 +380,10 @@ class Reader(Oracle):
         self._clock.now += 0.06 * len({seq.seq_id for seq in seqs} - self._read)
         self._read |= {seq.seq_id for seq in seqs}
         drafts = super().propose(seqs, budgets)
-        return [draft if len(seq.known) > 10 else NO_DRAFT for seq, draft in zip(seqs, drafts, strict=True)]
+        return [
+            draft if len(seq.known) > 10 else NO_DRAFT
+            for seq, draft in zip(seqs, drafts, strict=True)
+        ]
 
 
 def test_the_first_answer_has_drafts_from_where_they_are_right() -> None:

@@ -1,4 +1,6 @@
-"""Static batching: whole batches, padding to the end of the longest, and the same tokens as in-flight batching."""
+"""Static batching: whole batches, padding to the end of the longest, and the same tokens as
+in-flight batching.
+"""
 
 from typing import Any
 
@@ -66,7 +68,9 @@ def test_padding_leaves_a_row_to_the_others() -> None:
     engine = static_engine(max_num_seqs=3, max_num_batched_tokens=2)
     add(engine, 1, max_tokens=1, n=2, temperature=1.0, seed=1)
     add(engine, 1, max_tokens=3)
-    assert [step(engine) for _ in range(3)] == [[(0, 1, 0), (1, 1, 0)]] * 3  # one of the first two is forgotten
+    assert [step(engine) for _ in range(3)] == [
+        [(0, 1, 0), (1, 1, 0)]
+    ] * 3  # one of the first two is forgotten
     assert not engine.has_work
 
 
@@ -75,7 +79,11 @@ def test_who_ends_in_another_way_is_no_padding(reason: str) -> None:
     now = [0.0]
     engine = static_engine(max_num_seqs=3, broken=9, clock=lambda: now[0])
     for first in (1, 9 if reason == "error" else 2, 3):
-        engine.add_request([first, first], SamplingParams(max_tokens=9, seed=1), timeout=5 if first == 2 and reason == "timeout" else None)
+        engine.add_request(
+            [first, first],
+            SamplingParams(max_tokens=9, seed=1),
+            timeout=5 if first == 2 and reason == "timeout" else None,
+        )
     step(engine)
     now[0] = 6.0
     if reason == "abort":
@@ -100,7 +108,9 @@ def test_memory_for_the_longest_is_reserved_at_the_start() -> None:
 
 
 def test_no_member_gives_way_to_padding() -> None:
-    """Both end with nine tokens, eight of them in KV, and the blocks are just enough: the first has no slot for a row more."""
+    """Both end with nine tokens, eight of them in KV, and the blocks are just enough: the first has
+    no slot for a row more.
+    """
     engine = static_engine(block_size=4, num_blocks=4)
     add(engine, 6, max_tokens=3)
     add(engine, 2, max_tokens=7)
@@ -121,7 +131,9 @@ def test_padding_gives_way_for_good() -> None:
 
 
 def test_padding_ends_where_all_others_have_given_way() -> None:
-    """Two sequences, of which one may run; the first ends with its first token, and the other waits."""
+    """Two sequences, of which one may run; the first ends with its first token, and the other
+    waits.
+    """
     params = SamplingParams(n=2, seed=1, temperature=1.0, max_tokens=3)
     drawn = [plain_decoding([0], params, index)[1:] for index in range(2)]
     assert drawn[0][0] not in drawn[1]
@@ -139,7 +151,9 @@ def test_padding_does_not_hide_what_comes_after_it() -> None:
     results = [update.result for update in drain(engine) if update.result]
     alone = toy_engine()
     alone.add_request([1] * 12, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
-    assert [result.prompt_logprobs for result in results[1:]] == [update.result.prompt_logprobs for update in drain(alone) if update.result]
+    assert [result.prompt_logprobs for result in results[1:]] == [
+        update.result.prompt_logprobs for update in drain(alone) if update.result
+    ]
 
 
 def test_padding_ends_with_an_aborted_last_member() -> None:
@@ -170,11 +184,19 @@ def test_padding_ends_when_the_live_members_give_way() -> None:
     first = {update.index: update.finish_reason for update in engine.step()}
     assert first == {0: "stop", 1: None, 2: "stop", 3: None}
     (result,) = (update.result for _ in range(20) for update in engine.step() if update.result)
-    assert [len(output.token_ids) for output in result.outputs] == [1, 2, 1, 2] and not engine.has_work
+    assert [len(output.token_ids) for output in result.outputs] == [
+        1,
+        2,
+        1,
+        2,
+    ] and not engine.has_work
 
 
 def test_padding_leaves_the_rows_that_beams_must_have_together() -> None:
-    short, search = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), SamplingParams(beam_width=3, n=3, max_tokens=6)
+    short, search = (
+        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+        SamplingParams(beam_width=3, n=3, max_tokens=6),
+    )
     requests = [([5, 6], short), ([7], short), ([1, 2, 3, 4], search)]
     plain = run_all(static_engine(max_num_seqs=8), requests)
     narrow = run_all(static_engine(max_num_seqs=8, max_num_batched_tokens=3), requests)
@@ -182,11 +204,17 @@ def test_padding_leaves_the_rows_that_beams_must_have_together() -> None:
 
 
 def test_drafts_write_to_no_block_that_siblings_share() -> None:
-    """There are not blocks for the longest of three at once, so that a fork shares some of those that were reserved."""
-    engine = static_engine(num_blocks=14, block_size=2, proposer=RandomTrees(1, VOCAB, {}, max_nodes=3))
+    """There are not blocks for the longest of three at once, so that a fork shares some of those
+    that were reserved.
+    """
+    engine = static_engine(
+        num_blocks=14, block_size=2, proposer=RandomTrees(1, VOCAB, {}, max_nodes=3)
+    )
     params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=15)
     (result,) = run_all(engine, [([1, 1], params)])
-    assert [[1, 1, *output.token_ids] for output in result.outputs] == [plain_decoding([1, 1], params, index) for index in range(3)]
+    assert [[1, 1, *output.token_ids] for output in result.outputs] == [
+        plain_decoding([1, 1], params, index) for index in range(3)
+    ]
 
 
 REQUEST = st.tuples(
@@ -210,7 +238,13 @@ def test_tokens_are_those_of_plain_decoding(
     requests: list[Any], num_running: int, rows: int, drafts: bool, windows: tuple[int, ...]
 ) -> None:
     proposer = RandomTrees(0, VOCAB, {}, max_nodes=5) if drafts else None
-    engine = static_engine(num_blocks=24, max_num_seqs=num_running, max_num_batched_tokens=rows, proposer=proposer, windows=windows)
+    engine = static_engine(
+        num_blocks=24,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=rows,
+        proposer=proposer,
+        windows=windows,
+    )
     asked = [
         (prompt, SamplingParams(n=n, seed=seed, max_tokens=tokens, stop_token_ids=list(stops)))
         for prompt, tokens, n, seed, stops in requests
@@ -218,7 +252,10 @@ def test_tokens_are_those_of_plain_decoding(
     for (prompt, params), result in zip(asked, run_all(engine, asked), strict=True):
         for output in result.outputs:
             whole = plain_decoding(prompt, params, output.index)[len(prompt) :]
-            length = next((i for i, token in enumerate(whole, 1) if token in (params.stop_token_ids or ())), len(whole))
+            length = next(
+                (i for i, token in enumerate(whole, 1) if token in (params.stop_token_ids or ())),
+                len(whole),
+            )
             assert output.token_ids == whole[:length]
     engine._kv.check([])
 
@@ -226,23 +263,31 @@ def test_tokens_are_those_of_plain_decoding(
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_the_same_tokens_and_logprobs_as_in_flight(backend: str) -> None:
     model = tiny_model(7)
-    asked = [([1 + i, 2, 3] * (1 + i % 3), SamplingParams(max_tokens=3 + 5 * i % 17, seed=i, logprobs=1)) for i in range(7)]
+    asked = [
+        ([1 + i, 2, 3] * (1 + i % 3), SamplingParams(max_tokens=3 + 5 * i % 17, seed=i, logprobs=1))
+        for i in range(7)
+    ]
     outputs = []
     for batching in ("inflight", "static"):
         engine = tiny_engine(model, backend, slots=512, batching=batching, max_num_seqs=3)
         results = run_all(engine, asked)
-        outputs.append([(o.token_ids, o.logprobs, o.text, o.finish_reason) for r in results for o in r.outputs])
+        outputs.append(
+            [(o.token_ids, o.logprobs, o.text, o.finish_reason) for r in results for o in r.outputs]
+        )
         engine.close()
     assert outputs[0] == outputs[1]
 
 
 def test_the_name_is_checked() -> None:
-    with pytest.raises(RequestError, match="batching must be one of inflight, static, not 'dynamic'"):
+    with pytest.raises(
+        RequestError, match="batching must be one of inflight, static, not 'dynamic'"
+    ):
         engine_config({"batching": "dynamic"})
 
 
 def test_drafts_of_one_do_not_end_with_a_block_that_another_cannot_copy() -> None:
-    """Seven blocks are too few for four sequences: two still share their second block in the fourth step, and none is free.
+    """Seven blocks are too few for four sequences: two still share their second block in the fourth
+    step, and none is free.
 
     The third has a block of its own to go on in, and gets both rows that it wants.
     """

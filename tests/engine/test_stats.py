@@ -1,4 +1,6 @@
-"""What an engine says of itself: counts, rates of the last seconds, empty slots, and which sequence holds which block."""
+"""What an engine says of itself: counts, rates of the last seconds, empty slots, and which sequence
+holds which block.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,24 +33,41 @@ class TestCounts:
         assert (stats.waiting, stats.running, stats.refused) == (4, 0, 2)
         step(engine)
         stats = engine.stats()
-        assert (stats.waiting, stats.running, stats.rows_last, stats.tokens, stats.prompt_tokens) == (0, 4, 20, 4, 20)
+        assert (
+            stats.waiting,
+            stats.running,
+            stats.rows_last,
+            stats.tokens,
+            stats.prompt_tokens,
+        ) == (0, 4, 20, 4, 20)
         engine.abort(aborted)
         list(drain(engine))
         engine.abort(add(engine, 5))
         stats = engine.stats()
         assert (stats.finished, stats.aborted, stats.running, stats.tokens) == (3, 2, 0, 13)
-        assert stats.rows == 20 + 3 * 3 and stats.rows_mean == stats.rows / stats.steps and stats.rows_last == 3
+        assert (
+            stats.rows == 20 + 3 * 3
+            and stats.rows_mean == stats.rows / stats.steps
+            and stats.rows_last == 3
+        )
         assert stats.step_seconds > 0 and stats.tokens_per_second > 0
 
     @pytest.mark.parametrize("params", [{}, {"n": 3}, {"beam_width": 3}, {"stop_token_ids": [7]}])
-    def test_of_tokens_that_are_said_at_once_or_with_the_result_alone(self, params: dict[str, Any]) -> None:
+    def test_of_tokens_that_are_said_at_once_or_with_the_result_alone(
+        self, params: dict[str, Any]
+    ) -> None:
         said: list[int] = []
         for only_result in (False, True):
             engine = toy_engine(proposer=RandomTrees(0, VOCAB, {}, max_nodes=4))
-            request_id = engine.add(engine.check([5, 6], SamplingParams(max_tokens=9, **params)), only_result=only_result)
+            request_id = engine.add(
+                engine.check([5, 6], SamplingParams(max_tokens=9, **params)),
+                only_result=only_result,
+            )
             updates = list(drain(engine))
             (result,) = [update.result for update in updates if update.result]
-            assert updates[-1].result is result and {update.request_id for update in updates} == {request_id}
+            assert updates[-1].result is result and {update.request_id for update in updates} == {
+                request_id
+            }
             assert len(updates) == 1 or not only_result
             said.append(engine.stats().tokens)
             assert said[-1] == sum(len(output.token_ids) for output in result.outputs)
@@ -56,7 +75,14 @@ class TestCounts:
 
     def test_of_an_engine_that_did_nothing(self) -> None:
         stats = toy_engine().stats()
-        assert stats.waste == stats.rows_mean == stats.prefix_hit_rate == stats.acceptance_rate == stats.occupancy == 0
+        assert (
+            stats.waste
+            == stats.rows_mean
+            == stats.prefix_hit_rate
+            == stats.acceptance_rate
+            == stats.occupancy
+            == 0
+        )
 
     def test_of_drafts(self) -> None:
         engine = toy_engine(proposer=RandomTrees(0, VOCAB, {}, max_nodes=4))
@@ -72,15 +98,27 @@ class TestMemory:
         add(engine, 5)
         step(engine)
         stats = engine.stats()
-        assert (stats.blocks_used, stats.kv[0].slots_empty, stats.occupancy, stats.waste) == (2, 3, 0.2, 3 / 8)
+        assert (stats.blocks_used, stats.kv[0].slots_empty, stats.occupancy, stats.waste) == (
+            2,
+            3,
+            0.2,
+            3 / 8,
+        )
 
     def test_slots_of_known_tokens_are_no_fragmentation(self) -> None:
         engine = toy_engine(block_size=8, max_num_batched_tokens=3)
         add(engine, 6)
-        step(engine)  # three of six tokens are read: the block has three slots for the others, and two beyond
+        step(
+            engine
+        )  # three of six tokens are read: the block has three slots for the others, and two beyond
         stats = engine.stats()
         (kv,) = stats.kv
-        assert (kv.slots_empty, kv.slots_promised, stats.waste, stats.fragmentation) == (5, 3, 5 / 8, 2 / 8)
+        assert (kv.slots_empty, kv.slots_promised, stats.waste, stats.fragmentation) == (
+            5,
+            3,
+            5 / 8,
+            2 / 8,
+        )
 
     def test_a_shared_block_counts_once(self) -> None:
         engine = toy_engine(block_size=4)
@@ -88,14 +126,18 @@ class TestMemory:
         step(engine)
         stats, (blocks,) = engine.stats(), engine.block_map().groups
         assert (stats.running, stats.blocks_used, stats.kv[0].slots_empty) == (3, 2, 2)
-        assert [(h.request, h.seq, h.computed) for h in blocks.holdings] == [("0", i, 6) for i in range(3)]
+        assert [(h.request, h.seq, h.computed) for h in blocks.holdings] == [
+            ("0", i, 6) for i in range(3)
+        ]
         assert blocks.holdings[0].blocks == blocks.holdings[1].blocks == blocks.holdings[2].blocks
         step(engine)  # each has a last block of its own now
         stats = engine.stats()
         assert (stats.blocks_used, stats.kv[0].slots_empty) == (4, 3)
 
     def test_the_map_of_two_groups(self) -> None:
-        """Nine tokens of four in a block; a window of five sees nothing of the first. What has ended is still cached."""
+        """Nine tokens of four in a block; a window of five sees nothing of the first. What has
+        ended is still cached.
+        """
         engine = toy_engine(block_size=4, num_blocks=20, windows=(0, 5))
         add(engine, 4, max_tokens=1)
         step(engine)
@@ -108,23 +150,37 @@ class TestMemory:
             [group.holdings[0].blocks for group in blocks.groups],
             [group.cached for group in blocks.groups],
         )
-        assert [group._replace(holdings=[], cached=()) for group in blocks.groups] == [GroupMap(1, 0, 20, []), GroupMap(1, 5, 20, [])]
+        assert [group._replace(holdings=[], cached=()) for group in blocks.groups] == [
+            GroupMap(1, 0, 20, []),
+            GroupMap(1, 5, 20, []),
+        ]
         assert [group.holdings[0][:3] for group in blocks.groups] == [("1", 0, 9)] * 2
         assert len(table) == 3 and seen[0] == -1 and min(table + seen[1:]) >= 0
-        assert len(cached) == 1 and not set(cached) & set(table) and not set(also_cached) & set(seen)
+        assert (
+            len(cached) == 1 and not set(cached) & set(table) and not set(also_cached) & set(seen)
+        )
         assert len(also_cached) == 2  # that of the first request, and what the second has released
-        assert [(kv.layers, kv.window, kv.blocks_cached) for kv in engine.stats().kv] == [(1, 0, 1), (1, 5, 2)]
+        assert [(kv.layers, kv.window, kv.blocks_cached) for kv in engine.stats().kv] == [
+            (1, 0, 1),
+            (1, 5, 2),
+        ]
 
     @settings(deadline=None)
     @given(
-        st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5),
+        st.lists(
+            st.tuples(st.integers(1, 12), st.integers(1, 9), st.integers(1, 3)),
+            min_size=1,
+            max_size=5,
+        ),
         st.integers(1, 12),
         st.sampled_from([(0,), (0, 4), (6, 3)]),
     )
     def test_empty_slots_are_what_the_map_leaves_empty(
         self, requests: list[tuple[int, int, int]], steps: int, windows: tuple[int, ...]
     ) -> None:
-        engine = toy_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=20, windows=windows)
+        engine = toy_engine(
+            num_blocks=40, max_num_seqs=4, max_num_batched_tokens=20, windows=windows
+        )
         for prompt_len, max_tokens, n in requests:
             add(engine, prompt_len, max_tokens=max_tokens, n=n, temperature=1.0, seed=n)
         for _ in range(steps):
@@ -134,13 +190,17 @@ class TestMemory:
             for kv, group in zip(stats.kv, blocks.groups, strict=True):
                 filled = filled_slots(group, blocks.block_size)
                 assert kv.blocks_used == len(filled)
-                assert kv.slots_empty == kv.blocks_used * kv.block_size - sum(map(len, filled.values()))
+                assert kv.slots_empty == kv.blocks_used * kv.block_size - sum(
+                    map(len, filled.values())
+                )
                 assert 0 <= kv.slots_promised <= kv.slots_empty
 
 
 def filled_slots(group: GroupMap, block_size: int) -> dict[int, set[int]]:
     """Slots with KV in each block, slot by slot."""
-    filled: dict[int, set[int]] = {block: set() for holding in group.holdings for block in holding.blocks if block >= 0}
+    filled: dict[int, set[int]] = {
+        block: set() for holding in group.holdings for block in holding.blocks if block >= 0
+    }
     for holding in group.holdings:
         for i in range(holding.computed):
             if (block := holding.blocks[i // block_size]) >= 0:
@@ -156,14 +216,21 @@ class TestLines:
         add(engine, 1)
         scheduler = engine._scheduler
         step(engine)
-        assert [(line.request, line.prompt, line.output, line.state) for line in snapshot.lines(scheduler, 0.0)] == [
+        assert [
+            (line.request, line.prompt, line.output, line.state)
+            for line in snapshot.lines(scheduler, 0.0)
+        ] == [
             ("0", 8, 1, "decode"),
             ("1", 8, 0, "prefill"),
             ("2", 1, 0, "waiting"),
         ]
         while not engine.stats().preemptions:
             step(engine)
-        assert [line.state for line in snapshot.lines(scheduler, 0.0)] == ["decode", "preempted", "waiting"]
+        assert [line.state for line in snapshot.lines(scheduler, 0.0)] == [
+            "decode",
+            "preempted",
+            "waiting",
+        ]
 
     def test_a_line_says_what_there_is_of_a_sequence(self) -> None:
         now = [5.0]
@@ -171,7 +238,9 @@ class TestLines:
         engine.add_request([1] * 9, SamplingParams(max_tokens=1))
         step(engine)
         now[0] = 7.0
-        engine.add_request([1] * 9 + [2], SamplingParams(n=2, seed=1, max_tokens=9), request_id="two")
+        engine.add_request(
+            [1] * 9 + [2], SamplingParams(n=2, seed=1, max_tokens=9), request_id="two"
+        )
         step(engine)
         engine.add_request([3] * 6, request_id="late")
         assert list(snapshot.lines(engine._scheduler, 10.5)) == [
@@ -185,12 +254,17 @@ class TestLines:
         add(engine, 2, max_tokens=1)
         add(engine, 2, max_tokens=5)
         step(engine)
-        assert [line.state for line in snapshot.lines(engine._scheduler, 0.0)] == ["padding", "decode"]
+        assert [line.state for line in snapshot.lines(engine._scheduler, 0.0)] == [
+            "padding",
+            "decode",
+        ]
 
 
 class TestMeter:
     @staticmethod
-    def steady(start: float, seconds: float, rate: int) -> Iterator[tuple[float, float, int, int, int]]:
+    def steady(
+        start: float, seconds: float, rate: int
+    ) -> Iterator[tuple[float, float, int, int, int]]:
         """Steps of 10 ms and so many tokens a second."""
         for i in range(round(100 * seconds)):
             yield start + i / 100, start + (i + 1) / 100, rate // 100, i + 1, 1
@@ -216,7 +290,10 @@ class TestMeter:
             meter.step(*one)
         assert meter.rates(1001.0)[0] == pytest.approx(800 / WINDOW, rel=0.02)
         assert meter.rates(2000.0) == (0.0, 0.0) and not any(meter.history(2000.0))
-        assert meter.history(1001.0)[-1] == pytest.approx(800, rel=0.02) and meter.history(1001.0)[-2] < 1
+        assert (
+            meter.history(1001.0)[-1] == pytest.approx(800, rel=0.02)
+            and meter.history(1001.0)[-2] < 1
+        )
 
     def test_history_is_in_tenths(self) -> None:
         meter = Meter(0.0)
@@ -228,10 +305,14 @@ class TestMeter:
         assert (meter.rows_last, meter.step_seconds) == (0, 0.0)
         meter.step(1.0, 2.0, 4, 8, 4)
         meter.step(3.0, 5.0, 4, 20, 4)
-        assert (meter.rows_last, meter.step_seconds) == (3, 0.5) and isinstance(meter.rows_last, int)
+        assert (meter.rows_last, meter.step_seconds) == (3, 0.5) and isinstance(
+            meter.rows_last, int
+        )
 
     def test_history_goes_back_a_minute(self) -> None:
-        """However many steps there are: one token in the first of the last 60 seconds, and none after it."""
+        """However many steps there are: one token in the first of the last 60 seconds, and none
+        after it.
+        """
         meter = Meter(0.0)
         for tenth in range(1000):
             meter.step(tenth / 10, (tenth + 1) / 10, int(400 <= tenth < 410), tenth + 1, 1)

@@ -19,12 +19,16 @@ def flat_then_steep(rows: int) -> float:
 
 
 def learned(true: Callable[[int], float], steps: int, noise: float, drift: float = 0.0) -> StepCost:
-    """An estimate after so many steps; with `drift` the machine is slower by that share in every other 50 of them."""
+    """An estimate after so many steps; with `drift` the machine is slower by that share in every
+    other 50 of them.
+    """
     cost, rng = StepCost(), random.Random(0)
     for step in range(steps):
         rows = rng.choice(ROWS)
         spike = 20 if noise and rng.random() < 0.02 else 1
-        cost.record(rows, true(rows) * (1 + noise * rng.random()) * spike * (1 + drift * (step // 50 % 2)))
+        cost.record(
+            rows, true(rows) * (1 + noise * rng.random()) * spike * (1 + drift * (step // 50 % 2))
+        )
     return cost
 
 
@@ -39,7 +43,9 @@ def test_the_curve_is_learned_from_noisy_steps(noise: float, tolerance: float) -
 def test_changes_of_the_machines_speed_do_not_bend_the_curve() -> None:
     cost = learned(flat_then_steep, 600, 0.1, drift=1.0)
     for rows in (5, 17, 64):
-        assert cost.seconds(rows) / cost.seconds(1) == pytest.approx(flat_then_steep(rows) / flat_then_steep(1), rel=0.25)
+        assert cost.seconds(rows) / cost.seconds(1) == pytest.approx(
+            flat_then_steep(rows) / flat_then_steep(1), rel=0.25
+        )
 
 
 def test_there_is_no_estimate_before_the_first_valid_measurement() -> None:
@@ -84,12 +90,18 @@ def test_beside_what_is_measured_the_first_curve_holds() -> None:
 
 
 def test_how_far_one_measurement_moves_the_estimate() -> None:
-    """Of an error that is far too large, the first at a knot counts as 2, later ones as 0.5, in logarithms."""
+    """Of an error that is far too large, the first at a knot counts as 2, later ones as 0.5, in
+    logarithms.
+    """
     cost = StepCost()
     cost.record(1, 1e-3)
     first = cost.seconds(64)
     moved, far = 0.0, first * exp(9)
-    for change in (2 / 1.5, 0.5 / 2.5 + 0.02, 0.5 / 3.5 + 0.02):  # as in a mean; and the scale, as soon as the knot is known
+    for change in (
+        2 / 1.5,
+        0.5 / 2.5 + 0.02,
+        0.5 / 3.5 + 0.02,
+    ):  # as in a mean; and the scale, as soon as the knot is known
         cost.record(64, far)
         moved += change
         assert cost.seconds(64) == pytest.approx(first * exp(moved))

@@ -1,4 +1,6 @@
-"""Structured output over tiny models: what comes is what was asked for, and the same however it was computed."""
+"""Structured output over tiny models: what comes is what was asked for, and the same however it was
+computed.
+"""
 
 import json
 import re
@@ -27,12 +29,22 @@ SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"enum": ["abc", "name", "na"]},
-        "m": {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 120}, "maxItems": 3},
+        "m": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": -5, "maximum": 120},
+            "maxItems": 3,
+        },
         "a": {"anyOf": [{"type": "null"}, {"type": "boolean"}, {"$ref": "#/$defs/inner"}]},
     },
     "required": ["name", "m", "a"],
     "additionalProperties": False,
-    "$defs": {"inner": {"type": "object", "properties": {"t": {"type": "string", "pattern": "^[ab]{1,4}$"}}, "required": ["t"]}},
+    "$defs": {
+        "inner": {
+            "type": "object",
+            "properties": {"t": {"type": "string", "pattern": "^[ab]{1,4}$"}},
+            "required": ["t"],
+        }
+    },
 }
 REGEX = r"name: (a|bc)+\.[0-9]{2,4}"
 CHOICE = ["abc", "ab", "name", "null and true"]
@@ -47,24 +59,57 @@ def asking(**asked: Any) -> dict[str, Any]:
 
 
 REQUESTS: list[Ask] = [
-    ([7, 8, 9, 7, 8, 9], SamplingParams(temperature=0, max_tokens=50, logprobs=2, **asking(json=SCHEMA))),
-    ([3], SamplingParams(seed=1, n=3, max_tokens=60, logprobs=0, **asking(json=json.dumps(SCHEMA)))),
-    ([4, 5], SamplingParams(seed=2, max_tokens=40, temperature=1.4, logprobs=1, **asking(regex=REGEX))),
+    (
+        [7, 8, 9, 7, 8, 9],
+        SamplingParams(temperature=0, max_tokens=50, logprobs=2, **asking(json=SCHEMA)),
+    ),
+    (
+        [3],
+        SamplingParams(seed=1, n=3, max_tokens=60, logprobs=0, **asking(json=json.dumps(SCHEMA))),
+    ),
+    (
+        [4, 5],
+        SamplingParams(seed=2, max_tokens=40, temperature=1.4, logprobs=1, **asking(regex=REGEX)),
+    ),
     ([6] * 20, SamplingParams(seed=3, n=4, top_p=0.9, max_tokens=12, **asking(choice=CHOICE))),
     ([9, 2, 9, 2], SamplingParams(seed=4, max_tokens=24, logprobs=0, **asking(json_object=True))),
     (
         list(range(30)),
-        SamplingParams(seed=5, max_tokens=30, presence_penalty=0.5, prompt_logprobs=1, **asking(grammar=GRAMMAR)),
+        SamplingParams(
+            seed=5,
+            max_tokens=30,
+            presence_penalty=0.5,
+            prompt_logprobs=1,
+            **asking(grammar=GRAMMAR),
+        ),
     ),
     ([1, 2], SamplingParams(beam_width=3, n=2, max_tokens=20, logprobs=1, **asking(regex=REGEX))),
     (
         [5, 5],
-        SamplingParams(seed=6, max_tokens=30, ignore_eos=True, bad_words=["na", "10"], **asking(json=SCHEMA)),
+        SamplingParams(
+            seed=6, max_tokens=30, ignore_eos=True, bad_words=["na", "10"], **asking(json=SCHEMA)
+        ),
     ),
-    ([7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=20, logprobs=3, ignore_eos=True)),
-    ([2, 4] * 5, SamplingParams(n=2, seed=7, temperature=0.5, max_tokens=10, repetition_penalty=1.2, logprobs=0)),
-    ([2, 4] * 3, SamplingParams(seed=8, max_tokens=14, logprobs=1, allowed_token_ids=[0, 7, 9, 33, 60])),
-    ([1], SamplingParams(temperature=0, max_tokens=20, logprobs=0, bad_words=["ab", "name", "{"], ignore_eos=True)),
+    (
+        [7, 8, 9, 7, 8, 9, 7, 8],
+        SamplingParams(temperature=0, max_tokens=20, logprobs=3, ignore_eos=True),
+    ),
+    (
+        [2, 4] * 5,
+        SamplingParams(
+            n=2, seed=7, temperature=0.5, max_tokens=10, repetition_penalty=1.2, logprobs=0
+        ),
+    ),
+    (
+        [2, 4] * 3,
+        SamplingParams(seed=8, max_tokens=14, logprobs=1, allowed_token_ids=[0, 7, 9, 33, 60]),
+    ),
+    (
+        [1],
+        SamplingParams(
+            temperature=0, max_tokens=20, logprobs=0, bad_words=["ab", "name", "{"], ignore_eos=True
+        ),
+    ),
 ]
 
 
@@ -73,14 +118,22 @@ def model(which: int) -> Any:
     return tiny_model([11, 12][which], vocab=VOCAB, window=[0, 9][which], context=128)
 
 
-def engine_of(which: int = 0, backend: str = "cpu", eos_ids: tuple[int, ...] = EOS, **options: Any) -> Engine:
+def engine_of(
+    which: int = 0, backend: str = "cpu", eos_ids: tuple[int, ...] = EOS, **options: Any
+) -> Engine:
     return tiny_engine(model(which), backend, vocabulary=JsonVocabulary(eos_ids), **options)
 
 
 @cache
 def alone(which: int, kv_dtype: Any = "f32") -> list[RequestOutput]:
     """Every request by itself, token by token."""
-    engine = engine_of(which, kv_dtype=kv_dtype, prefix_cache=False, jump_forward=False, release_outside_window=False)
+    engine = engine_of(
+        which,
+        kv_dtype=kv_dtype,
+        prefix_cache=False,
+        jump_forward=False,
+        release_outside_window=False,
+    )
     return [run_all(engine, [request])[0] for request in REQUESTS]
 
 
@@ -97,7 +150,9 @@ def complete(params: SamplingParams, text: str) -> bool:
         return re.fullmatch(r"[0-9]{1,2}", re.sub(r", [0-9]{1,2}", "", collapsed(text))) is not None
     try:
         value = json.loads(text)
-        jsonschema.validate(value, {"type": "object"} if asked.json is None else json.loads(str(asked.json)))
+        jsonschema.validate(
+            value, {"type": "object"} if asked.json is None else json.loads(str(asked.json))
+        )
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
@@ -117,13 +172,19 @@ def collapsed(text: str) -> str:
     temperature=st.sampled_from([0.0, 0.7, 3.0]),
     backend=st.sampled_from(["cpu", "reference"]),
 )
-def test_what_comes_is_what_was_asked_for(which: int, seed: int, temperature: float, backend: str) -> None:
+def test_what_comes_is_what_was_asked_for(
+    which: int, seed: int, temperature: float, backend: str
+) -> None:
     prompt, params = REQUESTS[which]
-    drawn: dict[str, Any] = {"temperature": temperature, "seed": seed} if params.beam_width is None else {}
+    drawn: dict[str, Any] = (
+        {"temperature": temperature, "seed": seed} if params.beam_width is None else {}
+    )
     asked = replace(params, **drawn, max_tokens=90, ignore_eos=False)
     (result,) = run_all(engine_of(seed % 2, backend, slots=800), [(prompt, asked)])
     for output in result.outputs:
-        assert output.finish_reason == "length" or (complete(asked, output.text) and output.token_ids[-1] in EOS)
+        assert output.finish_reason == "length" or (
+            complete(asked, output.text) and output.token_ids[-1] in EOS
+        )
 
 
 def test_the_requests_come_to_their_ends() -> None:
@@ -144,24 +205,39 @@ COMING = LOADS | {
 
 @settings(max_examples=70, deadline=None)
 @given(
-    drafts=st.sampled_from([*(name for name in PROPOSERS if name not in NEEDS), "trees", "wide trees"]),
+    drafts=st.sampled_from(
+        [*(name for name in PROPOSERS if name not in NEEDS), "trees", "wide trees"]
+    ),
     seed=st.integers(0, 1000),
     jump_forward=st.booleans(),
     batching=st.sampled_from(["inflight", "inflight", "static"]),
     **COMING,
 )
-def test_same_request_same_tokens(which: int, order: list[int], kv_dtype: Any, drafts: str, seed: int, stagger: int, **config: Any) -> None:
+def test_same_request_same_tokens(
+    which: int, order: list[int], kv_dtype: Any, drafts: str, seed: int, stagger: int, **config: Any
+) -> None:
     expected = alone(which, kv_dtype)
     nodes = {"trees": 9, "wide trees": 70}.get(drafts)
     proposer = RandomTrees(seed, VOCAB, truth(expected, order), nodes) if nodes else drafts
-    config |= {"slots": 1600, "max_num_batched_tokens": 64, "max_num_seqs": 32} if config["batching"] == "static" else {}
+    config |= (
+        {"slots": 1600, "max_num_batched_tokens": 64, "max_num_seqs": 32}
+        if config["batching"] == "static"
+        else {}
+    )
     engine = engine_of(which, proposer=proposer, kv_dtype=kv_dtype, **config)
     keeps_the_promise(engine, order, stagger, expected, exact=True, requests=REQUESTS)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"multi_step_ms": 1e6}, {"late": True}, {"slots": 160}, {"max_num_batched_tokens": 3}, {"batching": "static"}, {"threads": 2}],
+    [
+        {"multi_step_ms": 1e6},
+        {"late": True},
+        {"slots": 160},
+        {"max_num_batched_tokens": 3},
+        {"batching": "static"},
+        {"threads": 2},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("which", range(len(REQUESTS)))
@@ -179,24 +255,55 @@ def test_each_beside_itself(which: int, options: dict[str, Any]) -> None:
     jump_forward=st.booleans(),
     adaptive_speculation=st.booleans(),
 )
-@example(how="draft_model", depth=1, width=2, order=[0], jump_forward=False, adaptive_speculation=False)  # a mask is no wider than a token
+@example(
+    how="draft_model", depth=1, width=2, order=[0], jump_forward=False, adaptive_speculation=False
+)  # a mask is no wider than a token
 def test_models_that_draft(how: str, order: list[int], **options: Any) -> None:
-    engine, _ = draft_engine(model(0), how, draft=model(1), vocabulary=JsonVocabulary(), slots=1600, **options)
+    engine, _ = draft_engine(
+        model(0), how, draft=model(1), vocabulary=JsonVocabulary(), slots=1600, **options
+    )
     keeps_the_promise(engine, order, 1, alone(0), exact=True, requests=REQUESTS)
 
 
 @pytest.mark.parametrize("method", ["rejection", "typical"])
 @settings(max_examples=10, deadline=None)
-@given(which=st.integers(0, PLAIN - 1), depth=st.integers(1, 4), jump_forward=st.booleans(), seed=st.integers(0, 99))
-def test_other_ways_to_verify(method: Any, which: int, depth: int, jump_forward: bool, seed: int) -> None:
+@given(
+    which=st.integers(0, PLAIN - 1),
+    depth=st.integers(1, 4),
+    jump_forward=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_other_ways_to_verify(
+    method: Any, which: int, depth: int, jump_forward: bool, seed: int
+) -> None:
     """Their tokens depend on the drafts; they keep to what was asked for all the same."""
     prompt, params = REQUESTS[which]
-    options = {"acceptance_method": method, "jump_forward": jump_forward, "adaptive_speculation": False}
-    engine, _ = draft_engine(model(0), "draft_model", draft=model(1), vocabulary=JsonVocabulary(), depth=depth, slots=800, **options)
-    asked = SamplingParams(n=params.n, seed=seed, max_tokens=100, structured_outputs=params.structured_outputs)
+    options = {
+        "acceptance_method": method,
+        "jump_forward": jump_forward,
+        "adaptive_speculation": False,
+    }
+    engine, _ = draft_engine(
+        model(0),
+        "draft_model",
+        draft=model(1),
+        vocabulary=JsonVocabulary(),
+        depth=depth,
+        slots=800,
+        **options,
+    )
+    asked = SamplingParams(
+        n=params.n, seed=seed, max_tokens=100, structured_outputs=params.structured_outputs
+    )
     (result,) = run_all(engine, [(prompt, asked)])
-    assert all(output.finish_reason == "length" or complete(asked, output.text) for output in result.outputs)
-    assert engine.stats().proposer_failures == 0 and engine.stats().blocks_free == engine.stats().blocks_total
+    assert all(
+        output.finish_reason == "length" or complete(asked, output.text)
+        for output in result.outputs
+    )
+    assert (
+        engine.stats().proposer_failures == 0
+        and engine.stats().blocks_free == engine.stats().blocks_total
+    )
 
 
 def test_neighbours_are_what_they_are_without() -> None:
@@ -214,7 +321,11 @@ class TestJumpForward:
         (expected,), (result,) = run_all(one_by_one, [request]), run_all(jumping, [request])
         same(result, expected, exact=True)
         before, after = one_by_one.stats(), jumping.stats()
-        assert before.certain == 0 and after.certain >= 5 and before.steps == after.steps + after.certain
+        assert (
+            before.certain == 0
+            and after.certain >= 5
+            and before.steps == after.steps + after.certain
+        )
         assert (after.drafted, after.accepted, result.drafts) == (0, 0, {})
 
     def test_a_chain_is_no_longer_than_drafts_may_be(self) -> None:
@@ -227,8 +338,13 @@ class TestJumpForward:
     def test_proposers_learn_nothing_from_what_is_certain(self) -> None:
         proposer = RandomTrees(0, VOCAB, {}, right=0)
         engine = engine_of(proposer=proposer)
-        run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=40, **asking(choice=["0123456789"])))])
-        assert engine.stats().certain and not any(commit.draft.tokens for commit in proposer.commits if len(commit.tokens) > 1)
+        run_all(
+            engine,
+            [([1], SamplingParams(temperature=0, max_tokens=40, **asking(choice=["0123456789"])))],
+        )
+        assert engine.stats().certain and not any(
+            commit.draft.tokens for commit in proposer.commits if len(commit.tokens) > 1
+        )
 
     def test_it_is_on_by_default(self) -> None:
         assert EngineConfig().jump_forward
@@ -238,7 +354,9 @@ class TestTheEnd:
     def test_all_end_tokens_may_end_it_and_nothing_else(self) -> None:
         seen = set()
         for seed in range(30):
-            asked = SamplingParams(seed=seed, temperature=3.0, stop_token_ids=[29], **asking(choice=["ab", "na"]))
+            asked = SamplingParams(
+                seed=seed, temperature=3.0, stop_token_ids=[29], **asking(choice=["ab", "na"])
+            )
             (output,) = run_all(engine_of(), [([seed], asked)])[0].outputs
             seen.add(output.token_ids[-1])
             assert output.text in ("ab", "na") and output.finish_reason == "stop"
@@ -247,18 +365,34 @@ class TestTheEnd:
 
     def test_a_stop_token_that_is_text_ends_no_text_in_its_middle(self) -> None:
         letter = JsonVocabulary().encode("a", False)
-        asked = SamplingParams(seed=0, n=8, stop_token_ids=letter, logit_bias={letter[0]: 20.0}, **asking(regex="(ab|na){2}"))
+        asked = SamplingParams(
+            seed=0,
+            n=8,
+            stop_token_ids=letter,
+            logit_bias={letter[0]: 20.0},
+            **asking(regex="(ab|na){2}"),
+        )
         for output in run_all(engine_of(), [([4], asked)])[0].outputs:
             assert output.stop_reason == letter[0]
-            assert re.fullmatch("(ab|na){2}|(ab|na)?n", output.text)  # nothing but the letter may follow an n
+            assert re.fullmatch(
+                "(ab|na){2}|(ab|na)?n", output.text
+            )  # nothing but the letter may follow an n
 
-    @pytest.mark.parametrize(("eos_ids", "params"), [((), {}), (EOS, {"ignore_eos": True}), (EOS, {"min_tokens": 16})])
+    @pytest.mark.parametrize(
+        ("eos_ids", "params"), [((), {}), (EOS, {"ignore_eos": True}), (EOS, {"min_tokens": 16})]
+    )
     @pytest.mark.parametrize("drafts", ["off", "ngram"])
-    def test_without_one_it_ends_where_nothing_can_follow(self, eos_ids: tuple[int, ...], params: dict[str, Any], drafts: str) -> None:
+    def test_without_one_it_ends_where_nothing_can_follow(
+        self, eos_ids: tuple[int, ...], params: dict[str, Any], drafts: str
+    ) -> None:
         asked = SamplingParams(seed=0, n=3, **asking(choice=CHOICE[1:]), **params)
         engine = engine_of(eos_ids=eos_ids, proposer=drafts)
         for output in run_all(engine, [([4], asked)])[0].outputs:
-            assert output.text in CHOICE and output.finish_reason == "stop" and output.stop_reason is None
+            assert (
+                output.text in CHOICE
+                and output.finish_reason == "stop"
+                and output.stop_reason is None
+            )
             assert not set(output.token_ids) & set(EOS)
         assert engine.stats().blocks_free == engine.stats().blocks_total
 
@@ -269,9 +403,13 @@ class TestTheEnd:
 
     def test_a_control_token_is_no_text(self) -> None:
         """Though it is spelt as text is that the grammar allows."""
-        asked = SamplingParams(seed=0, n=8, temperature=5.0, logit_bias={59: 50.0}, **asking(regex="(ab){3}"))
+        asked = SamplingParams(
+            seed=0, n=8, temperature=5.0, logit_bias={59: 50.0}, **asking(regex="(ab){3}")
+        )
         for output in run_all(engine_of(), [([4], asked)])[0].outputs:
-            assert output.text == "ababab" and output.token_ids.index(59) == len(output.token_ids) - 1
+            assert (
+                output.text == "ababab" and output.token_ids.index(59) == len(output.token_ids) - 1
+            )
 
 
 class TestFailures:
@@ -293,7 +431,12 @@ class TestFailures:
         for asked, message in (
             (SamplingParams(**asking(regex="q")), "regex allows no text"),
             (SamplingParams(allowed_token_ids=[5], **asking(choice=["a"])), "no token can follow"),
-            (SamplingParams(allowed_token_ids=[5], bad_words=[JsonVocabulary().pieces[5].decode()]), "no token can follow"),
+            (
+                SamplingParams(
+                    allowed_token_ids=[5], bad_words=[JsonVocabulary().pieces[5].decode()]
+                ),
+                "no token can follow",
+            ),
             (SamplingParams(**asking(regex="(")), "regex cannot be compiled"),
         ):
             with pytest.raises(RequestError, match=message):
@@ -313,7 +456,13 @@ class TestFailures:
 class TestAllowedTokens:
     @pytest.mark.parametrize("late", [False, True])
     def test_no_other_is_drawn(self, late: bool) -> None:
-        asked = SamplingParams(seed=1, temperature=5.0, max_tokens=40, allowed_token_ids=[3, VOCAB - 1], ignore_eos=True)
+        asked = SamplingParams(
+            seed=1,
+            temperature=5.0,
+            max_tokens=40,
+            allowed_token_ids=[3, VOCAB - 1],
+            ignore_eos=True,
+        )
         engine = engine_of(late=late, multi_step_ms=1e6)
         (output,) = run_all(engine, [([1], asked)])[0].outputs
         assert set(output.token_ids) == {3, VOCAB - 1}
@@ -327,12 +476,30 @@ class TestAllowedTokens:
 class TestBadWords:
     def test_no_output_has_one(self) -> None:
         words = ["ab", "name", "0", "{}"]
-        plain = SamplingParams(seed=0, n=16, max_tokens=60, ignore_eos=True, logit_bias=dict.fromkeys((0, 1, 10, 11), 6.0))
-        spelt = [tuple(JsonVocabulary().encode(space + word, False)) for word in words for space in ("", " ")]
+        plain = SamplingParams(
+            seed=0,
+            n=16,
+            max_tokens=60,
+            ignore_eos=True,
+            logit_bias=dict.fromkeys((0, 1, 10, 11), 6.0),
+        )
+        spelt = [
+            tuple(JsonVocabulary().encode(space + word, False))
+            for word in words
+            for space in ("", " ")
+        ]
 
         def found(params: SamplingParams) -> set[tuple[int, ...]]:
-            outputs = [output.token_ids for output in run_all(engine_of(slots=3200), [([1], params)])[0].outputs]
-            runs = {tuple(ids[i : i + size]) for ids in outputs for size in (1, 2) for i in range(len(ids) - size + 1)}
+            outputs = [
+                output.token_ids
+                for output in run_all(engine_of(slots=3200), [([1], params)])[0].outputs
+            ]
+            runs = {
+                tuple(ids[i : i + size])
+                for ids in outputs
+                for size in (1, 2)
+                for i in range(len(ids) - size + 1)
+            }
             return runs & set(spelt)
 
         assert len({*found(plain)} & {word for word in spelt if len(word) > 1}) > 0

@@ -1,7 +1,9 @@
-"""A toy model with real bookkeeping: an executable whose KV is a dictionary, and plain decoding of the same model in a loop.
+"""A toy model with real bookkeeping: an executable whose KV is a dictionary, and plain decoding of
+the same model in a loop.
 
-What a slot keeps is a hash of all tokens up to its own, made from what the slot before it keeps, as KV is. The logits follow from the
-hash of their row, so one wrong token, position or slot changes everything after it, in whichever group of layers it is.
+What a slot keeps is a hash of all tokens up to its own, made from what the slot before it keeps, as
+KV is. The logits follow from the hash of their row, so one wrong token, position or slot changes
+everything after it, in whichever group of layers it is.
 """
 
 import math
@@ -48,7 +50,9 @@ def _logits_of(text: int) -> NDArray[np.float32]:
 
 def toy_hidden(text: int) -> NDArray[np.float32]:
     """The hidden row behind tokens of this hash."""
-    hidden: NDArray[np.float32] = np.random.default_rng([text, 1]).normal(0, 2, TOY_DIM).astype(np.float32)
+    hidden: NDArray[np.float32] = (
+        np.random.default_rng([text, 1]).normal(0, 2, TOY_DIM).astype(np.float32)
+    )
     return hidden
 
 
@@ -56,7 +60,9 @@ def toy_vector(tokens: list[int], pooling: Pooling) -> NDArray[np.float32]:
     """What a prompt is embedded as, without an engine."""
     rows = [toy_hidden(zlib.crc32(bytes(tokens[: end + 1]))) for end in range(len(tokens))]
     pooled = {"last": rows[-1:], "mean": rows, "cls": rows[:1]}[pooling]
-    vector: NDArray[np.float32] = (sum(row.astype(np.float64) for row in pooled) / len(pooled)).astype(np.float32)
+    vector: NDArray[np.float32] = (
+        sum(row.astype(np.float64) for row in pooled) / len(pooled)
+    ).astype(np.float32)
     return vector
 
 
@@ -67,14 +73,27 @@ def hash_after(text: int, token: int) -> int:
 
 def toy_groups(windows: tuple[int, ...], sinks: int = 0) -> tuple[KvGroup, ...]:
     """A group of one layer for each window, whose rows see so many sinks beside it."""
-    return tuple(KvGroup((layer,), KvLayout(1, 2, 2), window, sinks if window else 0) for layer, window in enumerate(windows))
+    return tuple(
+        KvGroup((layer,), KvLayout(1, 2, 2), window, sinks if window else 0)
+        for layer, window in enumerate(windows)
+    )
 
 
 def toy_kv(
-    num_blocks: int, block_size: int, windows: tuple[int, ...] = FULL, max_rows: int = 512, sinks: int = 0, host: HostTier | None = None
+    num_blocks: int,
+    block_size: int,
+    windows: tuple[int, ...] = FULL,
+    max_rows: int = 512,
+    sinks: int = 0,
+    host: HostTier | None = None,
 ) -> KvManager:
     """So many blocks for each group."""
-    return KvManager(toy_groups(windows, sinks), KvConfig((num_blocks,) * len(windows), block_size), max_rows, host)
+    return KvManager(
+        toy_groups(windows, sinks),
+        KvConfig((num_blocks,) * len(windows), block_size),
+        max_rows,
+        host,
+    )
 
 
 class Kept(NamedTuple):
@@ -111,7 +130,14 @@ class ToyExecutable:
 
     max_in_flight = 1
 
-    def __init__(self, block_size: int, broken: int = -1, threads: int = 2, windows: tuple[int, ...] = FULL, sinks: int = 0) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        broken: int = -1,
+        threads: int = 2,
+        windows: tuple[int, ...] = FULL,
+        sinks: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.sinks = sinks
         self.windows = windows
@@ -126,7 +152,14 @@ class ToyExecutable:
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
         pass
 
-    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
+    def launch(
+        self,
+        batch: RaggedBatch,
+        ops: Sequence[LogitOp] = (),
+        *,
+        logits: bool = False,
+        hidden: bool = False,
+    ) -> Done:
         rows, pooled = self.forward(batch._replace(tokens=tokens_of(batch, self._values)))
         self._values = run_logit_ops(ops, rows, pooled, self._pool)
         return Done(StepResult(self._values, rows if logits else None))
@@ -134,16 +167,29 @@ class ToyExecutable:
     def expert_loads(self) -> NDArray[np.int64]:
         return np.zeros((0, 0), np.int64)
 
-    def forward(self, batch: RaggedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:  # [logit rows, vocab], [pooled rows, dim]
+    def forward(
+        self, batch: RaggedBatch
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:  # [logit rows, vocab], [pooled rows, dim]
         assert len(batch.kv) == len(self.windows)
-        assert all(len(set(group.slots.tolist())) == len(batch.tokens) for group in batch.kv), "two rows write one slot"
+        assert all(len(set(group.slots.tolist())) == len(batch.tokens) for group in batch.kv), (
+            "two rows write one slot"
+        )
         assert list(batch.logit_rows) == sorted(set(batch.logit_rows.tolist()))
         sizes = (len(batch.tokens), len(batch.logit_rows), len(batch.scheduled_len))
         self.largest = tuple(map(max, self.largest, sizes))
-        texts = [self._write(batch, seq, row) for seq in range(len(batch.scheduled_len)) for row in range(*batch.row_start[seq : seq + 2])]
+        texts = [
+            self._write(batch, seq, row)
+            for seq in range(len(batch.scheduled_len))
+            for row in range(*batch.row_start[seq : seq + 2])
+        ]
         rows = [self._logits(texts[row]) for row in batch.logit_rows]
-        pooled = [self._hidden(texts[row]) for row in (() if batch.pooled_rows is None else batch.pooled_rows)]
-        return np.array(rows, np.float32).reshape(-1, VOCAB), np.array(pooled, np.float32).reshape(-1, TOY_DIM)
+        pooled = [
+            self._hidden(texts[row])
+            for row in (() if batch.pooled_rows is None else batch.pooled_rows)
+        ]
+        return np.array(rows, np.float32).reshape(-1, VOCAB), np.array(pooled, np.float32).reshape(
+            -1, TOY_DIM
+        )
 
     def _write(self, batch: RaggedBatch, seq: int, row: int) -> Kept:
         """What a row keeps, from what it sees in every group, which must agree."""
@@ -154,19 +200,31 @@ class ToyExecutable:
             table = group.block_table[seq]
             before = max(0, len(seen) + 1 - window) if window else 0
             places = seen[: min(before, self.sinks)] + seen[before:]
-            visible = [kv[int(table[i // self.block_size]) * self.block_size + i % self.block_size] for i in places]
-            assert [kept.position for kept in visible] == [*range(min(before, self.sinks)), *range(before, len(seen))], "wrong positions"
+            visible = [
+                kv[int(table[i // self.block_size]) * self.block_size + i % self.block_size]
+                for i in places
+            ]
+            assert [kept.position for kept in visible] == [
+                *range(min(before, self.sinks)),
+                *range(before, len(seen)),
+            ], "wrong positions"
             found.add(visible[-1] if visible else Kept(-1, 0, False))
         (before,) = found
         token = int(batch.tokens[row])
-        kept = Kept(len(seen), hash_after(before.text, token), before.is_broken or token == self.broken)
+        kept = Kept(
+            len(seen), hash_after(before.text, token), before.is_broken or token == self.broken
+        )
         for group, kv in zip(batch.kv, self.kv, strict=True):
             kv[int(group.slots[row])] = kept
         return kept
 
     def _seen(self, batch: RaggedBatch, seq: int, row: int) -> list[int]:
         """Where in its sequence's slots a row finds the tokens before its own."""
-        start, context, num_scheduled = batch.row_start[seq], int(batch.context_len[seq]), int(batch.scheduled_len[seq])
+        start, context, num_scheduled = (
+            batch.row_start[seq],
+            int(batch.context_len[seq]),
+            int(batch.scheduled_len[seq]),
+        )
         local = int(row - start)
         seen = list(range(context + min(local, num_scheduled)))
         if local > num_scheduled:
@@ -217,15 +275,36 @@ def toy_engine(
 ) -> Engine:
     kv = KvConfig((num_blocks,) * len(windows), block_size)
     limits = EngineLimits(VOCAB, max_model_len, kv, toy_groups(windows, sinks), attention_crossover)
-    defaults: dict[str, Any] = {"multi_step_ms": 0, "adaptive_speculation": False, "max_draft_tokens": 128}
+    defaults: dict[str, Any] = {
+        "multi_step_ms": 0,
+        "adaptive_speculation": False,
+        "max_draft_tokens": 128,
+    }
     options = EngineConfig(**defaults | config)
-    proposers = proposer if isinstance(proposer, Mapping) else {"test": proposer} if proposer else make_proposers(options)
+    proposers = (
+        proposer
+        if isinstance(proposer, Mapping)
+        else {"test": proposer}
+        if proposer
+        else make_proposers(options)
+    )
     toy = ToyExecutable(block_size, broken, threads, windows, sinks)
-    return Engine(LateExecutable(toy) if late else toy, TinyVocabulary(VOCAB), limits, options, proposers, clock=clock)
+    return Engine(
+        LateExecutable(toy) if late else toy,
+        TinyVocabulary(VOCAB),
+        limits,
+        options,
+        proposers,
+        clock=clock,
+    )
 
 
-def plain_decoding(prompt: list[int], params: SamplingParams, index: int, max_model_len: int = 40) -> list[int]:
-    """Prompt and output of one continuation (no stop conditions but the length), token by token, with the sampler's twin."""
+def plain_decoding(
+    prompt: list[int], params: SamplingParams, index: int, max_model_len: int = 40
+) -> list[int]:
+    """Prompt and output of one continuation (no stop conditions but the length), token by token,
+    with the sampler's twin.
+    """
     sampler = SamplerTwin(
         VOCAB,
         prompt,

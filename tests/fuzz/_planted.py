@@ -1,4 +1,6 @@
-"""A target whose corpus does each thing that none may do, so that a test can see that the driver notices."""
+"""A target whose corpus does each thing that none may do, so that a test can see that the driver
+notices.
+"""
 
 import os
 import random

@@ -1,4 +1,6 @@
-"""LoRA adapters: their configuration, and the names and shapes of their tensors, read for a small model."""
+"""LoRA adapters: their configuration, and the names and shapes of their tensors, read for a small
+model.
+"""
 
 import json
 import math
@@ -15,7 +17,14 @@ from tests.fuzz.files import folder, save_file, scratch
 from tests.fuzz.mutate import mutate_json
 
 _MODULES = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (16, 32), "mlp.down_proj": (32, 48)}
-_CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": False, "alpha_pattern": {"v_proj": 3}, "init_lora_weights": True}
+_CONFIG = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "alpha_pattern": {"v_proj": 3},
+    "init_lora_weights": True,
+}
 ORIGINAL: dict[str, Any] = {
     "config": _CONFIG,
     "tensors": {
@@ -40,16 +49,34 @@ def run(case: bytes) -> None:
     try:
         found = json.loads(case)
         config, tensors = found["config"], found["tensors"].items()
-        shapes = {name: shape for name, shape in tensors if _is_shape(shape) and math.prod(shape) <= _MOST}
-        save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, path / "adapter_model.safetensors")
-    except (ValueError, TypeError, KeyError, AttributeError, UnicodeError, RecursionError):  # not what this target is for
+        shapes = {
+            name: shape for name, shape in tensors if _is_shape(shape) and math.prod(shape) <= _MOST
+        }
+        save_file(
+            {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
+            path / "adapter_model.safetensors",
+        )
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        UnicodeError,
+        RecursionError,
+    ):  # not what this target is for
         config = None
-    (path / "adapter_config.json").write_bytes(case if config is None else json.dumps(config).encode())
+    (path / "adapter_config.json").write_bytes(
+        case if config is None else json.dumps(config).encode()
+    )
     read_adapter(path, _spec())
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 4 and all(type(size) is int and 0 < size <= _MOST for size in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= 4
+        and all(type(size) is int and 0 < size <= _MOST for size in value)
+    )
 
 
 @cache

@@ -1,4 +1,6 @@
-"""Batches and moves of slots, most of them nearly right, on a plan that runs: each has an answer, or is refused."""
+"""Batches and moves of slots, most of them nearly right, on a plan that runs: each has an answer,
+or is refused.
+"""
 
 import random
 

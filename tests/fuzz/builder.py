@@ -1,4 +1,6 @@
-"""Calls of a plan's builder, most of them nearly right, before, between and after batches: each is done, or is refused."""
+"""Calls of a plan's builder, most of them nearly right, before, between and after batches: each is
+done, or is refused.
+"""
 
 import random
 
@@ -15,6 +17,8 @@ def case(rng: random.Random) -> bytes:
 def run(case: bytes) -> None:
     rng = random.Random(case)
     plan = hostile.furnished(rng)
-    calls = [lambda: hostile.build(rng, plan)] * 3 + [lambda: hostile.attempt(plan.run, *hostile.batch(rng))]
+    calls = [lambda: hostile.build(rng, plan)] * 3 + [
+        lambda: hostile.attempt(plan.run, *hostile.batch(rng))
+    ]
     if not all([rng.choice(calls)() for _ in range(CALLS)]):
         raise RequestError("a call was refused")

@@ -1,4 +1,6 @@
-"""`config.json` of every family and of a quantised model, opened with weights that fit what it said, and traced."""
+"""`config.json` of every family and of a quantised model, opened with weights that fit what it
+said, and traced.
+"""
 
 import json
 import random
@@ -16,22 +18,57 @@ from tests.families import VARIANTS, config_of
 from tests.fuzz.files import CONFIG, folder, save_file, scratch
 from tests.fuzz.mutate import mutate_json
 
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4, "beta_fast": 32, "beta_slow": 1}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _QUANTISED = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
-    "config_groups": {"group_0": {"weights": _INT8, "input_activations": _INT8 | {"strategy": "token", "dynamic": True}}},
+    "config_groups": {
+        "group_0": {
+            "weights": _INT8,
+            "input_activations": _INT8 | {"strategy": "token", "dynamic": True},
+        }
+    },
 }
 ORIGINALS: list[dict[str, Any]] = [
     CONFIG,
-    CONFIG | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16, "rope_parameters": None},
-    CONFIG | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, "rope_scaling": _YARN},
+    CONFIG
+    | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 16,
+        "rope_parameters": None,
+    },
+    CONFIG
+    | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+        "rope_scaling": _YARN,
+    },
     CONFIG | {"quantization_config": _QUANTISED},
 ]
-_EXTRA = ["linear", "dynamic", "longrope", "sliding_attention", {"rope_type": "linear", "factor": 2.0}, _YARN, "MistralForCausalLM", "gelu"]
+_EXTRA = [
+    "linear",
+    "dynamic",
+    "longrope",
+    "sliding_attention",
+    {"rope_type": "linear", "factor": 2.0},
+    _YARN,
+    "MistralForCausalLM",
+    "gelu",
+]
 _VARIANT = b"variant "
-"""What a case begins with whose weights are those of a variant: its name follows, and then, in a line of its own, the configuration."""
+"""What a case begins with whose weights are those of a variant: its name follows, and then, in a
+line of its own, the configuration.
+"""
 
 
 def case(rng: random.Random) -> bytes:
@@ -68,5 +105,8 @@ def _variant_folder(name: str) -> Path:
     shapes = stored_shapes(spec, family.config)
     path = scratch() / f"variant-{name}"
     path.mkdir()
-    save_file({name: np.zeros(shape, np.float16) for name, shape in shapes.items()}, path / "model.safetensors")
+    save_file(
+        {name: np.zeros(shape, np.float16) for name, shape in shapes.items()},
+        path / "model.safetensors",
+    )
     return path

@@ -60,7 +60,11 @@ class Outcome:
 
 def targets() -> list[str]:
     """The names of all targets."""
-    return sorted(f.stem for f in HERE.glob("*.py") if not f.stem.startswith("_") and "\ndef case(" in f.read_text())
+    return sorted(
+        f.stem
+        for f in HERE.glob("*.py")
+        if not f.stem.startswith("_") and "\ndef case(" in f.read_text()
+    )
 
 
 def load(target: str) -> ModuleType:
@@ -83,13 +87,24 @@ class Cases:
             if i < len(kept):
                 yield kept[i].name, kept[i].read_bytes()
             else:
-                yield str(i), load(self.target).case(random.Random(f"{self.seed} {self.target} {i}"))
+                yield (
+                    str(i),
+                    load(self.target).case(random.Random(f"{self.seed} {self.target} {i}")),
+                )
 
 
-def run_target(target: str, count: int, seconds: float = float("inf"), seed: int = 0, corpus: Path = CORPUS) -> Outcome:
-    """Run up to `count` cases, for no longer than `seconds`. A child that a case ends is followed by another."""
+def run_target(
+    target: str, count: int, seconds: float = float("inf"), seed: int = 0, corpus: Path = CORPUS
+) -> Outcome:
+    """Run up to `count` cases, for no longer than `seconds`. A child that a case ends is followed
+    by another.
+    """
     outcome, start, cases = Outcome(), time.monotonic(), Cases(target, seed, count, corpus)
-    while outcome.cases < count and time.monotonic() - start < seconds and len(outcome.findings) < MOST_FINDINGS:
+    while (
+        outcome.cases < count
+        and time.monotonic() - start < seconds
+        and len(outcome.findings) < MOST_FINDINGS
+    ):
         with _Child(cases, outcome.cases) as child:
             child.watch(outcome, start + seconds)
     outcome.seconds = time.monotonic() - start
@@ -105,9 +120,18 @@ class _Child:
         given = (cases.target, cases.seed, cases.count, cases.corpus, first, self._faults.fileno())
         command = [sys.executable, "-m", "tests.fuzz", "--child", *map(str, given)]
         # Rust prints a panic before it becomes an exception; here there are thousands.
-        environment = {**os.environ, "RUST_BACKTRACE": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        environment = {
+            **os.environ,
+            "RUST_BACKTRACE": "0",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        }
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd=ROOT, pass_fds=[self._faults.fileno()]
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd=ROOT,
+            pass_fds=[self._faults.fileno()],
         )
 
     def __enter__(self) -> "_Child":
@@ -125,7 +149,9 @@ class _Child:
         assert self._process.stdout
         stdout, buffer, patience = self._process.stdout.fileno(), b"", PATIENCE
         while time.monotonic() < deadline:
-            if not select.select([stdout], [], [], min(patience, max(0.0, deadline - time.monotonic())))[0]:
+            if not select.select(
+                [stdout], [], [], min(patience, max(0.0, deadline - time.monotonic()))
+            )[0]:
                 if time.monotonic() < deadline:
                     self._add(outcome, f"it did not end within {patience:g} s")
                 return
@@ -149,29 +175,44 @@ class _Child:
             return
         self._faults.seek(0)
         what = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self._add(outcome, f"the process ended: {what}\n{self._faults.read(4000).decode(errors='replace')}")
+        self._add(
+            outcome,
+            f"the process ended: {what}\n{self._faults.read(4000).decode(errors='replace')}",
+        )
 
     def _add(self, outcome: Outcome, what: str, ended: int = 0) -> None:
-        """Note a finding of the case that runs, or, with `ended`, of the one that has just ended."""
+        """Note a finding of the case that runs, or, with `ended`, of the one that has just
+        ended.
+        """
         outcome.cases += not ended
         label, content = next(self._cases(outcome.cases - 1), ("none", b""))
         outcome.findings.append(Finding(self._cases.target, label, what, content))
 
 
 def child(cases: Cases, first: int, faults: int) -> None:
-    """Run the cases, and write a line of JSON for each: it returned, was refused, or is a finding."""
+    """Run the cases, and write a line of JSON for each: it returned, was refused, or is a
+    finding.
+    """
     faulthandler.enable(faults)
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     module = load(cases.target)
-    memory, seconds = getattr(module, "MEMORY", MEMORY), getattr(module, "SECONDS_PER_CASE", SECONDS_PER_CASE)
+    memory, seconds = (
+        getattr(module, "MEMORY", MEMORY),
+        getattr(module, "SECONDS_PER_CASE", SECONDS_PER_CASE),
+    )
     with suppress(HeadraceError):
-        module.run(module.case(random.Random(0)))  # what is made once is made now, and is not a case's
+        module.run(
+            module.case(random.Random(0))
+        )  # what is made once is made now, and is not a case's
     peak = resident = _peak()
-    # Beyond four times the growth that is a finding, even a library that ends the process where it gets no memory shows itself.
+    # Beyond four times the growth that is a finding, even a library that ends the process where it
+    # gets no memory shows itself.
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + 4 * memory, resource.RLIM_INFINITY))
     for _, content in cases(first):
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (math.ceil(time.process_time()) + seconds, resource.RLIM_INFINITY)
+        )
         kind = attempt(module, content)
         if (peak := max(peak, _peak())) > resident + memory:
             kind = ("finding", f"the process grew by {peak - resident:,} bytes")
@@ -192,7 +233,9 @@ def attempt(module: ModuleType, content: bytes) -> tuple[str, ...]:
 
 
 def _peak() -> int:
-    """Most bytes that this process has had in memory; `ru_maxrss` begins with those of the process that started it."""
+    """Most bytes that this process has had in memory; `ru_maxrss` begins with those of the process
+    that started it.
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) << 10
 

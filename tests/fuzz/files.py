@@ -1,4 +1,6 @@
-"""What the targets that read files have in common: valid files to begin with, a folder to write to, and the use of a tokenizer."""
+"""What the targets that read files have in common: valid files to begin with, a folder to write to,
+and the use of a tokenizer.
+"""
 
 import atexit
 import json
@@ -46,17 +48,30 @@ CONFIG: dict[str, Any] = {
 
 
 def tensors(quantised: bool = False) -> dict[str, NDArray[Any]]:
-    """The weights of `CONFIG`, as Hugging Face names them; `quantised` as int8 with a scale for each row."""
-    dim, ffn, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    """The weights of `CONFIG`, as Hugging Face names them; `quantised` as int8 with a scale for
+    each row.
+    """
+    dim, ffn, kv = (
+        CONFIG["hidden_size"],
+        CONFIG["intermediate_size"],
+        CONFIG["num_key_value_heads"] * CONFIG["head_dim"],
+    )
     shapes = {"q_proj": (dim, dim), "k_proj": (kv, dim), "v_proj": (kv, dim), "o_proj": (dim, dim)}
     shapes = {f"self_attn.{name}": shape for name, shape in shapes.items()}
     shapes |= {"mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim), "mlp.down_proj": (dim, ffn)}
-    made: dict[str, NDArray[Any]] = {"model.embed_tokens.weight": np.ones((CONFIG["vocab_size"], dim), np.float16)}
+    made: dict[str, NDArray[Any]] = {
+        "model.embed_tokens.weight": np.ones((CONFIG["vocab_size"], dim), np.float16)
+    }
     made["model.norm.weight"] = np.ones(dim, np.float32)
     for i in range(CONFIG["num_hidden_layers"]):
-        made |= {f"model.layers.{i}.{name}_layernorm.weight": np.ones(dim, np.float32) for name in ("input", "post_attention")}
+        made |= {
+            f"model.layers.{i}.{name}_layernorm.weight": np.ones(dim, np.float32)
+            for name in ("input", "post_attention")
+        }
         for name, shape in shapes.items():
-            made[f"model.layers.{i}.{name}.weight"] = np.ones(shape, np.int8 if quantised else np.float16)
+            made[f"model.layers.{i}.{name}.weight"] = np.ones(
+                shape, np.int8 if quantised else np.float16
+            )
             if quantised:
                 made[f"model.layers.{i}.{name}.weight_scale"] = np.ones((shape[0], 1), np.float32)
     return made

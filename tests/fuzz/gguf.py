@@ -1,4 +1,6 @@
-"""GGUF files: opened, their tensors checked, their tokenizer built and used, and their smallest tensors read."""
+"""GGUF files: opened, their tensors checked, their tokenizer built and used, and their smallest
+tensors read.
+"""
 
 import random
 from functools import cache
@@ -11,7 +13,9 @@ from tests.fuzz.mutate import mutate_bytes
 @cache
 def originals() -> list[tuple[bytes, int]]:
     """Contents of valid files, and where the header of each ends."""
-    contents = [tiny_gguf(kind, sentencepiece) for kind, sentencepiece in (("Q4_0", False), ("Q8_0", True))]
+    contents = [
+        tiny_gguf(kind, sentencepiece) for kind, sentencepiece in (("Q4_0", False), ("Q8_0", True))
+    ]
     return [(content, content.index(b"blk.1.ffn_down.weight") + 100) for content in contents]
 
 

@@ -28,7 +28,10 @@ def shards() -> tuple[Path, dict[str, dict[str, str]]]:
     path, made = scratch() / "shards", tensors()
     path.mkdir()
     half = len(made) // 2
-    parts = {"a.safetensors": dict(list(made.items())[:half]), "b.safetensors": dict(list(made.items())[half:])}
+    parts = {
+        "a.safetensors": dict(list(made.items())[:half]),
+        "b.safetensors": dict(list(made.items())[half:]),
+    }
     for name, part in parts.items():
         save_file(part, path / name)
     (path / "folder").mkdir()

@@ -6,8 +6,43 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-_INTERESTING = [0, 1, 7, 8, 9, 0x0A, 0x22, 0x2C, 0x39, 0x5B, 0x5D, 0x7B, 0x7D, 0x7F, 0x80, 0xE2, 0xFF]
-_NUMBERS = [0, 1, 2, 31, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1]
+_INTERESTING = [
+    0,
+    1,
+    7,
+    8,
+    9,
+    0x0A,
+    0x22,
+    0x2C,
+    0x39,
+    0x5B,
+    0x5D,
+    0x7B,
+    0x7D,
+    0x7F,
+    0x80,
+    0xE2,
+    0xFF,
+]
+_NUMBERS = [
+    0,
+    1,
+    2,
+    31,
+    255,
+    2**15,
+    2**16,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 32,
+    2**64 - 1,
+]
 
 _SCALARS: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 1000, 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 2**64, 10**30, 10**400,
@@ -20,13 +55,19 @@ _MORE = 40
 """Copies of a value where it is multiplied."""
 
 
-def mutate_bytes(rng: random.Random, content: bytes, header: int | None = None, most: int = 4) -> bytes:
-    """A few changes, nine of ten of them before `header`: bits, bytes, whole numbers, pieces cut out, put in or moved, an early end."""
+def mutate_bytes(
+    rng: random.Random, content: bytes, header: int | None = None, most: int = 4
+) -> bytes:
+    """A few changes, nine of ten of them before `header`: bits, bytes, whole numbers, pieces cut
+    out, put in or moved, an early end.
+    """
     result = bytearray(content)
     for _ in range(rng.randint(1, most)):
         if not result:
             break
-        at = rng.randrange(min(header, len(result)) if header and rng.random() < 0.9 else len(result))
+        at = rng.randrange(
+            min(header, len(result)) if header and rng.random() < 0.9 else len(result)
+        )
         match rng.randrange(9):
             case 0 | 1:
                 result[at] ^= 1 << rng.randrange(8)
@@ -49,8 +90,11 @@ def mutate_bytes(rng: random.Random, content: bytes, header: int | None = None, 
     return bytes(result)
 
 
-def mutate_json(rng: random.Random, value: Any, extra: list[Any] | None = None, most: int = 3) -> bytes:
-    """The value as JSON, with a few of its parts replaced by hostile ones or by those of `extra`, doubled, renamed or left out.
+def mutate_json(
+    rng: random.Random, value: Any, extra: list[Any] | None = None, most: int = 3
+) -> bytes:
+    """The value as JSON, with a few of its parts replaced by hostile ones or by those of `extra`,
+    doubled, renamed or left out.
 
     Now and then a key stands twice, or the text itself is damaged.
     """
@@ -86,7 +130,9 @@ def _change(rng: random.Random, value: Any, hostile: list[Any]) -> Any:
         case 4 if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
             number = parent[key]
             half = number + 0.5 if abs(number) < 2**53 else 0.5
-            parent[key] = rng.choice([number + 1, number - 1, -number, number * 2, half, str(number)])
+            parent[key] = rng.choice(
+                [number + 1, number - 1, -number, number * 2, half, str(number)]
+            )
         case 5:
             parent[key] = [deepcopy(parent[key]) for _ in range(rng.choice([1, 2, _MORE]))]
         case 6 if isinstance(parent, list):
@@ -102,11 +148,19 @@ def _change_text(rng: random.Random, text: str) -> str:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container below and in `value`, with each of its keys or indices; of long lists only some."""
+    """Every container below and in `value`, with each of its keys or indices; of long lists only
+    some.
+    """
     stack = [value]
     while stack:
         node = stack.pop()
-        keys: Any = list(node) if isinstance(node, dict) else range(min(len(node), 20)) if isinstance(node, list) else ()
+        keys: Any = (
+            list(node)
+            if isinstance(node, dict)
+            else range(min(len(node), 20))
+            if isinstance(node, list)
+            else ()
+        )
         for key in keys:
             yield node, key
             if isinstance(node[key], dict | list):

@@ -1,4 +1,6 @@
-"""safetensors files: headers changed as JSON and as bytes, and all else that is between their first byte and their last."""
+"""safetensors files: headers changed as JSON and as bytes, and all else that is between their first
+byte and their last.
+"""
 
 import json
 import random
@@ -8,7 +10,16 @@ from headrace.checkpoint.safetensors import read_safetensors
 from tests.fuzz.files import folder, scratch
 from tests.fuzz.mutate import mutate_bytes, mutate_json
 
-_EXTRA = ["F32", "F16", "BF16", "I8", "F8_E4M3", [0, 16], [2**62, 8], {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}]
+_EXTRA = [
+    "F32",
+    "F16",
+    "BF16",
+    "I8",
+    "F8_E4M3",
+    [0, 16],
+    [2**62, 8],
+    {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+]
 
 
 @cache

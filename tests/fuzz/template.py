@@ -61,12 +61,22 @@ def case(rng: random.Random) -> bytes:
     for _ in range(rng.randint(1, 3)):
         starts = [0, len(template), *(match.start() for match in re.finditer("{[{%]", template))]
         at = rng.choice(starts) if rng.random() < 0.9 else rng.randrange(len(template))
-        template = template[:at] + rng.choice(_PIECES) + template[at + (rng.randrange(60) if rng.random() < 0.1 else 0) :]
+        template = (
+            template[:at]
+            + rng.choice(_PIECES)
+            + template[at + (rng.randrange(60) if rng.random() < 0.1 else 0) :]
+        )
     if rng.random() < 0.2:
         template = mutate_bytes(rng, template.encode()).decode(errors="replace")
-    options = {"tools": TOOLS, "add_generation_prompt": True, "chat_template_kwargs": {"enable_thinking": False}}
+    options = {
+        "tools": TOOLS,
+        "add_generation_prompt": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     conversation = {"messages": CHAT, "options": options if rng.random() < 0.5 else {}}
-    changed = mutate_json(rng, conversation) if rng.random() < 0.3 else json.dumps(conversation).encode()
+    changed = (
+        mutate_json(rng, conversation) if rng.random() < 0.3 else json.dumps(conversation).encode()
+    )
     return json.dumps(template).encode() + b"\n" + changed
 
 
@@ -77,6 +87,12 @@ def run(case: bytes) -> None:
         messages, options = given["messages"], dict(given["options"])
     except (ValueError, TypeError, KeyError, RecursionError):  # no call that a user can write
         messages, options = CHAT, {}
-    known = {name: options[name] for name in ("tools", "add_generation_prompt", "chat_template_kwargs") if name in options}
+    known = {
+        name: options[name]
+        for name in ("tools", "add_generation_prompt", "chat_template_kwargs")
+        if name in options
+    }
     tokenizer, renderer = reader_parts()
-    PromptReader("fuzz", tokenizer, json.loads(template), renderer, 4096).read_chat(messages, **known)
+    PromptReader("fuzz", tokenizer, json.loads(template), renderer, 4096).read_chat(
+        messages, **known
+    )

@@ -1,4 +1,6 @@
-"""A short form of `make fuzz`, with the same cases each time; and that the driver sees what it must."""
+"""A short form of `make fuzz`, with the same cases each time; and that the driver sees what it
+must.
+"""
 
 from pathlib import Path
 
@@ -26,7 +28,9 @@ def found(folder: Path, *planted: bytes, count: int) -> tuple[driver.Outcome, di
 
 
 def test_the_driver_notices(tmp_path: Path) -> None:
-    outcome, what = found(tmp_path, b"refuse", b"raise", b"crash", b"refuse", b"loop", b"grow", count=20)
+    outcome, what = found(
+        tmp_path, b"refuse", b"raise", b"crash", b"refuse", b"loop", b"grow", count=20
+    )
     assert outcome.refused > 2 and what.keys() == {b"raise", b"crash", b"loop", b"grow"}
     assert "ZeroDivisionError: planted" in what[b"raise"] and "SIGABRT" in what[b"crash"]
     assert "SIGXCPU" in what[b"loop"] and "grew by" in what[b"grow"]

@@ -23,11 +23,37 @@ _EXTRA: list[Any] = [
     {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]], "byte_fallback": False},
     {"type": "WordLevel", "unk_token": "x", "vocab": {"a": 0}},
     {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 0},
-    {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "a"},
+    {
+        "strategy": {"Fixed": 2**40},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "a",
+    },
     {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
     {"Sequence": {"id": "B", "type_id": 0}},
-    {"id": 2**32 - 1, "content": "<x>", "single_word": True, "lstrip": True, "rstrip": True, "normalized": True, "special": True},
-    *("ByteLevel", "Metaspace", "NFKC", "Strip", "BertPreTokenizer", "Digits", "ByteFallback", "Fuse", "always", "MergedWithPrevious"),
+    {
+        "id": 2**32 - 1,
+        "content": "<x>",
+        "single_word": True,
+        "lstrip": True,
+        "rstrip": True,
+        "normalized": True,
+        "special": True,
+    },
+    *(
+        "ByteLevel",
+        "Metaspace",
+        "NFKC",
+        "Strip",
+        "BertPreTokenizer",
+        "Digits",
+        "ByteFallback",
+        "Fuse",
+        "always",
+        "MergedWithPrevious",
+    ),
 ]
 
 
@@ -36,25 +62,61 @@ def originals() -> list[dict[str, Any]]:
     """Valid tokenizers: byte-level BPE, SentencePiece-style BPE, Unigram, WordPiece."""
     letters = {token: i for i, token in enumerate([*byte_alphabet(), "he", "ll"])}
     spaces = {
-        token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "ab", "▁a"])
+        token: i
+        for i, token in enumerate(
+            [
+                "<unk>",
+                "<s>",
+                "</s>",
+                *(f"<0x{b:02X}>" for b in range(256)),
+                "▁",
+                "a",
+                "b",
+                "ab",
+                "▁a",
+            ]
+        )
     }
     made = [
         tokenizers.Tokenizer(models.BPE(letters, [("h", "e"), ("l", "l")])),
-        tokenizers.Tokenizer(models.BPE(spaces, [("a", "b"), ("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)),
-        tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -2.0), ("▁a", -1.5)], 0, False)),
+        tokenizers.Tokenizer(
+            models.BPE(
+                spaces,
+                [("a", "b"), ("▁", "a")],
+                unk_token="<unk>",
+                fuse_unk=True,
+                byte_fallback=True,
+            )
+        ),
+        tokenizers.Tokenizer(
+            models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -2.0), ("▁a", -1.5)], 0, False)
+        ),
         tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]")),
     ]
     made[0].pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(True), pre_tokenizers.Split(tokenizers.Regex(r"\s+|\p{L}+"), "isolated"), pre_tokenizers.ByteLevel(False)]
+        [
+            pre_tokenizers.Digits(True),
+            pre_tokenizers.Split(tokenizers.Regex(r"\s+|\p{L}+"), "isolated"),
+            pre_tokenizers.ByteLevel(False),
+        ]
     )
     made[0].decoder = decoders.ByteLevel()
     for i in (1, 2, 3):
-        made[i].normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made[i].normalizer = normalizers.Sequence(
+            [normalizers.NFKC(), normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         made[i].decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
         )
     made[1].add_special_tokens(["<unk>", "<s>", "</s>"])
-    made[1].post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    made[1].post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     made[2].pre_tokenizer = pre_tokenizers.Metaspace()
     made[3].pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return [json.loads(tokenizer.to_str()) for tokenizer in made]

@@ -10,15 +10,36 @@ from tests.fuzz.files import scratch, use_tokenizer
 from tests.fuzz.mutate import mutate_json
 from tests.fuzz.tokenizer import originals
 
-_BOS = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+_BOS = {
+    "__type": "AddedToken",
+    "content": "<s>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+}
 ORIGINALS: list[dict[str, Any]] = [
-    {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True, "chat_template": "{{ messages[0].content }}"},
-    {"bos_token": _BOS, "eos_token": {"content": "new"}, "chat_template": [{"name": "default", "template": "a"}, {"name": "rag"}]},
+    {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "chat_template": "{{ messages[0].content }}",
+    },
+    {
+        "bos_token": _BOS,
+        "eos_token": {"content": "new"},
+        "chat_template": [{"name": "default", "template": "a"}, {"name": "rag"}],
+    },
 ]
 
 
 def case(rng: random.Random) -> bytes:
-    return mutate_json(rng, rng.choice(ORIGINALS), [_BOS, [["default", "x"]], {"name": "default", "template": ["x"]}])
+    return mutate_json(
+        rng,
+        rng.choice(ORIGINALS),
+        [_BOS, [["default", "x"]], {"name": "default", "template": ["x"]}],
+    )
 
 
 def run(case: bytes) -> None:

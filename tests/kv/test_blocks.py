@@ -179,7 +179,9 @@ class Pool(RuleBasedStateMachine):
             return
         size = self.pool.block_size
         for source, target in copies:
-            self.memory |= {target * size + i: self.memory.get(source * size + i, -1) for i in range(size)}
+            self.memory |= {
+                target * size + i: self.memory.get(source * size + i, -1) for i in range(size)
+            }
         for index in range(len(content), len(content) + length):
             self.written += 1
             self.memory[self.pool.slot(table, index)] = self.written

@@ -1,4 +1,6 @@
-"""The host tier alone: what is copied when, what goes first, and that nothing is lost, doubled or mistaken for another."""
+"""The host tier alone: what is copied when, what goes first, and that nothing is lost, doubled or
+mistaken for another.
+"""
 
 from math import inf
 
@@ -19,11 +21,19 @@ from tests.kv.test_prefix import SCOPE, Cache, held
 
 
 class Store:
-    """Notes what is copied, and copies it: what the KV of each slot in `memory` was computed from."""
+    """Notes what is copied, and copies it: what the KV of each slot in `memory` was computed
+    from.
+    """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, block_size: int = 1) -> None:
-        self.num_blocks, self.block_bytes, self.block_seconds = (num_blocks,) * num_groups, (10,) * num_groups, 0.0
-        self.memory: list[dict[int, tuple[Scope, tuple[int, ...]]]] = [{} for _ in range(num_groups)]
+        self.num_blocks, self.block_bytes, self.block_seconds = (
+            (num_blocks,) * num_groups,
+            (10,) * num_groups,
+            0.0,
+        )
+        self.memory: list[dict[int, tuple[Scope, tuple[int, ...]]]] = [
+            {} for _ in range(num_groups)
+        ]
         self.copies: dict[tuple[int, int], list[tuple[Scope, tuple[int, ...]] | None]] = {}
         self.saved: list[tuple[int, int, int]] = []
         self.loaded: list[tuple[int, int, int]] = []
@@ -34,12 +44,16 @@ class Store:
         if host_block >= self.memory_for:
             raise MemoryError
         self.saved.append((group, block, host_block))
-        self.copies[group, host_block] = [self.memory[group].get(block * self._size + i) for i in range(self._size)]
+        self.copies[group, host_block] = [
+            self.memory[group].get(block * self._size + i) for i in range(self._size)
+        ]
 
     def load(self, group: int, host_block: int, block: int) -> None:
         self.loaded.append((group, host_block, block))
         for i, what in enumerate(self.copies[group, host_block]):
-            assert what is not None or not self.memory[group], "a block was copied that nothing had filled"
+            assert what is not None or not self.memory[group], (
+                "a block was copied that nothing had filled"
+            )
             if what:
                 self.memory[group][block * self._size + i] = what
 
@@ -48,7 +62,9 @@ def gone(host_block: int) -> None:
     raise AssertionError(f"{host_block} is gone")
 
 
-def offloading(num_blocks: int, block_size: int, host_blocks: int, windows: tuple[int, ...] = (0,)) -> tuple[KvManager, PrefixCache, Store]:
+def offloading(
+    num_blocks: int, block_size: int, host_blocks: int, windows: tuple[int, ...] = (0,)
+) -> tuple[KvManager, PrefixCache, Store]:
     store = Store(host_blocks, len(windows), block_size)
     config = KvConfig((num_blocks,) * len(windows), block_size)
     kv = KvManager(toy_groups(windows), config, 512, HostTier(store, block_size))
@@ -58,12 +74,19 @@ def offloading(num_blocks: int, block_size: int, host_blocks: int, windows: tupl
 class TestTier:
     def test_the_oldest_goes_and_what_was_used_again_stays(self) -> None:
         tier, went = HostTier(store := Store(3), 4), list[int]()
-        assert [tier.save(0, block, went.append) for block in (7, 8, 9)] == [0, 1, 2] and tier.num_bytes == 30
+        assert [tier.save(0, block, went.append) for block in (7, 8, 9)] == [
+            0,
+            1,
+            2,
+        ] and tier.num_bytes == 30
         tier.touch(0, 0)
         assert tier.save(0, 5, went.append) == 1 and went == [1]
         tier.let_go(0, 2)
         assert tier.save(0, 6, went.append) == 2 and went == [1]
-        assert store.saved == [(0, 7, 0), (0, 8, 1), (0, 9, 2), (0, 5, 1), (0, 6, 2)] and tier.num_saved == 5
+        assert (
+            store.saved == [(0, 7, 0), (0, 8, 1), (0, 9, 2), (0, 5, 1), (0, 6, 2)]
+            and tier.num_saved == 5
+        )
         tier.check()
 
     def test_what_will_be_copied_back_stays_until_then(self) -> None:
@@ -79,7 +102,9 @@ class TestTier:
         assert tier.save(0, 8, gone) == 0 and went == [0]
 
     @pytest.mark.parametrize(("seconds", "is_quicker"), [(0.05, True), (0.15, False)])
-    def test_copies_are_for_what_takes_longer_to_compute(self, seconds: float, is_quicker: bool) -> None:
+    def test_copies_are_for_what_takes_longer_to_compute(
+        self, seconds: float, is_quicker: bool
+    ) -> None:
         """Four tokens of 30 ms: the quickest step had ten rows in 0.3 s."""
         tier = HostTier(store := Store(2), 4)
         store.block_seconds = seconds
@@ -91,7 +116,13 @@ class TestTier:
     def test_memory_that_ends_early_is_all_there_is(self) -> None:
         tier, went = HostTier(store := Store(9), 4), list[int]()
         store.memory_for = 2
-        assert [tier.save(0, block, went.append) for block in range(5)] == [0, 1, NULL_BLOCK, 0, 1] and went == [0, 1]
+        assert [tier.save(0, block, went.append) for block in range(5)] == [
+            0,
+            1,
+            NULL_BLOCK,
+            0,
+            1,
+        ] and went == [0, 1]
         tier.check()
 
     def test_there_is_none_without_a_store(self) -> None:
@@ -113,7 +144,9 @@ def shared(kv: KvManager, cache: PrefixCache, known: list[int]) -> Hit:
 
 
 def test_a_step_begins_with_copies_and_then_brings_back() -> None:
-    """The block that comes back takes the place of one that a copy still reads, as of a sequence that gave way in between."""
+    """The block that comes back takes the place of one that a copy still reads, as of a sequence
+    that gave way in between.
+    """
     kv, cache, store = offloading(4, 1, 8)
     kv.free(held(kv, cache, [1]))
     kv.free(held(kv, cache, [9] * 4))
@@ -137,13 +170,22 @@ class TestTree:
         kv.free(held(kv, cache, [1, 2, 3, 4]))
         kv.free(held(kv, cache, [9] * 8))
         assert [block for _, block, _ in store.saved] == [1, 0]  # the end first
-        assert [hit.length for hit in (shared(kv, cache, [1, 2, 3, 4]), shared(kv, cache, [1, 2, 3, 4]))] == [4, 4]
-        assert [host for _, host, _ in store.loaded] == [1, 0] and len({block for *_, block in store.loaded}) == 2
+        assert [
+            hit.length for hit in (shared(kv, cache, [1, 2, 3, 4]), shared(kv, cache, [1, 2, 3, 4]))
+        ] == [4, 4]
+        assert [host for _, host, _ in store.loaded] == [1, 0] and len(
+            {block for *_, block in store.loaded}
+        ) == 2
         kv.free(held(kv, cache, [8] * 8))  # the copies are still there
-        assert len(store.saved) == len(set(store.saved)) == 2 + 4 and shared(kv, cache, [1, 2, 3, 4]).length == 4
+        assert (
+            len(store.saved) == len(set(store.saved)) == 2 + 4
+            and shared(kv, cache, [1, 2, 3, 4]).length == 4
+        )
 
     def test_blocks_that_are_there_are_not_evicted_for_those_that_come_back(self) -> None:
-        """Of ten blocks the last eight were evicted; the first two are the oldest that could be evicted when all are wanted again."""
+        """Of ten blocks the last eight were evicted; the first two are the oldest that could be
+        evicted when all are wanted again.
+        """
         kv, cache, store = offloading(16, 1, 20)
         known = list(range(10))
         kv.free(held(kv, cache, known))
@@ -181,7 +223,10 @@ class TestTree:
             kv.check([])
             for group, nodes in enumerate(cache._host_nodes):
                 assert nodes.keys() == kv.host._kept[group].keys()
-                assert all(node.blocks[0] != NULL_BLOCK or node.host_blocks[0] != NULL_BLOCK for node in nodes.values())
+                assert all(
+                    node.blocks[0] != NULL_BLOCK or node.host_blocks[0] != NULL_BLOCK
+                    for node in nodes.values()
+                )
         kv.restart()
         assert kv.host.num_bytes == 0
 
@@ -196,10 +241,24 @@ class Offload(Cache):
         sinks=st.sampled_from([0, 0, 1, 4]),
         host_blocks=st.sampled_from([1, 3, 10, 60]),
     )
-    def start(self, num_blocks: int, block_size: int, windows: tuple[int, ...], sinks: int, host_blocks: int) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int, ...],
+        sinks: int,
+        host_blocks: int,
+    ) -> None:
         self.windows, self.sinks = windows, sinks
         self.store = Store(host_blocks, len(windows), block_size)
-        self.kv = toy_kv(num_blocks, block_size, windows, max_rows=12, sinks=sinks, host=HostTier(self.store, block_size))
+        self.kv = toy_kv(
+            num_blocks,
+            block_size,
+            windows,
+            max_rows=12,
+            sinks=sinks,
+            host=HostTier(self.store, block_size),
+        )
         self.cache = PrefixCache(self.kv)
         self.seqs = []
         self.memory = self.store.memory
@@ -215,11 +274,16 @@ class Offload(Cache):
             return
         host = self.kv.host
         for group, nodes in enumerate(self.cache._host_nodes):
-            assert nodes.keys() == host._kept[group].keys() and len(set(nodes.values())) == len(nodes)
+            assert nodes.keys() == host._kept[group].keys() and len(set(nodes.values())) == len(
+                nodes
+            )
             for host_block, node in nodes.items():
                 assert node.host_blocks[group] == host_block
                 if (block := node.blocks[group]) != NULL_BLOCK:
-                    own = [self.memory[group].get(block * self.kv.block_size + i) for i in range(self.kv.block_size)]
+                    own = [
+                        self.memory[group].get(block * self.kv.block_size + i)
+                        for i in range(self.kv.block_size)
+                    ]
                     assert own == self.store.copies[group, host_block]
         assert host.num_saved == len(self.store.saved) and host.num_loaded == len(self.store.loaded)
 
@@ -227,7 +291,9 @@ class Offload(Cache):
         kept = super()._kept()
         if self.kv.host.is_quicker:
             for group, nodes in enumerate(self.cache._host_nodes):
-                kept[group] |= {copy for block in nodes if (copy := self.store.copies[group, block][-1])}
+                kept[group] |= {
+                    copy for block in nodes if (copy := self.store.copies[group, block][-1])
+                }
         return kept
 
 

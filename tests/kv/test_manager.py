@@ -1,4 +1,6 @@
-"""The KV of several groups of layers: all or nothing, windows that pass on what they release, and promises that are kept."""
+"""The KV of several groups of layers: all or nothing, windows that pass on what they release, and
+promises that are kept.
+"""
 
 from dataclasses import dataclass, field
 
@@ -23,16 +25,26 @@ from tests.engine.toy import toy_kv
     left=st.integers(1, 20),
     sinks=st.sampled_from([0, 0, 1, 5]),
 )
-@example(window=4, rows=20, size=2, tokens=40, left=1, sinks=0)  # of which the rows that are left touch less than the others did
-def test_a_window_needs_what_its_rows_can_touch(window: int, rows: int, size: int, tokens: int, left: int, sinks: int) -> None:
+@example(
+    window=4, rows=20, size=2, tokens=40, left=1, sinks=0
+)  # of which the rows that are left touch less than the others did
+def test_a_window_needs_what_its_rows_can_touch(
+    window: int, rows: int, size: int, tokens: int, left: int, sinks: int
+) -> None:
     kept = -(-sinks // size)
     most = min(-(-tokens // size), kept + touched(window, rows, size))
     group = KvGroup((0,), KvLayout(1, 2, 2), window, sinks)
     assert group.num_blocks(tokens, rows, size) == most
     pool = WindowPool(500, size, window, rows, sinks)
-    assert pool.needed(tokens) == min(-(-tokens // size), kept + touched(window, min(rows, tokens), size)) <= most
+    assert (
+        pool.needed(tokens)
+        == min(-(-tokens // size), kept + touched(window, min(rows, tokens), size))
+        <= most
+    )
     left = min(left, tokens)
-    assert pool.needed(tokens, tokens - left) == min(-(-tokens // size), kept + touched(window, min(rows, left), size))
+    assert pool.needed(tokens, tokens - left) == min(
+        -(-tokens // size), kept + touched(window, min(rows, left), size)
+    )
     assert pool.reach == -(-(window - 1) // size)
 
 
@@ -50,7 +62,9 @@ def test_all_groups_or_none() -> None:
 
 
 def test_sinks_stay() -> None:
-    """Of 40 tokens in blocks of 2, with a window of 5 and 3 sinks, the first two blocks and those of the window are held."""
+    """Of 40 tokens in blocks of 2, with a window of 5 and 3 sinks, the first two blocks and those
+    of the window are held.
+    """
     kv = toy_kv(20, 2, (5,), max_rows=4, sinks=3)
     (table,) = tables = kv.new_tables()
     assert kv.reserve(tables, 0, 40) == []
@@ -60,9 +74,20 @@ def test_sinks_stay() -> None:
         assert kv.reserve(tables, start, 4) == []
         held.append(table.num_held)
         kv.check([tables])
-    assert max(held) == held[0] == KvGroup((0,), KvLayout(1, 2, 2), 5, 3).num_blocks(40, 4, 2) == kv.pools[0].needed(40)
-    assert [block == NULL_BLOCK for block in table] == [False] * 2 + [True] * (table.window_start - 2) + [False] * (20 - table.window_start)
-    assert table.window_start == kv.pools[0].first_seen(36) and kv.sees_all(tables, 36) and not kv.sees_all(tables, 33)
+    assert (
+        max(held)
+        == held[0]
+        == KvGroup((0,), KvLayout(1, 2, 2), 5, 3).num_blocks(40, 4, 2)
+        == kv.pools[0].needed(40)
+    )
+    assert [block == NULL_BLOCK for block in table] == [False] * 2 + [True] * (
+        table.window_start - 2
+    ) + [False] * (20 - table.window_start)
+    assert (
+        table.window_start == kv.pools[0].first_seen(36)
+        and kv.sees_all(tables, 36)
+        and not kv.sees_all(tables, 33)
+    )
     other = kv.fork(tables)
     kv.check([tables, other])
     kv.trim(other, 3)
@@ -73,16 +98,25 @@ def test_sinks_stay() -> None:
 
 
 def test_what_fits_beside_what_is_promised() -> None:
-    """Of 8 blocks of 4 tokens one sequence holds 2, and may want one more than it is known to need."""
+    """Of 8 blocks of 4 tokens one sequence holds 2, and may want one more than it is known to
+    need.
+    """
     kv = toy_kv(8, 4, (0,))
     tables = kv.new_tables()
     kv.reserve(tables, 0, 8)
     held = list(tables[0])
-    for promised, most in ((Demand(8, 8), 5), (Demand(4, 4), 5), (Demand(9, 8), 4), (Demand(16, 8), 3)):
+    for promised, most in (
+        (Demand(8, 8), 5),
+        (Demand(4, 4), 5),
+        (Demand(9, 8), 4),
+        (Demand(16, 8), 3),
+    ):
         running = [(tables, promised)]
         assert kv.fits(Demand(4 * most, 0), [[]], running)
         assert not kv.fits(Demand(4 * most + 1, 0), [[]], running)
-        assert kv.fits(Demand(4 * most + 8, 0), [held], running) and not kv.fits(Demand(4 * most + 9, 0), [held], running)
+        assert kv.fits(Demand(4 * most + 8, 0), [held], running) and not kv.fits(
+            Demand(4 * most + 9, 0), [held], running
+        )
     assert kv.fits(Demand(24, 0), [[]]) and not kv.fits(Demand(25, 0), [[]])
 
 
@@ -90,7 +124,13 @@ def test_a_window_goes_on_in_exactly_what_it_releases() -> None:
     pool, table = WindowPool(20, 2, 5, 4), Table()
     pool.reserve(table, 0, 40)
     assert len(table) == 5
-    for computed, num_known, released, length in ((8, 40, 2, 7), (10, 40, 3, 8), (12, 17, 4, 9), (14, 17, 5, 9), (14, 40, 5, 9)):
+    for computed, num_known, released, length in (
+        (8, 40, 2, 7),
+        (10, 40, 3, 8),
+        (12, 17, 4, 9),
+        (14, 17, 5, 9),
+        (14, 40, 5, 9),
+    ):
         pool.advance(table, computed, num_known)
         assert (table.num_released, len(table)) == (released, length)
     assert pool.num_shared(table[5:]) == 0  # each table pays for its own
@@ -104,15 +144,24 @@ def test_a_fork_copies_and_moves_in_each_group() -> None:
     child = kv.fork(tables)
     copies = kv.reserve(child, 6, 2) or []
     assert copies == [Copy(group, tables[group][1], child[group][1]) for group in range(2)]
-    assert kv.slots_of(copies[:1]) == [Copy(0, tables[0][1] * 4 + i, child[0][1] * 4 + i) for i in range(4)]
+    assert kv.slots_of(copies[:1]) == [
+        Copy(0, tables[0][1] * 4 + i, child[0][1] * 4 + i) for i in range(4)
+    ]
     kv.reserve(tables, 6, 10)
-    slots = [[pool.slot(table, i) for i in range(16)] for pool, table in zip(kv.pools, tables, strict=True)]
-    assert kv.keep(tables, 7, [0, 2]) == [Copy(group, slots[group][9], slots[group][8]) for group in range(2)]
+    slots = [
+        [pool.slot(table, i) for i in range(16)]
+        for pool, table in zip(kv.pools, tables, strict=True)
+    ]
+    assert kv.keep(tables, 7, [0, 2]) == [
+        Copy(group, slots[group][9], slots[group][8]) for group in range(2)
+    ]
     assert [len(table) for table in tables] == [3, 3]
 
 
 def test_a_prompt_goes_on_in_what_it_releases() -> None:
-    """However long it is, its window never takes a block more than it had at first, and others may have all the rest."""
+    """However long it is, its window never takes a block more than it had at first, and others may
+    have all the rest.
+    """
     kv = toy_kv(100, 2, (0, 5), max_rows=4)
     full, windowed = kv.pools
     tables = kv.new_tables()
@@ -140,12 +189,21 @@ def test_in_a_window_each_table_pays_for_its_blocks(windows: tuple[int, ...]) ->
     assert kv.reserve(forks[0], 6, 1) is None
     assert kv.reserve(alone, 1, 1) == []  # there already
     kv.free(forks.pop())
-    assert not kv.is_overdrawn and kv.reserve(forks[0], 5, 1) is not None  # a copy costs what the shared block did
+    assert (
+        not kv.is_overdrawn and kv.reserve(forks[0], 5, 1) is not None
+    )  # a copy costs what the shared block did
     kv.check([tables, alone, *forks])
 
 
-@given(window=st.integers(1, 12), size=st.sampled_from([1, 2, 4]), windows=st.booleans(), computed=st.integers(0, 30))
-def test_whether_a_sequence_can_go_back(window: int, size: int, windows: bool, computed: int) -> None:
+@given(
+    window=st.integers(1, 12),
+    size=st.sampled_from([1, 2, 4]),
+    windows=st.booleans(),
+    computed=st.integers(0, 30),
+)
+def test_whether_a_sequence_can_go_back(
+    window: int, size: int, windows: bool, computed: int
+) -> None:
     """It can to any token of which, and of all that it sees, there are still the blocks."""
     kv = toy_kv(40, size, (0, window) if windows else (0,), max_rows=40)
     tables = kv.new_tables()
@@ -153,7 +211,9 @@ def test_whether_a_sequence_can_go_back(window: int, size: int, windows: bool, c
     kv.advance(tables, computed, 31)
     for token in range(31):
         seen = range(max(0, token + 1 - window), token + 1)
-        assert kv.sees_all(tables, token) == (not windows or all(tables[1][i // size] != NULL_BLOCK for i in seen))
+        assert kv.sees_all(tables, token) == (
+            not windows or all(tables[1][i // size] != NULL_BLOCK for i in seen)
+        )
 
 
 @given(
@@ -162,21 +222,38 @@ def test_whether_a_sequence_can_go_back(window: int, size: int, windows: bool, c
     lengths=st.lists(st.integers(1, 6), min_size=2, max_size=2),
     more=st.lists(st.integers(0, 40), min_size=2, max_size=2),
 )
-@example(num_blocks=3, size=2, lengths=[1, 1], more=[2, 2])  # half a block more of either is two blocks more
-def test_what_sequences_may_grow_to(num_blocks: int, size: int, lengths: list[int], more: list[int]) -> None:
+@example(
+    num_blocks=3, size=2, lengths=[1, 1], more=[2, 2]
+)  # half a block more of either is two blocks more
+def test_what_sequences_may_grow_to(
+    num_blocks: int, size: int, lengths: list[int], more: list[int]
+) -> None:
     """What is said of blocks beforehand is what there turns out to be."""
-    kv = toy_kv(num_blocks, size, (0, 100), max_rows=100)  # the second group is as full as the first
+    kv = toy_kv(
+        num_blocks, size, (0, 100), max_rows=100
+    )  # the second group is as full as the first
     tables = [kv.new_tables() for _ in lengths]
-    assume(all(kv.reserve(each, 0, length) is not None for each, length in zip(tables, lengths, strict=True)))
+    assume(
+        all(
+            kv.reserve(each, 0, length) is not None
+            for each, length in zip(tables, lengths, strict=True)
+        )
+    )
     beyond = kv.num_slots_beyond(tables[0], lengths[0])
     free = num_blocks - sum(-(-length // size) for length in lengths)
     assert beyond == (-(-lengths[0] // size) + free) * size - lengths[0]
-    assert kv.reserve(tables[0], lengths[0], beyond + 1) is None and kv.reserve(tables[0], lengths[0], beyond) == []
+    assert (
+        kv.reserve(tables[0], lengths[0], beyond + 1) is None
+        and kv.reserve(tables[0], lengths[0], beyond) == []
+    )
     kv.trim(tables[0], lengths[0])
     ends = [length + num for length, num in zip(lengths, more, strict=True)]
     can = kv.can_extend(tables, ends)
     assert can == (sum(-(-end // size) for end in ends) <= num_blocks)
-    assert can == all(kv.reserve(each, length, num) is not None for each, length, num in zip(tables, lengths, more, strict=True))
+    assert can == all(
+        kv.reserve(each, length, num) is not None
+        for each, length, num in zip(tables, lengths, more, strict=True)
+    )
 
 
 @dataclass(eq=False)
@@ -189,7 +266,9 @@ class Sequence:
 
 
 class Manager(RuleBasedStateMachine):
-    """Sequences with prompts that are computed in chunks, and then grow, fork, rewind and end, over a model of what each must read."""
+    """Sequences with prompts that are computed in chunks, and then grow, fork, rewind and end, over
+    a model of what each must read.
+    """
 
     @initialize(
         num_blocks=st.integers(2, 30),
@@ -198,7 +277,9 @@ class Manager(RuleBasedStateMachine):
         windows=st.sampled_from([(0,), (0, 4), (3,), (2, 0, 7), (5, 1)]),
         sinks=st.sampled_from([0, 0, 1, 3]),
     )
-    def start(self, num_blocks: int, block_size: int, max_rows: int, windows: tuple[int, ...], sinks: int) -> None:
+    def start(
+        self, num_blocks: int, block_size: int, max_rows: int, windows: tuple[int, ...], sinks: int
+    ) -> None:
         self.windows, self.sinks = windows, sinks
         self.kv = toy_kv(num_blocks, block_size, windows, max_rows, sinks)
         self.memory: list[dict[int, int]] = [{} for _ in windows]
@@ -216,7 +297,9 @@ class Manager(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), rows=st.integers(1, 9))
     def compute(self, which: int, rows: int) -> None:
-        """A step of a prompt: whatever the others have done, its blocks are there. One that has ended grows by a row."""
+        """A step of a prompt: whatever the others have done, its blocks are there. One that has
+        ended grows by a row.
+        """
         seq = self.seqs[which % len(self.seqs)]
         left = seq.num_known - len(seq.content)
         self.kv.advance(seq.tables, len(seq.content), seq.num_known)
@@ -274,7 +357,9 @@ class Manager(RuleBasedStateMachine):
             return
         self.kv.check([seq.tables for seq in self.seqs])
         for seq in self.seqs:
-            for window, pool, table, memory in zip(self.windows, self.kv.pools, seq.tables, self.memory, strict=True):
+            for window, pool, table, memory in zip(
+                self.windows, self.kv.pools, seq.tables, self.memory, strict=True
+            ):
                 first = max(0, len(seq.content) + 1 - window) if window else 0
                 assert table.window_start * pool.block_size <= first
                 for i in (*range(min(first, self.sinks)), *range(first, len(seq.content))):

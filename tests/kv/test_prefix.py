@@ -19,7 +19,10 @@ def held(kv: KvManager, cache: PrefixCache, known: list[int], scope: Scope = SCO
     tables = kv.new_tables()
     node = cache.find(scope, known, len(known))
     kv.share(tables, cache.blocks(node))
-    assert kv.reserve(tables, node.depth * kv.block_size, len(known) - node.depth * kv.block_size) == []
+    assert (
+        kv.reserve(tables, node.depth * kv.block_size, len(known) - node.depth * kv.block_size)
+        == []
+    )
     cache.extend(node, tables, known, len(known))
     return tables
 
@@ -60,7 +63,10 @@ def test_a_node_whose_blocks_were_evicted_takes_new_ones() -> None:
     kv = toy_kv(4, 4, (0, 6))
     cache, known = PrefixCache(kv), list(range(8))
     kv.free(held(kv, cache, known))
-    node, other = cache.find(SCOPE, known, 8), kv.new_tables()  # a sequence may hold the node for long
+    node, other = (
+        cache.find(SCOPE, known, 8),
+        kv.new_tables(),
+    )  # a sequence may hold the node for long
     assert NULL_BLOCK not in node.blocks
     assert kv.reserve(other, 0, 16) == []
     assert node.blocks == [NULL_BLOCK, NULL_BLOCK] and not any(path(cache, known, 8))
@@ -118,24 +124,43 @@ def test_a_scope_without_blocks_is_forgotten() -> None:
 
 
 def test_a_hit_needs_what_its_rows_see_and_no_more() -> None:
-    """A window has gone on to the last of twelve blocks; most of what lies behind it was evicted, and is not missed."""
+    """A window has gone on to the last of twelve blocks; most of what lies behind it was evicted,
+    and is not missed.
+    """
     kv = toy_kv(12, 2, (0, 4))  # a row behind a block boundary sees the two blocks before it
     cache, (full, windowed) = PrefixCache(kv), kv.pools
     known = list(range(24))
     tables, other = held(kv, cache, known), kv.new_tables()
     kv.advance(tables, 24, 24)
     kv.free(tables)
-    windowed.reserve(other[1], 0, 1)  # evicts as many as make a run, those first that were released first
+    windowed.reserve(
+        other[1], 0, 1
+    )  # evicts as many as make a run, those first that were released first
     blocks = cache.blocks(cache.find(SCOPE, known, 24))
-    assert len(blocks[0]) == len(blocks[1]) == 12 and [block == NULL_BLOCK for block in blocks[1]] == [True] * 10 + [False] * 2
-    assert [cache.find(SCOPE, known, 2 * depth).depth for depth in range(13)] == [0] * 10 + [10, 11, 12]
+    assert (
+        len(blocks[0]) == len(blocks[1]) == 12
+        and [block == NULL_BLOCK for block in blocks[1]] == [True] * 10 + [False] * 2
+    )
+    assert [cache.find(SCOPE, known, 2 * depth).depth for depth in range(13)] == [0] * 10 + [
+        10,
+        11,
+        12,
+    ]
     kv.free(other)
-    full.reserve(other[0], 0, 2 * 12)  # without a block that all rows see the others of its node are of no use
-    assert windowed.num_evictable == 0 and not cache._nodes[1] and cache.find(SCOPE, known, 24).depth == 0
+    full.reserve(
+        other[0], 0, 2 * 12
+    )  # without a block that all rows see the others of its node are of no use
+    assert (
+        windowed.num_evictable == 0
+        and not cache._nodes[1]
+        and cache.find(SCOPE, known, 24).depth == 0
+    )
 
 
 def test_a_hit_needs_the_sinks() -> None:
-    """Twelve blocks, of which the row behind the last sees the first two and the last two; without the second there is no hit at all."""
+    """Twelve blocks, of which the row behind the last sees the first two and the last two; without
+    the second there is no hit at all.
+    """
     kv = toy_kv(12, 2, (4,), sinks=3)
     cache, (pool,) = PrefixCache(kv), kv.pools
     known = list(range(24))
@@ -155,7 +180,9 @@ def test_a_hit_needs_the_sinks() -> None:
 
 
 class Cache(RuleBasedStateMachine):
-    """Sequences that hit, grow, fork, go on and end. The model: what the KV in each slot was computed from."""
+    """Sequences that hit, grow, fork, go on and end. The model: what the KV in each slot was
+    computed from.
+    """
 
     @initialize(
         num_blocks=st.integers(1, 20),
@@ -167,10 +194,18 @@ class Cache(RuleBasedStateMachine):
         self.windows, self.sinks = windows, sinks
         self.kv = toy_kv(num_blocks, block_size, windows, max_rows=12, sinks=sinks)
         self.cache = PrefixCache(self.kv)
-        self.seqs: list[tuple[Scope, list[int], Tables, Node]] = []  # tokens, all computed, and tables
-        self.memory: list[dict[int, tuple[Scope, tuple[int, ...]]]] = [{} for _ in windows]  # slot -> what its KV was computed from
+        self.seqs: list[
+            tuple[Scope, list[int], Tables, Node]
+        ] = []  # tokens, all computed, and tables
+        self.memory: list[dict[int, tuple[Scope, tuple[int, ...]]]] = [
+            {} for _ in windows
+        ]  # slot -> what its KV was computed from
 
-    @rule(known=st.lists(st.integers(0, 1), max_size=12), salt=st.sampled_from([None, "a"]), spare=st.integers(0, 2))
+    @rule(
+        known=st.lists(st.integers(0, 1), max_size=12),
+        salt=st.sampled_from([None, "a"]),
+        spare=st.integers(0, 2),
+    )
     def new(self, known: list[int], salt: str | None, spare: int) -> None:
         scope, size = Scope(salt), self.kv.block_size
         node = self.cache.find(scope, known, len(known) - spare)
@@ -206,24 +241,38 @@ class Cache(RuleBasedStateMachine):
         self.kv.check([tables for _, _, tables, _ in self.seqs])
         for scope, known, tables, _ in self.seqs:
             for pool, table, memory in zip(self.kv.pools, tables, self.memory, strict=True):
-                for i in [i for i in range(len(known)) if table[i // pool.block_size] != NULL_BLOCK]:
+                for i in [
+                    i for i in range(len(known)) if table[i // pool.block_size] != NULL_BLOCK
+                ]:
                     assert memory[pool.slot(table, i)] == (scope, tuple(known[: i + 1]))
             depth = len(known) // self.kv.block_size
-            assert self.cache.find(scope, known, len(known)).depth == self._longest_hit(scope, known, len(known))
+            assert self.cache.find(scope, known, len(known)).depth == self._longest_hit(
+                scope, known, len(known)
+            )
             if not any(self.windows):  # it holds its whole path, which every search finds then
-                assert self.cache.blocks(self.cache.find(scope, known, len(known)))[0] == list(tables[0][:depth])
+                assert self.cache.blocks(self.cache.find(scope, known, len(known)))[0] == list(
+                    tables[0][:depth]
+                )
 
     def _kept(self) -> list[set[tuple[Scope, tuple[int, ...]]]]:
         """What the blocks of each group that the tree has were computed from."""
         size = self.kv.block_size
-        return [{memory[block * size + size - 1] for block in nodes} for nodes, memory in zip(self.cache._nodes, self.memory, strict=True)]
+        return [
+            {memory[block * size + size - 1] for block in nodes}
+            for nodes, memory in zip(self.cache._nodes, self.memory, strict=True)
+        ]
 
     def _longest_hit(self, scope: Scope, known: list[int], most: int) -> int:
-        """In blocks, by looking at all that is kept: each group must have every token that a row behind the hit sees."""
+        """In blocks, by looking at all that is kept: each group must have every token that a row
+        behind the hit sees.
+        """
         size, kept = self.kv.block_size, self._kept()
 
         def is_hit(depth: int) -> bool:
-            first = [max(0, depth * size + 1 - window) // size if window else 0 for window in self.windows]
+            first = [
+                max(0, depth * size + 1 - window) // size if window else 0
+                for window in self.windows
+            ]
             sinks = -(-self.sinks // size)
             return all(
                 (scope, tuple(known[: (i + 1) * size])) in have
@@ -233,7 +282,9 @@ class Cache(RuleBasedStateMachine):
 
         return next(depth for depth in range(most // size, -1, -1) if is_hit(depth))
 
-    def _grow(self, scope: Scope, known: list[int], tables: Tables, node: Node, tokens: list[int]) -> None:
+    def _grow(
+        self, scope: Scope, known: list[int], tables: Tables, node: Node, tokens: list[int]
+    ) -> None:
         """Compute `tokens`; the sequence ends where there are not enough blocks."""
         self.kv.advance(tables, len(known), len(known))
         copies = self.kv.reserve(tables, len(known), len(tokens))

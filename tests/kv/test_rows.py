@@ -8,7 +8,9 @@ from headrace.kv.manager import Copy
 from headrace.kv.rows import TokenRun, batch_of_runs, kv_rows, move_slots
 
 LONG, SHORT = (Table([5, 2]), Table([NULL_BLOCK, NULL_BLOCK, 4, 6], 2)), (Table([7]), Table([3]))
-"""The tables of two sequences in two groups; the first has let go of two blocks in the second group."""
+"""The tables of two sequences in two groups; the first has let go of two blocks in the second
+group.
+"""
 
 
 def test_slots_and_block_tables_of_each_group() -> None:
@@ -16,7 +18,10 @@ def test_slots_and_block_tables_of_each_group() -> None:
     assert first.slots.tolist() == [2 * 6 + 3, 2 * 6 + 4, 2 * 6 + 5, 42, 43]
     assert second.slots.dtype == first.block_table.dtype == np.int32
     assert first.block_table.tolist() == [[5, 2], [7, 0]]
-    assert second.block_table.tolist() == [[6, 6, 4, 6], [3, 0, 0, 0]]  # what was let go has a number of the table's own
+    assert second.block_table.tolist() == [
+        [6, 6, 4, 6],
+        [3, 0, 0, 0],
+    ]  # what was let go has a number of the table's own
 
 
 def test_slots_behind_released_blocks() -> None:
@@ -27,13 +32,31 @@ def test_slots_behind_released_blocks() -> None:
 def test_a_batch_of_runs() -> None:
     runs = [TokenRun([8, 9, 10], 9, LONG), TokenRun([11, 12], 0, SHORT)]
     batch = batch_of_runs(runs, 6, logits=True)
-    assert [array.tolist() for array in batch[:5]] == [[8, 9, 10, 11, 12], [9, 10, 11, 0, 1], [0, 3, 5], [9, 0], [3, 2]]
+    assert [array.tolist() for array in batch[:5]] == [
+        [8, 9, 10, 11, 12],
+        [9, 10, 11, 0, 1],
+        [0, 3, 5],
+        [9, 0],
+        [3, 2],
+    ]
     assert all(array.dtype == np.int32 for array in (*batch[:5], batch.logit_rows, batch.seq_of))
-    for found, wanted in zip(batch.kv, kv_rows([LONG, SHORT], [range(9, 12), range(0, 2)], 6), strict=True):
-        assert found.slots.tolist() == wanted.slots.tolist() and found.block_table.tolist() == wanted.block_table.tolist()
-    assert (batch.ancestors, batch.logit_rows.tolist(), batch.seq_of.tolist()) == (None, [2, 4], [0, 1])
+    for found, wanted in zip(
+        batch.kv, kv_rows([LONG, SHORT], [range(9, 12), range(0, 2)], 6), strict=True
+    ):
+        assert (
+            found.slots.tolist() == wanted.slots.tolist()
+            and found.block_table.tolist() == wanted.block_table.tolist()
+        )
+    assert (batch.ancestors, batch.logit_rows.tolist(), batch.seq_of.tolist()) == (
+        None,
+        [2, 4],
+        [0, 1],
+    )
     without = batch_of_runs(runs, 6, logits=False)
-    assert without.logit_rows.tolist() == without.seq_of.tolist() == [] and without.tokens.tolist() == batch.tokens.tolist()
+    assert (
+        without.logit_rows.tolist() == without.seq_of.tolist() == []
+        and without.tokens.tolist() == batch.tokens.tolist()
+    )
 
 
 def test_moves_go_group_by_group_and_in_order() -> None:

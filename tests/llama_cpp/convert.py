@@ -19,19 +19,27 @@ AS_PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def convert(source: Path, folder: Path, file: Path) -> None:
-    """Convert the model of a folder to a GGUF file in float32, with the converter that lies in llama.cpp's sources.
+    """Convert the model of a folder to a GGUF file in float32, with the converter that lies in
+    llama.cpp's sources.
 
-    Raises NotImplementedError for architectures that it does not know, ValueError for tensors that it has no place for.
+    Raises NotImplementedError for architectures that it does not know, ValueError for tensors that
+    it has no place for.
     """
     if str(source) not in sys.path:
         sys.path[:0] = [str(source / "gguf-py"), str(source)]
         for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
-            del sys.modules[name]  # the installed one, which tests of ours read: the converter needs the one that lies beside it
+            del sys.modules[
+                name
+                # the installed one, which tests of ours read: the converter needs the one that lies
+                # beside it
+            ]
     import gguf
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
     vocab = {"model": {"vocab": {f"t{i}": i for i in range(101)}}, "added_tokens": []}
-    (folder / "tokenizer.json").write_text(json.dumps(vocab))  # for Gemma 3 alone, whose rows it counts there
+    (folder / "tokenizer.json").write_text(
+        json.dumps(vocab)
+    )  # for Gemma 3 alone, whose rows it counts there
     for logger in ("hf-to-gguf", "gguf.gguf_writer"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     hparams = _as_published(ModelBase.load_hparams(folder, False))
@@ -39,7 +47,9 @@ def convert(source: Path, folder: Path, file: Path) -> None:
     made = type(known.__name__, (known,), {"model_arch": known.model_arch, "set_vocab": _set_vocab})
     with torch.inference_mode():
         # A name of its own: llama.cpp looks for special tokens in a model that is called phi-3.
-        model = made(folder, gguf.LlamaFileType.ALL_F32, file, eager=True, model_name="tiny", hparams=hparams)
+        model = made(
+            folder, gguf.LlamaFileType.ALL_F32, file, eager=True, model_name="tiny", hparams=hparams
+        )
         model.write()
 
 

@@ -1,4 +1,6 @@
-"""What `make gguf` leaves in tests/data/gguf: files that llama.cpp's converter wrote, its logits on them, and what it says of all."""
+"""What `make gguf` leaves in tests/data/gguf: files that llama.cpp's converter wrote, its logits on
+them, and what it says of all.
+"""
 
 import json
 import lzma
@@ -11,16 +13,50 @@ from numpy.typing import NDArray
 
 FOLDER = Path(__file__).parents[1] / "data" / "gguf"
 KEPT = (
-    *("llama3-gqa", "mixtral", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe", "gemma2", "gemma3", "phi2", "phi3-longrope", "smollm3"),
-    *("granite", "olmo2", "olmoe", "command-r", "command-r7b", "stablelm-parallel", "starcoder2", "gpt2", "starcoder", "gpt-neox"),
-    *("falcon-7b", "falcon-40b", "bloom", "mpt", "deepseek-v2", "deepseek-v3", "gpt-oss", "gpt-oss-mxfp4"),
+    *(
+        "llama3-gqa",
+        "mixtral",
+        "qwen2",
+        "qwen2-moe",
+        "qwen3",
+        "qwen3-moe",
+        "gemma2",
+        "gemma3",
+        "phi2",
+        "phi3-longrope",
+        "smollm3",
+    ),
+    *(
+        "granite",
+        "olmo2",
+        "olmoe",
+        "command-r",
+        "command-r7b",
+        "stablelm-parallel",
+        "starcoder2",
+        "gpt2",
+        "starcoder",
+        "gpt-neox",
+    ),
+    *(
+        "falcon-7b",
+        "falcon-40b",
+        "bloom",
+        "mpt",
+        "deepseek-v2",
+        "deepseek-v3",
+        "gpt-oss",
+        "gpt-oss-mxfp4",
+    ),
 )
 """One of each architecture, and of what the converter does to tensors."""
 LENGTH = 48
 """Tokens that a test has to compute, more than any window of the variants."""
 ROWS = (0, 1, 12, LENGTH - 1)
 """Whose logits are kept."""
-_PACKING = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 2, "pb": 2}]  # numbers of four bytes
+_PACKING = [
+    {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 2, "pb": 2}
+]  # numbers of four bytes
 
 
 class Verdict(NamedTuple):
@@ -35,20 +71,39 @@ class Verdict(NamedTuple):
     """The same where we take the liberties that llama.cpp takes."""
 
     def __str__(self) -> str:
-        errors = "" if self.error is None else f"{self.error:.0e}, with its liberties {self.error_like_theirs:.0e}"
-        return ("" if self.right else "WRONG: ") + ", ".join(part for part in (errors, self.what) if part)
+        errors = (
+            ""
+            if self.error is None
+            else f"{self.error:.0e}, with its liberties {self.error_like_theirs:.0e}"
+        )
+        return ("" if self.right else "WRONG: ") + ", ".join(
+            part for part in (errors, self.what) if part
+        )
 
 
 def write(package: str, found: Mapping[str, Verdict], scratch: Path) -> None:
-    """Keep verdicts, which come of a package, and of some cases the files and logits that lie in `scratch`."""
+    """Keep verdicts, which come of a package, and of some cases the files and logits that lie in
+    `scratch`.
+    """
     FOLDER.mkdir(exist_ok=True)
     for file in FOLDER.glob("*.gguf.xz"):
         file.unlink()
     for name in KEPT:
-        (FOLDER / f"{name}.gguf.xz").write_bytes(lzma.compress((scratch / f"{name}.gguf").read_bytes(), filters=_PACKING))
-    np.savez(FOLDER / "logits.npz", **{name: np.load(scratch / f"{name}.npy")[list(ROWS)] for name in KEPT})
-    errors = {name: [float(f"{error:.0e}") for error in (v.error, v.error_like_theirs)] for name, v in found.items() if v.error is not None}
-    (FOLDER / "verdicts.json").write_text(json.dumps({"package": package, "errors": errors}, indent=1) + "\n")
+        (FOLDER / f"{name}.gguf.xz").write_bytes(
+            lzma.compress((scratch / f"{name}.gguf").read_bytes(), filters=_PACKING)
+        )
+    np.savez(
+        FOLDER / "logits.npz",
+        **{name: np.load(scratch / f"{name}.npy")[list(ROWS)] for name in KEPT},
+    )
+    errors = {
+        name: [float(f"{error:.0e}") for error in (v.error, v.error_like_theirs)]
+        for name, v in found.items()
+        if v.error is not None
+    }
+    (FOLDER / "verdicts.json").write_text(
+        json.dumps({"package": package, "errors": errors}, indent=1) + "\n"
+    )
 
 
 def unpack(name: str, folder: Path) -> Path:
@@ -66,7 +121,9 @@ def logits(name: str) -> NDArray[np.float32]:  # [ROWS, vocab]
 
 
 def verdicts() -> dict[str, tuple[float, float]]:
-    """The largest relative error of the logits of each case that llama.cpp runs, and that with the liberties it takes."""
+    """The largest relative error of the logits of each case that llama.cpp runs, and that with the
+    liberties it takes.
+    """
     found: dict[str, tuple[float, float]] = _kept()["errors"]
     return found
 

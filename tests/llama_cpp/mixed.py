@@ -1,4 +1,6 @@
-"""Which formats tensors get in the mixtures of llama.cpp: files of zeros, whose names and numbers of layers are those of models."""
+"""Which formats tensors get in the mixtures of llama.cpp: files of zeros, whose names and numbers
+of layers are those of models.
+"""
 
 import json
 import lzma
@@ -69,25 +71,48 @@ def differences(found: Found) -> list[str]:
 
 
 def find(model: Model, python: str, environment: Mapping[str, str], scratch: Path) -> Found:
-    """Let llama.cpp make all mixtures of a model; it makes no Q2_K of some without an importance matrix."""
+    """Let llama.cpp make all mixtures of a model; it makes no Q2_K of some without an importance
+    matrix.
+    """
     source = scratch / "mixed.gguf"
     shapes = _write(model, source, scratch)
     results = {name: scratch / f"mixed-{name}.gguf" for name in MIXTURES if name != _OUR_OWN}
-    jobs = [[str(source), str(result), MIXTURES[name].file_type] for name, result in results.items()]
+    jobs = [
+        [str(source), str(result), MIXTURES[name].file_type] for name, result in results.items()
+    ]
     command = [python, str(WORKER), "models", json.dumps(jobs)]
-    made = json.loads(subprocess.run(command, capture_output=True, env=environment, timeout=300, check=True).stdout)
-    types = {name: _types(result) for (name, result), done in zip(results.items(), made, strict=True) if done}
+    made = json.loads(
+        subprocess.run(
+            command, capture_output=True, env=environment, timeout=300, check=True
+        ).stdout
+    )
+    types = {
+        name: _types(result)
+        for (name, result), done in zip(results.items(), made, strict=True)
+        if done
+    }
     assert types.keys() >= results.keys() - {"Q2_K_S"}, types.keys()
     return Found(facts_of(read_gguf(source).metadata), shapes, types)
 
 
 def keep(package: str, found: Mapping[str, Found]) -> None:
-    """Keep what was found of all models, which comes of a package, for the short form of this in `make test`."""
+    """Keep what was found of all models, which comes of a package, for the short form of this in
+    `make test`.
+    """
     models = {
-        name: {"facts": vars(of.facts), "shapes": of.shapes, "types": {mixture: _by_type(types) for mixture, types in of.types.items()}}
+        name: {
+            "facts": vars(of.facts),
+            "shapes": of.shapes,
+            "types": {mixture: _by_type(types) for mixture, types in of.types.items()},
+        }
         for name, of in found.items()
     }
-    FILE.write_bytes(lzma.compress(json.dumps({"package": package, "models": models}).encode(), preset=9 | lzma.PRESET_EXTREME))
+    FILE.write_bytes(
+        lzma.compress(
+            json.dumps({"package": package, "models": models}).encode(),
+            preset=9 | lzma.PRESET_EXTREME,
+        )
+    )
 
 
 def kept() -> dict[str, Found]:
@@ -96,30 +121,57 @@ def kept() -> dict[str, Found]:
     return {name: _found(**of) for name, of in models.items()}
 
 
-def _found(facts: dict[str, Any], shapes: dict[str, list[int]], types: dict[str, dict[str, list[str]]]) -> Found:
-    by_name = {mixture: {name: kind for kind, names in of.items() for name in names} for mixture, of in types.items()}
-    return Found(MixtureFacts(**facts), {name: tuple(shape) for name, shape in shapes.items()}, by_name)
+def _found(
+    facts: dict[str, Any], shapes: dict[str, list[int]], types: dict[str, dict[str, list[str]]]
+) -> Found:
+    by_name = {
+        mixture: {name: kind for kind, names in of.items() for name in names}
+        for mixture, of in types.items()
+    }
+    return Found(
+        MixtureFacts(**facts), {name: tuple(shape) for name, shape in shapes.items()}, by_name
+    )
 
 
 def _by_type(types: Mapping[str, str]) -> dict[str, list[str]]:
-    return {kind: [name for name in types if types[name] == kind] for kind in sorted(set(types.values()))}
+    return {
+        kind: [name for name in types if types[name] == kind]
+        for kind in sorted(set(types.values()))
+    }
 
 
 def _write(model: Model, path: Path, scratch: Path) -> dict[str, tuple[int, ...]]:
     """Write the model, with rows of zeros; the shapes of its tensors."""
     source = read_gguf(unpack(model.file, scratch))
     name = source.metadata.string("general.architecture")
-    changed = {"block_count": model.layers, "attention.head_count": model.heads, "attention.head_count_kv": model.kv_heads}
-    changed |= {"embedding_length": 16 * model.heads} | ({"expert_count": model.experts} if model.experts else {})
-    metadata = {key: source.metadata.raw(key) for key in source.metadata} | {f"{name}.{key}": u32(n) for key, n in changed.items()}
+    changed = {
+        "block_count": model.layers,
+        "attention.head_count": model.heads,
+        "attention.head_count_kv": model.kv_heads,
+    }
+    changed |= {"embedding_length": 16 * model.heads} | (
+        {"expert_count": model.experts} if model.experts else {}
+    )
+    metadata = {key: source.metadata.raw(key) for key in source.metadata} | {
+        f"{name}.{key}": u32(n) for key, n in changed.items()
+    }
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor, stored in source.tensors.items():
-        shape = (model.cols,) if len(stored.shape) == 1 else (*(2,) * (len(stored.shape) - 1), model.cols)
+        shape = (
+            (model.cols,)
+            if len(stored.shape) == 1
+            else (*(2,) * (len(stored.shape) - 1), model.cols)
+        )
         if tensor.startswith("blk.1."):
-            shapes |= {tensor.replace("blk.1.", f"blk.{layer}."): shape for layer in range(model.layers)}
+            shapes |= {
+                tensor.replace("blk.1.", f"blk.{layer}."): shape for layer in range(model.layers)
+            }
         elif not tensor.startswith("blk.") and not (model.tied and tensor == "output.weight"):
             shapes[tensor] = shape
-    tensors = [PlannedTensor(tensor, "F32", shape, 4 * int(np.prod(shape))) for tensor, shape in shapes.items()]
+    tensors = [
+        PlannedTensor(tensor, "F32", shape, 4 * int(np.prod(shape)))
+        for tensor, shape in shapes.items()
+    ]
     path.unlink(missing_ok=True)
     file = TensorFile(path, gguf_plan(metadata, tensors))
     for each in tensors:

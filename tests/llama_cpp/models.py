@@ -1,7 +1,8 @@
-"""The models on which llama.cpp is asked for its logits: the variants, as it can run them, with weights of few values.
+"""The models on which llama.cpp is asked for its logits: the variants, as it can run them, with
+weights of few values.
 
-Weights come from the names that files give them, so that these models are the same whatever a version of transformers draws. Having few
-values, they pack well.
+Weights come from the names that files give them, so that these models are the same whatever a
+version of transformers draws. Having few values, they pack well.
 """
 
 import json
@@ -35,21 +36,50 @@ class Case(NamedTuple):
 
 CASES = {name: Case(name, {}) for name in VARIANTS} | {
     "olmoe": Case("olmoe", {"num_key_value_heads": 4}, "fewer KV heads than query heads"),
-    "command-r-plus": Case("command-r-plus", {"num_hidden_layers": 64}, "norms of queries and keys in fewer than 64 layers"),
+    "command-r-plus": Case(
+        "command-r-plus",
+        {"num_hidden_layers": 64},
+        "norms of queries and keys in fewer than 64 layers",
+    ),
     "deepseek-v2": Case(
         "deepseek-v2",
-        {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "rope_scaling": EVEN_YARN, "rope_theta": 1e4},
+        {
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_scaling": EVEN_YARN,
+            "rope_theta": 1e4,
+        },
         "groups of experts that go by their best score, and an `mscale` other than `mscale_all_dim`",
     ),
-    "deepseek-v2-lite": Case("deepseek-v2-lite", {"num_hidden_layers": 27}, "queries made of the row itself in other than 26 or 27 layers"),
-    "deepseek-v3": Case("deepseek-v3", {"rope_scaling": EVEN_YARN, "rope_theta": 1e4}, "an `mscale` other than `mscale_all_dim`"),
-    "phi3-longrope-short": Case("phi3-longrope", {"max_position_embeddings": 1024, "original_max_position_embeddings": 256}),
-    "gpt-oss-mxfp4": Case("gpt-oss", {"num_experts_per_tok": 4}, mxfp4=True),  # all of them: rounded rows would choose others
-    # GGUF files do not say the scale of scores: it goes by the number of layers, here that of the largest.
+    "deepseek-v2-lite": Case(
+        "deepseek-v2-lite",
+        {"num_hidden_layers": 27},
+        "queries made of the row itself in other than 26 or 27 layers",
+    ),
+    "deepseek-v3": Case(
+        "deepseek-v3",
+        {"rope_scaling": EVEN_YARN, "rope_theta": 1e4},
+        "an `mscale` other than `mscale_all_dim`",
+    ),
+    "phi3-longrope-short": Case(
+        "phi3-longrope", {"max_position_embeddings": 1024, "original_max_position_embeddings": 256}
+    ),
+    "gpt-oss-mxfp4": Case(
+        "gpt-oss", {"num_experts_per_tok": 4}, mxfp4=True
+    ),  # all of them: rounded rows would choose others
+    # GGUF files do not say the scale of scores: it goes by the number of layers, here that of the
+    # largest.
     "gemma2-27b": Case("gemma2", {"num_hidden_layers": 46, "query_pre_attn_scalar": 16}),
     "gemma3-27b": Case("gemma3", {"num_hidden_layers": 62, "query_pre_attn_scalar": 16}),
     "gemma3-linear": Case(
-        "gemma3", {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
     ),
 }
 """What is judged."""
@@ -70,7 +100,9 @@ UNSAID = {
     "qwen2-window": "the windows",
     "deepseek-v3-half-split": "the order of rotary pairs",
 }
-"""What a GGUF file does not say of a variant: there it is another model than in the folder; llama.cpp says the same of it as we."""
+"""What a GGUF file does not say of a variant: there it is another model than in the folder;
+llama.cpp says the same of it as we.
+"""
 REFUSED = {
     "llama-dynamic": "rope would have other frequencies than by the rule dynamic",
     "qwen2-window": r"qwen2\.attention\.sliding_window = 7",
@@ -91,10 +123,14 @@ def save_coarse(name: str, folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = {tensor: _coarse(tensor, values.shape) for tensor, values in load_file(file).items()}
     if case.mxfp4:
-        for tensor in [tensor for tensor in tensors if tensor.endswith(("gate_up_proj", "down_proj"))]:
+        for tensor in [
+            tensor for tensor in tensors if tensor.endswith(("gate_up_proj", "down_proj"))
+        ]:
             tensors |= _mxfp4(tensor, tensors.pop(tensor).shape)
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+        )
     save_file(tensors, file, {"format": "pt"})
 
 
@@ -109,13 +145,22 @@ def save_tokenizer(folder: Path) -> None:
 def _coarse(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Two values for matrices, 32 for what is added to rows or scales them."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    return (rng.choice((-3, 3), shape) / 32 if len(shape) > 1 else rng.integers(-8, 24, shape) / 16).astype(np.float32)
+    return (
+        rng.choice((-3, 3), shape) / 32 if len(shape) > 1 else rng.integers(-8, 24, shape) / 16
+    ).astype(np.float32)
 
 
 def _mxfp4(name: str, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
-    """Pairs of codes, and exponents, in place of the matrices [experts, columns, rows] of experts."""
+    """Pairs of codes, and exponents, in place of the matrices [experts, columns, rows] of
+    experts.
+    """
     experts, cols, rows = shape
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    codes = rng.choice(np.array([1, 3, 9, 12], np.uint8), (experts, rows, cols // 32, 2, 16))  # 0.5, 1.5, -0.5, -2
+    codes = rng.choice(
+        np.array([1, 3, 9, 12], np.uint8), (experts, rows, cols // 32, 2, 16)
+    )  # 0.5, 1.5, -0.5, -2
     scales = rng.integers(123, 125, codes.shape[:3], dtype=np.uint8)
-    return {f"{name}_blocks": codes[..., 0, :] | codes[..., 1, :] << np.uint8(4), f"{name}_scales": scales}
+    return {
+        f"{name}_blocks": codes[..., 0, :] | codes[..., 1, :] << np.uint8(4),
+        f"{name}_scales": scales,
+    }

@@ -1,8 +1,9 @@
 """Run by the interpreter that has llama-cpp-python: quantises as llama.cpp does.
 
-`quantise_worker.py models JOBS` makes files of mixtures: a list of [source, result, number of the file type], in JSON, and says of each
-whether it was made. `quantise_worker.py rows ROWS TYPES OUT` quantises the float32 rows [rows, cols] of a .npy file to each of some types
-of ggml, {name: number} in JSON, and saves the bytes by their names.
+`quantise_worker.py models JOBS` makes files of mixtures: a list of [source, result, number of the
+file type], in JSON, and says of each whether it was made. `quantise_worker.py rows ROWS TYPES OUT`
+quantises the float32 rows [rows, cols] of a .npy file to each of some types of ggml, {name: number}
+in JSON, and saves the bytes by their names.
 """
 
 import ctypes
@@ -20,7 +21,9 @@ def models(jobs: list[tuple[str, str, int]]) -> list[bool]:
     for source, result, file_type in jobs:
         params = c.llama_model_quantize_default_params()
         params.ftype, params.nthread = file_type, 1
-        made.append(c.llama_model_quantize(source.encode(), result.encode(), ctypes.byref(params)) == 0)
+        made.append(
+            c.llama_model_quantize(source.encode(), result.encode(), ctypes.byref(params)) == 0
+        )
     return made
 
 
@@ -28,7 +31,13 @@ def rows(values: np.ndarray, types: dict[str, int]) -> dict[str, np.ndarray]:
     ggml = ctypes.CDLL(str(Path(c.__file__).with_name("lib") / "libggml-base.so"))
     ggml.ggml_quantize_chunk.restype = ggml.ggml_row_size.restype = ctypes.c_size_t
     ggml.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
-    ggml.ggml_quantize_chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    ggml.ggml_quantize_chunk.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        *[ctypes.c_int64] * 3,
+        ctypes.c_void_p,
+    ]
     count, cols = values.shape
     quantised = {}
     for name, number in types.items():

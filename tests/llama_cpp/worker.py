@@ -1,4 +1,5 @@
-"""Run by the interpreter that has llama-cpp-python: `worker.py MODEL TOKENS OUT` saves the logits [tokens, vocab] of some tokens.
+"""Run by the interpreter that has llama-cpp-python: `worker.py MODEL TOKENS OUT` saves the logits
+[tokens, vocab] of some tokens.
 
 All in float32: keys and values too, and no flash attention, which rounds them.
 """
@@ -26,11 +27,19 @@ def logits(model: str, tokens: list[int]) -> np.ndarray:
     batch = c.llama_batch_init(len(tokens), 0, 1)
     batch.n_tokens = len(tokens)
     for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.logits[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, i, True, 1, 0
+        batch.token[i], batch.pos[i], batch.logits[i], batch.n_seq_id[i], batch.seq_id[i][0] = (
+            token,
+            i,
+            True,
+            1,
+            0,
+        )
     if not context or c.llama_decode(context, batch):
         sys.exit("llama.cpp does not run it")
     vocab_size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(loaded))
-    return np.ctypeslib.as_array(c.llama_get_logits(context), shape=(len(tokens), vocab_size)).copy()
+    return np.ctypeslib.as_array(
+        c.llama_get_logits(context), shape=(len(tokens), vocab_size)
+    ).copy()
 
 
 if __name__ == "__main__":

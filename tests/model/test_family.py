@@ -1,4 +1,6 @@
-"""What families promise the loader: names for every tensor of every model that they can describe."""
+"""What families promise the loader: names for every tensor of every model that they can
+describe.
+"""
 
 import math
 from dataclasses import replace
@@ -48,44 +50,119 @@ def test_every_tensor_has_a_place_in_every_layout(name: str) -> None:
         taken = set()
         for tensor in tensor_shapes(spec):
             place, numbers = layout.locate(tensor)
-            first = tuple(int(rows(spec, numbers)[0]) if rows else 0 for rows in (place.slab, place.rows))
+            first = tuple(
+                int(rows(spec, numbers)[0]) if rows else 0 for rows in (place.slab, place.rows)
+            )
             assert (place.name, first) not in taken
             assert "{" not in place.name and not place.name.endswith(layout.ignored or ("-",))
             taken.add((place.name, first))
 
 
-LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "max_position_embeddings": 163_840}
+LATENT = {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163_840,
+}
 V2_LITE = LATENT | {
-    **{"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 102_400, "num_hidden_layers": 27},
-    **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "first_k_dense_replace": 1, "moe_layer_freq": 1},
-    **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
-    **{"norm_topk_prob": False, "scoring_func": "softmax", "attention_bias": False, "rope_theta": 10000, "routed_scaling_factor": 1.0},
+    **{
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "vocab_size": 102_400,
+        "num_hidden_layers": 27,
+    },
+    **{
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+    },
+    **{
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    **{
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "attention_bias": False,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+    },
     "rope_scaling": {
-        **{"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+        **{
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
         "original_max_position_embeddings": 4096,
     },
 }
 OSS_20B = {
-    **{"hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201_088, "num_hidden_layers": 24, "num_attention_heads": 64},
-    **{"num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4},
-    **{"attention_bias": True, "hidden_act": "silu", "sliding_window": 128, "swiglu_limit": 7.0, "rope_theta": 150_000},
+    **{
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "vocab_size": 201_088,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+    },
+    **{
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+    },
+    **{
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150_000,
+    },
     "rope_scaling": {
-        **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        **{
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
         "original_max_position_embeddings": 4096,
     },
 }
 
 
-@pytest.mark.parametrize(("family", "config", "millions"), [("deepseek_v2", V2_LITE, 15_706.5), ("gpt_oss", OSS_20B, 20_914.8)])
-def test_published_models_have_as_many_parameters_as_their_makers_say(family: str, config: dict[str, Any], millions: float) -> None:
+@pytest.mark.parametrize(
+    ("family", "config", "millions"),
+    [("deepseek_v2", V2_LITE, 15_706.5), ("gpt_oss", OSS_20B, 20_914.8)],
+)
+def test_published_models_have_as_many_parameters_as_their_makers_say(
+    family: str, config: dict[str, Any], millions: float
+) -> None:
     layout = FAMILIES[family].config
     assert layout
-    spec = checked(layout.spec(JsonFields(config, "config.json").named(layout.fields)), "config.json")
-    assert round(sum(math.prod(shape) for shape in tensor_shapes(spec).values()) / 1e6, 1) == millions
+    spec = checked(
+        layout.spec(JsonFields(config, "config.json").named(layout.fields)), "config.json"
+    )
+    assert (
+        round(sum(math.prod(shape) for shape in tensor_shapes(spec).values()) / 1e6, 1) == millions
+    )
 
 
 def test_the_scale_of_scores_goes_with_the_temperature_of_yarn() -> None:
-    """DeepSeek multiplies it with the square, and what cosines and sines are multiplied with cancels out."""
+    """DeepSeek multiplies it with the square, and what cosines and sines are multiplied with
+    cancels out.
+    """
     layout = FAMILIES["deepseek_v2"].config
     assert layout
     spec = layout.spec(JsonFields(V2_LITE, "config.json"))
@@ -106,7 +183,9 @@ def test_the_scale_of_scores_goes_with_the_temperature_of_yarn() -> None:
         ("gpt_oss", OSS_20B | {"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(family: str, config: dict[str, Any], field: str) -> None:
+def test_what_is_not_computed_is_refused_by_name(
+    family: str, config: dict[str, Any], field: str
+) -> None:
     layout = FAMILIES[family].config
     assert layout
     with pytest.raises(UnsupportedModelError, match=rf"config\.json: {field} = "):
@@ -121,7 +200,10 @@ def test_what_is_not_computed_is_refused_by_name(family: str, config: dict[str, 
         ({"q_lora_rank": -2}, "query_rank is -2"),
         ({"qk_nope_head_dim": 0}, "64 rotated numbers in queries of 64"),
         ({"kv_lora_rank": 1 << 20}, "16 heads over latent rows of 1,048,576"),
-        ({"num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "qk_nope_head_dim": 0}, "heads in 27 layers|16,384 heads"),
+        (
+            {"num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "qk_nope_head_dim": 0},
+            "heads in 27 layers|16,384 heads",
+        ),
     ],
 )
 def test_latent_rows_that_cannot_be(change: dict[str, int], message: str) -> None:
@@ -133,7 +215,12 @@ def test_latent_rows_that_cannot_be(change: dict[str, int], message: str) -> Non
 
 def test_no_two_families_claim_the_same_files() -> None:
     for kind in ("config", "gguf"):
-        claimed = [name for family in FAMILIES.values() if (layout := getattr(family, kind)) for name in layout.architectures]
+        claimed = [
+            name
+            for family in FAMILIES.values()
+            if (layout := getattr(family, kind))
+            for name in layout.architectures
+        ]
         assert len(claimed) == len(set(claimed))
 
 
@@ -142,8 +229,13 @@ def test_shapes_are_those_that_tracing_asserts() -> None:
     shapes = tensor_shapes(spec)
     assert shapes["embed"] == (5, 8) and shapes["norm"] == (8,)
     assert shapes["layers.1.q_bias"] == (16,) and shapes["layers.0.k"] == (8, 8)
-    assert shapes["layers.1.gate"] == (1, 8) and shapes["layers.1.gate_bias"] == (1,)  # a matrix of one row is no vector
-    tensors = {name: StoredTensor.from_floats(name, np.zeros(shape, np.float32)) for name, shape in shapes.items()}
+    assert shapes["layers.1.gate"] == (1, 8) and shapes["layers.1.gate_bias"] == (
+        1,
+    )  # a matrix of one row is no vector
+    tensors = {
+        name: StoredTensor.from_floats(name, np.zeros(shape, np.float32))
+        for name, shape in shapes.items()
+    }
     used = {weight.name for op in trace_model(spec, tensors).ops for weight in op.weights()}
     assert used == shapes.keys()
     for name, shape in shapes.items():
@@ -166,14 +258,21 @@ def test_places() -> None:
     layout = Layout(architectures=("x",), tensors=tensors)
     assert layout.locate("embed") == (Stored("wte"), ())
     assert layout.locate("layers.3.experts.12.up") == (Stored("h.3.mlp.12.up"), (3, 12))
-    assert layout.locate("layers.3.experts.12.down") == (Stored("h.3.down"), (3, 12))  # stacked: the rows go by the second number
+    assert layout.locate("layers.3.experts.12.down") == (
+        Stored("h.3.down"),
+        (3, 12),
+    )  # stacked: the rows go by the second number
 
 
 def test_half_split_pairs() -> None:
     parts = ("q", "k", "v", "o", "q_norm")
     tensors = half_split(weights({}, "h.{}", {part: part for part in parts}))
     spec = replace(SPEC, head_dim=6, qk_norm="head")
-    orders = {name.removeprefix("layers.{}."): stored.rows(spec, (0,)).tolist() for name, stored in tensors.items() if stored.rows}
+    orders = {
+        name.removeprefix("layers.{}."): stored.rows(spec, (0,)).tolist()
+        for name, stored in tensors.items()
+        if stored.rows
+    }
     head = [0, 2, 1, 3, 4, 5]  # of four rotated rows, and two that stay
     assert orders == {
         **{key: [6 * i + row for i in range(4) for row in head] for key in ("q", "q_bias")},
@@ -186,30 +285,59 @@ def test_half_split_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "heads"),
-    [("blocks", {"q": [0, 1, 2, 3], "k": [4, 5], "v": [6, 7]}), ("groups", {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]})],
+    [
+        ("blocks", {"q": [0, 1, 2, 3], "k": [4, 5], "v": [6, 7]}),
+        ("groups", {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]}),
+    ],
 )
 @pytest.mark.parametrize("split", [False, True])
-def test_queries_keys_and_values_of_one_matrix(layout: QkvLayout, heads: dict[str, list[int]], split: bool) -> None:
+def test_queries_keys_and_values_of_one_matrix(
+    layout: QkvLayout, heads: dict[str, list[int]], split: bool
+) -> None:
     tensors = fused_qkv("w", layout, split=split, bias="b")
     for part, expected in heads.items():
         within = [0, 2, 1, 3] if split and part != "v" else [0, 1, 2, 3]
         for place in (tensors[f"layers.{{}}.{part}"], tensors[f"layers.{{}}.{part}_bias"]):
-            assert place.rows and place.rows(SPEC, (0,)).tolist() == [4 * head + row for head in expected for row in within]
+            assert place.rows and place.rows(SPEC, (0,)).tolist() == [
+                4 * head + row for head in expected for row in within
+            ]
 
 
 class TestFields:
-    FIELDS = JsonFields({"i": 3, "f": 0.5, "b": True, "s": "text", "n": None, "o": {"i": "x"}, "l": [1] * 1000, "h": 10**30}, "a.json")
+    FIELDS = JsonFields(
+        {
+            "i": 3,
+            "f": 0.5,
+            "b": True,
+            "s": "text",
+            "n": None,
+            "o": {"i": "x"},
+            "l": [1] * 1000,
+            "h": 10**30,
+        },
+        "a.json",
+    )
 
     def test_values(self) -> None:
         fields = self.FIELDS
-        assert (fields.integer("i"), fields.number("i"), fields.number("f"), fields.flag("b"), fields.string("s")) == (
+        assert (
+            fields.integer("i"),
+            fields.number("i"),
+            fields.number("f"),
+            fields.flag("b"),
+            fields.string("s"),
+        ) == (
             3,
             3.0,
             0.5,
             True,
             "text",
         )
-        assert (fields.integer("n", 7), fields.flag("none", False), fields.optional_number("n")) == (7, False, None)
+        assert (
+            fields.integer("n", 7),
+            fields.flag("none", False),
+            fields.optional_number("n"),
+        ) == (7, False, None)
         assert "n" in fields and "none" not in fields
         assert not fields.section("none")
 
@@ -242,4 +370,7 @@ class TestFields:
             self.FIELDS.require_neutral({"f": (1,)})
 
     def test_messages_stay_short(self) -> None:
-        assert max(len(shown(value)) for value in ("x" * 1000, ["y" * 1000] * 1000, np.zeros(10**6))) <= 80
+        assert (
+            max(len(shown(value)) for value in ("x" * 1000, ["y" * 1000] * 1000, np.zeros(10**6)))
+            <= 80
+        )

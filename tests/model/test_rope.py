@@ -12,26 +12,63 @@ CASES: list[tuple[RopeSpec, dict[str, Any]]] = [
     (RopeSpec(64, 10000.0, "linear", 4.0), {"rope_type": "linear", "factor": 4.0}),
     (
         RopeSpec(128, 500000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     ),
     (
         RopeSpec(64, 500000.0, "llama3", 32.0, 64, low_freq_factor=1.0, high_freq_factor=2.0),
-        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 64,
+        },
     ),
     (
         RopeSpec(128, 1000000.0, "yarn", 4.0, 32768),
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     ),
     (
-        RopeSpec(64, 10000.0, "yarn", 16.0, 256, beta_fast=24.0, beta_slow=2.0, truncate=False, attention_factor=0.7),
-        {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256, "beta_fast": 24.0, "beta_slow": 2.0}
+        RopeSpec(
+            64,
+            10000.0,
+            "yarn",
+            16.0,
+            256,
+            beta_fast=24.0,
+            beta_slow=2.0,
+            truncate=False,
+            attention_factor=0.7,
+        ),
+        {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 24.0,
+            "beta_slow": 2.0,
+        }
         | {"truncate": False, "attention_factor": 0.7},
     ),
     (
         RopeSpec(64, 10000.0, "yarn", 40.0, 4096, mscale=0.7, mscale_all_dim=1.1),
-        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 1.1},
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.1,
+        },
     ),
-    (RopeSpec(4, 10000.0, "yarn", 2.0, 8), {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}),
+    (
+        RopeSpec(4, 10000.0, "yarn", 2.0, 8),
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8},
+    ),
 ]
 
 
@@ -57,7 +94,9 @@ def test_none() -> None:
 
 
 def test_factors_divide() -> None:
-    frequencies, _ = inverse_frequencies(RopeSpec(8, 10000.0, factors=(1.0, 2.0, 4.0, 8.0)), 100, 100)
+    frequencies, _ = inverse_frequencies(
+        RopeSpec(8, 10000.0, factors=(1.0, 2.0, 4.0, 8.0)), 100, 100
+    )
     np.testing.assert_allclose(frequencies, [1, 0.05, 0.0025, 0.000125])
 
 
@@ -66,12 +105,15 @@ def test_llama3_as_factors_is_llama3() -> None:
     rope = RopeSpec(64, 500000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     scaled, _ = inverse_frequencies(rope, 131072, 131072)
     plain, _ = inverse_frequencies(RopeSpec(64, 500000.0), 131072, 131072)
-    again, _ = inverse_frequencies(RopeSpec(64, 500000.0, factors=tuple((plain / scaled).tolist())), 131072, 131072)
+    again, _ = inverse_frequencies(
+        RopeSpec(64, 500000.0, factors=tuple((plain / scaled).tolist())), 131072, 131072
+    )
     np.testing.assert_allclose(again, scaled)
 
 
 def test_the_context_of_training_defaults_to_the_longest() -> None:
     given = RopeSpec(64, 10000.0, "yarn", 4.0, 4096)
     np.testing.assert_array_equal(
-        inverse_frequencies(given, 1, 1)[0], inverse_frequencies(RopeSpec(64, 10000.0, "yarn", 4.0), 4096, 4096)[0]
+        inverse_frequencies(given, 1, 1)[0],
+        inverse_frequencies(RopeSpec(64, 10000.0, "yarn", 4.0), 4096, 4096)[0],
     )

@@ -1,4 +1,6 @@
-"""A pytest plugin (`-p tests.native.instead`): the tests use the extension that HEADRACE_NATIVE names, a sanitized build, say."""
+"""A pytest plugin (`-p tests.native.instead`): the tests use the extension that HEADRACE_NATIVE
+names, a sanitized build, say.
+"""
 
 import importlib.util
 import os

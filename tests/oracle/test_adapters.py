@@ -1,4 +1,6 @@
-"""LoRA adapters against PEFT, as it trains, saves and merges them; and the folders that are refused."""
+"""LoRA adapters against PEFT, as it trains, saves and merges them; and the folders that are
+refused.
+"""
 
 import json
 from collections.abc import Callable
@@ -26,7 +28,10 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, 40).tolist()
 QKV, ALL = ["q_proj", "v_proj"], "all-linear"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "queries and values": ("llama3-gqa", {"target_modules": QKV, "r": 8, "lora_alpha": 16}),
-    "all, rank stabilised": ("llama3-gqa", {"target_modules": ALL, "r": 5, "lora_alpha": 7, "use_rslora": True}),
+    "all, rank stabilised": (
+        "llama3-gqa",
+        {"target_modules": ALL, "r": 5, "lora_alpha": 7, "use_rslora": True},
+    ),
     "ranks and alphas of their own": (
         "llama2-mha",
         {
@@ -41,11 +46,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms of heads": ("qwen3", {"target_modules": ALL}),
     "biases": ("qwen2", {"target_modules": ALL}),
     "fused matrices": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
-    "columns first": ("gpt2", {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}),
+    "columns first": (
+        "gpt2",
+        {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True},
+    ),
     "fused by groups": ("falcon-40b", {"target_modules": ["query_key_value", "dense"]}),
     "norms on both sides": ("gemma2", {"target_modules": ALL}),
     "attention beside experts": ("mixtral", {"target_modules": QKV}),
-    "latent attention": ("deepseek-v3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
+    "latent attention": (
+        "deepseek-v3",
+        {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    ),
 }
 
 
@@ -57,15 +68,29 @@ def save_adapter(model: Any, folder: Path, **options: Any) -> Any:
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.copy_((0.2 * torch.randn_like(parameter)).bfloat16())  # as `cpu` keeps it
-    adapted.save_pretrained(folder, save_embedding_layers=False)  # a tied head would bring its weights with it
+    adapted.save_pretrained(
+        folder, save_embedding_layers=False
+    )  # a tied head would bring its weights with it
     return adapted
 
 
-def our_logits(checkpoint: Checkpoint, folder: Path | None, backend: str, groups: int) -> NDArray[np.float32]:
-    """Those of two sequences of the same tokens, of which one has the adapter and the other has none; of the first, then of the second."""
+def our_logits(
+    checkpoint: Checkpoint, folder: Path | None, backend: str, groups: int
+) -> NDArray[np.float32]:
+    """Those of two sequences of the same tokens, of which one has the adapter and the other has
+    none; of the first, then of the second.
+    """
     program = trace_model(checkpoint.spec, checkpoint.tensors)
-    executable = compile_program(backend, program, checkpoint.tensors, KvConfig((8,) * groups, 32, "f32"), 1)
-    batch = batch_of([Sequence([0, 2], 32), Sequence([5, 1], 32)], [TOKENS, TOKENS], [([], []), ([], [])], False, groups)
+    executable = compile_program(
+        backend, program, checkpoint.tensors, KvConfig((8,) * groups, 32, "f32"), 1
+    )
+    batch = batch_of(
+        [Sequence([0, 2], 32), Sequence([5, 1], 32)],
+        [TOKENS, TOKENS],
+        [([], []), ([], [])],
+        False,
+        groups,
+    )
     if folder:
         number = executable.add_adapter(read_adapter(folder, checkpoint.spec))
         batch = batch._replace(adapters=ints([number, -1]))
@@ -99,7 +124,9 @@ def test_logits_are_those_of_peft(case: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
     folder = tmp_path_factory.mktemp("saved")
-    save_adapter(save_model("llama3-gqa", folder / "model"), folder / "adapter", target_modules=QKV, r=4)
+    save_adapter(
+        save_model("llama3-gqa", folder / "model"), folder / "adapter", target_modules=QKV, r=4
+    )
     return open_checkpoint(folder / "model"), folder / "adapter"
 
 
@@ -124,18 +151,42 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], type[Model
     "another method": (changed("peft_type", "IA3"), UnsupportedModelError, "peft_type = IA3"),
     "DoRA": (changed("use_dora", True), UnsupportedModelError, "use_dora"),
     "biases": (changed("bias", "all"), UnsupportedModelError, "bias = all"),
-    "whole modules": (changed("modules_to_save", ["lm_head"]), UnsupportedModelError, "modules_to_save"),
-    "changed base weights": (changed("init_lora_weights", "pissa"), UnsupportedModelError, "init_lora_weights = pissa"),
-    "what comes in later versions": (changed("use_magic", {"a": 1}), UnsupportedModelError, "use_magic"),
-    "a pattern": (changed("alpha_pattern", {"(a+)+$": 3}), UnsupportedModelError, "regular expression"),
+    "whole modules": (
+        changed("modules_to_save", ["lm_head"]),
+        UnsupportedModelError,
+        "modules_to_save",
+    ),
+    "changed base weights": (
+        changed("init_lora_weights", "pissa"),
+        UnsupportedModelError,
+        "init_lora_weights = pissa",
+    ),
+    "what comes in later versions": (
+        changed("use_magic", {"a": 1}),
+        UnsupportedModelError,
+        "use_magic",
+    ),
+    "a pattern": (
+        changed("alpha_pattern", {"(a+)+$": 3}),
+        UnsupportedModelError,
+        "regular expression",
+    ),
     "a scale that is none": (changed("lora_alpha", "x"), FormatError, "lora_alpha"),
     "half a module": (without(B), FormatError, r"has lora_A \[4, 64\]"),
     "ranks that differ": (having(B, 64, 5), FormatError, r"has lora_A \[4, 64\], lora_B \[64, 5\]"),
-    "columns of another model": (having(A, 4, 65), FormatError, "has 65 columns, and the model needs 64"),
+    "columns of another model": (
+        having(A, 4, 65),
+        FormatError,
+        "has 65 columns, and the model needs 64",
+    ),
     "rows of another model": (having(B, 32, 4), FormatError, "has 32 rows"),
     "more rows": (having(B, 65, 4), FormatError, "has 65 rows, and the model needs 64"),
     "a layer too many": (having(A.replace("layers.0", "layers.7"), 4, 64), FormatError, "layers.7"),
-    "embeddings": (having("base_model.model.model.embed_tokens.lora_embedding_A", 4, 101), UnsupportedModelError, "lora_embedding_A"),
+    "embeddings": (
+        having("base_model.model.model.embed_tokens.lora_embedding_A", 4, 101),
+        UnsupportedModelError,
+        "lora_embedding_A",
+    ),
     "a high rank": (having(A, 2000, 64), FormatError, "up to 1,024"),
 }
 
@@ -144,7 +195,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], type[Model
 def test_what_is_refused(case: str, saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
     checkpoint, folder = saved
     change, error, message = REFUSED[case]
-    config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
+    config, tensors = (
+        json.loads((folder / "adapter_config.json").read_text()),
+        load_file(folder / "adapter_model.safetensors"),
+    )
     change(config, tensors)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
@@ -154,7 +208,9 @@ def test_what_is_refused(case: str, saved: tuple[Checkpoint, Path], tmp_path: Pa
 
 def test_folders_that_have_no_adapter(saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
     checkpoint, folder = saved
-    with pytest.raises(ModelNotFoundError, match=r"no adapter_config.json; an adapter is a folder as PEFT saves it"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"no adapter_config.json; an adapter is a folder as PEFT saves it"
+    ):
         read_adapter(tmp_path, checkpoint.spec)
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
     with pytest.raises(ModelNotFoundError, match=r"no adapter_model.safetensors"):
@@ -165,7 +221,10 @@ def test_an_adapter_of_experts_is_refused(saved: tuple[Checkpoint, Path], tmp_pa
     save_model("mixtral", tmp_path)
     _, folder = saved
     tensors = load_file(folder / "adapter_model.safetensors")
-    expert = {name.replace("self_attn.q_proj", "block_sparse_moe.experts.1.w1"): tensors[name] for name in (A, B)}
+    expert = {
+        name.replace("self_attn.q_proj", "block_sparse_moe.experts.1.w1"): tensors[name]
+        for name in (A, B)
+    }
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
     save_file(expert, tmp_path / "adapter_model.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"experts\.1\.w1 is not one linear layer"):

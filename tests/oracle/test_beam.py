@@ -32,8 +32,20 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...]]] = [  # parameters, end token
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, vocab_size=VOCAB, max_position_embeddings=128, initializer_range=0.3, attn_implementation="eager")
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=VOCAB,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        attn_implementation="eager",
+    )
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     model, path = LlamaForCausalLM(config).eval(), tmp_path_factory.mktemp("beam")
     model.save_pretrained(path)
@@ -43,7 +55,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, P
 @pytest.mark.parametrize("prompt", [[7], [1, 2, 3, 4, 5, 6, 50, 51, 52]])
 @pytest.mark.parametrize(("options", "ends"), CASES)
 def test_equal_to_transformers(
-    saved: tuple[LlamaForCausalLM, Path], prompt: list[int], options: dict[str, Any], ends: tuple[int, ...]
+    saved: tuple[LlamaForCausalLM, Path],
+    prompt: list[int],
+    options: dict[str, Any],
+    ends: tuple[int, ...],
 ) -> None:
     model, path = saved
     params = SamplingParams(max_tokens=12, **options)
@@ -66,11 +81,20 @@ def test_equal_to_transformers(
     checkpoint = open_checkpoint(path)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     executable = compile_program("reference", program, checkpoint.tensors, KV, 1)
-    engine = Engine(executable, TinyVocabulary(VOCAB, ends), EngineLimits(VOCAB, 128, KV, program.kv_groups), EngineConfig())
+    engine = Engine(
+        executable,
+        TinyVocabulary(VOCAB, ends),
+        EngineLimits(VOCAB, 128, KV, program.kv_groups),
+        EngineConfig(),
+    )
     (result,) = run_all(engine, [(prompt, params)])
     assert len(result.outputs) == params.n
-    for output, sequence, score in zip(result.outputs, generated.sequences, generated.sequences_scores, strict=True):
+    for output, sequence, score in zip(
+        result.outputs, generated.sequences, generated.sequences_scores, strict=True
+    ):
         length = len(output.token_ids)
         assert output.token_ids == sequence[len(prompt) :][:length].tolist()
         assert set(sequence[len(prompt) + length :].tolist()) <= {VOCAB - 1}
-        assert output.cumulative_logprob == pytest.approx(float(score) * length**params.length_penalty, rel=1e-4)
+        assert output.cumulative_logprob == pytest.approx(
+            float(score) * length**params.length_penalty, rel=1e-4
+        )

@@ -1,4 +1,6 @@
-"""Weights that bitsandbytes itself makes on a CPU: read as it reads them, and computed as transformers computes with them."""
+"""Weights that bitsandbytes itself makes on a CPU: read as it reads them, and computed as
+transformers computes with them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,33 +23,62 @@ EIGHT: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("size", [64, 256, 4096])
 @pytest.mark.parametrize("shape", [(40, 256), (100, 32), (1, 64), (3, 192), (600, 160)])
-def test_4_bits(kind: str, is_nested: bool, size: int, shape: tuple[int, int], tmp_path: Path) -> None:
+def test_4_bits(
+    kind: str, is_nested: bool, size: int, shape: tuple[int, int], tmp_path: Path
+) -> None:
     torch.manual_seed(shape[0])
     weight = torch.randn(shape)
-    codes, state = bnb.quantize_4bit(weight, blocksize=size, compress_statistics=is_nested, quant_type=kind)
-    tensors = {"x.weight": codes} | {f"x.weight.{name}": part.contiguous() for name, part in state.as_dict(packed=True).items()}
+    codes, state = bnb.quantize_4bit(
+        weight, blocksize=size, compress_statistics=is_nested, quant_type=kind
+    )
+    tensors = {"x.weight": codes} | {
+        f"x.weight.{name}": part.contiguous() for name, part in state.as_dict(packed=True).items()
+    }
     found = assembled(tmp_path, FOUR | {"bnb_4bit_quant_type": kind}, tensors)
-    np.testing.assert_allclose(found["x.weight"].dequantise(), dequantised(codes, state), rtol=3e-7, atol=0)
+    np.testing.assert_allclose(
+        found["x.weight"].dequantise(), dequantised(codes, state), rtol=3e-7, atol=0
+    )
 
 
 def dequantised(codes: torch.Tensor, state: Any) -> Any:
-    """As the library computes on any device: its kernel for AVX-512 takes blocks that go on in the next row for blocks of one."""
-    largest = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
-    return _dequantize_4bit_compute(codes.reshape(-1), largest.float(), state.code, state.blocksize, state.shape, state.dtype).numpy()
+    """As the library computes on any device: its kernel for AVX-512 takes blocks that go on in the
+    next row for blocks of one.
+    """
+    largest = (
+        bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset
+        if state.nested
+        else state.absmax
+    )
+    return _dequantize_4bit_compute(
+        codes.reshape(-1), largest.float(), state.code, state.blocksize, state.shape, state.dtype
+    ).numpy()
 
 
 def test_8_bits(tmp_path: Path) -> None:
     weight = torch.randn(40, 96, dtype=torch.float16)
     codes, largest, _ = bnb.int8_vectorwise_quant(weight)
-    found = assembled(tmp_path, EIGHT, {"x.weight": codes, "x.SCB": largest, "x.weight_format": torch.tensor(0, dtype=torch.uint8)})
+    found = assembled(
+        tmp_path,
+        EIGHT,
+        {
+            "x.weight": codes,
+            "x.SCB": largest,
+            "x.weight_format": torch.tensor(0, dtype=torch.uint8),
+        },
+    )
     want = bnb.int8_vectorwise_dequant(codes, largest).numpy()
-    np.testing.assert_allclose(found["x.weight"].dequantise(), want, rtol=3e-7, atol=0)  # a division by 127 against a product
+    np.testing.assert_allclose(
+        found["x.weight"].dequantise(), want, rtol=3e-7, atol=0
+    )  # a division by 127 against a product
 
 
 @pytest.mark.parametrize(
     ("options", "near"),
     [
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, 1e-4),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+            1e-4,
+        ),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, 1e-4),
         ({"load_in_8bit": True}, 0.05),  # it has int8 activations, and the reference has float64
     ],
@@ -57,7 +88,9 @@ def test_folders(options: dict[str, Any], near: float, tmp_path: Path) -> None:
     """Written by transformers, with the quantised layers of bitsandbytes."""
     tiny_llama(64, 192).save_pretrained(tmp_path / "plain")
     config = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.float32)
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config, device_map="cpu", dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=config, device_map="cpu", dtype=torch.float32
+    )
     model.save_pretrained(tmp_path / "quantised")
     with torch.no_grad():
         want = model(torch.arange(TOKENS)[None] * 37 % 96).logits[0].numpy()

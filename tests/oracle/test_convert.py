@@ -1,4 +1,6 @@
-"""Folders that we write, read by the libraries whose formats they have: the same weights, and the same logits."""
+"""Folders that we write, read by the libraries whose formats they have: the same weights, and the
+same logits.
+"""
 
 import json
 from pathlib import Path
@@ -16,9 +18,21 @@ from headrace.checkpoint.load import open_checkpoint
 from tests.convert.test_folder import written
 from tests.folders import TOKENS, backends, check_engine, logits_of, tiny_llama
 
-FORMATS = ["int2-g32", "int3-g32", "int4-g32", "int8-g32", "int4-row", "int8-row", "e4m3-row", "nf4-g32", "fp4-g64"]
+FORMATS = [
+    "int2-g32",
+    "int3-g32",
+    "int4-g32",
+    "int8-g32",
+    "int4-row",
+    "int8-row",
+    "e4m3-row",
+    "nf4-g32",
+    "fp4-g64",
+]
 ASYMMETRIC = ["int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g64-asym"]
-"""Transformers 5.23 makes room for zero points that are not packed, and finds packed ones: they are held to the compressor by itself."""
+"""Transformers 5.23 makes room for zero points that are not packed, and finds packed ones: they are
+held to the compressor by itself.
+"""
 
 
 @pytest.mark.usefixtures("without_avx512bf16")
@@ -26,19 +40,29 @@ ASYMMETRIC = ["int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g64-asym"
 def test_transformers_computes_what_we_do(name: str, tmp_path: Path) -> None:
     tiny_llama(64, 128).save_pretrained(tmp_path / "model")
     written(tmp_path / "model", name, tmp_path / "out")
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, device_map="cpu").eval()
+    model = LlamaForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, device_map="cpu"
+    ).eval()
     for parameter in model.parameters():
-        if parameter.dtype == torch.bfloat16:  # as a model of bitsandbytes has all that is not quantised
+        if (
+            parameter.dtype == torch.bfloat16
+        ):  # as a model of bitsandbytes has all that is not quantised
             parameter.data = parameter.data.float()
     check_engine(tmp_path / "out", model, near=0.05)
 
 
 def test_bitsandbytes_multiplies_int8_as_we_do(tmp_path: Path) -> None:
-    """Both round activations, so that neither is what the weights stand for; both are near to it."""
+    """Both round activations, so that neither is what the weights stand for; both are near to
+    it.
+    """
     tiny_llama(64, 128).save_pretrained(tmp_path / "model")
     written(tmp_path / "model", "llm-int8", tmp_path / "out")
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, device_map="cpu").eval()
-    truth, ours = (logits_of(each, [TOKENS]) for each in backends(open_checkpoint(tmp_path / "out"), ""))
+    model = LlamaForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, device_map="cpu"
+    ).eval()
+    truth, ours = (
+        logits_of(each, [TOKENS]) for each in backends(open_checkpoint(tmp_path / "out"), "")
+    )
     with torch.no_grad():
         theirs = model(torch.arange(TOKENS)[None] * 37 % 96).logits[0].float().numpy()
     for logits in (ours, theirs):
@@ -49,13 +73,28 @@ def test_bitsandbytes_multiplies_int8_as_we_do(tmp_path: Path) -> None:
 def test_the_compressor_reads_zero_points(name: str, tmp_path: Path) -> None:
     tiny_llama(64, 128).save_pretrained(tmp_path / "model")
     written(tmp_path / "model", name, tmp_path / "out")
-    config = QuantizationConfig.model_validate(json.loads((tmp_path / "out/config.json").read_text())["quantization_config"])
+    config = QuantizationConfig.model_validate(
+        json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    )
     compressor = BaseCompressor.get_value_from_registry(config.format)
-    stored, ours = load_file(tmp_path / "out/model.safetensors"), open_folder(tmp_path / "out").tensors()
-    layers = [key.removesuffix(".weight_zero_point") for key in stored if key.endswith(".weight_zero_point")]
+    stored, ours = (
+        load_file(tmp_path / "out/model.safetensors"),
+        open_folder(tmp_path / "out").tensors(),
+    )
+    layers = [
+        key.removesuffix(".weight_zero_point")
+        for key in stored
+        if key.endswith(".weight_zero_point")
+    ]
     assert len(layers) == 7 * 3
     for layer in layers:
-        parts = {key.removeprefix(f"{layer}."): part for key, part in stored.items() if key.startswith(f"{layer}.weight_")}
+        parts = {
+            key.removeprefix(f"{layer}."): part
+            for key, part in stored.items()
+            if key.startswith(f"{layer}.weight_")
+        }
         values = compressor.decompress(parts, config.config_groups["group_0"])["weight"]
         # They are multiplied in float16 there, the type of the scales.
-        np.testing.assert_allclose(ours[f"{layer}.weight"].dequantise(), values.float().numpy(), rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(
+            ours[f"{layer}.weight"].dequantise(), values.float().numpy(), rtol=1e-3, atol=1e-6
+        )

@@ -1,4 +1,6 @@
-"""Tiny random models of every family: the logits of the reference backend against those of transformers in float32, and of cpu."""
+"""Tiny random models of every family: the logits of the reference backend against those of
+transformers in float32, and of cpu.
+"""
 
 import json
 from dataclasses import replace
@@ -27,30 +29,46 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, 120).tolist()
 Rows = NDArray[np.float32]
 
 
-def our_rows(folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference") -> tuple[Rows, Rows]:
+def our_rows(
+    folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference"
+) -> tuple[Rows, Rows]:
     """Logits [tokens, vocab] and what they are computed from [tokens, dim]: the pooled rows."""
     checkpoint = open_checkpoint(folder)
-    return rows_of_ours(replace(checkpoint.spec, context=context), checkpoint.tensors, tokens, kv_groups, backend)
+    return rows_of_ours(
+        replace(checkpoint.spec, context=context), checkpoint.tensors, tokens, kv_groups, backend
+    )
 
 
-def rows_of_ours(spec: ModelSpec, tensors: Tensors, tokens: list[int], kv_groups: int, backend: str) -> tuple[Rows, Rows]:
+def rows_of_ours(
+    spec: ModelSpec, tensors: Tensors, tokens: list[int], kv_groups: int, backend: str
+) -> tuple[Rows, Rows]:
     program = trace_model(spec, tensors).pooling()
     assert len(program.kv_groups) == kv_groups
     blocks = [*range(0, 10, 2), *range(9, 0, -2)]
-    executable = compile_program(backend, program, tensors, KvConfig((10,) * kv_groups, 32, "f32"), 1)
+    executable = compile_program(
+        backend, program, tensors, KvConfig((10,) * kv_groups, 32, "f32"), 1
+    )
     batch = batch_of([Sequence(blocks, 32)], [tokens], [([], [])], False, kv_groups)
     batch = batch._replace(pooled_rows=batch.logit_rows)
-    result = executable.launch(batch, [Pool(row, 1, RowSum()) for row in range(len(tokens))], logits=True).wait()
+    result = executable.launch(
+        batch, [Pool(row, 1, RowSum()) for row in range(len(tokens))], logits=True
+    ).wait()
     assert result.logits is not None
-    return result.logits, np.array([pooled.total for pooled in result.values if isinstance(pooled, Pooled)], np.float32)
+    return result.logits, np.array(
+        [pooled.total for pooled in result.values if isinstance(pooled, Pooled)], np.float32
+    )
 
 
-def our_logits(folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference") -> Rows:
+def our_logits(
+    folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference"
+) -> Rows:
     return our_rows(folder, tokens, kv_groups, context, backend)[0]
 
 
 def near(got: Rows, want: Rows) -> bool:
-    return got.shape == want.shape and bool(np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want))
+    return got.shape == want.shape and bool(
+        np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+    )
 
 
 def test_every_family_is_here() -> None:
@@ -71,7 +89,9 @@ def test_latent_rows_in_the_absorbed_form(name: str, tmp_path: Path) -> None:
     """Keys and values are latent rows: the same logits from other KV."""
     want = logits_of(save_model(name, tmp_path), TOKENS)
     plain, absorbed = open_checkpoint(tmp_path), open_checkpoint(tmp_path, is_absorbed=True)
-    numbers = [trace_model(each.spec, each.tensors).kv_groups[0].numbers for each in (plain, absorbed)]
+    numbers = [
+        trace_model(each.spec, each.tensors).kv_groups[0].numbers for each in (plain, absorbed)
+    ]
     assert numbers == [3 * 4 * (24 + 12), 3 * (40 + 8)]
     for backend in ("reference", "cpu"):
         got, _ = rows_of_ours(absorbed.spec, absorbed.tensors, TOKENS, 1, backend)
@@ -89,33 +109,54 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
         experts, cols, rows = tensors.pop(name).shape
         codes = rng.integers(0, 16, (experts, rows, cols // 32, 32), dtype=np.uint8)
         scales = rng.integers(119, 124, codes.shape[:3], dtype=np.uint8)
-        values = np.ldexp(FLOAT4[codes], scales.astype(int)[..., None] - 127).reshape(experts, rows, cols)
+        values = np.ldexp(FLOAT4[codes], scales.astype(int)[..., None] - 127).reshape(
+            experts, rows, cols
+        )
         model.get_parameter(name).data = torch.tensor(values, dtype=torch.float32).swapaxes(1, 2)
-        tensors |= {f"{name}_blocks": codes[..., ::2] | (codes[..., 1::2] << np.uint8(4)), f"{name}_scales": scales}
+        tensors |= {
+            f"{name}_blocks": codes[..., ::2] | (codes[..., 1::2] << np.uint8(4)),
+            f"{name}_scales": scales,
+        }
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
     want = logits_of(model, TOKENS)
     got = our_logits(tmp_path, TOKENS, 2, 256)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
     fast = our_logits(tmp_path, TOKENS, 2, 256, "cpu")
     assert np.linalg.norm(fast - got) < 0.03 * np.linalg.norm(got)  # int8 activations
-    experts = [tensor for name, tensor in open_checkpoint(tmp_path).tensors.items() if ".experts." in name and tensor.rows > 1]
+    experts = [
+        tensor
+        for name, tensor in open_checkpoint(tmp_path).tensors.items()
+        if ".experts." in name and tensor.rows > 1
+    ]
     assert {tensor.format.name for tensor in experts} == {"MXFP4_PAIRS"}
 
 
 def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
     """Names without a prefix, and masks among the weights."""
     want = logits_of(save_model("gpt2", tmp_path), TOKENS)
-    tensors = {name.removeprefix("transformer."): values for name, values in load_file(tmp_path / "model.safetensors").items()}
-    save_file(tensors | {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}, tmp_path / "model.safetensors")
+    tensors = {
+        name.removeprefix("transformer."): values
+        for name, values in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(
+        tensors | {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)},
+        tmp_path / "model.safetensors",
+    )
     got = our_logits(tmp_path, TOKENS, 1, 256)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(("context", "length"), [(64, 60), (256, 120)])
-def test_longrope_goes_by_the_longest_text_that_is_allowed(context: int, length: int, tmp_path: Path) -> None:
-    """Transformers goes by the text at hand: a short one has the short factors, a long one the long ones."""
+def test_longrope_goes_by_the_longest_text_that_is_allowed(
+    context: int, length: int, tmp_path: Path
+) -> None:
+    """Transformers goes by the text at hand: a short one has the short factors, a long one the long
+    ones.
+    """
     want = logits_of(save_model("phi3-longrope", tmp_path), TOKENS[:length])
     got = our_logits(tmp_path, TOKENS[:length], 1, context)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)

@@ -1,4 +1,6 @@
-"""Folders of fp8 as transformers dequantises them. It quantises to fp8 on GPUs only, so the tensors are made here."""
+"""Folders of fp8 as transformers dequantises them. It quantises to fp8 on GPUs only, so the tensors
+are made here.
+"""
 
 from pathlib import Path
 
@@ -22,10 +24,17 @@ def test_folders(block: tuple[int, int], tmp_path: Path) -> None:
         codes = (weight / by_number).to(torch.float8_e4m3fn)
         return codes.float() * by_number, {name: codes, f"{name}_scale_inv": scale}
 
-    fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(block)}
+    fields = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": list(block),
+    }
     write_folder(tmp_path, tiny_llama(256, 128), fields, stored)
     config = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
-    model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, dtype=torch.float32
+    )
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     with torch.no_grad():
         want = model(torch.arange(TOKENS)[None] * 37 % 96).logits[0].numpy()

@@ -1,4 +1,6 @@
-"""A GGUF file with matrices of each type that is looked up or read as a table, written by gguf-py, through the engine."""
+"""A GGUF file with matrices of each type that is looked up or read as a table, written by gguf-py,
+through the engine.
+"""
 
 from pathlib import Path
 
@@ -15,15 +17,30 @@ from tests.folders import TOKENS, backends, logits_of
 
 TYPES = [name for name, form in FORMATS.items() if form.table_rows or form.integers]
 DIM, FFN, KV = 256, 512, 128
-SIZES = {"embedding_length": DIM, "feed_forward_length": FFN, "attention.head_count": 4, "attention.head_count_kv": 2, "block_count": 2}
+SIZES = {
+    "embedding_length": DIM,
+    "feed_forward_length": FFN,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "block_count": 2,
+}
 
 
 def matrices(name: str) -> dict[str, NDArray[np.uint8]]:
-    """Blocks of the type, [rows, bytes], by the names of a Llama's matrices; logits are those of the embedding."""
+    """Blocks of the type, [rows, bytes], by the names of a Llama's matrices; logits are those of
+    the embedding.
+    """
     shapes = {"token_embd": (len(metadata("llama")["tokenizer.ggml.tokens"]), DIM)}
     for i in range(2):
-        shapes |= {f"blk.{i}.attn_{part}": (rows, DIM) for part, rows in (("q", DIM), ("k", KV), ("v", KV), ("output", DIM))}
-        shapes |= {f"blk.{i}.ffn_gate": (FFN, DIM), f"blk.{i}.ffn_up": (FFN, DIM), f"blk.{i}.ffn_down": (DIM, FFN)}
+        shapes |= {
+            f"blk.{i}.attn_{part}": (rows, DIM)
+            for part, rows in (("q", DIM), ("k", KV), ("v", KV), ("output", DIM))
+        }
+        shapes |= {
+            f"blk.{i}.ffn_gate": (FFN, DIM),
+            f"blk.{i}.ffn_up": (FFN, DIM),
+            f"blk.{i}.ffn_down": (DIM, FFN),
+        }
     found = {}
     for seed, (tensor, (rows, cols)) in enumerate(shapes.items()):
         stored = random_stored(name, rows, cols, seed, scale=3 * cols**-0.5)
@@ -31,10 +48,16 @@ def matrices(name: str) -> dict[str, NDArray[np.uint8]]:
     return found
 
 
-def write(path: Path, name: str, *, as_floats: bool = False, scale: float | None = None) -> Checkpoint:
-    """The model in the type, or what gguf-py makes of its blocks, in float32; `scale` begins a block of each."""
+def write(
+    path: Path, name: str, *, as_floats: bool = False, scale: float | None = None
+) -> Checkpoint:
+    """The model in the type, or what gguf-py makes of its blocks, in float32; `scale` begins a
+    block of each.
+    """
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in (metadata("llama") | {f"llama.{key}": value for key, value in SIZES.items()}).items():
+    for key, value in (
+        metadata("llama") | {f"llama.{key}": value for key, value in SIZES.items()}
+    ).items():
         if key != "general.architecture":
             writer.add_key_value(key, value, value_type(value), *element_type(value))
     kind = gguf.GGMLQuantizationType[name]
@@ -45,7 +68,10 @@ def write(path: Path, name: str, *, as_floats: bool = False, scale: float | None
             writer.add_tensor(tensor, gguf.quants.dequantize(blocks, kind))
         else:
             writer.add_tensor(tensor, blocks, raw_dtype=kind)
-    for tensor in ("output_norm", *(f"blk.{i}.{part}_norm" for i in range(2) for part in ("attn", "ffn"))):
+    for tensor in (
+        "output_norm",
+        *(f"blk.{i}.{part}_norm" for i in range(2) for part in ("attn", "ffn")),
+    ):
         writer.add_tensor(f"{tensor}.weight", np.ones(DIM, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -56,8 +82,13 @@ def write(path: Path, name: str, *, as_floats: bool = False, scale: float | None
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_model_of_the_type(name: str, tmp_path: Path) -> None:
-    """The reference gives the bits of the same model in float32; the cpu backend is near, however the prompt is cut."""
-    checkpoint, floats = (write(tmp_path / f"{as_floats}.gguf", name, as_floats=as_floats) for as_floats in (False, True))
+    """The reference gives the bits of the same model in float32; the cpu backend is near, however
+    the prompt is cut.
+    """
+    checkpoint, floats = (
+        write(tmp_path / f"{as_floats}.gguf", name, as_floats=as_floats)
+        for as_floats in (False, True)
+    )
     assert checkpoint.tensors["layers.1.q"].format == FORMATS[name]
     assert set(floats.tensors) == set(checkpoint.tensors)
     for tensor, stored in checkpoint.tensors.items():
@@ -72,7 +103,9 @@ def test_a_model_of_the_type(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["IQ4_XS", "IQ2_S"])
 @pytest.mark.parametrize("scale", [np.inf, np.nan])
-def test_a_scale_that_is_not_finite_spoils_the_logits(name: str, scale: float, tmp_path: Path) -> None:
+def test_a_scale_that_is_not_finite_spoils_the_logits(
+    name: str, scale: float, tmp_path: Path
+) -> None:
     """As in types that are packed as they are: nothing is refused, nothing goes unnoticed."""
     for executable in backends(write(tmp_path / "spoilt.gguf", name, scale=scale), ""):
         with np.errstate(invalid="ignore"):

@@ -1,10 +1,12 @@
-"""Matrices packed by GPTQModel 7.7.0, AutoAWQ 0.2.9 and hqq 0.2.8, which do not install beside this torch on a CPU, and what these make of
-them.
+"""Matrices packed by GPTQModel 7.7.0, AutoAWQ 0.2.9 and hqq 0.2.8, which do not install beside this
+torch on a CPU, and what these make of them.
 
-`tests/data/gptq.safetensors`: `TorchLinear.pack_original` and `dequantize_weight` with the scales in float32, 64 columns in groups of 32,
-in order and permuted, zero points from 0 on; `convert_gptq_v2_to_v1_format_module` gave the older checkpoint format.
+`tests/data/gptq.safetensors`: `TorchLinear.pack_original` and `dequantize_weight` with the scales
+in float32, 64 columns in groups of 32, in order and permuted, zero points from 0 on;
+`convert_gptq_v2_to_v1_format_module` gave the older checkpoint format.
 `tests/data/awq.safetensors`: `WQLinear_GEMM.from_linear` and `dequantize_gemm`, likewise.
-`tests/data/hqq.safetensors`: `HQQLinear.state_dict` and `HQQLinear.dequantize` in float32, and a layer with axis 0.
+`tests/data/hqq.safetensors`: `HQQLinear.state_dict` and `HQQLinear.dequantize` in float32, and a
+layer with axis 0.
 """
 
 from pathlib import Path
@@ -26,8 +28,15 @@ DATA = Path(__file__).parents[1] / "data"
 @pytest.mark.parametrize("version", ["", "_v2"])
 def test_gptqmodel(bits: int, order: str, version: str) -> None:
     name, path = f"bits{bits}{order}{version}", DATA / "gptq.safetensors"
-    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": f"gptq{version}"}
-    tensors = {key: tensor for key, tensor in read_safetensors(path).items() if key.startswith(f"{name}.")}
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": 32,
+        "checkpoint_format": f"gptq{version}",
+    }
+    tensors = {
+        key: tensor for key, tensor in read_safetensors(path).items() if key.startswith(f"{name}.")
+    }
     matrix = method_of(config).assemble(config, tensors, "here")[f"{name}.weight"]
     assert np.array_equal(matrix.dequantise(), load_file(path)[f"bits{bits}{order}.want"])
     assert matrix.format.has_column_order == bool(order)
@@ -36,18 +45,31 @@ def test_gptqmodel(bits: int, order: str, version: str) -> None:
 @pytest.mark.parametrize("group", [32, 64])
 def test_autoawq(group: int) -> None:
     name, path = f"group{group}", DATA / "awq.safetensors"
-    config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
-    tensors = {key: tensor for key, tensor in read_safetensors(path).items() if key.startswith(f"{name}.")}
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "version": "gemm",
+        "zero_point": True,
+    }
+    tensors = {
+        key: tensor for key, tensor in read_safetensors(path).items() if key.startswith(f"{name}.")
+    }
     matrix = method_of(config).assemble(config, tensors, "here")[f"{name}.weight"]
     assert np.array_equal(matrix.dequantise(), load_file(path)[f"{name}.want"])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
 def test_hqq(bits: int) -> None:
-    """Its zeros are no integers: the values of code 0 here, which are rounded once more than there."""
+    """Its zeros are no integers: the values of code 0 here, which are rounded once more than
+    there.
+    """
     name, path = f"bits{bits}", DATA / "hqq.safetensors"
     want, scales = load_file(path)[f"{name}.want"], load_file(path)[f"{name}.scale"]
-    assert np.abs(assembled_hqq(name).dequantise() - want).max() <= 1e-7 * (1 << bits) * np.abs(scales).max()
+    assert (
+        np.abs(assembled_hqq(name).dequantise() - want).max()
+        <= 1e-7 * (1 << bits) * np.abs(scales).max()
+    )
 
 
 def test_hqq_by_rows() -> None:
@@ -57,7 +79,11 @@ def test_hqq_by_rows() -> None:
 
 def assembled_hqq(name: str) -> StoredTensor:
     config = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"axis": 1}}}
-    tensors = {key: tensor for key, tensor in read_safetensors(DATA / "hqq.safetensors").items() if key.startswith(f"{name}.")}
+    tensors = {
+        key: tensor
+        for key, tensor in read_safetensors(DATA / "hqq.safetensors").items()
+        if key.startswith(f"{name}.")
+    }
     found = method_of(config).assemble(config, tensors, "here")
     assert found.keys() <= {f"{name}.weight", f"{name}.want"}
     return found[f"{name}.weight"]

@@ -1,4 +1,6 @@
-"""The short form of `make gguf`, without llama.cpp: files that its converter wrote, and a few rows of the logits that it computed."""
+"""The short form of `make gguf`, without llama.cpp: files that its converter wrote, and a few rows
+of the logits that it computed.
+"""
 
 from pathlib import Path
 

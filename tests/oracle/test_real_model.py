@@ -1,4 +1,6 @@
-"""The default model against transformers in float32 over the same, dequantised weights (tests/data says how they were made)."""
+"""The default model against transformers in float32 over the same, dequantised weights (tests/data
+says how they were made).
+"""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ from headrace.model.llama import LLAMA
 from tests.backend.batches import Sequence, batch_of
 
 DATA = Path(__file__).parents[1] / "data"
-NEAR_TIE = 0.34  # engines with int8 activations part from float32 where the two highest logits are closer than this
+# engines with int8 activations part from float32 where the two highest logits are closer than this
+NEAR_TIE = 0.34
 CHUNK = 512
 
 
@@ -37,7 +40,9 @@ def cpu(checkpoint: Checkpoint) -> Iterator[Executable]:
 
 @pytest.fixture(scope="module")
 def transformers_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
-    """The published implementation over our dequantised weights, rotary rows put back into its half-split order."""
+    """The published implementation over our dequantised weights, rotary rows put back into its
+    half-split order.
+    """
     spec = checkpoint.spec
     config = LlamaConfig(
         hidden_size=spec.dim,
@@ -65,11 +70,15 @@ def transformers_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
 
 
 def executable_of(checkpoint: Checkpoint, backend: str, kv: KvConfig) -> Executable:
-    return compile_program(backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, kv, 2)
+    return compile_program(
+        backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, kv, 2
+    )
 
 
 def logits_of(executable: Executable, tokens: list[int]) -> NDArray[np.float32]:
-    return forward(executable, batch_of([Sequence(list(range(16)), 32)], [tokens], [([], [])], False)).logits
+    return forward(
+        executable, batch_of([Sequence(list(range(16)), 32)], [tokens], [([], [])], False)
+    ).logits
 
 
 def truth(model: LlamaForCausalLM, tokens: list[int]) -> NDArray[np.float32]:
@@ -89,8 +98,12 @@ def test_reference_logits(checkpoint: Checkpoint, transformers_model: LlamaForCa
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 
-def test_nll_and_kl(cpu: Executable, transformers_model: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]) -> None:
-    """Mean NLL over 8 chunks of 512 within 0.5 % of float32, and KL(float32 || cpu) no worse than llama.cpp's 0.0032."""
+def test_nll_and_kl(
+    cpu: Executable, transformers_model: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mean NLL over 8 chunks of 512 within 0.5 % of float32, and KL(float32 || cpu) no worse than
+    llama.cpp's 0.0032.
+    """
     figures = json.loads((DATA / "nll.json").read_text())
     float32_nll = figures["hf_fp32_dequant"]["mean_nll_all"]
     ids, nll, kl, agree = figures["token_ids"], [], [], []
@@ -102,12 +115,20 @@ def test_nll_and_kl(cpu: Executable, transformers_model: LlamaForCausalLM, capsy
         agree.append(p.argmax(axis=1) == q.argmax(axis=1))
     mean = np.concatenate(nll).mean()
     with capsys.disabled():
-        print(f"\n  NLL {mean:.5f} (float32 {float32_nll:.5f}), KL {np.mean(kl):.5f}, top-1 {np.mean(agree):.3f}", end=" ")
+        print(
+            f"\n  NLL {mean:.5f} (float32 {float32_nll:.5f}), KL {np.mean(kl):.5f}, top-1 "
+            f"{np.mean(agree):.3f}",
+            end=" ",
+        )
     assert abs(mean / float32_nll - 1) < 0.005
     assert np.mean(kl) < figures["kl_hf32_vs_llamacpp"]
 
 
-@pytest.mark.parametrize("case", json.loads((DATA / "greedy.json").read_text())["greedy"], ids=lambda case: case["prompt"][:24])
+@pytest.mark.parametrize(
+    "case",
+    json.loads((DATA / "greedy.json").read_text())["greedy"],
+    ids=lambda case: case["prompt"][:24],
+)
 def test_greedy_continuation(cpu: Executable, case: dict) -> None:
     """The float32 continuation, up to the first near-tie."""
     want, gaps = case["hf_fp32"]["ids"], case["hf_fp32"]["top1_top2_logit_gap"]

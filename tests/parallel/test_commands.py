@@ -1,4 +1,6 @@
-"""Commands for ranks as bytes: nothing is lost on the way, and what is no command is one clear error."""
+"""Commands for ranks as bytes: nothing is lost on the way, and what is no command is one clear
+error.
+"""
 
 from contextlib import suppress
 
@@ -27,8 +29,13 @@ from tests.backend.batches import Sequence
 from tests.backend.batches import batch_of as some_batch
 
 shapes = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
-arrays = st.one_of(st.none(), *(arrays_of.arrays(dtype, shapes) for dtype in (np.int32, np.uint64, np.float32, np.uint8)))
-commands = st.builds(Command, st.sampled_from(Kind), st.integers(-5, 1 << 20), st.lists(arrays, max_size=5))
+arrays = st.one_of(
+    st.none(),
+    *(arrays_of.arrays(dtype, shapes) for dtype in (np.int32, np.uint64, np.float32, np.uint8)),
+)
+commands = st.builds(
+    Command, st.sampled_from(Kind), st.integers(-5, 1 << 20), st.lists(arrays, max_size=5)
+)
 
 
 def read(data: bytes) -> Command:
@@ -39,7 +46,11 @@ def read(data: bytes) -> Command:
 
 
 def same(a: Array | None, b: Array | None) -> bool:
-    return a is b or (a is not None and b is not None and (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()))
+    return a is b or (
+        a is not None
+        and b is not None
+        and (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    )
 
 
 @given(commands)
@@ -77,14 +88,30 @@ def test_an_array_that_is_larger_than_can_be() -> None:
 
 
 def test_batches_and_adapters() -> None:
-    batch = some_batch([Sequence([1, 3], 16), Sequence([2, 0], 16)], [[1, 2], [3]], [([5, 6], [-1, 0]), ([], [])], True, 2)
+    batch = some_batch(
+        [Sequence([1, 3], 16), Sequence([2, 0], 16)],
+        [[1, 2], [3]],
+        [([5, 6], [-1, 0]), ([], [])],
+        True,
+        2,
+    )
     found = batch_of(read(encode(Command(Kind.RUN, 0, batch_arrays(batch)))).arrays)
     for name, before in batch._asdict().items():
         if name == "kv":
-            assert all(same(a, b) for x, y in zip(before, found.kv, strict=True) for a, b in zip(x, y, strict=True))
+            assert all(
+                same(a, b)
+                for x, y in zip(before, found.kv, strict=True)
+                for a, b in zip(x, y, strict=True)
+            )
         else:
             assert same(before, getattr(found, name)), name
-    adapter = {"layers.0.q": LowRank(np.ones((2, 3), np.float32), np.zeros((5, 2), np.float32), 0.5)}
+    adapter = {
+        "layers.0.q": LowRank(np.ones((2, 3), np.float32), np.zeros((5, 2), np.float32), 0.5)
+    }
     again = adapter_of(read(encode(Command(Kind.ADD_ADAPTER, 0, adapter_arrays(adapter)))).arrays)
     ((name, (down, up, scale)),) = again.items()
-    assert (name, scale) == ("layers.0.q", 0.5) and same(down, adapter[name].down) and same(up, adapter[name].up)
+    assert (
+        (name, scale) == ("layers.0.q", 0.5)
+        and same(down, adapter[name].down)
+        and same(up, adapter[name].up)
+    )

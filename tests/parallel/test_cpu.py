@@ -1,4 +1,6 @@
-"""Ranks on the cpu backend have the bits of one rank, fused or op by op; what they exchange is as much as is said."""
+"""Ranks on the cpu backend have the bits of one rank, fused or op by op; what they exchange is as
+much as is said.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +32,17 @@ from tests.parallel.threads import Threads
 from tests.tiny import Tensors, tiny_model
 
 
-@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 1), Mesh(3, 1), Mesh(2, 2), Mesh(2, 1, sequence=True), Mesh(3, 2, sequence=True)])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(1, 2),
+        Mesh(2, 1),
+        Mesh(3, 1),
+        Mesh(2, 2),
+        Mesh(2, 1, sequence=True),
+        Mesh(3, 2, sequence=True),
+    ],
+)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
     save_model(name, tmp_path / name)
@@ -53,16 +65,24 @@ def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(logits, one.logits(batch))
             load = Load(tuple((s.computed, chunk) for s in sequences), len(batch.logit_rows), 0)
             for carrier, rank, had in zip(many.carriers, many.ranks, before, strict=True):
-                said = sum(op.link_bytes(load) for op in rank.program.ops if isinstance(op, Collective))
+                said = sum(
+                    op.link_bytes(load) for op in rank.program.ops if isinstance(op, Collective)
+                )
                 assert carrier.received - had == said
             for sequence in sequences:
                 sequence.computed += chunk
         many.close()
 
 
-@given(model=models(), mesh=st.builds(Mesh, st.integers(1, 3), st.integers(1, 2), sequence=st.booleans()), data=st.data())
+@given(
+    model=models(),
+    mesh=st.builds(Mesh, st.integers(1, 3), st.integers(1, 2), sequence=st.booleans()),
+    data=st.data(),
+)
 @settings(max_examples=40, deadline=None)
-def test_any_shapes_formats_trees_and_adapters(model: tuple[ModelSpec, Tensors], mesh: Mesh, data: st.DataObject) -> None:
+def test_any_shapes_formats_trees_and_adapters(
+    model: tuple[ModelSpec, Tensors], mesh: Mesh, data: st.DataObject
+) -> None:
     spec, tensors = model
     assume(mesh.tensor <= spec.num_heads)
     program = trace_model(spec, tensors)
@@ -71,20 +91,34 @@ def test_any_shapes_formats_trees_and_adapters(model: tuple[ModelSpec, Tensors],
     activations = data.draw(st.sampled_from(["int8", "f32"]))
     one = CpuExecutable(program, tensors, kv, 1, "", activations=activations)
     many = Threads(mesh, program, tensors, kv, activations=activations)
-    rng, shapes = np.random.default_rng(0), {name: (tensors[name].rows, tensors[name].cols) for name in linear_weights(spec)}
+    rng, shapes = (
+        np.random.default_rng(0),
+        {name: (tensors[name].rows, tensors[name].cols) for name in linear_weights(spec)},
+    )
     adapter = {
-        name: LowRank(rng.standard_normal((2, cols), np.float32), rng.standard_normal((rows, 2), np.float32), 0.1)
+        name: LowRank(
+            rng.standard_normal((2, cols), np.float32),
+            rng.standard_normal((rows, 2), np.float32),
+            0.1,
+        )
         for name, (rows, cols) in shapes.items()
     }
-    assert {one.add_adapter(adapter)} == {rank.add_adapter(adapter_of(rank.program, adapter)) for rank in many.ranks}
+    assert {one.add_adapter(adapter)} == {
+        rank.add_adapter(adapter_of(rank.program, adapter)) for rank in many.ranks
+    }
     sequences = [Sequence([1, 3], 32), Sequence([2, 0], 32)]
     tokens = st.integers(0, spec.vocab_size - 1)
     for _ in range(2):
         known = [data.draw(st.lists(tokens, min_size=1, max_size=4)) for _ in sequences]
         drafts = [data.draw(st.lists(tokens, max_size=4)) for _ in sequences]
-        parents = [[data.draw(st.integers(-1, node - 1)) for node in range(len(drafted))] for drafted in drafts]
+        parents = [
+            [data.draw(st.integers(-1, node - 1)) for node in range(len(drafted))]
+            for drafted in drafts
+        ]
         batch = batch_of(sequences, known, list(zip(drafts, parents, strict=True)), True, groups)
-        batch = batch._replace(adapters=ints([data.draw(st.sampled_from([-1, 0])) for _ in sequences]))
+        batch = batch._replace(
+            adapters=ints([data.draw(st.sampled_from([-1, 0])) for _ in sequences])
+        )
         one.run(batch, batch.tokens)
         for logits in many.logits(batch):
             np.testing.assert_array_equal(logits, one.logits(batch))
@@ -96,24 +130,41 @@ def test_any_shapes_formats_trees_and_adapters(model: tuple[ModelSpec, Tensors],
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(4), Mesh(1, 2), Mesh(1, 4), Mesh(2, 2)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_of_even_shapes(mesh: Mesh, tied: bool) -> None:
-    """A rank has the bytes that its program says, and those that the split prescribes: no more than its share and 5 %."""
+    """A rank has the bytes that its program says, and those that the split prescribes: no more than
+    its share and 5 %.
+    """
     sizes = {"layers": 4, "dim": 256, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 256}
     spec, tensors = tiny_model(1, format="Q8_0", tied_embeddings=tied, **sizes)
     program, kv = trace_model(spec, tensors), KvConfig((8,))
     whole = CpuExecutable(program, tensors, kv, 1, "")
-    matrix = {name: weight.nbytes for name, weight in whole.program.weights.items() if weight.rows > 1}
+    matrix = {
+        name: weight.nbytes for name, weight in whole.program.weights.items() if weight.rows > 1
+    }
     many = Threads(mesh, program, tensors, kv)
     layers = mesh.layer_stages(program) if mesh.pipeline > 1 else dict.fromkeys(range(4), 0)
     for number, rank in enumerate(many.ranks):
         stage = mesh.stage(number)
-        own = {name for name in matrix if name.startswith("layers.") and layers[int(name.split(".")[1])] == stage}
+        own = {
+            name
+            for name in matrix
+            if name.startswith("layers.") and layers[int(name.split(".")[1])] == stage
+        }
         own |= {"embed"} if stage == 0 or (tied and stage == mesh.pipeline - 1) else set()
         own |= {"head"} if not tied and stage == mesh.pipeline - 1 else set()
         vectors = sum(weight.nbytes for weight in rank.program.weights.values() if weight.rows == 1)
-        assert rank.plan.weight_bytes == rank.program.weight_bytes == vectors + sum(matrix[name] // mesh.tensor for name in own)
-        assert sum(rank.plan.kv_bytes) * mesh.tensor * 4 == sum(whole.plan.kv_bytes) * list(layers.values()).count(stage)
+        assert (
+            rank.plan.weight_bytes
+            == rank.program.weight_bytes
+            == vectors + sum(matrix[name] // mesh.tensor for name in own)
+        )
+        assert sum(rank.plan.kv_bytes) * mesh.tensor * 4 == sum(whole.plan.kv_bytes) * list(
+            layers.values()
+        ).count(stage)
     if mesh.pipeline == 1:
-        assert max(rank.plan.weight_bytes for rank in many.ranks) <= (1 / mesh.ranks + 0.05) * whole.plan.weight_bytes
+        assert (
+            max(rank.plan.weight_bytes for rank in many.ranks)
+            <= (1 / mesh.ranks + 0.05) * whole.plan.weight_bytes
+        )
     many.close()
 
 
@@ -123,24 +174,49 @@ KV_HEADS = {1: [3], 2: [1, 2], 3: [1, 1, 1]}
 
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(3), Mesh(1, 2), Mesh(2, 2), Mesh(2, sequence=True)])
 def test_bytes_of_the_default_model(mesh: Mesh) -> None:
-    """By its uneven heads, 9 on 3 KV heads: a matrix is split by its rows, and each row is on one rank of a stage."""
+    """By its uneven heads, 9 on 3 KV heads: a matrix is split by its rows, and each row is on one
+    rank of a stage.
+    """
     checkpoint = open_checkpoint(resolve("smollm2"))
-    spec, program, kv = checkpoint.spec, trace_model(checkpoint.spec, checkpoint.tensors), KvConfig((2,))
+    spec, program, kv = (
+        checkpoint.spec,
+        trace_model(checkpoint.spec, checkpoint.tensors),
+        KvConfig((2,)),
+    )
     whole = CpuExecutable(program, checkpoint.tensors, kv, 1, "")
     many = Threads(mesh, program, checkpoint.tensors, kv)
-    layers = mesh.layer_stages(program) if mesh.pipeline > 1 else dict.fromkeys(range(spec.num_layers), 0)
-    by_heads = {name for op in program.ops if isinstance(op, KvWrite | Attention) for name in projections(program, op)}
+    layers = (
+        mesh.layer_stages(program)
+        if mesh.pipeline > 1
+        else dict.fromkeys(range(spec.num_layers), 0)
+    )
+    by_heads = {
+        name
+        for op in program.ops
+        if isinstance(op, KvWrite | Attention)
+        for name in projections(program, op)
+    }
     assert len(by_heads) == 3 * spec.num_layers
     for number, rank in enumerate(many.ranks):
         stage, heads = mesh.stage(number), KV_HEADS[mesh.tensor][number % mesh.tensor]
         mine = {f"layers.{layer}" for layer, at in layers.items() if at == stage}
         expected = 0
         for name, weight in whole.program.weights.items():
-            if name.rpartition(".")[0] in mine or (not name.startswith("layers.") and stage in ends(name, mesh)):
-                rows = weight.rows * heads // 3 if name in by_heads else weight.rows // mesh.tensor if weight.rows > 1 else 1
+            if name.rpartition(".")[0] in mine or (
+                not name.startswith("layers.") and stage in ends(name, mesh)
+            ):
+                rows = (
+                    weight.rows * heads // 3
+                    if name in by_heads
+                    else weight.rows // mesh.tensor
+                    if weight.rows > 1
+                    else 1
+                )
                 expected += weight.nbytes // weight.rows * rows
         assert rank.plan.weight_bytes == rank.program.weight_bytes == expected
-        assert sum(rank.plan.kv_bytes) * 3 * spec.num_layers == sum(whole.plan.kv_bytes) * heads * len(mine)
+        assert sum(rank.plan.kv_bytes) * 3 * spec.num_layers == sum(
+            whole.plan.kv_bytes
+        ) * heads * len(mine)
     many.close()
 
 
@@ -148,21 +224,32 @@ def projections(program: Program, op: Op) -> Iterator[str]:
     """The matrices that make the inputs of an op, with rotations between."""
     writers = {out.id: one for one in program.ops if (out := one.output())}
     for writer in (writers[value.id] for value in op.inputs()):
-        yield from (weight.name for weight in writer.matrices()) if isinstance(writer, Linear) else projections(program, writer)
+        yield from (
+            (weight.name for weight in writer.matrices())
+            if isinstance(writer, Linear)
+            else projections(program, writer)
+        )
 
 
 def ends(name: str, mesh: Mesh) -> set[int]:
-    """The stages that have what is no layer's: the last norm, and the embedding, which is tied to the head, in both."""
+    """The stages that have what is no layer's: the last norm, and the embedding, which is tied to
+    the head, in both.
+    """
     return {mesh.pipeline - 1} if "norm" in name else {0, mesh.pipeline - 1}
 
 
 def test_after_a_run_that_failed_on_its_way() -> None:
-    """It may have moved its buffers to make room: what is read of the next run lies where they are now."""
+    """It may have moved its buffers to make room: what is read of the next run lies where they are
+    now.
+    """
     spec, tensors = tiny_model(1)
     program, kv, mesh = trace_model(spec, tensors), KvConfig((4,)), Mesh(2)
     one, many = CpuExecutable(program, tensors, kv, 1, ""), Threads(mesh, program, tensors, kv)
     gather = many.carriers[0].all_gather
-    rows = {1: batch_of([Sequence([0], 32)], [[1]], [([], [])], False), 20: batch_of([Sequence([1], 32)], [[2] * 20], [([], [])], False)}
+    rows = {
+        1: batch_of([Sequence([0], 32)], [[1]], [([], [])], False),
+        20: batch_of([Sequence([1], 32)], [[2] * 20], [([], [])], False),
+    }
     many.logits(rows[1])
     for carrier in many.carriers:
         carrier.all_gather = lost  # type: ignore[method-assign]

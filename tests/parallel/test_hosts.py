@@ -37,7 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[str]:
     command = [sys.executable, "-c", SCRIPT, str(model), "1"]
-    *found, failed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    *found, failed = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     assert len(found) == 2 and failed == "0"
     return found
 
@@ -45,14 +47,24 @@ def expected(model: Path) -> list[str]:
 def test_torchrun(model: Path, expected: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script), str(model), "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        str(script),
+        str(model),
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [*expected, "0"]
 
 
 def test_leader_and_worker(model: Path, expected: list[str]) -> None:
-    """One after the other, as pods come; the worker's process is lost in between, and both end by themselves."""
+    """One after the other, as pods come; the worker's process is lost in between, and both end by
+    themselves.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "localhost", "MASTER_PORT": str(port)}
@@ -60,7 +72,9 @@ def test_leader_and_worker(model: Path, expected: list[str]) -> None:
 
     def start(rank: int) -> "subprocess.Popen[str]":
         environment = os.environ | common | {"LWS_WORKER_INDEX": str(rank)}
-        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     worker = start(1)
     time.sleep(1.0)
@@ -80,8 +94,14 @@ def test_leader_and_worker(model: Path, expected: list[str]) -> None:
     [
         ({}, None),
         ({"RANK": "1"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"}, Placement(1, 2, "a", 7, False)),
-        ({"LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "3", "LWS_LEADER_ADDRESS": "a"}, Placement(0, 3, "a", 29500, False)),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
+            Placement(1, 2, "a", 7, False),
+        ),
+        (
+            {"LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "3", "LWS_LEADER_ADDRESS": "a"},
+            Placement(0, 3, "a", 29500, False),
+        ),
     ],
 )
 def test_placement(environment: dict[str, str], found: Placement | None) -> None:
@@ -89,19 +109,46 @@ def test_placement(environment: dict[str, str], found: Placement | None) -> None
 
 
 @pytest.mark.parametrize(
-    "change", [{"RANK": "2"}, {"RANK": ""}, {"RANK": "-1"}, {"WORLD_SIZE": "x"}, {"MASTER_ADDR": ""}, {"MASTER_PORT": "70000"}]
+    "change",
+    [
+        {"RANK": "2"},
+        {"RANK": ""},
+        {"RANK": "-1"},
+        {"WORLD_SIZE": "x"},
+        {"MASTER_ADDR": ""},
+        {"MASTER_PORT": "70000"},
+    ],
 )
 def test_what_is_no_placement(change: dict[str, str]) -> None:
     with pytest.raises(RequestError, match="does not say which rank this is"):
-        placement({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", **change})
+        placement(
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", **change}
+        )
 
 
 def test_as_many_ranks_as_there_are_processes(model: Path) -> None:
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
-    command = [sys.executable, "-m", "headrace", "run", str(model), "hello", "--tensor-parallel-size", "2"]
+    environment = os.environ | {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "7",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "headrace",
+        "run",
+        str(model),
+        "hello",
+        "--tensor-parallel-size",
+        "2",
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "headrace: the environment has 3 ranks, and tensor_parallel_size 2 x pipeline_parallel_size 1 makes 2\n"
+    assert (
+        done.stderr == "headrace: the environment has 3 ranks, and tensor_parallel_size 2 x "
+        "pipeline_parallel_size 1 makes 2\n"
+    )
 
 
 def test_the_interface_of_an_address() -> None:

@@ -1,4 +1,6 @@
-"""Steps in flight through the stages of a pipeline: how long they take by a clock that is moved by hand, and the idle time of ranks."""
+"""Steps in flight through the stages of a pipeline: how long they take by a clock that is moved by
+hand, and the idle time of ranks.
+"""
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ ROWS = 2
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_the_bubble(stages: int, steps: int) -> None:
-    """Stages that are cut by what they read, the head among it, are idle as much as those of equal length, within 0.05."""
+    """Stages that are cut by what they read, the head among it, are idle as much as those of equal
+    length, within 0.05.
+    """
     sizes = {"layers": 22, "dim": 64, "heads": 2, "kv_heads": 2, "ffn": 96, "vocab": 80}
     spec, tensors = tiny_model(1, format="Q8_0", tied_embeddings=False, **sizes)
     program, mesh = trace_model(spec, tensors), Mesh(1, stages)
@@ -29,11 +33,18 @@ def test_the_bubble(stages: int, steps: int) -> None:
     kv = KvConfig((16,), 16, "f32")
     many, one = LockStep(ranks, tensors, kv), LockStep([[program]], tensors, kv)
     batches = [
-        batch_of([Sequence([2 * number, 2 * number + 1], 16)], [[number + i for i in range(ROWS)]], [([], [])], False)
+        batch_of(
+            [Sequence([2 * number, 2 * number + 1], 16)],
+            [[number + i for i in range(ROWS)]],
+            [([], [])],
+            False,
+        )
         for number in range(steps)
     ]
     stage_steps = many.stage_steps(batches, predicted_seconds)
-    assert [(one.rank, one.number) for one in stage_steps] == [(rank, number) for number in range(steps) for rank in range(stages)]
+    assert [(one.rank, one.number) for one in stage_steps] == [
+        (rank, number) for number in range(steps) for rank in range(stages)
+    ]
     assert idle_share(stage_steps) == pytest.approx((stages - 1) / (steps + stages - 1), abs=0.05)
     total = one.stage_steps(batches, predicted_seconds)
     assert sum(f.end - f.begin for f in stage_steps) == pytest.approx(total[-1].end, rel=0.01)
@@ -50,11 +61,20 @@ def test_a_rank_waits_for_the_stage_before() -> None:
     def seconds(stage: Program, _: RaggedBatch) -> float:
         return 3.0 if stage.logits else 1.0
 
-    stage_steps = LockStep(stages, tensors, KvConfig((1,), 32, "f32")).stage_steps([batch] * 2, seconds)
-    assert [tuple(step) for step in stage_steps] == [(0, 0, 0.0, 1.0), (1, 0, 1.0, 4.0), (0, 1, 1.0, 2.0), (1, 1, 4.0, 7.0)]
+    stage_steps = LockStep(stages, tensors, KvConfig((1,), 32, "f32")).stage_steps(
+        [batch] * 2, seconds
+    )
+    assert [tuple(step) for step in stage_steps] == [
+        (0, 0, 0.0, 1.0),
+        (1, 0, 1.0, 4.0),
+        (0, 1, 1.0, 2.0),
+        (1, 1, 4.0, 7.0),
+    ]
     assert idle_share(stage_steps) == pytest.approx(1 - 8 / 14)
     picture = pipeline_svg("Two <stages>", stage_steps)
-    assert picture.count("<title>step") == 4 and "Two &lt;stages&gt;" in picture and "43 %" in picture
+    assert (
+        picture.count("<title>step") == 4 and "Two &lt;stages&gt;" in picture and "43 %" in picture
+    )
     assert "step 1 on rank 1: 3000.0 ms" in picture
 
 
@@ -65,4 +85,6 @@ def test_predicted_seconds_count_the_head() -> None:
     load = Load(((0, 2),), 2, 4)
     head = next(op for op in program.ops if op.output() == program.logits)
     assert head.bytes(load) > sum(op.bytes(load) for op in program.ops) / 2
-    assert predicted_seconds(program, batch) == pytest.approx(sum(op.bytes(load) for op in program.ops))
+    assert predicted_seconds(program, batch) == pytest.approx(
+        sum(op.bytes(load) for op in program.ops)
+    )

@@ -1,4 +1,6 @@
-"""Ranks in processes of their own: the same tokens and log-probabilities, whatever else is on, and after a rank is lost."""
+"""Ranks in processes of their own: the same tokens and log-probabilities, whatever else is on, and
+after a rank is lost.
+"""
 
 import json
 import os
@@ -35,11 +37,21 @@ STACK = {
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
-    """Prompts of which some begin alike and some repeat themselves, greedy and sampled, more of them than blocks."""
+    """Prompts of which some begin alike and some repeat themselves, greedy and sampled, more of
+    them than blocks.
+    """
     rng = np.random.default_rng(5)
     shared = rng.integers(3, 100, 33).tolist()
-    prompts = [[*shared, *rng.integers(3, 100, 3).tolist()] for _ in range(3)] + [[7, 8, 9, 10] * 5, rng.integers(3, 100, 20).tolist()]
-    params = [SamplingParams(max_tokens=90, temperature=0.9 if i % 2 else 0.0, seed=i, logprobs=2, ignore_eos=True) for i in range(5)]
+    prompts = [[*shared, *rng.integers(3, 100, 3).tolist()] for _ in range(3)] + [
+        [7, 8, 9, 10] * 5,
+        rng.integers(3, 100, 20).tolist(),
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=90, temperature=0.9 if i % 2 else 0.0, seed=i, logprobs=2, ignore_eos=True
+        )
+        for i in range(5)
+    ]
     return [{"prompt_token_ids": prompt} for prompt in prompts], params
 
 
@@ -63,8 +75,15 @@ def load_adapter(llm: LLM, model: Path) -> None:
 def saved(name: str, folder: Path) -> Path:
     save_model(name, folder)
     model = {"type": "BPE", "vocab": {chr(ord("!") + i): i for i in range(93)}, "merges": []}
-    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model}))
+    decoder = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model})
+    )
     return folder
 
 
@@ -79,10 +98,19 @@ def expected(models: dict[str, Path]) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "tensor", "pipeline"), [("qwen3", 3, 1), ("qwen3", 1, 2), ("mixtral", 2, 1), ("mixtral", 2, 2)])
-def test_all_at_once(models: dict[str, Path], expected: dict[str, list[Any]], name: str, tensor: int, pipeline: int) -> None:
-    """Quantised KV in few blocks, drafts, chunks, a prefix cache, adapters and preemption, with requests that join and leave."""
-    with LLM(models[name], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK) as llm:
+@pytest.mark.parametrize(
+    ("name", "tensor", "pipeline"),
+    [("qwen3", 3, 1), ("qwen3", 1, 2), ("mixtral", 2, 1), ("mixtral", 2, 2)],
+)
+def test_all_at_once(
+    models: dict[str, Path], expected: dict[str, list[Any]], name: str, tensor: int, pipeline: int
+) -> None:
+    """Quantised KV in few blocks, drafts, chunks, a prefix cache, adapters and preemption, with
+    requests that join and leave.
+    """
+    with LLM(
+        models[name], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK
+    ) as llm:
         prompts, params = requests()
         load_adapter(llm, models[name])
         assert said(llm.generate(prompts, params, adapter=ADAPTERS)) == expected[name]
@@ -93,9 +121,18 @@ def test_all_at_once(models: dict[str, Path], expected: dict[str, list[Any]], na
 
 
 def test_the_stack_over_the_default_model(tmp_path: Path) -> None:
-    """Quantised weights, stages of two ranks, paged KV in int8, drafts, adapters and in-flight batching at once."""
-    prompts = ["The water wheel turns, the water wheel turns, the water", "How does a water wheel work?", "1, 2, 3, 4, 5, 6,"]
-    params = [SamplingParams(max_tokens=24, temperature=0.7 * (i % 2), seed=i, logprobs=1) for i in range(3)]
+    """Quantised weights, stages of two ranks, paged KV in int8, drafts, adapters and in-flight
+    batching at once.
+    """
+    prompts = [
+        "The water wheel turns, the water wheel turns, the water",
+        "How does a water wheel work?",
+        "1, 2, 3, 4, 5, 6,",
+    ]
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.7 * (i % 2), seed=i, logprobs=1)
+        for i in range(3)
+    ]
     options = {
         "adaptive_speculation": False,
         "max_model_len": 256,
@@ -105,8 +142,18 @@ def test_the_stack_over_the_default_model(tmp_path: Path) -> None:
         "max_num_seqs": 2,
     }
     adapter, found = write_adapter(tmp_path / "adapter", 4), []
-    for tensor, pipeline, sequence in ((1, 1, False), (2, 1, True), (3, 1, False), (1, 2, False), (2, 2, False)):
-        sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "enable_sequence_parallel": sequence}
+    for tensor, pipeline, sequence in (
+        (1, 1, False),
+        (2, 1, True),
+        (3, 1, False),
+        (1, 2, False),
+        (2, 2, False),
+    ):
+        sizes = {
+            "tensor_parallel_size": tensor,
+            "pipeline_parallel_size": pipeline,
+            "enable_sequence_parallel": sequence,
+        }
         with LLM(**options, **sizes) as llm:
             llm.load_adapter("other", adapter)
             found.append(said(llm.generate(prompts, params, adapter=[None, None, "other"])))
@@ -114,14 +161,25 @@ def test_the_stack_over_the_default_model(tmp_path: Path) -> None:
         assert found[-1] == found[0], sizes
 
 
-@pytest.mark.parametrize(("number", "tensor", "pipeline"), [(signal.SIGKILL, 2, 1), (signal.SIGSTOP, 1, 2)])
-def test_a_rank_that_is_lost(models: dict[str, Path], expected: dict[str, list[Any]], number: int, tensor: int, pipeline: int) -> None:
-    """It is found, all ranks are started again, and the requests go on with the same tokens; nothing is left over."""
-    with LLM(models["qwen3"], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK) as llm:
+@pytest.mark.parametrize(
+    ("number", "tensor", "pipeline"), [(signal.SIGKILL, 2, 1), (signal.SIGSTOP, 1, 2)]
+)
+def test_a_rank_that_is_lost(
+    models: dict[str, Path], expected: dict[str, list[Any]], number: int, tensor: int, pipeline: int
+) -> None:
+    """It is found, all ranks are started again, and the requests go on with the same tokens;
+    nothing is left over.
+    """
+    with LLM(
+        models["qwen3"], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK
+    ) as llm:
         load_adapter(llm, models["qwen3"])
         (follower,) = children()
         with ThreadPoolExecutor(1) as pool:
-            running, before = pool.submit(partial(llm.generate, *requests(), adapter=ADAPTERS)), llm.stats().steps
+            running, before = (
+                pool.submit(partial(llm.generate, *requests(), adapter=ADAPTERS)),
+                llm.stats().steps,
+            )
             while llm.stats().steps < before + 5:
                 assert not running.done()
             os.kill(follower, number)
@@ -145,7 +203,9 @@ def test_two_models_in_one_process(models: dict[str, Path]) -> None:
         assert said(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
 
 
-def test_a_rank_that_is_lost_while_it_is_linked(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_lost_while_it_is_linked(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not waited for: making the model fails at once."""
     groups = GlooCarrier.groups
 
@@ -165,9 +225,12 @@ def test_no_rank_outlives_the_first(models: dict[str, Path]) -> None:
     """Not one that is stopped either; nor is anything left in shared memory."""
     shared = set(Path("/dev/shm").iterdir())
     code = (
-        f"from headrace import LLM; llm = LLM({str(models['qwen3'])!r}, tensor_parallel_size=3, threads=1); print(1, flush=True); input()"
+        f"from headrace import LLM; llm = LLM({str(models['qwen3'])!r}, "
+        "tensor_parallel_size=3, threads=1); print(1, flush=True); input()"
     )
-    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    first = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert first.stdout and first.stdout.readline() == b"1\n"
     ranks = children(first.pid)
     assert len(ranks) == 2
@@ -181,10 +244,16 @@ def test_no_rank_outlives_the_first(models: dict[str, Path]) -> None:
     assert set(Path("/dev/shm").iterdir()) <= shared
 
 
-def test_ranks_that_could_differ_are_refused(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.parallel.rank._native.isa", lambda: "abacus")  # of this process alone
+def test_ranks_that_could_differ_are_refused(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "headrace.parallel.rank._native.isa", lambda: "abacus"
+    )  # of this process alone
     with pytest.raises(
-        RankLostError, match=r"rank 1 is not like rank 0.*instructions \w+, tensors (\w+), and instructions abacus, tensors \1$"
+        RankLostError,
+        match=r"rank 1 is not like rank 0.*instructions \w+, tensors (\w+), and instructions "
+        r"abacus, tensors \1$",
     ):
         LLM(models["qwen3"], tensor_parallel_size=2, threads=1)
     assert not children()
@@ -204,5 +273,9 @@ def children(parent: int = os.getpid()) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                found += [int(stat.parent.name)] if "rank_process" in (stat.parent / "cmdline").read_text() else []
+                found += (
+                    [int(stat.parent.name)]
+                    if "rank_process" in (stat.parent / "cmdline").read_text()
+                    else []
+                )
     return found

@@ -47,13 +47,20 @@ def test_the_bits_of_one_rank(name: str, ranks: int, saved: Path) -> None:
         with pytest.raises(UnsupportedModelError, match="4 ranks cannot share 3 heads"):
             TensorParallel(program, 0, ranks).rewritten()
     else:
-        check_bits(program, [[TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]], checkpoint)
+        check_bits(
+            program,
+            [[TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]],
+            checkpoint,
+        )
 
 
 def check_bits(program: Program, stages: list[list[Program]], checkpoint: Checkpoint) -> None:
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups, 16, "f32")
-    one, many = LockStep([[program]], checkpoint.tensors, kv), LockStep(stages, checkpoint.tensors, kv)
+    one, many = (
+        LockStep([[program]], checkpoint.tensors, kv),
+        LockStep(stages, checkpoint.tensors, kv),
+    )
     sequences = [Sequence([1, 3], 16), Sequence([2, 0], 16)]
     for chunk in (5, 3, 1):
         tokens = [[(7 * i + 31 * b + chunk) % 101 for i in range(chunk)] for b in range(2)]
@@ -66,18 +73,29 @@ def check_bits(program: Program, stages: list[list[Program]], checkpoint: Checkp
             sequence.computed += chunk
 
 
-STAGES = [Mesh(tensor, pipeline) for tensor, pipeline in [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)]]
-BY_COLUMNS = [Mesh(tensor, pipeline, sequence=True) for tensor, pipeline in [(2, 1), (3, 1), (2, 2)]]
+STAGES = [
+    Mesh(tensor, pipeline) for tensor, pipeline in [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)]
+]
+BY_COLUMNS = [
+    Mesh(tensor, pipeline, sequence=True) for tensor, pipeline in [(2, 1), (3, 1), (2, 2)]
+]
 
 
 @pytest.mark.parametrize("mesh", [*STAGES, *BY_COLUMNS])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_meshes_have_the_bits_of_one_rank(name: str, mesh: Mesh, saved: Path) -> None:
-    """Stages one after the other, with the matrices of each split or not; and what layers add up split by columns."""
+    """Stages one after the other, with the matrices of each split or not; and what layers add up
+    split by columns.
+    """
     checkpoint = checkpoint_of(name, saved)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
-    stages = [[mesh.program(program, rank) for rank in mesh.group(stage)] for stage in range(mesh.pipeline)]
-    layers = [layer for (first, *_) in stages for group in first.kv_groups for layer in group.layers]
+    stages = [
+        [mesh.program(program, rank) for rank in mesh.group(stage)]
+        for stage in range(mesh.pipeline)
+    ]
+    layers = [
+        layer for (first, *_) in stages for group in first.kv_groups for layer in group.layers
+    ]
     assert sorted(layers) == sorted(layer for group in program.kv_groups for layer in group.layers)
     check_bits(program, stages, checkpoint)
 
@@ -98,19 +116,31 @@ def test_what_layers_add_up_is_split_by_columns(saved: Path) -> None:
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     rank = TensorParallel(program, 1, 2, sequence=True).rewritten()
     sums = [op for op in program.ops if isinstance(op, Add)]
-    assert [op.out.width for op in rank.ops if isinstance(op, Add)] == [op.out.width // 2 for op in sums]
+    assert [op.out.width for op in rank.ops if isinstance(op, Add)] == [
+        op.out.width // 2 for op in sums
+    ]
     norms = [op for op in rank.ops if isinstance(op, NormShare)]
-    assert len(norms) == sum(isinstance(op, ColumnsToRows) for op in rank.ops) == sum(isinstance(op, GatherShares) for op in rank.ops)
-    assert len(norms) == sum(op.out.rows == "step" for op in sums)  # those behind take the rows alone that have logits
+    assert (
+        len(norms)
+        == sum(isinstance(op, ColumnsToRows) for op in rank.ops)
+        == sum(isinstance(op, GatherShares) for op in rank.ops)
+    )
+    assert len(norms) == sum(
+        op.out.rows == "step" for op in sums
+    )  # those behind take the rows alone that have logits
 
 
 @given(model=models(), ranks=st.integers(1, 4), sequence=st.booleans(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_shapes_formats_and_trees(model: tuple[ModelSpec, Tensors], ranks: int, sequence: bool, data: st.DataObject) -> None:
+def test_any_shapes_formats_and_trees(
+    model: tuple[ModelSpec, Tensors], ranks: int, sequence: bool, data: st.DataObject
+) -> None:
     spec, tensors = model
     assume(ranks <= spec.num_heads)
     program = trace_model(spec, tensors)
-    programs = [TensorParallel(program, rank, ranks, sequence=sequence).rewritten() for rank in range(ranks)]
+    programs = [
+        TensorParallel(program, rank, ranks, sequence=sequence).rewritten() for rank in range(ranks)
+    ]
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups, 16, data.draw(st.sampled_from(["f32", "bf16"])))
     one, many = LockStep([[program]], tensors, kv), LockStep([programs], tensors, kv)
@@ -119,7 +149,10 @@ def test_any_shapes_formats_and_trees(model: tuple[ModelSpec, Tensors], ranks: i
     for _ in range(2):
         known = [data.draw(st.lists(tokens, min_size=1, max_size=4)) for _ in sequences]
         drafts = [data.draw(st.lists(tokens, max_size=4)) for _ in sequences]
-        parents = [[data.draw(st.integers(-1, node - 1)) for node in range(len(drafted))] for drafted in drafts]
+        parents = [
+            [data.draw(st.integers(-1, node - 1)) for node in range(len(drafted))]
+            for drafted in drafts
+        ]
         batch = batch_of(sequences, known, list(zip(drafts, parents, strict=True)), True, groups)
         (want,), found = one.logits(batch), many.logits(batch)
         for logits in found:
@@ -138,9 +171,16 @@ def test_every_row_of_a_matrix_is_on_one_rank(model: tuple[ModelSpec, Tensors], 
     found = [TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]
     matrices = {w.name: w for op in program.ops for w in op.matrices()}
     shares = [{w.name: w for op in rank.ops for w in op.matrices()} for rank in found]
-    assert sum(w.nbytes for rank in shares for w in rank.values()) == sum(w.nbytes for w in matrices.values())
+    assert sum(w.nbytes for rank in shares for w in rank.values()) == sum(
+        w.nbytes for w in matrices.values()
+    )
     for name, matrix in matrices.items():
         rows = sorted(
-            tuple(map(int, share.partition("[")[2][:-1].split(":"))) for rank in shares for share in rank if share.startswith(f"{name}[")
+            tuple(map(int, share.partition("[")[2][:-1].split(":")))
+            for rank in shares
+            for share in rank
+            if share.startswith(f"{name}[")
         )
-        assert [first for first, _ in rows] == [0, *(last for _, last in rows[:-1])] and rows[-1][1] == matrix.rows
+        assert [first for first, _ in rows] == [0, *(last for _, last in rows[:-1])] and rows[-1][
+            1
+        ] == matrix.rows

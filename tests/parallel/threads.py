@@ -1,4 +1,6 @@
-"""Ranks as threads of this process: the same kernels and exchanges as in processes of their own, with rows that are handed over."""
+"""Ranks as threads of this process: the same kernels and exchanges as in processes of their own,
+with rows that are handed over.
+"""
 
 import queue
 from collections.abc import Mapping, Sequence
@@ -26,8 +28,20 @@ class _Stage:
 
 
 class _Carrier:
-    def __init__(self, stages: list[_Stage], queues: dict[tuple[int, int], queue.Queue[Floats]], stage: int, share: int) -> None:
-        self.stage, self.stages, self.queues, self.share, self.received = stage, stages, queues, share, 0
+    def __init__(
+        self,
+        stages: list[_Stage],
+        queues: dict[tuple[int, int], queue.Queue[Floats]],
+        stage: int,
+        share: int,
+    ) -> None:
+        self.stage, self.stages, self.queues, self.share, self.received = (
+            stage,
+            stages,
+            queues,
+            share,
+            0,
+        )
 
     def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
         found = [each[self.share] for each in self._all([numbers] * len(sizes))]
@@ -46,7 +60,9 @@ class _Carrier:
         stage.barrier.wait(SECONDS)
         found = [[piece.copy() for piece in each] for each in stage.rows]
         stage.barrier.wait(SECONDS)
-        self.received += sum(each[self.share].nbytes for share, each in enumerate(found) if share != self.share)
+        self.received += sum(
+            each[self.share].nbytes for share, each in enumerate(found) if share != self.share
+        )
         return found
 
     def send(self, rows: Floats, stage: int) -> None:
@@ -61,16 +77,40 @@ class Threads:
     """A mesh of ranks of one thread each, on the cpu backend."""
 
     def __init__(
-        self, mesh: Mesh, program: Program, tensors: Mapping[str, StoredTensor], kv: KvConfig, fused: bool = True, **others: Any
+        self,
+        mesh: Mesh,
+        program: Program,
+        tensors: Mapping[str, StoredTensor],
+        kv: KvConfig,
+        fused: bool = True,
+        **others: Any,
     ) -> None:
         stages = [_Stage(mesh.tensor) for _ in range(mesh.pipeline)]
-        queues = {(stage, share): queue.Queue[Floats]() for stage in range(mesh.pipeline) for share in range(mesh.tensor)}
+        queues = {
+            (stage, share): queue.Queue[Floats]()
+            for stage in range(mesh.pipeline)
+            for share in range(mesh.tensor)
+        }
         self.pool = ThreadPoolExecutor(mesh.ranks)
-        self.carriers = [_Carrier(stages, queues, mesh.stage(rank), rank % mesh.tensor) for rank in range(mesh.ranks)]
+        self.carriers = [
+            _Carrier(stages, queues, mesh.stage(rank), rank % mesh.tensor)
+            for rank in range(mesh.ranks)
+        ]
         self.ranks = []
         for rank, carrier in enumerate(self.carriers):
             own, how = mesh.program(program, rank), lower if fused else sized
-            self.ranks.append(CpuExecutable(own, weights_of(own, tensors), kv, 1, "", lower=how, links=Exchange(carrier), **others))
+            self.ranks.append(
+                CpuExecutable(
+                    own,
+                    weights_of(own, tensors),
+                    kv,
+                    1,
+                    "",
+                    lower=how,
+                    links=Exchange(carrier),
+                    **others,
+                )
+            )
 
     def logits(self, batch: RaggedBatch) -> list[Floats]:
         """One forward; the logits on each rank of the last stage."""
@@ -78,7 +118,9 @@ class Threads:
         wait(runs)  # also where the first has failed
         for run in runs:
             run.result()
-        return [np.array(logits) for rank in self.ranks if (logits := rank.logits(batch)) is not None]
+        return [
+            np.array(logits) for rank in self.ranks if (logits := rank.logits(batch)) is not None
+        ]
 
     def close(self) -> None:
         self.pool.shutdown()

@@ -10,8 +10,12 @@ from tests.planner.test_roofline import HERE, SMOLLM2, program
 
 
 def answer(num_in: int, *num_out: int, **drafts: DraftStats) -> RequestOutput:
-    outputs = [CompletionOutput(i, "", [1] * n, None, None, "stop", None) for i, n in enumerate(num_out)]
-    return RequestOutput("0", None, [1] * num_in, None, outputs, True, Timing(0, 1, 1), drafts=drafts)
+    outputs = [
+        CompletionOutput(i, "", [1] * n, None, None, "stop", None) for i, n in enumerate(num_out)
+    ]
+    return RequestOutput(
+        "0", None, [1] * num_in, None, outputs, True, Timing(0, 1, 1), drafts=drafts
+    )
 
 
 def test_plain_decoding_takes_a_step_for_each_token_after_the_first() -> None:
@@ -28,30 +32,57 @@ def test_plain_decoding_at_its_limit() -> None:
 
 
 def test_drafts_make_fewer_steps_of_more_rows() -> None:
-    """40 steps after the first drew 100 tokens: 60 accepted ones, and one each. 20 of them had drafts, of 75 rows in all."""
-    loads = decode_loads(answer(8, 101, ngram=DraftStats(12, 45, 40), jacobi=DraftStats(8, 30, 20)), 2)
-    assert loads == [(20, Load(((58, 1),), 1, 2)), (5, Load(((58, 4),), 4, 2)), (15, Load(((58, 5),), 5, 2))]
+    """40 steps after the first drew 100 tokens: 60 accepted ones, and one each. 20 of them had
+    drafts, of 75 rows in all.
+    """
+    loads = decode_loads(
+        answer(8, 101, ngram=DraftStats(12, 45, 40), jacobi=DraftStats(8, 30, 20)), 2
+    )
+    assert loads == [
+        (20, Load(((58, 1),), 1, 2)),
+        (5, Load(((58, 4),), 4, 2)),
+        (15, Load(((58, 5),), 5, 2)),
+    ]
     p = program(SMOLLM2, 0.625)
-    assert decode_seconds(p, HERE, loads) == pytest.approx(sum(count * step_seconds(p, load, HERE) for count, load in loads))
+    assert decode_seconds(p, HERE, loads) == pytest.approx(
+        sum(count * step_seconds(p, load, HERE) for count, load in loads)
+    )
 
 
 def test_drafts_of_one_size() -> None:
-    assert decode_loads(answer(8, 6, ngram=DraftStats(1, 3, 2)), 2) == [(2, Load(((11, 1),), 1, 2)), (1, Load(((11, 4),), 4, 2))]
-    assert decode_loads(answer(8, 11, ngram=DraftStats(2, 8, 6)), 2) == [(2, Load(((14, 1),), 1, 2)), (2, Load(((14, 5),), 5, 2))]
+    assert decode_loads(answer(8, 6, ngram=DraftStats(1, 3, 2)), 2) == [
+        (2, Load(((11, 1),), 1, 2)),
+        (1, Load(((11, 4),), 4, 2)),
+    ]
+    assert decode_loads(answer(8, 11, ngram=DraftStats(2, 8, 6)), 2) == [
+        (2, Load(((14, 1),), 1, 2)),
+        (2, Load(((14, 5),), 5, 2)),
+    ]
 
 
 def test_no_more_steps_with_drafts_than_there_were_steps() -> None:
-    """The draft of the first token's step is counted in the result, but its step is not among these."""
+    """The draft of the first token's step is counted in the result, but its step is not among
+    these.
+    """
     assert decode_loads(answer(8, 7, ngram=DraftStats(3, 6, 4)), 2) == [(2, Load(((12, 3),), 3, 2))]
     assert decode_loads(answer(8, 5, ngram=DraftStats(1, 4, 4)), 2) == []
-    assert decode_loads(answer(8, 5, ngram=DraftStats(2, 9, 6)), 2) == []  # the last of them came after the end
+    assert (
+        decode_loads(answer(8, 5, ngram=DraftStats(2, 9, 6)), 2) == []
+    )  # the last of them came after the end
 
 
 def test_several_answers_share_their_steps() -> None:
     """Unequal ones take at least as many steps as equal ones would."""
-    assert decode_loads(answer(10, 21, 21), 2) == decode_loads(answer(10, 11, 31), 2) == [(20, Load(((20, 1),) * 2, 2, 2))]
+    assert (
+        decode_loads(answer(10, 21, 21), 2)
+        == decode_loads(answer(10, 11, 31), 2)
+        == [(20, Load(((20, 1),) * 2, 2, 2))]
+    )
     drafts = DraftStats(8, 16, 12)
-    assert decode_loads(answer(10, 15, 15, ngram=drafts), 2) == [(4, Load(((18, 1),) * 2, 2, 2)), (4, Load(((18, 3),) * 2, 6, 2))]
+    assert decode_loads(answer(10, 15, 15, ngram=drafts), 2) == [
+        (4, Load(((18, 1),) * 2, 2, 2)),
+        (4, Load(((18, 3),) * 2, 6, 2)),
+    ]
 
 
 def test_all_beams_of_a_search_take_part() -> None:

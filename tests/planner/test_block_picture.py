@@ -12,24 +12,39 @@ from headrace.stats import BlockMap, GroupMap, Holding
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def one_group(num_blocks: int, block_size: int, holdings: list[Holding], cached: tuple[int, ...] = ()) -> BlockMap:
+def one_group(
+    num_blocks: int, block_size: int, holdings: list[Holding], cached: tuple[int, ...] = ()
+) -> BlockMap:
     return BlockMap(block_size, [GroupMap(2, 0, num_blocks, holdings, cached)])
 
 
 BLOCKS = one_group(
     40,
     8,
-    [Holding("a", 0, 20, [0, 1, 2]), Holding("a", 1, 20, [0, 1, 3]), Holding("b", 0, 9, [0, 9]), Holding("c", 0, 0, [7])],
+    [
+        Holding("a", 0, 20, [0, 1, 2]),
+        Holding("a", 1, 20, [0, 1, 3]),
+        Holding("b", 0, 9, [0, 9]),
+        Holding("c", 0, 0, [7]),
+    ],
     cached=(20, 21, 9),
 )
 
 
 def rects(svg: str, kind: str) -> list[dict[str, str]]:
-    return [rect.attrib for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect") if rect.get("class") == kind]
+    return [
+        rect.attrib
+        for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect")
+        if rect.get("class") == kind
+    ]
 
 
 def cells(svg: str, kind: str) -> int:
-    paths = [path.attrib["d"] for path in ElementTree.fromstring(svg).iter(f"{SVG}path") if path.get("class") == kind]
+    paths = [
+        path.attrib["d"]
+        for path in ElementTree.fromstring(svg).iter(f"{SVG}path")
+        if path.get("class") == kind
+    ]
     return sum(path.count("M") for path in paths)
 
 
@@ -42,14 +57,23 @@ def legend(svg: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 def test_every_block_is_drawn() -> None:
     svg = block_map_svg("a title", BLOCKS)
     strips, pale = legend(svg)
-    assert cells(svg, "free") == 40 - 6 and cells(svg, "cached") == 2  # one of the cached is held again
-    assert len(rects(svg, "kv")) - len(strips) == 2 + 1 + 1 + 1 + 1  # block 0 has two strips; block 7 holds nothing yet
+    assert (
+        cells(svg, "free") == 40 - 6 and cells(svg, "cached") == 2
+    )  # one of the cached is held again
+    assert (
+        len(rects(svg, "kv")) - len(strips) == 2 + 1 + 1 + 1 + 1
+    )  # block 0 has two strips; block 7 holds nothing yet
     assert len(rects(svg, "block")) - len(pale) == 4
-    assert "6 of 40 blocks of 8 tokens in use; 25 of their 48 slots hold KV (47.9 % empty); 2 shared; 2 free but cached" in svg
+    assert (
+        "6 of 40 blocks of 8 tokens in use; 25 of their 48 slots hold KV (47.9 % empty); "
+        "2 shared; 2 free but cached" in svg
+    )
 
 
 def test_each_group_has_a_grid_of_its_own() -> None:
-    windowed = GroupMap(10, 12, 16, [Holding("a", 0, 20, [-1, 5, 6]), Holding("b", 0, 9, [0, 9])], [3])
+    windowed = GroupMap(
+        10, 12, 16, [Holding("a", 0, 20, [-1, 5, 6]), Holding("b", 0, 9, [0, 9])], [3]
+    )
     svg = block_map_svg("t", BlockMap(8, [*BLOCKS.groups, windowed]))
     strips, _ = legend(svg)
     assert cells(svg, "free") == 40 - 6 + 16 - 4 and cells(svg, "cached") == 2 + 1
@@ -59,14 +83,22 @@ def test_each_group_has_a_grid_of_its_own() -> None:
     assert "21 of their 32 slots hold KV (34.4 % empty); 1 free but cached<" in svg
     tops = sorted({float(rect["y"]) for rect in rects(svg, "kv") if float(rect["x"]) < 700})
     assert max(b - a for a, b in pairwise(tops)) > 40  # there are words between the grids
-    assert [int(text) for text in re.findall(r'x="970.0".*?>(\d+)<', svg)] == [4 + 2, 2 + 2, 1]  # blocks of a, b and c
+    assert [int(text) for text in re.findall(r'x="970.0".*?>(\d+)<', svg)] == [
+        4 + 2,
+        2 + 2,
+        1,
+    ]  # blocks of a, b and c
 
 
 def test_a_part_is_as_high_as_it_is_full() -> None:
     svg = block_map_svg("t", one_group(1, 8, [Holding("a", 0, 2, [0])]))
-    (full,), (whole,) = ([r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "block"))
+    (full,), (whole,) = (
+        [r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "block")
+    )
     assert float(full["height"]) / float(whole["height"]) == pytest.approx(0.25, abs=0.01)
-    assert float(full["y"]) + float(full["height"]) == pytest.approx(float(whole["y"]) + float(whole["height"]), abs=0.15)
+    assert float(full["y"]) + float(full["height"]) == pytest.approx(
+        float(whole["y"]) + float(whole["height"]), abs=0.15
+    )
 
 
 def test_requests_have_colours_of_their_own() -> None:

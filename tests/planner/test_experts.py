@@ -17,7 +17,11 @@ PROGRAM, TENSORS = Mixture(experts=4, top_k=2, layers=2).program()
 
 def cells(svg: str) -> list[tuple[str, str]]:
     """Colour and words of each."""
-    found = [cell for cell in ElementTree.fromstring(svg).iter(f"{SVG}rect") if cell.get("class") == "expert"]
+    found = [
+        cell
+        for cell in ElementTree.fromstring(svg).iter(f"{SVG}rect")
+        if cell.get("class") == "expert"
+    ]
     return [(cell.attrib["fill"], cell[0].text or "") for cell in found]
 
 
@@ -68,6 +72,8 @@ def test_everything_lies_on_the_page(layers: int, experts: int) -> None:
     height = float(root.attrib["height"])
     for rect in root.iter(f"{SVG}rect"):
         x, y = float(rect.get("x", 0)), float(rect.get("y", 0))
-        assert x + float(rect.attrib["width"]) <= 1000 and y + float(rect.attrib["height"]) <= height
+        assert (
+            x + float(rect.attrib["width"]) <= 1000 and y + float(rect.attrib["height"]) <= height
+        )
     for words in root.iter(f"{SVG}text"):
         assert 0 <= float(words.attrib["y"]) <= height and "had none" not in (words.text or "")

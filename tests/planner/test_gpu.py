@@ -11,7 +11,10 @@ from headrace.planner.gpu import Gpu, GpuHost
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 132, (12, 8))
 READY = GpuHost(H100, torch_cuda="12.8")
-_VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: gcc 12.2.0\n"
+_VERSION = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC "
+    "2024\nGCC version: gcc 12.2.0\n"
+)
 
 
 class Driver:
@@ -55,16 +58,24 @@ def test_what_a_driver_says() -> None:
 
 def test_why_a_driver_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for driver, message in ((Driver(count=0), "shows no GPU: see what nvidia-smi"), (Driver(code=803), "shows no GPU, error 803: see")):
+    for driver, message in (
+        (Driver(count=0), "shows no GPU: see what nvidia-smi"),
+        (Driver(code=803), "shows no GPU, error 803: see"),
+    ):
         found, why = gpu.ask_driver(driver)
         assert found is None and message in why
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "(CUDA_VISIBLE_DEVICES is set)" in gpu.ask_driver(Driver(count=0))[1]
 
 
-def test_without_a_trace_of_a_driver_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_trace_of_a_driver_nothing_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "_by_driver", lambda: pytest.fail("loaded"))
-    assert gpu.find_gpu(tmp_path) == (None, "there is no NVIDIA driver on this machine: use the cpu backend")
+    assert gpu.find_gpu(tmp_path) == (
+        None,
+        "there is no NVIDIA driver on this machine: use the cpu backend",
+    )
     assert gpu.driver_version(tmp_path) == ""
 
 
@@ -92,10 +103,20 @@ def test_the_library_is_missing_in_a_container(monkeypatch: pytest.MonkeyPatch) 
             {"gpu": Gpu("Tesla V100", (7, 0), 1, 80, (12, 8))},
             "Tesla V100 has compute capability 7.0, and kernels need 8.0 or more: use the cpu",
         ),
-        ({"absent": ("torch", "triton")}, "torch and triton are not installed: pip install 'headrace[cuda]', about 3 GB"),
+        (
+            {"absent": ("torch", "triton")},
+            "torch and triton are not installed: pip install 'headrace[cuda]', about 3 GB",
+        ),
         ({"absent": ("triton",)}, "triton is not installed: pip install"),
-        ({"torch_cuda": None}, "torch is a build for the processor alone: pip uninstall torch, then pip install 'headrace[cuda]'"),
-        ({"torch_cuda": "13.0"}, "torch is built for CUDA 13.0, and the driver for 12.8 at most: install a newer driver"),
+        (
+            {"torch_cuda": None},
+            "torch is a build for the processor alone: pip uninstall torch, then pip "
+            "install 'headrace[cuda]'",
+        ),
+        (
+            {"torch_cuda": "13.0"},
+            "torch is built for CUDA 13.0, and the driver for 12.8 at most: install a newer driver",
+        ),
         ({"torch_cuda": "12.9"}, ""),
         ({"interprets": True}, "TRITON_INTERPRET is set"),
     ],
@@ -106,21 +127,35 @@ def test_obstacles(change: dict[str, Any], message: str) -> None:
 
 
 def vars_of(host: GpuHost) -> dict[str, Any]:
-    return {name: getattr(host, name) for name in ("gpu", "no_gpu", "absent", "torch_cuda", "interprets")}
+    return {
+        name: getattr(host, name)
+        for name in ("gpu", "no_gpu", "absent", "torch_cuda", "interprets")
+    }
 
 
-@pytest.mark.parametrize(("text", "cuda"), [("cuda: Optional[str] = '12.8'\n", "12.8"), ("cuda: Optional[str] = None\n", None), ("", None)])
+@pytest.mark.parametrize(
+    ("text", "cuda"),
+    [
+        ("cuda: Optional[str] = '12.8'\n", "12.8"),
+        ("cuda: Optional[str] = None\n", None),
+        ("", None),
+    ],
+)
 def test_what_torch_was_built_for_without_importing_it(
     text: str, cuda: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise AssertionError('imported')")
-    (tmp_path / "torch/version.py").write_text(f"__version__ = '2'\n{text}hip: Optional[str] = None\n")
+    (tmp_path / "torch/version.py").write_text(
+        f"__version__ = '2'\n{text}hip: Optional[str] = None\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "torch", raising=False)
     assert gpu._torch_cuda() == cuda
 
 
 def test_triton_is_told_to_interpret_as_triton_reads_it() -> None:
-    assert gpu.interprets({"TRITON_INTERPRET": "1"}) and gpu.interprets({"TRITON_INTERPRET": "True"})
+    assert gpu.interprets({"TRITON_INTERPRET": "1"}) and gpu.interprets(
+        {"TRITON_INTERPRET": "True"}
+    )
     assert not gpu.interprets({}) and not gpu.interprets({"TRITON_INTERPRET": "0"})

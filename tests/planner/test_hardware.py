@@ -31,8 +31,12 @@ def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 
 def test_ridge() -> None:
-    assert Machine("A100", "sm80", 1, 2.04e12, {"bf16": 312e12}).ridge("bf16") == pytest.approx(153, abs=0.5)
-    assert Machine("H100", "sm90", 1, 3.35e12, {"bf16": 990e12}).ridge("bf16") == pytest.approx(296, abs=0.6)
+    assert Machine("A100", "sm80", 1, 2.04e12, {"bf16": 312e12}).ridge("bf16") == pytest.approx(
+        153, abs=0.5
+    )
+    assert Machine("H100", "sm90", 1, 3.35e12, {"bf16": 990e12}).ridge("bf16") == pytest.approx(
+        296, abs=0.6
+    )
     assert Machine("Zen 4", "avx512", 2, 36e9, RATES).ridge("int8") == pytest.approx(26, abs=0.2)
 
 
@@ -44,7 +48,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def test_measured_for_each_thread_count_and_instruction_set(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+def test_measured_for_each_thread_count_and_instruction_set(
+    native: SimpleNamespace, clock: SimpleNamespace
+) -> None:
     assert hardware.remembered(2) is None
     first = hardware.this_machine(2)
     assert first == hardware.remembered(2) == Machine(host.cpu_name(), "avx512", 2, 36e9, RATES)
@@ -56,13 +62,22 @@ def test_measured_for_each_thread_count_and_instruction_set(native: SimpleNamesp
     assert hardware.remembered(2) == first
 
 
-def test_as_many_threads_as_the_process_may_use(native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_threads_as_the_process_may_use(
+    native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headrace.planner.hardware.host.usable_cores", lambda: 3)
     assert hardware.this_machine().threads == 3 and hardware.this_machine(2).threads == 2
-    assert hardware.measure() == hardware.remembered() == hardware.this_machine() == hardware.remembered(3)
+    assert (
+        hardware.measure()
+        == hardware.remembered()
+        == hardware.this_machine()
+        == hardware.remembered(3)
+    )
 
 
-def test_measured_until_two_agree_and_then_once_an_hour(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+def test_measured_until_two_agree_and_then_once_an_hour(
+    native: SimpleNamespace, clock: SimpleNamespace
+) -> None:
     for calls in (1, 2, 2, 2):
         assert hardware.this_machine(2).bandwidth == 36e9 and native.calls == calls
     for calls in (2, 2, 3, 3, 4):
@@ -71,7 +86,9 @@ def test_measured_until_two_agree_and_then_once_an_hour(native: SimpleNamespace,
 
 
 @pytest.mark.parametrize(("share", "calls"), [(0.9, 2), (0.89, 3)])
-def test_two_agree_within_a_tenth(native: SimpleNamespace, clock: SimpleNamespace, share: float, calls: int) -> None:
+def test_two_agree_within_a_tenth(
+    native: SimpleNamespace, clock: SimpleNamespace, share: float, calls: int
+) -> None:
     hardware.this_machine(2)
     native.share = share
     for _ in range(2):
@@ -79,7 +96,9 @@ def test_two_agree_within_a_tenth(native: SimpleNamespace, clock: SimpleNamespac
     assert native.calls == calls
 
 
-def test_of_old_measurements_the_newest_counts(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+def test_of_old_measurements_the_newest_counts(
+    native: SimpleNamespace, clock: SimpleNamespace
+) -> None:
     for native.share in (1.0, 0.5, 0.25):
         hardware.measure(2)
     clock.now += 1e6
@@ -100,14 +119,18 @@ def test_a_busy_moment_does_not_stay(native: SimpleNamespace, clock: SimpleNames
     assert (hardware.remembered(2).bandwidth, hardware.remembered(2).rates) == (36e9, RATES)
 
 
-def test_each_figure_is_the_best_of_its_own(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+def test_each_figure_is_the_best_of_its_own(
+    native: SimpleNamespace, clock: SimpleNamespace
+) -> None:
     hardware.measure(2)
     native.bandwidth, native.share = 80e9, 0.5
     hardware.measure(2)
     assert hardware.remembered(2).bandwidth == 40e9 and hardware.remembered(2).rates == RATES
 
 
-def test_a_machine_that_is_never_quiet_is_measured_five_times_an_hour(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+def test_a_machine_that_is_never_quiet_is_measured_five_times_an_hour(
+    native: SimpleNamespace, clock: SimpleNamespace
+) -> None:
     for calls in range(1, 9):
         native.share = 0.8**calls
         hardware.this_machine(2)
@@ -118,7 +141,9 @@ def test_a_machine_that_is_never_quiet_is_measured_five_times_an_hour(native: Si
     assert native.calls == 6
 
 
-def test_a_machine_that_became_slower_is_believed_after_a_day(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+def test_a_machine_that_became_slower_is_believed_after_a_day(
+    native: SimpleNamespace, clock: SimpleNamespace
+) -> None:
     first = hardware.this_machine(2)
     clock.now += 24 * 3600
     native.share = 0.5
@@ -130,7 +155,9 @@ def test_a_machine_that_became_slower_is_believed_after_a_day(native: SimpleName
     assert first.bandwidth == 36e9
 
 
-def test_a_reading_from_the_future_does_not_stay(native: SimpleNamespace, clock: SimpleNamespace) -> None:
+def test_a_reading_from_the_future_does_not_stay(
+    native: SimpleNamespace, clock: SimpleNamespace
+) -> None:
     native.share = 2
     hardware.measure(2)
     clock.now -= 10
@@ -138,7 +165,9 @@ def test_a_reading_from_the_future_does_not_stay(native: SimpleNamespace, clock:
     assert hardware.this_machine(2).bandwidth == 36e9
 
 
-def test_what_is_kept_is_bounded(native: SimpleNamespace, clock: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_is_kept_is_bounded(
+    native: SimpleNamespace, clock: SimpleNamespace, tmp_path: Path
+) -> None:
     for _ in range(250):
         hardware.measure(2)
     (readings,) = json.loads((tmp_path / "machine.json").read_text()).values()
@@ -148,13 +177,23 @@ def test_what_is_kept_is_bounded(native: SimpleNamespace, clock: SimpleNamespace
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", "not json", '{"%s": 3}', '{"%s": [3]}', '{"%s": {"bandwidth": 1}}', '{"%s": [{"bandwidth": 1, "rates": {}}]}'),
+        *(
+            "",
+            "[]",
+            "not json",
+            '{"%s": 3}',
+            '{"%s": [3]}',
+            '{"%s": {"bandwidth": 1}}',
+            '{"%s": [{"bandwidth": 1, "rates": {}}]}',
+        ),
         '{"%s": [{"time": 1, "bandwidth": NaN, "rates": {"int8": 1, "bf16": 1, "f32": 1}}]}',
         '{"%s": [{"time": 1, "bandwidth": 1, "rates": {"int8": 1, "bf16": 0, "f32": 1}}]}',
         '{"%s": [{"time": 1, "bandwidth": 1, "rates": {"int8": Infinity, "bf16": 1, "f32": 1}}]}',
     ],
 )
-def test_a_broken_cache_is_measured_over(native: SimpleNamespace, tmp_path: Path, text: str) -> None:
+def test_a_broken_cache_is_measured_over(
+    native: SimpleNamespace, tmp_path: Path, text: str
+) -> None:
     hardware.measure(2)
     file = tmp_path / "machine.json"
     (key,) = json.loads(file.read_text())
@@ -164,12 +203,16 @@ def test_a_broken_cache_is_measured_over(native: SimpleNamespace, tmp_path: Path
     assert hardware.remembered(2) is not None
 
 
-def test_the_cache_is_made_where_it_is_not(native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_made_where_it_is_not(
+    native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "not" / "there"))
     assert hardware.measure(2) == hardware.remembered(2)
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(
+    native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file" / "below"))
     assert hardware.measure(2).bandwidth == 36e9
@@ -177,7 +220,9 @@ def test_a_cache_that_cannot_be_written_is_no_error(native: SimpleNamespace, tmp
 
 
 def test_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real figures, loosely bounded: a processor reads 0.1 to 10,000 GB/s and computes 0.1 G to 10,000 T operations a second."""
+    """Real figures, loosely bounded: a processor reads 0.1 to 10,000 GB/s and computes 0.1 G to
+    10,000 T operations a second.
+    """
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     machine = hardware.measure()
     assert 1e8 < machine.bandwidth < 1e13
@@ -200,12 +245,23 @@ class TestGpu:
     @pytest.mark.usefixtures("there")
     def test_it_has_figures_of_its_own(self, native: SimpleNamespace) -> None:
         machine = hardware.measure(2, "cuda")
-        assert machine == Machine(self.FOUND.name, "sm_90", 132, 3e12, {kind: 1000 * rate for kind, rate in RATES.items()})
-        assert machine == hardware.remembered(7, "cuda") == hardware.this_machine(backend="cuda") and native.calls == 0
+        assert machine == Machine(
+            self.FOUND.name, "sm_90", 132, 3e12, {kind: 1000 * rate for kind, rate in RATES.items()}
+        )
+        assert (
+            machine == hardware.remembered(7, "cuda") == hardware.this_machine(backend="cuda")
+            and native.calls == 0
+        )
         assert machine.is_gpu and machine.at_work == "132 multiprocessors"
-        assert hardware.remembered(2) is None and hardware.measure(2).at_work == "2 threads" and not hardware.measure(1).is_gpu
+        assert (
+            hardware.remembered(2) is None
+            and hardware.measure(2).at_work == "2 threads"
+            and not hardware.measure(1).is_gpu
+        )
 
     @pytest.mark.usefixtures("there")
-    def test_kernels_that_are_interpreted_run_on_the_processor(self, native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels_that_are_interpreted_run_on_the_processor(
+        self, native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         assert hardware.measure(2, "cuda") == hardware.remembered(2) and native.calls == 1

@@ -1,4 +1,6 @@
-"""The accounts of a profile and its picture, on ops whose cost is known and on a tiny model that really runs."""
+"""The accounts of a profile and its picture, on ops whose cost is known and on a tiny model that
+really runs.
+"""
 
 import math
 from dataclasses import replace
@@ -16,7 +18,15 @@ from headrace.model import trace_model
 from headrace.planner import roofline
 from headrace.planner.hardware import Machine
 from headrace.planner.picture import roofline_svg
-from headrace.planner.profile import OpProfile, PhaseProfile, account, decode_phase, phases, prefill_phase, typical
+from headrace.planner.profile import (
+    OpProfile,
+    PhaseProfile,
+    account,
+    decode_phase,
+    phases,
+    prefill_phase,
+    typical,
+)
 from headrace.program.op import Load, Op
 from headrace.program.trace import Program
 from tests.tiny import tiny_model
@@ -41,7 +51,12 @@ def op_profile(**fields: float) -> OpProfile:
 class TestPhases:
     def test_depths_with_the_first_batch_and_batches_at_the_first_depth(self) -> None:
         found = phases((512, 512), (128, 2048), (1, 4), 2)
-        names = ["prefill 512", "decode, depth 128, batch 1", "decode, depth 2,048, batch 1", "decode, depth 128, batch 4"]
+        names = [
+            "prefill 512",
+            "decode, depth 128, batch 1",
+            "decode, depth 2,048, batch 1",
+            "decode, depth 128, batch 4",
+        ]
         assert [phase.name for phase in found] == names
         assert [phase.length for phase in found] == [512, 129, 2049, 129]
 
@@ -50,7 +65,9 @@ class TestPhases:
 
     def test_a_prefill_is_cut_as_the_limit_is(self) -> None:
         phase = prefill_phase(1030, 2)
-        assert list(phase.steps) == [Load((chunk,), 1, 2) for chunk in ((0, 512), (512, 512), (1024, 6))]
+        assert list(phase.steps) == [
+            Load((chunk,), 1, 2) for chunk in ((0, 512), (512, 512), (1024, 6))
+        ]
         measured = account(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 3])
         assert measured.limit == pytest.approx(roofline.prefill_limit(PROGRAM, HERE, 1030, 2))
 
@@ -65,10 +82,14 @@ class TestAccount:
         measured = account(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 2])
         assert {op.name for op in measured.ops} == {op.name for op in PROGRAM.ops}
         for op in measured.ops:
-            calls = [(own, load) for own in PROGRAM.ops if own.name == op.name for load in phase.steps]
+            calls = [
+                (own, load) for own in PROGRAM.ops if own.name == op.name for load in phase.steps
+            ]
             assert (op.calls, op.bytes) == (len(calls), sum(own.bytes(load) for own, load in calls))
             assert op.flops == sum(own.flops(load) for own, load in calls)
-            assert op.floor == pytest.approx(sum(roofline.op_seconds(own, load, HERE) for own, load in calls))
+            assert op.floor == pytest.approx(
+                sum(roofline.op_seconds(own, load, HERE) for own, load in calls)
+            )
             assert op.memory_seconds == op.bytes / HERE.bandwidth
             kinds = {roofline.op_kind(own, load) for own, load in calls}
             if len(kinds) == 1:
@@ -79,7 +100,9 @@ class TestAccount:
         spec, tensors = tiny_model(3, layers=3, dim=64, ffn=96, format="F32", context=2048)
         exact = lower_program("cpu", trace_model(spec, tensors), tensors)
         for most, fewest, kind in ((exact, PROGRAM, "f32"), (PROGRAM, exact, "int8")):
-            program = replace(most, ops=[*most.ops, next(op for op in fewest.ops if op.name == "linear")])
+            program = replace(
+                most, ops=[*most.ops, next(op for op in fewest.ops if op.name == "linear")]
+            )
             measured = account(decode_phase(8, 1, 2), program, HERE, [[times(program, 1.0)]])
             assert [op.kind for op in measured.ops if op.name == "linear"] == [kind]
 
@@ -87,14 +110,26 @@ class TestAccount:
         rounds = [[times(PROGRAM, seconds)] * 2 for seconds in (1.0, 2.0, 9.0)]
         measured = account(prefill_phase(700, 2), PROGRAM, HERE, rounds)
         assert all(op.seconds == 4.0 for op in measured.ops)
-        assert measured.wall == pytest.approx(1.1 * 4.0 * len(measured.ops)) == pytest.approx(measured.seconds)
+        assert (
+            measured.wall
+            == pytest.approx(1.1 * 4.0 * len(measured.ops))
+            == pytest.approx(measured.seconds)
+        )
         assert measured.outside == pytest.approx(0.1 * 4.0 * len(measured.ops))
         assert measured.barriers == 14 and len(measured.walls) == 3
 
     def test_an_op_that_the_program_does_not_name_has_time_and_no_cost(self) -> None:
-        measured = account(decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0, mystery=5.0)]])
+        measured = account(
+            decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0, mystery=5.0)]]
+        )
         (mystery,) = [op for op in measured.ops if op.name == "mystery"]
-        assert (mystery.calls, mystery.seconds, mystery.bytes, mystery.flops, mystery.floor) == (0, 5.0, 0, 0, 0.0)
+        assert (mystery.calls, mystery.seconds, mystery.bytes, mystery.flops, mystery.floor) == (
+            0,
+            5.0,
+            0,
+            0,
+            0.0,
+        )
         assert mystery.bound == "unknown"
 
     def test_an_op_without_a_time_of_its_own_keeps_its_cost(self) -> None:
@@ -102,8 +137,15 @@ class TestAccount:
         del step.ops["norm"], step.ops["gather_rows"]
         measured = account(decode_phase(8, 1, 2), PROGRAM, HERE, [[step]])
         (norm,) = [op for op in measured.ops if op.name == "norm"]
-        assert norm.seconds == 0 and norm.bytes > 0 and norm.memory_share == 0 and norm.bound == "unknown"
-        assert "gather_rows" not in {op.name for op in measured.ops}  # neither time nor cost: nothing to say
+        assert (
+            norm.seconds == 0
+            and norm.bytes > 0
+            and norm.memory_share == 0
+            and norm.bound == "unknown"
+        )
+        assert "gather_rows" not in {
+            op.name for op in measured.ops
+        }  # neither time nor cost: nothing to say
         load = measured.phase.steps[0]
         assert sum(op.bytes for op in measured.ops) == sum(op.bytes(load) for op in PROGRAM.ops)
 
@@ -128,7 +170,9 @@ class TestAccount:
     def test_the_machine_is_the_median_of_its_measurements(self) -> None:
         slower = Machine("Zen 4", "avx512", 2, 20e9, {"int8": 950e9, "bf16": 470e9, "f32": 200e9})
         other = Machine("Zen 4", "avx512", 2, 10e9, {"int8": 960e9, "bf16": 470e9, "f32": 235e9})
-        assert typical([HERE, slower, other]) == replace(slower, rates=dict(slower.rates) | {"f32": 235e9})
+        assert typical([HERE, slower, other]) == replace(
+            slower, rates=dict(slower.rates) | {"f32": 235e9}
+        )
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "f32"])
@@ -137,7 +181,10 @@ def test_a_model_that_runs(kv_dtype: str) -> None:
     asked = phases((100, 600), (0, 5, 600), (1, 3), 2 if kv_dtype == "bf16" else 4)
     checkpoint = Checkpoint(Path("tiny"), SPEC, TENSORS, None, Path("tiny"))
     stopwatch = Stopwatch(
-        "tiny", checkpoint, EngineConfig(backend="cpu", threads=2, kv_dtype=kv_dtype), max(num_blocks(phase, 32) for phase in asked)
+        "tiny",
+        checkpoint,
+        EngineConfig(backend="cpu", threads=2, kv_dtype=kv_dtype),
+        max(num_blocks(phase, 32) for phase in asked),
     )
     try:
         for phase in asked:
@@ -146,7 +193,9 @@ def test_a_model_that_runs(kv_dtype: str) -> None:
             assert all(sum(step.ops.values()) <= step.wall for steps in rounds for step in steps)
             measured = account(phase, stopwatch.executable.program, HERE, rounds)
             assert min(measured.walls) <= measured.wall <= max(measured.walls)
-            assert measured.seconds == pytest.approx(sum(op.seconds for op in measured.ops) + measured.outside)
+            assert measured.seconds == pytest.approx(
+                sum(op.seconds for op in measured.ops) + measured.outside
+            )
             own = [(op, load) for op in PROGRAM.ops for load in phase.steps]
             assert sum(op.bytes for op in measured.ops) == sum(op.bytes(load) for op, load in own)
             assert sum(op.flops for op in measured.ops) == sum(op.flops(load) for op, load in own)
@@ -167,17 +216,26 @@ class TestPicture:
 
     def points(self, root: ElementTree.Element) -> list[str]:
         """`op, phase: ...` of each point."""
-        return [group.findtext(f"{SVG}title") for group in root.iter(f"{SVG}g") if group.get("class") == "point"]
+        return [
+            group.findtext(f"{SVG}title")
+            for group in root.iter(f"{SVG}g")
+            if group.get("class") == "point"
+        ]
 
     def test_a_point_for_each_op_and_phase(self) -> None:
-        profiles = [account(p, PROGRAM, HERE, [[times(PROGRAM, 1e-4)]]) for p in phases((64,), (8, 600), (1, 4, 16), 2)]
+        profiles = [
+            account(p, PROGRAM, HERE, [[times(PROGRAM, 1e-4)]])
+            for p in phases((64,), (8, 600), (1, 4, 16), 2)
+        ]
         points = [point.partition(":")[0] for point in self.points(self.draw(profiles))]
         ops = {"qkv_rope_write", "attention", "linear_add", "glu_linear", "linear"}
         assert {f"{op}, {p.phase.name}" for op in ops for p in profiles} <= set(points)
         assert len(points) == len(set(points))
 
     def test_the_picture_has_its_own_background(self) -> None:
-        rect = self.draw([account(decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])]).find(f"{SVG}rect")
+        rect = self.draw(
+            [account(decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])]
+        ).find(f"{SVG}rect")
         assert rect.get("fill") == "#ffffff" and rect.get("width") == "1000"
 
     def test_ceilings_only_of_the_kinds_that_are_used(self) -> None:
@@ -186,15 +244,31 @@ class TestPicture:
         for names, used in (({"linear"}, {"int8"}), ({"linear", "attention"}, {"int8", "bf16"})):
             drawn = PhaseProfile(phase, tuple(op for op in ops if op.name in names), (1.0,), 0.0, 0)
             texts = [text.text for text in self.draw([drawn]).iter(f"{SVG}text")]
-            assert {kind for kind in HERE.rates if any(text.startswith(f"{kind} ") for text in texts)} == used
+            assert {
+                kind for kind in HERE.rates if any(text.startswith(f"{kind} ") for text in texts)
+            } == used
 
     def test_an_op_at_its_limit_lies_on_the_roof(self) -> None:
         for intensity in (0.5, 4.0, 26.1, 90.0, 3000.0):
             num_bytes, flops = 10**9, int(intensity * 10**9)
             seconds = max(num_bytes / HERE.bandwidth, flops / HERE.rates["int8"])
-            op = OpProfile("linear", 1, seconds, num_bytes, flops, "int8", num_bytes / HERE.bandwidth, flops / HERE.rates["int8"], seconds)
+            op = OpProfile(
+                "linear",
+                1,
+                seconds,
+                num_bytes,
+                flops,
+                "int8",
+                num_bytes / HERE.bandwidth,
+                flops / HERE.rates["int8"],
+                seconds,
+            )
             root = self.draw([PhaseProfile(decode_phase(8, 1, 2), (op,), (seconds,), 0.0, 0)])
-            (circle,) = [group.find(f"{SVG}circle") for group in root.iter(f"{SVG}g") if group.get("class") == "point"]
+            (circle,) = [
+                group.find(f"{SVG}circle")
+                for group in root.iter(f"{SVG}g")
+                if group.get("class") == "point"
+            ]
             roof = [line for line in root.iter(f"{SVG}polyline") if line.get("stroke-width") == "2"]
             at = float(circle.get("cx")), float(circle.get("cy"))
             assert min(distance(at, corners(line)) for line in roof) < 0.3
@@ -203,14 +277,18 @@ class TestPicture:
         step = times(PROGRAM, 1.0, mystery=5.0)
         root = self.draw([account(decode_phase(8, 1, 2), PROGRAM, HERE, [[step]])])
         assert not any("mystery" in point for point in self.points(root))
-        (note,) = [text.text for text in root.iter(f"{SVG}text") if text.text.startswith("Not drawn")]
+        (note,) = [
+            text.text for text in root.iter(f"{SVG}text") if text.text.startswith("Not drawn")
+        ]
         assert "mystery (up to" in note
 
     def test_a_hostile_name_stays_text(self) -> None:
         profiles = [account(decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])]
         root = self.draw(profiles, 'a</text><script>&"\x00\x1b[2J')
         assert not list(root.iter(f"{SVG}script"))
-        assert any(text.text == 'a</text><script>&"\ufffd\ufffd[2J' for text in root.iter(f"{SVG}text"))
+        assert any(
+            text.text == 'a</text><script>&"\ufffd\ufffd[2J' for text in root.iter(f"{SVG}text")
+        )
 
     def test_nothing_to_draw_is_still_a_picture(self) -> None:
         step = StepTimes(1.0, {"mystery": 1.0}, 0)

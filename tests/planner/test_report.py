@@ -82,11 +82,27 @@ UNTIMED_FACTS = {
 
 
 def test_the_facts_of_a_report() -> None:
-    """Two steps of four sequences, three times: 5 ms at the median, of which the ops take 4; they could not take less than 4."""
+    """Two steps of four sequences, three times: 5 ms at the median, of which the ops take 4; they
+    could not take less than 4.
+    """
     once = decode_phase(100, 4, 2)
-    profile = PhaseProfile(replace(once, steps=once.steps * 2), (LINEAR, UNTIMED), (0.005, 0.004, 0.008), 0.001, 12)
-    spec, routing = tiny_model(0, layers=3)[0], ExpertProfile("decode", 2, np.array([[1, 3]]), 1.5, 2.0)
-    report = Report("org/model", spec, "int8", [MACHINE, BUSY], MACHINE, [profile], {"prefill 9": "too long"}, [routing])
+    profile = PhaseProfile(
+        replace(once, steps=once.steps * 2), (LINEAR, UNTIMED), (0.005, 0.004, 0.008), 0.001, 12
+    )
+    spec, routing = (
+        tiny_model(0, layers=3)[0],
+        ExpertProfile("decode", 2, np.array([[1, 3]]), 1.5, 2.0),
+    )
+    report = Report(
+        "org/model",
+        spec,
+        "int8",
+        [MACHINE, BUSY],
+        MACHINE,
+        [profile],
+        {"prefill 9": "too long"},
+        [routing],
+    )
     assert report.expert_loads() == [[1, 3]]
     assert report.title == "tiny-0 on Zen 4, 2 threads"
     phase = {
@@ -105,7 +121,15 @@ def test_the_facts_of_a_report() -> None:
         "outside_ops": 0.001,
         "ops": [LINEAR_FACTS, UNTIMED_FACTS],
     }
-    experts = {"phase": "decode", "experts": 2, "distinct_expected": 1.5, "distinct": 2.0, "most": 1.5, "least": 0.5, "loads": [[1, 3]]}
+    experts = {
+        "phase": "decode",
+        "experts": 2,
+        "distinct_expected": 1.5,
+        "distinct": 2.0,
+        "most": 1.5,
+        "least": 0.5,
+        "loads": [[1, 3]],
+    }
     assert report.facts() == {
         "model": "org/model",
         "name": "tiny-0",

@@ -1,4 +1,6 @@
-"""The published figures of models whose shapes are known: see docs/architecture.md for the formulas."""
+"""The published figures of models whose shapes are known: see docs/architecture.md for the
+formulas.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,7 +25,9 @@ HERE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32":
 A100 = Machine("A100", "sm80", 1, 2.04e12, {"int8": 624e12, "bf16": 312e12, "f32": 19.5e12})
 
 
-def model(layers: int, dim: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool = False) -> ModelSpec:
+def model(
+    layers: int, dim: int, heads: int, kv_heads: int, ffn: int, vocab: int, tied: bool = False
+) -> ModelSpec:
     return ModelSpec(
         architecture="llama",
         name="test",
@@ -53,7 +57,9 @@ def tensors(spec: ModelSpec, bytes_per_weight: float) -> dict[str, object]:
         rows, cols = (1, *shape)[-2:]
         nbytes = int(rows * cols * (4 if len(shape) == 1 else bytes_per_weight))
         stored = FORMATS["F32" if len(shape) == 1 else "BF16" if bytes_per_weight == 2 else "Q4_1"]
-        found[name] = SimpleNamespace(rows=rows, cols=cols, shape=shape, nbytes=nbytes, format=stored)
+        found[name] = SimpleNamespace(
+            rows=rows, cols=cols, shape=shape, nbytes=nbytes, format=stored
+        )
     return found
 
 
@@ -99,18 +105,36 @@ class TestOps:
     load = Load(((0, 1),), 1, 2)
 
     @pytest.mark.parametrize(
-        ("format_name", "kind"), [("Q4_0", "int8"), ("Q2_K", "int8"), ("I8_ROW", "int8"), ("BF16", "bf16"), ("F16", "f32"), ("F32", "f32")]
+        ("format_name", "kind"),
+        [
+            ("Q4_0", "int8"),
+            ("Q2_K", "int8"),
+            ("I8_ROW", "int8"),
+            ("BF16", "bf16"),
+            ("F16", "f32"),
+            ("F32", "f32"),
+        ],
     )
     def test_kind_is_that_of_the_weight(self, format_name: str, kind: str) -> None:
         """However much padding its few columns bring in memory."""
         tensors = {"w": random_stored(format_name, 3, 256, 0)}
-        op = lower_program("cpu", trace(lambda g: g.linear(g.input(256), g.weight("w", 3, 256)), tensors), tensors).ops[-1]
+        op = lower_program(
+            "cpu", trace(lambda g: g.linear(g.input(256), g.weight("w", 3, 256)), tensors), tensors
+        ).ops[-1]
         assert roofline.op_kind(op, self.load) == kind
-        assert roofline.op_kind(lower_program("reference", Program((op,), op.out), tensors).ops[0], self.load) == "f32"
+        assert (
+            roofline.op_kind(
+                lower_program("reference", Program((op,), op.out), tensors).ops[0], self.load
+            )
+            == "f32"
+        )
 
     def test_kind_is_that_of_the_narrowest_weight(self) -> None:
         gate, up = Weight("gate", 32, 64, 1, "bf16"), Weight("up", 32, 64, 1, "int8")
-        assert roofline.op_kind(GluLinear(Value(1, 32, "step"), self.x, gate, up, "silu"), self.load) == "int8"
+        assert (
+            roofline.op_kind(GluLinear(Value(1, 32, "step"), self.x, gate, up, "silu"), self.load)
+            == "int8"
+        )
 
     def test_kind_of_attention_is_that_of_the_kv(self) -> None:
         op = Attention(Value(1, 64, "step"), self.x, 0, 4, 2, 16, 16, 0.25)
@@ -118,10 +142,20 @@ class TestOps:
         assert roofline.op_kind(op, self.load._replace(kv_bytes=4)) == "f32"
 
     def test_kind_of_everything_else(self) -> None:
-        assert roofline.op_kind(Norm(Value(1, 64, "step"), self.x, Weight("n", 1, 64, 256), 1e-5, "rms", 64), self.load) == "f32"
+        assert (
+            roofline.op_kind(
+                Norm(Value(1, 64, "step"), self.x, Weight("n", 1, 64, 256), 1e-5, "rms", 64),
+                self.load,
+            )
+            == "f32"
+        )
 
     def test_one_row_is_bound_by_memory_and_many_by_arithmetic(self) -> None:
-        op = Linear(Value(1, 4096, "step"), Value(0, 4096, "step"), Weight("w", 4096, 4096, 4096 * 4096 // 2, "int8"))
+        op = Linear(
+            Value(1, 4096, "step"),
+            Value(0, 4096, "step"),
+            Weight("w", 4096, 4096, 4096 * 4096 // 2, "int8"),
+        )
         assert roofline.op_seconds(op, self.load, HERE) == pytest.approx(4096 * 4096 / 2 / 36e9)
         many = Load(((0, 512),), 1, 2)
         assert roofline.op_seconds(op, many, HERE) == pytest.approx(2 * 512 * 4096 * 4096 / 940e9)
@@ -153,7 +187,9 @@ class TestLimits:
     def test_a_step_is_the_sum_of_its_ops(self) -> None:
         p = program(SMOLLM2, 0.625)
         load = Load(((100, 1), (0, 30)), 2, 2)
-        assert roofline.step_seconds(p, load, HERE) == pytest.approx(sum(roofline.op_seconds(op, load, HERE) for op in p.ops))
+        assert roofline.step_seconds(p, load, HERE) == pytest.approx(
+            sum(roofline.op_seconds(op, load, HERE) for op in p.ops)
+        )
 
     def test_smollm2_on_a_two_core_machine(self) -> None:
         """Ceilings worked out by hand for 36 GB/s and 940 G int8 operations per second."""
@@ -164,6 +200,9 @@ class TestLimits:
     def test_prefill_in_chunks_reads_the_weights_once_for_each(self) -> None:
         p = program(SMOLLM2, 0.625)
         chunks = [Load(((start, rows),), 1, 2) for start, rows in ((0, 512), (512, 512), (1024, 6))]
-        for machine in (HERE, replace(HERE, rates={kind: rate / 1000 for kind, rate in HERE.rates.items()})):
+        for machine in (
+            HERE,
+            replace(HERE, rates={kind: rate / 1000 for kind, rate in HERE.rates.items()}),
+        ):
             seconds = sum(roofline.step_seconds(p, chunk, machine) for chunk in chunks)
             assert roofline.prefill_limit(p, machine, 1030, 2) == pytest.approx(1030 / seconds)

@@ -1,4 +1,6 @@
-"""Tokens per step and speed of speculative decoding, against published values, against each other, and against the engine."""
+"""Tokens per step and speed of speculative decoding, against published values, against each other,
+and against the engine.
+"""
 
 import zlib
 
@@ -18,7 +20,17 @@ from tests.tiny import run_all
 
 @pytest.mark.parametrize(
     ("acceptance", "depth", "tokens"),
-    [(0.7, 4, 2.77), (0.8, 4, 3.36), (0.9, 4, 4.10), (0.7, 8, 3.20), (0.8, 8, 4.33), (0.9, 8, 6.13), (0, 5, 1), (1, 5, 6), (0.5, 0, 1)],
+    [
+        (0.7, 4, 2.77),
+        (0.8, 4, 3.36),
+        (0.9, 4, 4.10),
+        (0.7, 8, 3.20),
+        (0.8, 8, 4.33),
+        (0.9, 8, 6.13),
+        (0, 5, 1),
+        (1, 5, 6),
+        (0.5, 0, 1),
+    ],
 )
 def test_expected_tokens(acceptance: float, depth: int, tokens: float) -> None:
     assert expected_tokens(acceptance, depth) == pytest.approx(tokens, abs=0.005)
@@ -33,21 +45,35 @@ def simulated_tokens(acceptance: float, depth: int, steps: int) -> float:
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("depth", [1, 4, 8])
 def test_the_simulation_agrees(acceptance: float, depth: int) -> None:
-    assert simulated_tokens(acceptance, depth, 40_000) == pytest.approx(expected_tokens(acceptance, depth), rel=0.02)
+    assert simulated_tokens(acceptance, depth, 40_000) == pytest.approx(
+        expected_tokens(acceptance, depth), rel=0.02
+    )
 
 
 def test_gain() -> None:
-    """Leviathan et al. 2023: (1 - a^(K+1)) / ((1 - a)(c K + 1)) where more rows cost the target nothing."""
-    assert gain(0.8, 5, Costs([1.0] * 6, 0.05)).speedup == pytest.approx((1 - 0.8**6) / (0.2 * 1.25))
+    """Leviathan et al. 2023: (1 - a^(K+1)) / ((1 - a)(c K + 1)) where more rows cost the target
+    nothing.
+    """
+    assert gain(0.8, 5, Costs([1.0] * 6, 0.05)).speedup == pytest.approx(
+        (1 - 0.8**6) / (0.2 * 1.25)
+    )
     assert gain(0.8, 2, Costs([2.0, 2.5, 3.0], 0.5)).speedup == pytest.approx(2.44 * 2 / 4)
     assert gain(0.0, 1, Costs([1.0, 1.0], 0.0)) == (1, 1.0, 1.0)
-    assert best_gain(0.0, Costs([1.0, 2.0, 3.0], 1.0)) == (1, 1.0, 1 / 3)  # the best of drafting, even where none is better
+    assert best_gain(0.0, Costs([1.0, 2.0, 3.0], 1.0)) == (
+        1,
+        1.0,
+        1 / 3,
+    )  # the best of drafting, even where none is better
 
 
 def test_the_best_depth_grows_with_acceptance_and_shrinks_with_cost() -> None:
-    depths = [best_gain(acceptance, Costs([1.0] * 17, 0.1)).depth for acceptance in (0.2, 0.5, 0.8, 0.95)]
+    depths = [
+        best_gain(acceptance, Costs([1.0] * 17, 0.1)).depth for acceptance in (0.2, 0.5, 0.8, 0.95)
+    ]
     assert depths == sorted(depths) and depths[0] == 1 and depths[-1] > 8
-    assert best_gain(0.8, Costs([1.0] * 17, 0.5)).depth < best_gain(0.8, Costs([1.0] * 17, 0.1)).depth
+    assert (
+        best_gain(0.8, Costs([1.0] * 17, 0.5)).depth < best_gain(0.8, Costs([1.0] * 17, 0.1)).depth
+    )
     assert best_gain(0.8, Costs([1 + 0.5 * rows for rows in range(9)], 0.1)).depth == 1
 
 
@@ -73,14 +99,18 @@ class Watched(DraftModelProposer):
         return drafts
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
-        self.paths += [len(commit.path) for commit in commits if self._full == [self.traits.max_nodes]]
+        self.paths += [
+            len(commit.path) for commit in commits if self._full == [self.traits.max_nodes]
+        ]
         self._full = []
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("depth", [2, 4])
 def test_the_engine_agrees(depth: int, temperature: float) -> None:
-    """Tokens per step as they come, and as they follow from how often a draft was right after right ones."""
+    """Tokens per step as they come, and as they follow from how often a draft was right after right
+    ones.
+    """
     proposer = Watched(depth)
     engine = toy_engine(proposer=proposer, max_num_seqs=1)
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=36) for i in range(60)]

@@ -1,4 +1,6 @@
-"""Arrays that count what is done with them: multiply-adds, operations on single numbers, and the cells of memory that are touched."""
+"""Arrays that count what is done with them: multiply-adds, operations on single numbers, and the
+cells of memory that are touched.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +13,25 @@ from headrace.backend.reference_activations import erfc
 
 COMPARISONS = {np.equal, np.not_equal, np.isfinite, np.invert, np.logical_and}
 FREE = {np.negative} | COMPARISONS
-MOVING = {np.argsort, np.concatenate, np.empty_like, np.nonzero, np.repeat, np.sort, np.take_along_axis, np.unique, np.where}
+MOVING = {
+    np.argsort,
+    np.concatenate,
+    np.empty_like,
+    np.nonzero,
+    np.repeat,
+    np.sort,
+    np.take_along_axis,
+    np.unique,
+    np.where,
+}
 """Functions that compare and move numbers, and compute none."""
 ELEMENTWISE = {
     *(np.add, np.subtract, np.multiply, np.true_divide, np.maximum, np.minimum),
     *(np.exp, np.sqrt, np.sin, np.cos, np.tanh, erfc),
 }
-"""Each counts one for each number of its result, or of its operand where it reduces one; not for whole numbers, which say where."""
+"""Each counts one for each number of its result, or of its operand where it reduces one; not for
+whole numbers, which say where.
+"""
 
 
 class Memory:
@@ -29,13 +43,17 @@ class Memory:
 
     def holds(self, array: NDArray[Any]) -> bool:
         """Whether the array is a view of this memory."""
-        return array.size > 0 and 0 <= array.ctypes.data - self.values.ctypes.data < self.values.nbytes
+        return (
+            array.size > 0 and 0 <= array.ctypes.data - self.values.ctypes.data < self.values.nbytes
+        )
 
     def cells(self, marks: NDArray[np.bool_], view: NDArray[Any]) -> NDArray[np.bool_]:
         """The marks of the numbers that a view of this memory shows, in the shape of the view."""
         size = self.values.itemsize
         first = (view.ctypes.data - self.values.ctypes.data) // size
-        return as_strided(marks.reshape(-1)[first:], view.shape, [stride // size for stride in view.strides])
+        return as_strided(
+            marks.reshape(-1)[first:], view.shape, [stride // size for stride in view.strides]
+        )
 
 
 class Tally:
@@ -75,7 +93,9 @@ def read(arrays: Sequence[Any]) -> None:
 
 
 class Counted(np.ndarray):
-    """An array of which every use is counted. What is not known here raises, so that nothing goes by uncounted."""
+    """An array of which every use is counted. What is not known here raises, so that nothing goes
+    by uncounted.
+    """
 
     tally: Tally
     memory: Memory | None = None
@@ -90,7 +110,9 @@ class Counted(np.ndarray):
         """Memory that it is a view of."""
         return self.memory if self.memory and self.memory.holds(self) else None
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple[Any, ...] = (), **options: Any) -> Any:
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple[Any, ...] = (), **options: Any
+    ) -> Any:
         tally, operands = self.tally, [plain(x) for x in inputs]
         read(inputs)
         targets = {"out": tuple(map(plain, out))} if out else {}
@@ -99,7 +121,9 @@ class Counted(np.ndarray):
             tally.multiply_adds += result.size * operands[0].shape[-1]
         elif ufunc in ELEMENTWISE:
             width = operands[0] if method == "reduce" else result
-            tally.single += width.size if width.ndim and width.shape[-1] > 1 and result.dtype.kind != "i" else 0
+            tally.single += (
+                width.size if width.ndim and width.shape[-1] > 1 and result.dtype.kind != "i" else 0
+            )
         elif ufunc not in FREE:
             raise NotImplementedError(ufunc)
         return tally.counted(result)
@@ -118,13 +142,19 @@ class Counted(np.ndarray):
         """One multiply-add for each way to choose the indices."""
         read(operands)
         letters = formula.partition("->")[0].split(",")
-        sizes = {name: size for names, array in zip(letters, operands, strict=True) for name, size in zip(names, array.shape, strict=True)}
+        sizes = {
+            name: size
+            for names, array in zip(letters, operands, strict=True)
+            for name, size in zip(names, array.shape, strict=True)
+        }
         self.tally.multiply_adds += int(np.prod(list(sizes.values())))
         return self.tally.counted(np.asarray(np.einsum(formula, *map(plain, operands))))
 
     def __getitem__(self, index: Any) -> Any:
         result, memory = super().__getitem__(index), self.home
-        if memory and result.home is None:  # a copy: its cells have been read; a view is read where it is used
+        if (
+            memory and result.home is None
+        ):  # a copy: its cells have been read; a view is read where it is used
             memory.cells(memory.was_read, self)[index] = True
         return result
 

@@ -30,27 +30,54 @@ SHAPES = st.fixed_dictionaries(
 def decoder(shape: dict[str, Any]) -> tuple[Program, Tensors]:
     """A decoder of this shape, which pools rows."""
     heads, head_dim = shape["kv_heads"] * shape["groups"], shape["head_dim"]
-    sizes = {"dim": heads * head_dim, "heads": heads, "kv_heads": shape["kv_heads"], "ffn": 96, "vocab": VOCAB}
+    sizes = {
+        "dim": heads * head_dim,
+        "heads": heads,
+        "kv_heads": shape["kv_heads"],
+        "ffn": 96,
+        "vocab": VOCAB,
+    }
     spec, tensors = tiny_model(0, window=shape["window"], format=shape["format"], **sizes)
     return trace_model(replace(spec, rope=RopeSpec(shape["rotated"])), tensors).pooling(), tensors
 
 
 def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
-    """What no decoder here has: inputs, silu by itself, biases everywhere, a layer without rope before one with it."""
-    dim, kv_dim, ffn = (n * shape["head_dim"] for n in (shape["kv_heads"] * shape["groups"], shape["kv_heads"], 2))
-    shapes = {"q": (dim, dim), "k": (kv_dim, dim), "v": (kv_dim, dim), "gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn)}
-    tensors = {name: random_stored(shape["format"], *size, i, name, 0.01) for i, (name, size) in enumerate(shapes.items())}
+    """What no decoder here has: inputs, silu by itself, biases everywhere, a layer without rope
+    before one with it.
+    """
+    dim, kv_dim, ffn = (
+        n * shape["head_dim"] for n in (shape["kv_heads"] * shape["groups"], shape["kv_heads"], 2)
+    )
+    shapes = {
+        "q": (dim, dim),
+        "k": (kv_dim, dim),
+        "v": (kv_dim, dim),
+        "gate": (ffn, dim),
+        "up": (ffn, dim),
+        "down": (dim, ffn),
+    }
+    tensors = {
+        name: random_stored(shape["format"], *size, i, name, 0.01)
+        for i, (name, size) in enumerate(shapes.items())
+    }
     for name, (rows, _) in shapes.items():
-        tensors[f"{name}.bias"] = replace(random_stored("F32", 1, rows, rows, f"{name}.bias"), shape=(rows,))
+        tensors[f"{name}.bias"] = replace(
+            random_stored("F32", 1, rows, rows, f"{name}.bias"), shape=(rows,)
+        )
 
     def forward(g: Tracer) -> Value:
         def linear(x: Value, name: str) -> Value:
-            return g.linear(x, g.weight(name, *shapes[name]), g.vector(f"{name}.bias", shapes[name][0]))
+            return g.linear(
+                x, g.weight(name, *shapes[name]), g.vector(f"{name}.bias", shapes[name][0])
+            )
 
         x = g.input(dim)
         angles = g.rope_angles((1.0, 0.5), 1.0)
         for layer, rotates in enumerate((False, True)):
-            q, k = (g.rope(linear(x, name), angles, shape["head_dim"]) if rotates else linear(x, name) for name in "qk")
+            q, k = (
+                g.rope(linear(x, name), angles, shape["head_dim"]) if rotates else linear(x, name)
+                for name in "qk"
+            )
             g.kv_write(k, linear(x, "v"), layer)
             x = g.add(x, g.attention(q, layer, shape["kv_heads"], shape["head_dim"]))
         x = g.add(x, linear(g.glu(linear(x, "gate"), linear(x, "up")), "down"))
@@ -60,38 +87,74 @@ def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
 
 
 def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
-    """What models of other families have: learned positions, norms with a mean and by head, MLPs without gate, attention of all kinds."""
+    """What models of other families have: learned positions, norms with a mean and by head, MLPs
+    without gate, attention of all kinds.
+    """
     head_dim, heads = shape["head_dim"], shape["kv_heads"] * shape["groups"]
     dim, kv_dim = heads * head_dim, shape["kv_heads"] * head_dim
     shapes = {
-        **{"positions": (24, dim), "q": (dim, dim), "k": (kv_dim, dim), "v": (shape["kv_heads"] * 32, dim), "o": (dim, heads * 32)},
-        **{"latent.q": (dim, dim), "latent.k": (head_dim, dim), "up": (96, dim), "gate": (96, dim), "down": (dim, 96)},
+        **{
+            "positions": (24, dim),
+            "q": (dim, dim),
+            "k": (kv_dim, dim),
+            "v": (shape["kv_heads"] * 32, dim),
+            "o": (dim, heads * 32),
+        },
+        **{
+            "latent.q": (dim, dim),
+            "latent.k": (head_dim, dim),
+            "up": (96, dim),
+            "gate": (96, dim),
+            "down": (dim, 96),
+        },
     }
-    tensors = {name: random_stored(shape["format"], *size, i, name, 0.01) for i, (name, size) in enumerate(shapes.items())}
-    by_head = {part: tuple(f"{part}.{head}" for head in range(heads)) for part in ("absorbed", "value")}
+    tensors = {
+        name: random_stored(shape["format"], *size, i, name, 0.01)
+        for i, (name, size) in enumerate(shapes.items())
+    }
+    by_head = {
+        part: tuple(f"{part}.{head}" for head in range(heads)) for part in ("absorbed", "value")
+    }
     for i, name in enumerate(name for names in by_head.values() for name in names):
         tensors[name] = random_stored(shape["format"], head_dim, head_dim, i, name, 0.01)
     tensors["row_gate"] = random_stored("F32", 1, dim, 5, "row_gate", 0.1)
     vectors = {"norm": dim, "norm.bias": dim, "head_norm": head_dim, "sinks": heads, "up.bias": 96}
-    tensors |= {name: replace(random_stored("F32", 1, size, 9, name, 1.0), shape=(size,)) for name, size in vectors.items()}
+    tensors |= {
+        name: replace(random_stored("F32", 1, size, 9, name, 1.0), shape=(size,))
+        for name, size in vectors.items()
+    }
 
     def forward(g: Tracer) -> Value:
         def linear(x: Value, name: str) -> Value:
             return g.linear(x, g.weight(name, *shapes[name]))
 
         def head_linear(x: Value, part: str) -> Value:
-            return g.head_linear(x, tuple(g.weight(name, head_dim, head_dim) for name in by_head[part]))
+            return g.head_linear(
+                x, tuple(g.weight(name, head_dim, head_dim) for name in by_head[part])
+            )
 
         def vector(name: str) -> Weight:
             return g.vector(name, vectors[name])
 
-        x = g.scale(g.add(g.input(dim), g.embed_position(g.weight("positions", *shapes["positions"]))), 0.5)
+        x = g.scale(
+            g.add(g.input(dim), g.embed_position(g.weight("positions", *shapes["positions"]))), 0.5
+        )
         y = g.norm(x, vector("norm"), 1e-5, "layer", bias=vector("norm.bias"))
         q, k = (g.norm(linear(y, name), vector("head_norm"), 1e-5, size=head_dim) for name in "qk")
         g.kv_write(k, linear(y, "v"), 0)
         slopes = tuple(0.5**head for head in range(heads))
-        options: dict[str, Any] = {"softcap": 5.0, "slopes": slopes, "sinks": vector("sinks"), "value_dim": 32}
-        x = g.add(x, linear(g.attention(q, 0, shape["kv_heads"], head_dim, 7, num_sink_tokens=3, **options), "o"))
+        options: dict[str, Any] = {
+            "softcap": 5.0,
+            "slopes": slopes,
+            "sinks": vector("sinks"),
+            "value_dim": 32,
+        }
+        x = g.add(
+            x,
+            linear(
+                g.attention(q, 0, shape["kv_heads"], head_dim, 7, num_sink_tokens=3, **options), "o"
+            ),
+        )
         queries, latent = linear(x, "latent.q"), linear(x, "latent.k")
         absorbed = head_linear(queries, "absorbed")
         g.kv_write(g.concat_heads(latent, latent, 1, head_dim, head_dim), None, 1)
@@ -102,7 +165,9 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
         for activation in ("gelu", "gelu_tanh", "relu"):
             hidden = g.add(hidden, g.activate(hidden, activation))
         mlp = g.add(linear(g.activate(linear(x, "up"), "gelu"), "down"), linear(hidden, "down"))
-        mlp = g.add(mlp, linear(g.glu(linear(x, "gate"), linear(x, "up"), "clamped_swiglu"), "down"))
+        mlp = g.add(
+            mlp, linear(g.glu(linear(x, "gate"), linear(x, "up"), "clamped_swiglu"), "down")
+        )
         gated = g.gate_rows(mlp, g.linear(x, g.weight("row_gate", 1, dim)))
         return g.soft_cap(linear(g.gather_rows(g.add(x, gated)), "gate"), 30.0)
 
@@ -111,7 +176,22 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
 
 def mixtures(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
     """Mixtures of experts: with all that there is to a routing, and with none of it."""
-    sizes = {"experts": 2 * shape["groups"] * shape["kv_heads"], "hidden": 32 * shape["groups"], "format": shape["format"]}
+    sizes = {
+        "experts": 2 * shape["groups"] * shape["kv_heads"],
+        "hidden": 32 * shape["groups"],
+        "format": shape["format"],
+    }
     groups = (shape["groups"], 1)
-    rich = Mixture(top_k=2, has_biases=True, scoring="sigmoid", factor=2.0, groups=groups, has_route_bias=True, **sizes)
-    return [mixture.program() for mixture in (rich, Mixture(top_k=2, normalised=False, groups=groups, **sizes))]
+    rich = Mixture(
+        top_k=2,
+        has_biases=True,
+        scoring="sigmoid",
+        factor=2.0,
+        groups=groups,
+        has_route_bias=True,
+        **sizes,
+    )
+    return [
+        mixture.program()
+        for mixture in (rich, Mixture(top_k=2, normalised=False, groups=groups, **sizes))
+    ]

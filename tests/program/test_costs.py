@@ -22,22 +22,32 @@ from tests.program.shapes import SHAPES, VOCAB, decoder, families, mixtures, oth
 from tests.tiny import Tensors
 
 BLOCK = 4
-SEQUENCES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=4)
+SEQUENCES = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=4
+)
 """Context, known rows and drafts of each sequence."""
 
 
 def programs(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
     """Each program as both backends run it: op by op, and fused."""
     made = [decoder(shape), others(shape), families(shape), *mixtures(shape)]
-    return [(lower_program(backend, program, tensors), tensors) for program, tensors in made for backend in ("reference", "cpu")]
+    return [
+        (lower_program(backend, program, tensors), tensors)
+        for program, tensors in made
+        for backend in ("reference", "cpu")
+    ]
 
 
 class Step:
     """A step of the reference backend whose weights, KV and values count."""
 
-    def __init__(self, program: Program, tensors: Tensors, batch: RaggedBatch, num_blocks: int) -> None:
+    def __init__(
+        self, program: Program, tensors: Tensors, batch: RaggedBatch, num_blocks: int
+    ) -> None:
         self.program = program
-        executable = ReferenceExecutable(program, tensors, KvConfig((num_blocks,) * len(program.kv_groups), BLOCK, "f32"))
+        executable = ReferenceExecutable(
+            program, tensors, KvConfig((num_blocks,) * len(program.kv_groups), BLOCK, "f32")
+        )
         self.tally = Tally()
         self.weights: dict[str, Memory] = {}
         for name, values in executable.weights.items():
@@ -51,14 +61,20 @@ class Step:
         assert first
         inputs = np.random.default_rng(0).standard_normal((len(batch.tokens), first.width))
         positions = self.tally.counted(batch.positions)
-        self._step = _Step(executable, batch._replace(positions=positions, inputs=self.tally.counted(inputs)))
+        self._step = _Step(
+            executable, batch._replace(positions=positions, inputs=self.tally.counted(inputs))
+        )
 
     def run(self, op: Op, number_bytes: float) -> tuple[int, float]:
-        """Operations and bytes that the op is seen to need, with so many bytes for a number of KV."""
+        """Operations and bytes that the op is seen to need, with so many bytes for a number
+        of KV.
+        """
         self.tally.clear()
         self._step.run(op)
         nbytes = {weight.name: weight.nbytes for weight in op.weights()}
-        weights = sum(memory.was_read.mean() * nbytes.get(name, 0) for name, memory in self.weights.items())
+        weights = sum(
+            memory.was_read.mean() * nbytes.get(name, 0) for name, memory in self.weights.items()
+        )
         numbers = sum(int(memory.was_read.sum() + memory.was_written.sum()) for memory in self.kv)
         return 2 * self.tally.multiply_adds or self.tally.single, weights + numbers * number_bytes
 
@@ -69,11 +85,18 @@ class Step:
 
     def experts(self, op: mixture.Experts) -> list[int]:
         """Those that a row has gone to."""
-        return np.unique(np.asarray(self._step.rows[op.routing.id])[:, : op.top_k]).astype(int).tolist()
+        return (
+            np.unique(np.asarray(self._step.rows[op.routing.id])[:, : op.top_k])
+            .astype(int)
+            .tolist()
+        )
 
 
-def batch_and_load(seqs: Many[tuple[int, int, int]], num_logits: int) -> tuple[RaggedBatch, Load, int]:
-    """A step of these sequences, each with blocks of its own, what a program is told of it, and the number of blocks.
+def batch_and_load(
+    seqs: Many[tuple[int, int, int]], num_logits: int
+) -> tuple[RaggedBatch, Load, int]:
+    """A step of these sequences, each with blocks of its own, what a program is told of it, and the
+    number of blocks.
 
     The tokens differ as far as the vocabulary goes.
     """
@@ -87,25 +110,46 @@ def batch_and_load(seqs: Many[tuple[int, int, int]], num_logits: int) -> tuple[R
         drafts.append((tokens[rows:], [*range(-1, nodes - 1)]))
         token, block = token + rows + nodes, block + num_blocks
     batch = batch_of(sequences, known, drafts, trees=False)
-    logit_rows, pooled_rows = batch.logit_rows[: 1 + num_logits % len(batch.tokens)], batch.logit_rows[num_logits % 3 :]
+    logit_rows, pooled_rows = (
+        batch.logit_rows[: 1 + num_logits % len(batch.tokens)],
+        batch.logit_rows[num_logits % 3 :],
+    )
     load = Load(tuple((c, r + d) for c, r, d in seqs), len(logit_rows), 0, len(pooled_rows))
     return batch._replace(logit_rows=logit_rows, pooled_rows=pooled_rows), load, block
 
 
 @settings(max_examples=8, deadline=None)
-@given(shape=SHAPES, dtype=st.sampled_from(KV_DTYPES["cpu"]), seqs=SEQUENCES, num_logits=st.integers(0, 100))
-@example({"kv_heads": 2, "groups": 2, "head_dim": 32, "rotated": 4, "window": (7, 0), "format": "Q4_0"}, "int8", [(20, 19, 3)] * 3, 4)
-def test_every_op_costs_what_it_says(shape: dict[str, Any], dtype: KvDtype, seqs: list[tuple[int, int, int]], num_logits: int) -> None:
+@given(
+    shape=SHAPES,
+    dtype=st.sampled_from(KV_DTYPES["cpu"]),
+    seqs=SEQUENCES,
+    num_logits=st.integers(0, 100),
+)
+@example(
+    {"kv_heads": 2, "groups": 2, "head_dim": 32, "rotated": 4, "window": (7, 0), "format": "Q4_0"},
+    "int8",
+    [(20, 19, 3)] * 3,
+    4,
+)
+def test_every_op_costs_what_it_says(
+    shape: dict[str, Any], dtype: KvDtype, seqs: list[tuple[int, int, int]], num_logits: int
+) -> None:
     batch, load, num_blocks = batch_and_load(seqs, num_logits)
     for program, tensors in programs(shape):
-        load = load._replace(kv_bytes=number_bytes(program.kv_groups, dtype) if program.kv_groups else 0)
-        step = Step(program, tensors, batch._replace(kv=batch.kv * len(program.kv_groups)), num_blocks)
+        load = load._replace(
+            kv_bytes=number_bytes(program.kv_groups, dtype) if program.kv_groups else 0
+        )
+        step = Step(
+            program, tensors, batch._replace(kv=batch.kv * len(program.kv_groups)), num_blocks
+        )
         for op in program.ops:
             flops, nbytes = step.run(op, load.kv_bytes)
             assert isinstance(op.flops(load), int) and isinstance(op.bytes(load), int)
             assert op.flops(load) == flops, op
             read, share = op.weights(), 1.0
-            if isinstance(op, mixture.Experts):  # it says what is to be expected, and here some experts have been chosen
+            if isinstance(
+                op, mixture.Experts
+            ):  # it says what is to be expected, and here some experts have been chosen
                 chosen = step.experts(op)
                 share = len(chosen) / op.distinct_experts(len(batch.tokens))
                 read = [weight for weight in read if int(weight.name.split(".")[1]) in chosen]
@@ -114,8 +158,19 @@ def test_every_op_costs_what_it_says(shape: dict[str, Any], dtype: KvDtype, seqs
 
 
 def test_every_op_is_counted() -> None:
-    shape = {"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"}
-    every = {op for op in (vars(ops) | vars(mixture)).values() if isinstance(op, type) and issubclass(op, Op) and op is not Op}
+    shape = {
+        "kv_heads": 1,
+        "groups": 2,
+        "head_dim": 32,
+        "rotated": 32,
+        "window": 0,
+        "format": "F32",
+    }
+    every = {
+        op
+        for op in (vars(ops) | vars(mixture)).values()
+        if isinstance(op, type) and issubclass(op, Op) and op is not Op
+    }
     assert every == {type(op) for program, _ in programs(shape) for op in program.ops}
 
 
@@ -126,13 +181,25 @@ def test_experts_to_be_expected(experts: int, top_k: int, rows: int) -> None:
     x, weight = Value(0, 4, "step"), Weight("w", 4, 4, 64)
     op = mixture.Experts(x, x, Value(1, 2 * top_k, "step"), *((weight,) * experts,) * 3, "silu")
     rng = np.random.default_rng(0)
-    choices = [np.concatenate([np.zeros(0), *(rng.permutation(experts)[:top_k] for _ in range(rows))]) for _ in range(3000)]
-    assert op.distinct_experts(rows) == pytest.approx(np.mean([len(set(c.tolist())) for c in choices]), rel=0.02)
+    choices = [
+        np.concatenate([np.zeros(0), *(rng.permutation(experts)[:top_k] for _ in range(rows))])
+        for _ in range(3000)
+    ]
+    assert op.distinct_experts(rows) == pytest.approx(
+        np.mean([len(set(c.tolist())) for c in choices]), rel=0.02
+    )
 
 
 def test_a_tree_costs_no_more_than_a_chain() -> None:
     """Of equally many rows; it is what an op says of either."""
-    shape = {"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"}
+    shape = {
+        "kv_heads": 1,
+        "groups": 2,
+        "head_dim": 32,
+        "rotated": 32,
+        "window": 0,
+        "format": "F32",
+    }
     program, tensors = decoder(shape)
     attention = next(op for op in program.ops if isinstance(op, ops.Attention))
     load = Load(((5, 4),), 4, 4)
@@ -140,7 +207,9 @@ def test_a_tree_costs_no_more_than_a_chain() -> None:
     for parents in ([-1, 0, 1], [-1, 0, 0], [-1, -1, -1]):
         sequence = Sequence([0, 1, 2], BLOCK)
         sequence.computed = 5
-        step = Step(program, tensors, batch_of([sequence], [[1]], [([2, 3, 4], parents)], trees=True), 3)
+        step = Step(
+            program, tensors, batch_of([sequence], [[1]], [([2, 3, 4], parents)], trees=True), 3
+        )
         for op in program.ops[: program.ops.index(attention)]:
             step.run(op, 4)
         seen.append(step.run(attention, 4))

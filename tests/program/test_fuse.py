@@ -11,14 +11,25 @@ from headrace.backend import forward, reference
 from headrace.config import KvConfig
 from headrace.program.fuse import fuse
 from headrace.program.op import Op, Value
-from headrace.program.ops import Activate, GluLinear, KvWrite, Linear, LinearActivate, LinearAdd, QkvRopeWrite, Rope
+from headrace.program.ops import (
+    Activate,
+    GluLinear,
+    KvWrite,
+    Linear,
+    LinearActivate,
+    LinearAdd,
+    QkvRopeWrite,
+    Rope,
+)
 from headrace.program.trace import Tracer, trace
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
 from tests.program.shapes import SHAPES, VOCAB, decoder, families, others
 
 DIM, HEAD = 32, 16
-TENSORS = {name: random_stored("F32", DIM, DIM, i, name) for i, name in enumerate(("q", "k", "v", "o"))}
+TENSORS = {
+    name: random_stored("F32", DIM, DIM, i, name) for i, name in enumerate(("q", "k", "v", "o"))
+}
 TENSORS["n"] = random_stored("F32", 1, DIM, 9, "n")
 
 
@@ -39,7 +50,9 @@ def fused(layer: Callable[[Tracer, Value], Parts], layers: int = 1) -> list[type
         for i in range(layers):
             parts = layer(g, x)
             g.kv_write(parts.k, parts.v, i)
-            x = g.add(x, g.linear(g.attention(parts.q, i, DIM // HEAD, HEAD), g.weight("o", DIM, DIM)))
+            x = g.add(
+                x, g.linear(g.attention(parts.q, i, DIM // HEAD, HEAD), g.weight("o", DIM, DIM))
+            )
             x = g.add(x, parts.extra) if parts.extra else x
         return x
 
@@ -65,7 +78,9 @@ def keys_first(g: Tracer, x: Value) -> Parts:
 def test_queries_keys_and_values_become_one() -> None:
     for layer in (plain, keys_first):
         assert fused(layer, layers=2)[1:] == 2 * [*fused(layer)[1:]]
-        assert [kind for kind in fused(layer) if kind in (QkvRopeWrite, Rope, KvWrite)] == [QkvRopeWrite]
+        assert [kind for kind in fused(layer) if kind in (QkvRopeWrite, Rope, KvWrite)] == [
+            QkvRopeWrite
+        ]
         assert LinearAdd in fused(layer)
 
 
@@ -85,7 +100,10 @@ def keys_without_rope(g: Tracer, x: Value) -> Parts:
 
 
 def two_bases(g: Tracer, x: Value) -> Parts:
-    q, k = (g.rope(linear(g, x, name), g.rope_angles((base,), 1.0), HEAD) for name, base in (("q", 1.0), ("k", 0.5)))
+    q, k = (
+        g.rope(linear(g, x, name), g.rope_angles((base,), 1.0), HEAD)
+        for name, base in (("q", 1.0), ("k", 0.5))
+    )
     return Parts(q, k, linear(g, x, "v"))
 
 
@@ -139,12 +157,21 @@ def test_what_must_stay_apart(layer: Callable[[Tracer, Value], Parts]) -> None:
 def test_a_fused_program_computes_the_same(shape: dict[str, Any]) -> None:
     sequence, rng = Sequence([1, 0, 2], 4), np.random.default_rng(0)
     batch = batch_of([sequence], [rng.integers(0, VOCAB, 9).tolist()], [([], [])], trees=False)
-    inputs = rng.standard_normal((9, shape["kv_heads"] * shape["groups"] * shape["head_dim"])).astype(np.float32) / 4
+    inputs = (
+        rng.standard_normal((9, shape["kv_heads"] * shape["groups"] * shape["head_dim"])).astype(
+            np.float32
+        )
+        / 4
+    )
     for program, tensors in (decoder(shape), others(shape), families(shape)):
-        batch = batch._replace(kv=batch.kv[:1] * len(program.kv_groups), inputs=inputs, logit_rows=batch.logit_rows[2:])
+        batch = batch._replace(
+            kv=batch.kv[:1] * len(program.kv_groups), inputs=inputs, logit_rows=batch.logit_rows[2:]
+        )
         kv, together = KvConfig((3,) * len(program.kv_groups), 4, "f32"), fuse(program)
         assert len(together.ops) < len(program.ops)
-        want, got = (forward(reference.compile(p, tensors, kv, 1), batch).logits for p in (program, together))
+        want, got = (
+            forward(reference.compile(p, tensors, kv, 1), batch).logits for p in (program, together)
+        )
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
@@ -158,21 +185,42 @@ def test_a_layer_that_stays_apart_does_not_keep_the_next_one_so() -> None:
 def test_what_only_linear_ops_read_is_packed(keeps_hidden: bool) -> None:
     """But not what the program gives back."""
     for make in (decoder, others, families):
-        program, _ = make({"kv_heads": 1, "groups": 2, "head_dim": 32, "rotated": 32, "window": 0, "format": "F32"})
+        program, _ = make(
+            {
+                "kv_heads": 1,
+                "groups": 2,
+                "head_dim": 32,
+                "rotated": 32,
+                "window": 0,
+                "format": "F32",
+            }
+        )
         program = fuse(program.keeping_hidden() if keeps_hidden else program)
         linear = {Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear}
-        values = [(value, name == "x" and type(op) in linear) for op in program.ops for name, value in vars(op).items() if name != "out"]
+        values = [
+            (value, name == "x" and type(op) in linear)
+            for op in program.ops
+            for name, value in vars(op).items()
+            if name != "out"
+        ]
         reads = [(value.id, as_x) for value, as_x in values if isinstance(value, Value)]
         results = {value.id for value in (program.logits, program.hidden) if value}
         packed = {id for id, _ in reads} - {id for id, as_x in reads if not as_x} - results
         assert packed and (program.hidden is not None) == keeps_hidden
         for op in program.ops:
             for value in (*op.inputs(), *([op.output()] if op.output() else [])):
-                assert value.packed is (value.id in packed) and value.rows in ("step", "gathered", "logit", "pooled")
+                assert value.packed is (value.id in packed) and value.rows in (
+                    "step",
+                    "gathered",
+                    "logit",
+                    "pooled",
+                )
 
 
 def test_an_activation_after_a_linear_op_becomes_one() -> None:
-    """But not where the linear op has another reader, and not before the sum that it is added to."""
+    """But not where the linear op has another reader, and not before the sum that it is added
+    to.
+    """
 
     def kinds(reads_twice: bool) -> list[type[Op]]:
         def forward(g: Tracer) -> Value:

@@ -21,22 +21,32 @@ TWO, ONE = KvGroup((0, 2), KvLayout(3, 64, 64), window=8), KvGroup((1,), KvLayou
 def test_bytes_of_a_block_are_those_of_all_layers_and_heads() -> None:
     for dtype in ("f32", "bf16", "int8", "int4"):
         record = kv.block_bytes(dtype, 64, 64)
-        assert [TWO.block_bytes(dtype, size) for size in (32, 64, 16)] == [6 * record, 12 * record, 3 * record]
+        assert [TWO.block_bytes(dtype, size) for size in (32, 64, 16)] == [
+            6 * record,
+            12 * record,
+            3 * record,
+        ]
         assert isinstance(TWO.block_bytes(dtype, 32), int)
 
 
 def test_bytes_of_a_number_and_of_a_token() -> None:
     assert TWO.block_bytes("f32", 32) == 32 * 4 * TWO.numbers == 32 * 4 * 2 * 3 * 128
-    assert number_bytes((TWO, ONE), "f32") == 4 and token_bytes((TWO, ONE), "f32") == 4 * (6 * 128 + 192)
+    assert number_bytes((TWO, ONE), "f32") == 4 and token_bytes((TWO, ONE), "f32") == 4 * (
+        6 * 128 + 192
+    )
     both = TWO.block_bytes("int4", 32) + ONE.block_bytes("int4", 32)
     assert number_bytes((TWO, ONE), "int4") == pytest.approx(both / (32 * (6 * 128 + 192)))
     assert token_bytes((TWO, ONE), "int4") == -(-both // 32)
     assert isinstance(token_bytes((TWO, ONE), "int4"), int)
 
 
-@pytest.mark.parametrize(("name", "kv_heads", "numbers"), [("deepseek-v2", 1, 40 + 8), ("llama3-gqa", 2, 2 * 16)])
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "numbers"), [("deepseek-v2", 1, 40 + 8), ("llama3-gqa", 2, 2 * 16)]
+)
 def test_bytes_of_a_token_are_those_of_the_formula(name: str, kv_heads: int, numbers: int) -> None:
-    """Of latent rows those of one row with the rotated numbers of keys, else a key and a value for each KV head."""
+    """Of latent rows those of one row with the rotated numbers of keys, else a key and a value for
+    each KV head.
+    """
     spec = spec_of(name)
     if spec.latent:
         spec = replace(spec, latent=replace(spec.latent, is_absorbed=True))
@@ -46,14 +56,18 @@ def test_bytes_of_a_token_are_those_of_the_formula(name: str, kv_heads: int, num
 
 
 def test_bytes_of_a_token_of_deepseek_v2_lite() -> None:
-    """(512 + 64) numbers in each of 27 layers, whatever heads there are; the plain form has 16 of 192 + 128."""
+    """(512 + 64) numbers in each of 27 layers, whatever heads there are; the plain form has 16 of
+    192 + 128.
+    """
     layers = tuple(range(27))
     assert token_bytes((KvGroup(layers, KvLayout(1, 512 + 64, 0)),), "bf16") == 27 * 576 * 2
     assert token_bytes((KvGroup(layers, KvLayout(16, 192, 128)),), "bf16") == 27 * 16 * 320 * 2
 
 
 def test_five_windows_to_one_keep_less_than_a_quarter() -> None:
-    """Of 32,768 tokens that come in chunks of 512, with windows of 1,024 (Gemma 3, 4B), at any time."""
+    """Of 32,768 tokens that come in chunks of 512, with windows of 1,024 (Gemma 3, 4B), at any
+    time.
+    """
     layout, length, chunk = KvLayout(4, 256, 256), 32768, 512
     groups = KvGroup((0, 1, 2, 3, 4), layout, 1024), KvGroup((5,), layout)
     manager = KvManager(groups, KvConfig((length // 32, length // 32), 32), chunk)
@@ -63,15 +77,30 @@ def test_five_windows_to_one_keep_less_than_a_quarter() -> None:
         manager.advance(tables, computed, length)
         assert manager.reserve(tables, computed, chunk) == []
         held = [pool.num_blocks - pool.num_available for pool in manager.pools]
-        most = max(most, sum(group.block_bytes("bf16", 32) * blocks for group, blocks in zip(groups, held, strict=True)))
+        most = max(
+            most,
+            sum(
+                group.block_bytes("bf16", 32) * blocks
+                for group, blocks in zip(groups, held, strict=True)
+            ),
+        )
     full = length * 6 * 2 * 4 * 256 * 2
     windows = 5 * 2 * 4 * 256 * 2 * 32 * ((1024 + chunk) // 32 + 1)
     assert most <= full // 6 + windows < full / 4
 
 
-@given(window=st.integers(0, 20), max_rows=st.integers(1, 12), block_size=st.sampled_from([1, 4, 8]), num_tokens=st.integers(1, 90))
-def test_most_blocks_of_a_sequence(window: int, max_rows: int, block_size: int, num_tokens: int) -> None:
-    """Those that hold what the rows of one step see, wherever it begins and however many rows it has."""
+@given(
+    window=st.integers(0, 20),
+    max_rows=st.integers(1, 12),
+    block_size=st.sampled_from([1, 4, 8]),
+    num_tokens=st.integers(1, 90),
+)
+def test_most_blocks_of_a_sequence(
+    window: int, max_rows: int, block_size: int, num_tokens: int
+) -> None:
+    """Those that hold what the rows of one step see, wherever it begins and however many rows it
+    has.
+    """
     most = 0
     for computed in range(num_tokens):
         last = min(computed + max_rows, num_tokens) - 1

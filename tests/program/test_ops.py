@@ -31,7 +31,9 @@ X, OUT = Value(0, 4, "step"), Value(1, 4, "step")
 
 @pytest.fixture
 def many() -> Many:
-    a, b, c, d, router, bias = (Weight(name, 4, 4, 64) for name in ("a", "b", "c", "d", "router", "bias"))
+    a, b, c, d, router, bias = (
+        Weight(name, 4, 4, 64) for name in ("a", "b", "c", "d", "router", "bias")
+    )
     return Many(OUT, X, (a, b), ((c, d),), router, (bias,))
 
 
@@ -48,7 +50,10 @@ class TestWeights:
 
     def test_vectors_are_norms_and_biases(self) -> None:
         w, b = Weight("w", 1, 4, 16), Weight("b", 1, 4, 16)
-        assert (Norm(OUT, X, w, 0.0, "rms", 4).matrices(), Norm(OUT, X, w, 0.0, "layer", 4, b).vectors()) == ([], [w, b])
+        assert (
+            Norm(OUT, X, w, 0.0, "rms", 4).matrices(),
+            Norm(OUT, X, w, 0.0, "layer", 4, b).vectors(),
+        ) == ([], [w, b])
         assert (Linear(OUT, X, w, b).matrices(), Linear(OUT, X, w, b).vectors()) == ([w], [b])
         assert Linear(OUT, X, w).weights() == [w] and Embed(OUT, w).matrices() == [w]
         assert GluLinear(OUT, X, w, w, "silu", b, None).vectors() == [b]
@@ -58,7 +63,10 @@ class TestWeights:
 class TestProgram:
     def test_a_weight_counts_once(self) -> None:
         embed = random_stored("F32", 8, 4, 0, "embed")
-        tied = trace(lambda g: g.linear(g.embed(g.weight("embed", 8, 4)), g.weight("embed", 8, 4)), {"embed": embed})
+        tied = trace(
+            lambda g: g.linear(g.embed(g.weight("embed", 8, 4)), g.weight("embed", 8, 4)),
+            {"embed": embed},
+        )
         assert list(tied.weights) == ["embed"] and tied.weight_bytes == embed.nbytes == 128
 
     def test_all_weights_count(self) -> None:
@@ -70,9 +78,16 @@ class TestProgram:
     def test_weights_are_replaced_everywhere(self) -> None:
         spec, tensors = tiny_model(0)
         program = trace_model(spec, tensors)
-        halved = program.with_weights({name: Weight(name, w.rows, w.cols, w.nbytes // 2) for name, w in program.weights.items()})
+        halved = program.with_weights(
+            {
+                name: Weight(name, w.rows, w.cols, w.nbytes // 2)
+                for name, w in program.weights.items()
+            }
+        )
         assert 2 * halved.weight_bytes == program.weight_bytes
-        assert isinstance(halved, Program) and [type(op) for op in halved.ops] == [type(op) for op in program.ops]
+        assert isinstance(halved, Program) and [type(op) for op in halved.ops] == [
+            type(op) for op in program.ops
+        ]
 
     def test_the_rows_before_the_head_are_kept_where_they_are_asked_for(self) -> None:
         program = trace_model(*tiny_model(0))
@@ -82,7 +97,11 @@ class TestProgram:
 
     def test_the_last_use_of_each_value(self) -> None:
         program = trace_model(*tiny_model(0)).keeping_hidden()
-        last = {value.id: [i for i, op in enumerate(program.ops) if value in op.inputs()] for op in program.ops for value in op.inputs()}
+        last = {
+            value.id: [i for i, op in enumerate(program.ops) if value in op.inputs()]
+            for op in program.ops
+            for value in op.inputs()
+        }
         assert program.hidden
         results = {program.logits.id: len(program.ops), program.hidden.id: len(program.ops)}
         assert program.last_use() == {id: max(ops) for id, ops in last.items()} | results

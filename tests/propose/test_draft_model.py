@@ -1,4 +1,6 @@
-"""Models that draft, alone: a draft is the model's own continuation, and no token is computed twice that need not be."""
+"""Models that draft, alone: a draft is the model's own continuation, and no token is computed twice
+that need not be.
+"""
 
 import gc
 from collections.abc import Sequence
@@ -38,7 +40,9 @@ class Drafted(View):
     constraint: Any = None
 
 
-def sequence(known: list[int], params: SamplingParams = GREEDY, seq_id: tuple[int, int] = (0, 0)) -> Drafted:
+def sequence(
+    known: list[int], params: SamplingParams = GREEDY, seq_id: tuple[int, int] = (0, 0)
+) -> Drafted:
     sampler = make_sampler(params, known, VOCAB, params.seed or 0, ())
     return Drafted(list(known), seq_id, len(known), sampler=sampler.clone(seq_id[1]))
 
@@ -50,7 +54,14 @@ class Counting(ToyExecutable):
         super().__init__(SIZE, **options)
         self.rows: list[list[int]] = []
 
-    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> Done:
+    def launch(
+        self,
+        batch: RaggedBatch,
+        ops: Sequence[LogitOp] = (),
+        *,
+        logits: bool = False,
+        hidden: bool = False,
+    ) -> Done:
         self.rows.append(np.diff(batch.row_start).tolist())
         return super().launch(batch, ops, logits=logits, hidden=hidden)
 
@@ -59,11 +70,15 @@ class Counting(ToyExecutable):
         return rows
 
 
-def draft_model(num_blocks: int = 64, longest: int = 1000, windows: tuple[int, ...] = FULL, **config: Any) -> DraftModelProposer:
+def draft_model(
+    num_blocks: int = 64, longest: int = 1000, windows: tuple[int, ...] = FULL, **config: Any
+) -> DraftModelProposer:
     """The toy model as a draft."""
     options = EngineConfig(proposer="draft_model", **config)
     kv = toy_kv(num_blocks, SIZE, windows, max_rows(options.draft_depth))
-    (proposer,) = make_proposers(options, DraftModels(draft=DraftModel(Counting(windows=windows), kv, longest))).values()
+    (proposer,) = make_proposers(
+        options, DraftModels(draft=DraftModel(Counting(windows=windows), kv, longest))
+    ).values()
     assert isinstance(proposer, DraftModelProposer)
     return proposer
 
@@ -108,17 +123,24 @@ def check(proposer: DraftModelProposer) -> None:
 def test_drafts_are_the_models_own_continuation(
     prompts: list[list[int]], depth: int, width: int, windows: tuple[int, ...], data: st.DataObject
 ) -> None:
-    """Whatever of its drafts is taken, however sequences grow meanwhile, and whichever of them is asked for."""
+    """Whatever of its drafts is taken, however sequences grow meanwhile, and whichever of them is
+    asked for.
+    """
     proposer = draft_model(200, windows=windows, draft_depth=depth, draft_width=width)
     seqs = [sequence(prompt, seq_id=(request, 0)) for request, prompt in enumerate(prompts)]
     for _ in range(4):
         budgets = [data.draw(st.integers(0, depth * width)) for _ in seqs]
         drafts = proposer.propose(seqs, budgets)
         check(proposer)
-        assert drafts == [continuation(seq.known, budget, width) for seq, budget in zip(seqs, budgets, strict=True)]
+        assert drafts == [
+            continuation(seq.known, budget, width)
+            for seq, budget in zip(seqs, budgets, strict=True)
+        ]
         for i, draft in enumerate(drafts):
             path = draft.tokens[::width]
-            seqs[i].known += path[: data.draw(st.integers(0, len(path)))] + data.draw(st.lists(TOKENS, min_size=1, max_size=3))
+            seqs[i].known += path[: data.draw(st.integers(0, len(path)))] + data.draw(
+                st.lists(TOKENS, min_size=1, max_size=3)
+            )
         if len(seqs) > 1 and data.draw(st.booleans()):
             del seqs[0]
             gc.collect()
@@ -145,7 +167,9 @@ def test_only_what_is_new_is_computed() -> None:
     assert rows_of(proposer) == [[2]]
 
 
-def test_a_long_prompt_is_caught_up_with_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_caught_up_with_over_several_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("headrace.propose.draft_model._CATCH_UP_ROWS", 8)
     assert max_rows(3) == 10  # and two of its own drafts
     proposer = draft_model(draft_depth=3)
@@ -153,7 +177,10 @@ def test_a_long_prompt_is_caught_up_with_over_several_steps(monkeypatch: pytest.
     expected = [continuation(seq.known, 3, 1) for seq in seqs]
     for rows, drafts in (
         ([[8]], [NO_DRAFT, NO_DRAFT]),
-        ([[4], [4], [1], [1]], [expected[0], NO_DRAFT]),  # the first draws, then the second has what is left of 8
+        (
+            [[4], [4], [1], [1]],
+            [expected[0], NO_DRAFT],
+        ),  # the first draws, then the second has what is left of 8
         ([[1, 2], [1, 1], [1, 1]], expected),
     ):
         assert proposer.propose(seqs, [3, 3]) == drafts
@@ -168,7 +195,9 @@ def test_siblings_begin_with_what_the_nearest_has() -> None:
     assert rows_of(proposer) == [[10], [1]]
     first.known += [1]
     second.known += [2]
-    assert proposer.propose([first, second], [2, 2]) == [continuation(seq.known, 2, 1) for seq in (first, second)]
+    assert proposer.propose([first, second], [2, 2]) == [
+        continuation(seq.known, 2, 1) for seq in (first, second)
+    ]
     assert rows_of(proposer) == [[1, 1], [1, 1]]
     assert proposer.kv.num_available == 64 - 4  # two blocks are shared, and each has one of its own
     third = sequence([*second.known, 9], seq_id=(0, 2))
@@ -194,7 +223,11 @@ def test_blocks_come_from_sequences_that_do_not_draft_now() -> None:
     seqs = [sequence([i, 2, 3, 4, 5, 6], seq_id=(i, 0)) for i in range(2)]
     expected = [continuation(seq.known, 2, 1) for seq in seqs]
     short = sequence([9], seq_id=(2, 0))
-    assert proposer.propose([*seqs, short], [2, 2, 2]) == [expected[0], NO_DRAFT, continuation([9], 2, 1)]
+    assert proposer.propose([*seqs, short], [2, 2, 2]) == [
+        expected[0],
+        NO_DRAFT,
+        continuation([9], 2, 1),
+    ]
     assert proposer.propose(seqs[1:], [2]) == expected[1:]
     check(proposer)
     rows_of(proposer)
@@ -224,22 +257,34 @@ def test_it_draws_with_the_noise_of_the_sequence(method: Any) -> None:
                 assert draft.probabilities is None
             else:
                 assert draft.probabilities is not None
-                assert draft.probabilities.tolist() == [seq.sampler.probabilities(toy_logits(text), len(text)).tolist() for text in texts]
+                assert draft.probabilities.tolist() == [
+                    seq.sampler.probabilities(toy_logits(text), len(text)).tolist()
+                    for text in texts
+                ]
 
 
-def self_draft(windows: tuple[int, ...] = FULL, **config: Any) -> tuple[SelfDraftProposer, KvManager]:
+def self_draft(
+    windows: tuple[int, ...] = FULL, **config: Any
+) -> tuple[SelfDraftProposer, KvManager]:
     """The toy model as its own first layers, and the KV that it shares with the model."""
     executable = Counting(windows=windows)
-    (made,) = make_proposers(EngineConfig(proposer="self_draft", **config), DraftModels(short=executable, block_size=SIZE)).values()
+    (made,) = make_proposers(
+        EngineConfig(proposer="self_draft", **config),
+        DraftModels(short=executable, block_size=SIZE),
+    ).values()
     assert isinstance(made, SelfDraftProposer)
     return made, toy_kv(40, SIZE, windows)
 
 
-def compute(proposer: SelfDraftProposer, kv: KvManager, seq: Drafted, computed: int, drafts: int) -> None:
+def compute(
+    proposer: SelfDraftProposer, kv: KvManager, seq: Drafted, computed: int, drafts: int
+) -> None:
     """Give the sequence KV of so many tokens, and blocks for the rest and some drafts."""
     seq.tables, seq.computed = kv.new_tables(), computed
     assert kv.reserve(seq.tables, 0, len(seq.known) + drafts) == []
-    proposer._executable.launch(batch_of_runs([TokenRun(seq.known[:computed], 0, seq.tables)], SIZE, logits=False))
+    proposer._executable.launch(
+        batch_of_runs([TokenRun(seq.known[:computed], 0, seq.tables)], SIZE, logits=False)
+    )
     rows_of(proposer)
 
 
@@ -247,12 +292,22 @@ def compute(proposer: SelfDraftProposer, kv: KvManager, seq: Drafted, computed: 
 @pytest.mark.parametrize("windows", [(0,), (5, 0)])
 def test_a_models_first_layers_go_on_from_its_kv(width: int, windows: tuple[int, ...]) -> None:
     proposer, kv = self_draft(windows, draft_depth=3, draft_width=width)
-    lengths = [(6, 5), (20, 4), (21, 4), (30, 29)]  # of which so many are computed: more than 16 to come are too many
-    seqs = [sequence([t % VOCAB for t in range(i, i + length)], seq_id=(i, 0)) for i, (length, _) in enumerate(lengths)]
+    lengths = [
+        (6, 5),
+        (20, 4),
+        (21, 4),
+        (30, 29),
+    ]  # of which so many are computed: more than 16 to come are too many
+    seqs = [
+        sequence([t % VOCAB for t in range(i, i + length)], seq_id=(i, 0))
+        for i, (length, _) in enumerate(lengths)
+    ]
     for seq, (_, computed) in zip(seqs, lengths, strict=True):
         compute(proposer, kv, seq, computed, 3)
     budgets = [3 * width, 1, 3, 0]
-    expected = [continuation(seq.known, budget, width) for seq, budget in zip(seqs, budgets, strict=True)]
+    expected = [
+        continuation(seq.known, budget, width) for seq, budget in zip(seqs, budgets, strict=True)
+    ]
     expected[2] = NO_DRAFT
     assert proposer.propose(seqs, budgets) == expected
     assert rows_of(proposer) == [[1, 16], [1], [1]]
@@ -272,8 +327,14 @@ def test_a_models_first_layers_draw_with_the_noise_of_the_sequence(method: Any) 
 def test_logits_that_are_not_finite_end_a_draft_and_no_other() -> None:
     kv = toy_kv(20, SIZE)
     bad = continuation([1, 2, 3], 3, 1).tokens[1]
-    proposer = DraftModelProposer(ToyExecutable(SIZE, broken=bad), kv, 100, 3, 1, probabilities=False)
-    other = next([4, token] for token in range(VOCAB) if bad not in (token, *continuation([4, token], 3, 1).tokens))
+    proposer = DraftModelProposer(
+        ToyExecutable(SIZE, broken=bad), kv, 100, 3, 1, probabilities=False
+    )
+    other = next(
+        [4, token]
+        for token in range(VOCAB)
+        if bad not in (token, *continuation([4, token], 3, 1).tokens)
+    )
     seqs = [sequence([1, 2, 3]), sequence([bad], seq_id=(1, 0)), sequence(other, seq_id=(2, 0))]
     first = continuation([1, 2, 3], 2, 1)
     assert proposer.propose(seqs, [3, 3, 3]) == [first, NO_DRAFT, continuation(other, 3, 1)]

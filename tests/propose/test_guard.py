@@ -12,7 +12,17 @@ from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
-from headrace.propose import METHODS, NEEDS, PROPOSERS, DraftModel, DraftModels, Guard, asked_for, check_speculation, make_proposers
+from headrace.propose import (
+    METHODS,
+    NEEDS,
+    PROPOSERS,
+    DraftModel,
+    DraftModels,
+    Guard,
+    asked_for,
+    check_speculation,
+    make_proposers,
+)
 from headrace.proposer import ProposerTraits
 from tests.engine.toy import ToyExecutable, toy_kv
 from tests.propose.test_ngram import View
@@ -76,7 +86,9 @@ def test_an_invalid_draft_does_not_discard_the_others() -> None:
 def test_a_valid_draft_comes_through_as_it_is() -> None:
     draft = DraftTree([1, 9], [-1, -1], 9, True, np.ones((2, 10)))
     guard = Guard(Scripted([draft]), vocab_size=10)
-    assert guard.propose([View([1])], [2]) == [draft._replace(confidence=7)]  # the highest that there is
+    assert guard.propose([View([1])], [2]) == [
+        draft._replace(confidence=7)
+    ]  # the highest that there is
     assert guard.failures == 0
 
 
@@ -112,7 +124,9 @@ def test_a_proposer_observes_in_the_thread_that_it_asks_for(in_engine_thread: bo
     *observed, thread = inner.observed
     assert observed == [views, commits, RESULT] and guard.failures == 0
     assert (thread is threading.current_thread()) == in_engine_thread
-    assert in_engine_thread or thread.daemon  # so that one that hangs does not keep the process from ending
+    assert (
+        in_engine_thread or thread.daemon
+    )  # so that one that hangs does not keep the process from ending
 
 
 def test_proposers_are_made_by_name() -> None:
@@ -122,7 +136,11 @@ def test_proposers_are_made_by_name() -> None:
         if name not in NEEDS
     }
     assert made["off"] == {} and list(made["auto"]) == ["ngram", "online"]
-    assert all(list(made[name]) == [name] and made[name][name].traits.max_nodes == 5 for name in METHODS if name not in NEEDS)
+    assert all(
+        list(made[name]) == [name] and made[name][name].traits.max_nodes == 5
+        for name in METHODS
+        if name not in NEEDS
+    )
     assert set(get_args(get_type_hints(EngineConfig)["proposer"])) == set(PROPOSERS)
     with pytest.raises(RequestError, match="there are: off, auto, ngram"):
         make_proposers(EngineConfig(proposer="nrgam"))  # type: ignore[arg-type]
@@ -134,7 +152,11 @@ def test_proposers_are_made_by_name() -> None:
 def test_auto_has_the_configured_proposers() -> None:
     every = EngineConfig(proposer="auto", draft_model="x", draft_layers=2, medusa_heads="y")
     assert asked_for(every) == ("ngram", "online", "draft_model", "self_draft", "medusa")
-    assert asked_for(EngineConfig(proposer="auto", draft_layers=2)) == ("ngram", "online", "self_draft")
+    assert asked_for(EngineConfig(proposer="auto", draft_layers=2)) == (
+        "ngram",
+        "online",
+        "self_draft",
+    )
     with pytest.raises(RequestError, match="needs a smaller model"):
         make_proposers(every)
 
@@ -149,7 +171,10 @@ def test_auto_has_the_configured_proposers() -> None:
         ({"proposer": "ngram", "acceptance_method": "rejection"}, "'rejection' is for chains"),
         ({"proposer": "auto", "acceptance_method": "rejection"}, "'rejection' is for chains"),
         ({"proposer": "auto", "acceptance_method": "rejection", "draft_layers": 2}, ""),
-        ({"proposer": "draft_model", "acceptance_method": "rejection", "draft_width": 2}, "'rejection' is for chains"),
+        (
+            {"proposer": "draft_model", "acceptance_method": "rejection", "draft_width": 2},
+            "'rejection' is for chains",
+        ),
         ({"proposer": "draft_model", "acceptance_method": "rejection"}, ""),
         (
             {"proposer": "self_draft", "draft_model": "x"},
@@ -222,7 +247,9 @@ def test_the_thread_ends_with_the_guard() -> None:
 
 
 def test_what_proposers_need_of_the_engine() -> None:
-    """They are all called in its thread, and those that are quick without a limit; some learn from their rows, or read something there."""
+    """They are all called in its thread, and those that are quick without a limit; some learn from
+    their rows, or read something there.
+    """
     plain = ProposerTraits(7, in_engine_thread=True, time_limit=None)
     needs = {
         "ngram": plain,

@@ -39,13 +39,22 @@ class TestJacobi:
         (draft,) = proposer.propose([view], [4])
         run = DraftTree(draft.tokens[:2], draft.parents[:2])
         proposer.observe([view], [Commit(0, [], [5], [], row=0, draft=run)], rows([5, 60, 61, 77]))
-        assert proposer.propose([view], [3])[0].tokens == [60, 61, 1]  # 77 is after a row of another sequence
+        assert proposer.propose([view], [3])[0].tokens == [
+            60,
+            61,
+            1,
+        ]  # 77 is after a row of another sequence
 
     def test_converges_to_plain_decoding(self) -> None:
-        """In this model the next token depends on the token before it at every third position, and else only on the position."""
+        """In this model the next token depends on the token before it at every third position, and
+        else only on the position.
+        """
 
         def follow(first: int, tokens: list[int]) -> list[int]:
-            return [position if position % 3 else (7 * token + 3) % 31 for position, token in enumerate(tokens, first)]
+            return [
+                position if position % 3 else (7 * token + 3) % 31
+                for position, token in enumerate(tokens, first)
+            ]
 
         proposer, view = JacobiProposer(16), View([0, 5])
         steps = 0
@@ -56,7 +65,9 @@ class TestJacobi:
             while len(path) < len(draft.tokens) and draft.tokens[len(path)] == said[len(path)]:
                 path.append(len(path))
             view.known += said[: len(path) + 1]
-            proposer.observe([view], [Commit(0, path, said[: len(path) + 1], [], row=0, draft=draft)], rows(said))
+            proposer.observe(
+                [view], [Commit(0, path, said[: len(path) + 1], [], row=0, draft=draft)], rows(said)
+            )
             steps += 1
         assert view.known[2:] == follow(2, view.known[1:-1])
         assert steps < 40
@@ -77,8 +88,22 @@ class TestLookahead:
         said = rows([7, 0, 42, 0, 44, 0, 46, 0, 48, 0, 50])  # after columns (1, 2), (3, 4), ...
         proposer.observe([view], [Commit(0, [], [7], [], row=0, draft=draft)], said)
         (draft,) = proposer.propose([view], [16])
-        assert draft.tokens[:10] == [2, 42, 4, 44, 6, 46, 8, 48, 10, 50]  # columns are (2, 42), (4, 44), ... now
-        assert (draft.tokens[10:], draft.parents[10:]) == ([8, 48], [-1, 10])  # the n-gram that followed 7
+        assert draft.tokens[:10] == [
+            2,
+            42,
+            4,
+            44,
+            6,
+            46,
+            8,
+            48,
+            10,
+            50,
+        ]  # columns are (2, 42), (4, 44), ... now
+        assert (draft.tokens[10:], draft.parents[10:]) == (
+            [8, 48],
+            [-1, 10],
+        )  # the n-gram that followed 7
 
     def test_accepted_tokens_move_the_window_further(self) -> None:
         proposer, view = LookaheadProposer(16), View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
@@ -93,14 +118,19 @@ class TestLookahead:
         for budget in range(1, 40):
             view = View([1, 2, 3])
             (draft,) = LookaheadProposer(16).propose([view], [budget])
-            assert len(draft.tokens) <= budget and all(parent < node for node, parent in enumerate(draft.parents))
-            # Of two rows each: the first column always, and as many more as leave two for an n-gram.
+            assert len(draft.tokens) <= budget and all(
+                parent < node for node, parent in enumerate(draft.parents)
+            )
+            # Of two rows each: the first column always, and as many more as leave two for an
+            # n-gram.
             assert len(draft.tokens) == (2 * min(5, max(1, (budget - 2) // 2)) if budget > 1 else 0)
 
     def test_a_step_without_new_tokens_moves_nothing(self) -> None:
         proposer, views = LookaheadProposer(16), [View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]), View([3])]
         before = proposer.propose(views, [16, 1])
-        proposer.observe(views, [Commit(0, [], [], []), Commit(1, [], [4], [])], rows([]))  # the second has not drafted yet
+        proposer.observe(
+            views, [Commit(0, [], [], []), Commit(1, [], [4], [])], rows([])
+        )  # the second has not drafted yet
         assert proposer.propose(views, [16, 1]) == before
 
     def test_the_latest_three_ngrams_of_a_token_are_kept(self) -> None:
@@ -109,7 +139,9 @@ class TestLookahead:
             state._remember(7, rest)
         assert state.draft([7], 30).tokens[-6:] == [23, 33, 20, 30, 22, 32]
 
-    def test_memory_is_bounded_and_what_was_seen_lately_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_memory_is_bounded_and_what_was_seen_lately_is_kept(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("headrace.propose.lookahead._POOL", 2)
         state = _State([7])
         for first in (1, 2, 1, 3):

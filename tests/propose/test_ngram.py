@@ -1,4 +1,6 @@
-"""Prompt lookup: the longest match first, several candidates as one tree, an index that grows with the sequence."""
+"""Prompt lookup: the longest match first, several candidates as one tree, an index that grows with
+the sequence.
+"""
 
 import gc
 from dataclasses import dataclass, field
@@ -76,7 +78,11 @@ def test_places_are_those_of_a_search(known: list[int], more: list[int]) -> None
     for runs in index._runs:
         for end in range(runs.size, len(known) + 1):
             run = known[end - runs.size : end]
-            places = [place for place in range(runs.size, len(known)) if known[place - runs.size : place] == run]
+            places = [
+                place
+                for place in range(runs.size, len(known))
+                if known[place - runs.size : place] == run
+            ]
             assert list(runs.places(_key(run))) == places[:-5:-1]
 
 
@@ -104,7 +110,9 @@ def test_the_index_grows_with_the_sequence_and_is_dropped_with_it() -> None:
         fresh, other = NgramProposer(16), View(list(view.known))
         assert proposer.propose([view], [3]) == fresh.propose([other], [3])
         assert proposer._indices[view] is index
-        assert [vars(runs) for runs in index._runs] == [vars(runs) for runs in fresh._indices[other]._runs]
+        assert [vars(runs) for runs in index._runs] == [
+            vars(runs) for runs in fresh._indices[other]._runs
+        ]
     assert proposer.propose([view], [2])[0].tokens == [3, 9]
     assert len(proposer._indices) == 1
     del view

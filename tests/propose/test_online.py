@@ -34,7 +34,11 @@ def test_the_latest_follower_comes_first_and_the_one_before_it_second() -> None:
 
 def test_the_longest_run_that_is_known_says_what_follows() -> None:
     table = taught([1, 2, 3, 4, 5, 6, 7, 8, 9, 20], [99, 3, 4, 5, 6, 7, 8, 9, 30])
-    assert table.propose([View([1, 2, 3, 4, 5, 6, 7])], [3])[0].tokens == [8, 9, 20]  # eight tokens before 20, seven before 30
+    assert table.propose([View([1, 2, 3, 4, 5, 6, 7])], [3])[0].tokens == [
+        8,
+        9,
+        20,
+    ]  # eight tokens before 20, seven before 30
     view = View([0, 1, 2, 3, 4, 5, 6, 7, 8])
     for length, confidence in ((3, 0), (4, 0), (5, 1), (8, 1), (9, 2)):
         assert table.propose([View(view.known[:length])], [1])[0].confidence == confidence
@@ -48,7 +52,9 @@ def test_a_sequence_is_learned_as_it_grows_and_when_it_ends() -> None:
     table.propose([view], [1])
     assert table._transcripts[view] is transcript
     view.known += [7, 8]
-    assert table.propose([View([5, 6])], [4]) == [NO_DRAFT]  # no draft has been asked for the first since
+    assert table.propose([View([5, 6])], [4]) == [
+        NO_DRAFT
+    ]  # no draft has been asked for the first since
     del view
     gc.collect()
     assert table.propose([View([5, 6])], [4])[0].tokens == [7, 8]
@@ -63,13 +69,18 @@ def test_prompts_are_not_learned() -> None:
 def test_drafts_do_not_cross_scopes() -> None:
     table = OnlineProposer(16)
     table.propose([View([1, 2, 3, 4], scope="a")], [4])
-    assert table.propose([View([1, 2], scope="b"), View([1, 2], scope="a")], [4, 4]) == [NO_DRAFT, DraftTree([3, 4], [-1, 0])]
+    assert table.propose([View([1, 2], scope="b"), View([1, 2], scope="a")], [4, 4]) == [
+        NO_DRAFT,
+        DraftTree([3, 4], [-1, 0]),
+    ]
 
 
 def test_memory_is_bounded_and_used_runs_are_kept() -> None:
     table = taught([1, 2, 3], max_runs=20)
     for start in range(10, 200, 2):
-        assert table.propose([View([start, start + 1, start + 2]), View([1, 2])], [1, 1])[1].tokens == [3]
+        assert table.propose([View([start, start + 1, start + 2]), View([1, 2])], [1, 1])[
+            1
+        ].tokens == [3]
     assert len(table._followers) == 20
 
 

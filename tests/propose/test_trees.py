@@ -9,7 +9,9 @@ from headrace.propose.trees import Tree, merge, prune
 
 
 def test_merged_chains_share_their_prefixes() -> None:
-    assert merge([[1, 2, 3], [1, 2, 4], [1, 5, 6]], 9) == DraftTree([1, 2, 5, 3, 4, 6], [-1, 0, 0, 1, 1, 2])
+    assert merge([[1, 2, 3], [1, 2, 4], [1, 5, 6]], 9) == DraftTree(
+        [1, 2, 5, 3, 4, 6], [-1, 0, 0, 1, 1, 2]
+    )
     assert merge([[1, 2], [1, 2]], 9) == DraftTree([1, 2], [-1, 0])
     assert merge([[1, 2, 3], [4]], 9, confidence=2) == DraftTree([1, 4, 2, 3], [-1, -1, 0, 2], 2)
     assert merge([], 9) == DraftTree([], [])
@@ -34,7 +36,9 @@ def paths(draft: DraftTree) -> set[tuple[int, ...]]:
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=4), st.integers(0, 9), st.data())
 def test_pruning_keeps_paths(chains: list[list[int]], budget: int, data: st.DataObject) -> None:
     draft = merge(chains, budget)
-    assert len(draft.tokens) <= budget and paths(draft) <= {tuple(c[:i]) for c in chains for i in range(1, len(c) + 1)}
+    assert len(draft.tokens) <= budget and paths(draft) <= {
+        tuple(c[:i]) for c in chains for i in range(1, len(c) + 1)
+    }
     kept: list[int] = []
     for node, parent in enumerate(draft.parents):
         if (parent < 0 or parent in kept) and data.draw(st.booleans()):

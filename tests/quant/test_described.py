@@ -1,4 +1,6 @@
-"""One record describes every quantised format: its bytes follow from it, and its values lie as it says."""
+"""One record describes every quantised format: its bytes follow from it, and its values lie as it
+says.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +33,9 @@ def test_bytes_follow(name: str, rows: int, blocks: int) -> None:
 
 
 def fits(spec: QuantSpec, values: NDArray[np.float64]) -> bool:
-    """Whether there is a scale, and a minimum if the format has one, with which some codes stand for the values of a group."""
+    """Whether there is a scale, and a minimum if the format has one, with which some codes stand
+    for the values of a group.
+    """
     codes = spec.values.astype(np.float64)
     least = values.min() if spec.zero == "minimum" else 0.0
     steps = np.arange(1, 1 << spec.bits) if spec.zero == "minimum" else codes[codes != 0]
@@ -44,7 +48,9 @@ def fits(spec: QuantSpec, values: NDArray[np.float64]) -> bool:
 
 
 def groups(name: str, seed: int) -> NDArray[np.float64]:
-    """Random values of the format [groups, columns of a group], of which none is near to nothing beside its minimum."""
+    """Random values of the format [groups, columns of a group], of which none is near to nothing
+    beside its minimum.
+    """
     found = random_stored(name, 4, 256, seed, scale=10.0).dequantise().astype(np.float64)
     grouped = found.reshape(-1, SPECS[name].group or 256)
     return grouped[np.ptp(grouped, axis=1) > 1e-3 * np.abs(grouped).max(axis=1)]
@@ -54,10 +60,16 @@ def groups(name: str, seed: int) -> NDArray[np.float64]:
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16))
 def test_values_lie_as_it_says(name: str, seed: int) -> None:
-    """In groups of so many columns, on so many steps around 0 or above a minimum: and on no coarser ones, nor as if there were none."""
+    """In groups of so many columns, on so many steps around 0 or above a minimum: and on no coarser
+    ones, nor as if there were none.
+    """
     spec, found = SPECS[name], groups(name, seed)
     assert len(found) and all(fits(spec, values) for values in found)
-    fewer = replace(spec, bits=spec.bits - 1) if spec.codebook == "integer" else replace(spec, bits=3, codebook="integer")
+    fewer = (
+        replace(spec, bits=spec.bits - 1)
+        if spec.codebook == "integer"
+        else replace(spec, bits=3, codebook="integer")
+    )
     mistakes = [fewer, replace(spec, zero="none")] if spec.zero == "minimum" else [fewer]
     for mistaken in mistakes:
         assert not all(fits(mistaken, values) for values in found)
@@ -74,30 +86,42 @@ def test_minima_of_super_blocks_are_below_zero(name: str) -> None:
     blocks[:, :, CODES[name]] = 0
     at = 82 if name == "Q2_K" else 2
     blocks[:, :, at : at + 2] = np.array([0.5], np.float16).view(np.uint8)
-    assert (StoredTensor("x", tensor.format, tensor.shape, {"codes": blocks}).dequantise() < 0).all()
+    assert (
+        StoredTensor("x", tensor.format, tensor.shape, {"codes": blocks}).dequantise() < 0
+    ).all()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize(("zero", "zero_type"), [("point", "u8"), ("minimum", "f16"), ("minimum", "f32")])
+@pytest.mark.parametrize(
+    ("zero", "zero_type"), [("point", "u8"), ("minimum", "f16"), ("minimum", "f32")]
+)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_a_zero_that_is_left_out_or_turned_round_is_noticed(bits: int, zero: Any, zero_type: Any, seed: int) -> None:
-    """Weights of a range that is not around 0 come back to half a step, which no other reading of their codes does.
+def test_a_zero_that_is_left_out_or_turned_round_is_noticed(
+    bits: int, zero: Any, zero_type: Any, seed: int
+) -> None:
+    """Weights of a range that is not around 0 come back to half a step, which no other reading of
+    their codes does.
 
-    Their zero point is the last code: one in the middle, as 2 bits have it for a wider range, would be that of codes without any.
+    Their zero point is the last code: one in the middle, as 2 bits have it for a wider range, would
+    be that of codes without any.
     """
     rng = np.random.default_rng(seed)
     weights = (rng.uniform(-1, 0.05, (4, 128)) * np.exp(rng.normal(size=(4, 1)))).astype(np.float32)
     spec = QuantSpec(bits, 32, "f32", zero, zero_type)
     rows = round_to_nearest(weights, spec, clip=False)
     assert rows.zeros is not None
-    bound = np.repeat(rows.scales, 32, axis=1) * (1.0 if zero == "point" else 0.5) + 1e-3 * np.abs(weights).max(axis=1, keepdims=True)
+    bound = np.repeat(rows.scales, 32, axis=1) * (1.0 if zero == "point" else 0.5) + 1e-3 * np.abs(
+        weights
+    ).max(axis=1, keepdims=True)
 
     def is_near(spec: QuantSpec, rows: TableRows) -> bool:
         return bool((np.abs(dequantise_rows(spec, rows) - weights) <= bound).all())
 
     assert is_near(spec, rows)
-    assert not is_near(replace(spec, zero="none", zero_type=None), TableRows(rows.codes, rows.scales))
+    assert not is_near(
+        replace(spec, zero="none", zero_type=None), TableRows(rows.codes, rows.scales)
+    )
     turned = rows._replace(zeros=-rows.zeros.astype(NUMBERS["f32"]))
     assert not is_near(replace(spec, zero_type="f32"), turned)
     other = "minimum" if zero == "point" else "point"

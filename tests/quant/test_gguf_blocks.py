@@ -18,13 +18,17 @@ BLOCKS = [name for name, form in FORMATS.items() if form.table_rows or form.inte
 
 def stored(name: str, rows: int, data: NDArray[np.uint8]) -> StoredTensor:
     form = FORMATS[name]
-    return StoredTensor.from_bytes("x", form, (rows, data.size // form.nbytes // rows * form.block), data)
+    return StoredTensor.from_bytes(
+        "x", form, (rows, data.size // form.nbytes // rows * form.block), data
+    )
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 3), blocks=st.integers(1, 3), data=st.data())
-def test_any_bytes_are_what_gguf_makes_of_them(name: str, rows: int, blocks: int, data: st.DataObject) -> None:
+def test_any_bytes_are_what_gguf_makes_of_them(
+    name: str, rows: int, blocks: int, data: st.DataObject
+) -> None:
     """Scales that are infinite or NaN, too; codes never leave their range."""
     form, size = FORMATS[name], rows * blocks * FORMATS[name].nbytes
     found = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), np.uint8)
@@ -36,7 +40,11 @@ def test_any_bytes_are_what_gguf_makes_of_them(name: str, rows: int, blocks: int
     if form.table_rows is None:
         return
     table = form.table_rows(tensor.parts, slice(None))
-    assert table.codes.shape == tensor.shape and table.codes.dtype == np.uint8 and table.codes.max() < 1 << form.spec.bits
+    assert (
+        table.codes.shape == tensor.shape
+        and table.codes.dtype == np.uint8
+        and table.codes.max() < 1 << form.spec.bits
+    )
     assert table.scales.shape == (rows, form.spec.num_scales(tensor.cols)) and table.zeros is None
 
 
@@ -59,14 +67,26 @@ def test_the_fourth_code_of_tq2_0_is_two() -> None:
     """No encoder writes it; the integers of 2 bits that kernels read have it below 0 only."""
     block = np.full(66, 0xFF, np.uint8)
     block[64:] = np.array([0.5], np.float16).view(np.uint8)
-    np.testing.assert_array_equal(stored("TQ2_0", 1, block).dequantise(), np.ones((1, 256), np.float32))
+    np.testing.assert_array_equal(
+        stored("TQ2_0", 1, block).dequantise(), np.ones((1, 256), np.float32)
+    )
 
 
 def test_points_of_grids() -> None:
     """As many as there are numbers for, no two alike."""
-    for name, count in {"iq1": 2048, "iq2_xxs": 256, "iq2_xs": 512, "iq2_s": 1024, "iq3_xxs": 256, "iq3_s": 512}.items():
+    for name, count in {
+        "iq1": 2048,
+        "iq2_xxs": 256,
+        "iq2_xs": 512,
+        "iq2_s": 1024,
+        "iq3_xxs": 256,
+        "iq3_s": 512,
+    }.items():
         points = grid(name)  # type: ignore[arg-type]
-        assert points.shape == (count, 4 if "iq3" in name else 8) and len(np.unique(points, axis=0)) == count
+        assert (
+            points.shape == (count, 4 if "iq3" in name else 8)
+            and len(np.unique(points, axis=0)) == count
+        )
         assert np.array_equal(np.unique(points), np.arange(8 if "iq3" in name else 3))
 
 
@@ -76,7 +96,11 @@ def test_values_are_those_of_its_codebook(name: str) -> None:
     spec, integers = FORMATS[name].spec, FORMATS[name].integers
     assert spec and integers
     found, of_codebook = integers(), spec.values * np.float32(8 if spec.codebook == "iq1" else 1)
-    signed = np.concatenate([found, -found]) if "iq2" in spec.codebook or "iq3" in spec.codebook else found
+    signed = (
+        np.concatenate([found, -found])
+        if "iq2" in spec.codebook or "iq3" in spec.codebook
+        else found
+    )
     shifted = np.concatenate([found - 1, found + 1]) if spec.codebook == "iq1" else signed
     np.testing.assert_array_equal(np.unique(shifted), np.sort(of_codebook))
 

@@ -8,10 +8,18 @@ from headrace.quant.kv import block_bytes, hadamard, round_bf16, stored
 
 
 def test_bytes() -> None:
-    """A head of 64 takes two bytes a number; one, and half of one, beside four bf16 numbers for a key and its value."""
-    assert [block_bytes(dtype, 64, 64) for dtype in ("f32", "bf16", "int8", "int4")] == [32 * n for n in (512, 256, 136, 72)]
-    assert [block_bytes(dtype, 192, 128) for dtype in ("f32", "bf16", "int8", "int4")] == [32 * n for n in (1280, 640, 328, 168)]
-    assert [block_bytes(dtype, 576, 0) for dtype in ("f32", "bf16", "int8", "int4")] == [32 * n for n in (2304, 1152, 580, 292)]
+    """A head of 64 takes two bytes a number; one, and half of one, beside four bf16 numbers for a
+    key and its value.
+    """
+    assert [block_bytes(dtype, 64, 64) for dtype in ("f32", "bf16", "int8", "int4")] == [
+        32 * n for n in (512, 256, 136, 72)
+    ]
+    assert [block_bytes(dtype, 192, 128) for dtype in ("f32", "bf16", "int8", "int4")] == [
+        32 * n for n in (1280, 640, 328, 168)
+    ]
+    assert [block_bytes(dtype, 576, 0) for dtype in ("f32", "bf16", "int8", "int4")] == [
+        32 * n for n in (2304, 1152, 580, 292)
+    ]
     groups = (KvGroup((0, 1), KvLayout(3, 128, 128)),)
     assert number_bytes(groups, "int8") == 1 + 8 / 256
     assert number_bytes(groups, "int4") == 0.5 + 8 / 256
@@ -26,10 +34,15 @@ def test_rotation_is_its_own_inverse(n: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "levels"), [("int8", 255), ("int4", 15)])
 def test_quantised_numbers_are_within_half_a_step(dtype: str, levels: int) -> None:
-    x = np.random.default_rng(0).normal(0, 1, (50, 3, 64)) * np.geomspace(1e-6, 1e6, 50)[:, None, None]
+    x = (
+        np.random.default_rng(0).normal(0, 1, (50, 3, 64))
+        * np.geomspace(1e-6, 1e6, 50)[:, None, None]
+    )
     rotation = hadamard(64)
     turned, back = x @ rotation, stored(x, dtype) @ rotation
-    step = 1.02 * np.ptp(turned, axis=-1, keepdims=True) / levels  # step and least number are rounded outwards
+    step = (
+        1.02 * np.ptp(turned, axis=-1, keepdims=True) / levels
+    )  # step and least number are rounded outwards
     rounding = np.abs(turned) / 256  # to bf16
     assert (np.abs(back - turned) <= step / 2 + rounding).all()
 
@@ -42,11 +55,17 @@ def test_one_large_dimension_is_spread() -> None:
     levels = 15
     low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
     plain = np.rint((x - low) / (high - low) * levels) * (high - low) / levels + low
-    assert np.linalg.norm((stored(x, "int4") - x)[:, small]) < 0.5 * np.linalg.norm((plain - x)[:, small])
+    assert np.linalg.norm((stored(x, "int4") - x)[:, small]) < 0.5 * np.linalg.norm(
+        (plain - x)[:, small]
+    )
 
 
 def test_what_does_not_need_rounding_stays() -> None:
     x = np.array([[0.0, 1.0, -2.0, 3.5]])
-    assert (stored(x, "f32") == x).all() and (stored(x, "bf16") == x).all() and (round_bf16(x) == x).all()
+    assert (
+        (stored(x, "f32") == x).all()
+        and (stored(x, "bf16") == x).all()
+        and (round_bf16(x) == x).all()
+    )
     assert (stored(np.zeros((2, 8)), "int4") == 0).all()
     np.testing.assert_allclose(stored(np.full((2, 8), 3.0), "int8"), 3.0, rtol=0.01)

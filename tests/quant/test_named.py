@@ -23,7 +23,10 @@ def test_a_name_says_what_it_is(name: str, spec: QuantSpec) -> None:
     assert named_format(name) == spec
 
 
-@pytest.mark.parametrize("name", ["int5", "int4-g48", "int4-g0", "int4-", "nf4-asym", "", "q4_0", "int4-g128-sym", "e4m3-g17"])
+@pytest.mark.parametrize(
+    "name",
+    ["int5", "int4-g48", "int4-g0", "int4-", "nf4-asym", "", "q4_0", "int4-g128-sym", "e4m3-g17"],
+)
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(RequestError):
         named_format(name)

@@ -8,21 +8,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.quant.formats import StoredTensor, plain_table
-from headrace.quant.rounding import best_range, in_groups, nearest_codes, round_to_nearest, values_of
+from headrace.quant.rounding import (
+    best_range,
+    in_groups,
+    nearest_codes,
+    round_to_nearest,
+    values_of,
+)
 from headrace.quant.spec import QuantSpec, dequantise_rows
 from tests.tables import KINDS
 
 
 def weights_of(seed: int, rows: int, cols: int) -> Any:
     rng = np.random.default_rng(seed)
-    return (rng.standard_normal((rows, cols)) * np.exp(rng.normal(0, 2, (rows, 1)))).astype(np.float32)
+    return (rng.standard_normal((rows, cols)) * np.exp(rng.normal(0, 2, (rows, 1)))).astype(
+        np.float32
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**16), rows=st.integers(1, 6), groups=st.integers(1, 3))
-def test_no_value_is_further_off_than_half_a_step(kind: str, seed: int, rows: int, groups: int) -> None:
-    """Half of the widest gap beside it, times the scale, where the range was not clipped; ends are inside by half a step."""
+def test_no_value_is_further_off_than_half_a_step(
+    kind: str, seed: int, rows: int, groups: int
+) -> None:
+    """Half of the widest gap beside it, times the scale, where the range was not clipped; ends are
+    inside by half a step.
+    """
     spec = KINDS[kind]
     weights = weights_of(seed, rows, groups * (spec.group or 64))
     grouped = in_groups(weights, spec)
@@ -30,8 +42,11 @@ def test_no_value_is_further_off_than_half_a_step(kind: str, seed: int, rows: in
     rounded = values_of(nearest_codes(grouped, scales, zeros, spec), scales, zeros, spec)
     values = np.sort(spec.values[np.isfinite(spec.values)])
     gap = np.diff(values).max()
-    # A scale is rounded, by 2^-8 at most, and a zero point by half a step: so far the ends of a range may lie outside.
-    outside = np.abs(grouped).max(axis=-1, keepdims=True) * 2.0**-8 + (np.abs(scales)[..., None] if zeros is not None else 0)
+    # A scale is rounded, by 2^-8 at most, and a zero point by half a step: so far the ends of a
+    # range may lie outside.
+    outside = np.abs(grouped).max(axis=-1, keepdims=True) * 2.0**-8 + (
+        np.abs(scales)[..., None] if zeros is not None else 0
+    )
     if spec.zero == "none" and spec.codebook == "integer":
         outside = outside + np.abs(scales)[..., None] * 0.5
     assert np.all(np.abs(rounded - grouped) <= gap / 2 * np.abs(scales)[..., None] * 1.01 + outside)
@@ -40,26 +55,37 @@ def test_no_value_is_further_off_than_half_a_step(kind: str, seed: int, rows: in
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_never_costs(kind: str) -> None:
     spec, weights = KINDS[kind], weights_of(3, 8, 512)
-    errors = [np.square(dequantise_rows(spec, round_to_nearest(weights, spec, clip=clip)) - weights).sum() for clip in (True, False)]
+    errors = [
+        np.square(dequantise_rows(spec, round_to_nearest(weights, spec, clip=clip)) - weights).sum()
+        for clip in (True, False)
+    ]
     assert errors[0] <= errors[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_of_the_format_are_their_own_nearest(kind: str) -> None:
-    """Codes are found again from their values: pack and unpack are each other's inverse, up to codes of the same value."""
+    """Codes are found again from their values: pack and unpack are each other's inverse, up to
+    codes of the same value.
+    """
     spec = KINDS[kind]
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 1 << spec.bits, (4, 2, 64), np.uint8)
     codes[~np.isfinite(spec.values)[codes]] = 0
     scales = np.full((4, 2), 0.25, np.float32)
-    zeros = {"none": None, "point": np.full((4, 2), 3, np.float32), "minimum": np.full((4, 2), -0.5, np.float32)}[spec.zero]
+    zeros = {
+        "none": None,
+        "point": np.full((4, 2), 3, np.float32),
+        "minimum": np.full((4, 2), -0.5, np.float32),
+    }[spec.zero]
     values = values_of(codes, scales, zeros, spec)
     again = nearest_codes(values, scales, zeros, spec)
     np.testing.assert_array_equal(values_of(again, scales, zeros, spec), values)
 
 
 def test_a_scale_around_the_middle_with_a_minimum_is_caught() -> None:
-    """The mistake of some texts: codes around the middle of their range, and a minimum besides. They would be off by half a range."""
+    """The mistake of some texts: codes around the middle of their range, and a minimum besides.
+    They would be off by half a range.
+    """
     weights = weights_of(5, 4, 128)
     symmetric, minimum = QuantSpec(4, 32), QuantSpec(4, 32, "f16", "minimum", "f32")
     right = np.abs(dequantise_rows(minimum, round_to_nearest(weights, minimum)) - weights).max()
@@ -79,4 +105,6 @@ def test_rows_of_zeros_are_zeros_and_a_last_group_may_be_short(kind: str) -> Non
     rows = round_to_nearest(weights, spec)
     assert rows.codes.shape == weights.shape and rows.scales.shape == (3, spec.num_scales(480))
     whole = weights[:, : 480 // spec.group * spec.group] if spec.group else weights
-    np.testing.assert_array_equal(rows.codes[:, : whole.shape[1]], round_to_nearest(whole, spec).codes)
+    np.testing.assert_array_equal(
+        rows.codes[:, : whole.shape[1]], round_to_nearest(whole, spec).codes
+    )

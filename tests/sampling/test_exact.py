@@ -32,11 +32,20 @@ def test_the_tokens_are_those_of_draws_one_by_one(drafts: list[DraftTree], seed:
         row += 1 + len(draft.tokens)
     values = run_logit_ops(draws, logits, pool=POOL)
     for source, (draw, drawn, sampler) in enumerate(zip(draws, values, samplers, strict=True)):
-        assert isinstance(drawn, Drawn) and len(drawn.tokens) == len(drawn.logprobs) == len(drawn.path) + 1
+        assert (
+            isinstance(drawn, Drawn)
+            and len(drawn.tokens) == len(drawn.logprobs) == len(drawn.path) + 1
+        )
         node, draft = -1, draw.draft
         for depth, (token, logprobs) in enumerate(zip(drawn.tokens, drawn.logprobs, strict=True)):
-            assert (token, tuple(logprobs)) == sampler.draw(logits[draw.row + 1 + node], 10 * source + depth, 1)
-            children = [i for i in range(len(draft.tokens)) if (draft.parents[i], draft.tokens[i]) == (node, token)]
+            assert (token, tuple(logprobs)) == sampler.draw(
+                logits[draw.row + 1 + node], 10 * source + depth, 1
+            )
+            children = [
+                i
+                for i in range(len(draft.tokens))
+                if (draft.parents[i], draft.tokens[i]) == (node, token)
+            ]
             assert children[:1] == drawn.path[depth : depth + 1]
             node = children[0] if children else node
 
@@ -46,5 +55,8 @@ def test_a_row_that_is_not_finite_fails_its_own_sequence(bad: int) -> None:
     logits = np.array([[9, 0, 0, 0], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]], np.float32)
     logits[bad] = np.nan
     first, second = (_native.Sampler(VOCAB, [], temperature=0.0) for _ in range(2))
-    draws = [Draw(0, 0, first, DraftTree([0, 2], [-1, -1])), Draw(2, 0, second, DraftTree([2], [-1]))]
+    draws = [
+        Draw(0, 0, first, DraftTree([0, 2], [-1, -1])),
+        Draw(2, 0, second, DraftTree([2], [-1])),
+    ]
     assert run_logit_ops(draws, logits, pool=POOL) == [None, Drawn([2, 3], [0], [])]

@@ -21,11 +21,16 @@ POOL = _native.Pool(2)
     penalty=st.sampled_from([0.0, 0.5]),
     bad=st.integers(0, 9),
 )
-def test_the_tokens_are_those_of_draws_one_by_one(widths: list[int], seed: int, temperature: float, penalty: float, bad: int) -> None:
+def test_the_tokens_are_those_of_draws_one_by_one(
+    widths: list[int], seed: int, temperature: float, penalty: float, bad: int
+) -> None:
     logits = np.random.default_rng(seed).normal(0, 1, (len(widths), VOCAB)).astype(np.float32)
     logits[bad:, 3] = np.nan
     samplers = [
-        _native.Sampler(VOCAB, [1], seq_index=i, seed=seed, temperature=temperature, presence_penalty=penalty) for i in range(len(widths))
+        _native.Sampler(
+            VOCAB, [1], seq_index=i, seed=seed, temperature=temperature, presence_penalty=penalty
+        )
+        for i in range(len(widths))
     ]
     before = [sampler.clone(i) for i, sampler in enumerate(samplers)]
     last = len(widths) - 1
@@ -44,7 +49,10 @@ def test_the_tokens_are_those_of_draws_one_by_one(widths: list[int], seed: int, 
             assert token == initial.clone(op.seq_index).draw(row, 5, -1)[0]
             row[token] = -np.inf
         initial.append(value.tokens[0])  # and no other token
-        assert sampler.probabilities(logits[op.row], 6).tolist() == initial.probabilities(logits[op.row], 6).tolist()
+        assert (
+            sampler.probabilities(logits[op.row], 6).tolist()
+            == initial.probabilities(logits[op.row], 6).tolist()
+        )
 
 
 def test_arguments_are_checked() -> None:
@@ -52,7 +60,9 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="width must be above 0"):
         _native.expand(POOL, logits, [Expand(0, 0, sampler, 0, 0, False)])
     with pytest.raises(ValueError, match="expanded once"):
-        _native.expand(POOL, logits, [Expand(1, 0, one, 0, 1, False) for one in (sampler, sampler.clone(1))])
+        _native.expand(
+            POOL, logits, [Expand(1, 0, one, 0, 1, False) for one in (sampler, sampler.clone(1))]
+        )
     with pytest.raises(ValueError, match="not there"):
         _native.expand(POOL, logits, [Expand(2, 0, sampler, 0, 1, False)])
     logits.flags.writeable = False

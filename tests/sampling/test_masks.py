@@ -1,4 +1,6 @@
-"""Masks in the sampler: what they forbid is never drawn, ranked or drafted, and nothing else changes."""
+"""Masks in the sampler: what they forbid is never drawn, ranked or drafted, and nothing else
+changes.
+"""
 
 from typing import Any
 
@@ -31,17 +33,24 @@ def logits_of(num_rows: int, seed: int = 0, vocab: int = VOCAB) -> NDArray[np.fl
 
 def test_a_mask_has_a_bit_for_each_token() -> None:
     mask = mask_of([0, 31, 32, 69], VOCAB)
-    assert mask.tolist() == [1 << 31 | 1, 1, 1 << 5] and mask_words(VOCAB) == 3 and mask_words(64) == 2
+    assert (
+        mask.tolist() == [1 << 31 | 1, 1, 1 << 5] and mask_words(VOCAB) == 3 and mask_words(64) == 2
+    )
     assert mask_of([], VOCAB).tolist() == [0, 0, 0]
 
 
 @settings(max_examples=150, deadline=None)
 @given(row=rows(), options=st.fixed_dictionaries(FILTERS), data=st.data())
-def test_draws_are_those_of_the_twin(row: NDArray[np.float32], options: dict[str, Any], data: st.DataObject) -> None:
+def test_draws_are_those_of_the_twin(
+    row: NDArray[np.float32], options: dict[str, Any], data: st.DataObject
+) -> None:
     vocab = len(row)
     finite = np.flatnonzero(np.isfinite(row)).tolist()
     token = st.integers(0, vocab - 1)
-    allowed = data.draw(st.one_of(st.sets(token, max_size=4), st.just(set(range(0, vocab, 2)))) | st.just(set(range(vocab))))
+    allowed = data.draw(
+        st.one_of(st.sets(token, max_size=4), st.just(set(range(0, vocab, 2))))
+        | st.just(set(range(vocab)))
+    )
     mask = mask_of({*allowed, data.draw(st.sampled_from(finite))}, vocab)
     biases = data.draw(st.dictionaries(token, st.sampled_from([-100.0, 30.0]), max_size=3))
     isa = data.draw(st.sampled_from(ISAS))
@@ -49,17 +58,25 @@ def test_draws_are_those_of_the_twin(row: NDArray[np.float32], options: dict[str
     reference = twin.SamplerTwin(vocab, [0], logit_bias=list(biases.items()), **options)
     for position in (10, 11, 12):
         drawn, logprobs = native.draw(row, position, 0, mask[None])
-        assert drawn in reference.draws(row, position, mask) and logprobs == _native.token_logprobs(row, drawn, 0, isa)
+        assert drawn in reference.draws(row, position, mask) and logprobs == _native.token_logprobs(
+            row, drawn, 0, isa
+        )
         reference.output.append(drawn)
     shares = native.probabilities(row, 13, mask[None])
     kept = set(np.flatnonzero(shares).tolist())
-    assert kept and all(mask[i // 32] >> np.uint32(i % 32) & 1 for i in kept) and shares.sum() == pytest.approx(1)
+    assert (
+        kept
+        and all(mask[i // 32] >> np.uint32(i % 32) & 1 for i in kept)
+        and shares.sum() == pytest.approx(1)
+    )
 
 
 def test_a_mask_that_allows_all_changes_nothing() -> None:
     logits, everything = logits_of(1)[0], masks_of(list(range(VOCAB)))
     plain, masked = (_native.Sampler(VOCAB, [], seed=3, top_p=0.9) for _ in range(2))
-    assert [plain.draw(logits, p, 2) for p in range(40)] == [masked.draw(logits, p, 2, everything) for p in range(40)]
+    assert [plain.draw(logits, p, 2) for p in range(40)] == [
+        masked.draw(logits, p, 2, everything) for p in range(40)
+    ]
 
 
 @pytest.mark.parametrize("method", list(VERIFIERS))
@@ -72,13 +89,18 @@ def test_each_row_of_a_tree_has_its_own(method: AcceptanceMethod, temperature: f
     (drawn,) = run_logit_ops([Draw(1, 0, sampler, tree, 1, method, masks)], logits)
     assert isinstance(drawn, Drawn)
     assert (drawn.tokens, drawn.path) == ([5, 6, 68], [0, 1])
-    raw = [_native.token_logprobs(logits[row], token, 1) for row, token in zip((1, 2, 3), drawn.tokens, strict=True)]
+    raw = [
+        _native.token_logprobs(logits[row], token, 1)
+        for row, token in zip((1, 2, 3), drawn.tokens, strict=True)
+    ]
     assert [tuple(one) for one in drawn.logprobs] == raw
 
 
 def test_what_is_ranked_is_what_is_allowed() -> None:
     logits, allowed = logits_of(2), [3, 40, 69]
-    (ranked,) = run_logit_ops([TopTokens(1, 0, _native.Sampler(VOCAB, []), 3, masks_of(allowed))], logits)
+    (ranked,) = run_logit_ops(
+        [TopTokens(1, 0, _native.Sampler(VOCAB, []), 3, masks_of(allowed))], logits
+    )
     assert isinstance(ranked, Ranked)
     expected = sorted(allowed, key=lambda token: -logits[1, token])
     assert ranked.tokens == expected and np.exp(ranked.logprobs).sum() == pytest.approx(1)
@@ -86,17 +108,28 @@ def test_what_is_ranked_is_what_is_allowed() -> None:
 
 def test_what_is_drafted_is_what_is_allowed() -> None:
     logits, allowed = logits_of(2), [3, 40, 69]
-    (drafted,) = run_logit_ops([Expand(1, 0, _native.Sampler(VOCAB, [], seed=5), 0, 5, True, masks_of(allowed))], logits.copy())
+    (drafted,) = run_logit_ops(
+        [Expand(1, 0, _native.Sampler(VOCAB, [], seed=5), 0, 5, True, masks_of(allowed))],
+        logits.copy(),
+    )
     assert isinstance(drafted, Expanded) and drafted.probabilities is not None
-    assert sorted(drafted.tokens) == allowed and np.flatnonzero(drafted.probabilities).tolist() == allowed
-    assert drafted.tokens[0] == twin.SamplerTwin(VOCAB, [], seed=5).draw(logits[1], 0, mask_of(allowed, VOCAB))
+    assert (
+        sorted(drafted.tokens) == allowed
+        and np.flatnonzero(drafted.probabilities).tolist() == allowed
+    )
+    assert drafted.tokens[0] == twin.SamplerTwin(VOCAB, [], seed=5).draw(
+        logits[1], 0, mask_of(allowed, VOCAB)
+    )
 
 
 def test_a_row_of_which_nothing_is_left_has_no_result() -> None:
     logits = logits_of(2)
     logits[0, [3, 4]] = -np.inf
     samplers = [_native.Sampler(VOCAB, [], banned=[9], banned_until=5) for _ in range(4)]
-    draws = [Draw(0, 0, samplers[0], masks=masks_of([3, 4])), Draw(1, 0, samplers[1], masks=masks_of([3, 4]))]
+    draws = [
+        Draw(0, 0, samplers[0], masks=masks_of([3, 4])),
+        Draw(1, 0, samplers[1], masks=masks_of([3, 4])),
+    ]
     failed, drawn = run_logit_ops(draws, logits)
     assert failed is None and isinstance(drawn, Drawn) and drawn.tokens[0] in (3, 4)
     assert run_logit_ops([Draw(1, 0, samplers[2], masks=masks_of([9]))], logits) == [None]

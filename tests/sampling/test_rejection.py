@@ -1,8 +1,10 @@
-"""The lossless acceptance methods against the exact distribution of what a step gives, with a vocabulary of five tokens.
+"""The lossless acceptance methods against the exact distribution of what a step gives, with a
+vocabulary of five tokens.
 
-A step with one draft x ~ q gives one token, or, where the draft is accepted, two. Under rejection sampling a single token y has the
-probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x)) p2(b | x). Under exact verification with a draft that is independent of
-the draw these are p(y) (1 - q(y)) and p(x) q(x) p2(b | x). In both cases the first token has the distribution p.
+A step with one draft x ~ q gives one token, or, where the draft is accepted, two. Under rejection
+sampling a single token y has the probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x))
+p2(b | x). Under exact verification with a draft that is independent of the draw these are p(y) (1 -
+q(y)) and p(x) q(x) p2(b | x). In both cases the first token has the distribution p.
 """
 
 from collections import Counter
@@ -31,7 +33,9 @@ Tally = Counter[tuple[int, ...]]
 
 TARGET = np.array([1.2, 0.3, -0.5, 0.8, -1.0], np.float32)
 DRAFT = np.array([0.1, 1.1, 0.2, 0.9, -2.0], np.float32)
-AFTER = np.random.default_rng(0).normal(0, 1, (VOCAB, VOCAB)).astype(np.float32)  # the target's logits after each token
+AFTER = (
+    np.random.default_rng(0).normal(0, 1, (VOCAB, VOCAB)).astype(np.float32)
+)  # the target's logits after each token
 
 
 def softmax(logits: NDArray[np.float32]) -> Floats:
@@ -44,7 +48,9 @@ P, Q, P2 = softmax(TARGET), softmax(DRAFT), softmax(AFTER)
 
 
 def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
-    """Counts of the tokens that steps give. With the same seed, 1, the draft draws with the target's noise, as in the engine."""
+    """Counts of the tokens that steps give. With the same seed, 1, the draft draws with the
+    target's noise, as in the engine.
+    """
     counts: Tally = Counter()
     target, draft = Sampler(VOCAB, [], seed=1), Sampler(VOCAB, [], seed=draft_seed)
     size = 2000  # steps at once, each at its own positions
@@ -52,7 +58,9 @@ def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
     for first in range(0, 2 * num_draws, 2 * size):
         positions = range(first, first + 2 * size, 2)
         drafts = first_drawn(rows, [Draw(i, p, draft.clone(0)) for i, p in enumerate(positions)])
-        logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[drafts]], axis=1).reshape(2 * size, VOCAB)
+        logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[drafts]], axis=1).reshape(
+            2 * size, VOCAB
+        )
         draws = [
             Draw(2 * i, p, target.clone(0), DraftTree([x], [-1], probabilities=Q[None]))
             for i, (x, p) in enumerate(zip(drafts, positions, strict=True))
@@ -71,7 +79,9 @@ def first_drawn(logits: NDArray[np.float32], draws: list[Draw]) -> list[int]:
 
 
 def exact(single: Floats, pair: Floats) -> dict[tuple[int, ...], float]:
-    """The distribution of the tokens of a step, by those of a single token [vocab] and of an accepted draft token [vocab]."""
+    """The distribution of the tokens of a step, by those of a single token [vocab] and of an
+    accepted draft token [vocab].
+    """
     pairs = {(x, b): float(pair[x] * P2[x, b]) for x in range(VOCAB) for b in range(VOCAB)}
     return {(y,): float(single[y]) for y in range(VOCAB)} | pairs
 
@@ -81,7 +91,9 @@ INDEPENDENT = exact(P * (1 - Q), P * Q)
 
 
 def is_drawn_from(counts: Tally, expected: dict[tuple[int, ...], float]) -> bool:
-    """Pearson's chi-square, with the limit of Wilson and Hilferty at four standard deviations: one test in 30,000 fails by chance."""
+    """Pearson's chi-square, with the limit of Wilson and Hilferty at four standard deviations: one
+    test in 30,000 fails by chance.
+    """
     assert abs(sum(expected.values()) - 1) < 1e-12
     draws = sum(counts.values())
     possible = {outcome: draws * p for outcome, p in expected.items() if p > 0}
@@ -101,9 +113,14 @@ def first_tokens(counts: Tally) -> Tally:
     return firsts
 
 
-def without_bonus(draws: Sequence[Draw], logits: NDArray[np.float32], pool: _native.Pool) -> list[Drawn | None]:
+def without_bonus(
+    draws: Sequence[Draw], logits: NDArray[np.float32], pool: _native.Pool
+) -> list[Drawn | None]:
     """A wrong verifier: a step ends with its last draft token."""
-    return [drawn._replace(tokens=drawn.tokens[: max(1, len(drawn.path))]) for drawn in finite(verify_rejection(draws, logits, pool))]
+    return [
+        drawn._replace(tokens=drawn.tokens[: max(1, len(drawn.path))])
+        for drawn in finite(verify_rejection(draws, logits, pool))
+    ]
 
 
 class TestRejection:
@@ -131,7 +148,11 @@ class TestRejection:
         self, wrong: Callable[[Floats, Floats], Floats], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(rejection, "residual", wrong)
-        monkeypatch.setattr(rejection, "pick", lambda p, uniform: min(int(np.searchsorted(np.cumsum(p), uniform)), VOCAB - 1))
+        monkeypatch.setattr(
+            rejection,
+            "pick",
+            lambda p, uniform: min(int(np.searchsorted(np.cumsum(p), uniform)), VOCAB - 1),
+        )
         counts = tally(verify_rejection, draft_seed=1, num_draws=FEWER)
         assert not is_drawn_from(counts, REJECTION)
         assert not is_drawn_from(first_tokens(counts), {(y,): float(P[y]) for y in range(VOCAB)})
@@ -145,10 +166,15 @@ def test_residual_and_pick() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spread", "best", "shared", "independent"), [(0.3, 0.90, 0.87, 0.18), (0.7, 0.76, 0.72, 0.17), (1.5, 0.54, 0.48, 0.14)]
+    ("spread", "best", "shared", "independent"),
+    [(0.3, 0.90, 0.87, 0.18), (0.7, 0.76, 0.72, 0.17), (1.5, 0.54, 0.48, 0.14)],
 )
-def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(spread: float, best: float, shared: float, independent: float) -> None:
-    """Probabilities, given in docs/architecture.md, that a draft token is accepted, for a draft that is the target with some noise."""
+def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(
+    spread: float, best: float, shared: float, independent: float
+) -> None:
+    """Probabilities, given in docs/architecture.md, that a draft token is accepted, for a draft
+    that is the target with some noise.
+    """
     rng, rows = np.random.default_rng(0), 10_000
     target = rng.normal(0, 2, (rows, 50)).astype(np.float32)
     draft = (target + rng.normal(0, spread, target.shape)).astype(np.float32)
@@ -167,7 +193,10 @@ def test_a_draft_without_probabilities_counts_as_certain() -> None:
     """So a plain draw decides: the draft token is accepted if the draw gives it."""
     sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
     for position in range(50):
-        draws = [Draw(0, position, sampler.clone(0), draft, 1) for draft in (NO_DRAFT, DraftTree([2, 4], [-1, -1]))]
+        draws = [
+            Draw(0, position, sampler.clone(0), draft, 1)
+            for draft in (NO_DRAFT, DraftTree([2, 4], [-1, -1]))
+        ]
         one, tree = finite(verify_rejection(draws, logits, POOL))
         assert tree.tokens[0] == one.tokens[0] and tree.logprobs[0] == one.logprobs[0]
         assert tree.path == {2: [0], 4: [1]}.get(one.tokens[0], [])
@@ -175,6 +204,8 @@ def test_a_draft_without_probabilities_counts_as_certain() -> None:
 
 def test_logits_that_are_not_finite_fail_only_their_own_sequence() -> None:
     logits = np.stack([TARGET, np.full(VOCAB, np.nan, np.float32)])
-    drawn, failed = verify_rejection([Draw(i, 0, Sampler(VOCAB, [])) for i in range(2)], logits, POOL)
+    drawn, failed = verify_rejection(
+        [Draw(i, 0, Sampler(VOCAB, [])) for i in range(2)], logits, POOL
+    )
     assert drawn is not None and len(drawn.tokens) == 1
     assert failed is None

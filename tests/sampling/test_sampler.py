@@ -1,4 +1,6 @@
-"""The native sampler against its NumPy twin, published vectors of its generator, and the distribution it must draw from."""
+"""The native sampler against its NumPy twin, published vectors of its generator, and the
+distribution it must draw from.
+"""
 
 import threading
 import time
@@ -32,7 +34,9 @@ ISAS = _native.isas()
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), VECTORS)
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
+def test_philox_known_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
+) -> None:
     assert [_native.philox(counter, key, isa) for isa in ISAS] == [list(words)] * len(ISAS)
     assert twin.philox(counter, key) == list(words)
 
@@ -65,10 +69,14 @@ FILTERS = {
 
 @settings(max_examples=300, deadline=None)
 @given(row=rows(), options=st.fixed_dictionaries(FILTERS), data=st.data())
-def test_native_draws_are_those_of_the_twin(row: np.ndarray, options: dict[str, Any], data: st.DataObject) -> None:
+def test_native_draws_are_those_of_the_twin(
+    row: np.ndarray, options: dict[str, Any], data: st.DataObject
+) -> None:
     vocab = len(row)
     token = st.integers(0, vocab - 1)
-    biases = data.draw(st.dictionaries(token, st.sampled_from([-100.0, -1.0, 0.5, 30.0]), max_size=3))
+    biases = data.draw(
+        st.dictionaries(token, st.sampled_from([-100.0, -1.0, 0.5, 30.0]), max_size=3)
+    )
     options |= {"logit_bias": list(biases.items())}
     if np.isfinite(row).sum() > 2:
         options |= {"banned": [int(np.argmax(row))], "banned_until": 12}
@@ -93,17 +101,31 @@ def test_native_draws_are_those_of_the_twin(row: np.ndarray, options: dict[str, 
         ([*[-30] * 700, 0, *[-25] * 700, 0, *[-30] * 700], 1.0, 0.5),
     ],
 )
-def test_a_nucleus_that_ends_at_equal_logits(row: list[float], temperature: float, top_p: float, isa: str) -> None:
+def test_a_nucleus_that_ends_at_equal_logits(
+    row: list[float], temperature: float, top_p: float, isa: str
+) -> None:
     """A share of 10^-13 beside two equal tokens decides whether the first alone has half of all."""
     logits = np.array(row, np.float32)
     options = {"temperature": temperature, "top_p": top_p}
     kept = twin.SamplerTwin(len(row), [], **options).filtered(logits, top_p)
-    assert np.flatnonzero(_native.Sampler(len(row), [], isa=isa, **options).probabilities(logits, 0)).tolist() == kept.tolist()
+    assert (
+        np.flatnonzero(
+            _native.Sampler(len(row), [], isa=isa, **options).probabilities(logits, 0)
+        ).tolist()
+        == kept.tolist()
+    )
 
 
 @settings(max_examples=200, deadline=None)
-@given(row=rows(), isa=st.sampled_from(ISAS), top_p=st.sampled_from([0.1, 0.25, 0.5, 0.9]), temperature=st.sampled_from([0.3, 1.0, 50.0]))
-def test_a_nucleus_is_the_smallest_of_best_tokens(row: np.ndarray, isa: str, top_p: float, temperature: float) -> None:
+@given(
+    row=rows(),
+    isa=st.sampled_from(ISAS),
+    top_p=st.sampled_from([0.1, 0.25, 0.5, 0.9]),
+    temperature=st.sampled_from([0.3, 1.0, 50.0]),
+)
+def test_a_nucleus_is_the_smallest_of_best_tokens(
+    row: np.ndarray, isa: str, top_p: float, temperature: float
+) -> None:
     sampler = _native.Sampler(len(row), [], isa=isa, top_p=top_p, temperature=temperature)
     kept, best = np.flatnonzero(sampler.probabilities(row, 0)), twin.order(row)
     assert set(kept) == set(best[: len(kept)])
@@ -114,11 +136,15 @@ def test_a_nucleus_is_the_smallest_of_best_tokens(row: np.ndarray, isa: str, top
 
 @settings(max_examples=100, deadline=None)
 @given(row=rows(), num_logprobs=st.integers(0, 20), isa=st.sampled_from(ISAS), data=st.data())
-def test_logprobs_are_those_of_the_twin(row: np.ndarray, num_logprobs: int, isa: str, data: st.DataObject) -> None:
+def test_logprobs_are_those_of_the_twin(
+    row: np.ndarray, num_logprobs: int, isa: str, data: st.DataObject
+) -> None:
     token = data.draw(st.integers(0, len(row) - 1))
     logprob, rank, top_ids, top_logprobs = _native.token_logprobs(row, token, num_logprobs, isa)
     expected, best = twin.logprobs(row), twin.order(row)
-    np.testing.assert_allclose([logprob, *top_logprobs], [expected[token], *expected[top_ids]], atol=1e-5, rtol=1e-6)
+    np.testing.assert_allclose(
+        [logprob, *top_logprobs], [expected[token], *expected[top_ids]], atol=1e-5, rtol=1e-6
+    )
     assert rank == 1 + list(best).index(token)
     assert top_ids == list(best[:num_logprobs])
 
@@ -141,16 +167,22 @@ def test_a_clone_keeps_the_tokens_and_has_its_own_noise() -> None:
     assert clone.draw(row, 1, -1)[0] == reference.draw(row, 1) != first.draw(row, 1, -1)[0]
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.5}])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.5}]
+)
 def test_draws_from_the_softmax(filters: dict[str, Any]) -> None:
-    """Chi-square over 40,000 positions; a correct sampler passes the limit by chance once in 10^6 runs, and the seed is fixed."""
+    """Chi-square over 40,000 positions; a correct sampler passes the limit by chance once in 10^6
+    runs, and the seed is fixed.
+    """
     row = np.array([1.0, 0.0, 2.0, -1.0, 0.5, 1.5, -3.0], np.float32)
     reference = twin.SamplerTwin(len(row), [], **filters)
     kept = reference.filtered(row, reference.top_p)
     weights = np.exp(row[kept].astype(np.float64) / reference.temperature)
     sampler = _native.Sampler(len(row), [], seed=1, **filters)
     draws = 40_000
-    counts = np.bincount([sampler.draw(row, position, -1)[0] for position in range(draws)], minlength=len(row))
+    counts = np.bincount(
+        [sampler.draw(row, position, -1)[0] for position in range(draws)], minlength=len(row)
+    )
     expected = draws * weights / weights.sum()
     assert counts.sum() == counts[kept].sum()
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
@@ -209,14 +241,26 @@ def test_a_batch_of_draws_is_as_draws_one_by_one() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (7, 500)).astype(np.float32)
     logits[4, 17] = np.nan
-    options: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 7, "presence_penalty": 1.0}, {"min_p": 0.1}]
-    one_by_one, at_once = ([_native.Sampler(500, [], seed=i, **options[i % 4]) for i in range(12)] for _ in range(2))
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_p": 0.9},
+        {"top_k": 7, "presence_penalty": 1.0},
+        {"min_p": 0.1},
+    ]
+    one_by_one, at_once = (
+        [_native.Sampler(500, [], seed=i, **options[i % 4]) for i in range(12)] for _ in range(2)
+    )
     pool = _native.Pool(2)
     for position in range(5):
         rows = rng.integers(0, 7, 12).tolist()
         wanted = rng.integers(-1, 4, 12).tolist()
-        draws = [Draw(row, position, sampler, NO_DRAFT, num) for sampler, row, num in zip(at_once, rows, wanted, strict=True)]
-        for sampler, row, num, drawn in zip(one_by_one, rows, wanted, _native.verify_exact(pool, logits, draws), strict=True):
+        draws = [
+            Draw(row, position, sampler, NO_DRAFT, num)
+            for sampler, row, num in zip(at_once, rows, wanted, strict=True)
+        ]
+        for sampler, row, num, drawn in zip(
+            one_by_one, rows, wanted, _native.verify_exact(pool, logits, draws), strict=True
+        ):
             if row == 4:
                 assert drawn is None
             else:
@@ -264,12 +308,17 @@ class Passing(Sequence[Draw]):
 def test_samplers_stay_while_they_draw() -> None:
     logits = np.random.default_rng(0).normal(0, 1, (1, 30)).astype(np.float32)
     for _ in range(100):
-        assert _native.verify_exact(_native.Pool(1), logits, Passing()) == _native.verify_exact(_native.Pool(1), logits, list(Passing()))
+        assert _native.verify_exact(_native.Pool(1), logits, Passing()) == _native.verify_exact(
+            _native.Pool(1), logits, list(Passing())
+        )
 
 
 def test_a_sampler_is_used_by_one_thread_at_a_time() -> None:
     """Its memory of tokens is changed by each draw."""
-    sampler, row = _native.Sampler(3000, [], presence_penalty=1.0), np.random.default_rng(0).normal(0, 1, 3000).astype(np.float32)
+    sampler, row = (
+        _native.Sampler(3000, [], presence_penalty=1.0),
+        np.random.default_rng(0).normal(0, 1, 3000).astype(np.float32),
+    )
     failures: set[str] = set()
     until = time.monotonic() + 60
 
@@ -313,13 +362,26 @@ def test_a_row_that_another_thread_writes_to(isa: str) -> None:
 
 
 class TestForAcceptanceMethods:
-    """What rejection sampling and typical acceptance need: the distribution of a draw, uniforms of a position, appended tokens."""
+    """What rejection sampling and typical acceptance need: the distribution of a draw, uniforms of
+    a position, appended tokens.
+    """
 
     @pytest.mark.parametrize("isa", _native.isas())
-    @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.6, "presence_penalty": 0.8}, {"min_p": 0.1}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"temperature": 0.5, "top_k": 7},
+            {"top_p": 0.6, "presence_penalty": 0.8},
+            {"min_p": 0.1},
+        ],
+    )
     def test_probabilities_are_those_of_the_draw(self, isa: str, options: dict[str, Any]) -> None:
         logits = np.random.default_rng(1).normal(0, 2, 40).astype(np.float32)
-        sampler, numpy = _native.Sampler(40, [3], seed=5, isa=isa, **options), twin.SamplerTwin(40, [3], seed=5, **options)
+        sampler, numpy = (
+            _native.Sampler(40, [3], seed=5, isa=isa, **options),
+            twin.SamplerTwin(40, [3], seed=5, **options),
+        )
         for token in (4, 4, 9):
             sampler.append(token)
             numpy.output.append(token)
@@ -327,12 +389,19 @@ class TestForAcceptanceMethods:
         kept = numpy.filtered(x, numpy.top_p)
         expected = np.zeros(40)
         expected[kept] = np.exp((x[kept].astype(np.float64) - x.max()) / numpy.temperature)
-        np.testing.assert_allclose(sampler.probabilities(logits, 3), expected / expected.sum(), rtol=1e-6)
+        np.testing.assert_allclose(
+            sampler.probabilities(logits, 3), expected / expected.sum(), rtol=1e-6
+        )
         assert sampler.draw(logits, 3, -1)[0] == numpy.draw(logits, 3)
 
     def test_greedy_probabilities_are_one_and_zero(self) -> None:
         logits = np.array([0, 5, 5, 1], np.float32)
-        assert _native.Sampler(4, [], temperature=0.0).probabilities(logits, 0).tolist() == [0, 1, 0, 0]
+        assert _native.Sampler(4, [], temperature=0.0).probabilities(logits, 0).tolist() == [
+            0,
+            1,
+            0,
+            0,
+        ]
 
     def test_arguments_are_checked(self) -> None:
         sampler = _native.Sampler(4, [], presence_penalty=1.0)
@@ -344,10 +413,17 @@ class TestForAcceptanceMethods:
             sampler.append(4)
 
     def test_uniforms_depend_on_seed_sequence_and_position(self) -> None:
-        samplers = [_native.Sampler(4, [], seed=seed, seq_index=seq) for seed in (0, 2**40) for seq in (0, 1)]
+        samplers = [
+            _native.Sampler(4, [], seed=seed, seq_index=seq)
+            for seed in (0, 2**40)
+            for seq in (0, 1)
+        ]
         values = np.array([s.uniforms(position) for s in samplers for position in range(5000)])
         assert len(np.unique(values)) == values.size and values.min() > 0 and values.max() < 1
-        assert np.abs(values.mean(axis=0) - 0.5).max() < 0.01 and abs(np.corrcoef(values.T)[0, 1]) < 0.03
+        assert (
+            np.abs(values.mean(axis=0) - 0.5).max() < 0.01
+            and abs(np.corrcoef(values.T)[0, 1]) < 0.03
+        )
         assert samplers[0].uniforms(7) == samplers[1].clone(0).uniforms(7)
         # Their Philox counter is not that of a draw, so no word is used twice.
         words = _native.philox([0, 7, 0, 1], [0, 0])

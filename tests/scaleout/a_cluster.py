@@ -1,8 +1,10 @@
-"""A Ray cluster with the whole application of a model in it, ingress and replicas, until its standard input is closed.
+"""A Ray cluster with the whole application of a model in it, ingress and replicas, until its
+standard input is closed.
 
     python -m tests.scaleout.a_cluster PORT ARGS
 
-`ARGS` are those of `ray_app.build`, as JSON. It prints the address of the cluster and its token once HTTP is answered at the port.
+`ARGS` are those of `ray_app.build`, as JSON. It prints the address of the cluster and its token
+once HTTP is answered at the port.
 """
 
 import json
@@ -19,9 +21,14 @@ def main(port: str, args: str) -> None:
 
         from headrace.scaleout.ray_app import build
 
-        serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": int(port)})
+        serve.start(
+            proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": int(port)}
+        )
         serve.run(build(json.loads(args)), name="whole", route_prefix="/")
-        print(json.dumps([ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"]]), flush=True)
+        print(
+            json.dumps([ray.get_runtime_context().gcs_address, os.environ["RAY_AUTH_TOKEN"]]),
+            flush=True,
+        )
         sys.stdin.read()
 
 

@@ -1,4 +1,6 @@
-"""The files of `deploy/`: valid by the schemas of the tools that read them, and their flags are ours. `make test-ray` runs this."""
+"""The files of `deploy/`: valid by the schemas of the tools that read them, and their flags are
+ours. `make test-ray` runs this.
+"""
 
 import argparse
 import json
@@ -31,7 +33,12 @@ TEMPLATE = {
 
 
 def closed(required: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, "required": required.split(), "properties": properties}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": required.split(),
+        "properties": properties,
+    }
 
 
 TEMPLATE = closed("spec", metadata={"type": "object"}, spec={"type": "object"})
@@ -70,7 +77,9 @@ RAY_SERVICE = closed(  # https://ray-project.github.io/kuberay/reference/api/
             rayVersion={"type": "string"},
             authOptions=closed("mode", mode={"enum": ["disabled", "token"]}),
             enableInTreeAutoscaling={"type": "boolean"},
-            headGroupSpec=closed("rayStartParams template", rayStartParams=STRINGS, template=TEMPLATE),
+            headGroupSpec=closed(
+                "rayStartParams template", rayStartParams=STRINGS, template=TEMPLATE
+            ),
             workerGroupSpecs={
                 "type": "array",
                 "items": closed(
@@ -122,7 +131,12 @@ def test_objects_of_kubernetes(name: str, kinds: int) -> None:
             templates = list(pods(one))
             assert len(templates) == 2
             for template in templates:
-                pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
+                pod = {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "metadata": {"name": "pod"},
+                    "spec": template["spec"],
+                }
                 kubernetes_validate.validate(pod, KUBERNETES, strict=True)
         else:
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
@@ -135,7 +149,12 @@ def test_these_schemas_find_what_is_wrong() -> None:
     for one, schema in ((group, LEADER_WORKER_SET), (on_ray, RAY_SERVICE)):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(one, schema)
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": next(pods(on_ray))["spec"] | {"container": []}}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "pod"},
+        "spec": next(pods(on_ray))["spec"] | {"container": []},
+    }
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
@@ -189,5 +208,7 @@ def _pinned() -> str:
     """The version of Ray in pyproject.toml."""
     import tomllib
 
-    (*_, pin) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["ray"]
+    (*_, pin) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["ray"]
     return str(pin.partition("==")[2])

@@ -1,4 +1,6 @@
-"""Replicas on Ray. `make test-ray` runs this: it needs the extra `ray`, without which everything else is tested."""
+"""Replicas on Ray. `make test-ray` runs this: it needs the extra `ray`, without which everything
+else is tested.
+"""
 
 import contextlib
 import http.client
@@ -20,7 +22,15 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from tests.checkpoint.conftest import write_tiny_gguf
-from tests.scaleout.on_ray import OnRay, command_of, descendants, ports_open_to_all, serving, still_there, text_of
+from tests.scaleout.on_ray import (
+    OnRay,
+    command_of,
+    descendants,
+    ports_open_to_all,
+    serving,
+    still_there,
+    text_of,
+)
 from tests.server.running import Reply, until
 
 FLAGS = ("--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
@@ -30,7 +40,9 @@ LENGTH = 600
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = write_tiny_gguf(tmp_path_factory.mktemp("ray") / "tiny.gguf", {"llama.context_length": 4096})
+    path: Path = write_tiny_gguf(
+        tmp_path_factory.mktemp("ray") / "tiny.gguf", {"llama.context_length": 4096}
+    )
     return str(path)
 
 
@@ -41,9 +53,20 @@ def server(model: str) -> Iterator[OnRay]:
 
 
 def asked(number: int, length: int = LENGTH) -> dict[str, Any]:
-    """A request whose answer is the same wherever it runs: greedy, or drawn with its seed, with penalties that count its own output."""
-    drawn = {"temperature": 0.8, "seed": number, "frequency_penalty": 0.4, "min_tokens": 20} if number % 2 else {"temperature": 0}
-    return {"prompt": f"The story of the number {number}: once", "max_tokens": length, "ignore_eos": True, **drawn}
+    """A request whose answer is the same wherever it runs: greedy, or drawn with its seed, with
+    penalties that count its own output.
+    """
+    drawn = (
+        {"temperature": 0.8, "seed": number, "frequency_penalty": 0.4, "min_tokens": 20}
+        if number % 2
+        else {"temperature": 0}
+    )
+    return {
+        "prompt": f"The story of the number {number}: once",
+        "max_tokens": length,
+        "ignore_eos": True,
+        **drawn,
+    }
 
 
 def alone(model: str, numbers: range, length: int = LENGTH) -> list[str]:
@@ -61,7 +84,12 @@ def streamed(server: OnRay, request: dict[str, Any], begun: threading.Barrier) -
     """The text of a stream, which is read on once all have begun."""
     connection = server.connect()
     try:
-        connection.request("POST", "/v1/completions", json.dumps(request | {"stream": True}), {"content-type": "application/json"})
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(request | {"stream": True}),
+            {"content-type": "application/json"},
+        )
         response = connection.getresponse()
         assert response.status == 200
         first = response.readline()
@@ -72,7 +100,9 @@ def streamed(server: OnRay, request: dict[str, Any], begun: threading.Barrier) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_replica_is_lost_under_twenty_streams_and_no_text_changes(server: OnRay, model: str, number: int) -> None:
+def test_a_replica_is_lost_under_twenty_streams_and_no_text_changes(
+    server: OnRay, model: str, number: int
+) -> None:
     expected = alone(model, range(STREAMS))
     begun = threading.Barrier(STREAMS + 1)
     before = server.replicas()
@@ -84,10 +114,14 @@ def test_a_replica_is_lost_under_twenty_streams_and_no_text_changes(server: OnRa
         os.kill(before[0], number)
         texts = [answer.result() for answer in answers]
     assert texts == expected
-    assert [line for line in server.log[told:] if "goes on elsewhere" in line], "nothing ran on the replica that was lost"
+    assert [line for line in server.log[told:] if "goes on elsewhere" in line], (
+        "nothing ran on the replica that was lost"
+    )
     with contextlib.suppress(ProcessLookupError):
         os.kill(before[0], signal.SIGKILL)
-    until(lambda: len(server.replicas()) == 2 and before[0] not in server.replicas())  # Ray starts another
+    until(
+        lambda: len(server.replicas()) == 2 and before[0] not in server.replicas()
+    )  # Ray starts another
     until(lambda: _answered(server) == 2)
 
 
@@ -97,10 +131,15 @@ def test_a_replica_with_another_model_is_not_used(server: OnRay, model: str) -> 
     kept = Path(model).read_bytes()
     told, before = len(server.log), server.replicas()
     try:
-        write_tiny_gguf(Path(model + ".other"), {"llama.context_length": 4096, "llama.rope.freq_base": 5e5}).replace(model)
+        write_tiny_gguf(
+            Path(model + ".other"), {"llama.context_length": 4096, "llama.rope.freq_base": 5e5}
+        ).replace(model)
         os.kill(before[0], signal.SIGKILL)
         until(lambda: any("another model" in line for line in server.log[told:]))
-        assert [server.post("/v1/completions", asked(0, 50)).json["choices"][0]["text"] for _ in range(6)] == [expected] * 6
+        assert [
+            server.post("/v1/completions", asked(0, 50)).json["choices"][0]["text"]
+            for _ in range(6)
+        ] == [expected] * 6
     finally:
         Path(model + ".kept").write_bytes(kept)
         Path(model + ".kept").replace(model)
@@ -110,10 +149,15 @@ def test_a_replica_with_another_model_is_not_used(server: OnRay, model: str) -> 
 
 
 def test_what_begins_alike_goes_to_the_replica_that_has_it(server: OnRay) -> None:
-    prompt = "A preface that many requests have in common, of more than a few blocks of tokens, so that it is worth finding again. " * 3
+    prompt = (
+        "A preface that many requests have in common, of more than a few blocks of "
+        "tokens, so that it is worth finding again. " * 3
+    )
     cached = []
     for number in range(6):
-        reply = server.post("/v1/completions", {"prompt": prompt + str(number), "max_tokens": 2}).json
+        reply = server.post(
+            "/v1/completions", {"prompt": prompt + str(number), "max_tokens": 2}
+        ).json
         cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0 and min(cached[1:]) >= 256, cached
 
@@ -132,14 +176,29 @@ def test_bad_requests_are_refused_by_the_engine_behind(server: OnRay) -> None:
 
 
 def test_a_call_without_the_token_of_the_cluster_is_refused(server: OnRay) -> None:
-    """At the port that is the cluster's, and at those of replicas, which Ray binds to all interfaces."""
+    """At the port that is the cluster's, and at those of replicas, which Ray binds to all
+    interfaces.
+    """
     (raylet,) = [pid for pid, command in server.below().items() if "/raylet/raylet " in command]
-    (address,) = {word.partition("=")[2] for word in command_of(raylet).split() if word.startswith("--gcs-address=")}
-    variables = dict(pair.partition("=")[::2] for pair in Path(f"/proc/{raylet}/environ").read_text().split("\0") if pair)
+    (address,) = {
+        word.partition("=")[2]
+        for word in command_of(raylet).split()
+        if word.startswith("--gcs-address=")
+    }
+    variables = dict(
+        pair.partition("=")[::2]
+        for pair in Path(f"/proc/{raylet}/environ").read_text().split("\0")
+        if pair
+    )
     open_to_all = {port for pid in server.below() for port in ports_open_to_all(pid)}
     assert address.startswith("127.0.0.1:")
-    assert open_to_all == {port for pid in server.replicas() for port in ports_open_to_all(pid)} and len(open_to_all) == 2
-    targets = [(f"127.0.0.1:{port}", "/ray.serve.ASGIService/HandleRequest") for port in open_to_all]
+    assert (
+        open_to_all == {port for pid in server.replicas() for port in ports_open_to_all(pid)}
+        and len(open_to_all) == 2
+    )
+    targets = [
+        (f"127.0.0.1:{port}", "/ray.serve.ASGIService/HandleRequest") for port in open_to_all
+    ]
     for target, method in [(address, "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"), *targets]:
         refused = grpc.StatusCode.UNAUTHENTICATED
         assert status_of(target, method, None) == status_of(target, method, "0" * 64) == refused
@@ -158,9 +217,20 @@ def status_of(target: str, method: str, token: str | None) -> grpc.StatusCode:
 
 
 def test_more_replicas_come_and_go_under_load_and_nothing_is_dropped(model: str) -> None:
-    flags = ("--replicas", "1", "--max-replicas", "2", "--scale-up-seconds", "1", "--scale-down-seconds", "2")
+    flags = (
+        "--replicas",
+        "1",
+        "--max-replicas",
+        "2",
+        "--scale-up-seconds",
+        "1",
+        "--scale-down-seconds",
+        "2",
+    )
     expected = alone(model, range(24), 150)
-    with serving(model, *flags, "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "4") as server:
+    with serving(
+        model, *flags, "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "4"
+    ) as server:
         over, quiet = threading.Event(), threading.Event()
 
         def ask_on(lane: int) -> int:
@@ -188,12 +258,21 @@ def test_more_replicas_come_and_go_under_load_and_nothing_is_dropped(model: str)
 def test_ranks_of_a_replica_are_actors_and_one_that_dies_changes_no_text(model: str) -> None:
     expected = alone(model, range(4), 250)
     with serving(model, "--replicas", "1", "-tp", "2", *FLAGS) as server:
-        followers = [pid for pid, command in server.below().items() if command.startswith("ray::Follower.follow")]
+        followers = [
+            pid
+            for pid, command in server.below().items()
+            if command.startswith("ray::Follower.follow")
+        ]
         assert len(followers) == 1
-        ranks = [pid for pid, command in descendants(followers[0]).items() if "rank_process" in command]
+        ranks = [
+            pid for pid, command in descendants(followers[0]).items() if "rank_process" in command
+        ]
         assert len(ranks) == 1
         with ThreadPoolExecutor(4) as pool:
-            answers = [pool.submit(server.post, "/v1/completions", asked(number, 250)) for number in range(4)]
+            answers = [
+                pool.submit(server.post, "/v1/completions", asked(number, 250))
+                for number in range(4)
+            ]
             until(lambda: server.figures()["headrace_steps_total"] > 20)
             os.kill(followers[0], signal.SIGKILL)
             replies = [answer.result() for answer in answers]
@@ -220,27 +299,49 @@ def cluster(model: str) -> Iterator[Cluster]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     engine = {"threads": 1, "kv_blocks": 1024, "max_num_seqs": 16}
-    command = [sys.executable, "-m", "tests.scaleout.a_cluster", str(port), json.dumps({"model": model, "engine": engine})]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.scaleout.a_cluster",
+        str(port),
+        json.dumps({"model": model, "engine": engine}),
+    ]
     env = os.environ | {"HEADRACE_API_KEY": "secret"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as running:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    ) as running:
         assert running.stdin and running.stdout
         address, token = json.loads(running.stdout.readline())
-        names = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        names = {
+            "RAY_ADDRESS": address,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
         yield Cluster(port, names)
         running.stdin.close()
 
 
-def test_the_whole_application_of_a_cluster_answers_at_its_proxy(cluster: Cluster, model: str) -> None:
+def test_the_whole_application_of_a_cluster_answers_at_its_proxy(
+    cluster: Cluster, model: str
+) -> None:
     expected = alone(model, range(3), 100)
     for number in range(3):
         assert cluster.post(asked(number, 100)).json["choices"][0]["text"] == expected[number]
-        assert text_of(cluster.post(asked(number, 100) | {"stream": True}).events) == expected[number]
+        assert (
+            text_of(cluster.post(asked(number, 100) | {"stream": True}).events) == expected[number]
+        )
     assert cluster.post(asked(0, 100), key="another").status == 401
 
 
-def test_a_cluster_that_runs_already_is_joined_and_left_as_it_was(cluster: Cluster, model: str) -> None:
+def test_a_cluster_that_runs_already_is_joined_and_left_as_it_was(
+    cluster: Cluster, model: str
+) -> None:
     server = OnRay(model, "--replicas", "1", *FLAGS, env=cluster.environment)
-    assert server.post("/v1/completions", asked(1, 100)).json["choices"][0]["text"] == alone(model, range(1, 2), 100)[0]
+    assert (
+        server.post("/v1/completions", asked(1, 100)).json["choices"][0]["text"]
+        == alone(model, range(1, 2), 100)[0]
+    )
     below = server.below()
     assert not any("raylet" in command for command in below.values())
     assert server.stop() == 0 and not still_there(below)
@@ -248,7 +349,9 @@ def test_a_cluster_that_runs_already_is_joined_and_left_as_it_was(cluster: Clust
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_however_it_ends_and_what_is_under_way_may_end_before(model: str, number: int) -> None:
+def test_nothing_is_left_however_it_ends_and_what_is_under_way_may_end_before(
+    model: str, number: int
+) -> None:
     before = set(Path(tempfile.gettempdir()).glob("headrace-ray-*"))
     server = OnRay(model, "--replicas", "1", *FLAGS)
     below = server.below()

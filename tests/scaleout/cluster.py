@@ -36,7 +36,9 @@ def running_in(worker: Running) -> int:
 
 
 @contextmanager
-def cluster(model: str, number: int = 2, flags: tuple[str, ...] = (), route: tuple[str, ...] = ()) -> Iterator[Cluster]:
+def cluster(
+    model: str, number: int = 2, flags: tuple[str, ...] = (), route: tuple[str, ...] = ()
+) -> Iterator[Cluster]:
     """Workers and a frontend, all of which end, and leave no process behind."""
     started: list[Running] = []
     processes: list[int] = []
@@ -62,7 +64,9 @@ def free_port() -> int:
 
 def bodies() -> list[dict[str, Any]]:
     """Requests for long streams, no two of which are alike, greedy ones and others."""
-    options = [{"temperature": (0, 1, 1.3)[i % 3], "logprobs": i % 2 or None} for i in range(STREAMS)]
+    options = [
+        {"temperature": (0, 1, 1.3)[i % 3], "logprobs": i % 2 or None} for i in range(STREAMS)
+    ]
     return [LONG | {"prompt": f"hello {i}", "seed": i} | more for i, more in enumerate(options)]
 
 
@@ -74,12 +78,21 @@ def streaming(server: Running) -> Iterator[list[Future[Reply]]]:
 
 
 def told(reply: Reply) -> list[tuple[str, Any, Any]]:
-    """What a stream said: text, log-probabilities and the end, without the borders between its events."""
+    """What a stream said: text, log-probabilities and the end, without the borders between its
+    events.
+    """
     assert reply.status == 200 and reply.events[-1] == "[DONE]", reply.body[-500:]
     choices = [choice for event in reply.events[:-1] for choice in event["choices"]]
     text = "".join(choice["text"] for choice in choices)
-    scores = [one for choice in choices if choice["logprobs"] for one in choice["logprobs"]["token_logprobs"]]
-    return [(text, scores, [choice["finish_reason"] for choice in choices if choice["finish_reason"]])]
+    scores = [
+        one
+        for choice in choices
+        if choice["logprobs"]
+        for one in choice["logprobs"]["token_logprobs"]
+    ]
+    return [
+        (text, scores, [choice["finish_reason"] for choice in choices if choice["finish_reason"]])
+    ]
 
 
 def descendants(server: Running) -> list[int]:

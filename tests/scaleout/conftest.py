@@ -1,4 +1,6 @@
-"""Tiny models for workers: one that is fast, and one whose steps take so long that a worker can be ended in the middle of an answer."""
+"""Tiny models for workers: one that is fast, and one whose steps take so long that a worker can be
+ended in the middle of an answer.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def slow(tmp_path_factory: pytest.TempPathFactory) -> str:
     rng, dim = np.random.default_rng(1), SHAPE["dim"]
     shapes = {"gate": (_WIDE, dim), "up": (_WIDE, dim), "down": (dim, _WIDE)}
-    names = [(f"blk.{layer}.ffn_{name}.weight", shape) for layer in range(SHAPE["layers"]) for name, shape in shapes.items()]
+    names = [
+        (f"blk.{layer}.ffn_{name}.weight", shape)
+        for layer in range(SHAPE["layers"])
+        for name, shape in shapes.items()
+    ]
     weights = {name: (0.05 * rng.normal(size=shape)).astype(np.float32) for name, shape in names}
     change = CHANGE | {"llama.feed_forward_length": _WIDE}
     path: Path = write_tiny_gguf(tmp_path_factory.mktemp("route") / "slow.gguf", change, weights)

@@ -17,7 +17,9 @@ class OnRay(Running):
     """A server whose replicas are actors."""
 
     def below(self) -> dict[int, str]:
-        """The processes that it has started, they and what they have started, with their command lines."""
+        """The processes that it has started, they and what they have started, with their command
+        lines.
+        """
         return descendants(self.process.pid)
 
     def replicas(self) -> list[int]:
@@ -42,7 +44,9 @@ def descendants(pid: int) -> dict[int, str]:
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+            parents.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(stat.parent.name)
+            )
     found, left = dict[int, str](), [pid]
     while left:
         for child in parents.get(left.pop(), []):
@@ -64,15 +68,25 @@ def ports_open_to_all(pid: int) -> set[int]:
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             inodes.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    ]
     listening = [(*row[1].split(":"), row[9]) for row in rows if row[3] == "0A"]
-    return {int(port, 16) for address, port, inode in listening if inode in inodes and set(address) == {"0"}}
+    return {
+        int(port, 16)
+        for address, port, inode in listening
+        if inode in inodes and set(address) == {"0"}
+    }
 
 
 def still_there(processes: dict[int, str], seconds: float = SECONDS) -> dict[int, str]:
     """Those that have not ended in so many seconds."""
     end = time.monotonic() + seconds
-    while left := {pid: command for pid, command in processes.items() if command and command_of(pid) == command}:
+    while left := {
+        pid: command for pid, command in processes.items() if command and command_of(pid) == command
+    }:
         if time.monotonic() > end:
             return left
         time.sleep(0.05)
@@ -81,5 +95,7 @@ def still_there(processes: dict[int, str], seconds: float = SECONDS) -> dict[int
 
 def text_of(events: list[Any]) -> str:
     """The text of a stream of completions; it must have come to its end."""
-    assert events[-1] == "[DONE]" and not any("error" in event for event in events[:-1]), events[-2:]
+    assert events[-1] == "[DONE]" and not any("error" in event for event in events[:-1]), events[
+        -2:
+    ]
     return "".join(choice["text"] for event in events[:-1] for choice in event["choices"])

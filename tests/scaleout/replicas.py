@@ -1,4 +1,6 @@
-"""Replicas in this process: real engines over a tiny model, each in its own thread, that can be made to go away at any moment."""
+"""Replicas in this process: real engines over a tiny model, each in its own thread, that can be
+made to go away at any moment.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -74,8 +76,12 @@ class LocalReplicas:
         self.alive = [self._born() for _ in range(number)]
         self.asked: list[frames.Add] = []
         """All that replicas were asked for."""
-        self.on_event: Callable[[Replica, frames.Accepted | frames.News | frames.Ended], None] = lambda replica, event: None
-        """Called with everything that a replica says, before the fleet hears it; it may let the replica die."""
+        self.on_event: Callable[[Replica, frames.Accepted | frames.News | frames.Ended], None] = (
+            lambda replica, event: None
+        )
+        """Called with everything that a replica says, before the fleet hears it; it may let the
+        replica die.
+        """
 
     def _born(self) -> Replica:
         return Replica(f"boot-{next(self._boots)}", self._make())
@@ -95,16 +101,27 @@ class LocalReplicas:
     async def start(self) -> None:
         return
 
-    async def generate(self, asked: frames.Add) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    async def generate(
+        self, asked: frames.Add
+    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
         self.asked.append(asked)
         await asyncio.sleep(_WAY)
         if not self.alive:
             raise NoReplicaError("none is alive")
         replica = self.alive[next(self._next) % len(self.alive)]
-        terms = {"priority": asked.priority, "timeout": asked.timeout, "cache_salt": asked.cache_salt, "adapter": asked.adapter}
+        terms = {
+            "priority": asked.priority,
+            "timeout": asked.timeout,
+            "cache_salt": asked.cache_salt,
+            "adapter": asked.adapter,
+        }
         try:
             checked = replica.engine.check(
-                asked.prompt_token_ids, asked.params, pooling=asked.pooling, output_token_ids=asked.output_token_ids, **terms
+                asked.prompt_token_ids,
+                asked.params,
+                pooling=asked.pooling,
+                output_token_ids=asked.output_token_ids,
+                **terms,
             )
         except RequestError as error:
             raise RefusedError("request", str(error)) from None
@@ -138,7 +155,10 @@ class LocalReplicas:
         raise RefusedError("request", f"there is no adapter {name}")
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
-        return {r.boot: blocks_of("", await asyncio.to_thread(r.thread.call, r.engine.block_map)) for r in self.alive}
+        return {
+            r.boot: blocks_of("", await asyncio.to_thread(r.thread.call, r.engine.block_map))
+            for r in self.alive
+        }
 
     async def close(self) -> None:
         for replica in self.alive:
@@ -165,5 +185,12 @@ def status_of(replica: Replica) -> ReplicaStatus:
     )
     report = report_of(replica.thread.call(replica.engine.stats))
     return ReplicaStatus(
-        boot=replica.boot, state="ready", draining=False, hello=hello, report=report, adapters={}, restarts=0, step_seconds=0.0
+        boot=replica.boot,
+        state="ready",
+        draining=False,
+        hello=hello,
+        report=report,
+        adapters={},
+        restarts=0,
+        step_seconds=0.0,
     )

@@ -1,4 +1,6 @@
-"""A fleet over real engines, whose replicas go away at any moment: its clients hear what one engine would have said, every word once."""
+"""A fleet over real engines, whose replicas go away at any moment: its clients hear what one engine
+would have said, every word once.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -66,7 +68,9 @@ async def hear(stream: Stream) -> Heard:
     return heard
 
 
-def within(work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, **options: Any) -> None:
+def within(
+    work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, **options: Any
+) -> None:
     """Do something with a fleet of so many replicas."""
 
     async def run() -> None:
@@ -84,7 +88,9 @@ def within(work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int 
 
 
 def kill_at_random(replicas: LocalReplicas, seed: int, share: float, most: int) -> None:
-    """Let replicas die as they say something, so that it is not heard, with this probability, and no more than so often."""
+    """Let replicas die as they say something, so that it is not heard, with this probability, and
+    no more than so often.
+    """
     random, left = Random(seed), [most]
 
     def on_event(replica: Replica, event: Any) -> None:
@@ -96,14 +102,22 @@ def kill_at_random(replicas: LocalReplicas, seed: int, share: float, most: int) 
 
 
 @settings(max_examples=60, deadline=None)
-@given(asked=st.lists(requests(), min_size=1, max_size=5), seed=st.integers(0, 99), share=st.sampled_from([0.02, 0.1, 0.5]))
-def test_whichever_replica_dies_and_when(asked: list[tuple[list[int], SamplingParams]], seed: int, share: float) -> None:
+@given(
+    asked=st.lists(requests(), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+    share=st.sampled_from([0.02, 0.1, 0.5]),
+)
+def test_whichever_replica_dies_and_when(
+    asked: list[tuple[list[int], SamplingParams]], seed: int, share: float
+) -> None:
     """At most two: a third may be one too many for a request."""
     expected = [run_all(undisturbed(), [one])[0] for one in asked]
 
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
         kill_at_random(replicas, seed, share, 2)
-        streams = await asyncio.gather(*(fleet.submit(list(prompt), params) for prompt, params in asked))
+        streams = await asyncio.gather(
+            *(fleet.submit(list(prompt), params) for prompt, params in asked)
+        )
         for heard, result in zip(await asyncio.gather(*map(hear, streams)), expected, strict=True):
             heard.is_like(result)
 
@@ -111,8 +125,13 @@ def test_whichever_replica_dies_and_when(asked: list[tuple[list[int], SamplingPa
 
 
 def test_every_moment_of_one_request() -> None:
-    """The replica dies at its first event, at its second, ..., and so at its last; then nothing has to be asked again."""
-    prompt, params = [1, 2, 3], SamplingParams(n=2, seed=5, max_tokens=8, logprobs=1, ignore_eos=True)
+    """The replica dies at its first event, at its second, ..., and so at its last; then nothing has
+    to be asked again.
+    """
+    prompt, params = (
+        [1, 2, 3],
+        SamplingParams(n=2, seed=5, max_tokens=8, logprobs=1, ignore_eos=True),
+    )
     (expected,) = run_all(undisturbed(), [(prompt, params)])
     last_words: list[Any] = []
 
@@ -141,7 +160,9 @@ def test_prompt_logprobs_of_a_request_that_had_told_all() -> None:
 
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
         replicas.on_event = lambda replica, event: (
-            replicas.let_die(replica) if isinstance(event, frames.Ended) and len(replicas.asked) < 2 else None
+            replicas.let_die(replica)
+            if isinstance(event, frames.Ended) and len(replicas.asked) < 2
+            else None
         )
         heard = await hear(await fleet.submit([4, 5, 6], params))
         heard.is_like(expected)
@@ -172,7 +193,9 @@ def test_beams_and_embeddings_begin_from_their_prompts() -> None:
             heard.is_like(expected)
             count[0] = 0
             heard = await hear(await fleet.submit([3, 4, 5], pooling=PoolingParams()))
-            assert heard.ended is not None and heard.ended.embedding == vector.astype("<f4").tobytes()
+            assert (
+                heard.ended is not None and heard.ended.embedding == vector.astype("<f4").tobytes()
+            )
             assert not any(asked.output_token_ids for asked in replicas.asked)
 
         within(work)
@@ -180,7 +203,10 @@ def test_beams_and_embeddings_begin_from_their_prompts() -> None:
 
 def test_requests_without_a_seed_draw_what_one_engine_draws() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    expected = [run_all(undisturbed(), [([1, 2], replace(params, seed=derive_seed(7, number)))])[0] for number in range(3)]
+    expected = [
+        run_all(undisturbed(), [([1, 2], replace(params, seed=derive_seed(7, number)))])[0]
+        for number in range(3)
+    ]
     other = engine(seed=7)
     alone = run_all(other, [([1, 2], params)] * 3)
     other.close()
@@ -194,7 +220,9 @@ def test_requests_without_a_seed_draw_what_one_engine_draws() -> None:
 
 
 def test_one_under_which_replicas_die_is_refused_and_the_others_are_not() -> None:
-    """All are on the same replica, so all are suspect after two deaths; from then on one at a time."""
+    """All are on the same replica, so all are suspect after two deaths; from then on one at a
+    time.
+    """
     poison, plain = [9, 9, 9], SamplingParams(seed=2, max_tokens=90, ignore_eos=True)
     (expected,) = run_all(undisturbed(), [([1, 2], plain)])
 
@@ -287,15 +315,22 @@ def test_what_the_replicas_are_together() -> None:
         params = SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
         for _ in range(4):
             await hear(await fleet.submit([1, 2], params))
-        assert fleet.hello is not None and fleet.hello.max_num_seqs == 3 * replicas.alive[0].engine.config.max_seqs
+        assert (
+            fleet.hello is not None
+            and fleet.hello.max_num_seqs == 3 * replicas.alive[0].engine.config.max_seqs
+        )
         figures = fleet.report.figures
-        assert figures["tokens"] == 24 and figures["finished"] == 4 and figures["prompt_tokens"] == 8
+        assert (
+            figures["tokens"] == 24 and figures["finished"] == 4 and figures["prompt_tokens"] == 8
+        )
         assert figures["occupancy"] == 0
         blocks = figures["blocks_total"]
         gone = replicas.alive[0]
         replicas.let_die(gone, again=False)
         after = fleet.report.figures
-        assert after["blocks_total"] == blocks * 2 / 3 and after["tokens"] == 24, "what was counted is not taken back"
+        assert after["blocks_total"] == blocks * 2 / 3 and after["tokens"] == 24, (
+            "what was counted is not taken back"
+        )
         block_map = await fleet.block_map()
         assert len(block_map.groups) == 2 and block_map.block_size == 32
 

@@ -1,4 +1,6 @@
-"""The router against a twin that keeps whole prefixes in plain lists, under any order of calls; and what it chooses."""
+"""The router against a twin that keeps whole prefixes in plain lists, under any order of calls; and
+what it chooses.
+"""
 
 import random
 from dataclasses import replace
@@ -15,13 +17,21 @@ from headrace.scaleout.policy import PrefixRouter, Routed, Scope, StepCost
 
 COST = StepCost(0.01, 0.0001, 0.0005, chunk=64, max_num_seqs=8)
 NAMES = ("a", "b", "c", "d")
-SCOPES: tuple[Scope | None, ...] = (None, ("tenant", None), (None, "adapter"), ("tenant", "adapter"), ("other", None))
+SCOPES: tuple[Scope | None, ...] = (
+    None,
+    ("tenant", None),
+    (None, "adapter"),
+    ("tenant", "adapter"),
+    ("other", None),
+)
 TOKENS = st.lists(st.integers(0, 1), max_size=24)
 Prefix = tuple[Scope, tuple[int, ...]]
 
 
 class Twin:
-    """What a replica is believed to hold: prefixes of whole blocks, the least recently used first."""
+    """What a replica is believed to hold: prefixes of whole blocks, the least recently used
+    first.
+    """
 
     def __init__(self, boot: str) -> None:
         self.boot = boot
@@ -37,7 +47,10 @@ class Twin:
 
     def cached(self, scope: Scope, tokens: list[int], size: int) -> int:
         lengths = range(size, len(tokens), size)
-        return max((length for length in lengths if (scope, tuple(tokens[:length])) in self.prefixes), default=0)
+        return max(
+            (length for length in lengths if (scope, tuple(tokens[:length])) in self.prefixes),
+            default=0,
+        )
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -50,7 +63,11 @@ class RouterMachine(RuleBasedStateMachine):
         self.twins: dict[str, Twin] = {}
         self.routed: list[tuple[Routed, list[int], Scope]] = []
 
-    @rule(name=st.sampled_from(NAMES), boot=st.sampled_from("12"), cost=st.sampled_from([COST, replace(COST, row_seconds=0.001)]))
+    @rule(
+        name=st.sampled_from(NAMES),
+        boot=st.sampled_from("12"),
+        cost=st.sampled_from([COST, replace(COST, row_seconds=0.001)]),
+    )
     def join(self, name: str, boot: str, cost: StepCost) -> None:
         self.router.join(name, boot, cost)
         if name not in self.twins or self.twins[name].boot != boot:
@@ -61,7 +78,11 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.leave(name)
         self.twins.pop(name, None)
 
-    @rule(tokens=TOKENS, scope=st.sampled_from(SCOPES), among=st.none() | st.sets(st.sampled_from([*NAMES, "unknown"])))
+    @rule(
+        tokens=TOKENS,
+        scope=st.sampled_from(SCOPES),
+        among=st.none() | st.sets(st.sampled_from([*NAMES, "unknown"])),
+    )
     def route(self, tokens: list[int], scope: Scope | None, among: set[str] | None) -> None:
         possible = set(self.twins) if among is None else among & set(self.twins)
         if not possible:
@@ -114,12 +135,16 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_has_no_more_than_replicas_hold(self) -> None:
-        assert self.router.num_blocks == len({prefix for twin in self.twins.values() for prefix in twin.prefixes})
+        assert self.router.num_blocks == len(
+            {prefix for twin in self.twins.values() for prefix in twin.prefixes}
+        )
 
     def teardown(self) -> None:
         for routed, _, _ in self.routed:
             self.router.ended(routed)
-        assert all(self.router.running(name) == self.router.queued_rows(name) == 0 for name in self.twins)
+        assert all(
+            self.router.running(name) == self.router.queued_rows(name) == 0 for name in self.twins
+        )
         for name in list(self.twins):
             self.router.leave(name)
         assert self.router.num_blocks == 0
@@ -151,7 +176,11 @@ class TestChoice:
         first = router.route(prompt(0, 640))
         router.ended(first, prompt(0, 640))
         again = router.route(prompt(0, 640) + prompt(1))
-        assert (again.replica, again.cached_tokens, again.rows) == (first.replica, 640 - 384, 384 + 64)  # 64 blocks are remembered
+        assert (again.replica, again.cached_tokens, again.rows) == (
+            first.replica,
+            640 - 384,
+            384 + 64,
+        )  # 64 blocks are remembered
 
     def test_a_hot_prefix_spreads_as_its_owner_gets_loaded(self) -> None:
         router = router_of("a", "b", "c", max_blocks=1000)
@@ -177,7 +206,9 @@ class TestChoice:
 
     def test_where_all_sequences_run_that_may_the_next_waits(self) -> None:
         router = router_of("a", "b")
-        router.ended(router.route(prompt(0), among=["b"]), prompt(0) + prompt(1, 100))  # outputs are not short
+        router.ended(
+            router.route(prompt(0), among=["b"]), prompt(0) + prompt(1, 100)
+        )  # outputs are not short
         times = []
         for seed in range(COST.max_num_seqs + 3):
             routed = router.route(prompt(seed, 8), among=["a"])
@@ -250,10 +281,27 @@ class TestBadInput:
 
     def test_scopes_that_look_alike_are_not(self) -> None:
         router = router_of("a")
-        for scope in ((None, None), ("null", None), ('"', None), (None, "null"), ("a", "b"), ('a", "b', None), ("", None), (None, "")):
+        for scope in (
+            (None, None),
+            ("null", None),
+            ('"', None),
+            (None, "null"),
+            ("a", "b"),
+            ('a", "b', None),
+            ("", None),
+            (None, ""),
+        ):
             assert router.route(prompt(0), scope).cached_tokens == 0
 
-    @pytest.mark.parametrize("wrong", [{"step_seconds": 0.0}, {"row_seconds": -1.0}, {"sequence_seconds": float("nan")}, {"chunk": 0}])
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"step_seconds": 0.0},
+            {"row_seconds": -1.0},
+            {"sequence_seconds": float("nan")},
+            {"chunk": 0},
+        ],
+    )
     def test_costs(self, wrong: dict[str, float]) -> None:
         with pytest.raises(RequestError, match="a step takes"):
             StepCost(**{"step_seconds": 0.01, "row_seconds": 0.0001} | wrong)  # type: ignore[arg-type]

@@ -15,7 +15,9 @@ HOLD = "import sys, time; file = open(sys.argv[1], 'w'); print('open', flush=Tru
 
 def holding(file: Path) -> "subprocess.Popen[str]":
     """A process that has a file open."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(file)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(file)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout and process.stdout.readline() == "open\n"
     return process
 
@@ -27,8 +29,18 @@ def test_when_the_starter_ends_its_cluster_does_too(tmp_path: Path) -> None:
     left, other = holding(folder / "a.log"), holding(other_folder / "a.log")
     try:
         assert set(processes_of(str(folder))) == {left.pid}
-        command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", str(folder), str(os.getpid())]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as reaper, (folder / "mine.log").open("w"):
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "headrace.scaleout.ray_reaper",
+            str(folder),
+            str(os.getpid()),
+        ]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE) as reaper,
+            (folder / "mine.log").open("w"),
+        ):
             assert reaper.stdin
             for number in (signal.SIGTERM, signal.SIGINT):
                 time.sleep(0.2)

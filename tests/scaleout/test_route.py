@@ -1,4 +1,6 @@
-"""`headrace route` before two workers, all in real processes: it answers as one server, whatever becomes of the workers."""
+"""`headrace route` before two workers, all in real processes: it answers as one server, whatever
+becomes of the workers.
+"""
 
 import signal
 import subprocess
@@ -17,7 +19,19 @@ from safetensors.numpy import save_file
 from headrace.request import SamplingParams
 from headrace.server import frames
 from tests.checkpoint.conftest import SHAPE, write_tiny_gguf
-from tests.scaleout.cluster import LONG, STREAMS, WORKER, Cluster, bodies, cluster, descendants, free_port, running_in, streaming, told
+from tests.scaleout.cluster import (
+    LONG,
+    STREAMS,
+    WORKER,
+    Cluster,
+    bodies,
+    cluster,
+    descendants,
+    free_port,
+    running_in,
+    streaming,
+    told,
+)
 from tests.server.running import SECONDS, Running, engine_of, until
 from tests.server.test_faults import alive
 
@@ -26,11 +40,20 @@ SHORT: dict[str, Any] = {"seed": 3, "max_tokens": 12}
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "hello", "temperature": 0, **SHORT}),
     ("/v1/completions", {"prompt": ["hello", "you"], "n": 2, "logprobs": 2, **SHORT}),
-    ("/v1/completions", {"prompt": "hello", "echo": True, "logprobs": 1, "prompt_logprobs": 1, **SHORT}),
+    (
+        "/v1/completions",
+        {"prompt": "hello", "echo": True, "logprobs": 1, "prompt_logprobs": 1, **SHORT},
+    ),
     ("/v1/completions", {"prompt": "hello", "use_beam_search": True, "n": 3, "max_tokens": 6}),
-    ("/v1/completions", {"prompt": "hello", "stop": ["a", "e"], "ignore_eos": True, "min_tokens": 4, **SHORT}),
+    (
+        "/v1/completions",
+        {"prompt": "hello", "stop": ["a", "e"], "ignore_eos": True, "min_tokens": 4, **SHORT},
+    ),
     ("/v1/completions", {"prompt": "hello", "structured_outputs": {"regex": "[0-9]{3}"}, **SHORT}),
-    ("/v1/completions", {"prompt": "hello", "stream": True, "stream_options": {"include_usage": True}, **SHORT}),
+    (
+        "/v1/completions",
+        {"prompt": "hello", "stream": True, "stream_options": {"include_usage": True}, **SHORT},
+    ),
     ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, **SHORT}),
     ("/v1/chat/completions", CHAT | {"stream": True, "n": 2, **SHORT}),
     ("/v1/messages", CHAT | {"max_tokens": 8, "temperature": 0}),
@@ -46,7 +69,10 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [2**70], "max_tokens": 4}),
     ("/v1/completions", {"prompt": [-1], "max_tokens": 4}),
     ("/v1/completions", {"prompt": "hello", "logit_bias": {"100000": 1}}),
-    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}),
+    (
+        "/v1/chat/completions",
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}},
+    ),
 ]
 _OWN = ("id", "created", "timing", "created_at", "completed_at", "system_fingerprint", "usage")
 """What no two answers have in common; `usage` says what was cached."""
@@ -76,7 +102,9 @@ def without_own(value: Any) -> Any:
     return [without_own(one) for one in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize(("path", "body"), ASKED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("path", "body"), ASKED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_it_answers_as_one_server(pair: Cluster, path: str, body: dict[str, Any]) -> None:
     ours, theirs = pair.frontend.post(path, body), pair.workers[0].post(path, body)
     assert ours.status == theirs.status
@@ -98,7 +126,17 @@ def pieces(events: list[Any]) -> Any:
 
 
 def test_the_routes_that_say_how_it_is(pair: Cluster) -> None:
-    for path in ("/health", "/health/live", "/version", "/metrics", "/openapi.json", "/v1/models", "/stats", "/stats/blocks", "/"):
+    for path in (
+        "/health",
+        "/health/live",
+        "/version",
+        "/metrics",
+        "/openapi.json",
+        "/v1/models",
+        "/stats",
+        "/stats/blocks",
+        "/",
+    ):
         assert pair.frontend.get(path).status == 200, path
     assert pair.num_workers() == 2
     assert len(pair.frontend.get("/stats/blocks").json["groups"]) == 2
@@ -115,12 +153,19 @@ def test_requests_without_a_seed_draw_as_those_of_one_server(model: str) -> None
     finally:
         one.stop()
     with cluster(model) as pair:
-        assert [pair.frontend.post("/v1/completions", body).json["choices"] for _ in range(3)] == expected
+        assert [
+            pair.frontend.post("/v1/completions", body).json["choices"] for _ in range(3)
+        ] == expected
 
 
 def test_a_common_prompt_goes_where_it_is_cached(pair: Cluster) -> None:
     body = {"prompt": "the same long beginning " * 40, "max_tokens": 2, "temperature": 0}
-    cached = [pair.frontend.post("/v1/completions", body).json["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(4)]
+    cached = [
+        pair.frontend.post("/v1/completions", body).json["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
+        for _ in range(4)
+    ]
     assert cached[0] == 0 and min(cached[1:]) > 0
 
 
@@ -134,7 +179,12 @@ def test_connections_to_workers_are_used_again(pair: Cluster) -> None:
 
     before = connections()
     for i in range(12):
-        assert pair.frontend.post("/v1/completions", {"prompt": f"hello {i}", "stream": i % 2 == 0, **SHORT}).status == 200
+        assert (
+            pair.frontend.post(
+                "/v1/completions", {"prompt": f"hello {i}", "stream": i % 2 == 0, **SHORT}
+            ).status
+            == 200
+        )
     assert len(connections() - before) <= len(pair.workers)
 
 
@@ -147,7 +197,9 @@ def test_a_client_that_leaves_ends_its_request(pair: Cluster) -> None:
 
 class TestWorkersThatGo:
     def test_killed(self, slow: str) -> None:
-        """And started again at its place: another process, which is used as the one before it was."""
+        """And started again at its place: another process, which is used as the one before it
+        was.
+        """
         with cluster(slow) as two:
             with streaming(two.frontend) as streams:
                 worker = two.busy()
@@ -196,24 +248,34 @@ class TestWorkersThatGo:
             with streaming(two.frontend) as streams, ThreadPoolExecutor(1) as pool:
                 worker = two.busy()
                 ending = pool.submit(worker.stop)
-                later = [two.frontend.post("/v1/completions", {"prompt": "more", **SHORT}) for _ in range(5)]
+                later = [
+                    two.frontend.post("/v1/completions", {"prompt": "more", **SHORT})
+                    for _ in range(5)
+                ]
             assert [told(stream.result()) for stream in streams] == undisturbed(slow)
             assert [reply.status for reply in later] == [200] * 5
             assert ending.result() == 0
 
     def test_all_of_them(self, slow: str) -> None:
-        """Requests wait for a while, then they are refused; a worker that comes back has those that wait."""
+        """Requests wait for a while, then they are refused; a worker that comes back has those that
+        wait.
+        """
         with cluster(slow, 1, route=("--worker-wait", "1")) as one:
             one.workers[0].stop(signal.SIGKILL)
             refused = one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT})
-            assert (refused.status, refused.json["error"]["code"]) == (503, "no_replica") and "retry-after" in refused.headers
+            assert (refused.status, refused.json["error"]["code"]) == (
+                503,
+                "no_replica",
+            ) and "retry-after" in refused.headers
             health = one.frontend.get("/health")
             assert (health.status, health.json["status"]) == (503, "stalled")
             assert one.frontend.get("/health/live").status == 200
             again = Running(slow, *WORKER, "--port", str(one.workers[0].port))
             try:
                 until(lambda: one.frontend.get("/health").status == 200)
-                assert one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
+                assert (
+                    one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
+                )
             finally:
                 again.stop()
 
@@ -231,7 +293,9 @@ class TestWorkersThatDoNotFit:
         weights = {"output_norm.weight": np.full(SHAPE["dim"], 1.01, np.float32)}
         other = write_tiny_gguf(tmp_path / "tiny.gguf", {"llama.context_length": 4096}, weights)
         code, said = self.fails(str(other), "--workers", f"http://127.0.0.1:{pair.workers[0].port}")
-        assert code == 1 and "serves another model or tokenizer: start it with the same MODEL" in said
+        assert (
+            code == 1 and "serves another model or tokenizer: start it with the same MODEL" in said
+        )
 
     def test_one_of_two_computes_otherwise(self, model: str) -> None:
         workers = [Running(model, *WORKER, *flags) for flags in ((), ("--kv-dtype", "f32"))]
@@ -239,9 +303,16 @@ class TestWorkersThatDoNotFit:
         try:
             frontend = Running(model, "--workers", urls, verb="route")
             try:
-                until(lambda: any("computes otherwise than the first worker" in line and "kv_dtype" in line for line in frontend.log))
+                until(
+                    lambda: any(
+                        "computes otherwise than the first worker" in line and "kv_dtype" in line
+                        for line in frontend.log
+                    )
+                )
                 assert frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
-                until(lambda: frontend.figures()["headrace_generated_tokens_total"] > 0)  # it has heard from both again
+                until(
+                    lambda: frontend.figures()["headrace_generated_tokens_total"] > 0
+                )  # it has heard from both again
                 assert sum("computes otherwise" in line for line in frontend.log) == 1
             finally:
                 frontend.stop()
@@ -257,7 +328,12 @@ class TestWorkersThatDoNotFit:
             assert code == 1 and "give --worker-key one of its API keys" in said
             code, said = self.fails(model, "--workers", url, "--worker-key", "secret")
             assert code == 1 and "is no worker: start it with `headrace serve --worker`" in said
-            assert plain.request("POST", "/worker/generate", b"", {"authorization": "Bearer secret"}).status == 404
+            assert (
+                plain.request(
+                    "POST", "/worker/generate", b"", {"authorization": "Bearer secret"}
+                ).status
+                == 404
+            )
         finally:
             plain.stop()
 
@@ -266,9 +342,16 @@ class TestWorkersThatDoNotFit:
         port = free_port()
         try:
             urls = f"http://127.0.0.1:{first.port},http://127.0.0.1:{port}"
-            frontend = Running(model, "--workers", urls, env={"HEADRACE_WORKER_KEY": "secret"}, verb="route")
+            frontend = Running(
+                model, "--workers", urls, env={"HEADRACE_WORKER_KEY": "secret"}, verb="route"
+            )
             try:
-                assert first.request("POST", "/worker/generate", b"", {"content-type": "application/msgpack"}).status == 401
+                assert (
+                    first.request(
+                        "POST", "/worker/generate", b"", {"content-type": "application/msgpack"}
+                    ).status
+                    == 401
+                )
                 assert first.get("/worker/status").status == 401
                 two = Cluster([first], frontend)
                 assert two.num_workers() == 1
@@ -287,9 +370,15 @@ class TestWorkersThatDoNotFit:
 def write_adapter(folder: Path) -> Path:
     """A random adapter of the tiny model."""
     rng, dim = np.random.default_rng(0), SHAPE["dim"]
-    halves = {"A": rng.standard_normal((4, dim), np.float32), "B": rng.standard_normal((dim, 4), np.float32)}
+    halves = {
+        "A": rng.standard_normal((4, dim), np.float32),
+        "B": rng.standard_normal((dim, 4), np.float32),
+    }
     folder.mkdir()
-    parts = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight": values for half, values in halves.items()}
+    parts = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight": values
+        for half, values in halves.items()
+    }
     save_file(parts, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     return folder
@@ -298,14 +387,36 @@ def write_adapter(folder: Path) -> Path:
 def test_adapters_are_loaded_on_all_workers(model: str, tmp_path: Path) -> None:
     """And a request that names one goes on elsewhere with it."""
     loaded = {"lora_name": "one", "lora_path": str(write_adapter(tmp_path / "one"))}
-    body = {"prompt": "hello", "model": "one", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    with cluster(model, flags=("--allow-adapter-changes",), route=("--allow-adapter-changes",)) as two:
+    body = {
+        "prompt": "hello",
+        "model": "one",
+        "temperature": 0,
+        "max_tokens": 24,
+        "ignore_eos": True,
+    }
+    with cluster(
+        model, flags=("--allow-adapter-changes",), route=("--allow-adapter-changes",)
+    ) as two:
         assert two.frontend.post("/v1/completions", body).status == 404
-        assert two.frontend.post("/v1/load_lora_adapter", loaded | {"lora_path": "/nowhere"}).status == 400
+        assert (
+            two.frontend.post("/v1/load_lora_adapter", loaded | {"lora_path": "/nowhere"}).status
+            == 400
+        )
         assert two.frontend.post("/v1/load_lora_adapter", loaded).status == 200
-        assert [one["id"] for one in two.frontend.get("/v1/models").json["data"]] == ["tiny.gguf", "one"]
-        said = [server.post("/v1/completions", body).json["choices"] for server in (two.frontend, *two.workers)]
-        assert said[0] == said[1] == said[2] != two.frontend.post("/v1/completions", body | {"model": "tiny.gguf"}).json["choices"]
+        assert [one["id"] for one in two.frontend.get("/v1/models").json["data"]] == [
+            "tiny.gguf",
+            "one",
+        ]
+        said = [
+            server.post("/v1/completions", body).json["choices"]
+            for server in (two.frontend, *two.workers)
+        ]
+        assert (
+            said[0]
+            == said[1]
+            == said[2]
+            != two.frontend.post("/v1/completions", body | {"model": "tiny.gguf"}).json["choices"]
+        )
         two.workers[0].stop(signal.SIGKILL)
         assert two.frontend.post("/v1/completions", body).json["choices"] == said[0]
         assert two.frontend.post("/v1/unload_lora_adapter", {"lora_name": "one"}).status == 200
@@ -313,31 +424,61 @@ def test_adapters_are_loaded_on_all_workers(model: str, tmp_path: Path) -> None:
 
 
 class TestTheRouteOfAWorker:
-    ASKED = frames.Add("7", [5, 6, 7], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True), None, 0, None, "salt", None)
+    ASKED = frames.Add(
+        "7",
+        [5, 6, 7],
+        SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
+        None,
+        0,
+        None,
+        "salt",
+        None,
+    )
 
-    def post(self, pair: Cluster, body: bytes, content_type: str = "application/msgpack") -> tuple[int, list[frames.Event]]:
-        reply = pair.workers[0].request("POST", "/worker/generate", body, {"content-type": content_type})
+    def post(
+        self, pair: Cluster, body: bytes, content_type: str = "application/msgpack"
+    ) -> tuple[int, list[frames.Event]]:
+        reply = pair.workers[0].request(
+            "POST", "/worker/generate", body, {"content-type": content_type}
+        )
         whole = bytearray(reply.body)
-        return reply.status, [frames.read_event(body) for body in frames.bodies(whole)] if reply.status == 200 else []
+        return reply.status, [
+            frames.read_event(body) for body in frames.bodies(whole)
+        ] if reply.status == 200 else []
 
     def test_what_comes_of_a_request(self, pair: Cluster) -> None:
         status, (first, *news, last) = self.post(pair, msgspec.msgpack.encode(self.ASKED))
-        assert status == 200 and isinstance(first, frames.Accepted) and isinstance(last, frames.Ended)
+        assert (
+            status == 200 and isinstance(first, frames.Accepted) and isinstance(last, frames.Ended)
+        )
         tokens = [token for one in news if isinstance(one, frames.News) for token in one.token_ids]
         assert len(tokens) == 4
         begun = msgspec.structs.replace(self.ASKED, output_token_ids=[tokens[:3]])
         _, (_, *rest, _) = self.post(pair, msgspec.msgpack.encode(begun))
-        assert [token for one in rest if isinstance(one, frames.News) for token in one.token_ids] == tokens[3:]
+        assert [
+            token for one in rest if isinstance(one, frames.News) for token in one.token_ids
+        ] == tokens[3:]
 
     def test_what_it_refuses(self, pair: Cluster) -> None:
         past = msgspec.structs.replace(self.ASKED, output_token_ids=[[1, 2, 3, 4, 5]])
         status, events = self.post(pair, msgspec.msgpack.encode(past))
         assert status == 200 and [type(event) for event in events] == [frames.Refused]
-        assert isinstance(events[0], frames.Refused) and "no more than 4 may follow" in events[0].message
-        for body in (b"", b"\xff" * 100, b"\x91" * 5000, msgspec.msgpack.encode(frames.Abort("7")), msgspec.msgpack.encode({"id": 3})):
+        assert (
+            isinstance(events[0], frames.Refused)
+            and "no more than 4 may follow" in events[0].message
+        )
+        for body in (
+            b"",
+            b"\xff" * 100,
+            b"\x91" * 5000,
+            msgspec.msgpack.encode(frames.Abort("7")),
+            msgspec.msgpack.encode({"id": 3}),
+        ):
             assert self.post(pair, body)[0] == 400
         assert self.post(pair, msgspec.msgpack.encode(self.ASKED), "application/json")[0] == 415
-        wrong = msgspec.msgpack.encode(["Add", "7", [1], {"temperature": -1}, None, 0, None, None, None])
+        wrong = msgspec.msgpack.encode(
+            ["Add", "7", [1], {"temperature": -1}, None, 0, None, None, None]
+        )
         assert self.post(pair, wrong)[0] == 400
         until(pair.workers[0].at_rest)
 

@@ -1,4 +1,5 @@
-"""The router before real engines in simulated time: what it promises on the five traces, in the short form of `benchmarks/routing`.
+"""The router before real engines in simulated time: what it promises on the five traces, in the
+short form of `benchmarks/routing`.
 
 Simulated time follows from the seed alone, so these figures are the same on every machine.
 """
@@ -22,8 +23,13 @@ def run(folder: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
     """The rows, and what was printed."""
     file = folder / "rows.jsonl"
     command = [sys.executable, str(ROUTING), "--quick", "--json", str(file), *words]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "NO_COLOR": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "NO_COLOR": "1",
+    }
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in file.read_text().splitlines()], result.stdout
 
@@ -52,11 +58,17 @@ def test_what_the_router_promises(ran: tuple[list[dict[str, Any]], str]) -> None
 
 def test_decisions_are_timed(ran: tuple[list[dict[str, Any]], str]) -> None:
     timed = [row for row in ran[0] if "prompt_len" in row]
-    assert [(row["replicas"], row["prompt_len"]) for row in timed] == [(50, 512), (50, 2048), (50, 8192)]
+    assert [(row["replicas"], row["prompt_len"]) for row in timed] == [
+        (50, 512),
+        (50, 2048),
+        (50, 8192),
+    ]
     assert all(0 < row["median"] <= row["p99"] <= row["most"] for row in timed)
 
 
-def test_the_same_seed_gives_the_same_figures(ran: tuple[list[dict[str, Any]], str], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_figures(
+    ran: tuple[list[dict[str, Any]], str], tmp_path: Path
+) -> None:
     again, _ = run(tmp_path, "--trace", "chats", "--no-decisions")
     other, _ = run(tmp_path, "--trace", "chats", "--no-decisions", "--seed", "1")
     assert again == [row for row in ran[0] if row.get("trace") == "chats"]

@@ -12,7 +12,11 @@ def learnt(steps: list[tuple[float, float]]) -> StepTimes:
     """From steps of so many rows and seconds."""
     times = StepTimes()
     for number, (rows, seconds) in enumerate(steps, 1):
-        times.observe(frames.Report({"steps": float(number), "rows_last": rows, "step_seconds": seconds}, {}, {}))
+        times.observe(
+            frames.Report(
+                {"steps": float(number), "rows_last": rows, "step_seconds": seconds}, {}, {}
+            )
+        )
     return times
 
 
@@ -23,12 +27,18 @@ def test_before_there_was_a_step() -> None:
 
 
 def test_a_line() -> None:
-    cost = learnt([(rows, 0.01 + 0.0005 * rows) for rows in (1, 4, 200, 2, 30, 1)]).cost(8, StepTimes())
-    assert cost.step_seconds == pytest.approx(0.01) and cost.row_seconds == cost.sequence_seconds == pytest.approx(0.0005)
+    cost = learnt([(rows, 0.01 + 0.0005 * rows) for rows in (1, 4, 200, 2, 30, 1)]).cost(
+        8, StepTimes()
+    )
+    assert cost.step_seconds == pytest.approx(
+        0.01
+    ) and cost.row_seconds == cost.sequence_seconds == pytest.approx(0.0005)
 
 
 def test_it_forgets() -> None:
-    steps = [(rows, 0.01 + 0.0005 * rows) for rows in (1, 4, 200)] + [(rows, 0.02 + 0.001 * rows) for rows in (1, 4, 200)] * 60
+    steps = [(rows, 0.01 + 0.0005 * rows) for rows in (1, 4, 200)] + [
+        (rows, 0.02 + 0.001 * rows) for rows in (1, 4, 200)
+    ] * 60
     assert learnt(steps).cost(8, StepTimes()).step_seconds == pytest.approx(0.02, rel=0.01)
 
 
@@ -39,7 +49,11 @@ def test_a_report_that_was_heard_already() -> None:
     assert times.cost(8, StepTimes()) == before
 
 
-@given(st.lists(st.tuples(st.integers(1, 5000).map(float), st.floats(1e-6, 100)), min_size=1, max_size=50))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5000).map(float), st.floats(1e-6, 100)), min_size=1, max_size=50
+    )
+)
 def test_whatever_steps_there_were(steps: list[tuple[float, float]]) -> None:
     """Nothing is free, and nothing takes less than no time."""
     cost = learnt(steps).cost(8, StepTimes())

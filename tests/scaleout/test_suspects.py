@@ -1,4 +1,6 @@
-"""Requests under which replicas died: at once after one death, one at a time after two, not at all after a third."""
+"""Requests under which replicas died: at once after one death, one at a time after two, not at all
+after a third.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,7 +13,9 @@ from headrace.scaleout.suspects import Suspects
 from headrace.server import frames
 from headrace.server.errors import RefusedError
 
-A, B, C = (frames.Add("", [token], SamplingParams(), None, 0, None, None, None) for token in range(3))
+A, B, C = (
+    frames.Add("", [token], SamplingParams(), None, 0, None, None, None) for token in range(3)
+)
 
 
 def within(work: Callable[[Suspects], Awaitable[None]]) -> None:
@@ -67,7 +71,9 @@ def test_the_death_of_one_replica_counts_once() -> None:
 def test_it_is_the_same_request_however_far_it_is() -> None:
     async def work(suspects: Suspects) -> None:
         for boot in ("1", "2", "3"):
-            suspects.died_under(frames.Add("7", [0], SamplingParams(), None, 0, None, None, None, [[5, 6]]), boot)
+            suspects.died_under(
+                frames.Add("7", [0], SamplingParams(), None, 0, None, None, None, [[5, 6]]), boot
+            )
         with pytest.raises(RefusedError):
             async with suspects.turn(A):
                 pass

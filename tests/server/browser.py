@@ -1,4 +1,6 @@
-"""Chromium without a window, driven over a pair of pipes by its own protocol (CDP): no driver and no library."""
+"""Chromium without a window, driven over a pair of pipes by its own protocol (CDP): no driver and
+no library.
+"""
 
 import base64
 import json
@@ -13,8 +15,20 @@ from typing import Any
 SECONDS = 60.0
 """Within which whatever is waited for must happen."""
 _FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--no-first-run",
+    ),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--remote-debugging-pipe",
+    ),
 )
 
 
@@ -26,14 +40,18 @@ class Browser:
         self._in, theirs_out = os.pipe()
 
         def take_pipes() -> None:
-            """The browser reads its descriptor 3 and writes 4; these are first moved out of the way."""
+            """The browser reads its descriptor 3 and writes 4; these are first moved out of the
+            way.
+            """
             high_in, high_out = os.dup2(theirs_in, 100), os.dup2(theirs_out, 101)
             os.dup2(high_in, 3)
             os.dup2(high_out, 4)
 
         command = [program, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
         with open(os.devnull, "wb") as nothing:
-            self._process = subprocess.Popen(command, stdout=nothing, stderr=nothing, close_fds=False, preexec_fn=take_pipes)
+            self._process = subprocess.Popen(
+                command, stdout=nothing, stderr=nothing, close_fds=False, preexec_fn=take_pipes
+            )
         os.close(theirs_in)
         os.close(theirs_out)
         self._ids = count(1)
@@ -42,14 +60,18 @@ class Browser:
         self.complaints: list[str] = []
         """What the page has written to its console, and exceptions that nothing caught."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> Any:
         """The result of one command."""
         number = next(self._ids)
-        message = {"id": number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
+        message = {"id": number, "method": method, "params": params} | (
+            {"sessionId": self._session} if self._session else {}
+        )
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._read()
@@ -75,8 +97,17 @@ class Browser:
 
     def look(self, wide: int, high: int, scheme: str) -> None:
         """See the page on a screen of this size, in CSS pixels, light or dark."""
-        self.call("Emulation.setDeviceMetricsOverride", width=wide, height=high, deviceScaleFactor=1, mobile=wide < 500)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=wide,
+            height=high,
+            deviceScaleFactor=1,
+            mobile=wide < 500,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def open(self, url: str, headers: dict[str, str] | None = None) -> None:
         """Open a page, and wait until it is there."""
@@ -86,7 +117,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        result = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
@@ -106,12 +139,19 @@ class Browser:
         """Press a key: Enter, Tab."""
         code = {"Enter": 13, "Tab": 9}[key]
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": "\r"} if key == "Enter" else {}))
+        self.call(
+            "Input.dispatchKeyEvent",
+            type="keyDown",
+            **common,
+            **({"text": "\r"} if key == "Enter" else {}),
+        )
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def picture(self, file: Path) -> None:
         """What is to be seen, as a PNG file."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        file.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
 
     def close(self) -> None:
         """End the browser."""

@@ -1,4 +1,6 @@
-"""A tiny model that calls a tool: where it is asked it calls `weather` for Bern, and after the result of a call it says how that is."""
+"""A tiny model that calls a tool: where it is asked it calls `weather` for Bern, and after the
+result of a call it says how that is.
+"""
 
 from pathlib import Path
 
@@ -12,26 +14,47 @@ _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}\n{% endfor %}"
     '{% if tools %}{{ tools | tojson }} <tool_call>\n{"name": ...}\n</tool_call>{% endif %}'
-    "{% if add_generation_prompt %}{{ '<told>' if messages[-1].role == 'tool' else '<asked>' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<told>' if messages[-1].role == 'tool' else "
+    "'<asked>' }}{% endif %}"
 )
 _USER_DEFINED = 4
 
 
 def write_caller_gguf(path: Path) -> Path:
-    """Write the model. Each of its tokens alone decides the next one: nothing is added to its embedding on the way."""
+    """Write the model. Each of its tokens alone decides the next one: nothing is added to its
+    embedding on the way.
+    """
     plain = metadata("llama")
     words = ["<asked>", "<told>", CALL, REPLY]
     tokens = [*plain["tokenizer.ggml.tokens"], *words]
-    embeddings = np.random.default_rng(0).normal(size=(len(tokens), SHAPE["dim"])).astype(np.float32)
-    weights = {name: np.zeros_like(tensor) for name, tensor in tensors(len(tokens)).items() if "norm" not in name}
+    embeddings = (
+        np.random.default_rng(0).normal(size=(len(tokens), SHAPE["dim"])).astype(np.float32)
+    )
+    weights = {
+        name: np.zeros_like(tensor)
+        for name, tensor in tensors(len(tokens)).items()
+        if "norm" not in name
+    }
     output = np.zeros_like(embeddings)
-    for before, after in (("<asked>", CALL), (CALL, "<|im_end|>"), ("<told>", REPLY), (REPLY, "<|im_end|>")):
+    for before, after in (
+        ("<asked>", CALL),
+        (CALL, "<|im_end|>"),
+        ("<told>", REPLY),
+        (REPLY, "<|im_end|>"),
+    ):
         output[tokens.index(after)] += embeddings[tokens.index(before)]
     change = {
         "tokenizer.chat_template": _TEMPLATE,
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [*plain["tokenizer.ggml.token_type"], *[_USER_DEFINED] * len(words)],
+        "tokenizer.ggml.token_type": [
+            *plain["tokenizer.ggml.token_type"],
+            *[_USER_DEFINED] * len(words),
+        ],
         "llama.context_length": 1024,
     }
-    own = {"token_embd.weight": embeddings, "output.weight": output, "output_norm.weight": np.ones(SHAPE["dim"], np.float32)}
+    own = {
+        "token_embd.weight": embeddings,
+        "output.weight": output,
+        "output_norm.weight": np.ones(SHAPE["dim"], np.float32),
+    }
     return write_tiny_gguf(path, change, weights | own)

@@ -1,6 +1,8 @@
-"""`make test-page`: the page in headless Chromium against a server, with pictures of it in HEADRACE_PICTURES.
+"""`make test-page`: the page in headless Chromium against a server, with pictures of it in
+HEADRACE_PICTURES.
 
-Not of the default run: it needs a browser, which HEADRACE_BROWSER names, or which is found as `chromium`.
+Not of the default run: it needs a browser, which HEADRACE_BROWSER names, or which is found as
+`chromium`.
 """
 
 import json
@@ -14,7 +16,9 @@ import pytest
 from tests.server.browser import Browser
 from tests.server.running import Running, running, until
 
-PROGRAM = os.environ.get("HEADRACE_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
+PROGRAM = (
+    os.environ.get("HEADRACE_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
+)
 LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
 AS_LONG_AS_ASKED = """(address, options) => sent(address, !options?.body ? options
     : { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ignore_eos: true, temperature: 0 }) })"""
@@ -60,7 +64,10 @@ def ask(page: Browser, text: str, max_tokens: int = 20) -> None:
 
 
 def answered(page: Browser, count: int) -> None:
-    page.until(f"document.querySelectorAll('.assistant').length === {count} && {LAST}.getAttribute('aria-busy') === 'false'")
+    page.until(
+        f"document.querySelectorAll('.assistant').length === {count} && "
+        f"{LAST}.getAttribute('aria-busy') === 'false'"
+    )
 
 
 class TestChat:
@@ -70,7 +77,12 @@ class TestChat:
         assert page.run("document.querySelector('.user').textContent") == "Hello there"
         assert page.run(f"{LAST}.querySelector('.text').textContent") != ""
         meta = page.run(f"{LAST}.querySelector('.meta').textContent")
-        assert "tokens/s" in meta and "first token after" in meta and "20 tokens" in meta and "cut at the most" in meta
+        assert (
+            "tokens/s" in meta
+            and "first token after" in meta
+            and "20 tokens" in meta
+            and "cut at the most" in meta
+        )
         assert page.run("document.querySelector('#question').value") == ""
         ask(page, "And again")
         answered(page, 2)
@@ -88,7 +100,8 @@ class TestChat:
     def test_stop(self, page: Browser, server: Running) -> None:
         page.run(  # as soon as something is there: the model is quick
             "new MutationObserver((_, watch) => { const send = document.querySelector('#send');"
-            f" if ({LAST}?.querySelector('.text').textContent && send.textContent === 'Stop') {{ watch.disconnect(); send.click(); }} }})"
+            f" if ({LAST}?.querySelector('.text').textContent && send.textContent === "
+            f"'Stop') {{ watch.disconnect(); send.click(); }} }})"
             ".observe(document.querySelector('#log'), { subtree: true, childList: true })"
         )
         ask(page, "Hello", 1500)
@@ -102,33 +115,60 @@ class TestChat:
         said = server.post("/v1/chat/completions", body).json["error"]
         ask(page, "Hello", 10**6)
         answered(page, 1)
-        assert page.run(f"{LAST}.querySelector('.error').innerText").split("\n")[0] == said["message"]
+        assert (
+            page.run(f"{LAST}.querySelector('.error').innerText").split("\n")[0] == said["message"]
+        )
         assert said["code"] in page.run(f"{LAST}.querySelector('.error .meta').textContent")
         page.run("document.querySelector('#settings [name=max_tokens]').value = 5")
         page.run(f"{LAST}.querySelector('.error button').click()")
         answered(page, 1)
-        assert page.run("document.querySelector('.error')") is None and page.run(f"{LAST}.querySelector('.text').textContent") != ""
-        page.complaints[:] = [one for one in page.complaints if "400" not in one]  # the browser's own line for that response
+        assert (
+            page.run("document.querySelector('.error')") is None
+            and page.run(f"{LAST}.querySelector('.text').textContent") != ""
+        )
+        page.complaints[:] = [
+            one for one in page.complaints if "400" not in one
+        ]  # the browser's own line for that response
 
     def test_streams_in_any_pieces(self, page: Browser) -> None:
         """Reasoning is folded, text is shown, and an error after both is shown below them."""
-        deltas = [{"reasoning": "Let me\n\nthink"}, {"reasoning": "."}, {"content": "It is **wet**, ä"}]
-        chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+        deltas = [
+            {"reasoning": "Let me\n\nthink"},
+            {"reasoning": "."},
+            {"content": "It is **wet**, ä"},
+        ]
+        chunks = [
+            {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+        ]
         stream = "".join(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in chunks)
-        stream += ': ping\n\ndata: {"error": {"message": "it broke", "code": "engine_dead"}}\n\ndata: [DONE]\n\n'
+        stream += (
+            ': ping\n\ndata: {"error": {"message": "it broke", "code": '
+            '"engine_dead"}}\n\ndata: [DONE]\n\n'
+        )
         for size in (1, 7, 10_000):
             page.run(
-                f"window.fetch = async () => {{ const all = new TextEncoder().encode({json.dumps(stream)}); let at = 0;"
-                " return new Response(new ReadableStream({ pull(out) { if (at >= all.length) return out.close();"
+                "window.fetch = async () => "
+                f"{{ const all = new TextEncoder().encode({json.dumps(stream)}); let at = 0;"
+                " return new Response(new ReadableStream({ pull(out) { if (at >= "
+                "all.length) return out.close();"
                 f" out.enqueue(all.slice(at, at += {size})); }} }})); }}; 0"
             )
             page.run("document.querySelector('#new-chat').click()")
             ask(page, "Why?")
             answered(page, 1)
             assert page.run(f"{LAST}.querySelector('.reasoning').open") is False
-            assert page.run(f"{LAST}.querySelector('.thought').innerHTML") == "<p>Let me</p><p>think.</p>"
-            assert page.run(f"{LAST}.querySelector('.text').innerHTML") == "<p>It is <strong>wet</strong>, ä</p>"
-            assert page.run(f"{LAST}.querySelector('.error').textContent") == "it brokeengine_deadTry again"
+            assert (
+                page.run(f"{LAST}.querySelector('.thought').innerHTML")
+                == "<p>Let me</p><p>think.</p>"
+            )
+            assert (
+                page.run(f"{LAST}.querySelector('.text').innerHTML")
+                == "<p>It is <strong>wet</strong>, ä</p>"
+            )
+            assert (
+                page.run(f"{LAST}.querySelector('.error').textContent")
+                == "it brokeengine_deadTry again"
+            )
 
     def test_by_keyboard_alone(self, page: Browser) -> None:
         reached = []
@@ -149,7 +189,8 @@ MARKDOWN = {
     "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
     "- a\n\n- b\n\nend": "<ul><li>a</li><li>b</li></ul><p>end</p>",
     "```py\nif a < b:\n\n    **x**\n```\nend": (
-        '<pre data-language="py" tabindex="0"><code>if a &lt; b:\n\n    **x**</code></pre><p>end</p>'
+        '<pre data-language="py" tabindex="0"><code>if a &lt; b:\n\n    '
+        "**x**</code></pre><p>end</p>"
     ),
     "```\nopen": '<pre tabindex="0"><code>open</code></pre>',
     "> said\n> so": "<blockquote>said\nso</blockquote>",
@@ -175,11 +216,18 @@ class TestEngine:
     def test_figures_come(self, page: Browser, server: Running) -> None:
         ask(page, "Hello there, " * 60, 200)
         answered(page, 1)
-        page.until("Number(document.querySelector('#total-tokens-written').textContent.replace(',', '')) >= 200")
+        page.until(
+            "Number(document.querySelector('#total-tokens-written').textContent.replace(',', "
+            "'')) >= 200"
+        )
         assert page.run("document.querySelectorAll('.plots canvas').length") == 6
-        page.until("document.querySelector('#blocks-note').textContent.includes('kept for prefixes')")
+        page.until(
+            "document.querySelector('#blocks-note').textContent.includes('kept for prefixes')"
+        )
         assert page.run("document.querySelector('#blocks-value').textContent").endswith("of 64")
-        assert server.port and page.run("document.querySelector('#roofline-note').textContent") != ""
+        assert (
+            server.port and page.run("document.querySelector('#roofline-note').textContent") != ""
+        )
 
     def test_an_engine_that_has_gone_is_seen(self, browser: Browser, model: str) -> None:
         for own in running(model, "--threads", "1", "--kv-blocks", "16"):
@@ -192,24 +240,35 @@ class TestEngine:
             assert "cannot be reached" in browser.run(f"{LAST}.querySelector('.error').textContent")
 
     def test_with_a_key(self, browser: Browser, model: str) -> None:
-        """The password that a browser is given for the page goes with all that the page asks for."""
+        """The password that a browser is given for the page goes with all that the page asks
+        for.
+        """
         for own in running(model, "--threads", "1", "--kv-blocks", "16", "--api-key", "secret"):
             browser.complaints.clear()
             browser.open(f"http://me:secret@127.0.0.1:{own.port}/")
             browser.until("document.querySelector('#state').dataset.state === 'ready'")
             ask(browser, "Hello")
             answered(browser, 1)
-            assert browser.run("document.querySelector('.error')?.textContent ?? ''") == "" and browser.complaints == []
+            assert (
+                browser.run("document.querySelector('.error')?.textContent ?? ''") == ""
+                and browser.complaints == []
+            )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_looks(page: Browser, pictures: Path, size: str, scheme: str) -> None:
-    """Nothing is wider than the screen, no box but those of the conversation moves, and there are pictures to be looked at."""
+    """Nothing is wider than the screen, no box but those of the conversation moves, and there are
+    pictures to be looked at.
+    """
     page.look(*SIZES[size], scheme)
-    page.until(f"innerWidth === {SIZES[size][0]} && new Promise((drawn) => setTimeout(() => drawn(true), 500))")
+    page.until(
+        f"innerWidth === {SIZES[size][0]} && new Promise((drawn) => setTimeout(() => "
+        "drawn(true), 500))"
+    )
     page.run(
-        "window.shifts = []; new PerformanceObserver((list) => list.getEntries().forEach((one) => one.sources.forEach(({ node }) => {"
+        "window.shifts = []; new PerformanceObserver((list) => "
+        "list.getEntries().forEach((one) => one.sources.forEach(({ node }) => {"
         " const inside = document.querySelector('#log').contains(node);"
         " if (node?.nodeType === 1 && !inside) shifts.push(node.id || node.className);"
         " }))).observe({ type: 'layout-shift', buffered: false }); 0"
@@ -221,7 +280,10 @@ def test_looks(page: Browser, pictures: Path, size: str, scheme: str) -> None:
             page.run(f"document.querySelector('[data-show={part}]').click()")
         page.until("new Promise((resolve) => setTimeout(() => resolve(true), 1200))")
         assert page.run("document.documentElement.scrollWidth") == SIZES[size][0]
-        assert page.run("[...document.querySelectorAll('.panel')].every((one) => one.scrollWidth <= one.clientWidth)")
+        assert page.run(
+            "[...document.querySelectorAll('.panel')].every((one) => one.scrollWidth <= "
+            "one.clientWidth)"
+        )
         if part == "engine" or size == "wide":
             page.picture(pictures / f"{size}-{scheme}.png")
     assert page.run("shifts") == []

@@ -12,13 +12,17 @@ from tests.server.running import Running, running
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = write_tiny_gguf(tmp_path_factory.mktemp("server") / "tiny.gguf", {"llama.context_length": 4096})
+    path: Path = write_tiny_gguf(
+        tmp_path_factory.mktemp("server") / "tiny.gguf", {"llama.context_length": 4096}
+    )
     return str(path)
 
 
 @pytest.fixture(scope="session")
 def server(model: str) -> Iterator[Running]:
-    yield from running(model, "--max-num-seqs", "8", "--max-waiting", "16", "--threads", "1", "--kv-blocks", "64")
+    yield from running(
+        model, "--max-num-seqs", "8", "--max-waiting", "16", "--threads", "1", "--kv-blocks", "64"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """The server with faults in it, as a program: `python -m tests.server.faulty serve ...`.
 
-A request asks for a fault by its seed: in each stage something that works for this one request raises. So both processes are real, and
-what the others see of it can be looked at from outside. The time of day jumps by an hour all the while, forth and back: no limit may go
-by it.
+A request asks for a fault by its seed: in each stage something that works for this one request
+raises. So both processes are real, and what the others see of it can be looked at from outside. The
+time of day jumps by an hour all the while, forth and back: no limit may go by it.
 """
 
 import os
@@ -14,12 +14,28 @@ from itertools import cycle
 from typing import Any
 
 FIRST = 666_000
-STAGES = ("template", "tokenizer", "check", "grammar", "mask", "find", "build", "launch", "detokenizer", "result", "event")
+STAGES = (
+    "template",
+    "tokenizer",
+    "check",
+    "grammar",
+    "mask",
+    "find",
+    "build",
+    "launch",
+    "detokenizer",
+    "result",
+    "event",
+)
 ENDS = ("death", "stop", "news")
-"""Stages at which the engine ends: by a signal, because it stands still, and by an error that it does not get over."""
+"""Stages at which the engine ends: by a signal, because it stands still, and by an error that it
+does not get over.
+"""
 SEEDS = {stage: FIRST + i for i, stage in enumerate((*STAGES, *ENDS))}
 MARK = "poison"
-"""What a prompt says at whose text something must fail: it is looked at before there are sampling parameters."""
+"""What a prompt says at whose text something must fail: it is looked at before there are sampling
+parameters.
+"""
 
 
 class PlannedError(Exception):
@@ -49,9 +65,19 @@ def serve() -> None:
     from headrace.server import engine_start
     from headrace.server.chat import _Body
 
-    plan(Renderer, "render", lambda self, template, names, *_, **__: f"{MARK} template" in repr(names))
+    plan(
+        Renderer,
+        "render",
+        lambda self, template, names, *_, **__: f"{MARK} template" in repr(names),
+    )
     plan(Tokenizer, "encode", lambda self, text, *_, **__: f"{MARK} tokenizer" in text)
-    plan(_Body, "_chunk", lambda self, *_, **__: self._asked.seed == SEEDS["event"] and self._answer.usage.completion > 3)
+    plan(
+        _Body,
+        "_chunk",
+        lambda self, *_, **__: (
+            self._asked.seed == SEEDS["event"] and self._answer.usage.completion > 3
+        ),
+    )
     engine_start.ENGINE = (sys.executable, "-m", "tests.server.faulty")
     entry()
 
@@ -68,9 +94,12 @@ def engine() -> None:
     from headrace.structured.constraint import Constraints
 
     def meant(stage: str, least: int = 0) -> Callable[..., bool]:
-        """Whether a request that asks for this is among the sequences of a step, and has so many tokens."""
+        """Whether a request that asks for this is among the sequences of a step, and has so many
+        tokens.
+        """
         return lambda self, scheduled, *_, **__: any(
-            item.seq.request.params.seed == SEEDS[stage] and len(item.seq.output.token_ids) >= least for item in scheduled
+            item.seq.request.params.seed == SEEDS[stage] and len(item.seq.output.token_ids) >= least
+            for item in scheduled
         )
 
     def end_process(number: int) -> Callable[..., bool]:
@@ -81,14 +110,32 @@ def engine() -> None:
 
         return look
 
-    plan(Engine, "check", lambda self, ids, params=None, **_: params and params.seed == SEEDS["check"])
+    plan(
+        Engine,
+        "check",
+        lambda self, ids, params=None, **_: params and params.seed == SEEDS["check"],
+    )
     plan(Constraints, "make", lambda self, params, *_: params.seed == SEEDS["grammar"])
-    plan(Sequence, "drawing", lambda self, *_: self.request.params.seed == SEEDS["mask"] and len(self.output.token_ids) > 2)
+    plan(
+        Sequence,
+        "drawing",
+        lambda self, *_: (
+            self.request.params.seed == SEEDS["mask"] and len(self.output.token_ids) > 2
+        ),
+    )
     plan(JumpForward, "find", meant("find", 2))
     plan(MultiStep, "plan", meant("launch", 3))
     plan(step, "build", lambda scheduled, *_: meant("build")(None, scheduled))
-    plan(Output, "push", lambda self, *_: self._params.seed == SEEDS["detokenizer"] and len(self.token_ids) > 3)
-    plan(Request, "news", lambda self: self.params.seed == SEEDS["news"] and len(self.seqs[0].output.token_ids) > 3)
+    plan(
+        Output,
+        "push",
+        lambda self, *_: self._params.seed == SEEDS["detokenizer"] and len(self.token_ids) > 3,
+    )
+    plan(
+        Request,
+        "news",
+        lambda self: self.params.seed == SEEDS["news"] and len(self.seqs[0].output.token_ids) > 3,
+    )
     plan(engine_host, "ended", lambda request_id, result: len(result.outputs[0].token_ids) == 13)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         plan(MultiStep, "plan", end_process(number))

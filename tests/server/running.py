@@ -40,9 +40,18 @@ class Reply(NamedTuple):
 class Running:
     """`headrace serve`, or another verb that listens, from its start to its end."""
 
-    def __init__(self, model: str, *flags: str, env: dict[str, str] | None = None, program: str = "headrace", verb: str = "serve") -> None:
+    def __init__(
+        self,
+        model: str,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        program: str = "headrace",
+        verb: str = "serve",
+    ) -> None:
         command = [sys.executable, "-m", program, verb, model, "--port", "0", *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {}))
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {})
+        )
         self.log: list[str] = []
         self.port = 0
         self.ready = threading.Event()
@@ -68,14 +77,25 @@ class Running:
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
 
-    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Reply:
         """One request; a body that is not bytes goes as JSON."""
         connection = self.connect()
         sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            connection.request(method, path, sent, ({"content-type": "application/json"} if sent else {}) | (headers or {}))
+            connection.request(
+                method,
+                path,
+                sent,
+                ({"content-type": "application/json"} if sent else {}) | (headers or {}),
+            )
             response = connection.getresponse()
-            return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+            return Reply(
+                response.status,
+                {name.lower(): value for name, value in response.getheaders()},
+                response.read(),
+            )
         finally:
             connection.close()
 
@@ -89,13 +109,20 @@ class Running:
         """A request whose response is left to be read."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+            f"application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + data)
         return connection
 
     def figures(self) -> dict[str, float]:
         """The metrics of the server without labels."""
-        lines = [line for line in self.get("/metrics").body.decode().splitlines() if not line.startswith("#") and "{" not in line]
+        lines = [
+            line
+            for line in self.get("/metrics").body.decode().splitlines()
+            if not line.startswith("#") and "{" not in line
+        ]
         return {name: float(value) for name, value in (line.split() for line in lines)}
 
     def at_rest(self) -> bool:
@@ -134,15 +161,23 @@ def running(model: str, *flags: str, program: str = "headrace") -> Iterator[Runn
 
 
 def engine_of(pid: int) -> int:
-    """The engine process of a server or a batch: the one child of that process which is not the renderer of templates."""
-    (engine,) = [child for child in _children(pid) if b"-m" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")]
+    """The engine process of a server or a batch: the one child of that process which is not the
+    renderer of templates.
+    """
+    (engine,) = [
+        child
+        for child in _children(pid)
+        if b"-m" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+    ]
     return engine
 
 
 def _children(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends as it is looked at
+        with contextlib.suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # it ends as it is looked at
             if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
                 found.append(int(stat.parent.name))
     return found

@@ -1,7 +1,9 @@
-"""What other servers were broken with, held against this one: the classes of their published advisories that no other test has.
+"""What other servers were broken with, held against this one: the classes of their published
+advisories that no other test has.
 
-Elsewhere: keys, hosts and routes (`test_gate.py`), faults (`test_stages.py`, `test_faults.py`), structured output (`test_structured.py`),
-parsers (`answers/`), log lines (`test_records.py`), templates, tokenizers and files (`tests/checkpoint`, `tests/fuzz`).
+Elsewhere: keys, hosts and routes (`test_gate.py`), faults (`test_stages.py`, `test_faults.py`),
+structured output (`test_structured.py`), parsers (`answers/`), log lines (`test_records.py`),
+templates, tokenizers and files (`tests/checkpoint`, `tests/fuzz`).
 """
 
 import asyncio
@@ -29,7 +31,9 @@ CHAT: dict[str, Any] = {
 @pytest.mark.parametrize("number", ["n", "max_tokens", "top_logprobs", "min_tokens", "top_k"])
 @pytest.mark.parametrize("value", [2**31, 2**63, 2**64, 10**30, -(2**31), -1 << 63])
 def test_numbers_beyond_their_bounds(server: Running, number: str, value: int) -> None:
-    """CVE-2026-34756, CVE-2026-21869: refused before anything is allocated, and never a negative number in C++."""
+    """CVE-2026-34756, CVE-2026-21869: refused before anything is allocated, and never a negative
+    number in C++.
+    """
     reply = server.post("/v1/chat/completions", CHAT | {number: value, "logprobs": True})
     assert reply.status == 400, reply.body
 
@@ -43,21 +47,29 @@ def test_a_million_prompts(server: Running) -> None:
 
 @pytest.mark.parametrize("field", ["allowed_token_ids", "stop_token_ids", "logit_bias", "prompt"])
 def test_ids_at_the_edge_of_the_vocabulary(server: Running, field: str) -> None:
-    """CVE-2026-93840: ids are held against the width of the logits, and a refused one touches no neighbour."""
+    """CVE-2026-93840: ids are held against the width of the logits, and a refused one touches no
+    neighbour.
+    """
     width = server.get("/stats").json["engine"]["vocab_size"]
     body = CHAT | {"max_tokens": 200}
     expected = server.post("/v1/chat/completions", body).json["choices"]
     replies, threads = in_background([lambda: server.post("/v1/chat/completions", body)] * 3)
     for token, status in ((width - 1, 200), (width, 400), (2**31, 400), (-1, 400)):
         given = {str(token): 1} if field == "logit_bias" else [token]
-        asked = {"prompt": given, "max_tokens": 1} if field == "prompt" else {"prompt": "hello", "max_tokens": 1, field: given}
+        asked = (
+            {"prompt": given, "max_tokens": 1}
+            if field == "prompt"
+            else {"prompt": "hello", "max_tokens": 1, field: given}
+        )
         assert server.post("/v1/completions", asked).status == status, token
     for thread in threads:
         thread.join(SECONDS)
     assert [reply.json["choices"] for reply in replies] == [expected] * 3
 
 
-@pytest.mark.parametrize("text", ["a" * 5_000_000, "_" * 1_000_000, " " * 1_000_000, "a\n" * 500_000, "\u0300" * 400_000])
+@pytest.mark.parametrize(
+    "text", ["a" * 5_000_000, "_" * 1_000_000, " " * 1_000_000, "a\n" * 500_000, "\u0300" * 400_000]
+)
 def test_long_runs_are_refused_before_they_are_tokenised(server: Running, text: str) -> None:
     """CVE-2025-46570's family of quadratic tokenizers: others are answered meanwhile."""
     errors: list[Any] = []
@@ -70,27 +82,56 @@ def test_long_runs_are_refused_before_they_are_tokenised(server: Running, text: 
 
     thread = threading.Thread(target=others)
     thread.start()
-    replies = [server.post("/v1/completions", {"prompt": text}), server.post("/tokenize", {"prompt": text})]
-    replies.append(server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}))
+    replies = [
+        server.post("/v1/completions", {"prompt": text}),
+        server.post("/tokenize", {"prompt": text}),
+    ]
+    replies.append(
+        server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
+    )
     done.set()
     thread.join(SECONDS)
-    assert [(reply.status, reply.json["error"]["type"]) for reply in replies] == [(400, "invalid_request_error")] * 3 and not errors
+    assert [(reply.status, reply.json["error"]["type"]) for reply in replies] == [
+        (400, "invalid_request_error")
+    ] * 3 and not errors
 
 
 def test_code_and_tensors_of_requests_are_nothing(server: Running) -> None:
-    """CVE-2026-7304, CVE-2025-62164, PYSEC-2026-4344: what would run or be unpickled elsewhere makes no difference here."""
+    """CVE-2026-7304, CVE-2025-62164, PYSEC-2026-4344: what would run or be unpickled elsewhere
+    makes no difference here.
+    """
     plain = server.post("/v1/chat/completions", CHAT).json["choices"]
-    code = {"logits_processors": ["os.system"], "custom_logit_processor": "gASV", "prompt_embeds": "gASV", "chat_template": "{{ 1/0 }}"}
+    code = {
+        "logits_processors": ["os.system"],
+        "custom_logit_processor": "gASV",
+        "prompt_embeds": "gASV",
+        "chat_template": "{{ 1/0 }}",
+    }
     for name, value in code.items():
         reply = server.post("/v1/chat/completions", CHAT | {name: value})
         assert reply.status == 400 or reply.json["choices"] == plain, name
-    for name in ("messages", "add_generation_prompt", "tools", "bos_token", "tokenize", "chat_template", "raise_exception"):
+    for name in (
+        "messages",
+        "add_generation_prompt",
+        "tools",
+        "bos_token",
+        "tokenize",
+        "chat_template",
+        "raise_exception",
+    ):
         reply = server.post("/v1/chat/completions", CHAT | {"chat_template_kwargs": {name: True}})
         assert reply.status == 400 or reply.json["choices"] == plain, name
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1/a.png", "https://x/a.png", "file:///etc/passwd", "ftp://x/y", "data:image/png;base64,AAAA"]
+    "url",
+    [
+        "http://127.0.0.1:1/a.png",
+        "https://x/a.png",
+        "file:///etc/passwd",
+        "ftp://x/y",
+        "data:image/png;base64,AAAA",
+    ],
 )
 def test_nothing_is_fetched(server: Running, url: str) -> None:
     """CVE-2025-6242, CVE-2026-24779: URLs in requests are refused by the name of their field."""
@@ -101,7 +142,9 @@ def test_nothing_is_fetched(server: Running, url: str) -> None:
 
 
 def test_websockets_and_mounts_are_nothing() -> None:
-    """CVE-2026-48710: a scope that is no HTTP request is dropped, and where the application is mounted does not change its paths."""
+    """CVE-2026-48710: a scope that is no HTTP request is dropped, and where the application is
+    mounted does not change its paths.
+    """
 
     served: Any = SimpleNamespace(settings=Settings(api_keys=("k",)), metrics=Metrics(dict, int))
     app, sent = make_app(served), list[Any]()
@@ -114,6 +157,12 @@ def test_websockets_and_mounts_are_nothing() -> None:
 
     asyncio.run(app({"type": "websocket", "path": "/v1/models", "headers": []}, receive, send))
     assert not sent
-    scope = {"type": "http", "method": "GET", "path": "/v1/models", "root_path": "/health", "headers": [(b"host", b"x/health")]}
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/models",
+        "root_path": "/health",
+        "headers": [(b"host", b"x/health")],
+    }
     asyncio.run(app(scope, receive, send))
     assert sent[0]["status"] == 401

@@ -14,8 +14,18 @@ from tests.checkpoint.conftest import write_tiny_gguf
 from tests.server.running import Running, running
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
-CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-TEXT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+CHAT: dict[str, Any] = {
+    "messages": MESSAGES,
+    "max_tokens": 12,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+TEXT: dict[str, Any] = {
+    "prompt": "hello world",
+    "max_tokens": 12,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 SAMPLED = {"temperature": 1.5, "seed": 5, "top_p": 0.9, "presence_penalty": 0.5}
 
 
@@ -33,70 +43,135 @@ def complete(server: Running, **more: Any) -> Any:
 
 def stream(server: Running, path: str, body: dict[str, Any]) -> list[Any]:
     reply = server.post(path, body | {"stream": True})
-    assert reply.status == 200 and reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert reply.headers["cache-control"] == "no-cache" and reply.headers["x-accel-buffering"] == "no"
+    assert (
+        reply.status == 200 and reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    )
+    assert (
+        reply.headers["cache-control"] == "no-cache" and reply.headers["x-accel-buffering"] == "no"
+    )
     *events, last = reply.events
     assert last == "[DONE]"
     return events
 
 
 class TestChat:
-    @pytest.mark.parametrize("more", [{}, SAMPLED, SAMPLED | {"n": 3}, {"logit_bias": {"70": 5.0}, "repetition_penalty": 1.3}])
-    def test_the_tokens_are_those_of_llm(self, server: Running, llm: LLM, more: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        "more",
+        [{}, SAMPLED, SAMPLED | {"n": 3}, {"logit_bias": {"70": 5.0}, "repetition_penalty": 1.3}],
+    )
+    def test_the_tokens_are_those_of_llm(
+        self, server: Running, llm: LLM, more: dict[str, Any]
+    ) -> None:
         options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | more
         if "logit_bias" in options:
-            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+            options["logit_bias"] = {
+                int(token): bias for token, bias in options["logit_bias"].items()
+            }
         (expected,) = llm.chat(MESSAGES, SamplingParams(**options))
         answer = chat(server, **more, return_token_ids=True)
-        assert [choice["token_ids"] for choice in answer["choices"]] == [output.token_ids for output in expected.outputs]
-        assert [choice["message"]["content"] for choice in answer["choices"]] == [output.text for output in expected.outputs]
-        assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected.outputs)))
+        assert [choice["token_ids"] for choice in answer["choices"]] == [
+            output.token_ids for output in expected.outputs
+        ]
+        assert [choice["message"]["content"] for choice in answer["choices"]] == [
+            output.text for output in expected.outputs
+        ]
+        assert [choice["index"] for choice in answer["choices"]] == list(
+            range(len(expected.outputs))
+        )
         usage, count = answer["usage"], 12 * len(expected.outputs)
-        assert usage["prompt_tokens"] == len(expected.prompt_token_ids) and usage["completion_tokens"] == count
+        assert (
+            usage["prompt_tokens"] == len(expected.prompt_token_ids)
+            and usage["completion_tokens"] == count
+        )
         assert usage["total_tokens"] == usage["prompt_tokens"] + count
         assert (answer["object"], answer["model"]) == ("chat.completion", "tiny.gguf")
 
-    @pytest.mark.parametrize("more", [{}, SAMPLED | {"n": 3}, {"stop": ["a", "QQ"], "ignore_eos": False}])
+    @pytest.mark.parametrize(
+        "more", [{}, SAMPLED | {"n": 3}, {"stop": ["a", "QQ"], "ignore_eos": False}]
+    )
     def test_a_stream_has_the_whole_answer(self, server: Running, more: dict[str, Any]) -> None:
         whole = chat(server, **more)
-        events = stream(server, "/v1/chat/completions", CHAT | more | {"stream_options": {"include_usage": True}})
+        events = stream(
+            server,
+            "/v1/chat/completions",
+            CHAT | more | {"stream_options": {"include_usage": True}},
+        )
         *chunks, last = events
-        assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-        assert len({(one["id"], one["created"], one["model"], one["object"]) for one in events}) == 1
-        assert events[0]["object"] == "chat.completion.chunk" and all(chunk["usage"] is None for chunk in chunks)
+        assert (
+            last["choices"] == []
+            and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        )
+        assert (
+            len({(one["id"], one["created"], one["model"], one["object"]) for one in events}) == 1
+        )
+        assert events[0]["object"] == "chat.completion.chunk" and all(
+            chunk["usage"] is None for chunk in chunks
+        )
         for choice in whole["choices"]:
-            mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+            mine = [
+                chunk["choices"][0]
+                for chunk in chunks
+                if chunk["choices"][0]["index"] == choice["index"]
+            ]
             first, *middle, end = mine
-            assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
-            assert all(set(one["delta"]) == {"content"} and one["finish_reason"] is None for one in middle)
+            assert (
+                first["delta"] == {"role": "assistant", "content": ""}
+                and first["finish_reason"] is None
+            )
+            assert all(
+                set(one["delta"]) == {"content"} and one["finish_reason"] is None for one in middle
+            )
             assert end["delta"] == {} and end["finish_reason"] == choice["finish_reason"]
-            assert "".join(one["delta"]["content"] for one in middle) == choice["message"]["content"]
+            assert (
+                "".join(one["delta"]["content"] for one in middle) == choice["message"]["content"]
+            )
 
     def test_no_usage_unless_it_is_asked_for(self, server: Running) -> None:
-        assert all("usage" not in chunk and chunk["choices"] for chunk in stream(server, "/v1/chat/completions", CHAT))
+        assert all(
+            "usage" not in chunk and chunk["choices"]
+            for chunk in stream(server, "/v1/chat/completions", CHAT)
+        )
         options = {"include_usage": True, "continuous_usage_stats": True}
-        counts = [one["usage"]["completion_tokens"] for one in stream(server, "/v1/chat/completions", CHAT | {"stream_options": options})]
+        counts = [
+            one["usage"]["completion_tokens"]
+            for one in stream(server, "/v1/chat/completions", CHAT | {"stream_options": options})
+        ]
         assert counts == sorted(counts) and counts[-1] == 12
 
     def test_log_probabilities(self, server: Running, llm: LLM) -> None:
-        (expected,) = llm.chat(MESSAGES, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2))
+        (expected,) = llm.chat(
+            MESSAGES, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
+        )
         entries = chat(server, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
         scores = expected.outputs[0].logprobs
         assert scores is not None and len(entries) == 12
         for entry, token, given in zip(entries, expected.outputs[0].token_ids, scores, strict=True):
-            assert entry["logprob"] == given[token].logprob and bytes(entry["bytes"]) == llm.get_tokenizer().token_bytes(token)
+            assert entry["logprob"] == given[token].logprob and bytes(
+                entry["bytes"]
+            ) == llm.get_tokenizer().token_bytes(token)
             likeliest = sorted(given.values(), key=lambda one: one.rank)[:2]
-            assert [one["logprob"] for one in entry["top_logprobs"]] == [one.logprob for one in likeliest]
-        streamed = stream(server, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
+            assert [one["logprob"] for one in entry["top_logprobs"]] == [
+                one.logprob for one in likeliest
+            ]
+        streamed = stream(
+            server, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}
+        )
         parts = [chunk["choices"][0]["logprobs"] for chunk in streamed]
         assert [entry for part in parts if part for entry in part["content"]] == entries
         plain = chat(server, logprobs=True)["choices"][0]["logprobs"]["content"]
-        assert [entry["logprob"] for entry in plain] == [entry["logprob"] for entry in entries] and plain[0]["top_logprobs"] == []
+        assert [entry["logprob"] for entry in plain] == [
+            entry["logprob"] for entry in entries
+        ] and plain[0]["top_logprobs"] == []
 
     def test_what_json_cannot_say(self, server: Running) -> None:
         banned = {str(token): -100 for token in range(0, 200)}
-        reply = server.post("/v1/completions", TEXT | {"logprobs": 20, "logit_bias": banned, "temperature": 2, "seed": 1})
-        values = json.loads(reply.body, parse_constant=lambda name: pytest.fail(name))["choices"][0]["logprobs"]["token_logprobs"]
+        reply = server.post(
+            "/v1/completions",
+            TEXT | {"logprobs": 20, "logit_bias": banned, "temperature": 2, "seed": 1},
+        )
+        values = json.loads(reply.body, parse_constant=lambda name: pytest.fail(name))["choices"][
+            0
+        ]["logprobs"]["token_logprobs"]
         assert all(math.isfinite(value) for value in values)
 
     def test_both_names_of_the_longest_answer(self, server: Running) -> None:
@@ -106,28 +181,52 @@ class TestChat:
     def test_messages_in_parts_and_system_roles(self, server: Running) -> None:
         parts = [{"role": "user", "content": [{"type": "text", "text": "hello world"}]}]
         assert chat(server, messages=parts)["choices"] == chat(server)["choices"]
-        longer = chat(server, messages=[{"role": "system", "content": "be"}, *MESSAGES])["usage"]["prompt_tokens"]
+        longer = chat(server, messages=[{"role": "system", "content": "be"}, *MESSAGES])["usage"][
+            "prompt_tokens"
+        ]
         assert longer > chat(server)["usage"]["prompt_tokens"]
 
     @pytest.mark.parametrize(
         "path, param, more",
         [
             ("chat/completions", "messages", {"max_tokens": 4096}),
-            ("chat/completions", "messages", {"messages": [{"role": "user", "content": "a b" * 9000}]}),
+            (
+                "chat/completions",
+                "messages",
+                {"messages": [{"role": "user", "content": "a b" * 9000}]},
+            ),
             ("completions", "prompt", {"prompt": [7] * 4097}),
             ("completions", "prompt", {"prompt": [7] * 4096}),
         ],
     )
-    def test_a_context_that_is_too_short(self, server: Running, path: str, param: str, more: dict[str, Any]) -> None:
-        """LiteLLM, LangChain and Claude Code know this error by words of its message, and go on with a shorter conversation."""
+    def test_a_context_that_is_too_short(
+        self, server: Running, path: str, param: str, more: dict[str, Any]
+    ) -> None:
+        """LiteLLM, LangChain and Claude Code know this error by words of its message, and go on
+        with a shorter conversation.
+        """
         reply = server.post(f"/v1/{path}", CHAT | more)
         error = reply.json["error"]
-        assert (reply.status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-        assert "prompt is too long" in error["message"] and "this model's maximum context length is 4,096" in error["message"]
+        assert (reply.status, error["code"], error["param"]) == (
+            400,
+            "context_length_exceeded",
+            param,
+        )
+        assert (
+            "prompt is too long" in error["message"]
+            and "this model's maximum context length is 4,096" in error["message"]
+        )
 
     def test_what_is_not_there_is_refused_by_name(self, server: Running) -> None:
-        reply = server.post("/v1/chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]})
-        assert (reply.status, reply.json["error"]["code"], reply.json["error"]["param"]) == (400, "unsupported_parameter", "tools")
+        reply = server.post(
+            "/v1/chat/completions",
+            CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        )
+        assert (reply.status, reply.json["error"]["code"], reply.json["error"]["param"]) == (
+            400,
+            "unsupported_parameter",
+            "tools",
+        )
 
 
 class TestCompletions:
@@ -135,10 +234,14 @@ class TestCompletions:
         ids = llm.get_tokenizer().encode("hello world")
         one = complete(server)["choices"][0]["text"]
         for prompt in (["hello world"], ids, [ids]):
-            assert [choice["text"] for choice in complete(server, prompt=prompt)["choices"]] == [one]
+            assert [choice["text"] for choice in complete(server, prompt=prompt)["choices"]] == [
+                one
+            ]
         answer = complete(server, prompt=["hello world", "w", "hello world"], n=2, **SAMPLED)
         texts = [choice["text"] for choice in answer["choices"]]
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5] and texts[:2] == texts[4:]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5] and texts[
+            :2
+        ] == texts[4:]
         assert answer["usage"]["completion_tokens"] == 6 * 12
         for prompt in ([], ["a"] * 257, [1, "a"], [[1], "a", 5], [10**6], [[]]):
             assert server.post("/v1/completions", TEXT | {"prompt": prompt}).status == 400, prompt
@@ -148,19 +251,37 @@ class TestCompletions:
         whole = server.post("/v1/completions", body).json["choices"]
         events = stream(server, "/v1/completions", body)
         for choice in whole:
-            mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
-            assert "".join(one["text"] for one in mine) == choice["text"] and mine[-1]["finish_reason"] == "length"
+            mine = [
+                event["choices"][0]
+                for event in events
+                if event["choices"][0]["index"] == choice["index"]
+            ]
+            assert (
+                "".join(one["text"] for one in mine) == choice["text"]
+                and mine[-1]["finish_reason"] == "length"
+            )
 
     def test_scores_of_a_prompt(self, server: Running, llm: LLM) -> None:
         """As lm-eval asks for them."""
         ids = llm.get_tokenizer().encode("hello world, hello")
-        (expected,) = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, logprobs=1))
-        scores = complete(server, prompt=[ids], max_tokens=1, logprobs=1, echo=True)["choices"][0]["logprobs"]
+        (expected,) = llm.generate(
+            {"prompt_token_ids": ids},
+            SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, logprobs=1),
+        )
+        scores = complete(server, prompt=[ids], max_tokens=1, logprobs=1, echo=True)["choices"][0][
+            "logprobs"
+        ]
         assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None
         assert expected.prompt_logprobs is not None
-        given = [entry[token].logprob for entry, token in zip(expected.prompt_logprobs[1:], ids[1:], strict=True) if entry]
+        given = [
+            entry[token].logprob
+            for entry, token in zip(expected.prompt_logprobs[1:], ids[1:], strict=True)
+            if entry
+        ]
         assert scores["token_logprobs"][1:-1] == given and len(scores["tokens"]) == len(ids) + 1
-        assert scores["text_offset"] == [sum(map(len, scores["tokens"][:i])) for i in range(len(ids) + 1)]
+        assert scores["text_offset"] == [
+            sum(map(len, scores["tokens"][:i])) for i in range(len(ids) + 1)
+        ]
 
     def test_stop_strings_never_leak(self, server: Running) -> None:
         text = complete(server, max_tokens=60)["choices"][0]["text"]
@@ -178,10 +299,21 @@ class TestOthers:
     def test_embeddings(self, server: Running, llm: LLM) -> None:
         expected = llm.embed(["hello", "world w"], normalise=True)
         floats = server.post("/v1/embeddings", {"input": ["hello", "world w"]}).json
-        assert np.array_equal(np.array([one["embedding"] for one in floats["data"]], np.float32), expected)
-        packed = server.post("/v1/embeddings", {"input": ["hello", "world w"], "encoding_format": "base64"}).json
-        assert np.array_equal(np.stack([np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in packed["data"]]), expected)
-        mean = server.post("/v1/embeddings", {"input": "hello", "pooling": "mean", "normalize": False}).json["data"][0]["embedding"]
+        assert np.array_equal(
+            np.array([one["embedding"] for one in floats["data"]], np.float32), expected
+        )
+        packed = server.post(
+            "/v1/embeddings", {"input": ["hello", "world w"], "encoding_format": "base64"}
+        ).json
+        assert np.array_equal(
+            np.stack(
+                [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in packed["data"]]
+            ),
+            expected,
+        )
+        mean = server.post(
+            "/v1/embeddings", {"input": "hello", "pooling": "mean", "normalize": False}
+        ).json["data"][0]["embedding"]
         assert np.array_equal(np.array(mean, np.float32), llm.embed("hello", "mean")[0])
         for wrong in (
             {"input": []},
@@ -195,8 +327,12 @@ class TestOthers:
     def test_tokens_and_back(self, server: Running, llm: LLM) -> None:
         tokenizer, text = llm.get_tokenizer(), "hello world \N{SNOWMAN}"
         found = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json
-        assert found["tokens"] == tokenizer.encode(text) and found["count"] == len(found["tokens"]) == len(found["token_strs"])
-        plain = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json["tokens"]
+        assert found["tokens"] == tokenizer.encode(text) and found["count"] == len(
+            found["tokens"]
+        ) == len(found["token_strs"])
+        plain = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json[
+            "tokens"
+        ]
         assert server.post("/detokenize", {"tokens": plain}).json["prompt"] == text
         rendered = server.post("/tokenize", {"messages": MESSAGES}).json["tokens"]
         assert rendered == llm.apply_chat_template(MESSAGES, add_generation_prompt=True)
@@ -207,31 +343,62 @@ class TestOthers:
 
     def test_models(self, server: Running) -> None:
         (model,) = server.get("/v1/models").json["data"]
-        assert (model["id"], model["object"], model["max_model_len"]) == ("tiny.gguf", "model", 4096)
+        assert (model["id"], model["object"], model["max_model_len"]) == (
+            "tiny.gguf",
+            "model",
+            4096,
+        )
         assert server.get("/v1/models/tiny.gguf").json == model
         assert chat(server, model="tiny.gguf")["choices"] == chat(server)["choices"]
         reply = server.post("/v1/chat/completions", CHAT | {"model": "gpt-4"})
-        assert (reply.status, reply.json["error"]["code"], reply.json["error"]["param"]) == (404, "model_not_found", "model")
+        assert (reply.status, reply.json["error"]["code"], reply.json["error"]["param"]) == (
+            404,
+            "model_not_found",
+            "model",
+        )
 
     def test_metrics_are_prometheus_s(self, server: Running) -> None:
         chat(server)
         text = server.get("/metrics").body.decode()
-        for name in ("headrace_time_to_first_token_seconds_bucket", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
+        for name in (
+            "headrace_time_to_first_token_seconds_bucket",
+            "vllm:num_requests_running",
+            "vllm:kv_cache_usage_perc",
+        ):
             assert name in text
         assert server.figures()["headrace_time_to_first_token_seconds_count"] >= 1
 
 
 def test_what_the_authors_advise(tmp_path: Path, llm: LLM) -> None:
-    model = write_tiny_gguf(tmp_path / "tiny.gguf", {"general.sampling.temp": 0.0, "general.sampling.penalty_repeat": 1.5})
-    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 12, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    model = write_tiny_gguf(
+        tmp_path / "tiny.gguf",
+        {"general.sampling.temp": 0.0, "general.sampling.penalty_repeat": 1.5},
+    )
+    asked: dict[str, Any] = {
+        "messages": MESSAGES,
+        "max_tokens": 12,
+        "seed": 1,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     advised = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0, repetition_penalty=1.5)
-    plain = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.7, repetition_penalty=1.0, seed=1)
+    plain = SamplingParams(
+        max_tokens=12, ignore_eos=True, temperature=0.7, repetition_penalty=1.0, seed=1
+    )
     flags = ("--threads", "1", "--kv-blocks", "16")
     for server in running(str(model), *flags):
-        assert any(line.startswith("sampling  temperature 0, repetition_penalty 1.5") for line in server.log)
-        answers = [server.post("/v1/chat/completions", asked | more).json for more in ({}, {"temperature": 0.7, "repetition_penalty": 1})]
+        assert any(
+            line.startswith("sampling  temperature 0, repetition_penalty 1.5")
+            for line in server.log
+        )
+        answers = [
+            server.post("/v1/chat/completions", asked | more).json
+            for more in ({}, {"temperature": 0.7, "repetition_penalty": 1})
+        ]
         expected = llm.chat([MESSAGES, MESSAGES], [advised, plain])
-        assert [answer["choices"][0]["token_ids"] for answer in answers] == [result.outputs[0].token_ids for result in expected]
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == [
+            result.outputs[0].token_ids for result in expected
+        ]
     for server in running(str(model), *flags, "--ignore-advised-sampling"):
         answer = server.post("/v1/chat/completions", asked).json
         (expected_one,) = llm.chat(MESSAGES, SamplingParams(max_tokens=12, ignore_eos=True, seed=1))

@@ -20,11 +20,23 @@ FLAGS = ("--threads", "1", "--max-model-len", "1024", "--max-num-seqs", "4")
 
 
 def command(model: str, source: Path, target: Path) -> list[str]:
-    return [sys.executable, "-m", "headrace", "batch", str(source), str(target), "--model", model, *FLAGS]
+    return [
+        sys.executable,
+        "-m",
+        "headrace",
+        "batch",
+        str(source),
+        str(target),
+        "--model",
+        model,
+        *FLAGS,
+    ]
 
 
 def run(model: str, source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(model, source, target), capture_output=True, text=True, timeout=SECONDS, check=False)
+    return subprocess.run(
+        command(model, source, target), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
 
 
 def write(path: Path, requests: list[dict[str, Any]]) -> Path:
@@ -33,8 +45,19 @@ def write(path: Path, requests: list[dict[str, Any]]) -> Path:
 
 
 def asked(number: int, output: int = 8) -> dict[str, Any]:
-    body = {"prompt": f"hello {number}", "max_tokens": output, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return {"custom_id": f"request-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+    body = {
+        "prompt": f"hello {number}",
+        "max_tokens": output,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    return {
+        "custom_id": f"request-{number}",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": body,
+    }
 
 
 def answers(path: Path) -> dict[str, Any]:
@@ -50,15 +73,27 @@ def test_all_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
         asked(0),
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "embed", "url": "/v1/embeddings", "body": {"input": "hello"}},
-        {"custom_id": "response", "url": "/v1/responses", "body": {"input": "hello", "max_output_tokens": 3}},
+        {
+            "custom_id": "response",
+            "url": "/v1/responses",
+            "body": {"input": "hello", "max_output_tokens": 3},
+        },
         {"custom_id": "wrong", "url": "/v1/chat/completions", "body": chat | {"temperature": -1}},
         {"custom_id": "other", "url": "/v1/chat/completions", "body": chat | {"model": "other"}},
     ]
     target = tmp_path / "out.jsonl"
     done = run(model, write(tmp_path / "in.jsonl", requests), target)
-    assert done.returncode == 1 and "6 answered, 2 of them with an error" in done.stderr and not done.stdout, done.stderr
+    assert (
+        done.returncode == 1
+        and "6 answered, 2 of them with an error" in done.stderr
+        and not done.stdout
+    ), done.stderr
     found = answers(target)
-    assert {name: response["status_code"] for name, response in found.items() if response["status_code"] != 200} == {
+    assert {
+        name: response["status_code"]
+        for name, response in found.items()
+        if response["status_code"] != 200
+    } == {
         "wrong": 400,
         "other": 404,
     }
@@ -66,11 +101,17 @@ def test_all_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
     (expected,) = llm.chat(messages, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
     assert found["chat"]["body"]["choices"][0]["message"]["content"] == expected.outputs[0].text
     before = target.read_bytes()
-    assert run(model, tmp_path / "in.jsonl", target).returncode == 0 and target.read_bytes() == before
+    assert (
+        run(model, tmp_path / "in.jsonl", target).returncode == 0 and target.read_bytes() == before
+    )
 
 
 def test_killed_again_and_again(model: str, llm: LLM, tmp_path: Path) -> None:
-    source, target, rng = write(tmp_path / "in.jsonl", [asked(i, 300) for i in range(60)]), tmp_path / "out.jsonl", random.Random(0)
+    source, target, rng = (
+        write(tmp_path / "in.jsonl", [asked(i, 300) for i in range(60)]),
+        tmp_path / "out.jsonl",
+        random.Random(0),
+    )
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
         process = subprocess.Popen(command(model, source, target), stderr=subprocess.DEVNULL)
         size, end = target.stat().st_size if target.exists() else 0, time.monotonic() + SECONDS
@@ -87,11 +128,16 @@ def test_killed_again_and_again(model: str, llm: LLM, tmp_path: Path) -> None:
     assert found.keys() == {f"request-{i}" for i in range(60)}
     params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
     for i, result in enumerate(llm.generate([f"hello {i}" for i in range(60)], params)):
-        assert found[f"request-{i}"]["body"]["choices"][0]["token_ids"] == result.outputs[0].token_ids
+        assert (
+            found[f"request-{i}"]["body"]["choices"][0]["token_ids"] == result.outputs[0].token_ids
+        )
 
 
 def test_an_engine_that_dies_costs_no_line(model: str, tmp_path: Path) -> None:
-    source, target = write(tmp_path / "in.jsonl", [asked(i, 900) for i in range(24)]), tmp_path / "out.jsonl"
+    source, target = (
+        write(tmp_path / "in.jsonl", [asked(i, 900) for i in range(24)]),
+        tmp_path / "out.jsonl",
+    )
     process = subprocess.Popen(command(model, source, target), stderr=subprocess.DEVNULL)
     while not target.exists() or not target.stat().st_size:
         assert process.poll() is None
@@ -99,7 +145,9 @@ def test_an_engine_that_dies_costs_no_line(model: str, tmp_path: Path) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(engine_of(process.pid), signal.SIGKILL)
     assert process.wait(SECONDS) == 0
-    assert {response["status_code"] for response in answers(target).values()} == {200} and len(answers(target)) == 24
+    assert {response["status_code"] for response in answers(target).values()} == {200} and len(
+        answers(target)
+    ) == 24
 
 
 @pytest.mark.parametrize(
@@ -110,21 +158,31 @@ def test_an_engine_that_dies_costs_no_line(model: str, tmp_path: Path) -> None:
         ('{"custom_id": "a", "url": "/metrics", "body": {}}', "/metrics"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "stream"),
         (
-            '{"custom_id": "a", "url": "/v1/completions", "body": {}}\n\n{"custom_id": "a", "url": "/v1/completions", "body": {}}',
+            '{"custom_id": "a", "url": "/v1/completions", "body": {}}\n\n{"custom_id": '
+            '"a", "url": "/v1/completions", "body": {}}',
             "in.jsonl:3",
         ),
         ('{"custom_id": "", "url": "/v1/completions", "body": {}}', "in.jsonl:1"),
     ],
 )
-def test_a_file_that_is_none_is_refused_before_anything_runs(model: str, tmp_path: Path, lines: str, says: str) -> None:
+def test_a_file_that_is_none_is_refused_before_anything_runs(
+    model: str, tmp_path: Path, lines: str, says: str
+) -> None:
     (tmp_path / "in.jsonl").write_text(lines)
     done = run(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "out.jsonl").exists()
+    assert (
+        done.returncode == 2
+        and says in done.stderr
+        and done.stderr.count("\n") == 1
+        and not (tmp_path / "out.jsonl").exists()
+    )
 
 
 def test_no_file_is_written_over(model: str, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [asked(0)]), tmp_path / "out.jsonl"
     target.write_text("my notes\n")
     done = run(model, source, target)
-    assert done.returncode == 2 and "out.jsonl:1" in done.stderr and target.read_text() == "my notes\n"
+    assert (
+        done.returncode == 2 and "out.jsonl:1" in done.stderr and target.read_text() == "my notes\n"
+    )
     assert run(model, tmp_path / "none.jsonl", target).returncode == 2

@@ -23,24 +23,45 @@ def default() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    yield from running(str(write_caller_gguf(tmp_path_factory.mktemp("caller") / "caller.gguf")), "--threads", "1", "--kv-blocks", "64")
+    yield from running(
+        str(write_caller_gguf(tmp_path_factory.mktemp("caller") / "caller.gguf")),
+        "--threads",
+        "1",
+        "--kv-blocks",
+        "64",
+    )
 
 
 @pytest.fixture(scope="module")
 def client(default: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{default.port}/v1", api_key="key", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{default.port}/v1", api_key="key", max_retries=0
+    ) as client:
         yield client
 
 
 def test_an_answer_and_its_stream(client: openai.OpenAI) -> None:
-    options = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 40, "temperature": 0.8, "seed": 3}
+    options = {
+        "model": "smollm2",
+        "messages": MESSAGES,
+        "max_tokens": 40,
+        "temperature": 0.8,
+        "seed": 3,
+    }
     answer = client.chat.completions.create(**options)  # type: ignore[call-overload]
     with LLM(max_model_len=512, kv_blocks=64) as llm:
         (expected,) = llm.chat(MESSAGES, SamplingParams(max_tokens=40, temperature=0.8, seed=3))
     assert answer.choices[0].message.content == expected.outputs[0].text
     assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
-    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.outputs[0].text
+    chunks = list(
+        client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+    )  # type: ignore[call-overload]
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == expected.outputs[0].text
+    )
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
     scored = client.chat.completions.create(**options, logprobs=True, top_logprobs=3)  # type: ignore[call-overload]
     spelt = b"".join(bytes(one.bytes) for one in scored.choices[0].logprobs.content).decode()
@@ -48,8 +69,17 @@ def test_an_answer_and_its_stream(client: openai.OpenAI) -> None:
 
 
 def test_the_other_routes(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["smollm2"] and client.models.retrieve("smollm2").id == "smollm2"
-    completion = client.completions.create(model="smollm2", prompt=["One, two,", "Red, green,"], max_tokens=4, n=2, temperature=1, seed=1)
+    assert [model.id for model in client.models.list()] == ["smollm2"] and client.models.retrieve(
+        "smollm2"
+    ).id == "smollm2"
+    completion = client.completions.create(
+        model="smollm2",
+        prompt=["One, two,", "Red, green,"],
+        max_tokens=4,
+        n=2,
+        temperature=1,
+        seed=1,
+    )
     assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
     embedding = client.embeddings.create(model="smollm2", input=["one", "two"])  # asks for base64
     assert len(embedding.data) == 2 and len(embedding.data[0].embedding) == 576
@@ -62,26 +92,48 @@ def test_errors_are_openai_s(default: Running, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=5000)  # type: ignore[arg-type]
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.AuthenticationError), openai.OpenAI(base_url=client.base_url, api_key="wrong") as stranger:
+    with (
+        pytest.raises(openai.AuthenticationError),
+        openai.OpenAI(base_url=client.base_url, api_key="wrong") as stranger,
+    ):
         stranger.models.list()
 
 
 def test_responses(client: openai.OpenAI) -> None:
-    options = {"model": "smollm2", "input": "Name a planet.", "max_output_tokens": 300, "temperature": 0}
+    options = {
+        "model": "smollm2",
+        "input": "Name a planet.",
+        "max_output_tokens": 300,
+        "temperature": 0,
+    }
     answer = client.responses.create(**options)  # type: ignore[call-overload]
     expected = client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": "Name a planet."}], max_completion_tokens=300, temperature=0
+        model="smollm2",
+        messages=[{"role": "user", "content": "Name a planet."}],
+        max_completion_tokens=300,
+        temperature=0,
     )
     assert answer.output_text == expected.choices[0].message.content
     with client.responses.stream(**options) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
         assert text == stream.get_final_response().output_text == answer.output_text
 
 
 def test_anthropic_s_client(default: Running, client: openai.OpenAI) -> None:
-    expected = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=12, temperature=0)  # type: ignore[arg-type]
-    options = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 12, "extra_body": {"temperature": 0}}
-    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{default.port}", api_key="key", max_retries=0) as claude:
+    expected = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, max_tokens=12, temperature=0
+    )  # type: ignore[arg-type]
+    options = {
+        "model": "smollm2",
+        "messages": MESSAGES,
+        "max_tokens": 12,
+        "extra_body": {"temperature": 0},
+    }
+    with anthropic.Anthropic(
+        base_url=f"http://127.0.0.1:{default.port}", api_key="key", max_retries=0
+    ) as claude:
         answer = claude.messages.create(**options)  # type: ignore[call-overload]
         assert answer.content[0].text == expected.choices[0].message.content
         with claude.messages.stream(**options) as stream:  # type: ignore[arg-type]
@@ -99,27 +151,50 @@ def test_a_tool_is_called_and_its_result_told(caller: Running) -> None:
         "messages": MESSAGES,
         "tools": [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}],
     }
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{caller.port}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{caller.port}/v1", api_key="none", max_retries=0
+    ) as client:
         message = client.chat.completions.create(**asked).choices[0].message
         with client.chat.completions.stream(**asked) as stream:
             streamed = stream.get_final_completion().choices[0].message
         for one in (message, streamed):
             (call,) = one.tool_calls
-            assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Bern"})
+            assert (call.function.name, json.loads(call.function.arguments)) == (
+                "weather",
+                {"city": "Bern"},
+            )
         told = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-        assert client.chat.completions.create(**asked | {"messages": told}).choices[0].message.content == REPLY
+        assert (
+            client.chat.completions.create(**asked | {"messages": told}).choices[0].message.content
+            == REPLY
+        )
 
 
 def test_a_tool_is_called_by_anthropic_s_client(caller: Running) -> None:
     tools = [{"name": "weather", "input_schema": PARAMETERS}]
-    asked: dict[str, Any] = {"model": "caller.gguf", "messages": MESSAGES, "max_tokens": 100, "tools": tools}
-    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{caller.port}", api_key="none", max_retries=0) as claude:
+    asked: dict[str, Any] = {
+        "model": "caller.gguf",
+        "messages": MESSAGES,
+        "max_tokens": 100,
+        "tools": tools,
+    }
+    with anthropic.Anthropic(
+        base_url=f"http://127.0.0.1:{caller.port}", api_key="none", max_retries=0
+    ) as claude:
         answer = claude.messages.create(**asked)
         with claude.messages.stream(**asked) as stream:
             streamed = stream.get_final_message()
         for one in (answer, streamed):
             (call,) = one.content
-            assert (one.stop_reason, call.name, call.input) == ("tool_use", "weather", {"city": "Bern"})
+            assert (one.stop_reason, call.name, call.input) == (
+                "tool_use",
+                "weather",
+                {"city": "Bern"},
+            )
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
-        told = [*MESSAGES, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        told = [
+            *MESSAGES,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result]},
+        ]
         assert claude.messages.create(**asked | {"messages": told}).content[0].text == REPLY

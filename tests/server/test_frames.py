@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from headrace.request import Logprob, PoolingParams, SamplingParams
 from headrace.server import frames
 
-PARAMS = SamplingParams(stop=["a", "b"], logit_bias={3: 1.5}, stop_token_ids=[4], seed=2**64 - 1, max_tokens=None, beam_width=None)
+PARAMS = SamplingParams(
+    stop=["a", "b"],
+    logit_bias={3: 1.5},
+    stop_token_ids=[4],
+    seed=2**64 - 1,
+    max_tokens=None,
+    beam_width=None,
+)
 COMMANDS: list[frames.Command] = [
     frames.Add("7", [1, 2, 3], PARAMS, None, -3, 1.5, "salt", "adapter"),
     frames.Add("8", [0], None, PoolingParams(pooling="mean", normalise=True), 0, None, None, None),
@@ -18,8 +25,26 @@ COMMANDS: list[frames.Command] = [
 EVENTS: list[frames.Event] = [
     frames.Accepted("7"),
     frames.Refused("8", "request", "why"),
-    frames.News("7", 1, "text \N{SNOWMAN}", [5, 6], [{5: Logprob(-0.25, 1, "a"), 9: Logprob(float("-inf"), 7, "\ufffd")}], "stop", 5),
-    frames.Ended("7", 3, 2, 0.1, 0.2, 0.3, frames.Refused("7", "internal", "x"), [None, {1: Logprob(-1.0, 2, "b")}], b"\0\1"),
+    frames.News(
+        "7",
+        1,
+        "text \N{SNOWMAN}",
+        [5, 6],
+        [{5: Logprob(-0.25, 1, "a"), 9: Logprob(float("-inf"), 7, "\ufffd")}],
+        "stop",
+        5,
+    ),
+    frames.Ended(
+        "7",
+        3,
+        2,
+        0.1,
+        0.2,
+        0.3,
+        frames.Refused("7", "internal", "x"),
+        [None, {1: Logprob(-1.0, 2, "b")}],
+        b"\0\1",
+    ),
     frames.Report({"running": 1.0}, {"adapter": 2}, {"ngram": [1.0, 2.0, 3.0]}),
 ]
 
@@ -32,7 +57,11 @@ def test_all_cuts(sent: list[frames.Command | frames.Event], data: st.DataObject
     for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
         buffer += whole[begin:end]
         for body in frames.bodies(buffer):
-            read.append(frames.read_command(body) if len(read) < len(sent) and sent[len(read)] in COMMANDS else frames.read_event(body))
+            read.append(
+                frames.read_command(body)
+                if len(read) < len(sent) and sent[len(read)] in COMMANDS
+                else frames.read_event(body)
+            )
     assert read == sent and not buffer
 
 

@@ -1,4 +1,6 @@
-"""Which requests are served at all: keys on every route, names of hosts, methods, and bodies that are none."""
+"""Which requests are served at all: keys on every route, names of hosts, methods, and bodies that
+are none.
+"""
 
 import asyncio
 import base64
@@ -22,7 +24,9 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "te
 
 @pytest.fixture(scope="module")
 def guarded(model: str) -> Iterator[Running]:
-    yield from running(model, "--threads", "1", "--kv-blocks", "16", *(f"--api-key={key}" for key in KEYS))
+    yield from running(
+        model, "--threads", "1", "--kv-blocks", "16", *(f"--api-key={key}" for key in KEYS)
+    )
 
 
 class TestKeys:
@@ -32,37 +36,75 @@ class TestKeys:
             status = guarded.request(method, path).status
             assert (status == 401) == (path not in OPEN), (method, status)
 
-    @pytest.mark.parametrize("path", ["//v1/models", "/health/../v1/models", "/v1/models#/health", "/v1/models?x=/health", "/%2fhealth"])
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "//v1/models",
+            "/health/../v1/models",
+            "/v1/models#/health",
+            "/v1/models?x=/health",
+            "/%2fhealth",
+        ],
+    )
     def test_no_path_looks_like_health(self, guarded: Running, path: str) -> None:
         for host in ("localhost", "a/health?x=", "x/health#"):
             assert guarded.get(path, {"host": host}).status == 401
 
     def test_all_ways_to_bring_a_key(self, guarded: Running) -> None:
         basic = base64.b64encode(b"anyone:second-key").decode()
-        good = [{"authorization": "Bearer first-key"}, {"x-api-key": "second-key"}, {"authorization": f"Basic {basic}"}]
-        bad = [{"authorization": "Bearer first-ke"}, {"authorization": "Bearer "}, {"authorization": "first-key"}, {"x-api-key": "\xff"}]
-        bad += [{"authorization": "Basic !"}, {"authorization": "Basic " + base64.b64encode(b"first-key").decode()}]
+        good = [
+            {"authorization": "Bearer first-key"},
+            {"x-api-key": "second-key"},
+            {"authorization": f"Basic {basic}"},
+        ]
+        bad = [
+            {"authorization": "Bearer first-ke"},
+            {"authorization": "Bearer "},
+            {"authorization": "first-key"},
+            {"x-api-key": "\xff"},
+        ]
+        bad += [
+            {"authorization": "Basic !"},
+            {"authorization": "Basic " + base64.b64encode(b"first-key").decode()},
+        ]
         assert [guarded.get("/v1/models", headers).status for headers in good] == [200] * 3
         replies = [guarded.get("/v1/models", headers) for headers in bad]
         assert [reply.status for reply in replies] == [401] * len(bad)
         error = replies[0].json["error"]  # by its type LiteLLM knows that it is the key
-        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key") and "www-authenticate" in replies[0].headers
+        assert (error["type"], error["code"]) == (
+            "authentication_error",
+            "invalid_api_key",
+        ) and "www-authenticate" in replies[0].headers
 
     def test_the_prefix_cache_is_a_key_s_own(self, guarded: Running) -> None:
         body = CHAT | {"messages": [{"role": "user", "content": "hello " * 50}]}
 
         def cached(key: str, **more: str) -> int:
-            reply = guarded.post("/v1/chat/completions", body | more, {"authorization": f"Bearer {key}"})
+            reply = guarded.post(
+                "/v1/chat/completions", body | more, {"authorization": f"Bearer {key}"}
+            )
             assert reply.status == 200
             return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-        assert [cached(KEYS[0]), cached(KEYS[0]) > 0, cached(KEYS[1]), cached(KEYS[1]) > 0] == [0, True, 0, True]
+        assert [cached(KEYS[0]), cached(KEYS[0]) > 0, cached(KEYS[1]), cached(KEYS[1]) > 0] == [
+            0,
+            True,
+            0,
+            True,
+        ]
         assert cached(KEYS[0], cache_salt="mine") == 0
 
 
 class TestHosts:
     def test_a_page_under_another_name_is_refused(self, server: Running) -> None:
-        hosts = {"localhost": 200, "127.0.0.1:80": 200, "[::1]:9": 200, "evil.example": 403, "localhost.evil.example": 403, "": 403}
+        hosts = {
+            "localhost": 200,
+            "127.0.0.1:80": 200,
+            "[::1]:9": 200,
+            "evil.example": 403,
+            "localhost.evil.example": 403,
+            "": 403,
+        }
         for host, status in hosts.items():
             assert server.get("/v1/models", {"host": host}).status == status, host
 
@@ -74,15 +116,21 @@ class TestHosts:
 
 
 def test_what_is_written_is_sent_at_once() -> None:
-    """With Nagle's algorithm the body of a response would wait for the client to acknowledge its head, which clients put off by 40 ms."""
+    """With Nagle's algorithm the body of a response would wait for the client to acknowledge its
+    head, which clients put off by 40 ms.
+    """
 
     async def delays() -> int:
         begun: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
         with listen(Settings(port=0)) as listener:
-            async with await asyncio.start_server(lambda reader, writer: begun.put_nowait(writer), sock=listener) as server:
+            async with await asyncio.start_server(
+                lambda reader, writer: begun.put_nowait(writer), sock=listener
+            ) as server:
                 _, client = await asyncio.open_connection(*listener.getsockname())
                 writer = await begun.get()
-                no_delay = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                no_delay = writer.get_extra_info("socket").getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY
+                )
                 client.close()
                 writer.close()
                 server.close()
@@ -145,7 +193,9 @@ class TestBodies:
             ("presence_penalty", [-2.1, 2.1]),
         ],
     )
-    def test_fields_out_of_range_are_named(self, server: Running, field: str, values: list[object]) -> None:
+    def test_fields_out_of_range_are_named(
+        self, server: Running, field: str, values: list[object]
+    ) -> None:
         for value in values:
             reply = server.post("/v1/chat/completions", CHAT | {field: value})
             assert reply.status == 400, (value, reply.body)
@@ -153,18 +203,41 @@ class TestBodies:
                 assert reply.json["error"]["param"] == field, (value, reply.body)
 
     def test_unknown_fields_and_nulls_are_no_matter(self, server: Running) -> None:
-        nulls = dict.fromkeys(["temperature", "stop", "n", "tools", "stream_options", "seed", "response_format", "logit_bias"])
+        nulls = dict.fromkeys(
+            [
+                "temperature",
+                "stop",
+                "n",
+                "tools",
+                "stream_options",
+                "seed",
+                "response_format",
+                "logit_bias",
+            ]
+        )
         plain = server.post("/v1/chat/completions", CHAT).json["choices"]
-        assert server.post("/v1/chat/completions", CHAT | {"seed": None, "num_ctx": 5, "keep_alive": "x"}).json["choices"] == plain
+        assert (
+            server.post(
+                "/v1/chat/completions", CHAT | {"seed": None, "num_ctx": 5, "keep_alive": "x"}
+            ).json["choices"]
+            == plain
+        )
         assert server.post("/v1/chat/completions", nulls | CHAT).json["choices"] == plain
 
     def test_types_encodings_and_sizes(self, server: Running) -> None:
         body = b'{"messages": []}'
-        assert server.post("/v1/chat/completions", body, {"content-type": "text/plain"}).status == 415
+        assert (
+            server.post("/v1/chat/completions", body, {"content-type": "text/plain"}).status == 415
+        )
         assert server.post("/v1/chat/completions", body, {"content-encoding": "gzip"}).status == 415
         connection = server.connect()
         try:
-            connection.request("POST", "/v1/completions", iter([b"x" * (1 << 20)] * 20), {"content-type": "application/json"})
+            connection.request(
+                "POST",
+                "/v1/completions",
+                iter([b"x" * (1 << 20)] * 20),
+                {"content-type": "application/json"},
+            )
             assert connection.getresponse().status == 413
         except (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected):
             pass  # it hung up on the rest
@@ -187,11 +260,22 @@ class TestBodies:
         assert server.get("/health").status == 200
 
     def test_errors_say_nothing_internal(self, server: Running) -> None:
-        bodies = [b"{", b'{"prompt": 5}', b'{"prompt": [99999999]}', b'{"prompt": "a", "model": "/etc/passwd"}', b'{"prompt": ""}']
+        bodies = [
+            b"{",
+            b'{"prompt": 5}',
+            b'{"prompt": [99999999]}',
+            b'{"prompt": "a", "model": "/etc/passwd"}',
+            b'{"prompt": ""}',
+        ]
         for body in bodies:
             reply = server.post("/v1/completions", body)
             assert 400 <= reply.status < 500
-            assert b"Traceback" not in reply.body and b"/home" not in reply.body and b".py" not in reply.body and b"0x" not in reply.body
+            assert (
+                b"Traceback" not in reply.body
+                and b"/home" not in reply.body
+                and b".py" not in reply.body
+                and b"0x" not in reply.body
+            )
 
 
 def test_the_description_has_every_route_and_record() -> None:
@@ -199,6 +283,10 @@ def test_the_description_has_every_route_and_record() -> None:
     assert {path for path in document["paths"] if "{" not in path} == set(ROUTES)
     for path, route in ROUTES.items():
         if route.record:
-            schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-            fields = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+            schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"][
+                "schema"
+            ]
+            fields = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]][
+                "properties"
+            ]
             assert set(fields) == set(route.record.__struct_fields__)

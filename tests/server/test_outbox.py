@@ -1,4 +1,6 @@
-"""The outbox of the engine process: whatever is put together, each continuation says the same, and the rest stays in order."""
+"""The outbox of the engine process: whatever is put together, each continuation says the same, and
+the rest stays in order.
+"""
 
 import socket
 from collections import defaultdict
@@ -16,7 +18,9 @@ Said = dict[tuple[str, int], list[object]]
 
 @st.composite
 def events(draw: st.DrawFn) -> list[frames.Event]:
-    """What an engine may say: a request is accepted, brings news of its continuations, and ends; between them come reports."""
+    """What an engine may say: a request is accepted, brings news of its continuations, and ends;
+    between them come reports.
+    """
     told: list[frames.Event] = []
     running: list[tuple[str, int]] = []
     for step in range(draw(st.integers(0, 30))):
@@ -75,7 +79,15 @@ def _write(outbox: Outbox, connection: socket.socket) -> None:
 
 def _news(request_id: str, index: int, step: int, reason: str | None = None) -> frames.News:
     logprobs = [{step: Logprob(-0.5, 1, str(step))}] if step % 3 else []
-    return frames.News(request_id, index, f"{step} ", [step] * (step % 4), logprobs, reason, step if reason else None)
+    return frames.News(
+        request_id,
+        index,
+        f"{step} ",
+        [step] * (step % 4),
+        logprobs,
+        reason,
+        step if reason else None,
+    )
 
 
 def _said(told: list[frames.Event]) -> Said:
@@ -84,7 +96,13 @@ def _said(told: list[frames.Event]) -> Said:
     for one in told:
         if isinstance(one, frames.News):
             text, tokens, logprobs, *_ = said[one.id, one.index]
-            said[one.id, one.index] = [text + one.text, tokens + one.token_ids, logprobs + one.logprobs, one.finish_reason, one.stop_reason]  # type: ignore[operator]
+            said[one.id, one.index] = [
+                text + one.text,
+                tokens + one.token_ids,
+                logprobs + one.logprobs,
+                one.finish_reason,
+                one.stop_reason,
+            ]  # type: ignore[operator]
     return said
 
 

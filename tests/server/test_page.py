@@ -1,4 +1,6 @@
-"""The page at `/`: its files and their headers, the figures that it reads, and how their stream ends."""
+"""The page at `/`: its files and their headers, the figures that it reads, and how their stream
+ends.
+"""
 
 import json
 import socket
@@ -16,7 +18,13 @@ from headrace.server.page import FILES, FOLDER
 from headrace.stats import BlockMap, GroupMap, Holding
 from tests.server.running import SECONDS, Running, running, until
 
-LONG = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
+LONG = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
 
 
 def open_events(server: Running) -> socket.socket:
@@ -32,27 +40,45 @@ def first_events(connection: socket.socket, count: int) -> list[Any]:
         chunk = connection.recv(1 << 16)
         assert chunk
         data += chunk
-    return [json.loads(line[6:]) for line in data.replace(b"\r", b"").split(b"\n") if line.startswith(b"data: ")]
+    return [
+        json.loads(line[6:])
+        for line in data.replace(b"\r", b"").split(b"\n")
+        if line.startswith(b"data: ")
+    ]
 
 
 class TestFiles:
     def test_all_are_in_the_package(self) -> None:
-        """Beside the modules, so whatever takes these into a wheel takes them, too; and no file is left out of the list."""
+        """Beside the modules, so whatever takes these into a wheel takes them, too; and no file is
+        left out of the list.
+        """
         assert Path(headrace.server.__file__).parent / "page" == FOLDER
         there = {str(file.relative_to(FOLDER)) for file in FOLDER.rglob("*") if file.is_file()}
         assert there == {*FILES.values(), "vendor/uPlot.LICENSE"}
 
     @pytest.mark.parametrize("path", FILES)
     def test_each_is_served_as_what_it_is(self, server: Running, path: str) -> None:
-        types = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+        types = {
+            "html": "text/html",
+            "css": "text/css",
+            "js": "text/javascript",
+            "svg": "image/svg+xml",
+        }
         reply = server.get(path)
         assert reply.status == 200 and reply.body == (FOLDER / FILES[path]).read_bytes()
-        assert reply.headers["content-type"].partition(";")[0] == types[FILES[path].rpartition(".")[2]]
+        assert (
+            reply.headers["content-type"].partition(";")[0] == types[FILES[path].rpartition(".")[2]]
+        )
         assert reply.headers["content-security-policy"].startswith("default-src 'self';")
-        assert reply.headers["x-content-type-options"] == "nosniff" and reply.headers["referrer-policy"] == "no-referrer"
+        assert (
+            reply.headers["x-content-type-options"] == "nosniff"
+            and reply.headers["referrer-policy"] == "no-referrer"
+        )
         assert reply.headers["cache-control"] == "no-cache"
         again = server.get(path, {"if-none-match": reply.headers["etag"]})
-        assert (again.status, again.body) == (304, b"") and again.headers["etag"] == reply.headers["etag"]
+        assert (again.status, again.body) == (304, b"") and again.headers["etag"] == reply.headers[
+            "etag"
+        ]
         assert server.get(path, {"if-none-match": '"another"'}).status == 200
 
     def test_no_two_have_one_tag(self, server: Running) -> None:
@@ -61,8 +87,23 @@ class TestFiles:
     @pytest.mark.parametrize(
         "path",
         [
-            *("/page", "/page/", "/page/index.html", "/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page//main.js"),
-            *("/page/vendor", "/page/vendor/uPlot.LICENSE", "/page/vendor/../main.js", "/page/main.js/", "/page/main.js%00", "/index.html"),
+            *(
+                "/page",
+                "/page/",
+                "/page/index.html",
+                "/page/../app.py",
+                "/page/%2e%2e/app.py",
+                "/page/..%2fapp.py",
+                "/page//main.js",
+            ),
+            *(
+                "/page/vendor",
+                "/page/vendor/uPlot.LICENSE",
+                "/page/vendor/../main.js",
+                "/page/main.js/",
+                "/page/main.js%00",
+                "/index.html",
+            ),
             *("/page/..\\app.py", "//page/main.js", "/page/MAIN.js", "/static/main.js"),
         ],
     )
@@ -70,21 +111,36 @@ class TestFiles:
         assert server.get(path).status == 404
 
     def test_nothing_is_fetched_from_elsewhere_and_no_text_becomes_markup(self) -> None:
-        """What the content security policy forbids is not tried; what it cannot forbid is not done."""
+        """What the content security policy forbids is not tried; what it cannot forbid is not
+        done.
+        """
         for name in FILES.values():
             text = (FOLDER / name).read_text()
             if not name.startswith("vendor/"):
                 outside = text.replace("http://www.w3.org/2000/svg", "")
-                assert "://" not in outside and "innerHTML" not in text and "eval(" not in text and " style=" not in text, name
+                assert (
+                    "://" not in outside
+                    and "innerHTML" not in text
+                    and "eval(" not in text
+                    and " style=" not in text
+                ), name
 
 
 class TestOtherSites:
-    """A browser sends the password that it was asked for with the requests of any site, and reaches this machine for any site."""
+    """A browser sends the password that it was asked for with the requests of any site, and reaches
+    this machine for any site.
+    """
 
     def test_a_body_without_a_type_is_not_taken_from_a_page(self, server: Running) -> None:
-        """A body of another type needs no leave in a browser; for JSON it asks first, and gets none."""
+        """A body of another type needs no leave in a browser; for JSON it asks first, and gets
+        none.
+        """
         body = json.dumps(LONG | {"max_tokens": 1, "stream": False}).encode()
-        for headers, status in (({}, 200), ({"origin": "http://evil.example"}, 415), ({"origin": "null"}, 415)):
+        for headers, status in (
+            ({}, 200),
+            ({"origin": "http://evil.example"}, 415),
+            ({"origin": "null"}, 415),
+        ):
             connection = server.connect()
             try:
                 connection.request("POST", "/v1/chat/completions", body, headers)
@@ -93,19 +149,36 @@ class TestOtherSites:
                 connection.close()
         asking = {"origin": "http://evil.example", "access-control-request-method": "POST"}
         reply = server.request("OPTIONS", "/v1/chat/completions", None, asking)
-        assert reply.status == 405 and not [name for name in reply.headers if name.startswith("access-control")]
+        assert reply.status == 405 and not [
+            name for name in reply.headers if name.startswith("access-control")
+        ]
 
 
 class TestStats:
     def test_fields(self, server: Running) -> None:
-        assert server.post("/v1/chat/completions", LONG | {"max_tokens": 3, "stream": False}).status == 200
-        until(lambda: server.get("/stats").json["figures"].get("tokens", 0) >= 3 and server.at_rest())
+        assert (
+            server.post("/v1/chat/completions", LONG | {"max_tokens": 3, "stream": False}).status
+            == 200
+        )
+        until(
+            lambda: server.get("/stats").json["figures"].get("tokens", 0) >= 3 and server.at_rest()
+        )
         stats = server.get("/stats").json
-        assert stats["status"] == "ready" and stats["restarts"] == 0 and stats["model"] == "tiny.gguf"
+        assert (
+            stats["status"] == "ready" and stats["restarts"] == 0 and stats["model"] == "tiny.gguf"
+        )
         engine, figures = stats["engine"], stats["figures"]
         assert engine["max_num_seqs"] == 8 and engine["threads"] == 1 and engine["weight_bytes"] > 0
         assert figures["blocks_total"] == 64 and figures["tokens"] >= 3 and figures["running"] == 0
-        assert {"rows", "steps", "occupancy", "tokens_per_second", "drafted", "accepted", "waiting"} <= set(figures)
+        assert {
+            "rows",
+            "steps",
+            "occupancy",
+            "tokens_per_second",
+            "drafted",
+            "accepted",
+            "waiting",
+        } <= set(figures)
         came, after = stats["first_tokens"][-1]
         assert stats["started"] - 1 <= came <= stats["time"] + 1 and 0 < after < SECONDS
         assert stats["roofline"]["standing"] is None  # nothing runs
@@ -135,7 +208,12 @@ class TestStats:
 
     def test_the_engine_is_not_asked(self, server: Running) -> None:
         """Its report comes while something changes; a page that is open changes nothing."""
-        until(lambda: server.at_rest() and not server.get("/stats").json["figures"].get("tokens_per_second"))
+        until(
+            lambda: (
+                server.at_rest()
+                and not server.get("/stats").json["figures"].get("tokens_per_second")
+            )
+        )
         with open_events(server) as connection:
             events = first_events(connection, 3)
         assert events[0]["figures"] == events[2]["figures"]
@@ -177,14 +255,27 @@ class TestBlocks:
         until(look)
         (group,) = answers[-1]["groups"]
         (holding,) = group["holdings"]
-        held = [block for first, count in zip(*[iter(holding["runs"])] * 2, strict=True) for block in range(first, first + count)]
-        assert len(held) == len(set(held)) and all(0 <= block < group["num_blocks"] == 64 for block in held)
-        assert holding["computed"] <= len(held) * answers[-1]["block_size"] and holding["released"] == 0
+        held = [
+            block
+            for first, count in zip(*[iter(holding["runs"])] * 2, strict=True)
+            for block in range(first, first + count)
+        ]
+        assert len(held) == len(set(held)) and all(
+            0 <= block < group["num_blocks"] == 64 for block in held
+        )
+        assert (
+            holding["computed"] <= len(held) * answers[-1]["block_size"]
+            and holding["released"] == 0
+        )
         assert len(held) >= -(-holding["computed"] // answers[-1]["block_size"])
 
     def test_it_says_what_is_kept(self, server: Running) -> None:
         until(server.at_rest)
-        body = LONG | {"messages": [{"role": "user", "content": "hello " * 100}], "max_tokens": 2, "stream": False}
+        body = LONG | {
+            "messages": [{"role": "user", "content": "hello " * 100}],
+            "max_tokens": 2,
+            "stream": False,
+        }
         assert server.post("/v1/chat/completions", body).status == 200
         (group,) = server.get("/stats/blocks").json["groups"]
         kept = sum(group["cached"][1::2])
@@ -194,7 +285,9 @@ class TestBlocks:
     def test_it_is_that_of_the_engine(self, llm: LLM) -> None:
         """Every block of every sequence, in order, and no other."""
         seen: list[BlockMap] = []
-        stream = llm.stream("hello", SamplingParams(max_tokens=200, temperature=0, n=2, ignore_eos=True))
+        stream = llm.stream(
+            "hello", SamplingParams(max_tokens=200, temperature=0, n=2, ignore_eos=True)
+        )
         for _, _ in zip(stream, range(60), strict=False):
             seen.append(llm.block_map())
         stream.close()
@@ -203,16 +296,25 @@ class TestBlocks:
             sent = blocks_of("1", one)
             assert sent.block_size == one.block_size
             for ours, theirs in zip(sent.groups, one.groups, strict=True):
-                assert _unrolled(ours.cached) == sorted(theirs.cached) and ours.num_blocks == theirs.num_blocks
+                assert (
+                    _unrolled(ours.cached) == sorted(theirs.cached)
+                    and ours.num_blocks == theirs.num_blocks
+                )
                 for a, b in zip(ours.holdings, theirs.holdings, strict=True):
                     assert (a.request, a.seq, a.computed) == (b.request, b.seq, b.computed)
                     assert [-1] * a.released + _unrolled(a.runs) == b.blocks
 
     def test_runs(self) -> None:
-        blocks = BlockMap(16, [GroupMap(2, 64, 12, [Holding("r", 0, 90, [-1, -1, 5, 6, 4, 3, 9])], [8, 0, 1, 11])])
+        blocks = BlockMap(
+            16, [GroupMap(2, 64, 12, [Holding("r", 0, 90, [-1, -1, 5, 6, 4, 3, 9])], [8, 0, 1, 11])]
+        )
         (group,) = blocks_of("7", blocks).groups
         (holding,) = group.holdings
-        assert (holding.released, holding.runs, group.cached) == (2, [5, 2, 4, 1, 3, 1, 9, 1], [0, 2, 8, 1, 11, 1])
+        assert (holding.released, holding.runs, group.cached) == (
+            2,
+            [5, 2, 4, 1, 3, 1, 9, 1],
+            [0, 2, 8, 1, 11, 1],
+        )
         (empty,) = blocks_of("8", BlockMap(16, [GroupMap(1, 0, 4, [], ())])).groups
         assert (empty.holdings, empty.cached) == ([], [])
 
@@ -220,7 +322,10 @@ class TestBlocks:
         """Also while requests run: each gets an answer of its own."""
         answers: list[Any] = []
         with server.open_stream("/v1/chat/completions", LONG):
-            threads = [threading.Thread(target=lambda: answers.append(server.get("/stats/blocks"))) for _ in range(8)]
+            threads = [
+                threading.Thread(target=lambda: answers.append(server.get("/stats/blocks")))
+                for _ in range(8)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -229,4 +334,8 @@ class TestBlocks:
 
 
 def _unrolled(runs: list[int]) -> list[int]:
-    return [block for first, count in zip(runs[::2], runs[1::2], strict=True) for block in range(first, first + count)]
+    return [
+        block
+        for first, count in zip(runs[::2], runs[1::2], strict=True)
+        for block in range(first, first + count)
+    ]

@@ -40,7 +40,11 @@ async def the_one_that_was_alone_is_refused(kept: Quarantine) -> None:
     kept.engine_ended([asked(i) for i in range(3)])
     assert [await enters(kept, i) for i in (0, 1, 7)] == [True, False, True]
     kept.ended_well(asked(0))
-    assert [await enters(kept, i) for i in (1, 0, 2)] == [True, True, False]  # 0 is no suspect any more
+    assert [await enters(kept, i) for i in (1, 0, 2)] == [
+        True,
+        True,
+        False,
+    ]  # 0 is no suspect any more
     kept.engine_ended([asked(1), asked(7), asked(0)])
     assert [await enters(kept, i) for i in (7, 0, 2)] == [True] * 3
     with pytest.raises(RefusedError, match="twice under this request"):
@@ -79,7 +83,9 @@ async def the_same_request_counts_each_time(kept: Quarantine) -> None:
 
 
 test_the_one_that_was_alone_is_refused = in_loop(the_one_that_was_alone_is_refused)
-test_many_are_tried_a_few_at_a_time_and_then_one = in_loop(many_are_tried_a_few_at_a_time_and_then_one)
+test_many_are_tried_a_few_at_a_time_and_then_one = in_loop(
+    many_are_tried_a_few_at_a_time_and_then_one
+)
 test_one_that_waits_passes_in_its_turn = in_loop(one_that_waits_passes_in_its_turn)
 test_the_same_request_counts_each_time = in_loop(the_same_request_counts_each_time)
 

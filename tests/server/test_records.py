@@ -1,4 +1,6 @@
-"""What the server says of requests: lines of its log, and spans that a collector receives. Never any of their text."""
+"""What the server says of requests: lines of its log, and spans that a collector receives. Never
+any of their text.
+"""
 
 import http.server
 import json
@@ -15,7 +17,12 @@ from headrace.errors import RequestError
 from headrace.server.request_record import RequestRecord
 from tests.server.running import Running, running, until
 
-CHAT = {"messages": [{"role": "user", "content": "hello hello"}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "hello hello"}],
+    "max_tokens": 5,
+    "temperature": 0,
+    "ignore_eos": True,
+}
 FLAGS = ("--threads", "1", "--kv-blocks", "1024")
 
 
@@ -26,7 +33,11 @@ def talking(model: str) -> Iterator[Running]:
 
 def lines(server: Running) -> list[dict[str, Any]]:
     """What it has said of requests."""
-    return [line for text in server.log if text.startswith("{") and (line := json.loads(text))["logger"] == "headrace.requests"]
+    return [
+        line
+        for text in server.log
+        if text.startswith("{") and (line := json.loads(text))["logger"] == "headrace.requests"
+    ]
 
 
 def line_of(server: Running, request_id: str) -> dict[str, Any]:
@@ -37,26 +48,61 @@ def line_of(server: Running, request_id: str) -> dict[str, Any]:
 
 def test_a_line_has_the_numbers_of_its_request(talking: Running) -> None:
     for streamed in (False, True):
-        reply = talking.post("/v1/chat/completions", CHAT | {"n": 2, "stream": streamed}, {"x-request-id": f"mine-{streamed}"})
+        reply = talking.post(
+            "/v1/chat/completions",
+            CHAT | {"n": 2, "stream": streamed},
+            {"x-request-id": f"mine-{streamed}"},
+        )
         assert reply.headers["x-request-id"] == f"mine-{streamed}"
         line = line_of(talking, f"mine-{streamed}")
         tokens = talking.post("/tokenize", {"messages": CHAT["messages"]}).json["count"]
-        assert (line["method"], line["path"], line["status"], line["model"]) == ("POST", "/v1/chat/completions", 200, "tiny.gguf")
-        assert (line["prompt_tokens"], line["output_tokens"], line["finish_reasons"]) == (tokens, 10, ["length"] * 2)
-        assert line["prefill"] > 0 and line["decode"] > 0 and line["queue"] + line["prefill"] + line["decode"] <= line["seconds"]
+        assert (line["method"], line["path"], line["status"], line["model"]) == (
+            "POST",
+            "/v1/chat/completions",
+            200,
+            "tiny.gguf",
+        )
+        assert (line["prompt_tokens"], line["output_tokens"], line["finish_reasons"]) == (
+            tokens,
+            10,
+            ["length"] * 2,
+        )
+        assert (
+            line["prefill"] > 0
+            and line["decode"] > 0
+            and line["queue"] + line["prefill"] + line["decode"] <= line["seconds"]
+        )
         assert "error" not in line
-    talking.post("/v1/completions", {"prompt": ["one", "two"], "max_tokens": 3, "ignore_eos": True}, {"x-request-id": "two"})
+    talking.post(
+        "/v1/completions",
+        {"prompt": ["one", "two"], "max_tokens": 3, "ignore_eos": True},
+        {"x-request-id": "two"},
+    )
     assert line_of(talking, "two")["output_tokens"] == 6
 
 
 def test_it_says_how_a_request_failed(talking: Running) -> None:
     talking.post("/v1/chat/completions", CHAT | {"temperature": -1}, {"x-request-id": "wrong"})
-    assert [line_of(talking, "wrong")[name] for name in ("status", "error")] == [400, "invalid_value"]
-    slow = {"max_tokens": 3900, "n": 8, "temperature": 1, "logprobs": True, "top_logprobs": 20, "stream": True}
+    assert [line_of(talking, "wrong")[name] for name in ("status", "error")] == [
+        400,
+        "invalid_value",
+    ]
+    slow = {
+        "max_tokens": 3900,
+        "n": 8,
+        "temperature": 1,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "stream": True,
+    }
     talking.post("/v1/chat/completions", CHAT | slow, {"x-request-id": "late"})
     late = line_of(talking, "late")
-    assert (late["status"], set(late["finish_reasons"])) == (200, {"timeout"}) and late["output_tokens"] > 0
-    connection = talking.open_stream("/v1/completions", {"prompt": "a", "max_tokens": 3900, "ignore_eos": True})
+    assert (late["status"], set(late["finish_reasons"])) == (200, {"timeout"}) and late[
+        "output_tokens"
+    ] > 0
+    connection = talking.open_stream(
+        "/v1/completions", {"prompt": "a", "max_tokens": 3900, "ignore_eos": True}
+    )
     until(lambda: talking.figures()["headrace_sequences_running"] == 1)
     connection.close()
     until(lambda: lines(talking)[-1].get("error") == "client_left")
@@ -65,7 +111,11 @@ def test_it_says_how_a_request_failed(talking: Running) -> None:
 
 def test_no_text_and_no_line_of_a_client_s_own(talking: Running) -> None:
     before = len(lines(talking))
-    talking.post("/v1/chat/completions", CHAT | {"model": 'x"\n{"logger": "headrace.requests"}'}, {"x-request-id": "a b"})
+    talking.post(
+        "/v1/chat/completions",
+        CHAT | {"model": 'x"\n{"logger": "headrace.requests"}'},
+        {"x-request-id": "a b"},
+    )
     talking.get('/nowhere%0A{"logger":"headrace.requests","id":"forged"}')
     talking.get("/health")
     talking.get("/metrics")
@@ -105,7 +155,13 @@ class Collector:
     @property
     def spans(self) -> list[Any]:
         found = [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
-        return [span for one in found for resource in one.resource_spans for scope in resource.scope_spans for span in scope.spans]
+        return [
+            span
+            for one in found
+            for resource in one.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
 
 
 def test_spans_reach_a_collector(model: str) -> None:
@@ -117,9 +173,15 @@ def test_spans_reach_a_collector(model: str) -> None:
         server.post("/v1/chat/completions", CHAT | {"temperature": -1})
     collector.server.shutdown()
     (request,) = [span for span in collector.spans if span.name == "llm_request"]
-    assert (request.trace_id.hex(), request.parent_span_id.hex()) == ("0123456789abcdef" * 2, "0123456789abcdef")
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (
+        "0123456789abcdef" * 2,
+        "0123456789abcdef",
+    )
     attributes = {one.key: one.value for one in request.attributes}
-    assert attributes["gen_ai.usage.output_tokens"].int_value == 5 and attributes["http.response.status_code"].int_value == 200
+    assert (
+        attributes["gen_ai.usage.output_tokens"].int_value == 5
+        and attributes["http.response.status_code"].int_value == 200
+    )
     phases = [span for span in collector.spans if span.parent_span_id == request.span_id]
     assert [span.name for span in phases] == ["queue", "prefill", "decode"]
     for span, following in pairwise(phases):
@@ -138,7 +200,15 @@ def test_spans_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "given, is_kept", [("a" * 128, True), ("a" * 129, False), ("a-1.b:2_c", True), ("", False), ("a b", False), ("é", False)]
+    "given, is_kept",
+    [
+        ("a" * 128, True),
+        ("a" * 129, False),
+        ("a-1.b:2_c", True),
+        ("", False),
+        ("a b", False),
+        ("é", False),
+    ],
 )
 def test_ids_of_clients(given: str, is_kept: bool) -> None:
     request_id = RequestRecord.of("GET", "/", {"x-request-id": given}).id

@@ -1,4 +1,6 @@
-"""A fault in one stage of a request, whichever: that request gets a clean error, and its neighbours what they would have had."""
+"""A fault in one stage of a request, whichever: that request gets a clean error, and its neighbours
+what they would have had.
+"""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +16,13 @@ from tests.server.test_faults import in_background
 
 FLAGS = ("--max-num-seqs", "8", "--threads", "1", "--kv-blocks", "256")
 NEIGHBOURS = [
-    {"messages": [{"role": "user", "content": f"hello {i}"}], "max_tokens": 40, "temperature": 0.8, "seed": i, "ignore_eos": True}
+    {
+        "messages": [{"role": "user", "content": f"hello {i}"}],
+        "max_tokens": 40,
+        "temperature": 0.8,
+        "seed": i,
+        "ignore_eos": True,
+    }
     | ({"presence_penalty": 1.0, "frequency_penalty": 0.5} if i % 2 else {"n": 2, "logprobs": True})
     for i in range(7)
 ]
@@ -32,14 +40,23 @@ def expected(server: Running) -> list[Any]:
 
 
 def asking_for(stage: str) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": f"{MARK} {stage}"}], "max_tokens": 30, "temperature": 0.8, "ignore_eos": True}
+    body = {
+        "messages": [{"role": "user", "content": f"{MARK} {stage}"}],
+        "max_tokens": 30,
+        "temperature": 0.8,
+        "ignore_eos": True,
+    }
     return body | {"seed": SEEDS[stage], "max_tokens": 13 if stage == "result" else 30}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_error_is_one_of_its_request(faulty: Running, expected: list[Any], stage: str, streamed: bool) -> None:
-    replies, threads = in_background([partial(faulty.post, "/v1/chat/completions", body) for body in NEIGHBOURS])
+def test_an_error_is_one_of_its_request(
+    faulty: Running, expected: list[Any], stage: str, streamed: bool
+) -> None:
+    replies, threads = in_background(
+        [partial(faulty.post, "/v1/chat/completions", body) for body in NEIGHBOURS]
+    )
     body = asking_for(stage) | {"stream": streamed}
     reply = faulty.post("/v1/chat/completions", body)
     for thread in threads:
@@ -63,12 +80,23 @@ def is_ready(server: Running, restarts: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", ENDS)
-def test_a_request_that_ends_the_engine_does_so_twice_at_most(model: str, expected: list[Any], stage: str) -> None:
-    """A client of OpenAI's, which sends again what it may, costs one engine; one that sends it again all the same, two."""
+def test_a_request_that_ends_the_engine_does_so_twice_at_most(
+    model: str, expected: list[Any], stage: str
+) -> None:
+    """A client of OpenAI's, which sends again what it may, costs one engine; one that sends it
+    again all the same, two.
+    """
     for faulty in running(model, *FLAGS, program="tests.server.faulty"):
         with openai.OpenAI(base_url=f"http://127.0.0.1:{faulty.port}/v1", api_key="none") as client:
-            ask = partial(client.chat.completions.create, model="tiny.gguf", extra_body=asking_for(stage), messages=[])
-            for restarts, code in enumerate(["engine_dead", "engine_dead", "request_quarantined", "request_quarantined"], 1):
+            ask = partial(
+                client.chat.completions.create,
+                model="tiny.gguf",
+                extra_body=asking_for(stage),
+                messages=[],
+            )
+            for restarts, code in enumerate(
+                ["engine_dead", "engine_dead", "request_quarantined", "request_quarantined"], 1
+            ):
                 with pytest.raises(openai.InternalServerError) as error:
                     ask()
                 assert error.value.code == code
@@ -80,12 +108,21 @@ def test_a_request_that_ends_the_engine_does_so_twice_at_most(model: str, expect
 def test_those_beside_it_are_tried_again_and_served(model: str, expected: list[Any]) -> None:
     for faulty in running(model, *FLAGS, program="tests.server.faulty"):
         bodies = [*NEIGHBOURS, asking_for("death")]
-        replies, threads = in_background([partial(faulty.post, "/v1/chat/completions", body | {"max_tokens": 2000}) for body in bodies])
+        replies, threads = in_background(
+            [
+                partial(faulty.post, "/v1/chat/completions", body | {"max_tokens": 2000})
+                for body in bodies
+            ]
+        )
         for thread in threads:
             thread.join(SECONDS)
-        assert {reply.status for reply in replies} <= {200, 503} and any(reply.status == 503 for reply in replies)
+        assert {reply.status for reply in replies} <= {200, 503} and any(
+            reply.status == 503 for reply in replies
+        )
         until(lambda faulty=faulty: faulty.get("/health/ready").status == 200)
-        replies, threads = in_background([partial(faulty.post, "/v1/chat/completions", body) for body in NEIGHBOURS])
+        replies, threads = in_background(
+            [partial(faulty.post, "/v1/chat/completions", body) for body in NEIGHBOURS]
+        )
         for thread in threads:
             thread.join(SECONDS)
         assert sorted(str(reply.json["choices"]) for reply in replies) == sorted(map(str, expected))

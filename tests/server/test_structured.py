@@ -1,4 +1,6 @@
-"""Structured output and calls that must come, over HTTP: random weights write what the schema wants, in all ways to ask for it."""
+"""Structured output and calls that must come, over HTTP: random weights write what the schema
+wants, in all ways to ask for it.
+"""
 
 import json
 import re
@@ -23,14 +25,28 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "size", "is"],
     "additionalProperties": False,
 }
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 200}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "temperature": 0,
+    "max_tokens": 200,
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
 HOSTILE: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
     {"response_format": {"type": "xml"}},
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "number of the beast"}}}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"type": "number of the beast"}},
+        }
+    },
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/nowhere"}}}},
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 10**6]}}}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"enum": ["x" * 10**6]}},
+        }
+    },
     {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
     {"structured_outputs": {}},
     {"structured_outputs": {"regex": "a", "choice": ["b"]}},
@@ -41,7 +57,14 @@ HOSTILE: list[dict[str, Any]] = [
     {"guided_choice": ["a"] * 2000},
     {"guided_regex": "x" * 70_000},
     {"guided_regex": "(a?){1600}a{1600}"},
-    {"guided_json": {"allOf": [{"type": "integer", "multipleOf": 1009}, {"type": "integer", "multipleOf": 1013}]}},
+    {
+        "guided_json": {
+            "allOf": [
+                {"type": "integer", "multipleOf": 1009},
+                {"type": "integer", "multipleOf": 1013},
+            ]
+        }
+    },
     {"guided_json": {"type": "object", "properties": {f"p{i}": True for i in range(4400)}}},
 ]
 
@@ -70,25 +93,45 @@ def nested(depth: int) -> dict[str, Any]:
 class TestText:
     @pytest.mark.parametrize(
         "more",
-        [{"response_format": FORMAT}, {"structured_outputs": {"json": SCHEMA}}, {"guided_json": json.dumps(SCHEMA)}],
+        [
+            {"response_format": FORMAT},
+            {"structured_outputs": {"json": SCHEMA}},
+            {"guided_json": json.dumps(SCHEMA)},
+        ],
     )
     def test_json_by_a_schema(self, server: Running, more: dict[str, Any]) -> None:
         for sampled in ({}, {"temperature": 1.5, "seed": 1}):
-            jsonschema.validate(json.loads(content(server.post("/v1/chat/completions", CHAT | more | sampled))), SCHEMA)
+            jsonschema.validate(
+                json.loads(content(server.post("/v1/chat/completions", CHAT | more | sampled))),
+                SCHEMA,
+            )
 
     def test_the_other_kinds(self, server: Running) -> None:
         def text(**more: Any) -> str:
             return content(server.post("/v1/chat/completions", CHAT | more))
 
-        assert re.fullmatch("[ab]{3}-[0-9]+x", text(structured_outputs={"regex": "[ab]{3}-[0-9]{2,5}x"}))
+        assert re.fullmatch(
+            "[ab]{3}-[0-9]+x", text(structured_outputs={"regex": "[ab]{3}-[0-9]{2,5}x"})
+        )
         assert text(guided_choice=["north", "south"]) in ("north", "south")
-        assert re.fullmatch("(ab)+c", text(guided_grammar='start: ("ab")+ "c"', temperature=1, seed=2))
-        assert text(response_format={"type": "text"}, structured_outputs={"choice": ["yes"]}) == "yes"
+        assert re.fullmatch(
+            "(ab)+c", text(guided_grammar='start: ("ab")+ "c"', temperature=1, seed=2)
+        )
+        assert (
+            text(response_format={"type": "text"}, structured_outputs={"choice": ["yes"]}) == "yes"
+        )
 
     def test_every_surface(self, server: Running) -> None:
         whole = content(server.post("/v1/chat/completions", CHAT | {"response_format": FORMAT}))
-        body = {"prompt": "hello", "max_tokens": 200, "temperature": 0, "structured_outputs": {"json": SCHEMA}}
-        jsonschema.validate(json.loads(server.post("/v1/completions", body).json["choices"][0]["text"]), SCHEMA)
+        body = {
+            "prompt": "hello",
+            "max_tokens": 200,
+            "temperature": 0,
+            "structured_outputs": {"json": SCHEMA},
+        }
+        jsonschema.validate(
+            json.loads(server.post("/v1/completions", body).json["choices"][0]["text"]), SCHEMA
+        )
         asked = {
             "input": "hello",
             "temperature": 0,
@@ -96,22 +139,39 @@ class TestText:
             "text": {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA}},
         }
         reply = server.post("/v1/responses", asked)
-        assert reply.status == 200 and reply.json["output"][0]["content"][0]["text"] == whole, reply.body
-        events = server.post("/v1/chat/completions", CHAT | {"response_format": FORMAT, "stream": True}).events[:-1]
+        assert reply.status == 200 and reply.json["output"][0]["content"][0]["text"] == whole, (
+            reply.body
+        )
+        events = server.post(
+            "/v1/chat/completions", CHAT | {"response_format": FORMAT, "stream": True}
+        ).events[:-1]
         assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == whole
 
     def test_beside_others_and_n(self, server: Running) -> None:
-        body = CHAT | {"response_format": FORMAT, "n": 4, "temperature": 1, "seed": 3, "logprobs": True}
+        body = CHAT | {
+            "response_format": FORMAT,
+            "n": 4,
+            "temperature": 1,
+            "seed": 3,
+            "logprobs": True,
+        }
         for choice in server.post("/v1/chat/completions", body).json["choices"]:
             jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
 
     def test_tokens_that_are_allowed_and_words_that_are_not(self, server: Running) -> None:
         body = CHAT | {"max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
-        ids = server.post("/v1/chat/completions", body | {"allowed_token_ids": [70, 71]}).json["choices"][0]["token_ids"]
+        ids = server.post("/v1/chat/completions", body | {"allowed_token_ids": [70, 71]}).json[
+            "choices"
+        ][0]["token_ids"]
         assert set(ids) <= {70, 71}
         text = server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
         word = re.findall("[A-Za-z]", text)[0]
-        assert word not in server.post("/v1/chat/completions", body | {"bad_words": [word]}).json["choices"][0]["message"]["content"]
+        assert (
+            word
+            not in server.post("/v1/chat/completions", body | {"bad_words": [word]}).json[
+                "choices"
+            ][0]["message"]["content"]
+        )
         for wrong in ([264], [2**31], [-1], []):
             reply = server.post("/v1/chat/completions", body | {"allowed_token_ids": wrong})
             assert (reply.status, reply.json["error"]["param"]) == (400, "allowed_token_ids"), wrong
@@ -123,16 +183,31 @@ class TestText:
 
     def test_deep_ones_are_answered(self, server: Running) -> None:
         for depth in (10, 30, 200):
-            body = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(depth)}}, "max_tokens": 5}
+            body = CHAT | {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": nested(depth)},
+                },
+                "max_tokens": 5,
+            }
             assert server.post("/v1/chat/completions", body).status in (200, 400)
-        assert server.post("/v1/chat/completions", CHAT | {"guided_regex": "(a+)+b", "max_tokens": 5}).status == 200
+        assert (
+            server.post(
+                "/v1/chat/completions", CHAT | {"guided_regex": "(a+)+b", "max_tokens": 5}
+            ).status
+            == 200
+        )
 
 
 class TestCalls:
     ASK: dict[str, Any] = CHAT | {"tools": TOOLS, "max_tokens": 400}
 
     @pytest.mark.parametrize(
-        "choice, names", [("required", {"weather", "time"}), ({"type": "function", "function": {"name": "weather"}}, {"weather"})]
+        "choice, names",
+        [
+            ("required", {"weather", "time"}),
+            ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+        ],
     )
     def test_calls_that_must_come(self, tools: Running, choice: Any, names: set[str]) -> None:
         for sampled in ({}, {"temperature": 1.0, "seed": 4}):
@@ -141,7 +216,9 @@ class TestCalls:
             (call,) = answer["message"]["tool_calls"]
             assert call["type"] == "function" and call["id"] and call["function"]["name"] in names
             if answer["finish_reason"] != "length":
-                assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+                assert (
+                    answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+                )
                 assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
     def test_a_stream_of_calls(self, tools: Running) -> None:
@@ -150,10 +227,22 @@ class TestCalls:
         assert whole["finish_reason"] == "tool_calls"
         (call,) = whole["message"]["tool_calls"]
         events = tools.post("/v1/chat/completions", body | {"stream": True}).events[:-1]
-        deltas = [one for event in events for one in event["choices"][0]["delta"].get("tool_calls", [])]
-        assert set(deltas[0]) == {"index", "id", "type", "function"} and deltas[0]["function"] == {"name": "time", "arguments": ""}
-        assert all(set(delta) == {"index", "function"} and set(delta["function"]) == {"arguments"} for delta in deltas[1:])
-        assert "".join(delta["function"]["arguments"] for delta in deltas) == call["function"]["arguments"] == "{}"
+        deltas = [
+            one for event in events for one in event["choices"][0]["delta"].get("tool_calls", [])
+        ]
+        assert set(deltas[0]) == {"index", "id", "type", "function"} and deltas[0]["function"] == {
+            "name": "time",
+            "arguments": "",
+        }
+        assert all(
+            set(delta) == {"index", "function"} and set(delta["function"]) == {"arguments"}
+            for delta in deltas[1:]
+        )
+        assert (
+            "".join(delta["function"]["arguments"] for delta in deltas)
+            == call["function"]["arguments"]
+            == "{}"
+        )
         assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
     def test_calls_by_the_other_surfaces(self, tools: Running) -> None:
@@ -162,14 +251,29 @@ class TestCalls:
         body |= {"tool_choice": {"type": "tool", "name": "time"}}
         answer = tools.post("/v1/messages", body).json
         (block,) = answer["content"]
-        assert (answer["stop_reason"], block["type"], block["name"], block["input"]) == ("tool_use", "tool_use", "time", {})
+        assert (answer["stop_reason"], block["type"], block["name"], block["input"]) == (
+            "tool_use",
+            "tool_use",
+            "time",
+            {},
+        )
         names = [name for name, _ in named(tools.post("/v1/messages", body | {"stream": True}))]
         assert names.count("content_block_start") == names.count("content_block_stop") == 1
         functions = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
         asked = {"input": "hello", "temperature": 0, "tools": functions, "max_output_tokens": 100}
-        (item,) = tools.post("/v1/responses", asked | {"tool_choice": {"type": "function", "name": "time"}}).json["output"]
-        assert (item["type"], item["name"], item["arguments"], item["status"]) == ("function_call", "time", "{}", "completed")
+        (item,) = tools.post(
+            "/v1/responses", asked | {"tool_choice": {"type": "function", "name": "time"}}
+        ).json["output"]
+        assert (item["type"], item["name"], item["arguments"], item["status"]) == (
+            "function_call",
+            "time",
+            "{}",
+            "completed",
+        )
 
     def test_calls_and_something_else(self, tools: Running) -> None:
-        reply = tools.post("/v1/chat/completions", self.ASK | {"tool_choice": "required", "response_format": FORMAT})
+        reply = tools.post(
+            "/v1/chat/completions",
+            self.ASK | {"tool_choice": "required", "response_format": FORMAT},
+        )
         assert (reply.status, reply.json["error"]["param"]) == (400, "tool_choice")

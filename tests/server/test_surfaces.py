@@ -1,4 +1,6 @@
-"""The other two ways to ask: Anthropic's Messages and OpenAI's Responses, which give the same answers as chat completions."""
+"""The other two ways to ask: Anthropic's Messages and OpenAI's Responses, which give the same
+answers as chat completions.
+"""
 
 import json
 from typing import Any
@@ -10,13 +12,25 @@ from tests.server.test_tools import TOOLS, tools, tools_model  # noqa: F401 - fi
 
 SAID = [{"role": "user", "content": "hello"}]
 SYSTEM = {"role": "system", "content": "be brief"}
-MESSAGES: dict[str, Any] = {"messages": SAID, "system": "be brief", "max_tokens": 20, "temperature": 0}
-RESPONSES: dict[str, Any] = {"input": "hello", "instructions": "be brief", "max_output_tokens": 20, "temperature": 0}
+MESSAGES: dict[str, Any] = {
+    "messages": SAID,
+    "system": "be brief",
+    "max_tokens": 20,
+    "temperature": 0,
+}
+RESPONSES: dict[str, Any] = {
+    "input": "hello",
+    "instructions": "be brief",
+    "max_output_tokens": 20,
+    "temperature": 0,
+}
 
 
 def named(reply: Reply) -> list[tuple[str, Any]]:
     """The events of a stream, by name."""
-    assert reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream"), reply.body
+    assert reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream"), (
+        reply.body
+    )
     found = []
     for block in filter(None, reply.body.decode().split("\n\n")):
         head, data = block.split("\n")
@@ -36,8 +50,14 @@ class TestMessages:
         answer, expected = server.post("/v1/messages", MESSAGES).json, chat(server)
         text = expected["choices"][0]["message"]["content"]
         assert answer["content"] == [{"type": "text", "text": text}]
-        assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "tiny.gguf")
-        reason = {"length": "max_tokens", "stop": "end_turn"}[expected["choices"][0]["finish_reason"]]
+        assert (answer["type"], answer["role"], answer["model"]) == (
+            "message",
+            "assistant",
+            "tiny.gguf",
+        )
+        reason = {"length": "max_tokens", "stop": "end_turn"}[
+            expected["choices"][0]["finish_reason"]
+        ]
         assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, None)
         counts = expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"]
         assert (answer["usage"]["input_tokens"], answer["usage"]["output_tokens"]) == counts
@@ -48,9 +68,16 @@ class TestMessages:
         whole = server.post("/v1/messages", MESSAGES).json
         events = named(server.post("/v1/messages", MESSAGES | {"stream": True}))
         names = [name for name, _ in events]
-        assert names[:2] == ["message_start", "content_block_start"] and set(names[2:-3]) == {"content_block_delta"}
+        assert names[:2] == ["message_start", "content_block_start"] and set(names[2:-3]) == {
+            "content_block_delta"
+        }
         assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-        assert "".join(event["delta"]["text"] for name, event in events if name == "content_block_delta") == whole["content"][0]["text"]
+        assert (
+            "".join(
+                event["delta"]["text"] for name, event in events if name == "content_block_delta"
+            )
+            == whole["content"][0]["text"]
+        )
         assert events[-2][1]["delta"]["stop_reason"] == whole["stop_reason"]
         assert events[-2][1]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
@@ -65,18 +92,48 @@ class TestMessages:
         (block,) = tools.post("/v1/messages", body).json["content"]
         assert block["type"] == "thinking" and block["thinking"]
         events = named(tools.post("/v1/messages", body | {"stream": True}))
-        assert "".join(event["delta"]["thinking"] for name, event in events if name == "content_block_delta") == block["thinking"]
-        (plain,) = tools.post("/v1/messages", body | {"thinking": {"type": "disabled"}}).json["content"]
+        assert (
+            "".join(
+                event["delta"]["thinking"]
+                for name, event in events
+                if name == "content_block_delta"
+            )
+            == block["thinking"]
+        )
+        (plain,) = tools.post("/v1/messages", body | {"thinking": {"type": "disabled"}}).json[
+            "content"
+        ]
         assert plain["type"] == "text"
 
     def test_calls_and_results_come_to_the_template(self, tools: Running) -> None:  # noqa: F811
         used = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Bern"}}
-        result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "sun"}]}
-        turns = [*SAID, {"role": "assistant", "content": [{"type": "text", "text": "I look"}, used]}, {"role": "user", "content": [result]}]
-        schemas = [{"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters")} for tool in TOOLS]  # type: ignore[index]
-        count = tools.post("/v1/messages/count_tokens", {"messages": turns, "tools": schemas}).json["input_tokens"]
-        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
-        plain = [*SAID, {"role": "assistant", "content": "I look", "tool_calls": [call]}, {"role": "tool", "content": "sun"}]
+        result = {
+            "type": "tool_result",
+            "tool_use_id": "1",
+            "content": [{"type": "text", "text": "sun"}],
+        }
+        turns = [
+            *SAID,
+            {"role": "assistant", "content": [{"type": "text", "text": "I look"}, used]},
+            {"role": "user", "content": [result]},
+        ]
+        schemas = [
+            {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters")}
+            for tool in TOOLS
+        ]  # type: ignore[index]
+        count = tools.post("/v1/messages/count_tokens", {"messages": turns, "tools": schemas}).json[
+            "input_tokens"
+        ]
+        call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+        }
+        plain = [
+            *SAID,
+            {"role": "assistant", "content": "I look", "tool_calls": [call]},
+            {"role": "tool", "content": "sun"},
+        ]
         assert count == tools.post("/tokenize", {"messages": plain, "tools": TOOLS}).json["count"]
 
     def test_errors_are_anthropic_s(self, server: Running) -> None:
@@ -84,13 +141,21 @@ class TestMessages:
             ({"max_tokens": 0}, 400, "invalid_request_error"),
             ({"max_tokens": 4096}, 400, "invalid_request_error"),
             ({"model": "claude"}, 404, "not_found_error"),
-            ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+                400,
+                "invalid_request_error",
+            ),
             ({"tools": [{"name": "f"}]}, 400, "invalid_request_error"),
             ({"tool_choice": {"type": "some"}}, 400, "invalid_request_error"),
         ]
         for more, status, kind in wrong:
             reply = server.post("/v1/messages", MESSAGES | more)
-            assert (reply.status, reply.json["type"], reply.json["error"]["type"]) == (status, "error", kind), reply.body
+            assert (reply.status, reply.json["type"], reply.json["error"]["type"]) == (
+                status,
+                "error",
+                kind,
+            ), reply.body
 
 
 class TestResponses:
@@ -98,8 +163,12 @@ class TestResponses:
         answer, expected = server.post("/v1/responses", RESPONSES).json, chat(server)
         (item,) = answer["output"]
         assert (item["type"], item["role"]) == ("message", "assistant")
-        assert [part["text"] for part in item["content"]] == [expected["choices"][0]["message"]["content"]]
-        status = {"length": "incomplete", "stop": "completed"}[expected["choices"][0]["finish_reason"]]
+        assert [part["text"] for part in item["content"]] == [
+            expected["choices"][0]["message"]["content"]
+        ]
+        status = {"length": "incomplete", "stop": "completed"}[
+            expected["choices"][0]["finish_reason"]
+        ]
         assert (answer["status"], answer["object"], answer["store"]) == (status, "response", False)
         usage = answer["usage"]
         assert (usage["input_tokens"], usage["output_tokens"]) == (
@@ -107,36 +176,76 @@ class TestResponses:
             expected["usage"]["completion_tokens"],
         )
         turns = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
-        assert server.post("/v1/responses", RESPONSES | {"input": turns}).json["output"][0]["content"] == item["content"]
+        assert (
+            server.post("/v1/responses", RESPONSES | {"input": turns}).json["output"][0]["content"]
+            == item["content"]
+        )
 
     def test_a_stream(self, server: Running) -> None:
         whole = server.post("/v1/responses", RESPONSES).json
         events = named(server.post("/v1/responses", RESPONSES | {"stream": True}))
         assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
         names = [name for name, _ in events]
-        assert names[:4] == ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+        assert names[:4] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ]
         assert set(names[4:-4]) == {"response.output_text.delta"}
-        ends = ["response.output_text.done", "response.content_part.done", "response.output_item.done", f"response.{whole['status']}"]
+        ends = [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            f"response.{whole['status']}",
+        ]
         assert names[-4:] == ends
-        text = "".join(event["delta"] for name, event in events if name == "response.output_text.delta")
+        text = "".join(
+            event["delta"] for name, event in events if name == "response.output_text.delta"
+        )
         assert text == whole["output"][0]["content"][0]["text"] == events[-4][1]["text"]
         assert events[-1][1]["response"]["output"][0]["content"] == whole["output"][0]["content"]
 
     def test_reasoning_is_an_item(self, tools: Running) -> None:  # noqa: F811
-        answer = tools.post("/v1/responses", {"input": "hello", "max_output_tokens": 8, "temperature": 0}).json
+        answer = tools.post(
+            "/v1/responses", {"input": "hello", "max_output_tokens": 8, "temperature": 0}
+        ).json
         (item,) = answer["output"]
         assert item["type"] == "reasoning" and item["content"][0]["type"] == "reasoning_text"
         assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
     def test_calls_and_results_come_to_the_template(self, tools: Running) -> None:  # noqa: F811
-        call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city": "Bern"}'}
+        call = {
+            "type": "function_call",
+            "call_id": "1",
+            "name": "weather",
+            "arguments": '{"city": "Bern"}',
+        }
         thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
-        turns = [*SAID, thought, call, {"type": "function_call_output", "call_id": "1", "output": "sun"}]
+        turns = [
+            *SAID,
+            thought,
+            call,
+            {"type": "function_call_output", "call_id": "1", "output": "sun"},
+        ]
         schemas = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
-        answer = tools.post("/v1/responses", {"input": turns, "tools": schemas, "max_output_tokens": 1}).json
-        plain_call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
-        plain = [*SAID, {"role": "assistant", "content": "", "tool_calls": [plain_call]}, {"role": "tool", "content": "sun"}]
-        assert answer["usage"]["input_tokens"] == tools.post("/tokenize", {"messages": plain, "tools": TOOLS}).json["count"]
+        answer = tools.post(
+            "/v1/responses", {"input": turns, "tools": schemas, "max_output_tokens": 1}
+        ).json
+        plain_call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+        }
+        plain = [
+            *SAID,
+            {"role": "assistant", "content": "", "tool_calls": [plain_call]},
+            {"role": "tool", "content": "sun"},
+        ]
+        assert (
+            answer["usage"]["input_tokens"]
+            == tools.post("/tokenize", {"messages": plain, "tools": TOOLS}).json["count"]
+        )
 
     @pytest.mark.parametrize(
         "more, param",

@@ -1,4 +1,6 @@
-"""What the API process makes of the engine's pulse: one that is stopped is ended, one that hardly gets to run is not."""
+"""What the API process makes of the engine's pulse: one that is stopped is ended, one that hardly
+gets to run is not.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -38,7 +40,9 @@ class Pulses:
         (Pulse(0.1, 29), repeat(7), "ready"),
     ],
 )
-def test_watch(monkeypatch: pytest.MonkeyPatch, pulse: Pulse, ticks: Iterator[int], state: str) -> None:
+def test_watch(
+    monkeypatch: pytest.MonkeyPatch, pulse: Pulse, ticks: Iterator[int], state: str
+) -> None:
     monkeypatch.setattr(engine_client, "_WATCH", 0)
     monkeypatch.setattr(engine_client, "cpu_ticks", lambda pid: next(ticks))
     killed: list[str] = []
@@ -46,7 +50,9 @@ def test_watch(monkeypatch: pytest.MonkeyPatch, pulse: Pulse, ticks: Iterator[in
     async def watch() -> str:
         client: Any = EngineClient("model", EngineConfig(), {}, stall_seconds=30)
         client.state = "ready"
-        client._process = SimpleNamespace(pid=1, send_signal=lambda number: None, kill=lambda: killed.append("killed"))
+        client._process = SimpleNamespace(
+            pid=1, send_signal=lambda number: None, kill=lambda: killed.append("killed")
+        )
         with suppress(asyncio.CancelledError):  # at the last pulse
             await client._watch(Pulses(chain([Pulse(0.1, 0)], repeat(pulse, 20))))
         return str(client.state)

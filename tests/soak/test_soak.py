@@ -1,4 +1,6 @@
-"""Rounds of what ends calls, engines and processes at random moments, after which nothing is left: `make soak` for the long form."""
+"""Rounds of what ends calls, engines and processes at random moments, after which nothing is left:
+`make soak` for the long form.
+"""
 
 import ctypes
 import faulthandler
@@ -46,14 +48,18 @@ BAD: list[dict[str, Any]] = [
 
 
 class Soak:
-    """Some engines, what they answer when nothing disturbs them, and the rounds that disturb them."""
+    """Some engines, what they answer when nothing disturbs them, and the rounds that disturb
+    them.
+    """
 
     def __init__(self, models: list[dict[str, Any]], seed: int) -> None:
         self.rng = random.Random(seed)
         self.models = models
         self.llms: list[LLM] = []
         self.open()
-        self.expected = [[self.answer(llm, kind) for kind in range(len(PARAMS))] for llm in self.llms]
+        self.expected = [
+            [self.answer(llm, kind) for kind in range(len(PARAMS))] for llm in self.llms
+        ]
         self.counts: Counter[str] = Counter()
         self.sends_signals = False
         self.rounds: list[Callable[[int], None]] = [
@@ -71,7 +77,11 @@ class Soak:
         ]
 
     def answer(self, llm: LLM, kind: int) -> Any:
-        return [output.token_ids for result in llm.generate(TEXTS[:2], PARAMS[kind]) for output in result.outputs]
+        return [
+            output.token_ids
+            for result in llm.generate(TEXTS[:2], PARAMS[kind])
+            for output in result.outputs
+        ]
 
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
@@ -81,10 +91,15 @@ class Soak:
             act = self.rng.choice(self.rounds)
             act(which)
             self.counts[act.__name__] += 1
-            gc.collect()  # again: one that runs in the engine's thread at the time makes this thread's do nothing
+            # again: one that runs in the engine's thread at the time makes this thread's do nothing
+            gc.collect()
             until(lambda: not self.llms[which].stats().running)  # noqa: B023
             stats = self.llms[which].stats()
-            assert (stats.running, stats.waiting, stats.blocks_free) == (0, 0, stats.blocks_total), (act.__name__, stats)
+            assert (stats.running, stats.waiting, stats.blocks_free) == (
+                0,
+                0,
+                stats.blocks_total,
+            ), (act.__name__, stats)
         faulthandler.cancel_dump_traceback_later()
 
     def undisturbed(self, which: int) -> None:
@@ -92,14 +107,18 @@ class Soak:
         assert self.answer(self.llms[which], kind) == self.expected[which][kind]
 
     def disturb(self, work: Callable[[], None]) -> None:
-        """Work again and again until SIGINT comes from another thread, or SIGALRM, and raises KeyboardInterrupt wherever this thread is."""
+        """Work again and again until SIGINT comes from another thread, or SIGALRM, and raises
+        KeyboardInterrupt wherever this thread is.
+        """
         delay, killer = self.rng.expovariate(100), None
         try:
             self.sends_signals = True
             if self.rng.random() < 0.5:
                 signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
             else:
-                killer = threading.Timer(delay, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+                killer = threading.Timer(
+                    delay, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)
+                )
                 killer.start()
             while True:
                 work()
@@ -125,7 +144,9 @@ class Soak:
 
     def abandoned(self, which: int) -> None:
         for _ in range(self.rng.randrange(1, 5)):
-            lost = SimpleNamespace(stream=self.llms[which].stream(self.rng.choice(TEXTS), PARAMS[0]))
+            lost = SimpleNamespace(
+                stream=self.llms[which].stream(self.rng.choice(TEXTS), PARAMS[0])
+            )
             lost.itself = lost
             next(lost.stream)
         if self.rng.random() < 0.5:
@@ -169,10 +190,18 @@ class Soak:
     def failing(self, which: int) -> None:
         """A step or a proposer fails once, which changes no answer."""
         engine = self.llms[which]._engine
-        owners: list[tuple[Any, str]] = [(engine._loop.executable, "launch"), (engine._scheduler, "schedule"), (engine._kv, "reserve")]
+        owners: list[tuple[Any, str]] = [
+            (engine._loop.executable, "launch"),
+            (engine._scheduler, "schedule"),
+            (engine._kv, "reserve"),
+        ]
         owners += [(guard._proposer, "propose") for guard in engine._speculation._guards.values()]
         owner, name = self.rng.choice(owners)
-        function, left, error = getattr(owner, name), [self.rng.randrange(1, 6)], self.rng.choice([MemoryError, OSError, ValueError])
+        function, left, error = (
+            getattr(owner, name),
+            [self.rng.randrange(1, 6)],
+            self.rng.choice([MemoryError, OSError, ValueError]),
+        )
 
         def fails(*args: Any, **options: Any) -> Any:
             left[0] -= 1
@@ -187,7 +216,9 @@ class Soak:
             setattr(owner, name, function)
 
     def overdue(self, which: int) -> None:
-        results = self.llms[which].generate(TEXTS, PARAMS[0], timeout=[self.rng.expovariate(200) for _ in TEXTS])
+        results = self.llms[which].generate(
+            TEXTS, PARAMS[0], timeout=[self.rng.expovariate(200) for _ in TEXTS]
+        )
         for result in results:
             assert result.outputs[0].finish_reason in ("timeout", "length")
 
@@ -198,7 +229,11 @@ class Soak:
         if not pid:
             code = 1
             try:
-                for use in (lambda: self.undisturbed(which), lambda: next(stream), self.llms[which].stats):
+                for use in (
+                    lambda: self.undisturbed(which),
+                    lambda: next(stream),
+                    self.llms[which].stats,
+                ):
                     with pytest.raises(ClosedError):
                         use()
                 del stream
@@ -258,7 +293,13 @@ def resident() -> int:
 def test_soak(write_gguf: Any, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     tiny = {"model": str(write_gguf()), "max_model_len": 64}
     models = [
-        {"model": "smollm2", "max_model_len": 256, "threads": 2, "kv_blocks": 64, "proposer": "auto"},
+        {
+            "model": "smollm2",
+            "max_model_len": 256,
+            "threads": 2,
+            "kv_blocks": 64,
+            "proposer": "auto",
+        },
         tiny | {"threads": 2},
         tiny | {"backend": "reference", "multi_step_ms": 5, "kv_blocks": 8},
         tiny | {"threads": 1, "proposer": "ngram", "adaptive_speculation": False},
@@ -284,12 +325,19 @@ def test_soak(write_gguf: Any, capsys: pytest.CaptureFixture[str]) -> None:  # n
             if ROUNDS > 500:
                 with capsys.disabled():
                     done = (part + 1) * (ROUNDS // PARTS)
-                    told = f"round {done:,} of {ROUNDS:,}, seed {SEED}: {marks[-1] / 1e6:.1f} MB, {dict(soak.counts)}"
+                    told = (
+                        f"round {done:,} of {ROUNDS:,}, seed {SEED}: {marks[-1] / 1e6:.1f} "
+                        f"MB, {dict(soak.counts)}"
+                    )
                     print(told, file=sys.stderr)
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGALRM), previous, strict=True):
             signal.signal(number, handler)
         soak.close()
     until(leaves_nothing)
-    if ROUNDS > 500:  # the first rounds fill caches; a leak is there at each mark, other than a table that the interpreter makes anew
+    if (
+        ROUNDS > 500
+        # the first rounds fill caches; a leak is there at each mark, other than a table that the
+        # interpreter makes anew
+    ):
         assert median(marks[-3:]) <= 1.02 * marks[3], f"memory grows: {marks}"

@@ -1,4 +1,6 @@
-"""What a text would take to compile is known from its shape: such that llguidance would be busy with for seconds are refused before."""
+"""What a text would take to compile is known from its shape: such that llguidance would be busy
+with for seconds are refused before.
+"""
 
 import json
 from typing import Any
@@ -53,11 +55,19 @@ def intersected(count: int) -> dict[str, Any]:
 
 def chained(count: int) -> dict[str, Any]:
     links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}", "pattern": f".*a{i}.*"} for i in range(count)}
-    return {"$defs": links | {f"d{count}": {"type": "string", "format": "date"}}, "$ref": "#/$defs/d0"}
+    return {
+        "$defs": links | {f"d{count}": {"type": "string", "format": "date"}},
+        "$ref": "#/$defs/d0",
+    }
 
 
 def optional(patterns: int, each: int) -> dict[str, Any]:
-    return {"patternProperties": {f"^{i}" + "a?" * each: {"type": "string", "pattern": "b*" * each} for i in range(patterns // 2)}}
+    return {
+        "patternProperties": {
+            f"^{i}" + "a?" * each: {"type": "string", "pattern": "b*" * each}
+            for i in range(patterns // 2)
+        }
+    }
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,17 @@ def optional(patterns: int, each: int) -> dict[str, Any]:
         (multiples(5, 10, 100, 0.01, 0.25, 7, 1e-300), None),
         (multiples(5, 10, 25, 0.01, 0.25), None),
         (multiples(1e308), "least common multiple"),
-        ({"multipleOf": "x", "allOf": 3, "required": 4, "properties": 5, "patternProperties": 6, "pattern": 7}, None),
+        (
+            {
+                "multipleOf": "x",
+                "allOf": 3,
+                "required": 4,
+                "properties": 5,
+                "patternProperties": 6,
+                "pattern": 7,
+            },
+            None,
+        ),
         (intersected(8), "combines 7 patterns"),
         (intersected(7), None),
         (chained(7), "combines 7 patterns"),
@@ -96,7 +116,11 @@ def test_schemas(schema: dict[str, Any], message: str | None) -> None:
 @pytest.mark.parametrize("field", ["regex", "grammar"])
 def test_expressions(field: str) -> None:
     check_cost(field, "a?" * 200 + "a" * 5000)
-    for text, message in (("a?" * 201, "201 optional parts"), ("(a?){1600}", "1,600 optional"), ("a{10001}", "10,001 times")):
+    for text, message in (
+        ("a?" * 201, "201 optional parts"),
+        ("(a?){1600}", "1,600 optional"),
+        ("a{10001}", "10,001 times"),
+    ):
         with pytest.raises(RequestError, match=f"^{field} .*{message}"):
             check_cost(field, text)
 

@@ -17,13 +17,37 @@ def test_answers_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     generator = import_module("generator")
     schemas = [generator.schema_of(seed) for seed in range(SCHEMAS)]
     kinds = str(schemas)
-    assert all(repr(kind) in kinds for kind in ("$ref", "anyOf", "enum", "const", "pattern", "format", "items", "minimum", "maxLength"))
+    assert all(
+        repr(kind) in kinds
+        for kind in (
+            "$ref",
+            "anyOf",
+            "enum",
+            "const",
+            "pattern",
+            "format",
+            "items",
+            "minimum",
+            "maxLength",
+        )
+    )
     params = [
-        SamplingParams(max_tokens=1000, temperature=t, seed=seed, structured_outputs=StructuredOutputs(json=schema))
+        SamplingParams(
+            max_tokens=1000,
+            temperature=t,
+            seed=seed,
+            structured_outputs=StructuredOutputs(json=schema),
+        )
         for seed, schema in enumerate(schemas)
         for t in (0.0, 1.0)
     ]
-    with LLM(write_tiny_gguf(tmp_path / "tiny.gguf", {"llama.context_length": 2048}), threads=1) as llm:
+    with LLM(
+        write_tiny_gguf(tmp_path / "tiny.gguf", {"llama.context_length": 2048}), threads=1
+    ) as llm:
         outputs = [result.outputs[0] for result in llm.generate(["hello"] * len(params), params)]
-    faults = [generator.fault(output.text, schemas[i // 2]) for i, output in enumerate(outputs) if output.finish_reason != "length"]
+    faults = [
+        generator.fault(output.text, schemas[i // 2])
+        for i, output in enumerate(outputs)
+        if output.finish_reason != "length"
+    ]
     assert set(faults) == {None} and len(faults) > 0.95 * len(outputs)

@@ -1,4 +1,6 @@
-"""Grammars over real kinds of tokenizers: random texts that they allow are what was asked for, whatever the vocabulary is made of."""
+"""Grammars over real kinds of tokenizers: random texts that they allow are what was asked for,
+whatever the vocabulary is made of.
+"""
 
 import json
 import random
@@ -28,21 +30,54 @@ BEYOND = 37
 """Logits for which there is no token."""
 
 SCHEMAS: list[dict[str, Any]] = [
-    {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}}, "required": ["age"]},
-    {"type": "array", "items": {"enum": ["red", "bleu é", 3, None, True]}, "minItems": 2, "maxItems": 5},
-    {"$defs": {"n": {"properties": {"v": {"type": "number"}, "n": {"$ref": "#/$defs/n"}}, "required": ["v"]}}, "$ref": "#/$defs/n"},
-    {"anyOf": [{"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}, {"type": "integer", "minimum": -17, "maximum": 204}]},
-    {"type": "object", "properties": {"d": {"type": "string", "format": "date"}, "k": {"const": "日本"}}, "required": ["d", "k"]},
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["age"],
+    },
+    {
+        "type": "array",
+        "items": {"enum": ["red", "bleu é", 3, None, True]},
+        "minItems": 2,
+        "maxItems": 5,
+    },
+    {
+        "$defs": {
+            "n": {
+                "properties": {"v": {"type": "number"}, "n": {"$ref": "#/$defs/n"}},
+                "required": ["v"],
+            }
+        },
+        "$ref": "#/$defs/n",
+    },
+    {
+        "anyOf": [
+            {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+            {"type": "integer", "minimum": -17, "maximum": 204},
+        ]
+    },
+    {
+        "type": "object",
+        "properties": {"d": {"type": "string", "format": "date"}, "k": {"const": "日本"}},
+        "required": ["d", "k"],
+    },
 ]
 
 
-@pytest.fixture(scope="module", params=["default model", "SentencePiece of a GGUF", "byte-level", "bytes as tokens"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+@pytest.fixture(
+    scope="module",
+    params=["default model", "SentencePiece of a GGUF", "byte-level", "bytes as tokens"],
+)
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     if request.param == "default model":
         return open_checkpoint(resolve("smollm2", progress=False)).load_tokenizer()
     if request.param == "SentencePiece of a GGUF":
-        return open_checkpoint(write_tiny_gguf(folder / "tiny.gguf", **sentencepiece_parts())).load_tokenizer()
+        return open_checkpoint(
+            write_tiny_gguf(folder / "tiny.gguf", **sentencepiece_parts())
+        ).load_tokenizer()
     make = byte_level if request.param == "byte-level" else spaces_and_bytes
     return tokenizer_from_folder(save(folder, *make((DATA / "nll_text.txt").read_text())))
 
@@ -59,8 +94,12 @@ def allowed(state: GrammarState, vocab_size: int) -> list[int]:
     return ids
 
 
-def random_text(state: GrammarState, tokenizer: Tokenizer, rng: random.Random, most: int = 150) -> str | None:
-    """A text that the grammar allows, of tokens that begin with a digit or end something rather than others; None if it is not complete."""
+def random_text(
+    state: GrammarState, tokenizer: Tokenizer, rng: random.Random, most: int = 150
+) -> str | None:
+    """A text that the grammar allows, of tokens that begin with a digit or end something rather
+    than others; None if it is not complete.
+    """
     ids: list[int] = []
     while found := allowed(state, tokenizer.vocab_size + BEYOND):
         if (state.is_complete and rng.random() < 0.5) or len(ids) == most:
@@ -86,7 +125,16 @@ def test_json_is_valid(grammars: Grammars, tokenizer: Tokenizer, schema: dict[st
 
 
 @pytest.mark.parametrize(
-    "regex", [r"[a-z]{3}-[0-9]{2}|x+y", r"(yes|no|mañana)( again)*", r'"(/|\\|\n)"', r"日+本", "(a+)+b", r" leading|  two", "\\u00e9?e"]
+    "regex",
+    [
+        r"[a-z]{3}-[0-9]{2}|x+y",
+        r"(yes|no|mañana)( again)*",
+        r'"(/|\\|\n)"',
+        r"日+本",
+        "(a+)+b",
+        r" leading|  two",
+        "\\u00e9?e",
+    ],
 )
 def test_text_matches_its_expression(grammars: Grammars, tokenizer: Tokenizer, regex: str) -> None:
     state = grammars.compile(StructuredOutputs(regex=regex))
@@ -96,7 +144,18 @@ def test_text_matches_its_expression(grammars: Grammars, tokenizer: Tokenizer, r
 
 
 def test_a_choice_is_one_of_its_texts(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    choice = ["yes", "yes, but", " no", 'a "quote" \\ \n', "日本", "</s>", "<|im_end|>", "a\0b", "a", "b"]
+    choice = [
+        "yes",
+        "yes, but",
+        " no",
+        'a "quote" \\ \n',
+        "日本",
+        "</s>",
+        "<|im_end|>",
+        "a\0b",
+        "a",
+        "b",
+    ]
     state = grammars.compile(StructuredOutputs(choice=choice))
     texts = {random_text(state, tokenizer, random.Random(seed)) for seed in range(60)}
     assert texts <= set(choice) and len(texts) > 5
@@ -154,7 +213,10 @@ SMALL = Grammars(JsonVocabulary(), VOCAB)
         ({"json": {"$ref": "#/$defs/x"}}, "json cannot be compiled"),
         ({"json": {"$ref": "http://host/schema"}}, "json cannot be compiled"),
         ({"json": {"$ref": "#"}}, "json allows no text|cannot"),
-        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json cannot be compiled: Unsatisfiable"),
+        (
+            {"json": {"type": "integer", "minimum": 5, "maximum": 3}},
+            "json cannot be compiled: Unsatisfiable",
+        ),
         ({"json": {"type": "string", "pattern": "(a"}}, "json cannot be compiled"),
     ],
 )
@@ -177,8 +239,19 @@ def nested(depth: int) -> dict[str, Any]:
         {"json": nested(12)},
         {"json": {"enum": [str(i) * 3 for i in range(8000)]}},
         {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 100000}},
-        {"json": {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "^[ab]{1,50}$"} for i in range(1000)}}},
-        {"grammar": "start: r0\n" + "\n".join(f"r{i}: " + f"r{i + 1} " * 10 for i in range(6)) + '\nr6: "a"'},
+        {
+            "json": {
+                "type": "object",
+                "properties": {
+                    f"p{i}": {"type": "string", "pattern": "^[ab]{1,50}$"} for i in range(1000)
+                },
+            }
+        },
+        {
+            "grammar": "start: r0\n"
+            + "\n".join(f"r{i}: " + f"r{i + 1} " * 10 for i in range(6))
+            + '\nr6: "a"'
+        },
         {"grammar": "start: start | start start"},
         {"choice": [f"name {i}" for i in range(1024)]},
     ],
@@ -224,7 +297,9 @@ def test_a_grammar_is_compiled_again_now_and_then(monkeypatch: pytest.MonkeyPatc
     assert found[0] is found[1] and found[2] is found[3] and found[1] is not found[2]
 
 
-def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"pip install headrace\[structured\]"):
         Grammars(JsonVocabulary(), VOCAB).compile(StructuredOutputs(regex="a"))

@@ -1,4 +1,6 @@
-"""The GPU backend: Triton kernels over torch tensors. Without a GPU, and with TRITON_INTERPRET=1, they run in Triton's interpreter."""
+"""The GPU backend: Triton kernels over torch tensors. Without a GPU, and with TRITON_INTERPRET=1,
+they run in Triton's interpreter.
+"""
 
 from collections.abc import Mapping
 
@@ -21,17 +23,31 @@ __all__ = ["compile", "lower"]
 
 
 def compile(
-    program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig, threads: int, activations: Activations = "int8"
+    program: Program,
+    weights: Mapping[str, StoredTensor],
+    kv: KvConfig,
+    threads: int,
+    activations: Activations = "int8",
 ) -> CudaExecutable:
     """Compile for this process's GPU, or for the interpreter; threads are the GPU's own affair.
 
-    Activations are what tensor cores multiply, bf16, or float32. Raises MemoryLimitError where weights and KV do not fit.
+    Activations are what tensor cores multiply, bf16, or float32. Raises MemoryLimitError where
+    weights and KV do not fit.
     """
     try:
-        return CudaExecutable(program, weights, kv, torch.float32 if activations == "f32" else torch.bfloat16, make_stream())
+        return CudaExecutable(
+            program,
+            weights,
+            kv,
+            torch.float32 if activations == "f32" else torch.bfloat16,
+            make_stream(),
+        )
     except torch.OutOfMemoryError:
         pass  # behind the handler nothing holds the tensors that were made
     needed = lower(program, weights).weight_bytes
     groups = zip(program.kv_groups, kv.num_blocks, strict=True)
     of_kv = sum(count * group.block_bytes(kv.dtype, kv.block_size) for group, count in groups)
-    raise MemoryLimitError(f"{needed:,} bytes of weights and {of_kv:,} bytes of KV do not fit on the GPU: {give_back()}")
+    raise MemoryLimitError(
+        f"{needed:,} bytes of weights and {of_kv:,} bytes of KV do not fit on the GPU: "
+        f"{give_back()}"
+    )

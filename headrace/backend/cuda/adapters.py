@@ -1,4 +1,6 @@
-"""Low-rank adapters in the memory of a GPU: their matrices, and a table for each weight that says where those of an adapter lie."""
+"""Low-rank adapters in the memory of a GPU: their matrices, and a table for each weight that says
+where those of an adapter lie.
+"""
 
 from itertools import count
 
@@ -15,7 +17,9 @@ _LEAST_SLOTS = 8
 
 
 class Adapters:
-    """The adapters of an executable, by number. Where a table moves or a weight gets one, `changed` counts up."""
+    """The adapters of an executable, by number. Where a table moves or a weight gets one, `changed`
+    counts up.
+    """
 
     def __init__(self) -> None:
         self.tables: dict[str, torch.Tensor] = {}
@@ -31,7 +35,10 @@ class Adapters:
         kept = self._matrices[number] = []
         if number >= self._slots:
             self._slots *= 2
-            self.tables = {name: torch.cat([table, torch.zeros_like(table)]) for name, table in self.tables.items()}
+            self.tables = {
+                name: torch.cat([table, torch.zeros_like(table)])
+                for name, table in self.tables.items()
+            }
             self.changed += 1
         for name, matrices in adapter.items():
             if name not in self.tables:
@@ -39,7 +46,9 @@ class Adapters:
                 self.changed += 1
             down, up = stored(matrices, DEVICE)
             kept.append((down, up))
-            self.tables[name][number] = torch.tensor(table_row(down, up, matrices.scale), device=DEVICE)
+            self.tables[name][number] = torch.tensor(
+                table_row(down, up, matrices.scale), device=DEVICE
+            )
             if len(down) > self.max_rank:
                 self.max_rank = len(down)
                 self.changed += 1
@@ -51,17 +60,35 @@ class Adapters:
             table[number] = 0
         del self._matrices[number]
 
-    def aligned(self, adapters: torch.Tensor, num_rows: torch.Tensor, workspace: Workspace) -> tuple[Aligned, list[Launch]]:
-        """Tiles of rows of one adapter each, and the launches that make them, of the adapter of each row [rows]."""
+    def aligned(
+        self, adapters: torch.Tensor, num_rows: torch.Tensor, workspace: Workspace
+    ) -> tuple[Aligned, list[Launch]]:
+        """Tiles of rows of one adapter each, and the launches that make them, of the adapter of
+        each row [rows].
+        """
         key = f"aligned adapters {len(adapters)} {self._slots}"
-        to = workspace.once(key, lambda: empty_aligned(len(adapters), 1, self._slots + 1, BLOCK_M, DEVICE))
+        to = workspace.once(
+            key, lambda: empty_aligned(len(adapters), 1, self._slots + 1, BLOCK_M, DEVICE)
+        )
         return to, align_adapters(to, adapters, self._slots, num_rows)
 
-    def launches(self, delta: torch.Tensor, x: torch.Tensor, name: str, aligned: Aligned, workspace: Workspace) -> list[Launch]:
-        """What the rows' adapters add to their products with a weight; zeros for a weight that no adapter has."""
+    def launches(
+        self,
+        delta: torch.Tensor,
+        x: torch.Tensor,
+        name: str,
+        aligned: Aligned,
+        workspace: Workspace,
+    ) -> list[Launch]:
+        """What the rows' adapters add to their products with a weight; zeros for a weight that no
+        adapter has.
+        """
         splits, places, max_rank = hidden_shape(aligned, x.shape[1], self.max_rank)
         hidden = workspace.take("adapted hidden", splits * places, max_rank)
         table = self.tables.get(name)
         if table is None:
-            table = workspace.once(f"no adapters {self._slots}", lambda: torch.zeros(self._slots, 4, dtype=torch.int64, device=DEVICE))
+            table = workspace.once(
+                f"no adapters {self._slots}",
+                lambda: torch.zeros(self._slots, 4, dtype=torch.int64, device=DEVICE),
+            )
         return lora(delta, hidden.reshape(splits, places, max_rank), x, aligned, table)

@@ -1,4 +1,6 @@
-"""Where tensors of the GPU backend are: on the GPU, or in the memory of the host where kernels are interpreted."""
+"""Where tensors of the GPU backend are: on the GPU, or in the memory of the host where kernels are
+interpreted.
+"""
 
 from functools import cache
 
@@ -12,4 +14,8 @@ DEVICE = torch.device("cpu" if is_interpreting() else "cuda")
 @cache
 def multiprocessors() -> int:
     """Multiprocessors of the GPU."""
-    return 1 if is_interpreting() else int(torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    return (
+        1
+        if is_interpreting()
+        else int(torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    )

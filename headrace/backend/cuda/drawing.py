@@ -1,9 +1,10 @@
 """Draws on the device: the logit ops of a launch as numbers for its kernels, and their results.
 
-At every node of a draft tree a token is drawn, all at once, as each draw depends on the tokens of its ancestors alone, which the host
-knows; then a kernel goes down the tree by what was drawn. So the tokens are those of `sampling/exact.py`, and nothing waits for the host.
-Scores in float64 decide, as on the CPU, so that for the same logits the tokens are the same too, but where the share of a nucleus is so
-near to `top_p` that the rounding of its weights decides.
+At every node of a draft tree a token is drawn, all at once, as each draw depends on the tokens of
+its ancestors alone, which the host knows; then a kernel goes down the tree by what was drawn. So
+the tokens are those of `sampling/exact.py`, and nothing waits for the host. Scores in float64
+decide, as on the CPU, so that for the same logits the tokens are the same too, but where the share
+of a nucleus is so near to `top_p` that the rounding of its weights decides.
 """
 
 from collections.abc import Sequence
@@ -39,11 +40,15 @@ def runs_on_device(op: LogitOp) -> bool:
     """Whether the device runs an op; the others read the logits on the host."""
     if isinstance(op, Draw):
         return op.method == "exact" or (op.method == "typical" and not op.draft.tokens)
-    return isinstance(op, Score) or (isinstance(op, Expand) and op.width == 1 and not op.probabilities)
+    return isinstance(op, Score) or (
+        isinstance(op, Expand) and op.width == 1 and not op.probabilities
+    )
 
 
 class DrawStep:
-    """The ops of one launch that the device runs. `indices` are theirs among all ops of the launch."""
+    """The ops of one launch that the device runs. `indices` are theirs among all ops of the
+    launch.
+    """
 
     def __init__(self, ops: Sequence[LogitOp], samplers: DeviceSamplers) -> None:
         self.indices = [i for i, op in enumerate(ops) if runs_on_device(op)]
@@ -69,7 +74,9 @@ class DrawStep:
         self.layout = self._layout()
 
     def cancel(self) -> None:
-        """The launch has failed, and is never read: nothing was drawn, and what the device has of its samplers is not known."""
+        """The launch has failed, and is never read: nothing was drawn, and what the device has of
+        its samplers is not known.
+        """
         for pending in self._pending:
             if not isinstance(pending.op, Score):
                 self._samplers.drawn(cast(Sampler, pending.op.sampler), [], is_known=False)
@@ -86,13 +93,17 @@ class DrawStep:
     def _draw(self, index: int, op: Draw | Expand, draft: DraftTree, num_logprobs: int) -> None:
         sampler = self._samplers.draws(cast(Sampler, op.sampler))
         first, num_rows = len(self._rows), 1 + len(draft.tokens)
-        self._pending.append(PendingOp(op, first, len(self._described) if num_logprobs >= 0 else -1))
+        self._pending.append(
+            PendingOp(op, first, len(self._described) if num_logprobs >= 0 else -1)
+        )
         mask = -1 if op.masks is None else self._num_masks
         if op.masks is not None:
             self._masks.append(op.masks)
             self._num_masks += num_rows
         paths: list[list[int]] = [[]]
-        for node, (token, parent) in enumerate(zip([-1, *draft.tokens], [-2, *draft.parents], strict=True)):
+        for node, (token, parent) in enumerate(
+            zip([-1, *draft.tokens], [-2, *draft.parents], strict=True)
+        ):
             if node:
                 paths.append([*paths[parent + 1], token])
             position = op.position + len(paths[node])
@@ -100,7 +111,17 @@ class DrawStep:
             its_mask = mask + node if mask >= 0 else -1
             is_adjusted = len(entries) > 0 or mask >= 0 or sampler.slot >= 0
             self._rows.append(
-                (op.row + node, position, parent, token, sampler.slot, its_mask, self._num_entries, len(entries), is_adjusted)
+                (
+                    op.row + node,
+                    position,
+                    parent,
+                    token,
+                    sampler.slot,
+                    its_mask,
+                    self._num_entries,
+                    len(entries),
+                    is_adjusted,
+                )
             )
             self._is_adjusted |= is_adjusted
             self._templates.append(sampler.row)
@@ -123,7 +144,16 @@ class DrawStep:
         sizes = len(self._rows), self._num_entries, self._num_masks, len(self._described), self._top
         draws, entries, masks, described, top = (power_of_2(size) if size else 0 for size in sizes)
         needs = self._is_adjusted, self._is_noisy, self._is_filtered
-        return DrawLayout(draws, power_of_2(self._nodes), entries, masks, described, top, len(self._samplers.state), *needs)
+        return DrawLayout(
+            draws,
+            power_of_2(self._nodes),
+            entries,
+            masks,
+            described,
+            top,
+            len(self._samplers.state),
+            *needs,
+        )
 
     def fill(self, host: Ints) -> None:
         """Write what the kernels need to an area of `layout.num_ints` integers."""
@@ -143,12 +173,15 @@ class DrawStep:
         described[len(self._described) :, table.DESCRIBED_ROW.value] = -1
 
     def fill_masks(self, host: NDArray[np.uint32]) -> None:
-        """Write the masks to an area [layout.masks, words]; what is behind them there is not read."""
+        """Write the masks to an area [layout.masks, words]; what is behind them there is not
+        read.
+        """
         if self._masks:
             np.concatenate(self._masks, out=host[: self._num_masks])
 
     def read(self, host: Ints) -> list[LogitOpResult]:
-        """The results of the ops of `indices`, from an area of `layout.num_results` integers. What was drawn is appended to the samplers.
+        """The results of the ops of `indices`, from an area of `layout.num_results` integers. What
+        was drawn is appended to the samplers.
 
         It is called once, in the order of the launches.
         """
@@ -156,16 +189,22 @@ class DrawStep:
         for pending, (tokens, result) in zip(self._pending, results, strict=True):
             if not isinstance(pending.op, Score):
                 kept = [] if result is None else tokens
-                self._samplers.drawn(cast(Sampler, pending.op.sampler), kept, is_known=len(kept) == len(tokens))
+                self._samplers.drawn(
+                    cast(Sampler, pending.op.sampler), kept, is_known=len(kept) == len(tokens)
+                )
         return [result for _, result in results]
 
 
 class Drawing:
     """Draws of one executable, whose launches are all in one stream."""
 
-    def __init__(self, vocab: int, device: torch.device, chunk: int = CHUNK, listed: int = LISTED) -> None:
+    def __init__(
+        self, vocab: int, device: torch.device, chunk: int = CHUNK, listed: int = LISTED
+    ) -> None:
         self.last_tokens = torch.zeros(_MAX_OPS, dtype=torch.int32, device=device)
-        """The last token that each op of the last launch has drawn, 0 where its logits were not finite: what `token_source` indexes."""
+        """The last token that each op of the last launch has drawn, 0 where its logits were not
+        finite: what `token_source` indexes.
+        """
         self._samplers, self._plain = DeviceSamplers(vocab, device), PlainDraws()
         self._adjusted = torch.empty((0, -(-vocab // 16) * 16), dtype=torch.float32, device=device)
         self._vocab, self._chunk, self._listed = vocab, chunk, listed
@@ -177,15 +216,23 @@ class Drawing:
 
     def must_wait(self, ops: Sequence[LogitOp]) -> bool:
         """Whether launches in flight are to be read before these ops are launched."""
-        drawing = [cast(Sampler, op.sampler) for op in ops if isinstance(op, Draw | Expand) and runs_on_device(op)]
+        drawing = [
+            cast(Sampler, op.sampler)
+            for op in ops
+            if isinstance(op, Draw | Expand) and runs_on_device(op)
+        ]
         return any(map(self._samplers.must_wait, drawing))
 
     def again(self, ops: Sequence[LogitOp]) -> PlainStep | None:
-        """The ops of a launch, if they are plain draws and those of the last that were begun, at other positions: nothing is to begin."""
+        """The ops of a launch, if they are plain draws and those of the last that were begun, at
+        other positions: nothing is to begin.
+        """
         return self._plain.again(ops, len(self._samplers.state))
 
     def begin(self, ops: Sequence[LogitOp]) -> DrawStep:
-        """The ops of a launch that the device runs. It is called once for each launch, in their order, behind those before it."""
+        """The ops of a launch that the device runs. It is called once for each launch, in their
+        order, behind those before it.
+        """
         if len(ops) > _MAX_OPS:
             raise ValueError(f"a launch has at most {_MAX_OPS} ops")
         step = DrawStep(ops, self._samplers)
@@ -194,16 +241,25 @@ class Drawing:
         return step
 
     def set_last_tokens(self, indices: Sequence[int], values: Sequence[LogitOpResult]) -> None:
-        """Put the last tokens of ops of the last launch, which the host ran, where the device would."""
-        tokens = [value.tokens[-1] if isinstance(value, Drawn | Expanded) else 0 for value in values]
+        """Put the last tokens of ops of the last launch, which the host ran, where the device
+        would.
+        """
+        tokens = [
+            value.tokens[-1] if isinstance(value, Drawn | Expanded) else 0 for value in values
+        ]
         at = torch.tensor(list(indices), dtype=torch.int64, device=self.last_tokens.device)
-        self.last_tokens[at] = torch.tensor(tokens, dtype=torch.int32, device=self.last_tokens.device)
+        self.last_tokens[at] = torch.tensor(
+            tokens, dtype=torch.int32, device=self.last_tokens.device
+        )
 
-    def launches(self, layout: DrawLayout, logits: torch.Tensor, area: Any, masks: Any, results: Any) -> list[Launch]:
+    def launches(
+        self, layout: DrawLayout, logits: torch.Tensor, area: Any, masks: Any, results: Any
+    ) -> list[Launch]:
         """The kernels of all steps of one layout, on logits [rows, vocab].
 
-        Theirs are areas of integers: `area` [num_ints], which begins at a multiple of 16 bytes, `masks` [masks, words] and `results`
-        [num_results]. A layout with other `slots` than that of the last step is not used again.
+        Theirs are areas of integers: `area` [num_ints], which begins at a multiple of 16 bytes,
+        `masks` [masks, words] and `results` [num_results]. A layout with other `slots` than that of
+        the last step is not used again.
         """
         draws, op_table, entries, described = layout.inputs(area)
         drawn, described_out, top_ids, top_logprobs = layout.results(results)
@@ -218,15 +274,39 @@ class Drawing:
                 made += draw_adjust(logits, draws, entries, state, masks, adjusted, self._chunk)
             tops = torch.empty(layout.draws, dtype=torch.float32, device=device)
             chunks = self._chunks(layout.draws, device)
-            made += draw_chunks(logits, adjusted, draws, doubles, chunks, tops, tokens, layout.is_noisy, self._chunk)
+            made += draw_chunks(
+                logits, adjusted, draws, doubles, chunks, tops, tokens, layout.is_noisy, self._chunk
+            )
             if layout.is_filtered:
                 lists = self._lists(layout.draws, device)
-                made += draw_filter(logits, adjusted, draws, doubles, chunks[0], lists, tops, tokens, self._chunk, self._listed)
+                made += draw_filter(
+                    logits,
+                    adjusted,
+                    draws,
+                    doubles,
+                    chunks[0],
+                    lists,
+                    tops,
+                    tokens,
+                    self._chunk,
+                    self._listed,
+                )
         if layout.described:
             floats = described_out[1].view(torch.float32), top_ids, top_logprobs.view(torch.float32)
-            made += logprobs(logits, described, tokens, self._chunks(layout.described, device), (described_out[0], *floats), self._chunk)
+            made += logprobs(
+                logits,
+                described,
+                tokens,
+                self._chunks(layout.described, device),
+                (described_out[0], *floats),
+                self._chunk,
+            )
         if layout.draws:
-            made.append(draw_verify(draws, op_table, tokens, state, self.last_tokens, tuple(drawn), layout.nodes))
+            made.append(
+                draw_verify(
+                    draws, op_table, tokens, state, self.last_tokens, tuple(drawn), layout.nodes
+                )
+            )
         return made
 
     def _chunks(self, rows: int, device: Any) -> Any:
@@ -238,7 +318,9 @@ class Drawing:
     def _lists(self, rows: int, device: Any) -> Any:
         """Memory for the tokens of so many rows that filters may keep."""
         kinds = torch.float32, torch.int32
-        logits, ids = (torch.empty((rows, self._listed), dtype=kind, device=device) for kind in kinds)
+        logits, ids = (
+            torch.empty((rows, self._listed), dtype=kind, device=device) for kind in kinds
+        )
         floors, sizes = (torch.empty(rows, dtype=kind, device=device) for kind in kinds)
         return logits, ids, sizes, floors
 

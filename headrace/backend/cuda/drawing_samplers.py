@@ -1,8 +1,10 @@
-"""What the device knows of each native sampler: its options as a row of a table, and the state of its penalties.
+"""What the device knows of each native sampler: its options as a row of a table, and the state of
+its penalties.
 
-The native sampler stays the truth. Its state is uploaded when it first draws; after that each launch adds what it draws to the copy on
-the device, so that the next can be issued before the host knows the tokens, which it appends to the native sampler when it reads them.
-A copy is out of date where tokens were appended to the sampler by anything else: it is then uploaded anew.
+The native sampler stays the truth. Its state is uploaded when it first draws; after that each
+launch adds what it draws to the copy on the device, so that the next can be issued before the host
+knows the tokens, which it appends to the native sampler when it reads them. A copy is out of date
+where tokens were appended to the sampler by anything else: it is then uploaded anew.
 """
 
 from collections.abc import Callable
@@ -42,12 +44,16 @@ class SamplerRecord:
     slot: int = -1
     """Row of the state; -1: none yet."""
     num_appended: int = -1
-    """Tokens that had been appended to the sampler, without those of launches in flight, by the copy on the device."""
+    """Tokens that had been appended to the sampler, without those of launches in flight, by the
+    copy on the device.
+    """
     num_in_flight: int = 0
     """Launches that draw with it and have not been read."""
 
     def entries(self, position: int, path: list[int]) -> Ints:  # [entries, 4]
-        """The tokens whose logits are adjusted at a position, behind draft tokens, beyond what the state on the device says."""
+        """The tokens whose logits are adjusted at a position, behind draft tokens, beyond what the
+        state on the device says.
+        """
         bans = self.banned if position < self.banned_until else []
         if not (bans or (path and self.has_penalties)):
             return self.bias_entries
@@ -60,7 +66,9 @@ def _entries(biases: dict[int, float], path: list[int], bans: list[int]) -> Ints
         return _NO_ENTRIES
     entries = np.zeros((len(tokens), 4), np.int32)
     entries[:, table.ENTRY_TOKEN.value] = tokens
-    entries.view(np.float32)[:, table.ENTRY_BIAS.value] = [biases.get(token, 0.0) for token in tokens]
+    entries.view(np.float32)[:, table.ENTRY_BIAS.value] = [
+        biases.get(token, 0.0) for token in tokens
+    ]
     entries[:, table.ENTRY_COUNT.value] = [path.count(token) for token in tokens]
     entries[:, table.ENTRY_BAN.value] = [token in bans for token in tokens]
     return entries
@@ -70,7 +78,9 @@ def _record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> SamplerR
     options: dict[str, Any] = sampler.options
     if options["vocab"] != vocab:
         raise ValueError("the rows of logits are not as wide as the vocabulary")
-    temperature, top_k, top_p, min_p = (options[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+    temperature, top_k, top_p, min_p = (
+        options[name] for name in ("temperature", "top_k", "top_p", "min_p")
+    )
     top_k = top_k if top_k < vocab else 0
     is_noisy = temperature >= _GREEDY_BELOW
     is_filtered = is_noisy and (top_k > 0 or top_p < 1 or min_p > 0)
@@ -89,16 +99,29 @@ def _record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> SamplerR
     row[table.IS_NOISY.value] = is_noisy
     row[table.IS_FILTERED.value] = is_filtered
     biases = dict(options["logit_bias"])
-    fields = row, is_noisy, is_filtered, sampler.has_penalties, biases, options["banned"], options["banned_until"], _entries(biases, [], [])
+    fields = (
+        row,
+        is_noisy,
+        is_filtered,
+        sampler.has_penalties,
+        biases,
+        options["banned"],
+        options["banned_until"],
+        _entries(biases, [], []),
+    )
     return SamplerRecord(ref(sampler, died), *fields)
 
 
 class DeviceSamplers:
-    """The records of all samplers that have drawn and are still there, and the state of their penalties, [slots, vocab] on the device."""
+    """The records of all samplers that have drawn and are still there, and the state of their
+    penalties, [slots, vocab] on the device.
+    """
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.state = torch.zeros((0, vocab), dtype=torch.int32, device=device)
-        """Twice the number of times that a token is in the output, or more by 1; 0: the prompt has it not either. It moves as it grows."""
+        """Twice the number of times that a token is in the output, or more by 1; 0: the prompt has
+        it not either. It moves as it grows.
+        """
         self._records: dict[int, SamplerRecord] = {}
         self._free: list[int] = []
         self._dead: list[int] = []
@@ -112,28 +135,43 @@ class DeviceSamplers:
             if found is not None:
                 self._forget(found)
             dead = self._dead
-            found = self._records[key] = _record(sampler, self.state.shape[1], lambda _: dead.append(key))
+            found = self._records[key] = _record(
+                sampler, self.state.shape[1], lambda _: dead.append(key)
+            )
         return found
 
     def must_wait(self, sampler: Sampler) -> bool:
-        """Whether tokens were appended to a sampler while launches that draw with it are in flight: these must be read before the next."""
+        """Whether tokens were appended to a sampler while launches that draw with it are in flight:
+        these must be read before the next.
+        """
         found = self.record(sampler)
-        return found.has_penalties and found.num_in_flight > 0 and sampler.num_appended != found.num_appended
+        return (
+            found.has_penalties
+            and found.num_in_flight > 0
+            and sampler.num_appended != found.num_appended
+        )
 
     def draws(self, sampler: Sampler) -> SamplerRecord:
-        """The record of a sampler that the next launch draws with, whose state is now on the device."""
+        """The record of a sampler that the next launch draws with, whose state is now on the
+        device.
+        """
         self._sweep()
         found = self.record(sampler)
         if found.has_penalties:
             if sampler.num_appended != found.num_appended:
                 if found.num_in_flight:
-                    raise RuntimeError("tokens were appended to a sampler while a launch that draws with it was in flight")
+                    raise RuntimeError(
+                        "tokens were appended to a sampler while a launch that draws with "
+                        "it was in flight"
+                    )
                 self._upload(sampler, found)
             found.num_in_flight += 1
         return found
 
     def drawn(self, sampler: Sampler, tokens: list[int], is_known: bool = True) -> None:
-        """Append what a launch has drawn with a sampler; unless `is_known`, what is on the device is something else."""
+        """Append what a launch has drawn with a sampler; unless `is_known`, what is on the device
+        is something else.
+        """
         found = self.record(sampler)
         for token in tokens:
             sampler.append(token)
@@ -168,7 +206,9 @@ class DeviceSamplers:
                 self._forget(found)
 
     def _forget(self, found: SamplerRecord) -> None:
-        """Give the row of a sampler that is gone to another: what is in flight is in the stream before the upload of its state."""
+        """Give the row of a sampler that is gone to another: what is in flight is in the stream
+        before the upload of its state.
+        """
         if found.slot >= 0:
             self._free.append(found.slot)
             found.slot = -1

@@ -19,7 +19,9 @@ class PendingOp(NamedTuple):
     """The first of its rows to describe; -1: it has none."""
 
 
-def results_of(pending: list[PendingOp], layout: DrawLayout, host: Ints) -> list[tuple[list[int], LogitOpResult]]:
+def results_of(
+    pending: list[PendingOp], layout: DrawLayout, host: Ints
+) -> list[tuple[list[int], LogitOpResult]]:
     """The tokens that each op has drawn, as the device knows them, and its result."""
     drawn, described, top_ids, top_logprobs = layout.results(host)
     tokens, path, counts = drawn.tolist()
@@ -39,13 +41,22 @@ def results_of(pending: list[PendingOp], layout: DrawLayout, host: Ints) -> list
             visited = [-1, *its_path] if its_tokens or isinstance(op, Score) else []
             rows = [first_described + 1 + node for node in visited]
         num_top = 0 if isinstance(op, Expand) else max(0, op.num_logprobs)
-        scores = [TokenLogprobs(logprobs[i], ranks[i], ids[i][:num_top], of_ids[i][:num_top]) for i in rows]
-        is_finite = all(score.rank for score in scores) and (bool(its_tokens) or isinstance(op, Score))
-        results.append((its_tokens, _result(op, its_tokens, its_path, scores) if is_finite else None))
+        scores = [
+            TokenLogprobs(logprobs[i], ranks[i], ids[i][:num_top], of_ids[i][:num_top])
+            for i in rows
+        ]
+        is_finite = all(score.rank for score in scores) and (
+            bool(its_tokens) or isinstance(op, Score)
+        )
+        results.append(
+            (its_tokens, _result(op, its_tokens, its_path, scores) if is_finite else None)
+        )
     return results
 
 
-def _result(op: Draw | Expand | Score, tokens: list[int], path: list[int], scores: list[TokenLogprobs]) -> LogitOpResult:
+def _result(
+    op: Draw | Expand | Score, tokens: list[int], path: list[int], scores: list[TokenLogprobs]
+) -> LogitOpResult:
     if isinstance(op, Score):
         return scores[0]
     return Drawn(tokens, path, scores) if isinstance(op, Draw) else Expanded(tokens, None)

@@ -1,4 +1,6 @@
-"""A program on a GPU: its weights, its KV, and the launches of its steps, by the shapes that these are rounded up to."""
+"""A program on a GPU: its weights, its KV, and the launches of its steps, by the shapes that these
+are rounded up to.
+"""
 
 import time
 from collections import deque
@@ -40,16 +42,21 @@ from headrace.quant.formats import StoredTensor
 from headrace.sampling import host as sampling
 
 _RUNS_BEFORE_GRAPH = 8
-"""Steps of a shape after which it gets a graph, where it has none from the start: to launch its kernels one by one takes the host longer
-than a small model takes for a chunk of a prompt."""
+"""Steps of a shape after which it gets a graph, where it has none from the start: to launch its
+kernels one by one takes the host longer than a small model takes for a chunk of a prompt.
+"""
 _MOST_LATE_GRAPHS = 64
 """Of these; a graph takes a megabyte or two."""
 _LEAST_INTS = 1 << 20
-"""That there is room for in a step: with 64 sequences, tables of 16,000 blocks each, so that graphs are hardly ever made anew."""
+"""That there is room for in a step: with 64 sequences, tables of 16,000 blocks each, so that graphs
+are hardly ever made anew.
+"""
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program in fused ops, with the bytes that its weights have on a GPU; nothing of them is read."""
+    """The program in fused ops, with the bytes that its weights have on a GPU; nothing of them is
+    read.
+    """
     return sized(fuse(program), weights)
 
 
@@ -94,9 +101,14 @@ class CudaExecutable:
     ) -> None:
         self.kv_groups = program.kv_groups
         self._stores = [
-            KvStore(group, num_blocks, kv.block_size, kv.dtype) for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)
+            KvStore(group, num_blocks, kv.block_size, kv.dtype)
+            for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)
         ]
-        self._weights, self._workspace, self._adapters = Weights(tensors), workspace or Workspace(), Adapters()
+        self._weights, self._workspace, self._adapters = (
+            Weights(tensors),
+            workspace or Workspace(),
+            Adapters(),
+        )
         self._packed, self._stream = activations, stream
         self._begin(lower(program, tensors))
         self._plan(decoding(1))  # which packs the weights
@@ -114,14 +126,20 @@ class CudaExecutable:
         """Shapes whose plans are graphs from the start."""
         self._num_late_graphs = 0
         self._bound = (0, 0)
-        """What the tensors that plans are bound to depend on: how often the workspace grew, and adapters changed."""
+        """What the tensors that plans are bound to depend on: how often the workspace grew, and
+        adapters changed.
+        """
         self._in_flight: deque[CudaTicket] = deque()
         self._slots = Slots(self._in_flight)
         experts = [op for op in program.ops if isinstance(op, mixture.Experts)]
-        self._loads = {op.out.id: torch.zeros(len(op.gate), dtype=torch.int64, device=DEVICE) for op in experts}
+        self._loads = {
+            op.out.id: torch.zeros(len(op.gate), dtype=torch.int64, device=DEVICE) for op in experts
+        }
 
     @within_memory
-    def attach(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None) -> "CudaExecutable":
+    def attach(
+        self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
+    ) -> "CudaExecutable":
         if kv is not None:
             return CudaExecutable(program, weights, kv, self._packed, self._stream, self._workspace)
         other = copy(self)
@@ -130,8 +148,17 @@ class CudaExecutable:
         return other
 
     @within_memory
-    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp] = (), *, logits: bool = False, hidden: bool = False) -> CudaTicket:
-        needs_host = batch.token_source is not None and any(ticket.runs_on_host for ticket in self._in_flight)
+    def launch(
+        self,
+        batch: RaggedBatch,
+        ops: Sequence[LogitOp] = (),
+        *,
+        logits: bool = False,
+        hidden: bool = False,
+    ) -> CudaTicket:
+        needs_host = batch.token_source is not None and any(
+            ticket.runs_on_host for ticket in self._in_flight
+        )
         repeated = self._drawing.again(ops)
         if self._in_flight and (needs_host or (not repeated and self._drawing.must_wait(ops))):
             self._in_flight[-1].wait()
@@ -151,7 +178,9 @@ class CudaExecutable:
             raise
 
     def _plan_of(self, batch: RaggedBatch, layout: DrawLayout) -> tuple[Plan, int]:
-        """The plan of a batch, and how many integers its step has at most, for which there is room."""
+        """The plan of a batch, and how many integers its step has at most, for which there is
+        room.
+        """
         plan = self._plan(shape_of(batch))
         needed = most_ints(batch, plan.step.end + _draw_ints(layout, self._drawing.mask_words))
         if needed > len(self._ints):
@@ -160,7 +189,9 @@ class CudaExecutable:
         return plan, needed
 
     def _plan(self, shape: StepShape) -> Plan:
-        """The launches of steps of a shape; made anew where the memory that they are bound to has moved."""
+        """The launches of steps of a shape; made anew where the memory that they are bound to has
+        moved.
+        """
         if (bound := (self._workspace.grown, self._adapters.changed)) != self._bound:
             self._plans.clear()
             self._num_late_graphs = 0
@@ -181,7 +212,9 @@ class CudaExecutable:
         step.bind(self._ints)
         value = self._buffers.bind(self._workspace, shape.counts)
         adapters = self._adapters if shape.has_adapters else None
-        lowering = Lowering(value, self._weights, self._workspace, step, adapters, self._loads, self._packed)
+        lowering = Lowering(
+            value, self._weights, self._workspace, step, adapters, self._loads, self._packed
+        )
         names: list[str] = []
         for op in self.program.ops:
             lowering.lower(op)
@@ -190,7 +223,9 @@ class CudaExecutable:
 
     @within_memory
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        """Make room for the largest steps, and graphs of those whose rows all have logits: plain decoding, and draft trees."""
+        """Make room for the largest steps, and graphs of those whose rows all have logits: plain
+        decoding, and draft trees.
+        """
         if not self._stream.has_graphs:
             return
         self._plan(prefill(max_rows, max_logit_rows))
@@ -200,7 +235,9 @@ class CudaExecutable:
             self._capture(self._plan(shape))
 
     def _capture(self, plan: Plan) -> None:
-        """Make a graph of the launches of a plan, which run once before, over rows that are padding."""
+        """Make a graph of the launches of a plan, which run once before, over rows that are
+        padding.
+        """
         if plan.graph is None:
             slot = self._slots.next()
             host = slot.take("padding", plan.step.end)
@@ -226,14 +263,18 @@ class CudaExecutable:
         self._ints = torch.zeros(max(_LEAST_INTS, 2 * size), dtype=torch.int32, device=DEVICE)
         self._workspace.grown += 1
 
-    def _send(self, plan: Plan, batch: RaggedBatch, draw: DrawStep | PlainStep, slot: Slot, needed: int) -> None:
+    def _send(
+        self, plan: Plan, batch: RaggedBatch, draw: DrawStep | PlainStep, slot: Slot, needed: int
+    ) -> None:
         """Copy what the host knows of a step to the device."""
         host = slot.at_least("step", needed)
         numbers, first, layout = host.array, plan.step.end, draw.layout
         draw.fill(numbers[first : first + layout.num_ints])
         before = first + _draw_ints(layout, self._drawing.mask_words)
         if layout.masks:
-            masks = numbers[before - layout.masks * self._drawing.mask_words : before].view(np.uint32)
+            masks = numbers[before - layout.masks * self._drawing.mask_words : before].view(
+                np.uint32
+            )
             draw.fill_masks(masks.reshape(layout.masks, self._drawing.mask_words))
         used = plan.step.fill(batch, host.views(plan.step), numbers, before)
         self._stream.copy(self._ints[:used], host.tensor[:used])
@@ -251,8 +292,12 @@ class CudaExecutable:
             masks = self._ints[before - layout.masks * words : before].reshape(layout.masks, words)
             results = torch.zeros(layout.num_results, dtype=torch.int32, device=DEVICE)
             area = self._ints[first : first + layout.num_ints]
-            launches = self._drawing.launches(layout, plan.value(self._logits), area, masks, results)
-            plan.draws = {known: one for known, one in plan.draws.items() if known.slots == layout.slots}
+            launches = self._drawing.launches(
+                layout, plan.value(self._logits), area, masks, results
+            )
+            plan.draws = {
+                known: one for known, one in plan.draws.items() if known.slots == layout.slots
+            }
             plan.draws[layout] = Draws(launches, results)
         draws = plan.draws[layout]
         if plan.graph and draws.has_run and not draws.graph:
@@ -275,7 +320,11 @@ class CudaExecutable:
         wanted: tuple[bool, bool],
     ) -> CudaTicket:
         """Copy what is wanted of a step to the host; returns the ticket for it."""
-        of_host = [] if len(draw.indices) == len(ops) else sorted(set(range(len(ops))) - set(draw.indices))
+        of_host = (
+            []
+            if len(draw.indices) == len(ops)
+            else sorted(set(range(len(ops))) - set(draw.indices))
+        )
         on_host = [ops[i] for i in of_host]
         values = {
             "logits": self._logits if wanted[0] or on_host else None,
@@ -287,14 +336,20 @@ class CudaExecutable:
         rows: dict[str, NDArray[np.float32]] = {}
         for name, value in values.items():
             if value:
-                count = len(batch.logit_rows) if batch.pooled_rows is None or name != "pooled" else len(batch.pooled_rows)
+                count = (
+                    len(batch.logit_rows)
+                    if batch.pooled_rows is None or name != "pooled"
+                    else len(batch.pooled_rows)
+                )
                 own = slot.take(name, count, value.width, dtype=torch.float32)
                 self._stream.copy(own.tensor, plan.value(value)[:count])
                 rows[name] = own.array
         mark = self._stream.mark()
 
         def read() -> StepResult:
-            self._slots.give_back(slot, mark)  # the next launch may write there, and none comes before this is read
+            self._slots.give_back(
+                slot, mark
+            )  # the next launch may write there, and none comes before this is read
             found: list[LogitOpResult] = [None] * len(ops)
             for i, result in zip(draw.indices, draw.read(results.array), strict=True):
                 found[i] = result
@@ -340,7 +395,9 @@ class CudaExecutable:
 
     @within_memory
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        counts = host_block_counts(num_bytes, [(store.num_blocks, store.block_bytes) for store in self._stores])
+        counts = host_block_counts(
+            num_bytes, [(store.num_blocks, store.block_bytes) for store in self._stores]
+        )
         return CudaHostBlocks(self._stores, counts, self._stream) if all(counts) else None
 
     def close(self) -> None:
@@ -348,5 +405,7 @@ class CudaExecutable:
 
 
 def _draw_ints(layout: DrawLayout, mask_words: int) -> int:
-    """Integers of the draws of a step, and behind them their masks, which begin at a multiple of 16 bytes."""
+    """Integers of the draws of a step, and behind them their masks, which begin at a multiple of 16
+    bytes.
+    """
     return -(-layout.num_ints // 4) * 4 + layout.masks * mask_words

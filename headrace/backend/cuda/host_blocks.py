@@ -1,9 +1,11 @@
-"""Copies of blocks of KV in pinned memory of the host, made and copied back while the device goes on with its steps.
+"""Copies of blocks of KV in pinned memory of the host, made and copied back while the device goes
+on with its steps.
 
-Steps see them in order: within the device a block is copied in the stream of the launches, to a staging block or from one. Between there
-and the host it is copied beside them, and all waiting is the device's. So what a copy is made of may be written anew at once, and what
-comes back is on its way while the steps that were given before still run. Copies in one direction use staging blocks of their own: those
-that come back would else wait for steps that must end before a block can go.
+Steps see them in order: within the device a block is copied in the stream of the launches, to a
+staging block or from one. Between there and the host it is copied beside them, and all waiting is
+the device's. So what a copy is made of may be written anew at once, and what comes back is on its
+way while the steps that were given before still run. Copies in one direction use staging blocks of
+their own: those that come back would else wait for steps that must end before a block can go.
 """
 
 from collections import deque
@@ -21,16 +23,22 @@ from headrace.errors import MemoryLimitError
 _CHUNK_BYTES = 1 << 26
 """Most bytes that are pinned at once; which takes about as long as a step, so not much more."""
 _STAGING_BYTES = 1 << 27
-"""Most bytes of the staging blocks of one direction, unless two have more: some milliseconds of PCIe."""
+"""Most bytes of the staging blocks of one direction, unless two have more: some milliseconds of
+PCIe.
+"""
 _MOST_STAGING = 64
 """Most staging blocks of one direction."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class CudaHostBlocks:
-    """So many blocks of each group. Raises MemoryLimitError where the host does not give the memory for the first ones."""
+    """So many blocks of each group. Raises MemoryLimitError where the host does not give the memory
+    for the first ones.
+    """
 
-    def __init__(self, stores: Sequence[KvStore], num_blocks: Sequence[int], stream: Stream) -> None:
+    def __init__(
+        self, stores: Sequence[KvStore], num_blocks: Sequence[int], stream: Stream
+    ) -> None:
         self.num_blocks = tuple(num_blocks)
         self.block_bytes = tuple(store.block_bytes for store in stores)
         self._stream = stream
@@ -39,8 +47,13 @@ class CudaHostBlocks:
         self._tensors = [_in_words(store) for store in stores]
         self._saved: dict[tuple[int, int], Mark] = {}
         """Of the host blocks of each group: a mark behind the last copy to it."""
-        staging = torch.empty(2, *_staging_shape(self.block_bytes), dtype=torch.uint8, device=DEVICE)
-        self._out, self._in = (deque(_Staging(whole, self._tensors, stream.mark()) for whole in half) for half in staging)
+        staging = torch.empty(
+            2, *_staging_shape(self.block_bytes), dtype=torch.uint8, device=DEVICE
+        )
+        self._out, self._in = (
+            deque(_Staging(whole, self._tensors, stream.mark()) for whole in half)
+            for half in staging
+        )
         self.block_seconds = self._measured()
 
     def save(self, group: int, block: int, host_block: int) -> None:
@@ -51,12 +64,16 @@ class CudaHostBlocks:
         after = [self._stream.mark()]
         if before := self._saved.get((group, host_block)):
             after.append(before)
-        staging.done = self._saved[group, host_block] = self._stream.copy_beside(copy, staging.whole[: len(copy)], after)
+        staging.done = self._saved[group, host_block] = self._stream.copy_beside(
+            copy, staging.whole[: len(copy)], after
+        )
         self._out.rotate(-1)
 
     def load(self, group: int, host_block: int, block: int) -> None:
         copy, staging = self._copy(group, host_block), self._in[0]
-        came = self._stream.copy_beside(staging.whole[: len(copy)], copy, [staging.done, self._saved[group, host_block]])
+        came = self._stream.copy_beside(
+            staging.whole[: len(copy)], copy, [staging.done, self._saved[group, host_block]]
+        )
         self._stream.wait_for(came)  # and so do all saves to this host block that are still to come
         for part, tensor in zip(staging.parts[group], self._tensors[group], strict=True):
             self._stream.copy(tensor[:, block], part)
@@ -68,7 +85,9 @@ class CudaHostBlocks:
         chunk, place = divmod(host_block, self._in_chunk[group])
         chunks, size = self._chunks[group], self.block_bytes[group]
         while len(chunks) <= chunk:
-            count = min(self._in_chunk[group], self.num_blocks[group] - len(chunks) * self._in_chunk[group])
+            count = min(
+                self._in_chunk[group], self.num_blocks[group] - len(chunks) * self._in_chunk[group]
+            )
             try:
                 chunks.append(host_tensor(count * size, torch.uint8).view(count, size))
             except RuntimeError as error:
@@ -76,15 +95,24 @@ class CudaHostBlocks:
         return chunks[chunk][place]
 
     def _measured(self) -> float:
-        """Seconds until steps may read a block of every group that comes back; the first blocks are what they were afterwards."""
+        """Seconds until steps may read a block of every group that comes back; the first blocks are
+        what they were afterwards.
+        """
         took = 0.0
-        for copy in (self.save, self.load, self.load):  # the first of which pins memory, and the second warms up
+        for copy in (
+            self.save,
+            self.load,
+            self.load,
+        ):  # the first of which pins memory, and the second warms up
             begun = perf_counter()
             try:
                 for group in range(len(self.num_blocks)):
                     copy(group, 0, 0)
             except MemoryError as error:
-                advice = "lower kv_offload_bytes, or raise how much memory a process may lock (ulimit -l)"
+                advice = (
+                    "lower kv_offload_bytes, or raise how much memory a process may lock "
+                    "(ulimit -l)"
+                )
                 raise MemoryLimitError(f"{error} for copies of KV: {advice}") from None
             self._stream.mark().synchronize()
             took = perf_counter() - begun
@@ -101,7 +129,9 @@ class _Staging:
 
 
 def staging_bytes(block_bytes: Sequence[int]) -> int:
-    """Bytes of the device for copies of blocks on their way, where a block of each group has so many."""
+    """Bytes of the device for copies of blocks on their way, where a block of each group has so
+    many.
+    """
     count, size = _staging_shape(block_bytes)
     return 2 * count * size
 
@@ -113,9 +143,13 @@ def _staging_shape(block_bytes: Sequence[int]) -> tuple[int, int]:
 
 
 def _in_words(store: KvStore) -> list[Any]:
-    """The tensors of a store as [layers, blocks, words], the largest words that a block of a layer is made of, and these tensors first."""
+    """The tensors of a store as [layers, blocks, words], the largest words that a block of a layer
+    is made of, and these tensors first.
+    """
     numbers = [tensor.flatten(2).view(torch.uint8) for tensor in store.tensors]
-    words = [x.view(next(word for word in _WORDS if x.shape[2] % word.itemsize == 0)) for x in numbers]
+    words = [
+        x.view(next(word for word in _WORDS if x.shape[2] % word.itemsize == 0)) for x in numbers
+    ]
     return sorted(words, key=lambda x: -x.element_size())
 
 
@@ -123,4 +157,7 @@ def _parts(whole: torch.Tensor, tensors: Sequence[Any]) -> list[Any]:
     """Where a block of these tensors lies in a piece of memory: one behind the other."""
     sizes = [tensor[:, 0].nbytes for tensor in tensors]
     parts = whole[: sum(sizes)].split(sizes)
-    return [part.view(tensor.dtype).view(tensor[:, 0].shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return [
+        part.view(tensor.dtype).view(tensor[:, 0].shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]

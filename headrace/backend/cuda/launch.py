@@ -1,10 +1,14 @@
-"""What a kernel is launched with: the binding of a Triton kernel to tensors, which can be launched again and again, or captured."""
+"""What a kernel is launched with: the binding of a Triton kernel to tensors, which can be launched
+again and again, or captured.
+"""
 
 from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
-    """A kernel with its grid and its arguments. The tensors stay those that they are: what changes from step to step lies in them."""
+    """A kernel with its grid and its arguments. The tensors stay those that they are: what changes
+    from step to step lies in them.
+    """
 
     kernel: Any  # of `triton.jit`
     grid: tuple[int, ...]
@@ -12,8 +16,8 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # constexpr arguments, `num_warps` and `num_stages`
 
     def __call__(self) -> None:
-        # A product and a sum are rounded each: fused or not, as a compiler chooses for one shape of a tile and not for another, they
-        # would give a row other bits in another batch.
+        # A product and a sum are rounded each: fused or not, as a compiler chooses for one shape of
+        # a tile and not for another, they would give a row other bits in another batch.
         self.kernel[self.grid](*self.args, **self.constants, enable_fp_fusion=False)
 
     @property

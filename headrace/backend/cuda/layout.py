@@ -1,4 +1,6 @@
-"""How the GPU keeps a matrix: codes, their scales, and what they stand for, by the stored format that it comes from."""
+"""How the GPU keeps a matrix: codes, their scales, and what they stand for, by the stored format
+that it comes from.
+"""
 
 from dataclasses import replace
 from math import gcd
@@ -10,7 +12,9 @@ from headrace.record import frozen
 
 Store = Literal["f32", "f16", "bf16", "e4m3", "e5m2", "int8", "int4"]
 ScaleStore = Literal["f32", "f16", "bf16", "steps", "eighths"]
-"""Of scales and zeros: numbers of their own; or integers of 8 bits, as they are or over 8, times a float16 of their super-block."""
+"""Of scales and zeros: numbers of their own; or integers of 8 bits, as they are or over 8, times a
+float16 of their super-block.
+"""
 
 _PLAIN: dict[str, Store] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
@@ -26,9 +30,10 @@ _IN_EIGHTHS = ("iq1", "iq2", "iq3_xxs")
 class WeightLayout:
     """How a matrix lies in the memory of a GPU.
 
-    Rows lie one after the other, each in whole tiles of `tile` columns. A word of 16 bits of `int4` has a code of each quarter of its tile,
-    that of the first in its lowest bits: a kernel makes four products of them, and never has to interleave.
-    Scales are [groups, rows], so that neighbouring rows are read together; packing.py says how those of 8 and 16 bits lie.
+    Rows lie one after the other, each in whole tiles of `tile` columns. A word of 16 bits of `int4`
+    has a code of each quarter of its tile, that of the first in its lowest bits: a kernel makes
+    four products of them, and never has to interleave. Scales are [groups, rows], so that
+    neighbouring rows are read together; packing.py says how those of 8 and 16 bits lie.
     """
 
     store: Store
@@ -77,22 +82,32 @@ class WeightLayout:
         groups = self.num_groups(cols)
         if number == "f32":
             return groups
-        return -(-groups // 2) if number in ("f16", "bf16") else -(-groups // 4) + -(-cols // (2 * SUPER_BLOCK))
+        return (
+            -(-groups // 2)
+            if number in ("f16", "bf16")
+            else -(-groups // 4) + -(-cols // (2 * SUPER_BLOCK))
+        )
 
     def nbytes(self, rows: int, cols: int) -> int:
         """Bytes of a matrix, with its scales and zeros."""
-        tables = sum(self.table_words(number, cols) for number in (self.scale, self.zero_store) if number)
+        tables = sum(
+            self.table_words(number, cols) for number in (self.scale, self.zero_store) if number
+        )
         return rows * (self.row_bytes(cols) + 4 * tables) + 4 * len(self.lookup)
 
 
 def layout_of(tensor: StoredTensor) -> WeightLayout:
-    """How the GPU keeps a stored tensor: without loss, in the same number of bits or the next that it has."""
+    """How the GPU keeps a stored tensor: without loss, in the same number of bits or the next that
+    it has.
+    """
     form, spec = tensor.format, tensor.format.spec
     if form.name in _PLAIN:
         return WeightLayout(_PLAIN[form.name])
     if form.name.startswith("I8_"):
         assert spec
-        return WeightLayout("int8", 128, 0, "f32", rows_in_int8=True, outliers=spec.has_wide_outliers)
+        return WeightLayout(
+            "int8", 128, 0, "f32", rows_in_int8=True, outliers=spec.has_wide_outliers
+        )
     if spec is None or not (form.split or form.table_rows or form.name.startswith("MXFP4")):
         return WeightLayout("f32")
     return _quantised(form, spec)
@@ -109,9 +124,17 @@ def _quantised(form: Format, spec: QuantSpec) -> WeightLayout:
     if store == "int8":
         offset = 0 if spec.zero == "none" else 128
     else:
-        offset = 0 if is_looked_up or spec.zero != "none" else -8 if form.split else -(1 << spec.bits - 1)
+        offset = (
+            0
+            if is_looked_up or spec.zero != "none"
+            else -8
+            if form.split
+            else -(1 << spec.bits - 1)
+        )
     lookup = tuple(CODEBOOKS[spec.codebook]) if is_looked_up else ()
-    return _grouped(WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store, offset, lookup))
+    return _grouped(
+        WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store, offset, lookup)
+    )
 
 
 def _scale_store(spec: QuantSpec, number: str | None) -> ScaleStore:

@@ -1,4 +1,6 @@
-"""From the ops of a program to the launches of kernels, for steps of one shape: made once, then launched, or captured, again and again."""
+"""From the ops of a program to the launches of kernels, for steps of one shape: made once, then
+launched, or captured, again and again.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,12 @@ import torch
 from headrace.backend.cuda.adapters import Adapters
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels import elementwise, gather
-from headrace.backend.cuda.kernels.align_experts import Aligned, align_experts, combine, empty_aligned
+from headrace.backend.cuda.kernels.align_experts import (
+    Aligned,
+    align_experts,
+    combine,
+    empty_aligned,
+)
 from headrace.backend.cuda.kernels.embed import embed, embed_position
 from headrace.backend.cuda.kernels.experts import expert_linear, tile_rows
 from headrace.backend.cuda.kernels.head_linear import head_linear
@@ -68,9 +75,15 @@ class Lowering:
         return x[:num_logit_rows] if out.rows == "logit" else x[num_logit_rows:]
 
     def linear(
-        self, out: torch.Tensor, x: Value, weights: Sequence[Weight], biases: Sequence[Weight | None], **follows: Any
+        self,
+        out: torch.Tensor,
+        x: Value,
+        weights: Sequence[Weight],
+        biases: Sequence[Weight | None],
+        **follows: Any,
     ) -> list[Launch]:
-        """A product with matrices that lie below each other, and what follows it; each by itself where they are not alike.
+        """A product with matrices that lie below each other, and what follows it; each by itself
+        where they are not alike.
 
         `follows` has what `linear` takes, for all of their rows together.
         """
@@ -80,19 +93,45 @@ class Lowering:
         bias = self.weights.vectors(biases, widths) if any(biases) else None
         if together := self.weights.together(weights):
             quantised = self._in_int8(launches, x, together)
-            launches.append(linear(out, rows, together, bias=bias, delta=delta, quantised=quantised, activations=self.packed, **follows))
+            launches.append(
+                linear(
+                    out,
+                    rows,
+                    together,
+                    bias=bias,
+                    delta=delta,
+                    quantised=quantised,
+                    activations=self.packed,
+                    **follows,
+                )
+            )
             return launches
         assert not follows, "what follows a product of several matrices needs them alike"
         first = 0
         for weight in weights:
             matrix, own = self.weights.matrix(weight), slice(first, first + weight.rows)
             quantised = self._in_int8(launches, x, matrix)
-            its_bias, its_delta = None if bias is None else bias[own], None if delta is None else delta[:, own]
-            launches.append(linear(out[:, own], rows, matrix, bias=its_bias, delta=its_delta, quantised=quantised, activations=self.packed))
+            its_bias, its_delta = (
+                None if bias is None else bias[own],
+                None if delta is None else delta[:, own],
+            )
+            launches.append(
+                linear(
+                    out[:, own],
+                    rows,
+                    matrix,
+                    bias=its_bias,
+                    delta=its_delta,
+                    quantised=quantised,
+                    activations=self.packed,
+                )
+            )
             first += weight.rows
         return launches
 
-    def _in_int8(self, launches: list[Launch], x: Value, weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _in_int8(
+        self, launches: list[Launch], x: Value, weight: PackedWeight
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The value in int8 by row, for a weight that is multiplied so."""
         layout = weight.layout
         if not layout.rows_in_int8:
@@ -106,25 +145,44 @@ class Lowering:
             self._codes[key] = codes, scales
         return self._codes[key]
 
-    def _delta(self, launches: list[Launch], x: Value, weights: Sequence[Weight]) -> torch.Tensor | None:
-        """What the adapters of the rows add to a product, where there are any for its weights: [rows, rows of all weights]."""
+    def _delta(
+        self, launches: list[Launch], x: Value, weights: Sequence[Weight]
+    ) -> torch.Tensor | None:
+        """What the adapters of the rows add to a product, where there are any for its weights:
+        [rows, rows of all weights].
+        """
         if not self.adapters or not any(weight.name in self.adapters.tables for weight in weights):
             return None
         rows = self.value(x)
         if x.rows not in self._tiles:
             numbers = self.step.adapters_of(x.rows)
-            self._tiles[x.rows], making = self.adapters.aligned(numbers, self.step.all_rows, self.workspace)
+            self._tiles[x.rows], making = self.adapters.aligned(
+                numbers, self.step.all_rows, self.workspace
+            )
             launches += making
-        delta, first = self.workspace.take("delta", len(rows), sum(weight.rows for weight in weights)), 0
+        delta, first = (
+            self.workspace.take("delta", len(rows), sum(weight.rows for weight in weights)),
+            0,
+        )
         for weight in weights:
             own = delta[:, first : first + weight.rows]
-            launches += self.adapters.launches(own, rows, weight.name, self._tiles[x.rows], self.workspace)
+            launches += self.adapters.launches(
+                own, rows, weight.name, self._tiles[x.rows], self.workspace
+            )
             first += weight.rows
         return delta
 
 
 def _embed(s: Lowering, op: ops.Embed) -> list[Launch]:
-    return [embed(s.value(op.out), s.weights.matrix(op.weight), s.step.tokens, s.step.source, s.step.last_tokens)]
+    return [
+        embed(
+            s.value(op.out),
+            s.weights.matrix(op.weight),
+            s.step.tokens,
+            s.step.source,
+            s.step.last_tokens,
+        )
+    ]
 
 
 def _embed_position(s: Lowering, op: ops.EmbedPosition) -> list[Launch]:
@@ -158,11 +216,19 @@ def _linear_activate(s: Lowering, op: ops.LinearActivate) -> list[Launch]:
 
 
 def _head_linear(s: Lowering, op: ops.HeadLinear) -> list[Launch]:
-    return [head_linear(s.value(op.out), s.value(op.x), s.weights.stacked(op.heads), len(op.heads), s.packed)]
+    return [
+        head_linear(
+            s.value(op.out), s.value(op.x), s.weights.stacked(op.heads), len(op.heads), s.packed
+        )
+    ]
 
 
 def _concat_heads(s: Lowering, op: ops.ConcatHeads) -> list[Launch]:
-    return [gather.concat_heads(s.value(op.out), s.value(op.x), s.value(op.y), op.num_heads, op.x_dim, op.y_dim)]
+    return [
+        gather.concat_heads(
+            s.value(op.out), s.value(op.x), s.value(op.y), op.num_heads, op.x_dim, op.y_dim
+        )
+    ]
 
 
 def _rope(s: Lowering, op: ops.Rope) -> list[Launch]:
@@ -177,7 +243,10 @@ def _qkv_rope_write(s: Lowering, op: ops.QkvRopeWrite) -> list[Launch]:
     weights, biases = (op.q, op.k, op.v), (op.q_bias, op.k_bias, op.v_bias)
     qkv = s.workspace.take("qkv", s.step.shape.rows, sum(weight.rows for weight in weights))
     product = s.linear(qkv, op.x, weights, biases)
-    return [*product, *s.step.attention.rope_write(op.layer, s.value(op.out), qkv, s.value(op.angles))]
+    return [
+        *product,
+        *s.step.attention.rope_write(op.layer, s.value(op.out), qkv, s.value(op.angles)),
+    ]
 
 
 def _attention(s: Lowering, op: ops.Attention) -> list[Launch]:
@@ -195,7 +264,10 @@ def _glu_linear(s: Lowering, op: ops.GluLinear) -> list[Launch]:
         return s.linear(out, op.x, weights, biases, gate=True, activation=op.activation)
     both = s.workspace.take("gate and up", len(out), 2 * out.shape[1])
     product = s.linear(both, op.x, weights, biases)
-    return [*product, elementwise.glu(out, both[:, : out.shape[1]], both[:, out.shape[1] :], op.activation)]
+    return [
+        *product,
+        elementwise.glu(out, both[:, : out.shape[1]], both[:, out.shape[1] :], op.activation),
+    ]
 
 
 def _activate(s: Lowering, op: ops.Activate) -> list[Launch]:
@@ -233,15 +305,34 @@ def _experts(s: Lowering, op: mixture.Experts) -> list[Launch]:
     pairs, width = len(x) * top_k, op.down[0].cols
     block_m = tile_rows(pairs, num_experts)
     key = f"aligned experts {len(x)} {top_k} {num_experts}"
-    aligned = s.workspace.once(key, lambda: empty_aligned(len(x), top_k, num_experts, block_m, DEVICE))
+    aligned = s.workspace.once(
+        key, lambda: empty_aligned(len(x), top_k, num_experts, block_m, DEVICE)
+    )
     opened, down = s.weights.stacked([*op.gate, *op.up]), s.weights.stacked(op.down)
-    hidden = s.workspace.take("expert hidden", pairs, width, torch.float32 if down.layout.is_wide else s.packed)
+    hidden = s.workspace.take(
+        "expert hidden", pairs, width, torch.float32 if down.layout.is_wide else s.packed
+    )
     each = s.workspace.take("each expert", pairs, op.out.width)
-    biases = [s.weights.vectors(of, [w.cols for w in of]) if of else None for of in ((*op.gate_bias, *op.up_bias), op.down_bias)]
+    biases = [
+        s.weights.vectors(of, [w.cols for w in of]) if of else None
+        for of in ((*op.gate_bias, *op.up_bias), op.down_bias)
+    ]
     return [
         *align_experts(aligned, routing, s.step.num_rows, s.loads[op.out.id]),
-        expert_linear(hidden, x, aligned, opened, num_experts, top_k, bias=biases[0], activation=op.activation, activations=s.packed),
-        expert_linear(each, hidden, aligned, down, num_experts, 1, bias=biases[1], activations=s.packed),
+        expert_linear(
+            hidden,
+            x,
+            aligned,
+            opened,
+            num_experts,
+            top_k,
+            bias=biases[0],
+            activation=op.activation,
+            activations=s.packed,
+        ),
+        expert_linear(
+            each, hidden, aligned, down, num_experts, 1, bias=biases[1], activations=s.packed
+        ),
         combine(s.value(op.out), each, routing),
     ]
 

@@ -55,19 +55,31 @@ def copy_bandwidth() -> float:
 
 
 def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, least_rounds: int = 1000) -> float:
-    """Operations per second of products in a number format, a multiply-add counting as two; 0 where the GPU has none for it."""
+    """Operations per second of products in a number format, a multiply-add counting as two; 0 where
+    the GPU has none for it.
+    """
     capability = torch.cuda.get_device_capability(DEVICE) if DEVICE.type == "cuda" else (9, 0)
     if kind == "fp8" and capability < (8, 9):
         return 0.0
     programs = 2 * multiprocessors()
     if kind == "f32":
         x = torch.full((4 * programs * tile * tile,), 0.5, device=DEVICE)
-        return _rate(lambda rounds: multiply_add(x, rounds, tile * tile // 2), 2 * x.numel(), least_rounds)
-    part = (part_bytes or (_PART_BYTES if capability >= (9, 0) else _OLDER_PART_BYTES)) // _TYPES[kind].itemsize
+        return _rate(
+            lambda rounds: multiply_add(x, rounds, tile * tile // 2), 2 * x.numel(), least_rounds
+        )
+    part = (part_bytes or (_PART_BYTES if capability >= (9, 0) else _OLDER_PART_BYTES)) // _TYPES[
+        kind
+    ].itemsize
     numbers = torch.rand(2, tile, part, device=DEVICE) - 0.5
     a, b = (255 * numbers if kind == "int8" else numbers).to(_TYPES[kind])
-    out = torch.zeros(programs * tile, dtype=torch.int32 if kind == "int8" else torch.float32, device=DEVICE)
-    return _rate(lambda rounds: multiply(a, b, out, rounds, programs), 2 * programs * tile * tile * part, least_rounds)
+    out = torch.zeros(
+        programs * tile, dtype=torch.int32 if kind == "int8" else torch.float32, device=DEVICE
+    )
+    return _rate(
+        lambda rounds: multiply(a, b, out, rounds, programs),
+        2 * programs * tile * tile * part,
+        least_rounds,
+    )
 
 
 def launch_seconds(launches: int = _LAUNCHES) -> LaunchSeconds:

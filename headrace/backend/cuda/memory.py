@@ -1,4 +1,6 @@
-"""Memory of a GPU: what is free, what steps need of it beside weights and KV, and what becomes of it when there is not enough."""
+"""Memory of a GPU: what is free, what steps need of it beside weights and KV, and what becomes of
+it when there is not enough.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -26,7 +28,8 @@ _FIXED = 512 << 20
 
 
 def free_memory() -> int | None:
-    """Bytes of the GPU that are free, or held for nothing; None in the interpreter, which has the memory of the host.
+    """Bytes of the GPU that are free, or held for nothing; None in the interpreter, which has the
+    memory of the host.
 
     Raises RequestError where it does not answer.
     """
@@ -36,17 +39,34 @@ def free_memory() -> int | None:
         free, _ = torch.cuda.mem_get_info(DEVICE)
     except RuntimeError as error:  # the first that is asked of the GPU: it may be busy, or full
         raise RequestError(f"the GPU cannot be used: {str(error).splitlines()[0]}") from None
-    return int(free) + int(torch.cuda.memory_reserved(DEVICE)) - int(torch.cuda.memory_allocated(DEVICE))
+    return (
+        int(free)
+        + int(torch.cuda.memory_reserved(DEVICE))
+        - int(torch.cuda.memory_allocated(DEVICE))
+    )
 
 
 def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows: int) -> int:
-    """Bytes that are set aside for steps of so many rows of a lowered program: its values, and what single ops need beside them."""
+    """Bytes that are set aside for steps of so many rows of a lowered program: its values, and what
+    single ops need beside them.
+    """
     shape = prefill(max_rows, max_logit_rows)
     rows, places = shape.counts, Buffers(program, torch.float32, ()).places
     outs = [out for op in program.ops if (out := op.output())]
     values = {(places[out.id], out.width, out.rows): rows[out.rows] * out.width for out in outs}
-    widest = max((sum(w.rows for w in op.matrices()) for op in program.ops if isinstance(op, ops.QkvRopeWrite | ops.GluLinear)), default=0)
-    experts = [op.top_k * (op.down[0].cols + op.out.width) for op in program.ops if isinstance(op, mixture.Experts)]
+    widest = max(
+        (
+            sum(w.rows for w in op.matrices())
+            for op in program.ops
+            if isinstance(op, ops.QkvRopeWrite | ops.GluLinear)
+        ),
+        default=0,
+    )
+    experts = [
+        op.top_k * (op.down[0].cols + op.out.width)
+        for op in program.ops
+        if isinstance(op, mixture.Experts)
+    ]
     numbers = sum(values.values()) + shape.rows * (widest + max(experts, default=0))
     numbers += _partial_numbers(program, kv_dtype, shape)
     if program.logits:
@@ -60,12 +80,16 @@ def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> i
     for op in (op for op in program.ops if isinstance(op, ops.Attention)):
         group = next(group for group in program.kv_groups if op.layer in group.layers)
         tiles = tiles_for(group, shape.rows, multiprocessors(), kv_dtype)
-        most = max(most, num_partials(shape.rows, shape.has_trees, tiles) * op.num_heads * (op.head_dim + 2))
+        most = max(
+            most,
+            num_partials(shape.rows, shape.has_trees, tiles) * op.num_heads * (op.head_dim + 2),
+        )
     return most
 
 
 def within_memory(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
-    """The method, with one error of ours where the GPU has no memory left: what torch holds for nothing is given back before.
+    """The method, with one error of ours where the GPU has no memory left: what torch holds for
+    nothing is given back before.
 
     Raises MemoryLimitError.
     """
@@ -90,6 +114,7 @@ def give_back() -> str:
     free, total = torch.cuda.mem_get_info(DEVICE)
     ours = torch.cuda.memory_allocated(DEVICE)
     return (
-        f"of its {total:,} bytes this engine has {ours:,}, and {free:,} are free: lower max_num_batched_tokens, max_num_seqs or kv_blocks, "
+        f"of its {total:,} bytes this engine has {ours:,}, and {free:,} are free: lower "
+        "max_num_batched_tokens, max_num_seqs or kv_blocks, "
         "or end what else runs on it"
     )

@@ -1,4 +1,6 @@
-"""From stored tensors to matrices in the memory of a GPU, some rows at a time, and each but once."""
+"""From stored tensors to matrices in the memory of a GPU, some rows at a time, and each but
+once.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,19 +19,30 @@ from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 _CHUNK_CODES = 1 << 24
 """Codes of a matrix that the host takes apart at a time."""
 _MOST_POINT = 128
-"""Largest zero point of codes of 4 bits: the numbers that bf16 has behind 128 are all whole numbers up to 256."""
+"""Largest zero point of codes of 4 bits: the numbers that bf16 has behind 128 are all whole numbers
+up to 256.
+"""
 
 _TYPES: dict[str, torch.dtype] = {
     **{"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16},
-    **{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.int16},
+    **{
+        "e4m3": torch.float8_e4m3fn,
+        "e5m2": torch.float8_e5m2,
+        "int8": torch.int8,
+        "int4": torch.int16,
+    },
     **{"steps": torch.int32, "eighths": torch.int32},
 }
 
 
 class CodeRows(NamedTuple):
-    """Some rows of a quantised matrix: a value is scale * (code - zero), or scale * code + zero, as the layout says."""
+    """Some rows of a quantised matrix: a value is scale * (code - zero), or scale * code + zero, as
+    the layout says.
+    """
 
-    codes: NDArray[Any]  # [rows, cols] integers, or numbers of what is looked up, or the bits of small floats
+    codes: NDArray[
+        Any
+    ]  # [rows, cols] integers, or numbers of what is looked up, or the bits of small floats
     scales: NDArray[np.float32] | BlockScales  # [rows, scales of a row]
     zeros: NDArray[np.float32] | BlockScales | None
 
@@ -37,9 +50,10 @@ class CodeRows(NamedTuple):
 class PackedWeight(NamedTuple):
     """A matrix in the memory of a GPU, or several of one layout, one below the other.
 
-    A table of scales or zeros is float32 [groups, rows], or int32 [words of a row, rows]. A word has the numbers of two groups, the first
-    in its low half. Or, for each two super-blocks, one word has their units in this way, and those behind it have the steps of four
-    groups each, the first in the lowest byte.
+    A table of scales or zeros is float32 [groups, rows], or int32 [words of a row, rows]. A word
+    has the numbers of two groups, the first in its low half. Or, for each two super-blocks, one
+    word has their units in this way, and those behind it have the steps of four groups each, the
+    first in the lowest byte.
     """
 
     layout: WeightLayout
@@ -49,20 +63,25 @@ class PackedWeight(NamedTuple):
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     lookup: torch.Tensor | None = None  # [16]
-    column_order: torch.Tensor | None = None  # [cols] columns of activations in the order in which a row has them
+    column_order: torch.Tensor | None = (
+        None  # [cols] columns of activations in the order in which a row has them
+    )
 
 
 def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) -> PackedWeight:
-    """Matrices of one order of columns as one, the rows of the first on top; the pages of their files go back.
+    """Matrices of one order of columns as one, the rows of the first on top; the pages of their
+    files go back.
 
-    Their layout is the one that they have in common, or one of plain numbers that is given. Raises UnsupportedModelError for zero points
-    far beyond the codes.
+    Their layout is the one that they have in common, or one of plain numbers that is given. Raises
+    UnsupportedModelError for zero points far beyond the codes.
     """
     layout, cols = layout or layout_of(tensors[0]), tensors[0].cols
     rows, groups = sum(tensor.rows for tensor in tensors), layout.num_groups(cols)
     kind = _TYPES[layout.store]
     codes = torch.empty(rows, layout.row_bytes(cols) // kind.itemsize, dtype=kind, device=DEVICE)
-    scales, zeros = (empty_table(layout, number, rows, cols) for number in (layout.scale, layout.zero_store))
+    scales, zeros = (
+        empty_table(layout, number, rows, cols) for number in (layout.scale, layout.zero_store)
+    )
     first = 0
     for tensor in tensors:
         for part in _chunks(tensor):
@@ -78,18 +97,28 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
                 for table, numbers in ((scales, found.scales), (zeros, found.zeros)):
                     if table is not None:
                         assert numbers is not None
-                        table[:, first:last] = _table(numbers, _repeats(tensor, layout), groups, table)
+                        table[:, first:last] = _table(
+                            numbers, _repeats(tensor, layout), groups, table
+                        )
             first = last
         tensor.release()
-    lookup = torch.tensor(layout.lookup, dtype=torch.float32, device=DEVICE) if layout.lookup else None
-    order = tensors[0].column_order if layout.scale else None  # plain numbers are in the order of the matrix
+    lookup = (
+        torch.tensor(layout.lookup, dtype=torch.float32, device=DEVICE) if layout.lookup else None
+    )
+    order = (
+        tensors[0].column_order if layout.scale else None
+    )  # plain numbers are in the order of the matrix
     columns = None if order is None else torch.from_numpy(order.astype(np.int32)).to(DEVICE)
-    return PackedWeight(layout, rows, cols, codes, in_pairs(scales), in_pairs(zeros), lookup, columns)
+    return PackedWeight(
+        layout, rows, cols, codes, in_pairs(scales), in_pairs(zeros), lookup, columns
+    )
 
 
 def _check_points(tensor: StoredTensor, points: Any) -> None:
     if points.max(initial=0) > _MOST_POINT:
-        raise UnsupportedModelError(f"tensor {tensor.name}: codes of 4 bits have zero points above {_MOST_POINT}")
+        raise UnsupportedModelError(
+            f"tensor {tensor.name}: codes of 4 bits have zero points above {_MOST_POINT}"
+        )
 
 
 def pack_vector(tensor: StoredTensor) -> torch.Tensor:  # [cols]
@@ -103,7 +132,11 @@ def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
     stored = rows if tensor.row_order is None else tensor.row_order[rows]
     assert spec
     if "row_scales" in parts:
-        return CodeRows(parts["codes"][stored].reshape(len(rows), -1).view(np.int8), parts["row_scales"][stored][:, None], None)
+        return CodeRows(
+            parts["codes"][stored].reshape(len(rows), -1).view(np.int8),
+            parts["row_scales"][stored][:, None],
+            None,
+        )
     if form.table_rows:
         found = form.table_rows(parts, stored)
         codes: NDArray[Any] = found.codes
@@ -134,7 +167,9 @@ def _of_rows(scales: BlockScales, rows: int, spec: QuantSpec) -> NDArray[np.floa
     """Scales of blocks as those of rows: of super-blocks with units and steps apart."""
     if not spec.super_block:
         return scales.numbers.reshape(rows, -1)
-    return scales._replace(units=scales.units.reshape(rows, -1), steps=scales.steps.reshape(rows, -1))
+    return scales._replace(
+        units=scales.units.reshape(rows, -1), steps=scales.steps.reshape(rows, -1)
+    )
 
 
 def _mxfp4(tensor: StoredTensor, stored: NDArray[np.int64]) -> CodeRows:
@@ -158,12 +193,18 @@ def _repeats(tensor: StoredTensor, layout: WeightLayout) -> int:
     return spec.group // layout.group if spec and layout.group else 1
 
 
-def empty_table(layout: WeightLayout, number: ScaleStore | None, rows: int, cols: int) -> torch.Tensor | None:
-    """Memory for scales or zeros [words of a row, rows], where those of 16 bits lie in pairs [words of a row, rows, 2]."""
+def empty_table(
+    layout: WeightLayout, number: ScaleStore | None, rows: int, cols: int
+) -> torch.Tensor | None:
+    """Memory for scales or zeros [words of a row, rows], where those of 16 bits lie in pairs [words
+    of a row, rows, 2].
+    """
     if number is None:
         return None
     shape = (layout.table_words(number, cols), rows)
-    return torch.empty((*shape, 2) if number in ("f16", "bf16") else shape, dtype=_TYPES[number], device=DEVICE)
+    return torch.empty(
+        (*shape, 2) if number in ("f16", "bf16") else shape, dtype=_TYPES[number], device=DEVICE
+    )
 
 
 def steps_table(units: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:  # [words of a row, rows]
@@ -186,22 +227,33 @@ def _padded(values: NDArray[Any], cols: int) -> torch.Tensor:
     return torch.from_numpy(np.pad(values, ((0, 0), (0, cols - values.shape[1])))).to(DEVICE)
 
 
-def _table(numbers: NDArray[np.float32] | BlockScales, repeats: int, groups: int, table: torch.Tensor) -> torch.Tensor:
+def _table(
+    numbers: NDArray[np.float32] | BlockScales, repeats: int, groups: int, table: torch.Tensor
+) -> torch.Tensor:
     """Scales or zeros as a table has them, each so many times; 0 behind the last column."""
     if isinstance(numbers, BlockScales):
         units, steps = numbers.units.astype(np.float16), np.ascontiguousarray(numbers.steps)
         return steps_table(torch.from_numpy(units).to(DEVICE), torch.from_numpy(steps).to(DEVICE))
     pairs = table.ndim == 3
-    spread = _padded(np.repeat(numbers, repeats, axis=1)[:, :groups], len(table) * (1 + pairs)).to(table.dtype).T
+    spread = (
+        _padded(np.repeat(numbers, repeats, axis=1)[:, :groups], len(table) * (1 + pairs))
+        .to(table.dtype)
+        .T
+    )
     return spread.reshape(len(table), 2, -1).transpose(1, 2) if pairs else spread
 
 
 def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:
     """Codes [rows, cols] as the layout has them, with columns that make the last tile whole."""
-    padded = _padded(codes.astype(np.int16) if layout.store.startswith("int") else codes, layout.padded_cols(codes.shape[1]))
+    padded = _padded(
+        codes.astype(np.int16) if layout.store.startswith("int") else codes,
+        layout.padded_cols(codes.shape[1]),
+    )
     if layout.store == "int4":
         tiles = (padded - layout.offset).reshape(len(codes), -1, 4, layout.part)
-        return (tiles[:, :, 0] | tiles[:, :, 1] << 4 | tiles[:, :, 2] << 8 | tiles[:, :, 3] << 12).reshape(len(codes), -1)
+        return (
+            tiles[:, :, 0] | tiles[:, :, 1] << 4 | tiles[:, :, 2] << 8 | tiles[:, :, 3] << 12
+        ).reshape(len(codes), -1)
     if layout.store == "int8":
         return (padded - layout.offset).to(torch.int8)
     return padded.view(_TYPES[layout.store])

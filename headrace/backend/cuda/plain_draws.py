@@ -1,7 +1,8 @@
-"""Draws that are repeated from launch to launch, which most are: one token for each of the same sequences, at the next position.
+"""Draws that are repeated from launch to launch, which most are: one token for each of the same
+sequences, at the next position.
 
-What the host has to say of them is written once, and then but for the positions copied: a step of many sequences takes less time on a GPU
-than Python takes to look at each of them.
+What the host has to say of them is written once, and then but for the positions copied: a step of
+many sequences takes less time on a GPU than Python takes to look at each of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +27,22 @@ class PlainOps(NamedTuple):
 
     @classmethod
     def of(cls, ops: Sequence[LogitOp]) -> "PlainOps | None":
-        """The ops of a launch, if all of them are exact draws without drafts, masks and log-probabilities."""
+        """The ops of a launch, if all of them are exact draws without drafts, masks and
+        log-probabilities.
+        """
         if set(map(type, ops)) != {Draw}:
             return None
         rows, positions, samplers, drafts, num_logprobs, methods, masks = zip(*ops, strict=True)
-        plain = set(map(id, drafts)) == {id(NO_DRAFT)} and set(num_logprobs) == {-1} and set(methods) == {"exact"}
-        return cls(rows, positions, samplers) if plain and set(map(type, masks)) == {type(None)} else None
+        plain = (
+            set(map(id, drafts)) == {id(NO_DRAFT)}
+            and set(num_logprobs) == {-1}
+            and set(methods) == {"exact"}
+        )
+        return (
+            cls(rows, positions, samplers)
+            if plain and set(map(type, masks)) == {type(None)}
+            else None
+        )
 
 
 class PlainStep:
@@ -42,7 +53,9 @@ class PlainStep:
         self._area, self._positions = area, positions
 
     def fill(self, host: Ints) -> None:
-        """Write what the kernels need to an area of `layout.num_ints` integers, which begins with a table of the draws."""
+        """Write what the kernels need to an area of `layout.num_ints` integers, which begins with a
+        table of the draws.
+        """
         host[:] = self._area
         host[table.POSITION.value : COLUMNS * len(self._positions) : COLUMNS] = self._positions
 
@@ -50,9 +63,14 @@ class PlainStep:
         """There are none."""
 
     def read(self, host: Ints) -> list[LogitOpResult]:
-        """The result of each draw. The samplers look at nothing that was drawn, so nothing is appended to them."""
+        """The result of each draw. The samplers look at nothing that was drawn, so nothing is
+        appended to them.
+        """
         tokens, _, counts = self.layout.results(host)[0][:, : len(self._positions)].tolist()
-        return [Drawn([token], [], []) if count else None for token, count in zip(tokens, counts, strict=True)]
+        return [
+            Drawn([token], [], []) if count else None
+            for token, count in zip(tokens, counts, strict=True)
+        ]
 
     def cancel(self) -> None:
         """Nothing was begun that is to be undone."""
@@ -75,14 +93,26 @@ class PlainDraws:
         if isinstance(ops, LaterDraws) and ops.draws is self._given:
             return PlainStep(self._layout, self._area, self._positions + np.int32(ops.later))
         plain, last = PlainOps.of(ops), self._ops
-        if plain is None or last is None or plain.rows != last.rows or any(map(is_not, plain.samplers, last.samplers)):
+        if (
+            plain is None
+            or last is None
+            or plain.rows != last.rows
+            or any(map(is_not, plain.samplers, last.samplers))
+        ):
             return None
         self._given, self._positions = ops, np.array(plain.positions, np.int32)
         return PlainStep(self._layout, self._area, self._positions)
 
-    def keep(self, ops: Sequence[LogitOp], layout: DrawLayout, fill: Callable[[Ints], None]) -> None:
+    def keep(
+        self, ops: Sequence[LogitOp], layout: DrawLayout, fill: Callable[[Ints], None]
+    ) -> None:
         """Let ops be repeated, if they are plain, whose step fills an area."""
         if plain := PlainOps.of(ops):
-            self._given, self._ops, self._positions, self._layout = ops, plain, np.array(plain.positions, np.int32), layout
+            self._given, self._ops, self._positions, self._layout = (
+                ops,
+                plain,
+                np.array(plain.positions, np.int32),
+                layout,
+            )
             self._area = np.zeros(layout.num_ints, np.int32)
             fill(self._area)

@@ -1,14 +1,30 @@
-"""Attention of a step of one shape: the work of each group of layers, where it lies, and the launches that write and read its KV."""
+"""Attention of a step of one shape: the work of each group of layers, where it lies, and the
+launches that write and read its KV.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkArrays, build_work, least_partials
+from headrace.backend.cuda.attention_work import (
+    FIELDS,
+    ROW_FIELDS,
+    WorkArrays,
+    build_work,
+    least_partials,
+)
 from headrace.backend.cuda.device import DEVICE, multiprocessors
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.kernels.attention import AttentionWork, Scratch, Tiles, attention, summed_dim, tiles_for, work_of
+from headrace.backend.cuda.kernels.attention import (
+    AttentionWork,
+    Scratch,
+    Tiles,
+    attention,
+    summed_dim,
+    tiles_for,
+    work_of,
+)
 from headrace.backend.cuda.kernels.kv_write import kv_write, rope_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch
@@ -33,11 +49,17 @@ class GroupInts(NamedTuple):
 class StepAttention:
     """The attention of a program over the stores of its groups, in steps of so many rows."""
 
-    def __init__(self, program: Program, stores: Sequence[KvStore], rows: int, has_trees: bool) -> None:
+    def __init__(
+        self, program: Program, stores: Sequence[KvStore], rows: int, has_trees: bool
+    ) -> None:
         self._stores, self._rows = stores, rows
-        self._group = {layer: number for number, store in enumerate(stores) for layer in store.group.layers}
+        self._group = {
+            layer: number for number, store in enumerate(stores) for layer in store.group.layers
+        }
         self._tiles = [_tiles(store, rows) for store in stores]
-        by_group = {self._group[op.layer]: op for op in program.ops if isinstance(op, ops.Attention)}
+        by_group = {
+            self._group[op.layer]: op for op in program.ops if isinstance(op, ops.Attention)
+        }
         self._work = {number: work_of(op, self._tiles[number]) for number, op in by_group.items()}
         self.partials = [num_partials(rows, has_trees, tiles) for tiles in self._tiles]
         self._views: list[GroupInts] = []
@@ -47,16 +69,24 @@ class StepAttention:
     def sizes(self) -> list[tuple[int, ...]]:
         """Numbers of rows and columns of what `GroupInts` has, group by group."""
         return [
-            size for partials in self.partials for size in ((self._rows,), (partials, FIELDS), (4,), (self._rows, ROW_FIELDS))
+            size
+            for partials in self.partials
+            for size in ((self._rows,), (partials, FIELDS), (4,), (self._rows, ROW_FIELDS))
         ]  # the number of items stands before three numbers that align what follows
 
     def bind(self, views: Sequence[torch.Tensor], everything: torch.Tensor) -> None:
-        """Take the views on the device, in the order of `sizes`, and the whole of the numbers, where block tables and paths begin."""
+        """Take the views on the device, in the order of `sizes`, and the whole of the numbers,
+        where block tables and paths begin.
+        """
         self._views, self._all = _grouped(views), everything
 
     def fill(self, batch: RaggedBatch, views: Sequence[Ints], host: Ints, used: int) -> int:
-        """Write the work of a batch to the views on the host, its block tables and paths behind what is `used`; returns what then is."""
-        for number, (store, kv, own) in enumerate(zip(self._stores, batch.kv, _grouped(views), strict=True)):
+        """Write the work of a batch to the views on the host, its block tables and paths behind
+        what is `used`; returns what then is.
+        """
+        for number, (store, kv, own) in enumerate(
+            zip(self._stores, batch.kv, _grouped(views), strict=True)
+        ):
             num_rows, table = len(kv.slots), kv.block_table
             own.slots[:num_rows] = kv.slots
             own.slots[num_rows:] = store.padding_slot
@@ -69,7 +99,9 @@ class StepAttention:
         return used
 
     def fill_with_padding(self, views: Sequence[Ints]) -> None:
-        """Let all rows of views of zeros be padding: there is no work, and they write where nothing reads."""
+        """Let all rows of views of zeros be padding: there is no work, and they write where nothing
+        reads.
+        """
         for store, own in zip(self._stores, _grouped(views), strict=True):
             own.slots[:] = store.padding_slot
 
@@ -78,13 +110,22 @@ class StepAttention:
         number = self._group[layer]
         return [kv_write(k, v, self._views[number].slots, self._stores[number], layer)]
 
-    def rope_write(self, layer: int, q: torch.Tensor, qkv: torch.Tensor, angles: torch.Tensor) -> list[Launch]:
-        """Rotate queries and keys of `qkv`, which has them side by side; write queries to `q`, keys and values to the store."""
+    def rope_write(
+        self, layer: int, q: torch.Tensor, qkv: torch.Tensor, angles: torch.Tensor
+    ) -> list[Launch]:
+        """Rotate queries and keys of `qkv`, which has them side by side; write queries to `q`, keys
+        and values to the store.
+        """
         number = self._group[layer]
         return [rope_write(q, qkv, angles, self._views[number].slots, self._stores[number], layer)]
 
     def attend(
-        self, op: ops.Attention, out: torch.Tensor, q: torch.Tensor, sinks: torch.Tensor | None, workspace: Workspace
+        self,
+        op: ops.Attention,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        sinks: torch.Tensor | None,
+        workspace: Workspace,
     ) -> list[Launch]:
         """Attention of the rows over what they see."""
         number = self._group[op.layer]
@@ -95,13 +136,32 @@ class StepAttention:
         weights = workspace.take("partial weights", partials, 2 * op.num_heads)
         queries = workspace.take("turned queries", len(q), q.shape[1]) if store.is_turned else q
         key = f"slopes {op.slopes}"
-        slopes = workspace.once(key, lambda: torch.tensor(op.slopes, dtype=torch.float32, device=DEVICE)) if op.slopes else None
-        return attention(op, q, out, store, work, Scratch(sums, weights, queries), self._tiles[number], slopes, sinks)
+        slopes = (
+            workspace.once(key, lambda: torch.tensor(op.slopes, dtype=torch.float32, device=DEVICE))
+            if op.slopes
+            else None
+        )
+        return attention(
+            op,
+            q,
+            out,
+            store,
+            work,
+            Scratch(sums, weights, queries),
+            self._tiles[number],
+            slopes,
+            sinks,
+        )
 
 
 def num_partials(rows: int, has_trees: bool, tiles: Tiles) -> int:
-    """Partial results that there is room for: those of any batch of so many rows, and more, so that long contexts spread over the GPU."""
-    return least_partials(rows, min(rows, _MOST_DRAFT_TOKENS) if has_trees else 0, tiles.split) + 4 * tiles.programs
+    """Partial results that there is room for: those of any batch of so many rows, and more, so that
+    long contexts spread over the GPU.
+    """
+    return (
+        least_partials(rows, min(rows, _MOST_DRAFT_TOKENS) if has_trees else 0, tiles.split)
+        + 4 * tiles.programs
+    )
 
 
 def _grouped(views: Sequence[Ints] | Sequence[torch.Tensor]) -> list[GroupInts]:

@@ -1,4 +1,6 @@
-"""The numbers of a step: one array of integers, which the host fills and copies to the device in one piece."""
+"""The numbers of a step: one array of integers, which the host fills and copies to the device in
+one piece.
+"""
 
 from collections.abc import Sequence
 from math import prod
@@ -22,16 +24,32 @@ _ALIGNMENT = 4
 class StepInput:
     """Where the numbers of steps of one shape lie, and their views on the device.
 
-    What follows the parts that all of these steps have (`end`) is for draws; behind these lie block tables and paths of draft trees, whose
-    places the work of attention names. Padding rows have token 0 at position 0, no adapter, and the slot of no sequence.
+    What follows the parts that all of these steps have (`end`) is for draws; behind these lie block
+    tables and paths of draft trees, whose places the work of attention names. Padding rows have
+    token 0 at position 0, no adapter, and the slot of no sequence.
     """
 
-    def __init__(self, shape: StepShape, program: Program, stores: Sequence[KvStore], last_tokens: torch.Tensor) -> None:
+    def __init__(
+        self,
+        shape: StepShape,
+        program: Program,
+        stores: Sequence[KvStore],
+        last_tokens: torch.Tensor,
+    ) -> None:
         self.shape, self.last_tokens = shape, last_tokens
         self.attention = StepAttention(program, stores, shape.rows, shape.has_trees)
         gathered = shape.logit_rows + shape.pooled_rows
         rows = (shape.rows,)
-        sizes: list[tuple[int, ...]] = [(1,), rows, rows, rows, rows, (gathered,), (gathered,), *self.attention.sizes]
+        sizes: list[tuple[int, ...]] = [
+            (1,),
+            rows,
+            rows,
+            rows,
+            rows,
+            (gathered,),
+            (gathered,),
+            *self.attention.sizes,
+        ]
         self._parts, self.end = list[tuple[int, int, tuple[int, ...]]](), 0
         for size in sizes:
             last = self.end + prod(size)
@@ -43,18 +61,42 @@ class StepInput:
     def bind(self, device: torch.Tensor) -> None:
         """Take the views of the array on the device."""
         views = self.views(device)
-        self.num_rows, self.tokens, self.source, self.positions, self._adapters, self.gathered, self._gathered_adapters = views[:7]
+        (
+            self.num_rows,
+            self.tokens,
+            self.source,
+            self.positions,
+            self._adapters,
+            self.gathered,
+            self._gathered_adapters,
+        ) = views[:7]
         self.attention.bind(views[7:], device)
 
     def adapters_of(self, rows: RowKind) -> torch.Tensor:
         """The adapter of each row of a kind; -1: it has none."""
         first = self.shape.logit_rows
         gathered = self._gathered_adapters
-        return {"step": self._adapters, "gathered": gathered, "logit": gathered[:first], "pooled": gathered[first:]}[rows]
+        return {
+            "step": self._adapters,
+            "gathered": gathered,
+            "logit": gathered[:first],
+            "pooled": gathered[first:],
+        }[rows]
 
     def fill(self, batch: RaggedBatch, views: Sequence[Ints], host: Ints, used: int) -> int:
-        """Write a batch to the views of an array, with block tables behind what is `used`; returns how much of it is then used."""
-        num_rows, tokens, source, positions, adapters, gathered, gathered_adapters, *of_attention = views
+        """Write a batch to the views of an array, with block tables behind what is `used`; returns
+        how much of it is then used.
+        """
+        (
+            num_rows,
+            tokens,
+            source,
+            positions,
+            adapters,
+            gathered,
+            gathered_adapters,
+            *of_attention,
+        ) = views
         num_rows[0] = len(batch.tokens)
         _pad(tokens, batch.tokens, 0)
         _pad(source, () if batch.token_source is None else batch.token_source, -1)
@@ -67,7 +109,11 @@ class StepInput:
             of_rows = np.repeat(batch.adapters, np.diff(batch.row_start))
             _pad(adapters, of_rows, -1)
             _pad(gathered_adapters[:first], of_rows[batch.logit_rows], -1)
-            _pad(gathered_adapters[first:], () if batch.pooled_rows is None else of_rows[batch.pooled_rows], -1)
+            _pad(
+                gathered_adapters[first:],
+                () if batch.pooled_rows is None else of_rows[batch.pooled_rows],
+                -1,
+            )
         return self.attention.fill(batch, of_attention, host, used)
 
     def fill_with_padding(self, host: Ints) -> None:

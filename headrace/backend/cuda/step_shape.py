@@ -1,4 +1,6 @@
-"""The shapes that steps are rounded up to, so that a few lists of launches, or graphs, serve all of them."""
+"""The shapes that steps are rounded up to, so that a few lists of launches, or graphs, serve all of
+them.
+"""
 
 from typing import NamedTuple
 
@@ -14,14 +16,18 @@ _FEW_ROWS = 512
 
 
 class StepShape(NamedTuple):
-    """How many rows a step has room for. What is not there is padded: with rows that write where nothing reads, and that none sees."""
+    """How many rows a step has room for. What is not there is padded: with rows that write where
+    nothing reads, and that none sees.
+    """
 
     rows: int
     logit_rows: int
     pooled_rows: int
     has_adapters: bool
     has_trees: bool = True
-    """Whether there is room for the partial results of attention that rows of draft trees have; always, where these are few."""
+    """Whether there is room for the partial results of attention that rows of draft trees have;
+    always, where these are few.
+    """
 
     @property
     def counts(self) -> Rows:
@@ -37,9 +43,17 @@ class StepShape(NamedTuple):
 def shape_of(batch: RaggedBatch) -> StepShape:
     """The shape that a batch is rounded up to."""
     pooled = 0 if batch.pooled_rows is None else len(batch.pooled_rows)
-    rows, logit_rows, pooled_rows = (round_up(n) if n else 0 for n in (len(batch.tokens), len(batch.logit_rows), pooled))
+    rows, logit_rows, pooled_rows = (
+        round_up(n) if n else 0 for n in (len(batch.tokens), len(batch.logit_rows), pooled)
+    )
     has_adapters = batch.adapters is not None and bool((batch.adapters >= 0).any())
-    return StepShape(rows, logit_rows, pooled_rows, has_adapters, rows <= _FEW_ROWS or batch.ancestors is not None)
+    return StepShape(
+        rows,
+        logit_rows,
+        pooled_rows,
+        has_adapters,
+        rows <= _FEW_ROWS or batch.ancestors is not None,
+    )
 
 
 def decoding(rows: int) -> StepShape:
@@ -53,13 +67,17 @@ def prefill(rows: int, logit_rows: int) -> StepShape:
 
 
 def graph_rows(max_rows: int) -> list[int]:
-    """Rows of the steps that are graphs, the largest first: all up to so many, and 256, beyond which a step hides its launches."""
+    """Rows of the steps that are graphs, the largest first: all up to so many, and 256, beyond
+    which a step hides its launches.
+    """
     most = round_up(min(max_rows, _MOST_GRAPH_ROWS))
     return sorted({round_up(rows) for rows in range(1, most + 1)}, reverse=True)
 
 
 def round_up(rows: int) -> int:
-    """The least shape for so many rows: 1, 2, 4, 8 and so on, then in steps that add an eighth to a half."""
+    """The least shape for so many rows: 1, 2, 4, 8 and so on, then in steps that add an eighth to a
+    half.
+    """
     if rows <= 4:
         return 1 << (rows - 1).bit_length()
     step = next((step for most, step in _STEPS if rows <= most), 256)

@@ -1,4 +1,6 @@
-"""The order in which a device works: launches, copies and marks of what is done, one behind the other, while the host goes on."""
+"""The order in which a device works: launches, copies and marks of what is done, one behind the
+other, while the host goes on.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +38,9 @@ class Stream(Protocol):
         """Launch kernels."""
 
     def capture(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        """Make a graph of launches that have run before; what is returned launches them, on the same tensors, and nothing runs yet."""
+        """Make a graph of launches that have run before; what is returned launches them, on the
+        same tensors, and nothing runs yet.
+        """
 
     def times(self, launches: Sequence[Launch]) -> list[float]:
         """Launch kernels, wait for them, and say how many seconds each took."""
@@ -45,23 +49,33 @@ class Stream(Protocol):
         """Copy between the host, where memory is pinned, and the device, or within the device."""
 
     def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
-        """Copy between the host and the device, both contiguous, while the device goes on with what it is given; returns a mark behind it.
+        """Copy between the host and the device, both contiguous, while the device goes on with what
+        it is given; returns a mark behind it.
 
-        It waits for these marks and for nothing else: copies beside have no other order, neither among themselves nor with the rest.
+        It waits for these marks and for nothing else: copies beside have no other order, neither
+        among themselves nor with the rest.
         """
 
     def mark(self) -> Mark:
-        """A mark behind all that was given so far; behind a copy beside only where that was to be waited for."""
+        """A mark behind all that was given so far; behind a copy beside only where that was to be
+        waited for.
+        """
 
     def wait_for(self, mark: Mark) -> None:
-        """Let the device wait for a mark before it does what it is given from now on; the host goes on."""
+        """Let the device wait for a mark before it does what it is given from now on; the host goes
+        on.
+        """
 
     def catch_up(self) -> None:
-        """The host is about to work on tensors of the device by itself, behind all that was given so far."""
+        """The host is about to work on tensors of the device by itself, behind all that was given
+        so far.
+        """
 
 
 class CudaStream:
-    """The stream of torch on this thread's GPU, which puts in order by itself all that torch and Triton are told to do."""
+    """The stream of torch on this thread's GPU, which puts in order by itself all that torch and
+    Triton are told to do.
+    """
 
     has_graphs = True
 
@@ -78,7 +92,8 @@ class CudaStream:
         return launch_all
 
     def times(self, launches: Sequence[Launch]) -> list[float]:
-        # Meanwhile the host comes so far ahead that no kernel waits for its launch: the GPU would be seen to be slow.
+        # Meanwhile the host comes so far ahead that no kernel waits for its launch: the GPU would
+        # be seen to be slow.
         multiply_add(torch.zeros(READ_BLOCK, device="cuda"), _HELD_ROUNDS * len(launches))()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
         for event, launch in zip(events, launches, strict=False):
@@ -111,7 +126,9 @@ class CudaStream:
 
     @cached_property
     def _copying(self) -> dict[str, Any]:
-        """Streams for copies to the host and to the device, which has an engine for each; made where there is a GPU."""
+        """Streams for copies to the host and to the device, which has an engine for each; made
+        where there is a GPU.
+        """
         return {"cpu": torch.cuda.Stream(), "cuda": torch.cuda.Stream()}
 
 

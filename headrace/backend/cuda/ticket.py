@@ -1,4 +1,6 @@
-"""Results of a launch on their way from the device to the host, and the memory there that they come to."""
+"""Results of a launch on their way from the device to the host, and the memory there that they come
+to.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,8 +16,9 @@ from headrace.batch import Ints
 from headrace.logit_ops import StepResult
 
 MOST_SLOTS = 40
-"""Launches whose numbers are in the host's memory at a time: two steps of multi-step decoding, so that the device works on the launches of
-one while the host reads those of the other."""
+"""Launches whose numbers are in the host's memory at a time: two steps of multi-step decoding, so
+that the device works on the launches of one while the host reads those of the other.
+"""
 
 
 class HostArray:
@@ -48,20 +51,26 @@ class Slot:
         """So many numbers, or more."""
         whole = self._whole.get(name)
         if whole is None or whole.tensor.numel() < size:
-            whole = self._whole[name] = HostArray(host_tensor(max(size, 0 if whole is None else 2 * whole.tensor.numel()), dtype))
+            whole = self._whole[name] = HostArray(
+                host_tensor(max(size, 0 if whole is None else 2 * whole.tensor.numel()), dtype)
+            )
         return whole
 
     def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> HostArray:
         """Numbers in a shape."""
         last, part = self._parts.get(name, (None, None))
         if part is None or last != shape:
-            part = HostArray(self.at_least(name, prod(shape), dtype).tensor[: prod(shape)].reshape(shape))
+            part = HostArray(
+                self.at_least(name, prod(shape), dtype).tensor[: prod(shape)].reshape(shape)
+            )
             self._parts[name] = shape, part
         return part
 
 
 class Slots:
-    """The memory of the launches of an executable: as many parts as there were launches in flight at a time, up to `MOST_SLOTS`."""
+    """The memory of the launches of an executable: as many parts as there were launches in flight
+    at a time, up to `MOST_SLOTS`.
+    """
 
     def __init__(self, in_flight: "deque[CudaTicket]") -> None:
         self._in_flight = in_flight
@@ -69,13 +78,17 @@ class Slots:
         self._number = 0
 
     def next(self) -> Slot:
-        """Memory that no launch uses any more; where all is in use, the results of the oldest launch are read."""
+        """Memory that no launch uses any more; where all is in use, the results of the oldest
+        launch are read.
+        """
         if not self._free:
             if self._number < MOST_SLOTS:
                 self._number += 1
                 return Slot()
             self._in_flight[0].wait()
-        slot = self._free.pop()  # what was used last: the less memory is needed, the fewer launches are in flight
+        slot = (
+            self._free.pop()
+        )  # what was used last: the less memory is needed, the fewer launches are in flight
         if slot.mark:
             slot.mark.synchronize()
         return slot
@@ -87,9 +100,17 @@ class Slots:
 
 
 class CudaTicket:
-    """Stands for the results of a launch; those of the launches before it are read first, as their order counts."""
+    """Stands for the results of a launch; those of the launches before it are read first, as their
+    order counts.
+    """
 
-    def __init__(self, mark: Mark, read: Callable[[], StepResult], in_flight: "deque[CudaTicket]", runs_on_host: bool) -> None:
+    def __init__(
+        self,
+        mark: Mark,
+        read: Callable[[], StepResult],
+        in_flight: "deque[CudaTicket]",
+        runs_on_host: bool,
+    ) -> None:
         self._mark, self._read, self._in_flight = mark, read, in_flight
         self._result: StepResult | None = None
         self.runs_on_host = runs_on_host

@@ -1,4 +1,6 @@
-"""The weights of programs in the memory of a GPU: packed once, several of one layout as one matrix where an op reads them together."""
+"""The weights of programs in the memory of a GPU: packed once, several of one layout as one matrix
+where an op reads them together.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,17 +18,28 @@ from headrace.quant.formats import StoredTensor
 
 def sized(program: Program, tensors: Mapping[str, StoredTensor]) -> Program:
     """The same program with the bytes that its weights have on a GPU; nothing of them is read."""
-    matrices = {w.name: layout_of(tensors[w.name]).nbytes(w.rows, w.cols) for op in program.ops for w in op.matrices()}
-    vectors = {w.name: 4 * w.cols for op in program.ops for w in op.vectors() if w.name not in matrices}
-    kinds: dict[str, Kind] = {name: "f32" if layout_of(tensors[name]).is_wide else "bf16" for name in matrices}
+    matrices = {
+        w.name: layout_of(tensors[w.name]).nbytes(w.rows, w.cols)
+        for op in program.ops
+        for w in op.matrices()
+    }
+    vectors = {
+        w.name: 4 * w.cols for op in program.ops for w in op.vectors() if w.name not in matrices
+    }
+    kinds: dict[str, Kind] = {
+        name: "f32" if layout_of(tensors[name]).is_wide else "bf16" for name in matrices
+    }
     new = {
-        name: replace(program.weights[name], nbytes=nbytes, kind=kinds.get(name, "f32")) for name, nbytes in (matrices | vectors).items()
+        name: replace(program.weights[name], nbytes=nbytes, kind=kinds.get(name, "f32"))
+        for name, nbytes in (matrices | vectors).items()
     }
     return program.with_weights(new)
 
 
 def read_wide(program: Program, tensors: Mapping[str, StoredTensor]) -> set[int]:
-    """The values, by id, that are multiplied with matrices of more digits than bf16 has: in float32, whatever else reads them."""
+    """The values, by id, that are multiplied with matrices of more digits than bf16 has: in
+    float32, whatever else reads them.
+    """
 
     def is_wide(op: Op) -> bool:
         return any(layout_of(tensors[weight.name]).is_wide for weight in op.matrices())
@@ -35,13 +48,21 @@ def read_wide(program: Program, tensors: Mapping[str, StoredTensor]) -> set[int]
 
 
 def are_alike(tensors: Sequence[StoredTensor]) -> bool:
-    """Whether matrices can lie below each other as one: of one layout, width and order of columns."""
+    """Whether matrices can lie below each other as one: of one layout, width and order of
+    columns.
+    """
     orders = {None if t.column_order is None else t.column_order.tobytes() for t in tensors}
-    return len({layout_of(t) for t in tensors}) == 1 and len({t.cols for t in tensors}) == 1 and len(orders) == 1
+    return (
+        len({layout_of(t) for t in tensors}) == 1
+        and len({t.cols for t in tensors}) == 1
+        and len(orders) == 1
+    )
 
 
 class Weights:
-    """Packs weights when they are first asked for. Programs that are attached over the same KV share them, by name."""
+    """Packs weights when they are first asked for. Programs that are attached over the same KV
+    share them, by name.
+    """
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = dict(tensors)
@@ -64,7 +85,11 @@ class Weights:
     def stacked(self, weights: Sequence[Weight]) -> PackedWeight:
         """Matrices below each other, in float32 where they are not alike."""
         together = self.together(weights)
-        return together if together else self._packed(tuple(weight.name for weight in weights), WeightLayout("f32"))
+        return (
+            together
+            if together
+            else self._packed(tuple(weight.name for weight in weights), WeightLayout("f32"))
+        )
 
     def vector(self, weight: Weight) -> torch.Tensor:  # [cols]
         """A vector, in float32."""
@@ -72,10 +97,14 @@ class Weights:
 
     def vectors(self, weights: Sequence[Weight | None], sizes: Sequence[int]) -> torch.Tensor:
         """Vectors one behind the other; zeros of these sizes where there is none."""
-        key = tuple(weight.name if weight else size for weight, size in zip(weights, sizes, strict=True))
+        key = tuple(
+            weight.name if weight else size for weight, size in zip(weights, sizes, strict=True)
+        )
         if key not in self._vectors:
             parts = [
-                pack_vector(self.tensors[weight.name]) if weight else torch.zeros(size, device=DEVICE)
+                pack_vector(self.tensors[weight.name])
+                if weight
+                else torch.zeros(size, device=DEVICE)
                 for weight, size in zip(weights, sizes, strict=True)
             ]
             self._vectors[key] = torch.cat(parts)

@@ -1,4 +1,6 @@
-"""Memory of the GPU that steps work in: values of a program, reused once they are dead, and what single ops need beside them."""
+"""Memory of the GPU that steps work in: values of a program, reused once they are dead, and what
+single ops need beside them.
+"""
 
 from collections.abc import Callable, Collection
 from typing import TypeVar, cast
@@ -16,7 +18,8 @@ Rows = dict[RowKind, int]
 
 
 class Workspace:
-    """Tensors by name, as large as they had to be so far. Programs that run one after another on one GPU share them.
+    """Tensors by name, as large as they had to be so far. Programs that run one after another on
+    one GPU share them.
 
     Where a tensor grows, `grown` counts up: what was bound to the old one is bound anew.
     """
@@ -26,8 +29,12 @@ class Workspace:
         self._others: dict[str, object] = {}
         self.grown = 0
 
-    def take(self, name: str, rows: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:  # [rows, width]
-        """The first rows of a tensor of this name, width and type; its numbers are whatever they are."""
+    def take(
+        self, name: str, rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:  # [rows, width]
+        """The first rows of a tensor of this name, width and type; its numbers are whatever they
+        are.
+        """
         key = f"{name} {width} {dtype}"
         tensor = self._tensors.get(key)
         if tensor is None or len(tensor) < rows:
@@ -48,7 +55,9 @@ class Workspace:
 
 
 class Buffers:
-    """Which tensor of the workspace each value of a program is in: one whose value is dead by then, where there is one."""
+    """Which tensor of the workspace each value of a program is in: one whose value is dead by then,
+    where there is one.
+    """
 
     def __init__(self, program: Program, packed: torch.dtype, wide: Collection[int]) -> None:
         self._packed, self._wide = packed, wide
@@ -60,17 +69,23 @@ class Buffers:
             if out := op.output():
                 spare = free.get(self._kind(out))
                 kind = "result" if out.id in kept else "value"
-                self.places[out.id] = spare.pop() if spare and kind == "value" else f"{kind} {len(self.places)}"
+                self.places[out.id] = (
+                    spare.pop() if spare and kind == "value" else f"{kind} {len(self.places)}"
+                )
             for value in {value.id: value for value in op.inputs()}.values():
                 if last_use[value.id] == index and value.id not in kept:
                     free.setdefault(self._kind(value), []).append(self.places[value.id])
 
     def bind(self, workspace: Workspace, rows: Rows) -> Callable[[Value], torch.Tensor]:
         """The tensor of each value in a step of so many rows, [rows, width]."""
-        return lambda value: workspace.take(self.places[value.id], rows[value.rows], value.width, self.dtype(value))
+        return lambda value: workspace.take(
+            self.places[value.id], rows[value.rows], value.width, self.dtype(value)
+        )
 
     def dtype(self, value: Value) -> torch.dtype:
-        """The numbers of a value: those that only linear ops read are as these multiply them, and float32 for one that is `wide`."""
+        """The numbers of a value: those that only linear ops read are as these multiply them, and
+        float32 for one that is `wide`.
+        """
         return self._packed if value.packed and value.id not in self._wide else torch.float32
 
     def _kind(self, value: Value) -> tuple[int, str, torch.dtype]:

@@ -16,11 +16,15 @@ METHODS = {
     "mxfp4": (".mxfp4", "Mxfp4"),
     "torchao": (".torchao", "TorchAo"),
 }
-"""The module and the class of each `quant_method`: imported when a checkpoint has it, since most have none."""
+"""The module and the class of each `quant_method`: imported when a checkpoint has it, since most
+have none.
+"""
 
 
 def method_of(config: Any) -> Method:
-    """The method whose `quantization_config` this is, checked. Raises UnsupportedModelError, which names the field."""
+    """The method whose `quantization_config` this is, checked. Raises UnsupportedModelError, which
+    names the field.
+    """
     name = config.get("quant_method") if isinstance(config, dict) else None
     if not isinstance(name, str) or name not in METHODS:
         field, value = ("quant_method", name) if isinstance(config, dict) else ("all of it", config)

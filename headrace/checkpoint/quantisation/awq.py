@@ -1,8 +1,8 @@
 """AWQ checkpoints (Lin et al. 2024) as AutoAWQ 0.2 writes them, version GEMM.
 
-A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols, rows / 8], `X.qzeros` I32 [groups, rows / 8] and
-`X.scales` [groups, rows]. A word has the codes of 8 rows, from its lowest bits on those of 0, 2, 4, 6, 1, 3, 5, 7. A weight is
-scale * (code - zero point).
+A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols, rows / 8],
+`X.qzeros` I32 [groups, rows / 8] and `X.scales` [groups, rows]. A word has the codes of 8 rows,
+from its lowest bits on those of 0, 2, 4, 6, 1, 3, 5, 7. A weight is scale * (code - zero point).
 """
 
 from functools import cache
@@ -35,17 +35,29 @@ _ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
 class Awq:
     """Integers of 4 bits with zero points, by groups of columns."""
 
-    supported = f"{_METHOD} with 4 bits and zero points in the version gemm, groups of 16, of multiples of 32 or -1"
+    supported = (
+        f"{_METHOD} with 4 bits and zero points in the version gemm, groups of 16, of "
+        "multiples of 32 or -1"
+    )
 
     def check(self, config: Config) -> None:
-        check_fields(config, {"bits": (4,), "zero_point": (None, True), "backend": (None, "autoawq", "auto")}, self.supported)
+        check_fields(
+            config,
+            {"bits": (4,), "zero_point": (None, True), "backend": (None, "autoawq", "auto")},
+            self.supported,
+        )
         for field in _VERSIONS:
             if str(config.get(field, "gemm")).lower() != "gemm":
                 raise refusal(field, config[field], self.supported)
         check_group_size(config, self.supported)
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
-        return gathered(tensors, _PARTS, lambda layer: _matrix(layer, config["group_size"], tensors, where), where)
+        return gathered(
+            tensors,
+            _PARTS,
+            lambda layer: _matrix(layer, config["group_size"], tensors, where),
+            where,
+        )
 
 
 def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> StoredTensor:
@@ -57,7 +69,10 @@ def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> Stored
     cols, rows = len(words), 8 * words.shape[1]
     group = group_of(cols, group_size, name, where)
     check_shapes(
-        {"qzeros": points, "scales": scales}, {"qzeros": (cols // group, rows // 8), "scales": (cols // group, rows)}, layer, where
+        {"qzeros": points, "scales": scales},
+        {"qzeros": (cols // group, rows // 8), "scales": (cols // group, rows)},
+        layer,
+        where,
     )
     parts = {"codes": words.T, "scales": np.ascontiguousarray(scales.T), "zeros": _eights(points.T)}
     format = _format(QuantSpec(4, group if group < cols else 0, kind, "point", "u8"))
@@ -80,6 +95,10 @@ def _format(spec: QuantSpec) -> Format:
     def rows_of(of: Parts, rows: Rows) -> TableRows:
         wanted = np.arange(len(of["scales"]))[rows]
         words, places = np.unique(wanted // 8, return_inverse=True)
-        return TableRows(_eights(of["codes"][words])[8 * places + wanted % 8], of["scales"][rows], of["zeros"][rows])
+        return TableRows(
+            _eights(of["codes"][words])[8 * places + wanted % 8],
+            of["scales"][rows],
+            of["zeros"][rows],
+        )
 
     return table_format(f"AWQ {spec.name}", spec, parts, rows_of)

@@ -1,12 +1,16 @@
-"""Checkpoints of bitsandbytes (bitsandbytes-foundation/bitsandbytes, as version 0.50 writes them), of 4 and of 8 bits.
+"""Checkpoints of bitsandbytes (bitsandbytes-foundation/bitsandbytes, as version 0.50 writes them),
+of 4 and of 8 bits.
 
-Of 4 bits (QLoRA, Dettmers et al. 2023) a quantised layer X has `X.weight`, whose bytes are two codes each, the first in the high half, row
-after row; `X.weight.quant_map` float32 [16], what the codes stand for; `X.weight.absmax` float32, the scale of each `blocksize` codes of
-the whole matrix; and `X.weight.quant_state.bitsandbytes__nf4` or `__fp4`, a JSON object as bytes. Scales may be quantised again:
-`absmax` is uint8 then, and a scale is nested_quant_map[absmax] * nested_absmax + nested_offset.
+Of 4 bits (QLoRA, Dettmers et al. 2023) a quantised layer X has `X.weight`, whose bytes are two
+codes each, the first in the high half, row after row; `X.weight.quant_map` float32 [16], what the
+codes stand for; `X.weight.absmax` float32, the scale of each `blocksize` codes of the whole matrix;
+and `X.weight.quant_state.bitsandbytes__nf4` or `__fp4`, a JSON object as bytes. Scales may be
+quantised again: `absmax` is uint8 then, and a scale is nested_quant_map[absmax] * nested_absmax +
+nested_offset.
 
-Of 8 bits (LLM.int8, Dettmers et al. 2022) it has `X.weight` int8 [rows, cols], `X.SCB` float32 [rows], the largest magnitude of a row,
-which is the code 127, and `X.weight_format` uint8, which is 0.
+Of 8 bits (LLM.int8, Dettmers et al. 2022) it has `X.weight` int8 [rows, cols], `X.SCB` float32
+[rows], the largest magnitude of a row, which is the code 127, and `X.weight_format` uint8, which is
+0.
 """
 
 import json
@@ -56,14 +60,17 @@ class _Blocks:
 class BitsAndBytes:
     """nf4, fp4 and int8.
 
-    Codes of 4 bits are multiplied with int8 activations by 32 columns, and int8 weights with int8 activations by row, of which those beyond
-    6 stay float32: row by row, where bitsandbytes takes a column for all rows of a batch. With `llm_int8_threshold` 0 none do.
+    Codes of 4 bits are multiplied with int8 activations by 32 columns, and int8 weights with int8
+    activations by row, of which those beyond 6 stay float32: row by row, where bitsandbytes takes a
+    column for all rows of a batch. With `llm_int8_threshold` 0 none do.
     """
 
     supported = f"{_METHOD} of 4 bits (nf4, fp4; scales quantised again or not) or 8 (LLM.int8)"
 
     def check(self, config: Config) -> None:
-        is_4bit, is_8bit = (config.get(field, config.get("_" + field)) for field in ("load_in_4bit", "load_in_8bit"))
+        is_4bit, is_8bit = (
+            config.get(field, config.get("_" + field)) for field in ("load_in_4bit", "load_in_8bit")
+        )
         if bool(is_4bit) == bool(is_8bit):
             raise refusal("load_in_4bit", is_4bit, self.supported)
         if is_4bit and config.get("bnb_4bit_quant_type", "fp4") not in _KINDS:
@@ -71,7 +78,9 @@ class BitsAndBytes:
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
         result = dict(tensors)
-        kind_of_int8 = FORMATS["I8_MIXED" if config.get("llm_int8_threshold", _THRESHOLD) else "I8_ROW"]
+        kind_of_int8 = FORMATS[
+            "I8_MIXED" if config.get("llm_int8_threshold", _THRESHOLD) else "I8_ROW"
+        ]
         for name, tensor in tensors.items():
             weight, _, kind = name.partition(_STATE)
             if kind:
@@ -92,34 +101,60 @@ def _int8(name: str, layer: str, kind: Format, tensors: Tensors, where: str) -> 
     tensor, scale, layout = tensors[name], tensors.get(f"{layer}SCB"), tensors.get(f"{name}_format")
     if layout is not None and plain(layout).any():
         raise UnsupportedModelError(
-            f"{where}: tensor {name}_format is {plain(layout).tolist()}, and only 0, rows as they are, is supported"
+            f"{where}: tensor {name}_format is {plain(layout).tolist()}, and only 0, rows "
+            "as they are, is supported"
         )
-    if scale is None or scale.format.name != "F32" or len(tensor.shape) != 2 or scale.shape != (tensor.rows,):
-        raise FormatError(f"{where}: tensor {name} of int8 {list(tensor.shape)} has no {layer}SCB of float32, one for each row")
+    if (
+        scale is None
+        or scale.format.name != "F32"
+        or len(tensor.shape) != 2
+        or scale.shape != (tensor.rows,)
+    ):
+        raise FormatError(
+            f"{where}: tensor {name} of int8 {list(tensor.shape)} has no {layer}SCB of "
+            "float32, one for each row"
+        )
     largest = plain(scale)
     if not np.isfinite(largest).all():
         raise FormatError(f"{where}: tensor {layer}SCB has a number that is not finite")
-    return replace(tensor, format=kind, parts={**tensor.parts, "row_scales": largest / np.float32(127)})
+    return replace(
+        tensor, format=kind, parts={**tensor.parts, "row_scales": largest / np.float32(127)}
+    )
 
 
 def _fours(name: str, kind: str, tensors: Tensors, where: str) -> StoredTensor:
     state, tensor = _state(tensors[f"{name}{_STATE}{kind}"], where), tensors.get(name)
     codebook = next((known for known in _KINDS if known == kind), None)
     if codebook is None:
-        raise UnsupportedModelError(f"{where}: tensor {name} is of {kind[:32]}; what is supported: {' and '.join(_KINDS)}")
+        raise UnsupportedModelError(
+            f"{where}: tensor {name} is of {kind[:32]}; what is supported: {' and '.join(_KINDS)}"
+        )
     rows, cols = state["shape"]
     if tensor is None or cols % 2 or tensor.parts["codes"].size * 2 != rows * cols:
-        raise FormatError(f"{where}: tensor {name} is not there as the bytes of a matrix {[rows, cols]} of 4 bits, with columns in pairs")
+        raise FormatError(
+            f"{where}: tensor {name} is not there as the bytes of a matrix {[rows, cols]} "
+            "of 4 bits, with columns in pairs"
+        )
     absmax, values = (_part(name + part, tensors, where) for part in _PARTS[:2])
-    if values.shape != (16,) or not np.allclose(values.astype(np.float64), CODEBOOKS[codebook], rtol=0, atol=1e-6):
+    if values.shape != (16,) or not np.allclose(
+        values.astype(np.float64), CODEBOOKS[codebook], rtol=0, atol=1e-6
+    ):
         raise FormatError(f"{where}: tensor {name}.quant_map has not the 16 values of {codebook}")
     is_nested = absmax.dtype == np.uint8
-    blocks = _Blocks(codebook, cols, state["blocksize"], state.get("nested_blocksize", 0) if is_nested else 0)
+    blocks = _Blocks(
+        codebook, cols, state["blocksize"], state.get("nested_blocksize", 0) if is_nested else 0
+    )
     if absmax.shape != (-(-rows * cols // blocks.size),):
-        raise FormatError(f"{where}: tensor {name}.absmax has shape {list(absmax.shape)}, for blocks of {blocks.size} of {[rows, cols]}")
+        raise FormatError(
+            f"{where}: tensor {name}.absmax has shape {list(absmax.shape)}, for blocks of "
+            f"{blocks.size} of {[rows, cols]}"
+        )
     if blocks.group not in (cols, 16) and blocks.group % 32:
         size = f"blocks of {blocks.size} in rows of {cols}"
-        raise UnsupportedModelError(f"{where}: tensor {name} has {size}; what is supported: 16 columns or a multiple of 32 with one scale")
+        raise UnsupportedModelError(
+            f"{where}: tensor {name} has {size}; what is supported: 16 columns or a "
+            "multiple of 32 with one scale"
+        )
     parts = {"codes": tensor.parts["codes"].reshape(rows, cols // 2), "absmax": absmax}
     if is_nested:
         parts |= _nested(name, absmax, state, tensors, where)
@@ -128,27 +163,51 @@ def _fours(name: str, kind: str, tensors: Tensors, where: str) -> StoredTensor:
     return replace(tensor, name=name, format=_format(blocks), shape=(rows, cols), parts=parts)
 
 
-def _nested(name: str, absmax: NDArray[Any], state: dict[str, Any], tensors: Tensors, where: str) -> dict[str, NDArray[Any]]:
+def _nested(
+    name: str, absmax: NDArray[Any], state: dict[str, Any], tensors: Tensors, where: str
+) -> dict[str, NDArray[Any]]:
     """The parts that quantised scales are made of."""
     scales, values = (_part(name + part, tensors, where) for part in _PARTS[2:])
     size: Any
     offset: Any
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if not _is_size(size) or type(offset) not in (int, float) or not abs(offset) < _MAX_OFFSET:
-        raise FormatError(f"{where}: tensor {name} has quantised scales, and no nested_blocksize and nested_offset for them")
-    if scales.dtype != np.float32 or values.dtype != np.float32 or scales.shape != (-(-len(absmax) // size),) or values.shape != (256,):
-        raise FormatError(f"{where}: tensors {name}.nested_absmax and {name}.nested_quant_map do not fit {len(absmax)} quantised scales")
+        raise FormatError(
+            f"{where}: tensor {name} has quantised scales, and no nested_blocksize and "
+            "nested_offset for them"
+        )
+    if (
+        scales.dtype != np.float32
+        or values.dtype != np.float32
+        or scales.shape != (-(-len(absmax) // size),)
+        or values.shape != (256,)
+    ):
+        raise FormatError(
+            f"{where}: tensors {name}.nested_absmax and {name}.nested_quant_map do not "
+            f"fit {len(absmax)} quantised scales"
+        )
     with np.errstate(over="ignore", invalid="ignore"):
         largest = np.abs(values).max() * np.abs(scales).max() + np.abs(np.float32(offset))
     if not np.isfinite(largest):
-        raise FormatError(f"{where}: tensor {name}.nested_absmax or .nested_quant_map gives a scale that is not finite")
-    return {"nested_absmax": scales, "nested_quant_map": values, "nested_offset": np.array([offset], np.float32)}
+        raise FormatError(
+            f"{where}: tensor {name}.nested_absmax or .nested_quant_map gives a scale "
+            "that is not finite"
+        )
+    return {
+        "nested_absmax": scales,
+        "nested_quant_map": values,
+        "nested_offset": np.array([offset], np.float32),
+    }
 
 
 def _part(name: str, tensors: Tensors, where: str) -> NDArray[Any]:
     """A list of numbers: uint8 or float32."""
     tensor = tensors.get(name)
-    if tensor is None or len(tensor.shape) != 1 or tensor.format.name not in ("U8", "F32", "F16", "BF16"):
+    if (
+        tensor is None
+        or len(tensor.shape) != 1
+        or tensor.format.name not in ("U8", "F32", "F16", "BF16")
+    ):
         raise FormatError(f"{where}: tensor {name} is not there as a list of numbers")
     return plain(tensor) if tensor.format.name in ("U8", "F32") else tensor.dequantise()
 
@@ -156,14 +215,23 @@ def _part(name: str, tensors: Tensors, where: str) -> NDArray[Any]:
 def _state(tensor: StoredTensor, where: str) -> dict[str, Any]:
     """What a quantisation state says, checked. Raises FormatError."""
     if tensor.format.name != "U8" or tensor.nbytes > _MAX_STATE_BYTES:
-        raise FormatError(f"{where}: tensor {tensor.name} is not a JSON object of less than {_MAX_STATE_BYTES:,} bytes")
+        raise FormatError(
+            f"{where}: tensor {tensor.name} is not a JSON object of less than "
+            f"{_MAX_STATE_BYTES:,} bytes"
+        )
     try:
         state = json.loads(tensor.parts["codes"].tobytes())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: tensor {tensor.name} is not valid: {error}") from None
     shape = state.get("shape") if isinstance(state, dict) else None
-    if not isinstance(shape, list) or len(shape) != 2 or not all(map(_is_size, (*shape, state.get("blocksize")))):
-        raise FormatError(f"{where}: tensor {tensor.name} has no shape [rows, columns] and blocksize")
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not all(map(_is_size, (*shape, state.get("blocksize"))))
+    ):
+        raise FormatError(
+            f"{where}: tensor {tensor.name} has no shape [rows, columns] and blocksize"
+        )
     found: dict[str, Any] = state
     return found
 
@@ -174,19 +242,35 @@ def _is_size(value: Any) -> bool:
 
 @cache
 def _format(blocks: _Blocks) -> Format:
-    """The format of a matrix; of its parts only the codes are by row, since a block may be of several rows or of parts of two."""
+    """The format of a matrix; of its parts only the codes are by row, since a block may be of
+    several rows or of parts of two.
+    """
     groups = blocks.cols // blocks.group
     spec = QuantSpec(4, 0 if groups == 1 else blocks.group, "f32", codebook=blocks.kind)
-    shared = {"absmax": "u1", "nested_absmax": "f4", "nested_quant_map": "f4", "nested_offset": "f4"} if blocks.nested else {"absmax": "f4"}
-    parts = {"codes": TensorPart("u1"), **{name: TensorPart(dtype, by_row=False) for name, dtype in shared.items()}}
+    shared = (
+        {"absmax": "u1", "nested_absmax": "f4", "nested_quant_map": "f4", "nested_offset": "f4"}
+        if blocks.nested
+        else {"absmax": "f4"}
+    )
+    parts = {
+        "codes": TensorPart("u1"),
+        **{name: TensorPart(dtype, by_row=False) for name, dtype in shared.items()},
+    }
 
     def rows_of(of: Parts, rows: Rows) -> TableRows:
         pairs = of["codes"][rows]
         codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(len(pairs), -1)
-        index = (row_numbers(of, rows)[:, None] * groups + np.arange(groups)) * blocks.group // blocks.size
+        index = (
+            (row_numbers(of, rows)[:, None] * groups + np.arange(groups))
+            * blocks.group
+            // blocks.size
+        )
         scales = of["absmax"][index]
         if blocks.nested:
-            scales = of["nested_quant_map"][scales] * of["nested_absmax"][index // blocks.nested] + of["nested_offset"]
+            scales = (
+                of["nested_quant_map"][scales] * of["nested_absmax"][index // blocks.nested]
+                + of["nested_offset"]
+            )
         return TableRows(codes, scales)
 
     return table_format(spec.name, spec, parts, rows_of)

@@ -1,16 +1,23 @@
-"""Checkpoints of the compressed-tensors library (vllm-project/compressed-tensors, at version 0.20), as llm-compressor writes them.
+"""Checkpoints of the compressed-tensors library (vllm-project/compressed-tensors, at version 0.20),
+as llm-compressor writes them.
 
-A quantised layer X has `X.weight_scale`, by tensor [1], channel [rows, 1], group [rows, groups] or block, and
-* `int-quantized`: `X.weight` int8 [rows, cols], and `X.weight_zero_point` int8 in the shape of the scales where it is asymmetric;
-* `pack-quantized`: `X.weight_packed` int32 [rows, cols * bits / 32], the first code in the lowest bits and 2^(bits - 1) added to each;
-  `X.weight_shape` int64 [2]; zero points are packed in the same way down the rows: int32 [rows * bits / 32, groups]. Codes of 3, 5, 6 and
-  7 bits cross the borders of words; early versions left gaps there, which is refused by its shape;
-* `float-quantized`: `X.weight` e4m3 [rows, cols]; `mxfp8-quantized`: the same, with powers of two [rows, cols / 32] for scales;
-* `nvfp4-pack-quantized`: `X.weight_packed` uint8 [rows, cols / 2] of e2m1, the first in the low half, scales e4m3 [rows, cols / 16], to
-  be divided by `X.weight_global_scale`; `mxfp4-pack-quantized`: the same with powers of two [rows, cols / 32].
+A quantised layer X has `X.weight_scale`, by tensor [1], channel [rows, 1], group [rows, groups] or
+block, and
+* `int-quantized`: `X.weight` int8 [rows, cols], and `X.weight_zero_point` int8 in the shape of the
+  scales where it is asymmetric;
+* `pack-quantized`: `X.weight_packed` int32 [rows, cols * bits / 32], the first code in the lowest
+  bits and 2^(bits - 1) added to each; `X.weight_shape` int64 [2]; zero points are packed in the
+  same way down the rows: int32 [rows * bits / 32, groups]. Codes of 3, 5, 6 and 7 bits cross the
+  borders of words; early versions left gaps there, which is refused by its shape;
+* `float-quantized`: `X.weight` e4m3 [rows, cols]; `mxfp8-quantized`: the same, with powers of two
+  [rows, cols / 32] for scales;
+* `nvfp4-pack-quantized`: `X.weight_packed` uint8 [rows, cols / 2] of e2m1, the first in the low
+  half, scales e4m3 [rows, cols / 16], to be divided by `X.weight_global_scale`;
+  `mxfp4-pack-quantized`: the same with powers of two [rows, cols / 32].
 
-`naive-quantized` is any of the first and third. Which layers are quantised, and how, is plain from the tensors, so `targets` and `ignore`
-of the configuration are not needed, and it does not matter which of several `config_groups` a layer is of.
+`naive-quantized` is any of the first and third. Which layers are quantised, and how, is plain from
+the tensors, so `targets` and `ignore` of the configuration are not needed, and it does not matter
+which of several `config_groups` a layer is of.
 """
 
 import math
@@ -54,7 +61,12 @@ _WEIGHTS: dict[str, tuple[Any, ...]] = {
     "strategy": (None, "tensor", "channel", "group", "block", "tensor_group"),
     "dynamic": (False,),
 }
-_INT_ACTIVATIONS: dict[str, tuple[Any, ...]] = {"num_bits": (8,), "symmetric": (True,), "strategy": ("token",), "dynamic": (True,)}
+_INT_ACTIVATIONS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,),
+    "symmetric": (True,),
+    "strategy": ("token",),
+    "dynamic": (True,),
+}
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
 """Of the library, for fields that a file leaves out."""
 _PARTS = ("scale", "zero_point", "shape", "g_idx", "global_scale")
@@ -65,14 +77,17 @@ _ACTIVATIONS = tuple(f"input_{part}" for part in ("scale", "zero_point", "global
 class CompressedTensors:
     """Integers of 1 to 8 bits, floats of 8 and 4, with activations of our own.
 
-    int8 weights by channel or tensor are multiplied with int8 activations by row; all other integers, and floats of 4 bits by powers of
-    two, with int8 activations by 32 columns; floats of 8 bits, scales of 16 columns and rows that are no multiple of 32 with float32
-    activations. So activations are finer than those of 8 or 4 bits that a file asks for, or the same, and their scales in the file are
-    left out; where it asks for none (W4A16), integers have those of 8 bits nevertheless.
+    int8 weights by channel or tensor are multiplied with int8 activations by row; all other
+    integers, and floats of 4 bits by powers of two, with int8 activations by 32 columns; floats of
+    8 bits, scales of 16 columns and rows that are no multiple of 32 with float32 activations. So
+    activations are finer than those of 8 or 4 bits that a file asks for, or the same, and their
+    scales in the file are left out; where it asks for none (W4A16), integers have those of 8 bits
+    nevertheless.
     """
 
     supported = (
-        f"{_METHOD} in the formats {', '.join(_FORMATS)}: integers and floats by tensor, channel, group or block, with dynamic "
+        f"{_METHOD} in the formats {', '.join(_FORMATS)}: integers and floats by tensor, "
+        "channel, group or block, with dynamic "
         "symmetric int8 activations by token (W8A8), float ones, or none"
     )
 
@@ -86,30 +101,52 @@ class CompressedTensors:
         for name, tensor in tensors.items():
             if name.endswith(".weight" + _PACKED):
                 weight = name.removesuffix(_PACKED)
-                made = _packed_fours(weight, tensors, where) if tensor.format.name == "U8" else _packed(weight, config, tensors, where)
+                made = (
+                    _packed_fours(weight, tensors, where)
+                    if tensor.format.name == "U8"
+                    else _packed(weight, config, tensors, where)
+                )
             elif name.endswith(".weight") and tensor.format.name in kinds:
                 weight, made = name, kinds[tensor.format.name](name, tensors, block, where)
             else:
                 continue
             layer = weight.removesuffix("weight")
-            for part in (*(f"{weight}_{part}" for part in _PARTS), *(layer + part for part in _ACTIVATIONS), name):
+            for part in (
+                *(f"{weight}_{part}" for part in _PARTS),
+                *(layer + part for part in _ACTIVATIONS),
+                name,
+            ):
                 result.pop(part, None)
             result[weight] = replace(made, name=weight)
         for name, tensor in result.items():
             if tensor.format.name == "I8":
-                raise UnsupportedModelError(f"{where}: tensor {name} is int8 and no weight, and nothing says what it stands for")
+                raise UnsupportedModelError(
+                    f"{where}: tensor {name} is int8 and no weight, and nothing says what "
+                    "it stands for"
+                )
         return result
 
 
 def _int8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor:
-    tensor, scale, points = tensors[name], tensors.get(f"{name}_scale"), tensors.get(f"{name}_zero_point")
+    tensor, scale, points = (
+        tensors[name],
+        tensors.get(f"{name}_scale"),
+        tensors.get(f"{name}_zero_point"),
+    )
     if scale is None or scale.format.name in RAW_FORMATS:
-        raise FormatError(f"{where}: tensor {name} is int8, and {name}_scale is not there as numbers to scale it with")
+        raise FormatError(
+            f"{where}: tensor {name} is int8, and {name}_scale is not there as numbers to "
+            "scale it with"
+        )
     scales, numbers = scales_of(scale, tensor.shape, where, block)
     zeros = _zero_points(points, numbers.shape, 8, where)
     if zeros is None and scales.group == 0:
-        row_scales = np.ascontiguousarray(np.broadcast_to(scale.dequantise().reshape(-1), tensor.rows))
-        return replace(tensor, format=FORMATS["I8_ROW"], parts={**tensor.parts, "row_scales": row_scales})
+        row_scales = np.ascontiguousarray(
+            np.broadcast_to(scale.dequantise().reshape(-1), tensor.rows)
+        )
+        return replace(
+            tensor, format=FORMATS["I8_ROW"], parts={**tensor.parts, "row_scales": row_scales}
+        )
     return _integers(tensor, Codes(tensor.cols, is_signed=True), scales, numbers, zeros)
 
 
@@ -117,20 +154,35 @@ def _float8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: s
     tensor, scale = tensors[name], _required(f"{name}_scale", tensors, where)
     if scale.format.name != "U8":
         return float8_matrix(tensor, *scales_of(scale, tensor.shape, where, block))
-    return float8_matrix(tensor, Scales(group_of(scale, tensor.shape, where), "e8m0"), _powers(scale, where))
+    return float8_matrix(
+        tensor, Scales(group_of(scale, tensor.shape, where), "e8m0"), _powers(scale, where)
+    )
 
 
 def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
     """Integers of few bits."""
-    tensor, shape_of, scale = (_required(name + part, tensors, where) for part in (_PACKED, "_shape", "_scale"))
-    if tensor.format.name != "I32" or len(tensor.shape) != 2 or shape_of.format.name not in ("I64", "I32") or shape_of.shape != (2,):
-        raise FormatError(f"{where}: tensors {name}{_PACKED} and {name}_shape are not int32 [rows, words] and int64 [2]")
+    tensor, shape_of, scale = (
+        _required(name + part, tensors, where) for part in (_PACKED, "_shape", "_scale")
+    )
+    if (
+        tensor.format.name != "I32"
+        or len(tensor.shape) != 2
+        or shape_of.format.name not in ("I64", "I32")
+        or shape_of.shape != (2,)
+    ):
+        raise FormatError(
+            f"{where}: tensors {name}{_PACKED} and {name}_shape are not int32 [rows, "
+            "words] and int64 [2]"
+        )
     rows, cols = (int(size) for size in plain(shape_of))
     widths = {weights["num_bits"] for weights in _weights(config) if weights["type"] == "int"}
     fitting = [bits for bits in sorted(widths) if tensor.shape == (rows, -(-cols * bits // 32))]
     if cols < 1 or len(fitting) != 1:
         found = f"shape {list(tensor.shape)}, which is no matrix of [{rows}, {cols}] in codes of"
-        raise FormatError(f"{where}: tensor {name}{_PACKED} has {found} {' or '.join(map(str, sorted(widths)))} bits without gaps")
+        raise FormatError(
+            f"{where}: tensor {name}{_PACKED} has {found} "
+            f"{' or '.join(map(str, sorted(widths)))} bits without gaps"
+        )
     scales, numbers = scales_of(scale, (rows, cols), where)
     _check_order(name, tensors, cols, scales.group or cols, where)
     zeros = _zero_points(tensors.get(f"{name}_zero_point"), numbers.shape, fitting[0], where)
@@ -138,29 +190,52 @@ def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTe
 
 
 def _packed_fours(name: str, tensors: Tensors, where: str) -> StoredTensor:
-    """Floats of 4 bits: with powers of two for 32 columns, or e4m3 for 16 and a scale of the tensor."""
+    """Floats of 4 bits: with powers of two for 32 columns, or e4m3 for 16 and a scale of the
+    tensor.
+    """
     tensor, scale = (_required(name + part, tensors, where) for part in (_PACKED, "_scale"))
     if len(tensor.shape) != 2 or scale.format.name not in ("U8", "F8_E4M3"):
         kinds = f"{scale.format.name}, expected U8 (powers of two) or F8_E4M3"
-        raise FormatError(f"{where}: tensor {name}{_PACKED} has shape {list(tensor.shape)}, and its scales are {kinds}")
+        raise FormatError(
+            f"{where}: tensor {name}{_PACKED} has shape {list(tensor.shape)}, and its "
+            f"scales are {kinds}"
+        )
     rows, cols = shape = tensor.rows, 2 * tensor.cols
     group = group_of(scale, shape, where)
     if scale.format.name == "U8":
         if group != 32:
-            raise UnsupportedModelError(f"{where}: tensor {name}_scale has scales of {group} columns each; what is supported: 32")
-        parts = {"codes": tensor.parts["codes"].reshape(rows, cols // 32, 16), "block_scales": _powers(scale, where)}
+            raise UnsupportedModelError(
+                f"{where}: tensor {name}_scale has scales of {group} columns each; what "
+                "is supported: 32"
+            )
+        parts = {
+            "codes": tensor.parts["codes"].reshape(rows, cols // 32, 16),
+            "block_scales": _powers(scale, where),
+        }
         return replace(tensor, shape=shape, format=FORMATS["MXFP4_PAIRS"], parts=parts)
     whole = _required(f"{name}_global_scale", tensors, where).dequantise().reshape(-1)
     with np.errstate(all="ignore"):
         is_usable = whole.size == 1 and np.isfinite(scale.dequantise() / whole).all()
     if not is_usable:
-        raise FormatError(f"{where}: tensor {name}_scale over {name}_global_scale, which is one number, is not finite")
+        raise FormatError(
+            f"{where}: tensor {name}_scale over {name}_global_scale, which is one number, "
+            "is not finite"
+        )
     parts = {"codes": codes_of(tensor), "scales": codes_of(scale), "tensor_scale": whole}
-    return replace(tensor, shape=shape, format=packed_format("e2m1", Codes(cols, 4), Scales(group, "e4m3")), parts=parts)
+    return replace(
+        tensor,
+        shape=shape,
+        format=packed_format("e2m1", Codes(cols, 4), Scales(group, "e4m3")),
+        parts=parts,
+    )
 
 
-def _zero_points(points: StoredTensor | None, shape: tuple[int, int], bits: int, where: str) -> NDArray[np.uint8] | None:
-    """Zero points as codes [rows, scales of a row], of a matrix with scales of such a shape; None where all of them are that of none."""
+def _zero_points(
+    points: StoredTensor | None, shape: tuple[int, int], bits: int, where: str
+) -> NDArray[np.uint8] | None:
+    """Zero points as codes [rows, scales of a row], of a matrix with scales of such a shape; None
+    where all of them are that of none.
+    """
     if points is None:
         return None
     rows, per_row = shape
@@ -173,19 +248,37 @@ def _zero_points(points: StoredTensor | None, shape: tuple[int, int], bits: int,
         zeros = unpacked(words, bits, rows).T
     else:
         found = f"{points.format.name} {list(points.shape)}"
-        raise FormatError(f"{where}: tensor {points.name} is {found}, and there are {per_row} scales for each of {rows} rows")
+        raise FormatError(
+            f"{where}: tensor {points.name} is {found}, and there are {per_row} scales "
+            f"for each of {rows} rows"
+        )
     if (zeros < 0).any() or (zeros >= 1 << bits).any():
-        raise FormatError(f"{where}: tensor {points.name} has a zero point that is no code of {bits} bits")
-    return None if (zeros == 1 << bits - 1).all() else np.ascontiguousarray(np.broadcast_to(zeros, shape), np.uint8)
+        raise FormatError(
+            f"{where}: tensor {points.name} has a zero point that is no code of {bits} bits"
+        )
+    return (
+        None
+        if (zeros == 1 << bits - 1).all()
+        else np.ascontiguousarray(np.broadcast_to(zeros, shape), np.uint8)
+    )
 
 
 def _integers(
-    tensor: StoredTensor, codes: Codes, scales: Scales, numbers: NDArray[np.generic], zeros: NDArray[np.uint8] | None
+    tensor: StoredTensor,
+    codes: Codes,
+    scales: Scales,
+    numbers: NDArray[np.generic],
+    zeros: NDArray[np.uint8] | None,
 ) -> StoredTensor:
     parts = {"codes": codes_of(tensor), "scales": numbers}
     if zeros is not None:
         parts["zeros"] = np.repeat(zeros, scales.block_rows, axis=0)[: tensor.rows]
-    return replace(tensor, shape=(tensor.rows, codes.cols), format=packed_format("integer", codes, scales, zeros is not None), parts=parts)
+    return replace(
+        tensor,
+        shape=(tensor.rows, codes.cols),
+        format=packed_format("integer", codes, scales, zeros is not None),
+        parts=parts,
+    )
 
 
 def _required(name: str, tensors: Tensors, where: str) -> StoredTensor:
@@ -207,7 +300,10 @@ def _check_order(name: str, tensors: Tensors, cols: int, group: int, where: str)
         return
     groups = plain(index)
     if not (np.array_equal(groups, np.arange(cols) // group) or (groups == -1).all()):
-        raise UnsupportedModelError(f"{where}: tensor {index.name} groups columns in another order than they are in (actorder = group)")
+        raise UnsupportedModelError(
+            f"{where}: tensor {index.name} groups columns in another order than they are "
+            "in (actorder = group)"
+        )
 
 
 def _weights(config: Config) -> list[dict[str, Any]]:
@@ -216,15 +312,25 @@ def _weights(config: Config) -> list[dict[str, Any]]:
 
 def _block(config: Config) -> tuple[int, int] | None:
     """The rows and columns of a block, which is one for all that have any."""
-    found = [tuple(weights["block_structure"]) for weights in _weights(config) if weights.get("strategy") == "block"]
+    found = [
+        tuple(weights["block_structure"])
+        for weights in _weights(config)
+        if weights.get("strategy") == "block"
+    ]
     return found[0] if found else None
 
 
 def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
     """The fields whose values we do not compute."""
-    yield from ((key, config.get(key)) for key, known in _TOP.items() if config.get(key) not in known)
+    yield from (
+        (key, config.get(key)) for key, known in _TOP.items() if config.get(key) not in known
+    )
     groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
+    if (
+        not isinstance(groups, dict)
+        or not groups
+        or not all(isinstance(group, dict) for group in groups.values())
+    ):
         yield "config_groups", groups
         return
     blocks = []
@@ -233,10 +339,15 @@ def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
             yield f"{name}.output_activations", group["output_activations"]
         if group.get("format") not in (None, *_FORMATS):
             yield f"{name}.format", group["format"]
-        for part, unknown in (("weights", _unknown_weights), ("input_activations", _unknown_activations)):
+        for part, unknown in (
+            ("weights", _unknown_weights),
+            ("input_activations", _unknown_activations),
+        ):
             given = group.get(part)
             if isinstance(given, dict):
-                yield from ((f"{name}.{part}.{key}", value) for key, value in unknown(_DEFAULTS | given))
+                yield from (
+                    (f"{name}.{part}.{key}", value) for key, value in unknown(_DEFAULTS | given)
+                )
             elif given is not None or part == "weights":
                 yield f"{name}.{part}", given
         if group["weights"].get("strategy") == "block":
@@ -246,13 +357,19 @@ def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown_weights(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from ((key, given.get(key)) for key, known in _WEIGHTS.items() if given.get(key) not in known)
+    yield from (
+        (key, given.get(key)) for key, known in _WEIGHTS.items() if given.get(key) not in known
+    )
     bits, structure = _BITS[given["type"]], given.get("block_structure")
     if type(given["num_bits"]) is not int or given["num_bits"] not in bits:
         yield "num_bits", given["num_bits"]
     if given["type"] == "float" and given["symmetric"] is not True:
         yield "symmetric", given["symmetric"]
-    is_block = isinstance(structure, list) and len(structure) == 2 and all(type(size) is int and size > 0 for size in structure)
+    is_block = (
+        isinstance(structure, list)
+        and len(structure) == 2
+        and all(type(size) is int and size > 0 for size in structure)
+    )
     if given.get("strategy") == "block" and not is_block:
         yield "block_structure", structure
 
@@ -260,4 +377,6 @@ def _unknown_weights(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _unknown_activations(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if given["type"] != "float":
         known = {"type": ("int",), **_INT_ACTIVATIONS}
-        yield from ((key, given.get(key)) for key, values in known.items() if given.get(key) not in values)
+        yield from (
+            (key, given.get(key)) for key, values in known.items() if given.get(key) not in values
+        )

@@ -1,8 +1,10 @@
-"""Floats of 8 bits: `fp8` as DeepSeek-V3 and Qwen3 are published and vLLM quantises, and `fbgemm_fp8` (Llama 3.1 405B).
+"""Floats of 8 bits: `fp8` as DeepSeek-V3 and Qwen3 are published and vLLM quantises, and
+`fbgemm_fp8` (Llama 3.1 405B).
 
-A quantised layer X has `X.weight` e4m3 (or e5m2) [rows, cols], and `X.weight_scale_inv` or `X.weight_scale`: one number for the tensor,
-[rows, 1], or [rows / 128, cols / 128] rounded up, where the blocks of `weight_block_size` are of 128. A weight is float times scale,
-whatever the name says.
+A quantised layer X has `X.weight` e4m3 (or e5m2) [rows, cols], and `X.weight_scale_inv` or
+`X.weight_scale`: one number for the tensor, [rows, 1], or [rows / 128, cols / 128] rounded up,
+where the blocks of `weight_block_size` are of 128. A weight is float times scale, whatever the name
+says.
 """
 
 from typing import Any
@@ -25,8 +27,9 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
 class Fp8:
     """Floats of 8 bits by tensor, row or block, multiplied with float32 activations.
 
-    These are finer than the ones of 8 bits that such models are run with elsewhere: `activation_scheme`, `activation_scale_ub` and the
-    scales of activations that a file has make no difference.
+    These are finer than the ones of 8 bits that such models are run with elsewhere:
+    `activation_scheme`, `activation_scale_ub` and the scales of activations that a file has make no
+    difference.
     """
 
     supported = "fp8 or fbgemm_fp8: e4m3 or e5m2 by tensor, row or block"
@@ -36,7 +39,11 @@ class Fp8:
             if config.get(field) not in known:
                 raise refusal(field, config[field], self.supported)
         block = config.get("weight_block_size")
-        is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+        is_pair = (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(size) is int and size > 0 for size in block)
+        )
         if block is not None and not is_pair:
             raise refusal("weight_block_size", block, self.supported)
 
@@ -46,10 +53,18 @@ class Fp8:
         for name, tensor in tensors.items():
             if tensor.format.name not in _FLOATS:
                 continue
-            scale = next((tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None)
+            scale = next(
+                (tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None
+            )
             if scale is None:
-                raise FormatError(f"{where}: tensor {name} is {tensor.format.name}, and {name}_scale_inv or {name}_scale is not there")
+                raise FormatError(
+                    f"{where}: tensor {name} is {tensor.format.name}, and "
+                    f"{name}_scale_inv or {name}_scale is not there"
+                )
             result[name] = float8_matrix(tensor, *scales_of(scale, tensor.shape, where, block))
-            for other in (scale.name, *(name.removesuffix("weight") + activation for activation in _ACTIVATIONS)):
+            for other in (
+                scale.name,
+                *(name.removesuffix("weight") + activation for activation in _ACTIVATIONS),
+            ):
                 result.pop(other, None)
         return result

@@ -1,9 +1,10 @@
 """GPTQ checkpoints (Frantar et al. 2023) as AutoGPTQ 0.7, GPTQModel 7 and transformers write them.
 
-A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols * bits / 32, rows], `X.qzeros` I32
-[groups, rows * bits / 32], `X.scales` [groups, rows] and `X.g_idx` I32 [cols], the group of each column. Codes follow each other from the
-lowest bit of a word on; those of 3 bits run over the limits of words. A weight is scale * (code - zero point); files of the checkpoint
-format `gptq` have the zero points less 1, those of `gptq_v2` as they are.
+A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols * bits / 32,
+rows], `X.qzeros` I32 [groups, rows * bits / 32], `X.scales` [groups, rows] and `X.g_idx` I32
+[cols], the group of each column. Codes follow each other from the lowest bit of a word on; those of
+3 bits run over the limits of words. A weight is scale * (code - zero point); files of the
+checkpoint format `gptq` have the zero points less 1, those of `gptq_v2` as they are.
 """
 
 from functools import cache
@@ -47,19 +48,28 @@ _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 class Gptq:
-    """Integers of 2, 3, 4 or 8 bits with zero points, by groups of columns in order or in the order of activations."""
+    """Integers of 2, 3, 4 or 8 bits with zero points, by groups of columns in order or in the order
+    of activations.
+    """
 
-    supported = f"{_METHOD} with 2, 3, 4 or 8 bits in the checkpoint formats gptq and gptq_v2, groups of 16, of multiples of 32 or -1"
+    supported = (
+        f"{_METHOD} with 2, 3, 4 or 8 bits in the checkpoint formats gptq and gptq_v2, groups "
+        "of 16, of multiples of 32 or -1"
+    )
 
     def check(self, config: Config) -> None:
         check_fields(config, _FIELDS, self.supported)
-        dynamic = config.get("dynamic") or {}  # by regular expressions: layers with other bits, and "-:" before those that stay plain
+        dynamic = (
+            config.get("dynamic") or {}
+        )  # by regular expressions: layers with other bits, and "-:" before those that stay plain
         if not isinstance(dynamic, dict) or not all(key.startswith("-:") for key in dynamic):
             raise refusal("dynamic", dynamic, self.supported)
         check_group_size(config, self.supported)
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
-        return gathered(tensors, _PARTS, lambda layer: _matrix(layer, config, tensors, where), where)
+        return gathered(
+            tensors, _PARTS, lambda layer: _matrix(layer, config, tensors, where), where
+        )
 
 
 def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
@@ -71,12 +81,23 @@ def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredT
     cols, rows = len(words) * 32 // bits, words.shape[1]
     group = group_of(cols, config["group_size"], name, where)
     if rows * bits % 32 or (bits == 3 and len(words) % 3):
-        raise FormatError(f"{where}: tensor {name} has shape {list(words.shape)}, which {bits} bits do not fill")
+        raise FormatError(
+            f"{where}: tensor {name} has shape {list(words.shape)}, which {bits} bits do not fill"
+        )
     check_shapes(
-        {"qzeros": points, "scales": scales}, {"qzeros": (cols // group, rows * bits // 32), "scales": (cols // group, rows)}, layer, where
+        {"qzeros": points, "scales": scales},
+        {"qzeros": (cols // group, rows * bits // 32), "scales": (cols // group, rows)},
+        layer,
+        where,
     )
-    zeros = _zero_points(points, bits, _V2 not in (config.get("checkpoint_format"), config.get("format")))
-    parts = {"codes": words.T, "scales": np.ascontiguousarray(scales.T), "zeros": np.ascontiguousarray(zeros.T)}
+    zeros = _zero_points(
+        points, bits, _V2 not in (config.get("checkpoint_format"), config.get("format"))
+    )
+    parts = {
+        "codes": words.T,
+        "scales": np.ascontiguousarray(scales.T),
+        "zeros": np.ascontiguousarray(zeros.T),
+    }
     is_symmetric = bool((zeros == 1 << bits - 1).all())
     if is_symmetric:
         del parts["zeros"]
@@ -96,7 +117,8 @@ def _codes(words: Words, bits: int) -> NDArray[np.uint8]:  # [rows, 32 / bits of
 def _zero_points(words: Words, bits: int, is_less_1: bool) -> NDArray[np.uint8]:  # [groups, rows]
     """Zero points of words [groups, words].
 
-    GPTQModel takes 1 from whole words of 2, 4 and 8 bits, so that a zero point of 0 borrows from the next; this is undone here.
+    GPTQModel takes 1 from whole words of 2, 4 and 8 bits, so that a zero point of 0 borrows from
+    the next; this is undone here.
     """
     if is_less_1 and bits in _ONES:
         return _codes(words + np.uint32(_ONES[bits]), bits)
@@ -104,17 +126,24 @@ def _zero_points(words: Words, bits: int, is_less_1: bool) -> NDArray[np.uint8]:
     return zeros + np.uint8(1) & np.uint8((1 << bits) - 1) if is_less_1 else zeros
 
 
-def _column_order(tensors: Tensors, name: str, cols: int, group: int, where: str) -> NDArray[np.int64] | None:
+def _column_order(
+    tensors: Tensors, name: str, cols: int, group: int, where: str
+) -> NDArray[np.int64] | None:
     """The columns by group, each group in the order of its columns; None where they lie so."""
     if name not in tensors:
         return None
     groups = numbers(tensors, name, "I32", 1, where)
     if groups.shape != (cols,) or groups.max() >= cols // group:
-        raise FormatError(f"{where}: tensor {name} does not give each of {cols:,} columns one of {cols // group:,} groups")
+        raise FormatError(
+            f"{where}: tensor {name} does not give each of {cols:,} columns one of "
+            f"{cols // group:,} groups"
+        )
     if not groups.any():  # as older files without an order have it; exllama reads them so, too
         return None
     if (np.bincount(groups, minlength=cols // group) != group).any():
-        raise UnsupportedModelError(f"{where}: tensor {name} has groups of other than {group} columns")
+        raise UnsupportedModelError(
+            f"{where}: tensor {name} has groups of other than {group} columns"
+        )
     order = np.argsort(groups, kind="stable").astype(np.int64)
     return None if np.array_equal(order, np.arange(cols)) else order
 

@@ -1,4 +1,6 @@
-"""What a quantisation method is: it knows its `quantization_config`, and what the tensors of such a folder stand for."""
+"""What a quantisation method is: it knows its `quantization_config`, and what the tensors of such a
+folder stand for.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -12,10 +14,12 @@ Tensors = Mapping[str, StoredTensor]
 
 
 class Method(Protocol):
-    """A way to quantise checkpoints, one file each; a line in `quantisation/__init__.py` makes it known.
+    """A way to quantise checkpoints, one file each; a line in `quantisation/__init__.py` makes it
+    known.
 
-    A format of numbers that none had before is a line of `FORMATS` and its meaning in `quant/dequantise.py`, or it is made of a `QuantSpec`
-    and a function that reads rows code by code (`table_format`; `quantisation/tables.py` has what several methods share).
+    A format of numbers that none had before is a line of `FORMATS` and its meaning in
+    `quant/dequantise.py`, or it is made of a `QuantSpec` and a function that reads rows code by
+    code (`table_format`; `quantisation/tables.py` has what several methods share).
     """
 
     supported: str
@@ -28,13 +32,17 @@ class Method(Protocol):
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
         """The tensors of the folder as a model without quantisation would name and shape them.
 
-        Those that belong together (codes, scales, zero points, indices, ...) come as plain numbers, and become the parts of one tensor,
-        as views; the others stay. Raises FormatError for parts that are missing, misshapen or no scales, UnsupportedModelError for what
-        has no meaning here.
+        Those that belong together (codes, scales, zero points, indices, ...) come as plain numbers,
+        and become the parts of one tensor, as views; the others stay. Raises FormatError for parts
+        that are missing, misshapen or no scales, UnsupportedModelError for what has no meaning
+        here.
         """
         ...
 
 
 def refusal(field: str, value: Any, supported: str) -> UnsupportedModelError:
     """The error that names a field of `quantization_config`."""
-    return UnsupportedModelError(f"config.json: quantization_config: {field} = {shown(value)} is not supported; what is: {supported}")
+    return UnsupportedModelError(
+        f"config.json: quantization_config: {field} = {shown(value)} is not supported; "
+        f"what is: {supported}"
+    )

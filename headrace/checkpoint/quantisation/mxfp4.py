@@ -1,7 +1,9 @@
-"""MXFP4 as gpt-oss is published: matrices of experts as 4-bit floats, with a power of two for each 32 of a row.
+"""MXFP4 as gpt-oss is published: matrices of experts as 4-bit floats, with a power of two for each
+32 of a row.
 
-A quantised tensor X is `X_blocks` uint8 [..., rows, blocks, 16], two neighbours in a byte, and `X_scales` uint8 [..., rows, blocks]. Its
-rows are the outputs, where X itself would have them for columns, so it keeps the name `X_blocks`.
+A quantised tensor X is `X_blocks` uint8 [..., rows, blocks, 16], two neighbours in a byte, and
+`X_scales` uint8 [..., rows, blocks]. Its rows are the outputs, where X itself would have them for
+columns, so it keeps the name `X_blocks`.
 """
 
 from dataclasses import replace
@@ -38,7 +40,15 @@ def _with_scales(name: str, tensors: Tensors, where: str) -> StoredTensor:
     if scales is None or {blocks.format.name, scales.format.name} != {"U8"}:
         raise FormatError(f"{where}: tensor {name} and its scales are not both there as bytes")
     if len(blocks.shape) < 3 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
-        raise FormatError(f"{where}: tensor {name} and its scales have shapes {list(blocks.shape)} and {list(scales.shape)}")
+        raise FormatError(
+            f"{where}: tensor {name} and its scales have shapes {list(blocks.shape)} and "
+            f"{list(scales.shape)}"
+        )
     *_, count, _ = blocks.shape
-    parts = {"codes": blocks.parts["codes"].reshape(-1, count, 16), "block_scales": scales.parts["codes"].reshape(-1, count)}
-    return replace(blocks, format=FORMATS["MXFP4_PAIRS"], shape=(*blocks.shape[:-2], 32 * count), parts=parts)
+    parts = {
+        "codes": blocks.parts["codes"].reshape(-1, count, 16),
+        "block_scales": scales.parts["codes"].reshape(-1, count),
+    }
+    return replace(
+        blocks, format=FORMATS["MXFP4_PAIRS"], shape=(*blocks.shape[:-2], 32 * count), parts=parts
+    )

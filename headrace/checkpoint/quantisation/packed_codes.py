@@ -1,4 +1,6 @@
-"""What methods have in common whose layers are several plain tensors: codes packed into words, scales, zero points."""
+"""What methods have in common whose layers are several plain tensors: codes packed into words,
+scales, zero points.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,28 +16,43 @@ from headrace.quant.spec import NUMBERS, PLAIN, Number, floats
 Words = NDArray[np.uint32]
 
 
-def gathered(tensors: Tensors, parts: Sequence[str], matrix: Callable[[str], StoredTensor], where: str) -> dict[str, StoredTensor]:
-    """The tensors of a folder, with `matrix(X)` as `X.weight` for each X that has the first of the parts, and no part left."""
-    layers = sorted(name.removesuffix(parts[0]) for name in tensors if name.endswith(f".{parts[0]}"))
+def gathered(
+    tensors: Tensors, parts: Sequence[str], matrix: Callable[[str], StoredTensor], where: str
+) -> dict[str, StoredTensor]:
+    """The tensors of a folder, with `matrix(X)` as `X.weight` for each X that has the first of the
+    parts, and no part left.
+    """
+    layers = sorted(
+        name.removesuffix(parts[0]) for name in tensors if name.endswith(f".{parts[0]}")
+    )
     if both := [layer for layer in layers if f"{layer}weight" in tensors]:
-        raise FormatError(f"{where}: tensor {both[0]}weight is there and {both[0]}{parts[0]} as well")
+        raise FormatError(
+            f"{where}: tensor {both[0]}weight is there and {both[0]}{parts[0]} as well"
+        )
     taken = {f"{layer}{part}" for layer in layers for part in parts}
     plain = {name: tensor for name, tensor in tensors.items() if name not in taken}
     return plain | {f"{layer}weight": matrix(layer) for layer in layers}
 
 
 def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> NDArray[Any]:
-    """The plain numbers of a tensor of such a dtype, as a view in its shape; of I32 without their signs. Raises FormatError."""
+    """The plain numbers of a tensor of such a dtype, as a view in its shape; of I32 without their
+    signs. Raises FormatError.
+    """
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name != dtype or len(tensor.shape) != dims:
         found = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
-        raise FormatError(f"{where}: tensor {name} {found}, expected {dtype} with {dims} dimension{'s' * (dims != 1)}")
+        raise FormatError(
+            f"{where}: tensor {name} {found}, expected {dtype} with {dims} "
+            f"dimension{'s' * (dims != 1)}"
+        )
     kind = {"I32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1"}[dtype]
     return tensor.parts["codes"].view(kind).reshape(tensor.shape)
 
 
 def finite_floats(tensors: Tensors, name: str, where: str) -> tuple[Number, NDArray[Any]]:
-    """Scales or minima of two dimensions, in the precision of the file. Raises FormatError, for any that is not finite as well."""
+    """Scales or minima of two dimensions, in the precision of the file. Raises FormatError, for any
+    that is not finite as well.
+    """
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name not in PLAIN or len(tensor.shape) != 2:
         found = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
@@ -52,11 +69,21 @@ def require_finite(found: NDArray[np.float32], name: str, where: str) -> None:
         raise FormatError(f"{where}: tensor {name} has a number that is not finite")
 
 
-def check_shapes(parts: Mapping[str, NDArray[Any]], expected: Mapping[str, tuple[int, ...]], layer: str, where: str) -> None:
-    """Raise FormatError where the parts of a layer have other shapes than these; `layer` ends with a dot."""
+def check_shapes(
+    parts: Mapping[str, NDArray[Any]],
+    expected: Mapping[str, tuple[int, ...]],
+    layer: str,
+    where: str,
+) -> None:
+    """Raise FormatError where the parts of a layer have other shapes than these; `layer` ends with
+    a dot.
+    """
     for part, shape in expected.items():
         if parts[part].shape != shape:
-            raise FormatError(f"{where}: tensor {layer}{part} has shape {list(parts[part].shape)}, expected {list(shape)}")
+            raise FormatError(
+                f"{where}: tensor {layer}{part} has shape {list(parts[part].shape)}, "
+                f"expected {list(shape)}"
+            )
 
 
 def check_fields(config: Config, fields: Mapping[str, Sequence[Any]], supported: str) -> None:
@@ -68,15 +95,21 @@ def check_fields(config: Config, fields: Mapping[str, Sequence[Any]], supported:
 
 
 def check_group_size(config: Config, supported: str, field: str = "group_size") -> None:
-    """Refuse groups that no kernel reads: what is read is -1 for whole rows, 16, and multiples of 32."""
+    """Refuse groups that no kernel reads: what is read is -1 for whole rows, 16, and multiples of
+    32.
+    """
     size = config.get(field)
     if type(size) is not int or not (size in (-1, 16) or (size > 0 and size % 32 == 0)):
         raise refusal(field, size, supported)
 
 
 def group_of(cols: int, size: int, name: str, where: str) -> int:
-    """Columns of a group, which is a whole row where `size` is -1 or more than that. Raises FormatError where groups are not full."""
+    """Columns of a group, which is a whole row where `size` is -1 or more than that. Raises
+    FormatError where groups are not full.
+    """
     group = cols if size == -1 else min(size, cols)
     if cols % group:
-        raise FormatError(f"{where}: tensor {name} has {cols:,} columns, which are no groups of {group}")
+        raise FormatError(
+            f"{where}: tensor {name} has {cols:,} columns, which are no groups of {group}"
+        )
     return group

@@ -1,4 +1,6 @@
-"""Matrices as several methods store them: codes of some bits one after the other, and scales of a tensor, of rows, groups or blocks."""
+"""Matrices as several methods store them: codes of some bits one after the other, and scales of a
+tensor, of rows, groups or blocks.
+"""
 
 import math
 from dataclasses import replace
@@ -11,7 +13,17 @@ from numpy.typing import NDArray
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.dequantise import Bytes, Parts, Rows
 from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format
-from headrace.quant.spec import NUMBERS, PLAIN, POWERS, Codebook, Number, QuantSpec, TableRows, floats, small_floats
+from headrace.quant.spec import (
+    NUMBERS,
+    PLAIN,
+    POWERS,
+    Codebook,
+    Number,
+    QuantSpec,
+    TableRows,
+    floats,
+    small_floats,
+)
 from headrace.record import frozen
 
 _WIDTHS = (2, 3, 4, 8)
@@ -20,21 +32,27 @@ _WIDTHS = (2, 3, 4, 8)
 
 @frozen
 class Codes:
-    """How a file has the codes of a row: `bits` of each, the first in the lowest ones, without gaps; of 8 bits perhaps signed."""
+    """How a file has the codes of a row: `bits` of each, the first in the lowest ones, without
+    gaps; of 8 bits perhaps signed.
+    """
 
     cols: int
     bits: int = 8
     is_signed: bool = False
 
     def read(self, packed: Bytes) -> Bytes:
-        """The codes of rows [rows, cols] out of their bytes [rows, bytes]; signed ones grow by 128."""
+        """The codes of rows [rows, cols] out of their bytes [rows, bytes]; signed ones grow
+        by 128.
+        """
         codes = unpacked(packed, self.bits, self.cols)
         return codes ^ np.uint8(128) if self.is_signed else codes
 
 
 @frozen
 class Scales:
-    """What shares a scale, and how a file has scales: as numbers, powers of two, or small floats over a scale of the whole tensor."""
+    """What shares a scale, and how a file has scales: as numbers, powers of two, or small floats
+    over a scale of the whole tensor.
+    """
 
     group: int
     """Columns; 0: all."""
@@ -49,7 +67,9 @@ class Scales:
         return {"scales": TensorPart(dtype.str, by_row=self.block_rows == 1), **whole}
 
     def read(self, of: Parts, rows: Rows) -> NDArray[np.generic]:
-        """The scales of rows [rows, scales of a row]; what is no number of its own becomes float32."""
+        """The scales of rows [rows, scales of a row]; what is no number of its own becomes
+        float32.
+        """
         if self.block_rows > 1:
             return of["scales"][row_numbers(of, rows) // self.block_rows]
         scales = of["scales"][rows]
@@ -59,7 +79,9 @@ class Scales:
 
 
 def unpacked(packed: Bytes, bits: int, cols: int) -> Bytes:  # [rows, cols]
-    """Codes of 1 to 8 bits in rows of bytes [rows, bytes], the first in the lowest bits, without gaps."""
+    """Codes of 1 to 8 bits in rows of bytes [rows, bytes], the first in the lowest bits, without
+    gaps.
+    """
     if bits == 8:
         return packed[:, :cols]
     unit = bits // math.gcd(bits, 8)  # bytes that begin and end with a code
@@ -84,11 +106,13 @@ def row_numbers(of: Parts, rows: Rows) -> NDArray[np.int64]:
 
 
 @cache
-def packed_format(codebook: Codebook, codes: Codes, scales: Scales, has_points: bool = False) -> Format:
+def packed_format(
+    codebook: Codebook, codes: Codes, scales: Scales, has_points: bool = False
+) -> Format:
     """The format of a matrix with such codes and scales, and zero points in uint8 perhaps.
 
-    Codes of a width that no kernel reads are widened as they are read. Floats of 8 bits that are not finite raise ValueError on their way
-    to the kernels, and are themselves as values.
+    Codes of a width that no kernel reads are widened as they are read. Floats of 8 bits that are
+    not finite raise ValueError on their way to the kernels, and are themselves as values.
     """
     bits = next(width for width in _WIDTHS if width >= codes.bits)
     number: Number = "f32" if scales.number == "e8m0" or scales.number == "e4m3" else scales.number
@@ -98,9 +122,15 @@ def packed_format(codebook: Codebook, codes: Codes, scales: Scales, has_points: 
 
     def read(of: Parts, rows: Rows) -> TableRows:
         found = codes.read(of["codes"][rows])
-        return TableRows(found + growth if growth else found, scales.read(of, rows), of["zeros"][rows] if has_points else None)
+        return TableRows(
+            found + growth if growth else found,
+            scales.read(of, rows),
+            of["zeros"][rows] if has_points else None,
+        )
 
-    is_finite = np.isfinite(spec.values[: 1 << bits - 1])  # of small floats those of the largest magnitudes are not
+    is_finite = np.isfinite(
+        spec.values[: 1 << bits - 1]
+    )  # of small floats those of the largest magnitudes are not
     limit = int(is_finite.argmin())
 
     def checked(of: Parts, rows: Rows) -> TableRows:
@@ -109,19 +139,28 @@ def packed_format(codebook: Codebook, codes: Codes, scales: Scales, has_points: 
             raise ValueError(f"one of its numbers in {codebook} is not finite")
         return table
 
-    parts = {"codes": TensorPart("u1"), **scales.parts, **({"zeros": TensorPart("u1")} if has_points else {})}
+    parts = {
+        "codes": TensorPart("u1"),
+        **scales.parts,
+        **({"zeros": TensorPart("u1")} if has_points else {}),
+    }
     made = table_format(spec.name, spec, parts, read)
     return made if is_finite.all() else replace(made, table_rows=checked)
 
 
-def scales_of(scale: StoredTensor, shape: tuple[int, ...], where: str, block: tuple[int, int] | None = None) -> tuple[Scales, NDArray[Any]]:
+def scales_of(
+    scale: StoredTensor, shape: tuple[int, ...], where: str, block: tuple[int, int] | None = None
+) -> tuple[Scales, NDArray[Any]]:
     """What shares a scale by the shape of the scales of a matrix, and their part of it.
 
-    That is one number for the tensor, or [rows] or [rows, 1], or [rows, groups], or by blocks [rows / block, columns / block], rounded up.
-    Raises FormatError for other shapes and for scales that are no finite numbers, UnsupportedModelError for groups that no kernel reads.
+    That is one number for the tensor, or [rows] or [rows, 1], or [rows, groups], or by blocks [rows
+    / block, columns / block], rounded up. Raises FormatError for other shapes and for scales that
+    are no finite numbers, UnsupportedModelError for groups that no kernel reads.
     """
     if scale.format.name not in PLAIN and not (block and scale.format.name == "F8_E8M0"):
-        raise FormatError(f"{where}: tensor {scale.name} has {scale.format.name}, and scales are floats")
+        raise FormatError(
+            f"{where}: tensor {scale.name} has {scale.format.name}, and scales are floats"
+        )
     number, numbers = PLAIN.get(scale.format.name, "f32"), plain(scale)
     if not np.isfinite(floats(numbers, number)).all():
         raise FormatError(f"{where}: tensor {scale.name} has a number that is not finite")
@@ -138,10 +177,19 @@ def scales_of(scale: StoredTensor, shape: tuple[int, ...], where: str, block: tu
 
 def group_of(scale: StoredTensor, shape: tuple[int, ...], where: str) -> int:
     """Columns of a matrix that share a scale of [rows, groups]. Raises as `scales_of`."""
-    if len(shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != shape[0] or shape[1] % scale.shape[1]:
-        kinds = "by tensor, rows, groups that divide its columns, or blocks of the size that the configuration names"
+    if (
+        len(shape) != 2
+        or len(scale.shape) != 2
+        or scale.shape[0] != shape[0]
+        or shape[1] % scale.shape[1]
+    ):
+        kinds = (
+            "by tensor, rows, groups that divide its columns, or blocks of the size that the "
+            "configuration names"
+        )
         raise FormatError(
-            f"{where}: tensor {scale.name} has shape {list(scale.shape)}, which gives a matrix {list(shape)} no scales {kinds}"
+            f"{where}: tensor {scale.name} has shape {list(scale.shape)}, which gives a "
+            f"matrix {list(shape)} no scales {kinds}"
         )
     return _group(shape[1] // scale.shape[1], scale, where)
 
@@ -149,16 +197,30 @@ def group_of(scale: StoredTensor, shape: tuple[int, ...], where: str) -> int:
 def _group(columns: int, scale: StoredTensor, where: str) -> int:
     if columns != 16 and columns % 32:
         raise UnsupportedModelError(
-            f"{where}: tensor {scale.name} has scales of {columns} columns each; what is supported: 16, multiples of 32, and whole rows"
+            f"{where}: tensor {scale.name} has scales of {columns} columns each; what is "
+            "supported: 16, multiples of 32, and whole rows"
         )
     return columns
 
 
 def plain(tensor: StoredTensor) -> NDArray[Any]:
-    """The numbers of a tensor, in its shape: a view, with bf16 as its 16 bits; those that NumPy has no type for become float32."""
-    dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+    """The numbers of a tensor, in its shape: a view, with bf16 as its 16 bits; those that NumPy has
+    no type for become float32.
+    """
+    dtype = {
+        "F32": "<f4",
+        "F16": "<f2",
+        "BF16": "<u2",
+        "U8": "u1",
+        "I8": "i1",
+        "I16": "<i2",
+        "I32": "<i4",
+        "I64": "<i8",
+    }
     if tensor.format.name in dtype:
-        return tensor.parts["codes"].reshape(-1).view(dtype[tensor.format.name]).reshape(tensor.shape)
+        return (
+            tensor.parts["codes"].reshape(-1).view(dtype[tensor.format.name]).reshape(tensor.shape)
+        )
     return tensor.dequantise()
 
 

@@ -1,11 +1,14 @@
 """Integer checkpoints of torchao 0.18 (pytorch/ao) as transformers 5 writes them to safetensors.
 
-A quantised layer X has `X._weight_qdata`, `X._weight_scale` and `X._weight_zero_point`. `Int8Tensor` and `IntxUnpackedToInt8Tensor` have
-codes I8 [rows, cols], with sign and one to a byte whatever their bits, scales [rows, groups] or [1, 1] and zero points I8 of that shape; a
-weight is scale * (code - zero point). `Int4Tensor` has two codes of 4 bits with sign in a byte [rows, cols / 2], the first in the low bits,
-scales and zero points [groups, rows] that are floats; a weight is scale * code + zero point (`int4_row_quantize_zp` of mslk).
+A quantised layer X has `X._weight_qdata`, `X._weight_scale` and `X._weight_zero_point`.
+`Int8Tensor` and `IntxUnpackedToInt8Tensor` have codes I8 [rows, cols], with sign and one to a byte
+whatever their bits, scales [rows, groups] or [1, 1] and zero points I8 of that shape; a weight is
+scale * (code - zero point). `Int4Tensor` has two codes of 4 bits with sign in a byte [rows, cols /
+2], the first in the low bits, scales and zero points [groups, rows] that are floats; a weight is
+scale * code + zero point (`int4_row_quantize_zp` of mslk).
 
-The class of a tensor is named in the file's header, which is not needed: the configuration names the one that it makes.
+The class of a tensor is named in the file's header, which is not needed: the configuration names
+the one that it makes.
 """
 
 from collections.abc import Mapping
@@ -16,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
-from headrace.checkpoint.quantisation.packed_codes import check_shapes, finite_floats, gathered, numbers, require_finite
+from headrace.checkpoint.quantisation.packed_codes import (
+    check_shapes,
+    finite_floats,
+    gathered,
+    numbers,
+    require_finite,
+)
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.dequantise import Parts, Rows
 from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
@@ -24,7 +33,11 @@ from headrace.quant.spec import QuantSpec, TableRows, floats
 
 _METHOD = "torchao"
 _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-_OF_ACTIVATIONS = ("_weight_act_quant_scale", "_weight_act_quant_zero_point", "_weight_act_pre_scale")
+_OF_ACTIVATIONS = (
+    "_weight_act_quant_scale",
+    "_weight_act_quant_zero_point",
+    "_weight_act_pre_scale",
+)
 _INT4 = "Int4WeightOnlyConfig"
 _UNPACKED = {"intx_packing_format": "UNPACKED_TO_INT8"}
 _KNOWN = {
@@ -40,30 +53,45 @@ _KERNEL_BITS = (2, 3, 4, 8)
 
 
 class TorchAo:
-    """Integers of 1 to 8 bits by group, by row or by tensor; activations by token or left alone, which is one to the kernels."""
+    """Integers of 1 to 8 bits by group, by row or by tensor; activations by token or left alone,
+    which is one to the kernels.
+    """
 
-    supported = f"{_METHOD} with one of {', '.join(_KNOWN)} in version {_VERSION}, int4 as PLAIN, intx as UNPACKED_TO_INT8"
+    supported = (
+        f"{_METHOD} with one of {', '.join(_KNOWN)} in version {_VERSION}, int4 as PLAIN, "
+        "intx as UNPACKED_TO_INT8"
+    )
 
     def check(self, config: Config) -> None:
         given = _default(config)
         if given.get("_type") not in _KNOWN:
-            raise refusal("quant_type", given.get("_type", config.get("quant_type")), self.supported)
+            raise refusal(
+                "quant_type", given.get("_type", config.get("quant_type")), self.supported
+            )
         if given.get("_version") != _VERSION:
             raise refusal("quant_type._version", given.get("_version"), self.supported)
         for field, known in _KNOWN[given["_type"]].items():
             if (value := _named(given, field, known)) != known:
                 raise refusal(f"quant_type.{field}", value, self.supported)
         if _bits(config) is None:
-            raise refusal("quant_type.weight_dtype", _named(given, "weight_dtype", None), self.supported)
+            raise refusal(
+                "quant_type.weight_dtype", _named(given, "weight_dtype", None), self.supported
+            )
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
         is_int4, bits = _default(config)["_type"] == _INT4, _bits(config)
         assert bits
 
         def matrix(layer: str) -> StoredTensor:
-            if given := [f"{layer}{part}" for part in _OF_ACTIVATIONS if f"{layer}{part}" in tensors]:
-                raise UnsupportedModelError(f"{where}: tensor {given[0]} scales activations, which is not supported")
-            return _nibbles(layer, tensors, where) if is_int4 else _bytes(layer, bits, tensors, where)
+            if given := [
+                f"{layer}{part}" for part in _OF_ACTIVATIONS if f"{layer}{part}" in tensors
+            ]:
+                raise UnsupportedModelError(
+                    f"{where}: tensor {given[0]} scales activations, which is not supported"
+                )
+            return (
+                _nibbles(layer, tensors, where) if is_int4 else _bytes(layer, bits, tensors, where)
+            )
 
         return gathered(tensors, (_CODES, _SCALE, _ZERO, *_OF_ACTIVATIONS), matrix, where)
 
@@ -72,7 +100,11 @@ def _default(config: Config) -> Mapping[str, Any]:
     """The configuration of all layers; empty where there is none."""
     given = config.get("quant_type")
     default = given.get("default") if isinstance(given, dict) else None
-    fits = isinstance(default, dict) and isinstance(default.get("_type"), str) and isinstance(default.get("_data"), dict)
+    fits = (
+        isinstance(default, dict)
+        and isinstance(default.get("_type"), str)
+        and isinstance(default.get("_data"), dict)
+    )
     return default if fits and default else {}
 
 
@@ -94,10 +126,15 @@ def _bits(config: Config) -> int | None:
 def _group(cols: int, groups: int, name: str, where: str) -> int:
     """Columns of a group, 0 where it is the whole row."""
     if cols % groups:
-        raise FormatError(f"{where}: tensor {name} has {groups:,} scales for each row of {cols:,} columns")
+        raise FormatError(
+            f"{where}: tensor {name} has {groups:,} scales for each row of {cols:,} columns"
+        )
     group = cols // groups
     if groups > 1 and group != 16 and group % 32:
-        raise UnsupportedModelError(f"{where}: tensor {name} has groups of {group} columns, which are neither 16 nor a multiple of 32")
+        raise UnsupportedModelError(
+            f"{where}: tensor {name} has groups of {group} columns, which are neither 16 "
+            "nor a multiple of 32"
+        )
     return group if groups > 1 else 0
 
 
@@ -107,18 +144,26 @@ def _bytes(layer: str, bits: int, tensors: Tensors, where: str) -> StoredTensor:
     kind, scales = finite_floats(tensors, f"{layer}{_SCALE}", where)
     rows, cols = codes.shape
     groups = scales.shape[1]
-    points = numbers(tensors, f"{layer}{_ZERO}", "I8", 2, where) if f"{layer}{_ZERO}" in tensors else np.zeros_like(scales, np.int8)
+    points = (
+        numbers(tensors, f"{layer}{_ZERO}", "I8", 2, where)
+        if f"{layer}{_ZERO}" in tensors
+        else np.zeros_like(scales, np.int8)
+    )
     shape = (1, 1) if scales.shape == (1, 1) else (rows, groups)
     check_shapes({_SCALE: scales, _ZERO: points}, {_SCALE: shape, _ZERO: shape}, layer, where)
     group = _group(cols, groups, f"{layer}{_SCALE}", where)
     stored_bits = next(known for known in _KERNEL_BITS if known >= bits)
     half = 1 << stored_bits - 1
     if (points < -half).any() or (points >= half).any():
-        raise FormatError(f"{where}: tensor {layer}{_ZERO} has a zero point that is no int{stored_bits}")
+        raise FormatError(
+            f"{where}: tensor {layer}{_ZERO} has a zero point that is no int{stored_bits}"
+        )
     parts: dict[str, NDArray[Any]] = {"codes": codes, "scales": _by_row(scales, rows)}
     if points.any():
         parts["zeros"] = _by_row((points.astype(np.int16) + half).astype(np.uint8), rows)
-    spec = QuantSpec(stored_bits, group, kind, *(("point", "u8") if points.any() else ("none", None)))
+    spec = QuantSpec(
+        stored_bits, group, kind, *(("point", "u8") if points.any() else ("none", None))
+    )
     return StoredTensor(f"{layer}weight", _format(spec, False), (rows, cols), parts)
 
 
@@ -157,6 +202,8 @@ def _format(spec: QuantSpec, is_packed: bool) -> Format:
         codes = of["codes"][rows].view(np.uint8)
         if is_packed:
             codes = np.stack([codes, codes >> 4], axis=2).reshape(len(codes), -1)
-        return TableRows(codes + half & mask, of["scales"][rows], of["zeros"][rows] if spec.zero_type else None)
+        return TableRows(
+            codes + half & mask, of["scales"][rows], of["zeros"][rows] if spec.zero_type else None
+        )
 
     return table_format(f"torchao {spec.name}", spec, parts, rows_of)

@@ -10,8 +10,9 @@ from headrace.server.answers.writer import Writer
 class AnswerReader(Reader):
     """The text of an answer, and what is made of it.
 
-    A call begins once its name and the beginning of its arguments are known. What was read until then is kept, and is content where
-    it turns out to be something else. From then on the call stays one: where its arguments go wrong they end, and the rest is content.
+    A call begins once its name and the beginning of its arguments are known. What was read until
+    then is kept, and is content where it turns out to be something else. From then on the call
+    stays one: where its arguments go wrong they end, and the rest is content.
     """
 
     def __init__(self, writer: Writer, tools: Mapping[str, Tool]) -> None:
@@ -20,7 +21,9 @@ class AnswerReader(Reader):
         self.writer = writer
 
     def begin_call(self, name: str, call_id: str = "") -> None:
-        """A call begins: what was kept is a part of it. Raises MalformedError where this can be no tool's name."""
+        """A call begins: what was kept is a part of it. Raises MalformedError where this can be no
+        tool's name.
+        """
         if not NAME.fullmatch(name):
             raise MalformedError
         self.writer.begin_call(name, call_id)
@@ -32,7 +35,9 @@ class AnswerReader(Reader):
         self.forget()
 
     def attempt(self, before: str, steps: Steps[None]) -> Steps[None]:
-        """Read calls by `steps`, after `before`, which was read already. What is malformed becomes content."""
+        """Read calls by `steps`, after `before`, which was read already. What is malformed becomes
+        content.
+        """
         self.keep(before)
         try:
             yield from steps

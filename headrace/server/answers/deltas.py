@@ -28,7 +28,9 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next fragment of the arguments of a call, which together are the text of a JSON object."""
+    """The next fragment of the arguments of a call, which together are the text of a JSON
+    object.
+    """
 
     index: int
     text: str

@@ -23,5 +23,7 @@ class EndTokens:
         return self._held[: self._end(self._held)]
 
     def _end(self, text: str) -> int:
-        """Where the end token behind the text begins; the length of the text where there is none."""
+        """Where the end token behind the text begins; the length of the text where there is
+        none.
+        """
         return len(text) - max((len(end) for end in self._texts if text.endswith(end)), default=0)

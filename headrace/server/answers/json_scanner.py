@@ -10,10 +10,11 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class JsonScanner:
-    """Reads one JSON value by its structure: strings, escapes, and brackets that match. Each character is looked at once.
+    """Reads one JSON value by its structure: strings, escapes, and brackets that match. Each
+    character is looked at once.
 
-    The order of keys, colons and commas is not checked: arguments are passed on as the model wrote them. What no JSON has
-    outside of strings, and a bracket that does not match, make it fail.
+    The order of keys, colons and commas is not checked: arguments are passed on as the model wrote
+    them. What no JSON has outside of strings, and a bracket that does not match, make it fail.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,9 @@ class JsonScanner:
         self._in_word = False
 
     def feed(self, text: str, at: int) -> int:
-        """Read on in `text` from `at`; returns where the value ended or failed, or the length of the text."""
+        """Read on in `text` from `at`; returns where the value ended or failed, or the length of
+        the text.
+        """
         while at < len(text) and not self.done and not self.failed:
             if self._in_string:
                 at = self._string(text, at)
@@ -37,7 +40,9 @@ class JsonScanner:
         return at
 
     def finish(self) -> None:
-        """The text has ended: a number or a literal outside of brackets ends with it, and anything else fails."""
+        """The text has ended: a number or a literal outside of brackets ends with it, and anything
+        else fails.
+        """
         if not self.done:
             self.done, self.failed = self._in_word, not self._in_word
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from headrace.server.answers.tools import Tool
 
-_WRITTEN = {"x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}}
+_WRITTEN = {
+    "x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+}
 
 
 class Lark:
@@ -17,7 +19,9 @@ class Lark:
         """`control_tokens`: token ids by their texts; such a text is written as its token."""
         self._control_tokens = {text: token for text, token in control_tokens.items() if text}
         self._rules: list[str] = []
-        self._marker = re.compile("|".join(map(re.escape, sorted(self._control_tokens, key=len, reverse=True))) or "(?!)")
+        self._marker = re.compile(
+            "|".join(map(re.escape, sorted(self._control_tokens, key=len, reverse=True))) or "(?!)"
+        )
 
     def text(self, text: str) -> str:
         """Exactly this text."""
@@ -28,7 +32,9 @@ class Lark:
         return " ".join(part for part in (*result, _quoted(text[at:])) if part) or '""'
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A JSON value of this schema, written as `json.dumps` does: free white space need not end in a small model."""
+        """A JSON value of this schema, written as `json.dumps` does: free white space need not end
+        in a small model.
+        """
         return self.rule(f"%json {json.dumps(_WRITTEN | dict(schema))}")
 
     def up_to(self, marker: str) -> str:
@@ -36,7 +42,8 @@ class Lark:
         control = self._marker.search(marker)
         if control is None:
             return self.rule("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
-        text = f"TEXT{len(self._rules)}"  # in capitals, it is one expression with what must stand before the token
+        # in capitals, it is one expression with what must stand before the token
+        text = f"TEXT{len(self._rules)}"
         self._rules.append(f"{text}: /(?s:.*)/ {_quoted(marker[: control.start()])}")
         return f"{text} {self.text(marker[control.start() :])}"
 
@@ -54,8 +61,11 @@ class Lark:
         """The expression once, or as often as you like with `separator` between."""
         return f"{expression} ({self.text(separator)} {expression})*" if many else expression
 
-    def arguments(self, tool: Tool, written: Callable[[str, Mapping[str, Any]], str], separator: str) -> str:
-        """The arguments of a tool in the order of its schema, each as `written` makes it of key and schema.
+    def arguments(
+        self, tool: Tool, written: Callable[[str, Mapping[str, Any]], str], separator: str
+    ) -> str:
+        """The arguments of a tool in the order of its schema, each as `written` makes it of key and
+        schema.
 
         Those that are not required may be left out.
         """
@@ -64,7 +74,9 @@ class Lark:
         first, more = '""', '""'
         for key, schema in reversed(properties(tool)):
             one = written(key, schema)
-            after = self.rule(f"{self.text(separator)} {one} {more}" + ("" if key in required else f" | {more}"))
+            after = self.rule(
+                f"{self.text(separator)} {one} {more}" + ("" if key in required else f" | {more}")
+            )
             first = self.rule(f"{one} {more}" + ("" if key in required else f" | {first}"))
             more = after
         return first
@@ -76,9 +88,15 @@ class Lark:
 
 def properties(tool: Tool) -> list[tuple[str, Mapping[str, Any]]]:
     """The arguments of a tool, each with a schema that stands on its own."""
-    shared = {name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters}
+    shared = {
+        name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters
+    }
     found = tool.parameters.get("properties")
-    return [(key, {**shared, **tool.parameter(key)}) for key in found] if isinstance(found, Mapping) else []
+    return (
+        [(key, {**shared, **tool.parameter(key)}) for key in found]
+        if isinstance(found, Mapping)
+        else []
+    )
 
 
 def _quoted(text: str) -> str:

@@ -7,7 +7,9 @@ from headrace.server.answers.deltas import CallArguments, CallBegun, Content, De
 
 
 def chat_delta(delta: Delta) -> dict[str, Any]:
-    """The `delta` of a chunk. A call begins with index, id, type and name, and goes on with index and arguments alone."""
+    """The `delta` of a chunk. A call begins with index, id, type and name, and goes on with index
+    and arguments alone.
+    """
     if isinstance(delta, Content):
         return {"content": delta.text}
     if isinstance(delta, Reasoning):
@@ -55,7 +57,10 @@ class ChatMessage:
         if self._reasoning:
             message["reasoning"] = "".join(self._reasoning)
         if self._calls:
-            message["tool_calls"] = [_call(call, "".join(texts)) for call, texts in zip(self._calls, self._arguments, strict=True)]
+            message["tool_calls"] = [
+                _call(call, "".join(texts))
+                for call, texts in zip(self._calls, self._arguments, strict=True)
+            ]
         return message
 
 
@@ -65,4 +70,8 @@ def chat_finish_reason(reason: str | None, has_calls: bool) -> str | None:
 
 
 def _call(call: CallBegun, arguments: str = "") -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }

@@ -9,7 +9,12 @@ from headrace.server.answers.deltas import Delta
 from headrace.server.answers.end_tokens import EndTokens
 from headrace.server.answers.formats import detect_tool_format, named_tool_format
 from headrace.server.answers.reader import Reader, Steps
-from headrace.server.answers.thinking import Thinking, detect_thinking, named_thinking, split_thinking
+from headrace.server.answers.thinking import (
+    Thinking,
+    detect_thinking,
+    named_thinking,
+    split_thinking,
+)
 from headrace.server.answers.tool_format import ToolFormat
 from headrace.server.answers.tools import Tool
 from headrace.server.answers.writer import Writer, random_id
@@ -23,39 +28,68 @@ class AnswerStyle:
     thinking: Thinking | None = None
 
     @classmethod
-    def of(cls, template: str, tool_format: str | None = None, thinking: str | None = None) -> "AnswerStyle":
-        """By the text of the chat template (where there is a second one for tools, by both), or by names; "none" turns one off.
+    def of(
+        cls, template: str, tool_format: str | None = None, thinking: str | None = None
+    ) -> "AnswerStyle":
+        """By the text of the chat template (where there is a second one for tools, by both), or by
+        names; "none" turns one off.
 
         Raises RequestError for an unknown name.
         """
         return cls(
-            detect_tool_format(template) if tool_format is None else None if tool_format == "none" else named_tool_format(tool_format),
-            detect_thinking(template) if thinking is None else None if thinking == "none" else named_thinking(thinking),
+            detect_tool_format(template)
+            if tool_format is None
+            else None
+            if tool_format == "none"
+            else named_tool_format(tool_format),
+            detect_thinking(template)
+            if thinking is None
+            else None
+            if thinking == "none"
+            else named_thinking(thinking),
         )
 
     def needs_special_tokens(self, control_tokens: Collection[str], with_tools: bool) -> bool:
-        """Whether the engine must leave control tokens in the text: whether a marker is one. With them comes the end token."""
+        """Whether the engine must leave control tokens in the text: whether a marker is one. With
+        them comes the end token.
+        """
         tool_format = self._format(with_tools)
         markers = () if tool_format is None else (*tool_format.openers, *tool_format.markers)
-        return any(marker in control_tokens for marker in (*markers, *(self.thinking.markers if self.thinking else ())))
+        return any(
+            marker in control_tokens
+            for marker in (*markers, *(self.thinking.markers if self.thinking else ()))
+        )
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins within reasoning."""
         return self.thinking is not None and self.thinking.begins_inside(prompt)
 
-    def parser(self, *, inside: bool = False, tools: Sequence[Tool] = (), end_tokens: Iterable[str] = ()) -> "AnswerParser":
+    def parser(
+        self, *, inside: bool = False, tools: Sequence[Tool] = (), end_tokens: Iterable[str] = ()
+    ) -> "AnswerParser":
         """A parser for one answer. Without `tools` nothing is a call."""
-        return AnswerParser(self._format(bool(tools)), self.thinking, inside=inside, tools=tools, end_tokens=end_tokens)
+        return AnswerParser(
+            self._format(bool(tools)),
+            self.thinking,
+            inside=inside,
+            tools=tools,
+            end_tokens=end_tokens,
+        )
 
     def _format(self, with_tools: bool) -> ToolFormat | None:
-        return self.tool_format if self.tool_format and (with_tools or self.tool_format.always) else None
+        return (
+            self.tool_format
+            if self.tool_format and (with_tools or self.tool_format.always)
+            else None
+        )
 
 
 class AnswerParser:
     """Makes deltas of one answer. What they are together does not depend on how its text was cut.
 
-    Text that is not what it seemed to be, such as a call without a name, is content; nothing but markers and the white space
-    beside them is lost. A delta is given as early as it is certain, and never taken back. Takes linear time.
+    Text that is not what it seemed to be, such as a call without a name, is content; nothing but
+    markers and the white space beside them is lost. A delta is given as early as it is certain, and
+    never taken back. Takes linear time.
     """
 
     def __init__(
@@ -67,9 +101,17 @@ class AnswerParser:
         tools: Sequence[Tool] = (),
         end_tokens: Iterable[str] = (),
     ) -> None:
-        """`inside`: the prompt ended within reasoning. `end_tokens`: texts of tokens that may end the answer, if they are left in it."""
-        self._writer = Writer(tool_format.new_id if tool_format else random_id, holds_space=tool_format is not None)
-        self._stages = [stage for stage in (self._thinking(thinking, inside), self._answer(tool_format, tools)) if stage]
+        """`inside`: the prompt ended within reasoning. `end_tokens`: texts of tokens that may end
+        the answer, if they are left in it.
+        """
+        self._writer = Writer(
+            tool_format.new_id if tool_format else random_id, holds_space=tool_format is not None
+        )
+        self._stages = [
+            stage
+            for stage in (self._thinking(thinking, inside), self._answer(tool_format, tools))
+            if stage
+        ]
         self._end_tokens = EndTokens(tuple(end_tokens))
 
     def push(self, text: str) -> list[Delta]:
@@ -94,7 +136,12 @@ class AnswerParser:
         if thinking is None:
             return None
         reader = Reader()
-        return _Stage(reader, split_thinking(thinking, inside, reader, self._writer, lambda text: self._stages[-1].push(text)))
+        return _Stage(
+            reader,
+            split_thinking(
+                thinking, inside, reader, self._writer, lambda text: self._stages[-1].push(text)
+            ),
+        )
 
     def _answer(self, tool_format: ToolFormat | None, tools: Sequence[Tool]) -> "_Stage":
         reader = AnswerReader(self._writer, {tool.name: tool for tool in tools})

@@ -1,8 +1,9 @@
 """Text that comes in pieces, read as if it were whole.
 
-A parser is a generator over a `Reader`: it asks for what comes next, and where that is not known yet it yields and goes on with
-the next piece. So what it makes of a text does not depend on how the text was cut, and it never waits for more than it must:
-only while what is there may yet become the marker in question.
+A parser is a generator over a `Reader`: it asks for what comes next, and where that is not known
+yet it yields and goes on with the next piece. So what it makes of a text does not depend on how the
+text was cut, and it never waits for more than it must: only while what is there may yet become the
+marker in question.
 """
 
 import json
@@ -30,7 +31,9 @@ class MalformedError(Exception):
 
 
 class Markers:
-    """Finds the first of some markers, and where one may have begun. None of those that are looked for together lies within another."""
+    """Finds the first of some markers, and where one may have begun. None of those that are looked
+    for together lies within another.
+    """
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
@@ -43,9 +46,15 @@ class Markers:
         return self._pattern.search(text, at)
 
     def begun(self, text: str, at: int) -> int:
-        """Where the longest end of the text begins that may become a marker; the length of the text where there is none."""
+        """Where the longest end of the text begins that may become a marker; the length of the text
+        where there is none.
+        """
         start = max(at, len(text) - self._longest + 1)
-        positions = (i for i in range(start, len(text)) if text[i] in self._first and text[i:] in self._beginnings)
+        positions = (
+            i
+            for i in range(start, len(text))
+            if text[i] in self._first and text[i:] in self._beginnings
+        )
         return next(positions, len(text))
 
 
@@ -91,7 +100,9 @@ class Reader:
         return self._text[self._at : self._at + 1]
 
     def run(self, pattern: re.Pattern[str], take: Callable[[str], object]) -> Steps[None]:
-        """Give the longest run of what `pattern`, a repeated class of characters, matches to `take`, as it comes."""
+        """Give the longest run of what `pattern`, a repeated class of characters, matches to
+        `take`, as it comes.
+        """
         while True:
             match = pattern.match(self._text, self._at)
             take(self._read(match.end() if match else self._at))
@@ -100,7 +111,9 @@ class Reader:
             yield
 
     def word(self, pattern: re.Pattern[str], most: int = MAX_NAME) -> Steps[str]:
-        """The run of what `pattern`, a repeated class of characters, matches. Raises MalformedError where it has more than `most`."""
+        """The run of what `pattern`, a repeated class of characters, matches. Raises MalformedError
+        where it has more than `most`.
+        """
         word = ""
         while True:
             match = pattern.match(self._text, self._at, self._at + most + 1 - len(word))
@@ -122,7 +135,9 @@ class Reader:
         return bool((yield from self.one_of((marker,))))
 
     def one_of(self, texts: tuple[str, ...]) -> Steps[str]:
-        """The one of these that comes next, which is read; "" where none does, and nothing is read. None begins another."""
+        """The one of these that comes next, which is read; "" where none does, and nothing is read.
+        None begins another.
+        """
         while True:
             for text in texts:
                 if self._text.startswith(text, self._at):
@@ -138,7 +153,9 @@ class Reader:
             raise MalformedError
 
     def until(self, texts: tuple[str, ...], take: Callable[[str], object]) -> Steps[str]:
-        """Give all that comes before the first of these markers to `take`; returns the marker, which is read; "" at the end."""
+        """Give all that comes before the first of these markers to `take`; returns the marker,
+        which is read; "" at the end.
+        """
         find = markers(texts)
         while True:
             if match := find.find(self._text, self._at):
@@ -150,7 +167,9 @@ class Reader:
             yield
 
     def value(self, take: Callable[[str], object]) -> Steps[None]:
-        """Give the JSON value that comes next to `take`, as it comes. Raises MalformedError where it is none."""
+        """Give the JSON value that comes next to `take`, as it comes. Raises MalformedError where
+        it is none.
+        """
         scanner = JsonScanner()
         while True:
             take(self._read(scanner.feed(self._text, self._at)))
@@ -163,7 +182,9 @@ class Reader:
             yield
 
     def string(self) -> Steps[str]:
-        """The short JSON string that comes next. Raises MalformedError where it is none, or a long one."""
+        """The short JSON string that comes next. Raises MalformedError where it is none, or a long
+        one.
+        """
         yield from self.expect('"')
         raw = ""
         while True:

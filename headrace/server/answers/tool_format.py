@@ -18,17 +18,23 @@ class ToolFormat:
     openers: tuple[str, ...]
     """Texts that begin calls wherever they stand in the answer."""
     read: Callable[[AnswerReader, str], Steps[None]]
-    """Reads calls behind an opener, which is "" where the answer begins with them; raises MalformedError."""
+    """Reads calls behind an opener, which is "" where the answer begins with them; raises
+    MalformedError.
+    """
     grammar: Callable[[Lark, Sequence[Tool], bool], str]
     """The expression of one call, or of several where the last argument says so."""
     markers: tuple[str, ...] = ()
     """Further texts of the format that a tokenizer may have as control tokens."""
     bare: str = ""
-    """First characters of an answer that may be nothing but calls without an opener; then only tools of the request are called."""
+    """First characters of an answer that may be nothing but calls without an opener; then only
+    tools of the request are called.
+    """
     new_id: Callable[[], str] = random_id
     """An id for a call to which the model gave none."""
     always: bool = False
-    """Whether answers without tools are written in the format, too; then it tells reasoning from content itself."""
+    """Whether answers without tools are written in the format, too; then it tells reasoning from
+    content itself.
+    """
 
     def answer(self, answer: AnswerReader) -> Steps[None]:
         """Read a whole answer."""

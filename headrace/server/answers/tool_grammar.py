@@ -17,16 +17,23 @@ def tool_grammar(
     inside: bool = False,
     control_tokens: Mapping[str, int] | None = None,
 ) -> str | None:
-    """A grammar in llguidance's Lark dialect by which an answer is nothing but calls, after its reasoning; None where it is free.
+    """A grammar in llguidance's Lark dialect by which an answer is nothing but calls, after its
+    reasoning; None where it is free.
 
-    `parallel`: several calls may come, though not of a named tool. `inside`: the prompt ended within reasoning, which must end first.
-    `control_tokens`: ids of the tokenizer's control tokens by their texts, since a grammar writes these as tokens.
+    `parallel`: several calls may come, though not of a named tool. `inside`: the prompt ended
+    within reasoning, which must end first.
+    `control_tokens`: ids of the tokenizer's control tokens by their texts, since a grammar writes
+    these as tokens.
     """
     if choice.mode not in ("required", "named") or style.tool_format is None:
         return None
     named = choice.mode == "named"
     lark = Lark(control_tokens or {})
-    calls = style.tool_format.grammar(lark, [tool for tool in tools if not named or tool.name == choice.name], parallel and not named)
+    calls = style.tool_format.grammar(
+        lark,
+        [tool for tool in tools if not named or tool.name == choice.name],
+        parallel and not named,
+    )
     return lark.render(f"{_reasoning(lark, style.thinking, inside)} {calls}")
 
 

@@ -10,7 +10,11 @@ from headrace.server.described import FUNCTION_NAME
 
 NAME = re.compile(FUNCTION_NAME)
 _CHOICES = ("none", "auto", "required")
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which calls the answer is to have: `none`, `auto`, `required`, or `named`, which is a call of the tool `name`."""
+    """Which calls the answer is to have: `none`, `auto`, `required`, or `named`, which is a call of
+    the tool `name`.
+    """
 
     mode: str
     name: str | None = None
@@ -58,7 +64,9 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
             raise RequestError(f'tools[{i}] must be {{"type": "function", "function": {{...}}}}')
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise RequestError(f"tools[{i}].function.name must be 1 to 128 of A-Z, a-z, 0-9, _, . and -")
+            raise RequestError(
+                f"tools[{i}].function.name must be 1 to 128 of A-Z, a-z, 0-9, _, . and -"
+            )
         if name in result:
             raise RequestError(f"tools[{i}].function.name is that of another tool: {name}")
         if parameters is not None and not isinstance(parameters, Mapping):
@@ -68,12 +76,16 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
 
 
 def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
-    """The `tool_choice` of a request; None is `auto` where there are tools. Raises RequestError, which names what is wrong."""
+    """The `tool_choice` of a request; None is `auto` where there are tools. Raises RequestError,
+    which names what is wrong.
+    """
     if choice is None:
         return ToolChoice("auto" if tools else "none")
     if isinstance(choice, str):
         if choice not in _CHOICES:
-            raise RequestError(f"tool_choice must be one of {', '.join(_CHOICES)}, or name a function")
+            raise RequestError(
+                f"tool_choice must be one of {', '.join(_CHOICES)}, or name a function"
+            )
         if choice == "required" and not tools:
             raise RequestError("tool_choice is required, and there are no tools")
         return ToolChoice(choice if tools else "none")

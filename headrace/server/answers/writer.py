@@ -3,7 +3,14 @@
 from collections.abc import Callable
 from secrets import token_hex
 
-from headrace.server.answers.deltas import CallArguments, CallBegun, Content, Delta, Reasoning, merged
+from headrace.server.answers.deltas import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Delta,
+    Reasoning,
+    merged,
+)
 from headrace.server.answers.reader import SPACE
 
 
@@ -13,7 +20,9 @@ def random_id() -> str:
 
 
 class Writer:
-    """Deltas in their order. White space beside a marker is layout, so that it is held back until text follows."""
+    """Deltas in their order. White space beside a marker is layout, so that it is held back until
+    text follows.
+    """
 
     def __init__(self, new_id: Callable[[], str], holds_space: bool) -> None:
         """`holds_space`: whether a marker may come after content."""
@@ -36,7 +45,9 @@ class Writer:
         self._write(Reasoning, text, True)
 
     def boundary(self, new_line: bool = False) -> None:
-        """A marker stood here: the white space on both of its sides is layout. With `new_line` text goes on in another line."""
+        """A marker stood here: the white space on both of its sides is layout. With `new_line` text
+        goes on in another line.
+        """
         self._gap.clear()
         self._after_marker = True
         self._new_line = new_line

@@ -1,6 +1,8 @@
-"""Layers of attention by themselves, on the GPU backend and on the reference: random rows written to their slots, and what they see.
+"""Layers of attention by themselves, on the GPU backend and on the reference: random rows written
+to their slots, and what they see.
 
-A row's query, key and value follow from its token alone, so rows of one token after the same tokens are the same in any batch.
+A row's query, key and value follow from its token alone, so rows of one token after the same tokens
+are the same in any batch.
 """
 
 from types import SimpleNamespace
@@ -11,9 +13,22 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.backend import reference
-from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkArrays, build_work, least_partials
+from headrace.backend.cuda.attention_work import (
+    FIELDS,
+    ROW_FIELDS,
+    WorkArrays,
+    build_work,
+    least_partials,
+)
 from headrace.backend.cuda.device import DEVICE
-from headrace.backend.cuda.kernels.attention import AttentionWork, Scratch, Tiles, attention, summed_dim, work_of
+from headrace.backend.cuda.kernels.attention import (
+    AttentionWork,
+    Scratch,
+    Tiles,
+    attention,
+    summed_dim,
+    work_of,
+)
 from headrace.backend.cuda.kernels.kv_write import kv_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.batch import RaggedBatch
@@ -27,7 +42,9 @@ VOCAB = 40
 TILES = Tiles(rows=16, keys=16, split=32, programs=3, num_warps=4, num_stages=2)
 """As small as they may be: contexts of a hundred tokens have several splits."""
 TOLERANCE: dict[KvDtype, float] = {"f32": 1e-5, "bf16": 0.01, "fp8": 0.01, "int8": 0.01}
-"""Of the norm of the results: queries and weights of keys are rounded to bf16 with all stores but those of float32."""
+"""Of the norm of the results: queries and weights of keys are rounded to bf16 with all stores but
+those of float32.
+"""
 
 
 class Layer(NamedTuple):
@@ -51,7 +68,11 @@ class Layer(NamedTuple):
 
 
 def op_of(layer: Layer) -> Attention:
-    slopes = tuple(2.0 ** -(1 + 8 * head / layer.heads) for head in range(layer.heads)) if layer.sloped else ()
+    slopes = (
+        tuple(2.0 ** -(1 + 8 * head / layer.heads) for head in range(layer.heads))
+        if layer.sloped
+        else ()
+    )
     return Attention(
         Value(4, layer.heads * layer.value_dim, "step"),
         Value(3, layer.heads * layer.key_dim, "step"),
@@ -84,17 +105,35 @@ class Rows(NamedTuple):
     @classmethod
     def random(cls, layer: Layer, seed: int) -> "Rows":
         rng = np.random.default_rng(seed)
-        widths = (layer.heads * layer.key_dim, layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim)
+        widths = (
+            layer.heads * layer.key_dim,
+            layer.kv_heads * layer.key_dim,
+            layer.kv_heads * layer.value_dim,
+        )
         q, k, v = (rng.standard_normal((VOCAB, width)).astype(np.float32) for width in widths)
         return cls(q, k, None if layer.latent else v)
 
 
 class Device:
-    """A layer on the GPU backend. Its store begins as NaN, so that nothing is seen that no row of a test has written."""
+    """A layer on the GPU backend. Its store begins as NaN, so that nothing is seen that no row of a
+    test has written.
+    """
 
-    def __init__(self, layer: Layer, rows: Rows, dtype: KvDtype, num_blocks: int, block_size: int, tiles: Tiles = TILES) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        rows: Rows,
+        dtype: KvDtype,
+        num_blocks: int,
+        block_size: int,
+        tiles: Tiles = TILES,
+    ) -> None:
         self.op, self.rows, self.tiles = op_of(layer), rows, tiles
-        group = KvGroup((0,), KvLayout(layer.kv_heads, layer.key_dim, 0 if layer.latent else layer.value_dim), self.op.window)
+        group = KvGroup(
+            (0,),
+            KvLayout(layer.kv_heads, layer.key_dim, 0 if layer.latent else layer.value_dim),
+            self.op.window,
+        )
         self.store = KvStore(group, num_blocks, block_size, dtype)
         self.forget(slice(None))
         self.slopes = on_device(self.op.slopes) if self.op.slopes else None
@@ -106,49 +145,89 @@ class Device:
         for tensor in (store.keys, store.values, store.key_scales, store.value_scales):
             if tensor is not None:
                 is_code = tensor.element_size() == 1
-                (tensor.view(torch.uint8) if is_code else tensor)[:, blocks] = 0x7F if is_code else np.nan
+                (tensor.view(torch.uint8) if is_code else tensor)[:, blocks] = (
+                    0x7F if is_code else np.nan
+                )
 
-    def run(self, batch: RaggedBatch, padding: int = 0, spare: int = 500, packed: bool = False) -> NDArray[np.float32]:
-        """The results of the rows of a step, [rows, heads * value_dim], after as many rows of padding as there are."""
+    def run(
+        self, batch: RaggedBatch, padding: int = 0, spare: int = 500, packed: bool = False
+    ) -> NDArray[np.float32]:
+        """The results of the rows of a step, [rows, heads * value_dim], after as many rows of
+        padding as there are.
+        """
         op, num_rows = self.op, len(batch.tokens) + padding
-        q, k, v = (None if x is None else on_device(np.pad(x[batch.tokens], ((0, padding), (0, 0)))) for x in self.rows)
-        slots = on_device(np.pad(batch.kv[0].slots, (0, padding), constant_values=self.store.padding_slot), torch.int32)
+        q, k, v = (
+            None if x is None else on_device(np.pad(x[batch.tokens], ((0, padding), (0, 0))))
+            for x in self.rows
+        )
+        slots = on_device(
+            np.pad(batch.kv[0].slots, (0, padding), constant_values=self.store.padding_slot),
+            torch.int32,
+        )
         kv_write(k, v, slots, self.store, 0)()
         nodes = 0 if batch.ancestors is None else 64 * batch.ancestors.shape[1]
         partials = least_partials(num_rows, nodes, self.tiles.split) + spare
-        work, table = self._work(batch, num_rows, partials, num_rows * nodes), batch.kv[0].block_table
+        work, table = (
+            self._work(batch, num_rows, partials, num_rows * nodes),
+            batch.kv[0].block_table,
+        )
         assert work.table.numel() == table.size + 5
         scratch = self._scratch(partials, num_rows)
-        out = torch.full((num_rows, op.out.width), torch.nan, dtype=torch.bfloat16 if packed else torch.float32, device=DEVICE)
-        for launch in attention(op, q, out, self.store, work, scratch, self.tiles, self.slopes, self.sinks):
+        out = torch.full(
+            (num_rows, op.out.width),
+            torch.nan,
+            dtype=torch.bfloat16 if packed else torch.float32,
+            device=DEVICE,
+        )
+        for launch in attention(
+            op, q, out, self.store, work, scratch, self.tiles, self.slopes, self.sinks
+        ):
             launch()
         result = out.float().cpu().numpy()
         assert not result[len(batch.tokens) :].any()
         return result[: len(batch.tokens)]
 
     def _work(self, batch: RaggedBatch, num_rows: int, partials: int, paths: int) -> AttentionWork:
-        def full(*shape: int) -> NDArray[np.int32]:  # what is not written must not be read: it would be out of bounds
+        def full(
+            *shape: int,
+        ) -> NDArray[np.int32]:  # what is not written must not be read: it would be out of bounds
             return np.full(shape, 2**30, np.int32)
 
-        arrays, table = WorkArrays(full(partials, FIELDS), full(1), full(num_rows, ROW_FIELDS), full(paths)), batch.kv[0].block_table
+        arrays, table = (
+            WorkArrays(full(partials, FIELDS), full(1), full(num_rows, ROW_FIELDS), full(paths)),
+            batch.kv[0].block_table,
+        )
         build_work(batch, work_of(self.op, self.tiles), 5, table.shape[1], arrays)
         flat = np.concatenate([np.full(5, 2**30), table.ravel()])
-        return AttentionWork(*(on_device(x, torch.int32) for x in (arrays.items, arrays.num_items, arrays.rows, flat, arrays.paths)))
+        return AttentionWork(
+            *(
+                on_device(x, torch.int32)
+                for x in (arrays.items, arrays.num_items, arrays.rows, flat, arrays.paths)
+            )
+        )
 
     def _scratch(self, partials: int, num_rows: int) -> Scratch:
-        sizes = (partials * self.op.num_heads * summed_dim(self.op, self.store), partials * self.op.num_heads * 2)
+        sizes = (
+            partials * self.op.num_heads * summed_dim(self.op, self.store),
+            partials * self.op.num_heads * 2,
+        )
         return Scratch(
-            *(torch.full((size,), torch.nan, device=DEVICE) for size in sizes), torch.empty(num_rows, self.op.q.width, device=DEVICE)
+            *(torch.full((size,), torch.nan, device=DEVICE) for size in sizes),
+            torch.empty(num_rows, self.op.q.width, device=DEVICE),
         )
 
 
 class Truth:
     """The same layer on the reference backend."""
 
-    def __init__(self, layer: Layer, rows: Rows, dtype: KvDtype, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, layer: Layer, rows: Rows, dtype: KvDtype, num_blocks: int, block_size: int
+    ) -> None:
         self.op, self.rows = op_of(layer), rows
         shape = (1, num_blocks * block_size, layer.kv_heads)
-        store = SimpleNamespace(keys=np.zeros((*shape, layer.key_dim)), values=np.zeros((*shape, layer.value_dim)))
+        store = SimpleNamespace(
+            keys=np.zeros((*shape, layer.key_dim)), values=np.zeros((*shape, layer.value_dim))
+        )
         self.executable: Any = SimpleNamespace(
             kv=SimpleNamespace(block_size=block_size, dtype=dtype),
             places={0: (0, 0)},
@@ -159,7 +238,10 @@ class Truth:
     def run(self, batch: RaggedBatch) -> NDArray[np.float64]:
         step = reference._Step(self.executable, batch)
         width = self.rows.k.shape[1]
-        k, v = Value(1, width, "step"), None if self.rows.v is None else Value(2, self.rows.v.shape[1], "step")
+        k, v = (
+            Value(1, width, "step"),
+            None if self.rows.v is None else Value(2, self.rows.v.shape[1], "step"),
+        )
         for value, rows in ((self.op.q, self.rows.q), (k, self.rows.k), (v, self.rows.v)):
             if value is not None and rows is not None:
                 step.rows[value.id] = rows[batch.tokens].astype(np.float64)
@@ -172,21 +254,37 @@ def sinks_of(layer: Layer) -> NDArray[np.float64]:
     return np.linspace(-1, 2, layer.heads)
 
 
-def shuffled_sequences(rng: np.random.Generator, number: int, blocks: int, block_size: int) -> list[Sequence]:
+def shuffled_sequences(
+    rng: np.random.Generator, number: int, blocks: int, block_size: int
+) -> list[Sequence]:
     """Sequences of so many blocks each; block 0 is no one's."""
     order = 1 + rng.permutation(number * blocks)
-    return [Sequence([int(block) for block in part], block_size) for part in np.array_split(order, number)]
+    return [
+        Sequence([int(block) for block in part], block_size)
+        for part in np.array_split(order, number)
+    ]
 
 
-def random_steps(rng: np.random.Generator, sequences: list[Sequence], counts: list[int], nodes: int, steps: int) -> Any:
-    """Steps of all sequences: so many known tokens, of which those are chosen, and trees of up to so many nodes."""
+def random_steps(
+    rng: np.random.Generator, sequences: list[Sequence], counts: list[int], nodes: int, steps: int
+) -> Any:
+    """Steps of all sequences: so many known tokens, of which those are chosen, and trees of up to
+    so many nodes.
+    """
     for _ in range(steps):
         known, drafts = [], []
         for sequence in sequences:
             space = len(sequence.blocks) * sequence.block_size - sequence.computed
-            known.append(rng.integers(0, VOCAB, max(1, min(int(rng.choice(counts)), space // 2))).tolist())
+            known.append(
+                rng.integers(0, VOCAB, max(1, min(int(rng.choice(counts)), space // 2))).tolist()
+            )
             size = min(int(rng.integers(0, nodes + 1)), space - len(known[-1]))
-            drafts.append((rng.integers(0, VOCAB, size).tolist(), [int(rng.integers(max(-1, i - 3), i)) for i in range(size)]))
+            drafts.append(
+                (
+                    rng.integers(0, VOCAB, size).tolist(),
+                    [int(rng.integers(max(-1, i - 3), i)) for i in range(size)],
+                )
+            )
         yield batch_of(sequences, known, drafts, nodes > 0), known, drafts
         for sequence, tokens in zip(sequences, known, strict=True):
             sequence.computed += len(tokens)

@@ -1,10 +1,12 @@
-"""Compiles the launches of whole programs for an H100, on a machine that needs no GPU: nothing is launched, and tensors have no memory.
+"""Compiles the launches of whole programs for an H100, on a machine that needs no GPU: nothing is
+launched, and tensors have no memory.
 
     TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling                  a few programs
     TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling --all            all of them
     TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling 8b-BF16 --rows 1 16
 
-Prints a line of JSON for each kernel as it is compiled: its program, rows, constants, what it needs and which instructions it has.
+Prints a line of JSON for each kernel as it is compiled: its program, rows, constants, what it needs
+and which instructions it has.
 """
 
 import argparse
@@ -38,7 +40,9 @@ MULTIPROCESSORS = 132
 
 
 class Case(NamedTuple):
-    """A program to compile: a model of `SPECS`, formats of its matrices and of those of experts, of KV, and rows of steps."""
+    """A program to compile: a model of `SPECS`, formats of its matrices and of those of experts, of
+    KV, and rows of steps.
+    """
 
     spec: str
     format: str
@@ -50,7 +54,11 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         wide = "" if self.activations == torch.bfloat16 else "f32"
-        return "-".join(word for word in (self.spec, self.format, self.experts, self.kv, wide) if word not in ("", "bf16"))
+        return "-".join(
+            word
+            for word in (self.spec, self.format, self.experts, self.kv, wide)
+            if word not in ("", "bf16")
+        )
 
 
 FEW = [Case("8b", "BF16", rows=(1, 512)), Case("8b", "Q4_0", "int8", rows=(1,))]
@@ -60,7 +68,10 @@ ALL = [
     Case("8b", "Q4_0", "fp8"),
     Case("135m", "BF16"),
     *(Case("1b", name) for name in ("BF16", "Q8_0", "Q4_0")),
-    *(Case("1b", name, rows=(1, 512)) for name in ("Q4_1", "Q4_K", "Q6_K", "F16", "I8_ROW", "I8_MIXED", "NVFP4", "IQ4_NL")),
+    *(
+        Case("1b", name, rows=(1, 512))
+        for name in ("Q4_1", "Q4_K", "Q6_K", "F16", "I8_ROW", "I8_MIXED", "NVFP4", "IQ4_NL")
+    ),
     Case("1b", "F32", "f32", activations=torch.float32),
     Case("experts", "BF16", experts="MXFP4_PAIRS"),
     Case("latent", "BF16"),
@@ -132,7 +143,9 @@ def launches_of(case: Case) -> Iterator[tuple[int, Launch]]:
             ints = torch.empty(layout.num_ints, dtype=torch.int32, device=META)
             masks = torch.empty(8, drawing.mask_words, dtype=torch.int32, device=META)
             results = torch.empty(layout.num_results, dtype=torch.int32, device=META)
-            for launch in drawing.launches(layout, plan.value(executable._logits), ints, masks, results):
+            for launch in drawing.launches(
+                layout, plan.value(executable._logits), ints, masks, results
+            ):
                 yield rows, launch
 
 
@@ -142,10 +155,18 @@ def kind_of(launch: Launch) -> str:
     def of(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return f"{value.dtype}{value.data_ptr() % 16 == 0}"
-        return f"{value == 1}{value % 16 == 0}{abs(value) >= 2**31}" if isinstance(value, int) else type(value).__name__
+        return (
+            f"{value == 1}{value % 16 == 0}{abs(value) >= 2**31}"
+            if isinstance(value, int)
+            else type(value).__name__
+        )
 
     unspecialised = {p.name for p in launch.kernel.params if p.do_not_specialize}
-    args = [of(a) for p, a in zip(launch.kernel.arg_names, launch.args, strict=False) if p not in unspecialised]
+    args = [
+        of(a)
+        for p, a in zip(launch.kernel.arg_names, launch.args, strict=False)
+        if p not in unspecialised
+    ]
     return f"{launch.name} {args} {launch.constants}"
 
 
@@ -155,7 +176,8 @@ INSTRUCTIONS = {
     "fma": r"\bFFMA|\bFMUL",
     "load128": r"\bLDG\.\S*128|\bLDGSTS\S*128",
     "load64": r"\bLDG\.\S*64(?!.*desc.*128)|\bLDGSTS\S*\.64",
-    "load32": r"\bLDG\.E(?:\.\w+)*(?<!64)(?<!128)(?<!U16)(?<!U8)(?<!S8)(?<!S16) |\bLDGSTS\.E(?:\.LTC128B)? ",
+    "load32": r"\bLDG\.E(?:\.\w+)*(?<!64)(?<!128)(?<!U16)(?<!U8)(?<!S8)(?<!S16) "
+    r"|\bLDGSTS\.E(?:\.LTC128B)? ",
     "load16": r"\bLDG\.\S*[US]16",
     "load8": r"\bLDG\.\S*[US]8",
     "async": r"\bLDGSTS|\bUBLKCP|\bUTMALDG",
@@ -168,7 +190,9 @@ INSTRUCTIONS = {
 
 def compile_launch(launch: Launch) -> dict[str, Any]:
     """What a kernel needs, and how many instructions of each kind it has."""
-    kernel = launch.kernel.run(*launch.args, grid=launch.grid, warmup=True, **launch.constants, enable_fp_fusion=False)
+    kernel = launch.kernel.run(
+        *launch.args, grid=launch.grid, warmup=True, **launch.constants, enable_fp_fusion=False
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -176,11 +200,18 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
         code = _output("nvdisasm", "-c", file.name)
     found = {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     counts = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
-    return {"shared": kernel.metadata.shared, **found, "instructions": {name: n for name, n in counts.items() if n}, "loop": _loop(code)}
+    return {
+        "shared": kernel.metadata.shared,
+        **found,
+        "instructions": {name: n for name, n in counts.items() if n},
+        "loop": _loop(code),
+    }
 
 
 def _loop(code: str) -> dict[str, int]:
-    """Instructions of the longest loop that multiplies on tensor cores and has no such loop in it, and how many move spilled registers."""
+    """Instructions of the longest loop that multiplies on tensor cores and has no such loop in it,
+    and how many move spilled registers.
+    """
     instructions, labels, loops = list[str](), dict[str, int](), list[tuple[int, int]]()
     for line in code.splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):
@@ -191,20 +222,29 @@ def _loop(code: str) -> dict[str, int]:
     for last, instruction in enumerate(instructions):
         target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)
         first = labels.get(target[1], last + 1) if target else last + 1
-        if any(map(multiplies, instructions[first : last + 1])) and not any(first <= inner for inner, _ in loops):
+        if any(map(multiplies, instructions[first : last + 1])) and not any(
+            first <= inner for inner, _ in loops
+        ):
             loops.append((first, last))
     first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, -1))
     body = instructions[first : last + 1]
-    return {"instructions": len(body), "local": sum(bool(re.search(INSTRUCTIONS["local"], one)) for one in body)}
+    return {
+        "instructions": len(body),
+        "local": sum(bool(re.search(INSTRUCTIONS["local"], one)) for one in body),
+    }
 
 
 def _output(tool: str, *words: str) -> str:
-    return subprocess.run([str(BINARIES / tool), *words], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [str(BINARIES / tool), *words], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def main() -> None:
     """Compile each distinct kernel once."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help=f"of {[case.name for case in ALL]}; none: a few")
     parser.add_argument("--all", action="store_true", help="all programs")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of steps, in place of their own")
@@ -220,13 +260,21 @@ def main() -> None:
             if launch.name.startswith(args.kernel) and (kind := kind_of(launch)) not in seen:
                 seen.add(kind)
                 constants = {
-                    name: value if isinstance(value, int | float | bool) else str(value) for name, value in launch.constants.items()
+                    name: value if isinstance(value, int | float | bool) else str(value)
+                    for name, value in launch.constants.items()
                 }
                 try:
                     needs = compile_launch(launch)
                 except Exception as error:
                     needs = {"error": f"{type(error).__name__}: {error}"[-2000:]}
-                line = {"case": case.name, "rows": rows, "kernel": launch.name, "grid": launch.grid, **needs, "constants": constants}
+                line = {
+                    "case": case.name,
+                    "rows": rows,
+                    "kernel": launch.name,
+                    "grid": launch.grid,
+                    **needs,
+                    "constants": constants,
+                }
                 print(json.dumps(line), flush=True)
 
 

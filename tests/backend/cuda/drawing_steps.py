@@ -12,7 +12,9 @@ from headrace.logit_ops import LogitOp, LogitOpResult
 
 
 class Steps:
-    """Launches ops on logits; each launch can be read later. `spare` rows of the logits are padding, full of NaN."""
+    """Launches ops on logits; each launch can be read later. `spare` rows of the logits are
+    padding, full of NaN.
+    """
 
     def __init__(self, vocab: int, chunk: int = 32, listed: int = 32, spare: int = 1) -> None:
         self.drawing = Drawing(vocab, DEVICE, chunk, listed)
@@ -28,8 +30,12 @@ class Steps:
         step.fill(host)
         step.fill_masks(masks)
         results = torch.full((layout.num_results,), -7, dtype=torch.int32, device=DEVICE)
-        area, its_masks = (torch.from_numpy(array.view(np.int32)).to(DEVICE) for array in (host, masks))
-        for launch in self.drawing.launches(layout, torch.from_numpy(rows).to(DEVICE), area, its_masks, results):
+        area, its_masks = (
+            torch.from_numpy(array.view(np.int32)).to(DEVICE) for array in (host, masks)
+        )
+        for launch in self.drawing.launches(
+            layout, torch.from_numpy(rows).to(DEVICE), area, its_masks, results
+        ):
             launch()
         return step, results
 

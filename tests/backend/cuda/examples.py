@@ -1,4 +1,6 @@
-"""How many examples a test of kernels tries: few, as each costs milliseconds for every tile, and more in `make test-triton`."""
+"""How many examples a test of kernels tries: few, as each costs milliseconds for every tile, and
+more in `make test-triton`.
+"""
 
 import os
 

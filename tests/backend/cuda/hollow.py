@@ -1,4 +1,6 @@
-"""Models in their real dimensions without numbers: tensors that take no memory, and weights that are made where they are used."""
+"""Models in their real dimensions without numbers: tensors that take no memory, and weights that
+are made where they are used.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +18,23 @@ from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import FORMATS, StoredTensor
 
 
-def _llama(name: str, layers: int, dim: int, heads: tuple[int, int, int], ffn: int, vocab: int) -> ModelSpec:
+def _llama(
+    name: str, layers: int, dim: int, heads: tuple[int, int, int], ffn: int, vocab: int
+) -> ModelSpec:
     rope = RopeSpec(heads[2], 500_000.0)
-    return ModelSpec("llama", layers, dim, *heads, ffn, vocab, 131_072, 1e-5, rope, name, tied_embeddings=layers < 32)
+    return ModelSpec(
+        "llama",
+        layers,
+        dim,
+        *heads,
+        ffn,
+        vocab,
+        131_072,
+        1e-5,
+        rope,
+        name,
+        tied_embeddings=layers < 32,
+    )
 
 
 SPECS = {
@@ -27,7 +43,20 @@ SPECS = {
     "1b": _llama("1b", 16, 2048, (32, 8, 64), 8192, 128_256),
     "8b": _llama("8b", 32, 4096, (32, 8, 128), 14_336, 128_256),
     "experts": ModelSpec(
-        *("gpt_oss", 24, 2880, 64, 8, 64, 2880, 201_088, 131_072, 1e-5, RopeSpec(64, 150_000.0), "experts"),
+        *(
+            "gpt_oss",
+            24,
+            2880,
+            64,
+            8,
+            64,
+            2880,
+            201_088,
+            131_072,
+            1e-5,
+            RopeSpec(64, 150_000.0),
+            "experts",
+        ),
         experts=ExpertSpec(32, 4, 2880, bias=True, router_bias=True),
         windows=(128, 0) * 12,
         sinks=True,
@@ -36,7 +65,20 @@ SPECS = {
         output_bias=True,
     ),
     "latent": ModelSpec(
-        *("deepseek_v2", 27, 2048, 16, 16, 192, 1408, 102_400, 131_072, 1e-6, RopeSpec(64), "latent"),
+        *(
+            "deepseek_v2",
+            27,
+            2048,
+            16,
+            16,
+            192,
+            1408,
+            102_400,
+            131_072,
+            1e-6,
+            RopeSpec(64),
+            "latent",
+        ),
         latent=LatentSpec(512, 128, is_absorbed=True),
         experts=ExpertSpec(64, 6, 1408, normalised=False, shared_ffn_dim=2816),
     ),
@@ -44,22 +86,50 @@ SPECS = {
 SPECS |= {
     "tiny experts": replace(
         SPECS["experts"],
-        **{"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_dim": 32, "vocab_size": 64},
-        **{"rope": RopeSpec(16), "windows": (5,), "experts": ExpertSpec(4, 2, 32, bias=True, router_bias=True)},
+        **{
+            "num_layers": 1,
+            "dim": 32,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+            "ffn_dim": 32,
+            "vocab_size": 64,
+        },
+        **{
+            "rope": RopeSpec(16),
+            "windows": (5,),
+            "experts": ExpertSpec(4, 2, 32, bias=True, router_bias=True),
+        },
     ),
     "tiny latent": replace(
         SPECS["latent"],
-        **{"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 24, "ffn_dim": 32, "vocab_size": 64},
+        **{
+            "num_layers": 1,
+            "dim": 32,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+            "head_dim": 24,
+            "ffn_dim": 32,
+            "vocab_size": 64,
+        },
         **{"rope": RopeSpec(8), "latent": LatentSpec(24, 16, is_absorbed=True), "experts": None},
     ),
 }
-"""Dimensions of SmolLM2-135M, Llama 3.2 1B and 3.1 8B, gpt-oss-20b and DeepSeek-V2-Lite, and of some small enough for the interpreter."""
+"""Dimensions of SmolLM2-135M, Llama 3.2 1B and 3.1 8B, gpt-oss-20b and DeepSeek-V2-Lite, and of
+some small enough for the interpreter.
+"""
 
 
 def hollow_tensors(spec: ModelSpec, format: str, experts: str = "") -> dict[str, StoredTensor]:
-    """The tensors of a model, whose bytes are all one: matrices in a format, those of experts perhaps in another, vectors in F32."""
+    """The tensors of a model, whose bytes are all one: matrices in a format, those of experts
+    perhaps in another, vectors in F32.
+    """
     return {
-        name: hollow_tensor(name, ((experts if ".experts." in name else "") or format) if len(shape) > 1 else "F32", shape)
+        name: hollow_tensor(
+            name,
+            ((experts if ".experts." in name else "") or format) if len(shape) > 1 else "F32",
+            shape,
+        )
         for name, shape in tensor_shapes(spec).items()
     }
 
@@ -67,16 +137,30 @@ def hollow_tensors(spec: ModelSpec, format: str, experts: str = "") -> dict[str,
 def hollow_tensor(name: str, format: str, shape: tuple[int, ...]) -> StoredTensor:
     """A matrix or a vector whose bytes are all one."""
     form, rows = FORMATS[format], prod(shape[:-1])
-    shapes = {"codes": (rows, shape[-1] // form.block, form.nbytes), "row_scales": (rows,), "block_scales": (rows, shape[-1] // 32)}
-    parts = {part: np.broadcast_to(np.zeros((), kind.dtype), shapes[part]) for part, kind in form.parts.items()}
+    shapes = {
+        "codes": (rows, shape[-1] // form.block, form.nbytes),
+        "row_scales": (rows,),
+        "block_scales": (rows, shape[-1] // 32),
+    }
+    parts = {
+        part: np.broadcast_to(np.zeros((), kind.dtype), shapes[part])
+        for part, kind in form.parts.items()
+    }
     return StoredTensor(name, form, shape, parts)
 
 
 def make_weights_in_place(device: torch.device) -> None:
-    """Let weights of this process be random numbers from the device's own generator, whatever their tensors say, and vectors be 1."""
+    """Let weights of this process be random numbers from the device's own generator, whatever their
+    tensors say, and vectors be 1.
+    """
 
     def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) -> PackedWeight:
-        return random_weight(layout or layout_of(tensors[0]), sum(tensor.rows for tensor in tensors), tensors[0].cols, device)
+        return random_weight(
+            layout or layout_of(tensors[0]),
+            sum(tensor.rows for tensor in tensors),
+            tensors[0].cols,
+            device,
+        )
 
     names: Any = weights
     names.pack = pack
@@ -95,8 +179,12 @@ def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.devi
 
     def table(number: ScaleStore | None, factor: float) -> torch.Tensor | None:
         if number in ("steps", "eighths"):
-            units = (factor / 32 * (0.5 + torch.rand(rows, -(-cols // SUPER_BLOCK), device=device))).to(torch.float16)
-            return packing.steps_table(units, torch.randint(16, 48, (rows, groups), dtype=torch.int8, device=device)).contiguous()
+            units = (
+                factor / 32 * (0.5 + torch.rand(rows, -(-cols // SUPER_BLOCK), device=device))
+            ).to(torch.float16)
+            return packing.steps_table(
+                units, torch.randint(16, 48, (rows, groups), dtype=torch.int8, device=device)
+            ).contiguous()
         numbers = packing.empty_table(layout, number, rows, cols)
         if numbers is not None:
             numbers.copy_(factor * (0.5 + torch.rand(numbers.shape, device=device)))
@@ -104,5 +192,7 @@ def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.devi
 
     scale = cols**-0.5 / largest
     zeros = table(layout.zero_store, scale if layout.zero == "minimum" else 1.0)
-    lookup = torch.tensor(layout.lookup, dtype=torch.float32, device=device) if layout.lookup else None
+    lookup = (
+        torch.tensor(layout.lookup, dtype=torch.float32, device=device) if layout.lookup else None
+    )
     return PackedWeight(layout, rows, cols, codes, table(layout.scale, scale), zeros, lookup)

@@ -1,4 +1,6 @@
-"""A device that is late, for tests: what it is given waits until the host waits for it, or has to work on tensors by itself."""
+"""A device that is late, for tests: what it is given waits until the host waits for it, or has to
+work on tensors by itself.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,9 +12,11 @@ from headrace.backend.cuda.stream import HostStream, Mark
 
 
 class LateStream(HostStream):
-    """Does nothing before it must. What it copies from is spoilt once it has been read: the host may not count on it.
+    """Does nothing before it must. What it copies from is spoilt once it has been read: the host
+    may not count on it.
 
-    A copy beside is made when something waits for it, and where `is_early`, as soon as the marks that it waits for are past.
+    A copy beside is made when something waits for it, and where `is_early`, as soon as the marks
+    that it waits for are past.
     """
 
     has_graphs = True
@@ -47,7 +51,9 @@ class LateStream(HostStream):
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         def copy() -> None:
             to.copy_(source)
-            if source.dtype == torch.int32 and to.numel() != source.numel():  # a part of the numbers of steps
+            if (
+                source.dtype == torch.int32 and to.numel() != source.numel()
+            ):  # a part of the numbers of steps
                 source.fill_(-77)
 
         self._give(copy)

@@ -11,7 +11,9 @@ SUPER_BLOCKS = [name for name, form in FORMATS.items() if form.spec and form.spe
 
 
 def random_matrix(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
-    """A matrix with so many blocks of columns, of its format, or of 32; sometimes with columns that fill no group."""
+    """A matrix with so many blocks of columns, of its format, or of 32; sometimes with columns that
+    fill no group.
+    """
     if name in KINDS:
         return random_table(name, rows, (20 if seed % 3 == 0 else 32) * blocks, seed)
     size = FORMATS[name].block
@@ -19,6 +21,13 @@ def random_matrix(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
 
 
 def any_bytes(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
-    """A matrix of a format of GGUF files as a hostile file may have it: scales of all kinds, those that are infinite or no number, too."""
+    """A matrix of a format of GGUF files as a hostile file may have it: scales of all kinds, those
+    that are infinite or no number, too.
+    """
     form, rng = FORMATS[name], np.random.default_rng(seed)
-    return StoredTensor.from_bytes("w", form, (rows, blocks * form.block), rng.integers(0, 256, rows * blocks * form.nbytes, np.uint8))
+    return StoredTensor.from_bytes(
+        "w",
+        form,
+        (rows, blocks * form.block),
+        rng.integers(0, 256, rows * blocks * form.nbytes, np.uint8),
+    )

@@ -1,4 +1,6 @@
-"""The work lists of attention: every row sees what it should, once, and all fits where it should."""
+"""The work lists of attention: every row sees what it should, once, and all fits where it
+should.
+"""
 
 from contextlib import suppress
 from types import SimpleNamespace
@@ -11,7 +13,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace._native import GpuWork
-from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS, WorkArrays, WorkSize, build_work, least_partials
+from headrace.backend.cuda.attention_work import (
+    FIELDS,
+    ROW_FIELDS,
+    WorkArrays,
+    WorkSize,
+    build_work,
+    least_partials,
+)
 from headrace.backend.reference import _Step
 from headrace.batch import RaggedBatch
 from tests.backend.batches import Sequence
@@ -27,26 +36,44 @@ SHAPES = st.builds(
     window=st.sampled_from([0, 0, 1, 5, 40]),
     num_sink_tokens=st.just(0),
 ) | st.builds(
-    GpuWork, st.sampled_from([1, 5]), st.just(2), st.just(200), st.just(16), st.sampled_from([1, 20]), st.sampled_from([1, 17, 60])
+    GpuWork,
+    st.sampled_from([1, 5]),
+    st.just(2),
+    st.just(200),
+    st.just(16),
+    st.sampled_from([1, 20]),
+    st.sampled_from([1, 17, 60]),
 )
 
 
 def arrays_for(items: int, rows: int, paths: int) -> WorkArrays:
-    return WorkArrays(*(np.full(shape, -7, np.int32) for shape in ((items, FIELDS), 1, (rows, ROW_FIELDS), paths)))
+    return WorkArrays(
+        *(np.full(shape, -7, np.int32) for shape in ((items, FIELDS), 1, (rows, ROW_FIELDS), paths))
+    )
 
 
-def partial_results(work: WorkArrays, shape: GpuWork, table: NDArray[Any], num_rows: int) -> dict[int, tuple[int, list[int]]]:
-    """Of each partial result its row and the slots that the row sees there, as the kernel reads the lists."""
+def partial_results(
+    work: WorkArrays, shape: GpuWork, table: NDArray[Any], num_rows: int
+) -> dict[int, tuple[int, list[int]]]:
+    """Of each partial result its row and the slots that the row sees there, as the kernel reads the
+    lists.
+    """
     found: dict[int, tuple[int, list[int]]] = {}
-    for first, rows, offset, low, end, begin, stop, ordinal, base, path in work.items[: work.num_items[0]].tolist():
-        assert begin < stop and first >= 0 and first + rows <= num_rows and rows <= shape.rows_per_tile
+    for first, rows, offset, low, end, begin, stop, ordinal, base, path in work.items[
+        : work.num_items[0]
+    ].tolist():
+        assert (
+            begin < stop and first >= 0 and first + rows <= num_rows and rows <= shape.rows_per_tile
+        )
         window = max(0, low - shape.window + 1) if shape.window else 0
         for row in range(first, first + rows):
             start, count, index = work.rows[row].tolist()
             assert ordinal < count
             slots = []
             for key in range(begin * shape.split, min(stop * shape.split, end)):
-                is_seen = not shape.window or key > index - shape.window or key < shape.num_sink_tokens
+                is_seen = (
+                    not shape.window or key > index - shape.window or key < shape.num_sink_tokens
+                )
                 if key <= index and is_seen:
                     assert key >= window or key < shape.num_sink_tokens
                     place = base + int(work.paths[path + key - base]) if key >= base else key
@@ -62,7 +89,9 @@ def slots_seen(batch: RaggedBatch, shape: GpuWork) -> list[list[int]]:
     seen = []
     for slots in _Step(executable, batch).visible(0):
         before = max(0, len(slots) - shape.window) if shape.window else 0
-        seen.append([*slots[: min(before, shape.num_sink_tokens)].tolist(), *slots[before:].tolist()])
+        seen.append(
+            [*slots[: min(before, shape.num_sink_tokens)].tolist(), *slots[before:].tolist()]
+        )
     return seen
 
 
@@ -74,11 +103,17 @@ def slots_seen(batch: RaggedBatch, shape: GpuWork) -> list[list[int]]:
     spare=st.sampled_from([0, 9, 1000]),
     seed=st.integers(0, 2**16),
 )
-def test_every_row_sees_its_keys_once_in_order(shape: GpuWork, counts: list[int], nodes: int, spare: int, seed: int) -> None:
+def test_every_row_sees_its_keys_once_in_order(
+    shape: GpuWork, counts: list[int], nodes: int, spare: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
-    for batch, _, _ in random_steps(rng, shuffled_sequences(rng, int(rng.integers(1, 6)), 60, BLOCK), counts, nodes, 3):
+    for batch, _, _ in random_steps(
+        rng, shuffled_sequences(rng, int(rng.integers(1, 6)), 60, BLOCK), counts, nodes, 3
+    ):
         num_rows, table = len(batch.tokens), batch.kv[0].block_table
-        work = arrays_for(least_partials(num_rows, nodes, shape.split) + spare, num_rows + 2, num_rows * nodes)
+        work = arrays_for(
+            least_partials(num_rows, nodes, shape.split) + spare, num_rows + 2, num_rows * nodes
+        )
         size = build_work(batch, shape, 3, table.shape[1], work)
         found = partial_results(work, shape, table.ravel(), num_rows)
         assert sorted(found) == list(range(size.partials)) and size.partials <= len(work.items)
@@ -94,12 +129,24 @@ def decoding(contexts: list[int]) -> RaggedBatch:
     """One row for each sequence."""
     number = len(contexts)
     ones = np.ones(number, np.int32)
-    return RaggedBatch(ones, ones, np.arange(number + 1, dtype=np.int32), np.array(contexts, np.int32), ones, (), None, ones, ones)
+    return RaggedBatch(
+        ones,
+        ones,
+        np.arange(number + 1, dtype=np.int32),
+        np.array(contexts, np.int32),
+        ones,
+        (),
+        None,
+        ones,
+        ones,
+    )
 
 
 def test_long_contexts_are_spread_where_others_would_wait_for_them() -> None:
     work, shape = arrays_for(500, 64, 0), GpuWork(16, 8, 264, 512)
-    assert build_work(decoding([8191] * 4), shape, 0, 1, work) == WorkSize(64, 0, 64)  # programs take one split or two each
+    assert build_work(decoding([8191] * 4), shape, 0, 1, work) == WorkSize(
+        64, 0, 64
+    )  # programs take one split or two each
     assert build_work(decoding([8191] * 64), shape, 0, 1, work) == WorkSize(64, 0, 64)
     assert build_work(decoding([100_000] + [500] * 63), shape, 0, 1, work).items == 196 + 63
     assert (work.items[:259, 6] - work.items[:259, 5] == 1).all()
@@ -110,7 +157,11 @@ def test_what_has_no_room_is_refused() -> None:
         build_work(decoding([9] * 5), GpuWork(16, 1, 1, 16), 0, 1, arrays_for(4, 5, 0))
     rng = np.random.default_rng(0)
     sequences: list[Sequence] = shuffled_sequences(rng, 1, 60, BLOCK)
-    batch = next(batch for batch, _, drafts in random_steps(rng, sequences, [1], 12, 3) if len(drafts[0][0]) > 5)
+    batch = next(
+        batch
+        for batch, _, drafts in random_steps(rng, sequences, [1], 12, 3)
+        if len(drafts[0][0]) > 5
+    )
     with pytest.raises(ValueError, match="more than 1 ancestors"):
         build_work(batch, GpuWork(16, 1, 1, 16), 0, 1, arrays_for(200, 20, 1))
 
@@ -128,7 +179,9 @@ def test_what_has_no_room_is_refused() -> None:
 )
 def test_batches_that_cannot_be_are_refused(wrong: dict[str, list[int]], message: str) -> None:
     """Nothing is read or written behind the end of an array."""
-    batch = decoding([4, 5, 6])._replace(**{name: np.array(values, np.int32) for name, values in wrong.items()})
+    batch = decoding([4, 5, 6])._replace(
+        **{name: np.array(values, np.int32) for name, values in wrong.items()}
+    )
     with pytest.raises(ValueError, match=message):
         build_work(batch, GpuWork(16, 1, 1, 16), 0, 1, arrays_for(9, 5, 0))
 
@@ -150,22 +203,40 @@ def test_arrays_of_another_kind_are_refused() -> None:
 @settings(max_examples=150, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32 - 1))
 def test_whatever_it_is_given_it_writes_to_its_arrays_alone(shape: GpuWork, seed: int) -> None:
-    """Batches that are nearly right, with any bits for ancestors, and arrays that may be too small."""
+    """Batches that are nearly right, with any bits for ancestors, and arrays that may be too
+    small.
+    """
     rng = np.random.default_rng(seed)
     rows_of = rng.integers(1, 9, rng.integers(1, 5))
     row_start = np.concatenate([[0], rows_of.cumsum()]) + (rng.random(len(rows_of) + 1) < 0.03)
     words, num_rows = int(rng.integers(1, 3)), int(row_start[-1])
-    bits = rng.integers(0, 2**64, (num_rows, words), np.uint64) & rng.integers(0, 2**64, (num_rows, words), np.uint64)
+    bits = rng.integers(0, 2**64, (num_rows, words), np.uint64) & rng.integers(
+        0, 2**64, (num_rows, words), np.uint64
+    )
     batch = decoding([1])._replace(
         row_start=row_start.astype(np.int32),
         context_len=rng.choice([0, 1, 40, 2**20, 2**30 - 1], len(rows_of)).astype(np.int32),
-        scheduled_len=np.array([rng.integers(0 if rng.random() < 0.03 else 1, n + 1) for n in rows_of], np.int32),
-        ancestors=(bits * (rng.random((num_rows, 1)) < 0.7)).astype(np.uint64) if rng.random() < 0.7 else None,
+        scheduled_len=np.array(
+            [rng.integers(0 if rng.random() < 0.03 else 1, n + 1) for n in rows_of], np.int32
+        ),
+        ancestors=(bits * (rng.random((num_rows, 1)) < 0.7)).astype(np.uint64)
+        if rng.random() < 0.7
+        else None,
     )
-    sizes = {"items": int(rng.choice([1, 20, 400])) * FIELDS, "num_items": 1, "rows": (num_rows + 2) * ROW_FIELDS, "paths": 50 * num_rows}
+    sizes = {
+        "items": int(rng.choice([1, 20, 400])) * FIELDS,
+        "num_items": 1,
+        "rows": (num_rows + 2) * ROW_FIELDS,
+        "paths": 50 * num_rows,
+    }
     whole = {name: np.full(size + 2 * FIELDS, -7, np.int32) for name, size in sizes.items()}
     inner = {name: array[FIELDS:-FIELDS] for name, array in whole.items()}
-    out = WorkArrays(inner["items"].reshape(-1, FIELDS), inner["num_items"], inner["rows"].reshape(-1, ROW_FIELDS), inner["paths"])
+    out = WorkArrays(
+        inner["items"].reshape(-1, FIELDS),
+        inner["num_items"],
+        inner["rows"].reshape(-1, ROW_FIELDS),
+        inner["paths"],
+    )
     with suppress(ValueError):
         size = build_work(batch, shape, 0, 4, out)
         assert 0 < size.items <= size.partials <= len(out.items)

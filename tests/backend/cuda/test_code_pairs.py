@@ -1,4 +1,6 @@
-"""The instructions that make numbers of codes two at a time, carried out as PTX defines them, and what products make of them."""
+"""The instructions that make numbers of codes two at a time, carried out as PTX defines them, and
+what products make of them.
+"""
 
 import re
 from collections.abc import Callable
@@ -25,7 +27,9 @@ CODES = np.arange(16)
 
 def bf16(numbers: Any) -> NDArray[np.uint32]:
     """The bits of numbers in bf16, rounded to nearest, ties to even."""
-    return np.asarray(round_bf16(np.asarray(numbers, np.float32)), np.float32).view(np.uint32) >> np.uint32(16)
+    return np.asarray(round_bf16(np.asarray(numbers, np.float32)), np.float32).view(
+        np.uint32
+    ) >> np.uint32(16)
 
 
 def pair(low: NDArray[np.uint32], high: NDArray[np.uint32]) -> Words:
@@ -34,18 +38,28 @@ def pair(low: NDArray[np.uint32], high: NDArray[np.uint32]) -> Words:
 
 def parts(words: Words) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Both numbers of a register, in float32: the lower first."""
-    return (words << np.uint32(16)).view(np.float32), (words & np.uint32(0xFFFF0000)).view(np.float32)
+    return (words << np.uint32(16)).view(np.float32), (words & np.uint32(0xFFFF0000)).view(
+        np.float32
+    )
 
 
 def fused(a: Words, b: Words, c: Words) -> Words:
-    """a * b + c of both numbers, rounded once: float64 has all digits of the product, and of the sum of numbers as they are here."""
-    sums = [x.astype(np.float64) * y + z for x, y, z in zip(parts(a), parts(b), parts(c), strict=True)]
-    assert all(np.array_equal(s, s.astype(np.float32).astype(np.float64), equal_nan=True) for s in sums)  # so it is rounded once
+    """a * b + c of both numbers, rounded once: float64 has all digits of the product, and of the
+    sum of numbers as they are here.
+    """
+    sums = [
+        x.astype(np.float64) * y + z for x, y, z in zip(parts(a), parts(b), parts(c), strict=True)
+    ]
+    assert all(
+        np.array_equal(s, s.astype(np.float32).astype(np.float64), equal_nan=True) for s in sums
+    )  # so it is rounded once
     return pair(*map(bf16, sums))
 
 
 def plain(operation: Callable[..., Any]) -> Callable[..., Words]:
-    return lambda *args: operation(*(arg.view(np.float32) for arg in args)).astype(np.float32).view(np.uint32)
+    return lambda *args: (
+        operation(*(arg.view(np.float32) for arg in args)).astype(np.float32).view(np.uint32)
+    )
 
 
 INSTRUCTIONS: dict[str, Callable[..., Words]] = {
@@ -57,7 +71,9 @@ INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "fma.rn.bf16x2": fused,
     "mul.rn.f32": plain(np.multiply),
     "add.rn.f32": plain(np.add),
-    "cvt.rn.bf16x2.f32": lambda high, low: pair(bf16(low.view(np.float32)), bf16(high.view(np.float32))),
+    "cvt.rn.bf16x2.f32": lambda high, low: pair(
+        bf16(low.view(np.float32)), bf16(high.view(np.float32))
+    ),
 }
 
 
@@ -68,8 +84,13 @@ def carried_out(assembly: Any, num_outputs: int, *inputs: Words) -> list[Words]:
         name, *operands = re.split(r"[\s,;]+", line.strip(" ;"))
         if name == ".reg":
             continue
-        assert name != "lop3.b32" or operands[-1] == "0xEA"  # a & b | c: of all a, b and c the bits 1110 1010
-        values = [registers[word] if word in registers else np.uint32(int(word, 0)) for word in operands[1:]]
+        assert (
+            name != "lop3.b32" or operands[-1] == "0xEA"
+        )  # a & b | c: of all a, b and c the bits 1110 1010
+        values = [
+            registers[word] if word in registers else np.uint32(int(word, 0))
+            for word in operands[1:]
+        ]
         registers[operands[0]] = np.asarray(INSTRUCTIONS[name](*values), np.uint32)
     return [registers[f"${i}"] for i in range(num_outputs)]
 
@@ -85,7 +106,10 @@ ALL_WORDS = np.arange(1 << 16, dtype=np.uint32)
 
 @pytest.mark.parametrize("zero", range(17))
 def test_codes_less_zero_points(zero: int) -> None:
-    words, added = registers_of(ALL_WORDS), np.broadcast_to(pair(*2 * [bf16(-128.0 - zero)]), ALL_WORDS.shape)
+    words, added = (
+        registers_of(ALL_WORDS),
+        np.broadcast_to(pair(*2 * [bf16(-128.0 - zero)]), ALL_WORDS.shape),
+    )
     found = carried_out(code_pairs.LESS, 4, words, *4 * [added])
     for place, numbers in enumerate(found):
         expected = (ALL_WORDS >> np.uint32(4 * place) & np.uint32(15)).astype(np.float32) - zero
@@ -95,16 +119,24 @@ def test_codes_less_zero_points(zero: int) -> None:
 
 def test_small_floats() -> None:
     values = np.array(CODEBOOKS["e2m1"], np.float32)
-    for place, numbers in enumerate(carried_out(code_pairs.SMALL_FLOATS, 4, registers_of(ALL_WORDS))):
+    for place, numbers in enumerate(
+        carried_out(code_pairs.SMALL_FLOATS, 4, registers_of(ALL_WORDS))
+    ):
         expected = values[ALL_WORDS >> np.uint32(4 * place) & np.uint32(15)]
         low, high = parts(numbers)
         assert np.array_equal(low, expected) and np.array_equal(high, np.roll(expected, 1))
         assert np.array_equal(np.signbit(low), np.signbit(expected))
 
 
-@pytest.mark.parametrize("codes", [CODES - 8, CODES - 16, CODES, np.array(CODEBOOKS["e2m1"])], ids=["signed", "less 16", "whole", "e2m1"])
+@pytest.mark.parametrize(
+    "codes",
+    [CODES - 8, CODES - 16, CODES, np.array(CODEBOOKS["e2m1"])],
+    ids=["signed", "less 16", "whole", "e2m1"],
+)
 def test_scaled_by_all_short_floats(codes: NDArray[Any]) -> None:
-    """Of float16 all that are finite, rounded once: the bits of a product in float32 that is rounded to bf16."""
+    """Of float16 all that are finite, rounded once: the bits of a product in float32 that is
+    rounded to bf16.
+    """
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     halves = halves[np.isfinite(halves)]
     high = bf16(halves)
@@ -114,7 +146,10 @@ def test_scaled_by_all_short_floats(codes: NDArray[Any]) -> None:
         (found,) = carried_out(code_pairs.SCALED, 1, *pairs)
         expected = bf16(code * halves)
         zero = (code == 0) | (halves == 0)  # whose sign says nothing
-        assert np.array_equal(found[~zero], pair(expected, expected)[~zero]) and not (found[zero] & np.uint32(0x7FFF7FFF)).any()
+        assert (
+            np.array_equal(found[~zero], pair(expected, expected)[~zero])
+            and not (found[zero] & np.uint32(0x7FFF7FFF)).any()
+        )
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -143,7 +178,9 @@ def plain_less(words, first, second, third, fourth):
 
 @triton.jit
 def plain_small_float(code):
-    return (((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37).to(tl.bfloat16)
+    return (
+        ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    ).to(tl.bfloat16)
 
 
 @triton.jit
@@ -170,15 +207,32 @@ def plain_scaled_widely(codes, scale, minimum, ADDS: tl.constexpr):
     return numbers.to(tl.bfloat16)
 
 
-TWINS = {"less": plain_less, "small_floats": plain_small_floats, "scaled": plain_scaled, "scaled_widely": plain_scaled_widely}
+TWINS = {
+    "less": plain_less,
+    "small_floats": plain_small_floats,
+    "scaled": plain_scaled,
+    "scaled_widely": plain_scaled_widely,
+}
 
 
 @pytest.mark.parametrize("num_rows", [5, 70])
-@pytest.mark.parametrize("name", [name for name in FORMAT_NAMES if layout_of(random_matrix(name, 4, 1, 1)).store == "int4"])
-def test_a_gpu_multiplies_what_the_interpreter_does(name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of product.py that only GPUs go, to the bit, with plain operations for the instructions."""
+@pytest.mark.parametrize(
+    "name",
+    [name for name in FORMAT_NAMES if layout_of(random_matrix(name, 4, 1, 1)).store == "int4"],
+)
+def test_a_gpu_multiplies_what_the_interpreter_does(
+    name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of product.py that only GPUs go, to the bit, with plain operations for the
+    instructions.
+    """
     stored = random_matrix(name, 40, 3, 1)
-    weight, x = pack([stored]), torch.randn(num_rows, stored.cols, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight, x = (
+        pack([stored]),
+        torch.randn(num_rows, stored.cols, generator=torch.Generator().manual_seed(0)).to(
+            torch.bfloat16
+        ),
+    )
     usual, own = torch.empty(num_rows, 40), torch.empty(num_rows, 40)
     linear(usual, x, weight)()
     for twin, function in TWINS.items():

@@ -1,4 +1,6 @@
-"""What the GPU backend does together with the rest: models that draft, adapters, pooling, grammars, matrices that are not alike."""
+"""What the GPU backend does together with the rest: models that draft, adapters, pooling, grammars,
+matrices that are not alike.
+"""
 
 from typing import Any
 
@@ -46,7 +48,9 @@ def test_adapters_of_rows_that_share_a_step() -> None:
         got, want = logits(ours, numbers), logits(truth, numbers)
         assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
     one, other = logits(ours, [-1, 2, -1, 1]), logits(ours, [0, 2, 0, 1])
-    assert (one[:2] == base[:2]).all() and (one[[2, 5]] == other[[2, 5]]).all(), "whatever the others have"
+    assert (one[:2] == base[:2]).all() and (one[[2, 5]] == other[[2, 5]]).all(), (
+        "whatever the others have"
+    )
     ours.remove_adapter(1)
     assert ours.add_adapter(made(16)) == 1
 
@@ -55,7 +59,9 @@ def test_prompts_are_pooled() -> None:
     """By rows whose bits do not depend on how prompts are cut."""
     how, vectors = PoolingParams(pooling="mean"), []
     for backend, rows in (("cuda", 64), ("cuda", 3), ("reference", 64)):
-        engine = tiny_engine(MODEL, backend, kv_dtype="f32", activations="f32", max_num_batched_tokens=rows)
+        engine = tiny_engine(
+            MODEL, backend, kv_dtype="f32", activations="f32", max_num_batched_tokens=rows
+        )
         ids = [embed(engine, prompt, how) for prompt in ([1, 2, 3, 4, 5, 6, 7], [9], [8, 8, 8])]
         results = results_of(engine)
         vectors.append(np.stack([vector_of(results[one]) for one in ids]))
@@ -63,9 +69,21 @@ def test_prompts_are_pooled() -> None:
 
 
 def test_a_grammar_is_a_mask_on_the_device() -> None:
-    ask = [([3, 4], SamplingParams(seed=1, max_tokens=6, structured_outputs=StructuredOutputs(regex="[a-c]{2,5}")))]
+    ask = [
+        (
+            [3, 4],
+            SamplingParams(
+                seed=1, max_tokens=6, structured_outputs=StructuredOutputs(regex="[a-c]{2,5}")
+            ),
+        )
+    ]
     results = [
-        run_all(tiny_engine(tiny_model(0, vocab=61), backend, eos_ids=(60,), kv_dtype="f32", activations="f32"), ask)[0]
+        run_all(
+            tiny_engine(
+                tiny_model(0, vocab=61), backend, eos_ids=(60,), kv_dtype="f32", activations="f32"
+            ),
+            ask,
+        )[0]
         for backend in ("cuda", "reference")
     ]
     assert results[0].outputs[0].token_ids == results[1].outputs[0].token_ids
@@ -75,10 +93,21 @@ def test_a_grammar_is_a_mask_on_the_device() -> None:
 def mixed_model() -> tuple[Any, Tensors]:
     """Matrices that one op reads together in other formats, as GGUF files have them."""
     spec, tensors = tiny_model(1, dim=256, heads=4, kv_heads=2, ffn=256, layers=1)
-    formats = {"q": "Q4_K", "k": "Q4_K", "v": "Q6_K", "gate": "Q4_0", "up": "Q5_K", "down": "Q3_K", "o": "F16", "head": "Q8_0"}
+    formats = {
+        "q": "Q4_K",
+        "k": "Q4_K",
+        "v": "Q6_K",
+        "gate": "Q4_0",
+        "up": "Q5_K",
+        "down": "Q3_K",
+        "o": "F16",
+        "head": "Q8_0",
+    }
     for name, tensor in tensors.items():
         if (kind := name.rpartition(".")[2]) in formats and len(tensor.shape) == 2:
-            tensors[name] = random_stored(formats[kind], *tensor.shape, seed=3, name=name, scale=0.1)
+            tensors[name] = random_stored(
+                formats[kind], *tensor.shape, seed=3, name=name, scale=0.1
+            )
     return spec, tensors
 
 
@@ -86,7 +115,15 @@ def mixed_model() -> tuple[Any, Tensors]:
 def test_matrices_of_one_op_in_several_formats(activations: Any, gap: float) -> None:
     spec, tensors = mixed_model()
     program = trace_model(spec, tensors)
-    batch = batch_of([Sequence([1, 0], 32), Sequence([2], 32)], [[1, 2, 3], [5]], [([], []), ([7, 8], [-1, -1])], True)
+    batch = batch_of(
+        [Sequence([1, 0], 32), Sequence([2], 32)],
+        [[1, 2, 3], [5]],
+        [([], []), ([7, 8], [-1, -1])],
+        True,
+    )
     kv = KvConfig((4,), 32, "f32")
-    got, want = (forward(compile_program(backend, program, tensors, kv, 1, activations), batch).logits for backend in ("cuda", "reference"))
+    got, want = (
+        forward(compile_program(backend, program, tensors, kv, 1, activations), batch).logits
+        for backend in ("cuda", "reference")
+    )
     assert np.linalg.norm(got - want) < gap * np.linalg.norm(want)

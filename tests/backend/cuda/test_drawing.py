@@ -1,7 +1,8 @@
 """Draws on the device against the NumPy twin of the sampler and the native one: the same tokens.
 
-Scores in float64 decide on both sides, so the only allowance is the twin's own: a nucleus may end one token earlier or later where the
-share of its mass is within 10^-6 of `top_p`, as weights are float32.
+Scores in float64 decide on both sides, so the only allowance is the twin's own: a nucleus may end
+one token earlier or later where the share of its mass is within 10^-6 of `top_p`, as weights are
+float32.
 """
 
 from typing import Any
@@ -42,7 +43,12 @@ def sampler_options(draw: st.DrawFn, vocab: int) -> dict[str, Any]:
     biases = draw(st.dictionaries(token, st.sampled_from([-100.0, -1.0, 0.5, 30.0]), max_size=3))
     banned = draw(st.lists(token, max_size=2 if vocab > 9 else 0))
     prompt = draw(st.lists(token, max_size=5))
-    return options | {"logit_bias": list(biases.items()), "banned": banned, "banned_until": 11, "prompt": prompt}
+    return options | {
+        "logit_bias": list(biases.items()),
+        "banned": banned,
+        "banned_until": 11,
+        "prompt": prompt,
+    }
 
 
 def logits_of(seed: int, rows: int, vocab: int) -> np.ndarray:
@@ -56,7 +62,11 @@ def logits_of(seed: int, rows: int, vocab: int) -> np.ndarray:
 
 
 @settings(max_examples=examples(10), deadline=None)
-@given(vocab=st.sampled_from([1, 2, 5, 31, 33, 64, 97, 200]), seed=st.integers(0, 2**32 - 1), data=st.data())
+@given(
+    vocab=st.sampled_from([1, 2, 5, 31, 33, 64, 97, 200]),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
 def test_draws_are_those_of_the_twin(vocab: int, seed: int, data: st.DataObject) -> None:
     samplers = data.draw(st.lists(sampler_options(vocab), min_size=1, max_size=4))
     natives = [_native.Sampler(vocab, **options) for options in samplers]
@@ -64,9 +74,15 @@ def test_draws_are_those_of_the_twin(vocab: int, seed: int, data: st.DataObject)
     steps = Steps(vocab)
     for position in (9, 10, 11, 12):
         logits = logits_of(seed + position, len(samplers), vocab)
-        drawn = steps.run(logits, [Draw(row, position, sampler) for row, sampler in enumerate(natives)])
+        drawn = steps.run(
+            logits, [Draw(row, position, sampler) for row, sampler in enumerate(natives)]
+        )
         for row, (result, reference) in enumerate(zip(drawn, twins, strict=True)):
-            allowed = reference.draws(logits[row], position) if np.isfinite(reference.adjusted(logits[row], position).max()) else {None}
+            allowed = (
+                reference.draws(logits[row], position)
+                if np.isfinite(reference.adjusted(logits[row], position).max())
+                else {None}
+            )
             assert (result.tokens[0] if result else None) in allowed
             if result:
                 reference.output += result.tokens
@@ -84,12 +100,20 @@ def test_draws_are_those_of_the_twin(vocab: int, seed: int, data: st.DataObject)
     ],
 )
 @pytest.mark.parametrize("min_p", [0.0, 1e-20])
-def test_a_nucleus_that_ends_at_equal_logits(row: list[float], temperature: float, top_p: float, min_p: float) -> None:
+def test_a_nucleus_that_ends_at_equal_logits(
+    row: list[float], temperature: float, top_p: float, min_p: float
+) -> None:
     logits = np.array([row] * 4, np.float32)
     options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
-    steps, natives, on_host = Steps(len(row)), *([_native.Sampler(len(row), [], seed=i, **options) for i in range(4)] for _ in range(2))
+    steps, natives, on_host = (
+        Steps(len(row)),
+        *([_native.Sampler(len(row), [], seed=i, **options) for i in range(4)] for _ in range(2)),
+    )
     for position in range(2):
-        ops = [[Draw(i, position, sampler) for i, sampler in enumerate(samplers)] for samplers in (natives, on_host)]
+        ops = [
+            [Draw(i, position, sampler) for i, sampler in enumerate(samplers)]
+            for samplers in (natives, on_host)
+        ]
         assert steps.run(logits, ops[0]) == run_logit_ops(ops[1], logits)
 
 
@@ -103,7 +127,9 @@ def trees(draw: st.DrawFn, vocab: int) -> DraftTree:
 @settings(max_examples=examples(6), deadline=None)
 @given(vocab=st.sampled_from([2, 3, 40]), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_trees_give_what_the_host_gives(vocab: int, seed: int, data: st.DataObject) -> None:
-    """With masks, penalties, log-probabilities and rows that are not finite, which count only where the way leads."""
+    """With masks, penalties, log-probabilities and rows that are not finite, which count only where
+    the way leads.
+    """
     options = data.draw(st.lists(sampler_options(vocab), min_size=1, max_size=3))
     natives, on_host = ([_native.Sampler(vocab, **one) for one in options] for _ in range(2))
     rng = np.random.default_rng(seed)
@@ -114,22 +140,34 @@ def test_trees_give_what_the_host_gives(vocab: int, seed: int, data: st.DataObje
         logits = logits_of(seed, int(first[-1]), vocab)
         if data.draw(st.booleans()):
             logits[rng.integers(len(logits)), rng.integers(vocab)] = rng.choice([np.nan, np.inf])
-        masks = [None if rng.integers(2) else _masks(rng, 1 + len(draft.tokens), vocab) for draft in drafts]
+        masks = [
+            None if rng.integers(2) else _masks(rng, 1 + len(draft.tokens), vocab)
+            for draft in drafts
+        ]
         counts = [data.draw(st.sampled_from([-1, 0, 2])) for _ in drafts]
         rows = list(zip(first.tolist(), drafts, counts, masks, strict=False))
         draws, expected = (
-            [Draw(row, position, s, draft, n, masks=m) for s, (row, draft, n, m) in zip(samplers, rows, strict=True)]
+            [
+                Draw(row, position, s, draft, n, masks=m)
+                for s, (row, draft, n, m) in zip(samplers, rows, strict=True)
+            ]
             for samplers in (natives, on_host)
         )
-        for got, wanted in zip(steps.run(logits, draws), run_logit_ops(expected, logits), strict=True):
+        for got, wanted in zip(
+            steps.run(logits, draws), run_logit_ops(expected, logits), strict=True
+        ):
             assert_same(got, wanted)
         for ours, theirs in zip(natives, on_host, strict=True):
-            if ours.num_appended != theirs.num_appended:  # the host appends the tokens before a row that is not finite
+            if (
+                ours.num_appended != theirs.num_appended
+            ):  # the host appends the tokens before a row that is not finite
                 return
 
 
 def _masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    return np.stack([mask_of(rng.permutation(vocab)[: rng.integers(1, vocab + 1)], vocab) for _ in range(rows)])
+    return np.stack(
+        [mask_of(rng.permutation(vocab)[: rng.integers(1, vocab + 1)], vocab) for _ in range(rows)]
+    )
 
 
 def assert_same(got: Any, wanted: Any) -> None:
@@ -139,12 +177,28 @@ def assert_same(got: Any, wanted: Any) -> None:
         assert got[:2] == wanted[:2]
         for ours, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
             assert (ours.rank, ours.top_ids) == (theirs.rank, theirs.top_ids)
-            np.testing.assert_allclose([ours.logprob, *ours.top_logprobs], [theirs.logprob, *theirs.top_logprobs], atol=2e-6, rtol=1e-6)
+            np.testing.assert_allclose(
+                [ours.logprob, *ours.top_logprobs],
+                [theirs.logprob, *theirs.top_logprobs],
+                atol=2e-6,
+                rtol=1e-6,
+            )
 
 
 def test_a_tree_gives_the_tokens_of_plain_decoding() -> None:
-    """Drafts of the very tokens, among others, are accepted to the end, and penalties count what is on the way."""
-    vocab, options = 50, {"seed": 3, "temperature": 1.5, "presence_penalty": 2.0, "frequency_penalty": 1.0, "repetition_penalty": 1.2}
+    """Drafts of the very tokens, among others, are accepted to the end, and penalties count what is
+    on the way.
+    """
+    vocab, options = (
+        50,
+        {
+            "seed": 3,
+            "temperature": 1.5,
+            "presence_penalty": 2.0,
+            "frequency_penalty": 1.0,
+            "repetition_penalty": 1.2,
+        },
+    )
     logits = np.random.default_rng(0).normal(0, 1, (4, vocab)).astype(np.float32)
     plain = _native.Sampler(vocab, [4], **options)
     tokens = [plain.draw(logits[i], 1 + i, -1)[0] for i in range(4)]
@@ -154,7 +208,9 @@ def test_a_tree_gives_the_tokens_of_plain_decoding() -> None:
     rows = logits[[0, 1, 1, 2, 3, 3]]  # the row behind each node has the logits of its depth
     assert steps.run(rows, [Draw(0, 1, sampler, draft)]) == [Drawn(tokens, [1, 2, 4], [])]
     assert steps.drawing.last_tokens[0] == tokens[-1]
-    assert steps.run(logits[:1], [Draw(0, 5, sampler)])[0].tokens == [plain.draw(logits[0], 5, -1)[0]]
+    assert steps.run(logits[:1], [Draw(0, 5, sampler)])[0].tokens == [
+        plain.draw(logits[0], 5, -1)[0]
+    ]
 
 
 def test_ops_of_all_kinds_in_one_launch() -> None:
@@ -183,10 +239,16 @@ def test_ops_of_all_kinds_in_one_launch() -> None:
 def test_which_ops_run_on_the_device() -> None:
     sampler = _native.Sampler(5, [])
     draft = DraftTree([1], [-1])
-    assert runs_on_device(Draw(0, 0, sampler, draft)) and runs_on_device(Draw(0, 0, sampler, NO_DRAFT, -1, "typical"))
-    assert not runs_on_device(Draw(0, 0, sampler, draft, -1, "typical")) and not runs_on_device(Draw(0, 0, sampler, method="rejection"))
+    assert runs_on_device(Draw(0, 0, sampler, draft)) and runs_on_device(
+        Draw(0, 0, sampler, NO_DRAFT, -1, "typical")
+    )
+    assert not runs_on_device(Draw(0, 0, sampler, draft, -1, "typical")) and not runs_on_device(
+        Draw(0, 0, sampler, method="rejection")
+    )
     assert runs_on_device(Expand(0, 0, sampler, 0, 1, False)) and runs_on_device(Score(0, 1, 2))
-    assert not runs_on_device(Expand(0, 0, sampler, 0, 2, False)) and not runs_on_device(Expand(0, 0, sampler, 0, 1, True))
+    assert not runs_on_device(Expand(0, 0, sampler, 0, 2, False)) and not runs_on_device(
+        Expand(0, 0, sampler, 0, 1, True)
+    )
     assert not runs_on_device(TopTokens(0, 0, sampler, 3))
 
 
@@ -199,7 +261,10 @@ def test_a_row_alone_is_the_row_in_a_crowd(seed: int, data: st.DataObject) -> No
     logits = logits_of(seed, size, vocab)
 
     def draws(rows: list[int]) -> list[Draw]:
-        return [Draw(i, 10, _native.Sampler(vocab, **options[row]), num_logprobs=3) for i, row in enumerate(rows)]
+        return [
+            Draw(i, 10, _native.Sampler(vocab, **options[row]), num_logprobs=3)
+            for i, row in enumerate(rows)
+        ]
 
     crowd = Steps(vocab).run(logits, draws([0, 1, 2]))
     turned = Steps(vocab, spare=3).run(logits[[2, 0, 1]], draws([2, 0, 1]))

@@ -13,7 +13,12 @@ from headrace import _native
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.drawing_layout import COLUMNS
 from headrace.backend.cuda.kernels import draw_table as table
-from headrace.backend.cuda.kernels.draw_noise import gumbel, gumbel_in_float32, word_of, words_of_tile
+from headrace.backend.cuda.kernels.draw_noise import (
+    gumbel,
+    gumbel_in_float32,
+    word_of,
+    words_of_tile,
+)
 from tests.backend.cuda.examples import examples
 
 WORDS = st.integers(0, 2**32 - 1)
@@ -39,15 +44,34 @@ def _zeros(size: int, kind: Any) -> torch.Tensor:
 
 
 @settings(max_examples=examples(10), deadline=None)
-@given(position=WORDS, seq_index=WORDS, low=WORDS, high=WORDS, first=st.integers(0, 2**22).map(lambda quads: 4 * quads))
+@given(
+    position=WORDS,
+    seq_index=WORDS,
+    low=WORDS,
+    high=WORDS,
+    first=st.integers(0, 2**22).map(lambda quads: 4 * quads),
+)
 @example(position=0xFFFFFFFF, seq_index=0xFFFFFFFF, low=0xFFFFFFFF, high=0xFFFFFFFF, first=0)
-def test_words_are_those_of_the_native_generator(position: int, seq_index: int, low: int, high: int, first: int) -> None:
+def test_words_are_those_of_the_native_generator(
+    position: int, seq_index: int, low: int, high: int, first: int
+) -> None:
     row = np.zeros(COLUMNS, np.uint32)
-    for column, word in ((table.POSITION, position), (table.SEQ_INDEX, seq_index), (table.SEED_LOW, low), (table.SEED_HIGH, high)):
+    for column, word in (
+        (table.POSITION, position),
+        (table.SEQ_INDEX, seq_index),
+        (table.SEED_LOW, low),
+        (table.SEED_HIGH, high),
+    ):
         row[column.value] = word
     of_tile, of_ids = _zeros(16, torch.int32), _zeros(16, torch.int32)
-    words_kernel[(1,)](torch.from_numpy(row.view(np.int32)).to(DEVICE), first, of_tile, of_ids, BLOCK=16)
-    expected = [word for quad in range(4) for word in _native.philox((first // 4 + quad, position, seq_index, 0), (low, high))]
+    words_kernel[(1,)](
+        torch.from_numpy(row.view(np.int32)).to(DEVICE), first, of_tile, of_ids, BLOCK=16
+    )
+    expected = [
+        word
+        for quad in range(4)
+        for word in _native.philox((first // 4 + quad, position, seq_index, 0), (low, high))
+    ]
     assert of_tile.cpu().numpy().view(np.uint32).tolist() == expected
     assert of_ids.cpu().numpy().view(np.uint32).tolist() == expected
 
@@ -55,7 +79,9 @@ def test_words_are_those_of_the_native_generator(position: int, seq_index: int, 
 def test_gumbel_variates() -> None:
     """Of the smallest and largest words, those where the series takes over, and others."""
     edges = [0, 1, 2**31, 2**32 - 1, 2**32 - 2, 2**32 - 2**28, 2**32 - 2**28 - 1, 2**32 - 2**28 + 1]
-    words = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**32, 1016)]).astype(np.uint32)
+    words = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**32, 1016)]).astype(
+        np.uint32
+    )
     wide, narrow = _zeros(1024, torch.float64), _zeros(1024, torch.float32)
     gumbel_kernel[(1,)](torch.from_numpy(words.view(np.int32)).to(DEVICE), wide, narrow, BLOCK=1024)
     expected = -np.log(-np.log((words.astype(np.float64) + 0.5) * 2.0**-32))

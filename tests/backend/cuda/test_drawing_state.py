@@ -12,7 +12,12 @@ from headrace.logit_ops import Draw, Drawn
 from tests.backend.cuda.drawing_steps import Steps
 
 VOCAB = 40
-PENALTIES: dict[str, Any] = {"temperature": 0.7, "repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.5}
+PENALTIES: dict[str, Any] = {
+    "temperature": 0.7,
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.5,
+}
 LOGITS = np.random.default_rng(7).normal(0, 1, (3, VOCAB)).astype(np.float32)
 
 
@@ -25,22 +30,39 @@ def tokens_of(results: list[Any]) -> list[int]:
 
 
 def test_what_a_native_sampler_says_of_itself() -> None:
-    given = {"vocab": VOCAB, "seq_index": 3, "seed": 2**64 - 1, "top_k": 4, "top_p": 0.5, "min_p": 0.25, **PENALTIES}
+    given = {
+        "vocab": VOCAB,
+        "seq_index": 3,
+        "seed": 2**64 - 1,
+        "top_k": 4,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        **PENALTIES,
+    }
     given |= {"logit_bias": [(3, 0.5)], "banned": [7, 9], "banned_until": 2**40}
     one = _native.Sampler(prompt=[5, 6, 5], **given)
-    assert one.options == {name: pytest.approx(value) if isinstance(value, float) else value for name, value in given.items()}
+    assert one.options == {
+        name: pytest.approx(value) if isinstance(value, float) else value
+        for name, value in given.items()
+    }
     one.append(6)
     one.append(8)
     one.draw(np.where(np.arange(VOCAB) == 8, 90.0, 0.0).astype(np.float32), 0, -1)
     for each in (one, one.clone(1)):
-        assert each.has_penalties and each.num_appended == 3 and each.seen().tolist() == [[5, 6, 8], [0, 1, 2]]
+        assert (
+            each.has_penalties
+            and each.num_appended == 3
+            and each.seen().tolist() == [[5, 6, 8], [0, 1, 2]]
+        )
     plain = _native.Sampler(VOCAB, [1])
     plain.append(2)
     assert not plain.has_penalties and plain.num_appended == 1 and plain.seen().shape == (2, 0)
 
 
 def test_launches_in_flight_count() -> None:
-    """Launches are issued before those before them are read, plain and with drafts: the host's tokens come out."""
+    """Launches are issued before those before them are read, plain and with drafts: the host's
+    tokens come out.
+    """
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     expected = [theirs.draw(LOGITS[0], position, -1)[0] for position in range(3)]
     launched = [steps.launch(LOGITS, [Draw(0, position, ours)]) for position in range(3)]
@@ -50,7 +72,9 @@ def test_launches_in_flight_count() -> None:
     draft = DraftTree([expected[3]], [-1])
     launched.append(steps.launch(LOGITS, [Draw(1, 3, ours, draft)]))
     launched.append(steps.launch(LOGITS, [Draw(0, 5, ours)]))
-    assert [token for each in launched[1:4] for token in tokens_of(steps.read(each))] == expected[1:]
+    assert [token for each in launched[1:4] for token in tokens_of(steps.read(each))] == expected[
+        1:
+    ]
     assert tokens_of(steps.read(launched[4])) == [theirs.draw(LOGITS[0], 5, -1)[0]]
     np.testing.assert_array_equal(ours.seen(), theirs.seen())
     assert ours.num_appended == theirs.num_appended == 6
@@ -59,7 +83,9 @@ def test_launches_in_flight_count() -> None:
 def test_tokens_that_are_appended_elsewhere_are_seen() -> None:
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     for position in range(3):
-        assert tokens_of(steps.run(LOGITS[:1], [Draw(0, position, ours)])) == [theirs.draw(LOGITS[0], position, -1)[0]]
+        assert tokens_of(steps.run(LOGITS[:1], [Draw(0, position, ours)])) == [
+            theirs.draw(LOGITS[0], position, -1)[0]
+        ]
         for each in (ours, theirs):
             each.append(int(np.argmax(LOGITS[0])))
     in_flight = steps.launch(LOGITS, [Draw(0, 3, ours)])
@@ -88,17 +114,25 @@ def test_forks_have_states_of_their_own() -> None:
 
 def test_slots_are_given_back_and_grow() -> None:
     steps = Steps(VOCAB)
-    assert steps.drawing.begin([Draw(0, 0, _native.Sampler(VOCAB, []))]).layout.slots == 0  # without penalties there is no state
+    assert (
+        steps.drawing.begin([Draw(0, 0, _native.Sampler(VOCAB, []))]).layout.slots == 0
+    )  # without penalties there is no state
     for round in range(3):
         ours, theirs = ([sampler(seed) for seed in range(3)] for _ in range(2))
         for position in range(2):
             drawn = steps.run(LOGITS, [Draw(i, position, each) for i, each in enumerate(ours)])
-            assert tokens_of(drawn) == [each.draw(LOGITS[i], position, -1)[0] for i, each in enumerate(theirs)], round
+            assert tokens_of(drawn) == [
+                each.draw(LOGITS[i], position, -1)[0] for i, each in enumerate(theirs)
+            ], round
         del drawn, ours
         gc.collect()
     kept = [(sampler(seed), sampler(seed)) for seed in range(6)]
-    for position, (ours, theirs) in enumerate([*kept, *kept]):  # a state that grows keeps what is in it
-        assert tokens_of(steps.run(LOGITS[:1], [Draw(0, position, ours)])) == [theirs.draw(LOGITS[0], position, -1)[0]]
+    for position, (ours, theirs) in enumerate(
+        [*kept, *kept]
+    ):  # a state that grows keeps what is in it
+        assert tokens_of(steps.run(LOGITS[:1], [Draw(0, position, ours)])) == [
+            theirs.draw(LOGITS[0], position, -1)[0]
+        ]
     assert steps.drawing.begin([]).layout.slots == 8
 
 
@@ -108,11 +142,15 @@ def test_what_is_not_finite_leaves_nothing() -> None:
     bad[0, 7] = np.nan
     assert steps.run(bad, [Draw(0, 0, ours)]) == [None]
     assert steps.drawing.last_tokens[0] == 0 and ours.num_appended == 0
-    masks = np.array([[0xFF7F, 0]], np.uint32)  # the draw never meets the NaN, but it has no log-probabilities
+    masks = np.array(
+        [[0xFF7F, 0]], np.uint32
+    )  # the draw never meets the NaN, but it has no log-probabilities
     assert isinstance(steps.run(bad, [Draw(0, 0, ours, masks=masks)])[0], Drawn)
     assert isinstance(theirs.draw(bad[0], 0, -1, masks), tuple)
     assert steps.run(bad, [Draw(0, 1, ours, num_logprobs=0, masks=masks)]) == [None]
-    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 1, ours)])) == [theirs.draw(LOGITS[0], 1, -1)[0]]
+    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 1, ours)])) == [
+        theirs.draw(LOGITS[0], 1, -1)[0]
+    ]
 
 
 def test_tokens_of_the_host_are_put_where_those_of_the_device_are() -> None:

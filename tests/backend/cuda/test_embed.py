@@ -24,9 +24,15 @@ def test_rows_are_what_their_format_means(name: str, blocks: int, rows: int, see
     drawn, tokens = rng.integers(0, rows, 3), rng.integers(0, rows, 5)
     source = np.array([-1, 2, -1, 0, 1])
     out = torch.full((5, stored.cols), torch.nan, device=DEVICE)
-    embed(out, pack([stored]), *(torch.tensor(a, dtype=torch.int32, device=DEVICE) for a in (tokens, source, drawn)))()
+    embed(
+        out,
+        pack([stored]),
+        *(torch.tensor(a, dtype=torch.int32, device=DEVICE) for a in (tokens, source, drawn)),
+    )()
     want = stored.dequantise_rows(np.where(source < 0, tokens, drawn[source]))
-    if "MXFP4" in name or name.startswith("IQ"):  # a scale and a code are multiplied in another order
+    if "MXFP4" in name or name.startswith(
+        "IQ"
+    ):  # a scale and a code are multiplied in another order
         assert np.allclose(out.cpu().numpy(), want, rtol=1e-6, atol=0)
     else:
         assert np.array_equal(out.cpu().numpy(), want)
@@ -48,4 +54,6 @@ def test_bytes_are_those_that_were_counted(name: str) -> None:
     stored = random_matrix(name, 6, 3, 1)
     weight = pack([stored])
     tensors = (weight.codes, weight.scales, weight.zeros, weight.lookup)
-    assert layout_of(stored).nbytes(6, stored.cols) == sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    assert layout_of(stored).nbytes(6, stored.cols) == sum(
+        tensor.nbytes for tensor in tensors if tensor is not None
+    )

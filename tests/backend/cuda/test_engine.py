@@ -23,7 +23,9 @@ from tests.tiny import run_all, tiny_engine
 EOS = (60,)
 VOCAB = 61
 LLAMA, WINDOWS, GEMMA, BLOOM, EXPERTS, LATENT = 2, 3, 6, 8, 10, 11
-"""Of the models of test_promise.py, one of each family: Q8_0, two kinds of windows, soft-caps and norms of queries, ALiBi, experts, MLA."""
+"""Of the models of test_promise.py, one of each family: Q8_0, two kinds of windows, soft-caps and
+norms of queries, ALiBi, experts, MLA.
+"""
 NEAR_TIE = 0.2
 """Between the log-probabilities of two tokens of which the GPU may take the other."""
 FAMILIES = [LLAMA, WINDOWS, GEMMA, BLOOM, EXPERTS, LATENT]
@@ -32,14 +34,31 @@ REQUESTS: list[Ask] = [
     ([7, 8, 9, 7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=7, logprobs=2)),
     ([5, 4, 3], SamplingParams(n=2, seed=2, max_tokens=6, logprobs=0, top_p=0.9)),
     (list(range(1, 22)), SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)),
-    ([9, 9], SamplingParams(seed=3, max_tokens=6, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3, top_k=30)),
+    (
+        [9, 9],
+        SamplingParams(
+            seed=3,
+            max_tokens=6,
+            repetition_penalty=1.3,
+            presence_penalty=0.5,
+            frequency_penalty=0.3,
+            top_k=30,
+        ),
+    ),
 ]
 
 
 @cache
 def alone(which: int, kv_dtype: str, activations: str) -> list[RequestOutput]:
     """Every request by itself, in one piece, without drafts."""
-    engine = tiny_engine(model(which), "cuda", eos_ids=EOS, kv_dtype=kv_dtype, activations=activations, prefix_cache=False)
+    engine = tiny_engine(
+        model(which),
+        "cuda",
+        eos_ids=EOS,
+        kv_dtype=kv_dtype,
+        activations=activations,
+        prefix_cache=False,
+    )
     return [run_all(engine, [request])[0] for request in REQUESTS]
 
 
@@ -48,21 +67,31 @@ def test_tokens_are_those_of_the_reference(which: int) -> None:
     """With weights, activations and KV in float32."""
     reference = tiny_engine(model(which), "reference", eos_ids=EOS, kv_dtype="f32", slots=800)
     for one, other in zip(alone(which, "f32", "f32"), run_all(reference, REQUESTS), strict=True):
-        assert [output.token_ids for output in one.outputs] == [output.token_ids for output in other.outputs]
+        assert [output.token_ids for output in one.outputs] == [
+            output.token_ids for output in other.outputs
+        ]
         for mine, its in zip(one.prompt_logprobs or [], other.prompt_logprobs or [], strict=True):
             if mine and its:
-                assert [v.logprob for v in mine.values()] == pytest.approx([v.logprob for v in its.values()], abs=1e-3)
+                assert [v.logprob for v in mine.values()] == pytest.approx(
+                    [v.logprob for v in its.values()], abs=1e-3
+                )
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("which", [LLAMA, GEMMA])
 def test_in_other_formats_tokens_part_at_near_ties(which: int, kv_dtype: str) -> None:
-    """Activations are bf16 here and float64 in the reference, over the same weights and KV in the same format."""
+    """Activations are bf16 here and float64 in the reference, over the same weights and KV in the
+    same format.
+    """
     one, other = (
-        run_all(tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype), REQUESTS[:1])[0].outputs[0]
+        run_all(tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype), REQUESTS[:1])[
+            0
+        ].outputs[0]
         for backend in ("cuda", "reference")
     )
-    for mine, its, described in zip(one.token_ids, other.token_ids, other.logprobs or [], strict=False):
+    for mine, its, described in zip(
+        one.token_ids, other.token_ids, other.logprobs or [], strict=False
+    ):
         best, second = (value.logprob for value in list(described.values())[:2])
         if mine != its:
             assert best - second < NEAR_TIE
@@ -83,12 +112,25 @@ def test_in_other_formats_tokens_part_at_near_ties(which: int, kv_dtype: str) ->
     seed=st.integers(0, 1000),
 )
 def test_same_request_same_tokens(
-    which: int, how: tuple[str, str], order: list[int], stagger: int, drafts: str, late: bool, seed: int, **config: Any
+    which: int,
+    how: tuple[str, str],
+    order: list[int],
+    stagger: int,
+    drafts: str,
+    late: bool,
+    seed: int,
+    **config: Any,
 ) -> None:
     kv_dtype, activations = how
     expected = alone(which, kv_dtype, activations)
     proposer = RandomTrees(seed, VOCAB, truth(expected, order), 6) if drafts == "trees" else drafts
-    options = {"eos_ids": EOS, "kv_dtype": kv_dtype, "activations": activations, "proposer": proposer, **config}
+    options = {
+        "eos_ids": EOS,
+        "kv_dtype": kv_dtype,
+        "activations": activations,
+        "proposer": proposer,
+        **config,
+    }
     engine = tiny_engine(model(which), "cuda", late=late, **options)
     keeps_the_promise(engine, order, stagger, expected, True, REQUESTS)
 
@@ -102,7 +144,9 @@ def late_engine(which: int, prepared: bool, **config: Any) -> tuple[Engine, Late
     executable = CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
     if prepared:
         executable.prepare(24, 4)
-    return tiny_engine(model(which), "cuda", executable=executable, eos_ids=EOS, slots=240, **config), stream
+    return tiny_engine(
+        model(which), "cuda", executable=executable, eos_ids=EOS, slots=240, **config
+    ), stream
 
 
 @pytest.mark.parametrize("multi_step_ms", [0, 1e6])
@@ -113,7 +157,9 @@ def test_graphs_and_results_that_come_late_change_nothing(multi_step_ms: float) 
     assert stream.late > 10 and stream.captured >= 3 and stream.replayed >= 3
 
 
-def test_more_launches_in_a_row_than_the_host_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_launches_in_a_row_than_the_host_has_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Multi-step decoding launches again and again before it reads anything."""
     monkeypatch.setattr(ticket, "MOST_SLOTS", 3)
     ask = [([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))]
@@ -128,8 +174,13 @@ def test_more_launches_in_a_row_than_the_host_has_memory_for(monkeypatch: pytest
 def test_frequent_chunks_of_prompts_become_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executable, "_RUNS_BEFORE_GRAPH", 2)
     monkeypatch.setattr(executable, "_MOST_LATE_GRAPHS", 1)
-    asks = [([1, 2, 3, 4, i], SamplingParams(temperature=0.0, max_tokens=2, logprobs=1)) for i in range(5)]
-    engine, stream = late_engine(LLAMA, prepared=False, prefix_cache=False, max_num_batched_tokens=5)
+    asks = [
+        ([1, 2, 3, 4, i], SamplingParams(temperature=0.0, max_tokens=2, logprobs=1))
+        for i in range(5)
+    ]
+    engine, stream = late_engine(
+        LLAMA, prepared=False, prefix_cache=False, max_num_batched_tokens=5
+    )
     expected = run_all(tiny_engine(model(LLAMA), "cuda", eos_ids=EOS, kv_dtype="bf16"), asks)
     for ask, one in zip(asks, expected, strict=True):
         same(run_all(engine, [ask])[0], one, exact=True)
@@ -141,9 +192,15 @@ def test_steps_of_a_shape_allocate_nothing() -> None:
     engine, _ = late_engine(LLAMA, prepared=True)
     launched = engine._loop.executable
     assert isinstance(launched, CudaExecutable)
-    before = {shape: id(plan) for shape, plan in launched._plans.items()}, launched._workspace.nbytes
+    before = (
+        {shape: id(plan) for shape, plan in launched._plans.items()},
+        launched._workspace.nbytes,
+    )
     run_all(engine, [REQUESTS[0], REQUESTS[1]])
-    after = {shape: id(plan) for shape, plan in launched._plans.items() if shape in before[0]}, launched._workspace.nbytes
+    after = (
+        {shape: id(plan) for shape, plan in launched._plans.items() if shape in before[0]},
+        launched._workspace.nbytes,
+    )
     assert before == after
 
 
@@ -152,13 +209,23 @@ def test_beams_and_lossy_drafts_read_logits_on_the_host() -> None:
         ({"beam_width": 2, "max_tokens": 4}, {}),
         ({"seed": 1, "max_tokens": 5}, {"acceptance_method": "rejection", "proposer": "ngram"}),
     ):
-        asks = [([1, 2, 3, 1, 2], SamplingParams(**terms)), ([4, 5], SamplingParams(temperature=0, max_tokens=3))]
+        asks = [
+            ([1, 2, 3, 1, 2], SamplingParams(**terms)),
+            ([4, 5], SamplingParams(temperature=0, max_tokens=3)),
+        ]
         one, other = (
-            run_all(tiny_engine(model(LLAMA), backend, eos_ids=EOS, kv_dtype="f32", activations="f32", **config), asks)
+            run_all(
+                tiny_engine(
+                    model(LLAMA), backend, eos_ids=EOS, kv_dtype="f32", activations="f32", **config
+                ),
+                asks,
+            )
             for backend in ("cuda", "reference")
         )
         for a, b in zip(one, other, strict=True):
-            assert [output.token_ids for output in a.outputs] == [output.token_ids for output in b.outputs]
+            assert [output.token_ids for output in a.outputs] == [
+                output.token_ids for output in b.outputs
+            ]
 
 
 def test_kv_that_it_does_not_keep_is_refused() -> None:

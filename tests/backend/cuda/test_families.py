@@ -1,4 +1,6 @@
-"""Every family and variant on the GPU backend: the logits of the reference, of a prompt, of what follows it and of a draft tree."""
+"""Every family and variant on the GPU backend: the logits of the reference, of a prompt, of what
+follows it and of a draft tree.
+"""
 
 import numpy as np
 import pytest
@@ -26,7 +28,10 @@ def test_logits_are_those_of_the_reference(name: str) -> None:
     tensors = random_tensors(spec, 1)
     program = trace_model(spec, tensors)
     kv = KvConfig((4,) * len(program.kv_groups), 8, "f32")
-    ours, truth = (compile_program(backend, program, tensors, kv, 1, "f32") for backend in ("cuda", "reference"))
+    ours, truth = (
+        compile_program(backend, program, tensors, kv, 1, "f32")
+        for backend in ("cuda", "reference")
+    )
     sequence = Sequence([2, 0, 3], 8)
     for part, draft in ((PROMPT, ([], [])), ([30], TREE)):
         batch = batch_of([sequence], [part], [draft], bool(draft[0]), len(program.kv_groups))

@@ -1,4 +1,6 @@
-"""Copies of blocks in the host's memory: the same bits, in the order of the stream, and engines that cannot tell."""
+"""Copies of blocks in the host's memory: the same bits, in the order of the stream, and engines
+that cannot tell.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +32,11 @@ from tests.backend.cuda.late import LateStream
 from tests.engine.test_promise import Ask, keeps_the_promise, model
 from tests.tiny import run_all, tiny_engine
 
-STREAMS: dict[str, Callable[[], Stream]] = {"own": make_stream, "late": LateStream, "early": lambda: LateStream(is_early=True)}
+STREAMS: dict[str, Callable[[], Stream]] = {
+    "own": make_stream,
+    "late": LateStream,
+    "early": lambda: LateStream(is_early=True),
+}
 LAYOUTS = [KvLayout(2, 16, 16), KvLayout(1, 24, 8), KvLayout(1, 16, 0)]
 
 
@@ -39,20 +45,28 @@ def filled(layout: KvLayout, dtype: KvDtype, num_blocks: int, block_size: int) -
     store = KvStore(KvGroup((0, 1, 2), layout), num_blocks, block_size, dtype)
     rng = np.random.default_rng(0)
     for tensor in store.tensors:
-        tensor.view(torch.uint8).copy_(torch.from_numpy(rng.integers(0, 120, tensor.view(torch.uint8).shape, np.uint8)))
+        tensor.view(torch.uint8).copy_(
+            torch.from_numpy(rng.integers(0, 120, tensor.view(torch.uint8).shape, np.uint8))
+        )
     return store
 
 
 def written(store: KvStore, block: int, stream: Stream) -> list[bytes]:
     """What a step, which is given here, is to write to a block."""
-    numbers = [host_tensor(tensor[:, block].nbytes, torch.uint8).random_(0, 120) for tensor in store.tensors]
+    numbers = [
+        host_tensor(tensor[:, block].nbytes, torch.uint8).random_(0, 120)
+        for tensor in store.tensors
+    ]
     for tensor, own in zip(store.tensors, numbers, strict=True):
         stream.copy(tensor[:, block], own.view(tensor.dtype).view(tensor[:, block].shape))
     return [own.numpy().tobytes() for own in numbers]
 
 
 def bits(store: KvStore, block: int) -> list[bytes]:
-    return [tensor[:, block].contiguous().view(torch.uint8).cpu().numpy().tobytes() for tensor in store.tensors]
+    return [
+        tensor[:, block].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        for tensor in store.tensors
+    ]
 
 
 @settings(max_examples=examples(12), deadline=None)
@@ -63,7 +77,9 @@ def bits(store: KvStore, block: int) -> list[bytes]:
     in_chunk=st.integers(1, 3),
     stream_name=st.sampled_from(sorted(STREAMS)),
 )
-def test_what_comes_back_is_what_went(layout: KvLayout, dtype: KvDtype, block_size: int, in_chunk: int, stream_name: str) -> None:
+def test_what_comes_back_is_what_went(
+    layout: KvLayout, dtype: KvDtype, block_size: int, in_chunk: int, stream_name: str
+) -> None:
     stream = STREAMS[stream_name]()
     store = filled(layout, dtype, 6, block_size)
     went = [bits(store, block) for block in range(7)]
@@ -76,18 +92,26 @@ def test_what_comes_back_is_what_went(layout: KvLayout, dtype: KvDtype, block_si
             blocks.save(0, block, host_block)
             for tensor in store.tensors:
                 stream.copy(tensor[:, block], torch.zeros_like(tensor[:, block], device="cpu"))
-        assert [len(chunk) for chunk in blocks._chunks[0]] == [min(in_chunk, 5 - i) for i in range(0, 5, in_chunk)]
+        assert [len(chunk) for chunk in blocks._chunks[0]] == [
+            min(in_chunk, 5 - i) for i in range(0, 5, in_chunk)
+        ]
         for host_block, block in enumerate((0, 2, 1, 3, 5)):
             blocks.load(0, host_block, block)
         stream.mark().synchronize()
-    assert [bits(store, block) for block in (0, 2, 1, 3, 5)] == [went[block] for block in (3, 0, 5, 1, 4)]
+    assert [bits(store, block) for block in (0, 2, 1, 3, 5)] == [
+        went[block] for block in (3, 0, 5, 1, 4)
+    ]
     assert bits(store, 6) == went[6] and not any(map(any, bits(store, 4)))
 
 
 @pytest.mark.parametrize("stream_name", STREAMS)
 @pytest.mark.parametrize("seed", range(4))
-def test_copies_are_seen_in_the_order_in_which_they_were_given(stream_name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of two groups that go, come back and are written by steps, with two staging blocks for all of them."""
+def test_copies_are_seen_in_the_order_in_which_they_were_given(
+    stream_name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of two groups that go, come back and are written by steps, with two staging blocks for
+    all of them.
+    """
     monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
     stream, rng = STREAMS[stream_name](), np.random.default_rng(seed)
     stores = [filled(KvLayout(2, 16, 16), "int8", 4, 1), filled(KvLayout(1, 16, 0), "bf16", 4, 1)]
@@ -113,7 +137,9 @@ def test_copies_are_seen_in_the_order_in_which_they_were_given(stream_name: str,
 
 
 def test_the_last_copy_to_a_host_block_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though one to the same place was given before, and nothing waits for that until its staging block is used again."""
+    """Though one to the same place was given before, and nothing waits for that until its staging
+    block is used again.
+    """
     monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
     stream, store = LateStream(), filled(LAYOUTS[0], "bf16", 4, 4)
     blocks = CudaHostBlocks([store], [4], stream)
@@ -126,9 +152,18 @@ def test_the_last_copy_to_a_host_block_stays(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_blocks_come_back_while_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that goes waits for them, as it may be what they have written; others come back meanwhile."""
-    stream, store = LateStream(is_early=True) if is_interpreting() else make_stream(), filled(LAYOUTS[0], "bf16", 4, 4)
-    blocks, marks, copy_beside = CudaHostBlocks([store], [4], stream), list[Mark](), stream.copy_beside
+    """One that goes waits for them, as it may be what they have written; others come back
+    meanwhile.
+    """
+    stream, store = (
+        LateStream(is_early=True) if is_interpreting() else make_stream(),
+        filled(LAYOUTS[0], "bf16", 4, 4),
+    )
+    blocks, marks, copy_beside = (
+        CudaHostBlocks([store], [4], stream),
+        list[Mark](),
+        stream.copy_beside,
+    )
 
     def noted(*args: Any) -> Mark:
         marks.append(copy_beside(*args))
@@ -138,7 +173,13 @@ def test_blocks_come_back_while_steps_run(monkeypatch: pytest.MonkeyPatch) -> No
     blocks.save(0, 1, 1)
     stream.mark().synchronize()
     marks[0].synchronize()
-    stream.run([multiply_add(torch.zeros(READ_BLOCK, device=DEVICE), 1 if is_interpreting() else 10_000_000)])  # 20 ms
+    stream.run(
+        [
+            multiply_add(
+                torch.zeros(READ_BLOCK, device=DEVICE), 1 if is_interpreting() else 10_000_000
+            )
+        ]
+    )  # 20 ms
     blocks.save(0, 2, 2)
     blocks.load(0, 1, 3)
     blocks.load(0, 0, 2)
@@ -179,7 +220,9 @@ def test_memory_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
         blocks.save(0, 1, 2)
 
 
-def test_an_engine_whose_first_blocks_find_no_memory_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_first_blocks_find_no_memory_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     executable = executable_over(make_stream(), 2, "bf16", 36)
 
     def full(*_: Any) -> None:
@@ -187,12 +230,17 @@ def test_an_engine_whose_first_blocks_find_no_memory_does_not_start(monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(host_blocks, "host_tensor", full)
-        advice = r"the host does not pin [\d,]+ bytes more for copies of KV: lower kv_offload_bytes, or .* \(ulimit -l\)"
+        advice = (
+            r"the host does not pin [\d,]+ bytes more for copies of KV: lower "
+            r"kv_offload_bytes, or .* \(ulimit -l\)"
+        )
         with pytest.raises(MemoryLimitError, match=advice):
             executable.host_blocks(1 << 20)
 
     def full_gpu(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ..."
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", full_gpu)
@@ -205,17 +253,27 @@ def test_staging_blocks_are_set_aside(kv_dtype: KvDtype, monkeypatch: pytest.Mon
     monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
     program = executable_over(make_stream(), 3, kv_dtype, 36).program
     aside, without, uncached = (
-        memory_for(engine_config({"backend": "cuda", "kv_dtype": kv_dtype, **options}), program).to_run
-        for options in ({"kv_offload_bytes": 1 << 20}, {}, {"kv_offload_bytes": 1 << 20, "prefix_cache": False})
+        memory_for(
+            engine_config({"backend": "cuda", "kv_dtype": kv_dtype, **options}), program
+        ).to_run
+        for options in (
+            {"kv_offload_bytes": 1 << 20},
+            {},
+            {"kv_offload_bytes": 1 << 20, "prefix_cache": False},
+        )
     )
     stores = [KvStore(group, 2, 64, kv_dtype) for group in program.kv_groups]
     blocks = CudaHostBlocks(stores, [2] * len(stores), make_stream())
     staging = sum(own.whole.nbytes for own in (*blocks._out, *blocks._in))
-    assert uncached == without and staging <= aside - without <= 2 * staging  # the CPU has small heads padded
+    assert (
+        uncached == without and staging <= aside - without <= 2 * staging
+    )  # the CPU has small heads padded
 
 
 def test_staging_blocks_are_bounded() -> None:
-    assert staging_bytes([8 << 20, 1 << 20]) == 2 * host_blocks._STAGING_BYTES  # 16 blocks of a model of 8B each way
+    assert (
+        staging_bytes([8 << 20, 1 << 20]) == 2 * host_blocks._STAGING_BYTES
+    )  # 16 blocks of a model of 8B each way
     assert staging_bytes([1000, 999]) == 2 * 64 * 1000
     assert staging_bytes([1 << 30]) == 4 << 30
 
@@ -238,12 +296,27 @@ def executable_over(stream: Any, which: int, kv_dtype: KvDtype, slots: int) -> C
 
 def engine_over(stream: Any, which: int, kv_dtype: KvDtype, slots: int, **config: Any) -> Engine:
     executable = executable_over(stream, which, kv_dtype, slots)
-    return tiny_engine(model(which), "cuda", executable=executable, kv_dtype=kv_dtype, slots=slots, eos_ids=(60,), **config)
+    return tiny_engine(
+        model(which),
+        "cuda",
+        executable=executable,
+        kv_dtype=kv_dtype,
+        slots=slots,
+        eos_ids=(60,),
+        **config,
+    )
 
 
-@pytest.mark.parametrize(("which", "kv_dtype", "stream_name"), [(2, "bf16", "late"), (3, "fp8", "own"), (11, "int8", "early")])
-def test_engines_cannot_tell(which: int, kv_dtype: KvDtype, stream_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that recur and preempt each other, in a pool that holds one and a half of them: tokens and log-probabilities to the bit."""
+@pytest.mark.parametrize(
+    ("which", "kv_dtype", "stream_name"),
+    [(2, "bf16", "late"), (3, "fp8", "own"), (11, "int8", "early")],
+)
+def test_engines_cannot_tell(
+    which: int, kv_dtype: KvDtype, stream_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that recur and preempt each other, in a pool that holds one and a half of them:
+    tokens and log-probabilities to the bit.
+    """
     ample = engine_over(make_stream(), which, kv_dtype, 200, prefix_cache=False)
     alone = [run_all(ample, [request])[0] for request in REQUESTS]
     monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
@@ -252,6 +325,8 @@ def test_engines_cannot_tell(which: int, kv_dtype: KvDtype, stream_name: str, mo
     for order in ([0, 1, 2], [1, 0]):
         keeps_the_promise(engine, order, 1, alone, True, REQUESTS)
     stats = engine.stats()
-    assert stats.offloaded_blocks > 0 and stats.restored_blocks > 0 and stats.kv_host_bytes <= 1 << 20
+    assert (
+        stats.offloaded_blocks > 0 and stats.restored_blocks > 0 and stats.kv_host_bytes <= 1 << 20
+    )
     assert stats.blocks_free == stats.blocks_total
     engine._kv.check([])

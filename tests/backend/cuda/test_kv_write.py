@@ -1,4 +1,6 @@
-"""Keys and values in their slots, against what the number format means, and queries rotated on the way."""
+"""Keys and values in their slots, against what the number format means, and queries rotated on the
+way.
+"""
 
 from typing import Any, get_args
 
@@ -28,7 +30,9 @@ SHAPES = st.fixed_dictionaries(
         "rows": st.sampled_from([1, 3, 20]),
         "heads": st.sampled_from([1, 6, 10]),
         "kv_heads": st.sampled_from([1, 2, 5]),
-        "dims": st.sampled_from([(2, 2), (6, 6), (16, 16), (80, 80), (96, 96), (128, 128), (24, 10)]),
+        "dims": st.sampled_from(
+            [(2, 2), (6, 6), (16, 16), (80, 80), (96, 96), (128, 128), (24, 10)]
+        ),
         "rotated": st.sampled_from([1.0, 0.5]),
         "block_size": st.sampled_from([4, 16, 64]),
         "seed": st.integers(0, 2**16),
@@ -36,7 +40,9 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-def numbers(store: KvStore, codes: Any, scales: Any) -> NDArray[np.float64]:  # [layers, slots, heads, dim]
+def numbers(
+    store: KvStore, codes: Any, scales: Any
+) -> NDArray[np.float64]:  # [layers, slots, heads, dim]
     """What the store holds, as attention reads it."""
     x = codes.double()
     if store.format == "fp8":
@@ -48,9 +54,15 @@ def numbers(store: KvStore, codes: Any, scales: Any) -> NDArray[np.float64]:  # 
 
 
 def step_of(x: NDArray[np.float64], dtype: KvDtype) -> Any:
-    """How far two floats with nearly the same value may lie apart in the store: where it rounds, one step."""
+    """How far two floats with nearly the same value may lie apart in the store: where it rounds,
+    one step.
+    """
     largest = np.abs(x).max(axis=-1, keepdims=True)
-    steps = {"f32": 1e-6 * largest, "bf16": 2**-7 * np.abs(x), "fp8": 2**-3 * np.abs(x) + largest / 448 / 256}
+    steps = {
+        "f32": 1e-6 * largest,
+        "bf16": 2**-7 * np.abs(x),
+        "fp8": 2**-3 * np.abs(x) + largest / 448 / 256,
+    }
     return steps.get(dtype, 2 / 255 * np.ptp(x @ hadamard(x.shape[-1]), axis=-1, keepdims=True))
 
 
@@ -66,26 +78,52 @@ def assert_stored(got: NDArray[np.float64], x: NDArray[np.float64], dtype: KvDty
 @settings(max_examples=examples(12), deadline=None)
 @given(shape=SHAPES)
 def test_what_is_written_is_what_the_format_means(dtype: KvFormat, shape: dict[str, Any]) -> None:
-    rng, (key_dim, value_dim), rows = np.random.default_rng(shape["seed"]), shape["dims"], shape["rows"]
+    rng, (key_dim, value_dim), rows = (
+        np.random.default_rng(shape["seed"]),
+        shape["dims"],
+        shape["rows"],
+    )
     heads, kv_heads, block_size = shape["heads"], shape["kv_heads"], shape["block_size"]
     pairs = max(1, int(key_dim // 2 * shape["rotated"]))
-    store = KvStore(KvGroup((0, 3), KvLayout(kv_heads, key_dim, value_dim)), BLOCKS, block_size, dtype)
+    store = KvStore(
+        KvGroup((0, 3), KvLayout(kv_heads, key_dim, value_dim)), BLOCKS, block_size, dtype
+    )
     widths = [heads * key_dim, kv_heads * key_dim, kv_heads * value_dim]
-    x = rng.standard_normal((rows, sum(widths))).astype(np.float32) * rng.choice([1e-3, 1, 50], (rows, 1)).astype(np.float32)
+    x = rng.standard_normal((rows, sum(widths))).astype(np.float32) * rng.choice(
+        [1e-3, 1, 50], (rows, 1)
+    ).astype(np.float32)
     angle = rng.uniform(0, 7, (rows, pairs))
     angles = np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
-    slots = np.concatenate([rng.permutation(BLOCKS * block_size)[: rows - 1], [store.padding_slot]]).astype(np.int32)
-    wide = torch.cat([on_device(x), torch.full((rows, 3), torch.nan, device=on_device(x).device)], dim=1)[:, : sum(widths)]
+    slots = np.concatenate(
+        [rng.permutation(BLOCKS * block_size)[: rows - 1], [store.padding_slot]]
+    ).astype(np.int32)
+    wide = torch.cat(
+        [on_device(x), torch.full((rows, 3), torch.nan, device=on_device(x).device)], dim=1
+    )[:, : sum(widths)]
     q_out = torch.full((rows, widths[0]), torch.nan, device=wide.device)
     rope_write(q_out, wide, on_device(angles), on_device(slots, torch.int32), store, 3)()
 
     q, k, v = np.split(x.astype(np.float64), np.cumsum(widths)[:2], axis=1)
-    assert np.allclose(q_out.cpu().numpy(), _rotate(q, angles.astype(np.float64), key_dim), rtol=1e-5, atol=1e-5 * np.abs(x).max())
-    keys, values = numbers(store, store.keys, store.key_scales), numbers(store, store.values, store.value_scales)
+    assert np.allclose(
+        q_out.cpu().numpy(),
+        _rotate(q, angles.astype(np.float64), key_dim),
+        rtol=1e-5,
+        atol=1e-5 * np.abs(x).max(),
+    )
+    keys, values = (
+        numbers(store, store.keys, store.key_scales),
+        numbers(store, store.values, store.value_scales),
+    )
     assert not keys[0].any() and not values[0].any()
-    assert_stored(keys[1, slots], _rotate(k, angles.astype(np.float64), key_dim).reshape(rows, kv_heads, key_dim), dtype)
+    assert_stored(
+        keys[1, slots],
+        _rotate(k, angles.astype(np.float64), key_dim).reshape(rows, kv_heads, key_dim),
+        dtype,
+    )
     assert_stored(values[1, slots], v.reshape(rows, kv_heads, value_dim), dtype)
-    assert dtype == "int8" or np.array_equal(values[1, slots], stored(v.reshape(rows, kv_heads, value_dim), dtype))
+    assert dtype == "int8" or np.array_equal(
+        values[1, slots], stored(v.reshape(rows, kv_heads, value_dim), dtype)
+    )
     others = np.setdiff1d(np.arange((BLOCKS + 1) * block_size), slots)
     assert not keys[1, others].any() and not values[1, others].any()
 
@@ -102,7 +140,9 @@ def test_latent_rows_have_no_values(dtype: KvFormat) -> None:
     store = KvStore(KvGroup((7,), KvLayout(1, 40, 0)), 2, 8, dtype)
     k = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
     kv_write(on_device(k), None, on_device([1, 9, 4], torch.int32), store, 7)()
-    assert_stored(numbers(store, store.keys, store.key_scales)[0, [1, 9, 4], 0], k.astype(np.float64), dtype)
+    assert_stored(
+        numbers(store, store.keys, store.key_scales)[0, [1, 9, 4], 0], k.astype(np.float64), dtype
+    )
     assert store.values is None
 
 
@@ -111,8 +151,17 @@ def test_slots_move_one_after_the_other(dtype: KvFormat) -> None:
     store = KvStore(KvGroup((0, 1), KvLayout(2, 6, 4)), 3, 4, dtype)
     rng, slots = np.random.default_rng(0), on_device(np.arange(12), torch.int32)
     for layer in range(2):
-        kv_write(on_device(rng.standard_normal((12, 12))), on_device(rng.standard_normal((12, 8))), slots, store, layer)()
-    pairs = [numbers(store, store.keys, store.key_scales), numbers(store, store.values, store.value_scales)]
+        kv_write(
+            on_device(rng.standard_normal((12, 12))),
+            on_device(rng.standard_normal((12, 8))),
+            slots,
+            store,
+            layer,
+        )()
+    pairs = [
+        numbers(store, store.keys, store.key_scales),
+        numbers(store, store.values, store.value_scales),
+    ]
     source, target = [5, 3, 11, 3, 2], [3, 2, 3, 7, 0]
     for cache in pairs:
         for s, t in zip(source, target, strict=True):
@@ -129,7 +178,9 @@ def test_bytes_are_those_of_the_tensors(dtype: KvFormat, value_dim: int) -> None
     """And no more than memory is shared out by, which counts as the CPU keeps them."""
     group = KvGroup((2, 4, 5), KvLayout(2, 32, value_dim))
     store = KvStore(group, 7, 64, dtype)
-    assert store.bytes == 8 * store.block_bytes and 0 < store.block_bytes <= group.block_bytes(dtype, 64)
+    assert store.bytes == 8 * store.block_bytes and 0 < store.block_bytes <= group.block_bytes(
+        dtype, 64
+    )
 
 
 def test_int4_is_refused_with_what_to_choose() -> None:

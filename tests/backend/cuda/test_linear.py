@@ -1,4 +1,6 @@
-"""Linear kernels in every format of weights, against products in float64, and row by row against themselves."""
+"""Linear kernels in every format of weights, against products in float64, and row by row against
+themselves.
+"""
 
 from typing import Any
 
@@ -23,7 +25,20 @@ from tests.backend.cuda.matrices import FORMAT_NAMES, SUPER_BLOCKS, any_bytes, r
 from tests.backend.stored import random_stored
 
 Array = NDArray[Any]
-ONE_OF_EACH = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "int4-point", "e4m3"]
+ONE_OF_EACH = [
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "MXFP4",
+    "int4-point",
+    "e4m3",
+]
 ACTIVATIONS = ["", "silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -37,9 +52,19 @@ def normal(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @settings(max_examples=examples(2), deadline=None)
-@given(num_rows=st.integers(1, 20), rows=st.integers(1, 40), blocks=st.integers(1, 3), bf16=st.booleans(), seed=st.integers(0, 2**16))
-def test_products_are_those_of_the_values(name: str, num_rows: int, rows: int, blocks: int, bf16: bool, seed: int) -> None:
-    """With activations in bf16, weights are rounded to that, too, unless they are float16 or float32."""
+@given(
+    num_rows=st.integers(1, 20),
+    rows=st.integers(1, 40),
+    blocks=st.integers(1, 3),
+    bf16=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_products_are_those_of_the_values(
+    name: str, num_rows: int, rows: int, blocks: int, bf16: bool, seed: int
+) -> None:
+    """With activations in bf16, weights are rounded to that, too, unless they are float16 or
+    float32.
+    """
     stored = random_matrix(name, rows, blocks, seed)
     x = normal(np.random.default_rng(seed), num_rows, stored.cols)
     out = torch.full((num_rows, rows), torch.nan, device=DEVICE)
@@ -55,7 +80,9 @@ def test_products_are_those_of_the_values(name: str, num_rows: int, rows: int, b
 @pytest.mark.parametrize("name", SUPER_BLOCKS)
 @pytest.mark.parametrize("num_rows", [32, 128])
 def test_scales_of_super_blocks_are_exact(name: str, num_rows: int) -> None:
-    """Products with rows of an identity are the values, to the bit, in kernels for few rows and for many."""
+    """Products with rows of an identity are the values, to the bit, in kernels for few rows and for
+    many.
+    """
     stored = random_matrix(name, 20, 3, 5)
     weight, out = pack([stored]), torch.empty(num_rows, 20, device=DEVICE)
     for first in range(0, stored.cols, num_rows):
@@ -79,7 +106,10 @@ def test_scales_may_be_whatever_a_file_holds(name: str, blocks: int, seed: int) 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
     stored = random_matrix(name, 40, 2, 1)
-    weight, x = pack([stored]), on_device(normal(np.random.default_rng(1), 70, stored.cols), torch.bfloat16)
+    weight, x = (
+        pack([stored]),
+        on_device(normal(np.random.default_rng(1), 70, stored.cols), torch.bfloat16),
+    )
 
     def product(first: int, last: int) -> torch.Tensor:
         out = torch.empty(last - first, 40, device=DEVICE)
@@ -99,15 +129,28 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
     gate=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_what_follows_a_product(name: str, activation: str, has: tuple[bool, bool, bool], gate: bool, seed: int) -> None:
+def test_what_follows_a_product(
+    name: str, activation: str, has: tuple[bool, bool, bool], gate: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     activation = activation or "clamped_swiglu" if gate else activation
     stored = random_matrix(name, 2 * 21, 1, seed)
     num_rows, outputs = 5, 21 if gate else 42
-    x, bias, residual, delta = (normal(rng, *shape) for shape in ((num_rows, stored.cols), (42,), (num_rows, outputs), (num_rows, 42)))
+    x, bias, residual, delta = (
+        normal(rng, *shape)
+        for shape in ((num_rows, stored.cols), (42,), (num_rows, outputs), (num_rows, 42))
+    )
     wide = torch.full((num_rows, outputs + 3), torch.nan, device=DEVICE)  # rows with a distance
-    given_ = {key: on_device(a) for key, a, one in zip(("bias", "residual", "delta"), (bias, residual, delta), has, strict=True) if one}
-    linear(wide[:, :outputs], on_device(x), pack([stored]), activation=activation, gate=gate, **given_)()
+    given_ = {
+        key: on_device(a)
+        for key, a, one in zip(
+            ("bias", "residual", "delta"), (bias, residual, delta), has, strict=True
+        )
+        if one
+    }
+    linear(
+        wide[:, :outputs], on_device(x), pack([stored]), activation=activation, gate=gate, **given_
+    )()
     y = x.astype(np.float64) @ stored.dequantise().T + has[0] * bias + has[2] * delta
     if gate:
         y = gated(y[:, :21], y[:, 21:], activation)
@@ -137,40 +180,69 @@ def test_numbers_that_are_none_stay_in_their_row() -> None:
 
 
 @settings(max_examples=examples(6), deadline=None)
-@given(mixed=st.booleans(), num_rows=st.integers(1, 18), gate=st.booleans(), seed=st.integers(0, 2**16))
+@given(
+    mixed=st.booleans(), num_rows=st.integers(1, 18), gate=st.booleans(), seed=st.integers(0, 2**16)
+)
 def test_rows_and_weights_in_int8(mixed: bool, num_rows: int, gate: bool, seed: int) -> None:
-    """Products of integers are exact, and so are outliers beside them, up to what two numbers in bf16 leave of these."""
+    """Products of integers are exact, and so are outliers beside them, up to what two numbers in
+    bf16 leave of these.
+    """
     stored = random_matrix("I8_MIXED" if mixed else "I8_ROW", 38, 5, seed)
     x = normal(np.random.default_rng(seed), num_rows, stored.cols)
     x[0, :2] = 11.5, -7.25
     weight, rows = pack([stored]), on_device(x)
-    codes = torch.empty(num_rows, weight.layout.padded_cols(stored.cols), dtype=torch.int8, device=DEVICE)
-    scales, out = torch.empty(num_rows, device=DEVICE), torch.empty(num_rows, 19 if gate else 38, device=DEVICE)
+    codes = torch.empty(
+        num_rows, weight.layout.padded_cols(stored.cols), dtype=torch.int8, device=DEVICE
+    )
+    scales, out = (
+        torch.empty(num_rows, device=DEVICE),
+        torch.empty(num_rows, 19 if gate else 38, device=DEVICE),
+    )
     quantise_rows(codes, scales, rows, mixed)()
-    linear(out, rows, weight, quantised=(codes, scales), gate=gate, activation="silu" if gate else "")()
-    seen = codes[:, : stored.cols].cpu().numpy().astype(np.float64) * scales.cpu().numpy()[:, None].astype(np.float64)
+    linear(
+        out, rows, weight, quantised=(codes, scales), gate=gate, activation="silu" if gate else ""
+    )()
+    seen = codes[:, : stored.cols].cpu().numpy().astype(np.float64) * scales.cpu().numpy()[
+        :, None
+    ].astype(np.float64)
     if mixed:
         seen = np.where(np.abs(x) > 6, x, seen)
     y = seen @ stored.dequantise().astype(np.float64).T
-    assert np.abs(seen - x).max() <= np.abs(x if not mixed else np.where(np.abs(x) > 6, 0, x)).max() / 250
-    assert np.allclose(out.cpu().numpy(), gated(y[:, :19], y[:, 19:], "silu") if gate else y, rtol=1e-5, atol=1e-6)
+    assert (
+        np.abs(seen - x).max()
+        <= np.abs(x if not mixed else np.where(np.abs(x) > 6, 0, x)).max() / 250
+    )
+    assert np.allclose(
+        out.cpu().numpy(), gated(y[:, :19], y[:, 19:], "silu") if gate else y, rtol=1e-5, atol=1e-6
+    )
 
 
 @settings(max_examples=examples(4), deadline=None)
-@given(shared=st.booleans(), num_rows=st.integers(1, 18), name=st.sampled_from(["F32", "Q4_0"]), seed=st.integers(0, 2**16))
-def test_heads_with_matrices_of_their_own(shared: bool, num_rows: int, name: str, seed: int) -> None:
+@given(
+    shared=st.booleans(),
+    num_rows=st.integers(1, 18),
+    name=st.sampled_from(["F32", "Q4_0"]),
+    seed=st.integers(0, 2**16),
+)
+def test_heads_with_matrices_of_their_own(
+    shared: bool, num_rows: int, name: str, seed: int
+) -> None:
     heads = [random_stored(name, 11, 32, seed + i) for i in range(3)]
     cols = heads[0].cols
     x = normal(np.random.default_rng(seed), num_rows, cols if shared else 3 * cols)
     out = torch.empty(num_rows, 33, device=DEVICE)
     head_linear(out, on_device(x), pack(heads), 3)()
     parts = [x if shared else x[:, i * cols : (i + 1) * cols] for i in range(3)]
-    want = np.concatenate([part @ head.dequantise().T for part, head in zip(parts, heads, strict=True)], axis=1)
+    want = np.concatenate(
+        [part @ head.dequantise().T for part, head in zip(parts, heads, strict=True)], axis=1
+    )
     assert np.allclose(out.cpu().numpy(), want, rtol=1e-4, atol=1e-5)
 
 
 def test_scales_of_16_bits_are_two_numbers_in_bf16() -> None:
-    """What kernels of a GPU rely on: codes times scales have the same bits when they are multiplied in two parts, each in bf16."""
+    """What kernels of a GPU rely on: codes times scales have the same bits when they are multiplied
+    in two parts, each in bf16.
+    """
     scales = torch.arange(1 << 16).to(torch.int16).view(torch.float16).float()
     scales = scales[scales.isfinite()]
     high = scales.bfloat16().float()
@@ -179,7 +251,9 @@ def test_scales_of_16_bits_are_two_numbers_in_bf16() -> None:
     for code in range(-16, 16):
         rest = (code * low).bfloat16().float()
         assert torch.equal(rest, code * low)
-        assert torch.equal((code * high + rest).bfloat16(), (code * scales).bfloat16())  # float32 has the sums without rounding
+        assert torch.equal(
+            (code * high + rest).bfloat16(), (code * scales).bfloat16()
+        )  # float32 has the sums without rounding
 
 
 def test_zero_points_far_beyond_the_codes_are_refused() -> None:

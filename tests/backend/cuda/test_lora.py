@@ -1,4 +1,6 @@
-"""What adapters add to products on a GPU, held to what they are, and to themselves among other rows and other adapters."""
+"""What adapters add to products on a GPU, held to what they are, and to themselves among other rows
+and other adapters.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,19 +27,34 @@ NONE = None
 
 def low_rank(rank: int, cols: int, width: int, seed: int) -> LowRank:
     rng = np.random.default_rng(seed)
-    down, up = (round_bf16(rng.standard_normal(shape).astype(np.float32)) for shape in ((rank, cols), (width, rank)))
+    down, up = (
+        round_bf16(rng.standard_normal(shape).astype(np.float32))
+        for shape in ((rank, cols), (width, rank))
+    )
     return LowRank(down.astype(np.float32), up.astype(np.float32), float(rng.uniform(0.1, 2)))
 
 
-def added(x: Any, adapters: list[int], matrices: Matrices, width: int, max_rank: int = 0, num_rows: int | None = None) -> Floats:
+def added(
+    x: Any,
+    adapters: list[int],
+    matrices: Matrices,
+    width: int,
+    max_rank: int = 0,
+    num_rows: int | None = None,
+) -> Floats:
     slots = len(matrices)
     kept = [stored(each, DEVICE) if each else NONE for each in matrices]
-    rows = [table_row(*of, each.scale) if each and of else [0] * 4 for of, each in zip(kept, matrices, strict=True)]
+    rows = [
+        table_row(*of, each.scale) if each and of else [0] * 4
+        for of, each in zip(kept, matrices, strict=True)
+    ]
     to = empty_aligned(len(x), 1, slots + 1, BLOCK_M, DEVICE)
     max_rank = max_rank or max(len(each.down) if each else 1 for each in matrices)
     hidden = torch.full(hidden_shape(to, x.shape[1], max_rank), float("nan"), device=DEVICE)
     delta = torch.full((len(x), width), 77.0, device=DEVICE)
-    count = torch.tensor([len(x) if num_rows is None else num_rows], dtype=torch.int32, device=DEVICE)
+    count = torch.tensor(
+        [len(x) if num_rows is None else num_rows], dtype=torch.int32, device=DEVICE
+    )
     table = torch.tensor(rows, dtype=torch.int64, device=DEVICE)
     numbers = torch.tensor(adapters, dtype=torch.int32, device=DEVICE)
     for launch in (*align_adapters(to, numbers, slots, count), *lora(delta, hidden, x, to, table)):
@@ -45,12 +62,18 @@ def added(x: Any, adapters: list[int], matrices: Matrices, width: int, max_rank:
     return delta.cpu().numpy()
 
 
-def expected(x: Any, adapters: list[int], matrices: Matrices, width: int, sizes: bool = False) -> NDArray[np.float64]:
+def expected(
+    x: Any, adapters: list[int], matrices: Matrices, width: int, sizes: bool = False
+) -> NDArray[np.float64]:
     """What is added; of `sizes`, the sum of the magnitudes that make it up."""
     delta, of = np.zeros((len(x), width)), np.abs if sizes else np.asarray
     for row, number in enumerate(adapters):
         if number >= 0 and (each := matrices[number]):
-            delta[row] = each.scale * (of(x[row].double().cpu().numpy()) @ of(each.down.T.astype(np.float64)) @ of(each.up.T))
+            delta[row] = each.scale * (
+                of(x[row].double().cpu().numpy())
+                @ of(each.down.T.astype(np.float64))
+                @ of(each.up.T)
+            )
     return delta
 
 
@@ -76,16 +99,25 @@ def rows_of(rows: int, cols: int, dtype: Any, seed: int) -> Any:
 def test_deltas(rows: int, ranks: list[int], shape: tuple[int, int], dtype: Any, seed: int) -> None:
     cols, width = shape
     adapters = np.random.default_rng(seed).integers(-1, len(ranks), rows).tolist()
-    matrices = [low_rank(rank, cols, width, seed + i) if rank else NONE for i, rank in enumerate(ranks)]
+    matrices = [
+        low_rank(rank, cols, width, seed + i) if rank else NONE for i, rank in enumerate(ranks)
+    ]
     x = rows_of(rows, cols, dtype, seed)
     assert near(added(x, adapters, matrices, width), x, adapters, matrices, width)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_its_bits_whatever_is_beside_it(dtype: Any) -> None:
-    """Other rows, other adapters with a higher rank, padding, and more columns than one program sums up."""
+    """Other rows, other adapters with a higher rank, padding, and more columns than one program
+    sums up.
+    """
     cols, width = 1100, 40
-    matrices = [low_rank(8, cols, width, 0), low_rank(70, cols, width, 1), NONE, low_rank(16, cols, width, 2)]
+    matrices = [
+        low_rank(8, cols, width, 0),
+        low_rank(70, cols, width, 1),
+        NONE,
+        low_rank(16, cols, width, 2),
+    ]
     adapters = [0, 0, 1, -1, 3, 2, 0, 3, *[0] * 12, 1]
     x = rows_of(len(adapters), cols, dtype, 3)
     among = added(x, adapters, matrices, width, num_rows=len(adapters))

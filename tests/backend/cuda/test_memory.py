@@ -18,7 +18,15 @@ from headrace.logit_ops import Draw
 from headrace.model import trace_model
 from tests.backend.cuda.drawing_steps import Steps
 from tests.backend.cuda.test_drawing_state import LOGITS, VOCAB, sampler, tokens_of
-from tests.backend.cuda.test_engine import EXPERTS, LATENT, LLAMA, REQUESTS, WINDOWS, alone, late_engine
+from tests.backend.cuda.test_engine import (
+    EXPERTS,
+    LATENT,
+    LLAMA,
+    REQUESTS,
+    WINDOWS,
+    alone,
+    late_engine,
+)
 from tests.engine.test_promise import keeps_the_promise, model
 from tests.tiny import run_all
 
@@ -40,7 +48,9 @@ def failing(engine: Engine, stage: str, at: set[int], error: Exception) -> list[
 
 @pytest.mark.parametrize("stage", ["_run", "_receive"])
 def test_an_engine_goes_on_after_a_launch_that_failed(stage: str) -> None:
-    """The same tokens, those with penalties too, though samplers had drawn in launches that are never read."""
+    """The same tokens, those with penalties too, though samplers had drawn in launches that are
+    never read.
+    """
     expected = alone(WINDOWS, "bf16", "int8")
     engine, _ = late_engine(WINDOWS, prepared=False, multi_step_ms=0)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
@@ -50,16 +60,22 @@ def test_an_engine_goes_on_after_a_launch_that_failed(stage: str) -> None:
 
 
 def test_a_launch_that_failed_has_drawn_nothing() -> None:
-    """Neither by what the host counts nor by what is on the device, whatever its kernels did there."""
+    """Neither by what the host counts nor by what is on the device, whatever its kernels did
+    there.
+    """
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
-    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 0, ours)])) == [theirs.draw(LOGITS[0], 0, -1)[0]]
+    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 0, ours)])) == [
+        theirs.draw(LOGITS[0], 0, -1)[0]
+    ]
     in_flight = steps.launch(LOGITS, [Draw(1, 1, ours)])
     failed, _ = steps.launch(LOGITS, [Draw(2, 2, ours)])
     failed.cancel()
     assert steps.drawing.must_wait([Draw(0, 2, ours)])
     assert tokens_of(steps.read(in_flight)) == [theirs.draw(LOGITS[1], 1, -1)[0]]
     assert not steps.drawing.must_wait([Draw(0, 2, ours)])
-    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 2, ours)])) == [theirs.draw(LOGITS[0], 2, -1)[0]]
+    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 2, ours)])) == [
+        theirs.draw(LOGITS[0], 2, -1)[0]
+    ]
     np.testing.assert_array_equal(ours.seen(), theirs.seen())
 
 
@@ -72,18 +88,27 @@ def test_draws_that_cannot_be_begun_leave_nothing_begun() -> None:
         steps.drawing.begin([Draw(0, 0, fresh), Draw(1, 1, ours)])
     steps.read(other)
     assert not steps.drawing.must_wait([Draw(0, 0, fresh), Draw(1, 1, ours)])
-    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 0, fresh)])) == [sampler(1).draw(LOGITS[0], 0, -1)[0]]
+    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 0, fresh)])) == [
+        sampler(1).draw(LOGITS[0], 0, -1)[0]
+    ]
 
 
 def test_a_request_whose_steps_fail_ends_alone() -> None:
     expected = alone(LLAMA, "bf16", "int8")
     engine, _ = late_engine(LLAMA, prepared=False, multi_step_ms=0)
-    failing(engine, "_send", {2, 3}, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ..."))
+    failing(
+        engine,
+        "_send",
+        {2, 3},
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ..."),
+    )
     results = run_all(engine, [REQUESTS[0], REQUESTS[3]])
     failed, whole = sorted(results, key=lambda result: result.error is None)
     assert isinstance(failed.error, MemoryLimitError)
     assert "the GPU is out of memory: CUDA out of memory" in str(failed.error)
-    assert whole.error is None and [o.token_ids for o in whole.outputs] in [[o.token_ids for o in expected[i].outputs] for i in (0, 3)]
+    assert whole.error is None and [o.token_ids for o in whole.outputs] in [
+        [o.token_ids for o in expected[i].outputs] for i in (0, 3)
+    ]
     again = run_all(engine, [REQUESTS[3]])[0]
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in expected[3].outputs]
 
@@ -97,7 +122,10 @@ def test_weights_and_kv_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(cuda, "CudaExecutable", full)
     weights = cuda.lower(program, tensors).weight_bytes
-    with pytest.raises(MemoryLimitError, match=f"{weights:,} bytes of weights and .* bytes of KV do not fit on the GPU") as error:
+    with pytest.raises(
+        MemoryLimitError,
+        match=f"{weights:,} bytes of weights and .* bytes of KV do not fit on the GPU",
+    ) as error:
         cuda.compile(program, tensors, KvConfig((8,) * len(program.kv_groups), 4), 1)
     assert error.value.__context__ is None  # which would hold what was made
 

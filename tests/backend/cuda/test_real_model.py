@@ -1,4 +1,6 @@
-"""The default model on the GPU backend, in float32: the tokens that float32 gives elsewhere. In the interpreter a step takes a minute."""
+"""The default model on the GPU backend, in float32: the tokens that float32 gives elsewhere. In the
+interpreter a step takes a minute.
+"""
 
 import json
 from pathlib import Path
@@ -19,10 +21,14 @@ def test_greedy_tokens_are_those_of_float32() -> None:
     """The prompt and what followed it, in one step: the likeliest token of each row is the next."""
     checkpoint = open_checkpoint(resolve("smollm2"))
     program = trace_model(checkpoint.spec, checkpoint.tensors)
-    executable = compile_program("cuda", program, checkpoint.tensors, KvConfig((4,), 64, "f32"), 1, "f32")
+    executable = compile_program(
+        "cuda", program, checkpoint.tensors, KvConfig((4,), 64, "f32"), 1, "f32"
+    )
     prompt = GREEDY[0]["prompt_ids"]
     followed = GREEDY[0]["hf_fp32"]["ids"][:12]
     ids = prompt + followed[:-1]
-    logits = forward(executable, batch_of([Sequence([2, 0, 1], 64)], [ids], [([], [])], False)).logits
+    logits = forward(
+        executable, batch_of([Sequence([2, 0, 1], 64)], [ids], [([], [])], False)
+    ).logits
     assert logits is not None
     assert np.argmax(logits[len(prompt) - 1 :], axis=1).tolist() == followed

@@ -34,4 +34,13 @@ def test_figures_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure, name, value)
     rates = [measure.rate(kind, 16, 64, 2) for kind in ("int8", "fp8", "bf16", "f32")]
     launches = measure.launch_seconds(2)
-    assert min(measure.read_bandwidth(), measure.copy_bandwidth(), *rates, launches.eager, launches.graph) > 0
+    assert (
+        min(
+            measure.read_bandwidth(),
+            measure.copy_bandwidth(),
+            *rates,
+            launches.eager,
+            launches.graph,
+        )
+        > 0
+    )

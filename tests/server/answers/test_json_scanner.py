@@ -12,7 +12,9 @@ from tests.server.answers.test_parser import VALUES
 
 
 def scan(pieces: list[str]) -> tuple[int, bool, bool]:
-    """How many characters a scanner took, and whether it was done or failed, at the end of the text."""
+    """How many characters a scanner took, and whether it was done or failed, at the end of the
+    text.
+    """
     scanner, taken = JsonScanner(), 0
     for piece in pieces:
         taken += scanner.feed(piece, 0)
@@ -20,8 +22,15 @@ def scan(pieces: list[str]) -> tuple[int, bool, bool]:
     return taken, scanner.done, scanner.failed
 
 
-@given(VALUES, st.sampled_from(["", " ", "}", "]", ",", ' "x"']), st.sampled_from([None, 1]), st.booleans())
-def test_ends_where_the_value_ends(value: Any, after: str, indent: int | None, ascii_only: bool) -> None:
+@given(
+    VALUES,
+    st.sampled_from(["", " ", "}", "]", ",", ' "x"']),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+)
+def test_ends_where_the_value_ends(
+    value: Any, after: str, indent: int | None, ascii_only: bool
+) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     assert scan([text + after]) == (len(text), True, False)
     assert scan(list(text + after)) == (len(text), True, False)
@@ -31,7 +40,16 @@ def test_ends_where_the_value_ends(value: Any, after: str, indent: int | None, a
     ("text", "taken"),
     [
         *[("{", 1), ("[1", 2), ('{"a', 3), ('"\\', 2), ("", 0)],  # the text ends too early
-        *[("}", 0), ("<", 0), (" 1", 0), ("[1}", 2), ('{"a": [}', 7), ("{'a'", 1), ("[<", 1), ("{[}]", 2)],  # something else comes
+        *[
+            ("}", 0),
+            ("<", 0),
+            (" 1", 0),
+            ("[1}", 2),
+            ('{"a": [}', 7),
+            ("{'a'", 1),
+            ("[<", 1),
+            ("{[}]", 2),
+        ],  # something else comes
     ],
 )
 def test_fails(text: str, taken: int) -> None:

@@ -13,7 +13,11 @@ CALL = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
 
 def streamed(sample: Sample) -> list[dict[str, Any]]:
     answer = parser(sample)
-    return [chat_delta(delta) for piece in (*sample.text, None) for delta in (answer.finish() if piece is None else answer.push(piece))]
+    return [
+        chat_delta(delta)
+        for piece in (*sample.text, None)
+        for delta in (answer.finish() if piece is None else answer.push(piece))
+    ]
 
 
 def whole(*deltas: Delta) -> dict[str, Any]:
@@ -24,8 +28,15 @@ def whole(*deltas: Delta) -> dict[str, Any]:
 
 def test_a_stream() -> None:
     found = streamed(Sample("hermes", "think", "<think>a</think>b" + CALL, []))
-    begun = {"index": 0, "id": "0", "type": "function", "function": {"name": "clock", "arguments": ""}}
-    fragments = [{"tool_calls": [{"index": 0, "function": {"arguments": text}}]} for text in '{"a": 1}']
+    begun = {
+        "index": 0,
+        "id": "0",
+        "type": "function",
+        "function": {"name": "clock", "arguments": ""},
+    }
+    fragments = [
+        {"tool_calls": [{"index": 0, "function": {"arguments": text}}]} for text in '{"a": 1}'
+    ]
     assert found == [{"reasoning": "a"}, {"content": "b"}, {"tool_calls": [begun]}, *fragments]
 
 
@@ -40,13 +51,22 @@ def test_a_stream_is_the_whole_message(sample: Sample) -> None:
         reasoning += delta.get("reasoning", "")
         for call in delta.get("tool_calls", ()):
             if call["index"] == len(calls):
-                assert call.keys() == {"index", "id", "type", "function"} and call["function"]["arguments"] == ""
+                assert (
+                    call.keys() == {"index", "id", "type", "function"}
+                    and call["function"]["arguments"] == ""
+                )
                 calls.append({key: value for key, value in call.items() if key != "index"})
             else:
-                assert call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"}
+                assert call.keys() == {"index", "function"} and call["function"].keys() == {
+                    "arguments"
+                }
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     found = message.as_json()
-    assert (found["content"] or "", found.get("reasoning", ""), found.get("tool_calls", [])) == (content, reasoning, calls)
+    assert (found["content"] or "", found.get("reasoning", ""), found.get("tool_calls", [])) == (
+        content,
+        reasoning,
+        calls,
+    )
     assert message.has_calls == bool(calls)
 
 
@@ -62,5 +82,13 @@ def test_whole_messages() -> None:
 
 
 def test_finish_reasons() -> None:
-    assert [chat_finish_reason(reason, True) for reason in ("stop", "length", None)] == ["tool_calls", "length", None]
-    assert [chat_finish_reason(reason, False) for reason in ("stop", "length", None)] == ["stop", "length", None]
+    assert [chat_finish_reason(reason, True) for reason in ("stop", "length", None)] == [
+        "tool_calls",
+        "length",
+        None,
+    ]
+    assert [chat_finish_reason(reason, False) for reason in ("stop", "length", None)] == [
+        "stop",
+        "length",
+        None,
+    ]

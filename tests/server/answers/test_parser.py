@@ -15,20 +15,51 @@ from headrace.server.answers.deltas import CallArguments, CallBegun, Content, De
 from headrace.server.answers.formats import FORMATS
 from headrace.server.answers.parser import AnswerParser
 from headrace.server.answers.thinking import THINKING
-from tests.server.answers.samples import MALFORMED, SAMPLES, TOOLS, Sample, deltas, parser, style, summary
+from tests.server.answers.samples import (
+    MALFORMED,
+    SAMPLES,
+    TOOLS,
+    Sample,
+    deltas,
+    parser,
+    style,
+    summary,
+)
 
 ALL = SAMPLES + MALFORMED
 
 FRAGMENTS = sorted(
     {text for one in FORMATS.values() for text in (*one.openers, *one.markers)}
     | {text for thinking in THINKING.values() for text in thinking.markers}
-    | set('{ } [ ] ( ) " \' \\ , : = ; < > \n x 1 clock functions. to= "name" "arguments" ```json'.split(" "))
-    | {'{"name": "clock"', '"arguments": {"a": ', "get_weather(city=", "True", '"""', "\\u00e9", " "}
+    | set(
+        '{ } [ ] ( ) " \' \\ , : = ; < > \n x 1 clock functions. to= "name" "arguments" ```json'.split(
+            " "
+        )
+    )
+    | {
+        '{"name": "clock"',
+        '"arguments": {"a": ',
+        "get_weather(city=",
+        "True",
+        '"""',
+        "\\u00e9",
+        " ",
+    }
 )
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=8
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
 )
 
 
@@ -56,12 +87,20 @@ class TestWhatAnswersAre:
 
     @pytest.mark.parametrize("name", FORMATS)
     def test_every_format_has_samples(self, name: str) -> None:
-        assert [sample for sample in SAMPLES if sample.format == name and any(kind == "call" for kind, *_ in sample.expected)]
+        assert [
+            sample
+            for sample in SAMPLES
+            if sample.format == name and any(kind == "call" for kind, *_ in sample.expected)
+        ]
 
     def test_ids(self) -> None:
         def ids(format_: str, text: str) -> list[str]:
             answer = AnswerParser(FORMATS[format_], tools=TOOLS)
-            return [delta.id for delta in answer.push(text) + answer.finish() if isinstance(delta, CallBegun)]
+            return [
+                delta.id
+                for delta in answer.push(text) + answer.finish()
+                if isinstance(delta, CallBegun)
+            ]
 
         assert ids("mistral_v11", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}") == ["abcdefghi"]
         kimi = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}"
@@ -77,7 +116,9 @@ class TestAnyText:
     @pytest.mark.parametrize("format_", [None, *FORMATS])
     def test_cuts_do_not_matter(self, format_: str | None, data: st.DataObject) -> None:
         own = [*FORMATS[format_].openers, *FORMATS[format_].markers] if format_ else []
-        pieces = data.draw(st.lists(st.sampled_from(own + FRAGMENTS) | st.text(max_size=3), max_size=25))
+        pieces = data.draw(
+            st.lists(st.sampled_from(own + FRAGMENTS) | st.text(max_size=3), max_size=25)
+        )
         text = "".join(pieces)
         thinking = data.draw(st.sampled_from([None, *THINKING]))
         sample = Sample(format_, thinking, text, [], data.draw(st.booleans()))
@@ -89,10 +130,27 @@ class TestAnyText:
 
     @settings(max_examples=100, deadline=None)
     @given(
-        st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": ', "{", "}", "x", '"', " "]), max_size=12)
+        st.lists(
+            st.sampled_from(
+                [
+                    "<tool_call>",
+                    "</tool_call>",
+                    '{"name": "f"',
+                    ', "arguments": ',
+                    "{",
+                    "}",
+                    "x",
+                    '"',
+                    " ",
+                ]
+            ),
+            max_size=12,
+        )
     )
     def test_no_text_is_lost(self, pieces: list[str]) -> None:
-        """All that is not white space, a marker or the frame of a call stays; where nothing is a call, all stays."""
+        """All that is not white space, a marker or the frame of a call stays; where nothing is a
+        call, all stays.
+        """
         text = "".join(pieces)
         found = summary(deltas(parser(Sample("hermes", None, "", [])), [text]))
         if not any(kind == "call" for kind, *_ in found):
@@ -108,7 +166,9 @@ class TestAnyText:
     def test_arguments_are_passed_on_as_they_are(self, arguments: dict[str, Any]) -> None:
         for text in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=1)):
             call = '<tool_call>{"name": "f", "arguments": ' + text + "}</tool_call>"
-            assert summary(deltas(parser(Sample("hermes", None, "", [])), list(call))) == [("call", "f", text)]
+            assert summary(deltas(parser(Sample("hermes", None, "", [])), list(call))) == [
+                ("call", "f", text)
+            ]
 
     @settings(max_examples=50, deadline=None)
     @given(st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), VALUES, max_size=4))
@@ -124,31 +184,63 @@ class TestHowEarly:
         return [answer.push(piece) for piece in pieces]
 
     def test_text_waits_for_nothing_that_is_no_marker(self) -> None:
-        found = self.steps(Sample("hermes", None, "", []), ["a", "<", "b", "<tool", "_cal", "x", " ", "y"])
-        texts = ["".join(delta.text for delta in step if isinstance(delta, Content)) for step in found]
+        found = self.steps(
+            Sample("hermes", None, "", []), ["a", "<", "b", "<tool", "_cal", "x", " ", "y"]
+        )
+        texts = [
+            "".join(delta.text for delta in step if isinstance(delta, Content)) for step in found
+        ]
         assert texts == ["a", "", "<b", "", "", "<tool_calx", "", " y"]
 
-    @given(st.lists(st.sampled_from(["<", "<tool", "_call", "<tool_cal", " ", "\n", "x", "<t <"]), max_size=12))
+    @given(
+        st.lists(
+            st.sampled_from(["<", "<tool", "_call", "<tool_cal", " ", "\n", "x", "<t <"]),
+            max_size=12,
+        )
+    )
     def test_no_more_waits_than_may_become_a_marker(self, pieces: list[str]) -> None:
-        """What waits is the longest end of the text that is white space and then the beginning of a marker."""
+        """What waits is the longest end of the text that is white space and then the beginning of a
+        marker.
+        """
         answer, text, given_ = parser(Sample("hermes", None, "", [])), "", ""
         for piece in pieces:
             text += piece
-            given_ += "".join(delta.text for delta in answer.push(piece) if isinstance(delta, Content))
+            given_ += "".join(
+                delta.text for delta in answer.push(piece) if isinstance(delta, Content)
+            )
             longest = max(n for n in range(11) if text.endswith("<tool_call>"[:n]))
             assert given_ == text[: len(text) - longest].rstrip()
 
     def test_without_tools_it_waits_for_nothing(self) -> None:
-        assert self.steps(Sample(None, None, "", []), ["<tool_call> "]) == [[Content("<tool_call> ")]]
+        assert self.steps(Sample(None, None, "", []), ["<tool_call> "]) == [
+            [Content("<tool_call> ")]
+        ]
 
     def test_reasoning_waits_for_its_end_marker_alone(self) -> None:
-        found = self.steps(Sample(None, "think", "", []), ["<thi", "nk>", "a", "</", "b", "</think", ">", "c<think>"])
-        assert found == [[], [], [Reasoning("a")], [], [Reasoning("</b")], [], [], [Content("c<think>")]]
+        found = self.steps(
+            Sample(None, "think", "", []),
+            ["<thi", "nk>", "a", "</", "b", "</think", ">", "c<think>"],
+        )
+        assert found == [
+            [],
+            [],
+            [Reasoning("a")],
+            [],
+            [Reasoning("</b")],
+            [],
+            [],
+            [Content("c<think>")],
+        ]
 
     def test_a_call_begins_with_its_arguments_which_wait_for_nothing(self) -> None:
-        found = self.steps(Sample("hermes", None, "", []), ['<tool_call>{"name": "f", "arguments":', ' {"', "a", '"', ": 1", "}", "}"])
+        found = self.steps(
+            Sample("hermes", None, "", []),
+            ['<tool_call>{"name": "f", "arguments":', ' {"', "a", '"', ": 1", "}", "}"],
+        )
         assert found[:2] == [[], [CallBegun(0, "0", "f"), CallArguments(0, '{"')]]
-        assert [[delta.text for delta in step if isinstance(delta, CallArguments)] for step in found[2:]] == [
+        assert [
+            [delta.text for delta in step if isinstance(delta, CallArguments)] for step in found[2:]
+        ] == [
             ["a"],
             ['"'],
             [": 1"],
@@ -157,15 +249,28 @@ class TestHowEarly:
         ]
 
     def test_arguments_wait_for_the_name(self) -> None:
-        found = self.steps(Sample("hermes", None, "", []), ['<tool_call>{"arguments": {"a": 1}, "name": "f', '"', "}"])
+        found = self.steps(
+            Sample("hermes", None, "", []),
+            ['<tool_call>{"arguments": {"a": 1}, "name": "f', '"', "}"],
+        )
         assert found == [[], [CallBegun(0, "0", "f"), CallArguments(0, '{"a": 1}')], []]
 
     @pytest.mark.parametrize(
-        ("format_", "before"), [("pythonic", '[get_weather(city="'), ("qwen3_xml", "<function=get_weather><parameter=city>")]
+        ("format_", "before"),
+        [
+            ("pythonic", '[get_weather(city="'),
+            ("qwen3_xml", "<function=get_weather><parameter=city>"),
+        ],
     )
     def test_texts_in_arguments_wait_for_nothing(self, format_: str, before: str) -> None:
-        found = self.steps(Sample(format_, None, "", []), [before, "Pa", "r", '\\"' if format_ == "pythonic" else '"', "is"])
-        assert ["".join(delta.text for delta in step if isinstance(delta, CallArguments)) for step in found[1:]] == ["Pa", "r", '\\"', "is"]
+        found = self.steps(
+            Sample(format_, None, "", []),
+            [before, "Pa", "r", '\\"' if format_ == "pythonic" else '"', "is"],
+        )
+        assert [
+            "".join(delta.text for delta in step if isinstance(delta, CallArguments))
+            for step in found[1:]
+        ] == ["Pa", "r", '\\"', "is"]
 
 
 class TestEndTokens:
@@ -191,7 +296,10 @@ class TestEndTokens:
     def test_texts_that_lie_within_each_other(self) -> None:
         for text in ("x<a>", "xx<a>y", "x<a>y"):
             ends = ("<a>", "x<a>y")
-            left = [deltas(AnswerParser(None, end_tokens=ends), pieces) for pieces in ([text], list(text))]
+            left = [
+                deltas(AnswerParser(None, end_tokens=ends), pieces)
+                for pieces in ([text], list(text))
+            ]
             assert left[0] == left[1] == ([Content("x")] if text != "x<a>y" else [])
 
 
@@ -201,7 +309,9 @@ class TestMarkers:
         """Otherwise what is found would depend on the cuts."""
         texts = (*FORMATS[name].openers, *FORMATS[name].markers)
         assert len(set(texts)) == len(texts)
-        assert not [(a, b) for a in texts for b in texts if a != b and a in b and a != "<|tool_call|>"]
+        assert not [
+            (a, b) for a in texts for b in texts if a != b and a in b and a != "<|tool_call|>"
+        ]
 
     @pytest.mark.parametrize("name", THINKING)
     def test_nor_of_reasoning(self, name: str) -> None:
@@ -210,7 +320,9 @@ class TestMarkers:
 
 
 def hostile(size: int) -> dict[str, tuple[Sample, str]]:
-    """Texts of about `size` characters that a careless parser takes quadratic time for, each with what reads it."""
+    """Texts of about `size` characters that a careless parser takes quadratic time for, each with
+    what reads it.
+    """
 
     def many(piece: str) -> str:
         return piece * (size // len(piece))
@@ -239,7 +351,9 @@ def hostile(size: int) -> dict[str, tuple[Sample, str]]:
         "literals": of("pythonic", "[clock(a=[" + many("1, ")),
         "parameters": of("qwen3_xml", "<function=f>" + many("<parameter=a>1</parameter>")),
         "endless value": of("qwen3_xml", "<function=f><parameter=a>" + many("</paramete")),
-        "values": of("glm45", "<tool_call>f" + many("<arg_key>a</arg_key><arg_value>[</arg_value>")),
+        "values": of(
+            "glm45", "<tool_call>f" + many("<arg_key>a</arg_key><arg_value>[</arg_value>")
+        ),
         "channels": of("harmony", many("<|channel|>a")),
         "messages": of("harmony", many("<|start|>assistant<|channel|>analysis<|message|>x<|end|>")),
         "ids": of("mistral_v13", many("[TOOL_CALLS]f[ARGS]")),
@@ -272,7 +386,9 @@ class TestWork:
     @pytest.mark.parametrize("name", hostile(1))
     @pytest.mark.parametrize("piece", [7, None])
     def test_is_linear(self, name: str, piece: int | None) -> None:
-        """The second half of a text takes about as many lines of code as the first, and no more than a marker waits for the next piece."""
+        """The second half of a text takes about as many lines of code as the first, and no more
+        than a marker waits for the next piece.
+        """
         work, largest = [], 0
         for size in (1_000, 2_000, 4_000):
             sample, text = hostile(size)[name]

@@ -1,4 +1,6 @@
-"""Grammars of tool calls: llguidance compiles them, takes what the formats write, and nothing else."""
+"""Grammars of tool calls: llguidance compiles them, takes what the formats write, and nothing
+else.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,21 +19,34 @@ from tests.server.answers.samples import CLOCK, TOOLS, WEATHER, deltas, style, s
 
 REQUIRED = ToolChoice("required")
 TWO = [("call", "get_weather", '{"city": "Paris", "days": 3}'), ("call", "clock", "{}")]
-_V3, _V3_CALL, _V3_END, _V3_ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
-_KIMI, _KIMI_CALL, _KIMI_BEGIN = "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
+_V3, _V3_CALL, _V3_END, _V3_ALL_END = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI, _KIMI_CALL, _KIMI_BEGIN = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.",
+    "<|tool_call_argument_begin|>",
+)
 _SEP, _KIMI_END = "<｜tool▁sep｜>", "<|tool_call_end|>"
 ARGUMENTS = '{"city": "Paris", "days": 3}'
 
 WRITTEN: dict[str, str] = {
     "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
-    "llama3_json": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; {{"name": "clock", "parameters": {{}}}}',
-    "granite": f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, {{"name": "clock", "arguments": {{}}}}]',
+    "llama3_json": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; '
+    f'{{"name": "clock", "parameters": {{}}}}',
+    "granite": f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+    f'{{"name": "clock", "arguments": {{}}}}]',
     "phi4_mini": f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
     '{"name": "clock", "arguments": {}}]<|/tool_call|>',
-    "command": f'<|START_ACTION|>[{{"tool_name": "get_weather", "parameters": {ARGUMENTS}}}, {{"tool_name": "clock", "parameters": {{}}}}]'
+    "command": f'<|START_ACTION|>[{{"tool_name": "get_weather", "parameters": {ARGUMENTS}}}, '
+    f'{{"tool_name": "clock", "parameters": {{}}}}]'
     "<|END_ACTION|>",
-    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}, {{"name": "clock", "arguments": {{}}}}]',
+    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+    f'{{"name": "clock", "arguments": {{}}}}]',
     "mistral_v11": f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}[TOOL_CALLS]clock[CALL_ID]123456789[ARGS]{{}}",
     "mistral_v13": f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]clock[ARGS]{{}}",
     "pythonic": '[get_weather(city="Paris", days=3), clock()]',
@@ -47,7 +62,8 @@ WRITTEN: dict[str, str] = {
     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
     "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock\n</tool_call>",
-    "harmony": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}",
+    "harmony": "<|channel|>commentary to=functions.get_weather "
+    f"<|constrain|>json<|message|>{ARGUMENTS}",
 }
 """Two calls in every format; harmony has but one in an answer."""
 
@@ -58,7 +74,9 @@ class Bytes:
     bos_token_id = None
 
     def __init__(self, control: Sequence[str]) -> None:
-        self.tokens = [bytes([i]) for i in range(256)] + [text.encode() for text in (*control, "<eos>")]
+        self.tokens = [bytes([i]) for i in range(256)] + [
+            text.encode() for text in (*control, "<eos>")
+        ]
         self.special_token_ids = list(range(256, len(self.tokens)))
         self.eos_token_id = len(self.tokens) - 1
         self.control = {text: 256 + i for i, text in enumerate(control)}
@@ -91,7 +109,9 @@ def taken(grammar: str, text: str, control: Sequence[str] = ()) -> str:
     return "whole" if matcher.is_accepting() else "begun"
 
 
-def grammar_of(format_: str, choice: ToolChoice = REQUIRED, tools: Sequence[Tool] = TOOLS, **options: Any) -> str:
+def grammar_of(
+    format_: str, choice: ToolChoice = REQUIRED, tools: Sequence[Tool] = TOOLS, **options: Any
+) -> str:
     thinking = options.pop("thinking", None)
     grammar = tool_grammar(style(format_, thinking), tools, choice, **options)
     assert grammar is not None
@@ -113,9 +133,17 @@ class TestEveryFormat:
         assert taken(grammar_of(format_), WRITTEN[format_][:-1]) == "begun"
 
     @pytest.mark.parametrize("format_", FORMATS)
-    @pytest.mark.parametrize("change", [("get_weather", "get_whether"), ("days", "dais"), ("3", "x")])
+    @pytest.mark.parametrize(
+        "change", [("get_weather", "get_whether"), ("days", "dais"), ("3", "x")]
+    )
     def test_what_is_no_call_is_refused(self, format_: str, change: tuple[str, str]) -> None:
-        assert taken(grammar_of(format_, tools=(closed(WEATHER), CLOCK)), WRITTEN[format_].replace(*change)) == "refused"
+        assert (
+            taken(
+                grammar_of(format_, tools=(closed(WEATHER), CLOCK)),
+                WRITTEN[format_].replace(*change),
+            )
+            == "refused"
+        )
 
     @pytest.mark.parametrize("format_", FORMATS)
     def test_no_content_stands_before(self, format_: str) -> None:
@@ -133,21 +161,46 @@ class TestEveryFormat:
 
     @pytest.mark.parametrize("format_", ["pythonic", "qwen3_xml", "glm45"])
     def test_arguments_may_be_left_out_unless_required(self, format_: str) -> None:
-        schema = {"type": "object", "properties": {name: {"type": "integer"} for name in "abc"}, "required": ["b"]}
+        schema = {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in "abc"},
+            "required": ["b"],
+        }
         grammar = grammar_of(format_, tools=[Tool("f", schema)])
-        for names, result in (("abc", "whole"), ("b", "whole"), ("ab", "whole"), ("bc", "whole"), ("ac", "refused"), ("", "refused")):
+        for names, result in (
+            ("abc", "whole"),
+            ("b", "whole"),
+            ("ab", "whole"),
+            ("bc", "whole"),
+            ("ac", "refused"),
+            ("", "refused"),
+        ):
             assert taken(grammar, written(format_, dict.fromkeys(names, 1))) == result
 
     @pytest.mark.parametrize("format_", ["pythonic", "qwen3_xml", "glm45"])
     def test_schemas_that_refer_to_others(self, format_: str) -> None:
         text = written(format_, {"places": [{"lat": 1.5}]}, "get_weather")
-        assert taken(grammar_of(format_, tools=[Tool("get_weather", {**WEATHER.parameters, "required": []})]), text) == "whole"
+        assert (
+            taken(
+                grammar_of(
+                    format_, tools=[Tool("get_weather", {**WEATHER.parameters, "required": []})]
+                ),
+                text,
+            )
+            == "whole"
+        )
 
     @pytest.mark.parametrize("format_", ["qwen3_xml", "glm45"])
     def test_texts_of_an_enumeration(self, format_: str) -> None:
         tools = [Tool("f", {"properties": {"units": {"enum": ["metric", "imperial"]}}})]
-        assert taken(grammar_of(format_, tools=tools), written(format_, {"units": "metric"})) == "whole"
-        assert taken(grammar_of(format_, tools=tools), written(format_, {"units": "other"})) == "refused"
+        assert (
+            taken(grammar_of(format_, tools=tools), written(format_, {"units": "metric"}))
+            == "whole"
+        )
+        assert (
+            taken(grammar_of(format_, tools=tools), written(format_, {"units": "other"}))
+            == "refused"
+        )
 
 
 class TestWhatAGrammarWrites:
@@ -180,7 +233,9 @@ class TestWhatAGrammarWrites:
     def test_is_calls_that_keep_to_the_schema(self, format_: str) -> None:
         tools = [Tool("f", self.SCHEMA), CLOCK]
         grammar, rng = grammar_of(format_, tools=tools), Random(format_)
-        begun = b"<|channel|>commentary" if format_ == "harmony" else b""  # reasoning at random would never end
+        begun = (
+            b"<|channel|>commentary" if format_ == "harmony" else b""
+        )  # reasoning at random would never end
         for _ in range(6):
             text = self.walk(grammar, rng, begun)
             calls = summary(deltas(style(format_).parser(tools=tools), [text]))
@@ -221,24 +276,43 @@ class TestReasoning:
     @pytest.mark.parametrize("control", [[], ["<think>", "</think>"]])
     def test_it_may_come_first(self, control: list[str]) -> None:
         grammar = grammar_of("hermes", thinking="think", control_tokens=Bytes(control).control)
-        for text, result in (("", "whole"), ("<think>\nHm < x.\n</think>\n\n", "whole"), ("Hm.</think>", "refused")):
+        for text, result in (
+            ("", "whole"),
+            ("<think>\nHm < x.\n</think>\n\n", "whole"),
+            ("Hm.</think>", "refused"),
+        ):
             assert taken(grammar, text + WRITTEN["hermes"], control) == result
 
     @pytest.mark.parametrize("control", [[], ["<think>", "</think>"]])
     def test_it_must_end_first_where_the_prompt_began_it(self, control: list[str]) -> None:
-        grammar = grammar_of("hermes", thinking="think", inside=True, control_tokens=Bytes(control).control)
+        grammar = grammar_of(
+            "hermes", thinking="think", inside=True, control_tokens=Bytes(control).control
+        )
         for text, result in (("Hm.</think>", "whole"), ("", "begun")):
             assert taken(grammar, text + WRITTEN["hermes"], control) == result
 
     @pytest.mark.parametrize("name", THINKING)
     def test_every_kind(self, name: str) -> None:
         thinking = THINKING[name]
-        assert taken(grammar_of("hermes", thinking=name), f"{thinking.begin}Hm.{thinking.end}{WRITTEN['hermes']}") == "whole"
+        assert (
+            taken(
+                grammar_of("hermes", thinking=name),
+                f"{thinking.begin}Hm.{thinking.end}{WRITTEN['hermes']}",
+            )
+            == "whole"
+        )
 
     def test_channels(self) -> None:
         reasoning = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         control = control_tokens("harmony")
-        assert taken(grammar_of("harmony", control_tokens=Bytes(control).control), reasoning + WRITTEN["harmony"], control) == "whole"
+        assert (
+            taken(
+                grammar_of("harmony", control_tokens=Bytes(control).control),
+                reasoning + WRITTEN["harmony"],
+                control,
+            )
+            == "whole"
+        )
 
 
 @pytest.mark.parametrize("choice", ["none", "auto"])
@@ -256,11 +330,17 @@ def closed(tool: Tool) -> Tool:
 
 def written(format_: str, arguments: Mapping[str, Any], name: str = "f") -> str:
     """A call with these arguments."""
-    values = {key: str(value).replace("'", '"') if not isinstance(value, str) else value for key, value in arguments.items()}
+    values = {
+        key: str(value).replace("'", '"') if not isinstance(value, str) else value
+        for key, value in arguments.items()
+    }
     if format_ == "pythonic":
         return f"[{name}(" + ", ".join(f"{key}={value}" for key, value in values.items()) + ")]"
     if format_ == "glm45":
-        pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+        pairs = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in values.items()
+        )
         return f"<tool_call>{name}\n{pairs}</tool_call>"
     pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"

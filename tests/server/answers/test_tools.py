@@ -16,7 +16,12 @@ def function(**fields: Any) -> dict[str, Any]:
 
 class TestTools:
     def test_they_are_read(self) -> None:
-        tools = read_tools([function(name="f", parameters=SCHEMA, description="x", strict=True), function(name="g.h-1", parameters=None)])
+        tools = read_tools(
+            [
+                function(name="f", parameters=SCHEMA, description="x", strict=True),
+                function(name="g.h-1", parameters=None),
+            ]
+        )
         assert tools == (Tool("f", SCHEMA), Tool("g.h-1"))
         assert tools[1].parameters["additionalProperties"] is False
 
@@ -37,8 +42,14 @@ class TestTools:
             (function(name="a" * 129), r"tools\[1\].function.name must be"),
             (function(name="a\n"), r"tools\[1\].function.name must be"),
             (function(name="first"), r"tools\[1\].function.name is that of another tool: first"),
-            (function(name="f", parameters=[]), r"tools\[1\].function.parameters must be a JSON schema"),
-            (function(name="f", parameters="{}"), r"tools\[1\].function.parameters must be a JSON schema"),
+            (
+                function(name="f", parameters=[]),
+                r"tools\[1\].function.parameters must be a JSON schema",
+            ),
+            (
+                function(name="f", parameters="{}"),
+                r"tools\[1\].function.parameters must be a JSON schema",
+            ),
         ],
     )
     def test_what_is_wrong_is_named(self, tool: Any, message: str) -> None:
@@ -61,7 +72,11 @@ class TestTools:
         assert Tool("f", {"properties": {"a": schema}}).parameter_types("a") == types
 
     def test_types_of_a_parameter_that_is_not_there(self) -> None:
-        assert Tool("f", {"properties": 3}).parameter_types("a") == Tool("f").parameter_types("a") == frozenset()
+        assert (
+            Tool("f", {"properties": 3}).parameter_types("a")
+            == Tool("f").parameter_types("a")
+            == frozenset()
+        )
 
 
 class TestToolChoice:
@@ -79,7 +94,18 @@ class TestToolChoice:
         assert read_tool_choice(None, ()) == ToolChoice("none")
         assert read_tool_choice("auto", ()) == ToolChoice("none")
 
-    @pytest.mark.parametrize("choice", ["any", "", function(name="h"), function(), {"type": "function"}, {"function": "f"}, {"name": "f"}])
+    @pytest.mark.parametrize(
+        "choice",
+        [
+            "any",
+            "",
+            function(name="h"),
+            function(),
+            {"type": "function"},
+            {"function": "f"},
+            {"name": "f"},
+        ],
+    )
     def test_others_are_refused(self, choice: Any) -> None:
         with pytest.raises(RequestError, match="tool_choice"):
             read_tool_choice(choice, self.TOOLS)

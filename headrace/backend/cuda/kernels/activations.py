@@ -1,8 +1,10 @@
-"""Activations of float32 numbers, for kernels to call: alone, of a gate and what is gated, and the bend of a soft cap.
+"""Activations of float32 numbers, for kernels to call: alone, of a gate and what is gated, and the
+bend of a soft cap.
 
-They are the functions of csrc/kernels_functions.h, whose rule holds here too: what is computed from a number that is not finite is not
-finite, also where the function itself would bring it back. A maximum forgets a NaN, and a product with 0 tells it.
-`ACTIVATION` is one of `headrace.program.ops.Activation`.
+They are the functions of csrc/kernels_functions.h, whose rule holds here too: what is computed from
+a number that is not finite is not finite, also where the function itself would bring it back. A
+maximum forgets a NaN, and a product with 0 tells it. `ACTIVATION` is one of
+`headrace.program.ops.Activation`.
 """
 
 import triton
@@ -17,9 +19,11 @@ def silu(x):
 
 @triton.jit
 def _exp_of_sum(high, low):
-    """e^(high + low) to 2e-7 for sums that are at most 0, of which `low` is a small part; 0 far below.
+    """e^(high + low) to 2e-7 for sums that are at most 0, of which `low` is a small part; 0 far
+    below.
 
-    That of the sum as one number would have the error of its last bit as a relative one, and so would the product with log2(e) in tl.exp.
+    That of the sum as one number would have the error of its last bit as a relative one, and so
+    would the product with log2(e) in tl.exp.
     """
     high = tl.where(high < -110.0, -110.0, high)
     n = tl.floor((high + low) * 1.44269504 + 0.5)
@@ -30,10 +34,11 @@ def _exp_of_sum(high, low):
 
 @triton.jit
 def gelu(x):
-    """That of each number: x times the share of the normal distribution below it, to 1e-6 also where it is small.
+    """That of each number: x times the share of the normal distribution below it, to 1e-6 also
+    where it is small.
 
-    With a = |x| that share, or what it lacks of 1, is exp(-a^2 / 2) times a polynomial in 1 / (1 + 0.26 a). The square is taken in two
-    parts: 16 a, rounded, has an exact one.
+    With a = |x| that share, or what it lacks of 1, is exp(-a^2 / 2) times a polynomial in 1 / (1 +
+    0.26 a). The square is taken in two parts: 16 a, rounded, has an exact one.
     """
     a = tl.minimum(tl.abs(x), 16.0)
     near = tl.floor(a * 16.0 + 0.5) * 0.0625
@@ -52,7 +57,9 @@ def gelu(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """That of each number: the same with the logistic distribution of 2 sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """That of each number: the same with the logistic distribution of 2 sqrt(2 / pi) (x + 0.044715
+    x^3).
+    """
     a = tl.minimum(tl.abs(x), 16.0)
     e = _exp_of_sum(a * (a * a * -7.13548163e-2 - 1.59576912), 0.0)
     return tl.maximum(x, 0.0) - tl.abs(x) * (e / (1.0 + e))
@@ -109,4 +116,8 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """What is gated, number by number."""
-    return clamped_swiglu(gate, up) if ACTIVATION == "clamped_swiglu" else activated(gate, ACTIVATION) * up
+    return (
+        clamped_swiglu(gate, up)
+        if ACTIVATION == "clamped_swiglu"
+        else activated(gate, ACTIVATION) * up
+    )

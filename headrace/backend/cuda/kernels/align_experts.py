@@ -1,7 +1,9 @@
-"""The rows of a step by what they are multiplied with, an expert or an adapter, so that tiles of a matmul have one matrix each.
+"""The rows of a step by what they are multiplied with, an expert or an adapter, so that tiles of a
+matmul have one matrix each.
 
-A pair is a row and one of its choices, row * top_k + k. The pairs of each expert lie together, ascending, from the start of a tile on:
-where a pair lies says only which tile computes it. All of it is sums of integers, and so is the same however it is parted.
+A pair is a row and one of its choices, row * top_k + k. The pairs of each expert lie together,
+ascending, from the start of a tile on: where a pair lies says only which tile computes it. All of
+it is sums of integers, and so is the same however it is parted.
 """
 
 from typing import Any, NamedTuple
@@ -42,17 +44,31 @@ def most_tiles(pairs: int, experts: int, block_m: int) -> int:
 def empty_aligned(rows: int, top_k: int, experts: int, block_m: int, device: Any) -> Aligned:
     """The memory for so many rows, in which there are no tiles yet."""
     tiles = most_tiles(rows * top_k, experts, block_m)
-    shapes = ((tiles * block_m,), (tiles,), (1,), (blocks(rows * top_k, _CHUNK), power_of_2(experts, 16)))
-    pairs, tile_experts, num_tiles, counts = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+    shapes = (
+        (tiles * block_m,),
+        (tiles,),
+        (1,),
+        (blocks(rows * top_k, _CHUNK), power_of_2(experts, 16)),
+    )
+    pairs, tile_experts, num_tiles, counts = (
+        torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes
+    )
     return Aligned(pairs, tile_experts, num_tiles, counts, block_m)
 
 
 @triton.jit
-def _experts_of(pair, numbers, stride, last_row, num_experts, TOP_K: tl.constexpr, FIRST: tl.constexpr):
-    """The experts of pairs, counted from the first on, and whether the pairs take part; 0 where they do not."""
+def _experts_of(
+    pair, numbers, stride, last_row, num_experts, TOP_K: tl.constexpr, FIRST: tl.constexpr
+):
+    """The experts of pairs, counted from the first on, and whether the pairs take part; 0 where
+    they do not.
+    """
     row = pair // TOP_K
     takes_part = row < last_row
-    expert = tl.load(numbers + row.to(tl.int64) * stride + pair % TOP_K, takes_part, FIRST).to(tl.int32) - FIRST
+    expert = (
+        tl.load(numbers + row.to(tl.int64) * stride + pair % TOP_K, takes_part, FIRST).to(tl.int32)
+        - FIRST
+    )
     takes_part = takes_part & (expert >= 0) & (expert < num_experts)
     return tl.where(takes_part, expert, 0), takes_part
 
@@ -72,27 +88,52 @@ def count_experts_kernel(
 ):
     """A program counts the pairs of a chunk by expert."""
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    expert, takes_part = _experts_of(pair, numbers, stride, tl.minimum(tl.load(num_rows), rows), num_experts, TOP_K, FIRST)
-    tl.store(counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(expert, EXPERTS, takes_part))
+    expert, takes_part = _experts_of(
+        pair, numbers, stride, tl.minimum(tl.load(num_rows), rows), num_experts, TOP_K, FIRST
+    )
+    tl.store(
+        counts + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS),
+        tl.histogram(expert, EXPERTS, takes_part),
+    )
 
 
 @triton.jit
 def _rank(
-    expert, numbers, stride, last_row, num_experts, TOP_K: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr
+    expert,
+    numbers,
+    stride,
+    last_row,
+    num_experts,
+    TOP_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """How many pairs of the chunk go to the same expert and come before."""
     start = tl.program_id(0) * CHUNK
     rank = tl.zeros([CHUNK], tl.int32)
     for first in range(0, CHUNK, STEP):
         other = first + tl.arange(0, STEP)[None, :]
-        to, takes_part = _experts_of(start + other, numbers, stride, last_row, num_experts, TOP_K, FIRST)
+        to, takes_part = _experts_of(
+            start + other, numbers, stride, last_row, num_experts, TOP_K, FIRST
+        )
         comes_before = takes_part & (to == expert[:, None]) & (other < tl.arange(0, CHUNK)[:, None])
         rank += tl.sum(comes_before.to(tl.int32), 1)
     return rank
 
 
 @triton.jit
-def _fill_tiles(pairs, tile_experts, total, ends, first, last, FIRST: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr):
+def _fill_tiles(
+    pairs,
+    tile_experts,
+    total,
+    ends,
+    first,
+    last,
+    FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Writes the experts of some tiles, and what fills them up."""
     place = tl.arange(0, BLOCK_M)[None, :]
     for start in range(first, last, STEP):
@@ -102,8 +143,13 @@ def _fill_tiles(pairs, tile_experts, total, ends, first, last, FIRST: tl.constex
         tl.store(tile_experts + tile, expert + FIRST, is_tile)
         # Pairs of the expert that lie in this tile or behind it: its tiles end at `ends`.
         tiles_of_expert = (tl.gather(total, expert, 0) + BLOCK_M - 1) // BLOCK_M
-        left = tl.gather(total, expert, 0) - (tile - tl.gather(ends, expert, 0) + tiles_of_expert) * BLOCK_M
-        tl.store(pairs + tile[:, None] * BLOCK_M + place, -1, is_tile[:, None] & (place >= left[:, None]))
+        left = (
+            tl.gather(total, expert, 0)
+            - (tile - tl.gather(ends, expert, 0) + tiles_of_expert) * BLOCK_M
+        )
+        tl.store(
+            pairs + tile[:, None] * BLOCK_M + place, -1, is_tile[:, None] & (place >= left[:, None])
+        )
 
 
 @triton.jit(do_not_specialize=["rows", "num_experts", "chunks", "tiles_each"])
@@ -124,7 +170,8 @@ def align_experts_kernel(
     FIRST: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    COUNTED: tl.constexpr,  # whether there are counts of chunks: of a single one the program counts itself
+    # whether there are counts of chunks: of a single one the program counts itself
+    COUNTED: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -154,16 +201,47 @@ def align_experts_kernel(
     if chunk == 0:
         tl.store(num_tiles, all_tiles)
         if loads is not None:
-            tl.store(loads + bin, tl.load(loads + bin, bin < num_experts, 0) + total.to(tl.int64), bin < num_experts)
+            tl.store(
+                loads + bin,
+                tl.load(loads + bin, bin < num_experts, 0) + total.to(tl.int64),
+                bin < num_experts,
+            )
 
 
-def _align(to: Aligned, numbers: Any, top_k: int, first: int, num_experts: int, num_rows: Any, loads: Any | None) -> list[Launch]:
+def _align(
+    to: Aligned,
+    numbers: Any,
+    top_k: int,
+    first: int,
+    num_experts: int,
+    num_rows: Any,
+    loads: Any | None,
+) -> list[Launch]:
     rows, num_chunks = len(numbers), len(to.counts)
     chunk = min(_CHUNK, power_of_2(rows * top_k, 16))
     source = (numbers, numbers.stride(0), num_rows, rows, num_experts)
-    constants = {"TOP_K": top_k, "FIRST": first, "EXPERTS": to.counts.shape[1], "CHUNK": chunk, "num_warps": min(8, max(4, chunk // 64))}
-    counted = [Launch(count_experts_kernel, (num_chunks,), (to.counts, *source), constants)] if num_chunks > 1 else []
-    args = (to.pairs, to.experts, to.num_tiles, loads, to.counts, *source, num_chunks, blocks(to.most_tiles, num_chunks))
+    constants = {
+        "TOP_K": top_k,
+        "FIRST": first,
+        "EXPERTS": to.counts.shape[1],
+        "CHUNK": chunk,
+        "num_warps": min(8, max(4, chunk // 64)),
+    }
+    counted = (
+        [Launch(count_experts_kernel, (num_chunks,), (to.counts, *source), constants)]
+        if num_chunks > 1
+        else []
+    )
+    args = (
+        to.pairs,
+        to.experts,
+        to.num_tiles,
+        loads,
+        to.counts,
+        *source,
+        num_chunks,
+        blocks(to.most_tiles, num_chunks),
+    )
     constants = constants | {"BLOCK_M": to.block_m, "COUNTED": num_chunks > 1, "STEP": 16}
     return [*counted, Launch(align_experts_kernel, (num_chunks,), args, constants)]
 
@@ -171,8 +249,9 @@ def _align(to: Aligned, numbers: Any, top_k: int, first: int, num_experts: int, 
 def align_experts(to: Aligned, routing: Any, num_rows: Any, loads: Any) -> list[Launch]:
     """Puts the pairs of the first rows in tiles, and adds how many go to each expert to `loads`.
 
-    `routing` is float32 [rows, 2 * top_k], of which the first half are numbers of experts; `num_rows` int32 [1] how many rows there are;
-    `loads` int64 [experts]. `to` is memory for as many rows as `routing` has.
+    `routing` is float32 [rows, 2 * top_k], of which the first half are numbers of experts;
+    `num_rows` int32 [1] how many rows there are; `loads` int64 [experts]. `to` is memory for as
+    many rows as `routing` has.
     """
     return _align(to, routing, routing.shape[1] // 2, 0, len(loads), num_rows, loads)
 
@@ -180,7 +259,8 @@ def align_experts(to: Aligned, routing: Any, num_rows: Any, loads: Any) -> list[
 def align_adapters(to: Aligned, adapters: Any, slots: int, num_rows: Any) -> list[Launch]:
     """Puts rows in tiles of one adapter each; those that have none are in tiles with the number -1.
 
-    `adapters` is int32 [rows] of numbers below `slots`; `to` is memory for that many rows, one choice of `slots + 1`.
+    `adapters` is int32 [rows] of numbers below `slots`; `to` is memory for that many rows, one
+    choice of `slots + 1`.
     """
     return _align(to, adapters[:, None], 1, -1, slots + 1, num_rows, None)
 
@@ -209,5 +289,9 @@ def combine_kernel(
 
 
 def combine(out: Any, y: Any, routing: Any) -> Launch:
-    """out[t] = the sum over k, in that order, of weight[t, k] * y[t * top_k + k], of float32 `y` [rows * top_k, width]."""
-    return flat(combine_kernel, out, y, y.stride(0), routing, routing.stride(0), TOP_K=routing.shape[1] // 2)
+    """out[t] = the sum over k, in that order, of weight[t, k] * y[t * top_k + k], of float32 `y`
+    [rows * top_k, width].
+    """
+    return flat(
+        combine_kernel, out, y, y.stride(0), routing, routing.stride(0), TOP_K=routing.shape[1] // 2
+    )

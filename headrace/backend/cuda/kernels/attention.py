@@ -1,7 +1,9 @@
-"""Attention of ragged rows over blocks of keys and values: partial results of splits of the context, by a persistent kernel.
+"""Attention of ragged rows over blocks of keys and values: partial results of splits of the
+context, by a persistent kernel.
 
-Its programs take the items of a list (`attention_work.py`) that is made for each step, so one launch serves any batch. Every tile of keys
-begins at an index that is a multiple of its size, and what a row does not see of it, or all of it, changes no bit of the row's result.
+Its programs take the items of a list (`attention_work.py`) that is made for each step, so one
+launch serves any batch. Every tile of keys begins at an index that is a multiple of its size, and
+what a row does not see of it, or all of it, changes no bit of the row's result.
 """
 
 from typing import Any, NamedTuple
@@ -26,14 +28,21 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def attention_kernel(
-    q, q_stride, keys, key_scales, values, value_scales, items, count, rows, table, paths, slopes, sums, weights, scale, softcap,
-    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_TILES: tl.constexpr, TILE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_COLS: tl.constexpr, MORE_KEY_COLS: tl.constexpr, VALUE_COLS: tl.constexpr,
-    BLOCK: tl.constexpr, FORMAT: tl.constexpr, IS_LATENT: tl.constexpr, MASKS_LATENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, WINDOW: tl.constexpr, SINK_TOKENS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+        q, q_stride, keys, key_scales, values, value_scales, items, count, rows, table, paths,
+    slopes, sums, weights, scale, softcap,
+        NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+        KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_COLS: tl.constexpr,
+    MORE_KEY_COLS: tl.constexpr, VALUE_COLS: tl.constexpr,
+        BLOCK: tl.constexpr, FORMAT: tl.constexpr, IS_LATENT: tl.constexpr,
+    MASKS_LATENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+        HAS_SLOPES: tl.constexpr, WINDOW: tl.constexpr, SINK_TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every so many-th unit: an item with a KV head, or a part of the query heads of that."""
+    """A program takes every so many-th unit: an item with a KV head, or a part of the query heads
+    of that.
+    """
     m = tl.arange(0, ROWS)
     value_column, one_column = tl.arange(0, VALUE_COLS)[None, :], tl.arange(0, 16)[None, :]
     GROUP: tl.constexpr = NUM_HEADS // KV_HEADS
@@ -46,23 +55,41 @@ def attention_kernel(
         in_group = unit % HEAD_TILES * TILE_HEADS + m % TILE_HEADS
         valid = (m // TILE_HEADS < tl.load(item + 1)) & (in_group < GROUP)
         row, head = (tl.load(item) + m // TILE_HEADS).to(tl.int64), kv_head * GROUP + in_group
-        index = tl.load(rows + row * _ROW_FIELDS + 2, valid, -1)  # the row's own, among the keys that it sees
+        index = tl.load(
+            rows + row * _ROW_FIELDS + 2, valid, -1
+        )  # the row's own, among the keys that it sees
         query = load_queries(q, row, q_stride, head, valid, tl.arange(0, KEY_COLS), KEY_DIM, FORMAT)
         more_query, slope = query, index
         if MORE_KEY_COLS:
-            more_query = load_queries(q, row, q_stride, head, valid, KEY_COLS + tl.arange(0, MORE_KEY_COLS), KEY_DIM, FORMAT)
+            more_query = load_queries(
+                q,
+                row,
+                q_stride,
+                head,
+                valid,
+                KEY_COLS + tl.arange(0, MORE_KEY_COLS),
+                KEY_DIM,
+                FORMAT,
+            )
         if HAS_SLOPES:
             slope = tl.load(slopes + head, valid, 0.0) * _LOG2_E
 
-        first_key = tl.maximum(low - (WINDOW - 1), 0) if WINDOW else low * 0  # of those in the window of a row of the tile
+        first_key = (
+            tl.maximum(low - (WINDOW - 1), 0) if WINDOW else low * 0
+        )  # of those in the window of a row of the tile
         sink_splits = tl.minimum((SINK_TOKENS + SPLIT - 1) // SPLIT, first_key // SPLIT)
-        total, total_weight = tl.zeros((ROWS, VALUE_COLS), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+        total, total_weight = (
+            tl.zeros((ROWS, VALUE_COLS), tl.float32),
+            tl.zeros((ROWS, 16), tl.float32),
+        )
         total_most = tl.full((ROWS,), float("-inf"), tl.float32)
         for i in range(0, count_of(begin, stop, sink_splits, first_key // SPLIT)):
             acc, weight, most = attend_split(
-                query, more_query, index, slope, nth(i, begin, sink_splits, first_key // SPLIT), first_key, end, kv_head, own_table,
+                                query, more_query, index, slope, nth(i, begin, sink_splits,
+                first_key // SPLIT), first_key, end, kv_head, own_table,
                 base, path, keys, key_scales, values, value_scales, scale, softcap,
-                KV_HEADS, KEY_DIM, VALUE_DIM, KEY_COLS, MORE_KEY_COLS, VALUE_COLS, BLOCK, FORMAT, IS_LATENT, MASKS_LATENT,
+                                KV_HEADS, KEY_DIM, VALUE_DIM, KEY_COLS, MORE_KEY_COLS, VALUE_COLS,
+                BLOCK, FORMAT, IS_LATENT, MASKS_LATENT,
                 HAS_SOFTCAP, HAS_SLOPES, WINDOW, SINK_TOKENS, SPLIT, ROWS, KEYS,
             )  # fmt: skip
             total_most, before, now = factors(total_most, most)
@@ -71,15 +98,25 @@ def attention_kernel(
 
         partial = tl.load(rows + row * _ROW_FIELDS, valid, 0) + ordinal
         out = partial.to(tl.int64) * NUM_HEADS + head
-        tl.store(sums + out[:, None] * VALUE_DIM + value_column, total, valid[:, None] & (value_column < VALUE_DIM))
+        tl.store(
+            sums + out[:, None] * VALUE_DIM + value_column,
+            total,
+            valid[:, None] & (value_column < VALUE_DIM),
+        )
         tl.store(weights + 2 * out, total_most, valid)
-        tl.store(weights + (2 * out + 1)[:, None] + one_column, total_weight, valid[:, None] & (one_column == 0))
+        tl.store(
+            weights + (2 * out + 1)[:, None] + one_column,
+            total_weight,
+            valid[:, None] & (one_column == 0),
+        )
 
 
 class Tiles(NamedTuple):
-    """How the work is cut. `keys` and `split` decide bits, and are the same for all launches over a store; the others do not.
+    """How the work is cut. `keys` and `split` decide bits, and are the same for all launches over a
+    store; the others do not.
 
-    On a GPU of Hopper all `rows` are multiples of 64: smaller tiles would take another instruction, which may round sums differently.
+    On a GPU of Hopper all `rows` are multiples of 64: smaller tiles would take another instruction,
+    which may round sums differently.
     """
 
     rows: int  # queries, those of the batch times heads
@@ -91,7 +128,9 @@ class Tiles(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """What a step gives attention over a group of layers, int32 on the device: `WorkArrays`, and block tables."""
+    """What a step gives attention over a group of layers, int32 on the device: `WorkArrays`, and
+    block tables.
+    """
 
     items: Any  # [at most `partials`, FIELDS]
     num_items: Any  # [1]
@@ -117,7 +156,9 @@ def tiles_for(group: KvGroup, num_rows: int, multiprocessors: int, dtype: str) -
         return Tiles(64, 32, 512, multiprocessors, 8, 2)
     if max(group.layout.key_dim, group.layout.value_dim) <= 64:
         return Tiles(64, 64, 512, 2 * multiprocessors, 4, 3)
-    return Tiles(64, 64, 512, multiprocessors, 8, 3)  # what larger tiles or fewer warps keep does not fit into registers
+    return Tiles(
+        64, 64, 512, multiprocessors, 8, 3
+    )  # what larger tiles or fewer warps keep does not fit into registers
 
 
 def head_tiles(num_heads: int, num_kv_heads: int, tiles: Tiles) -> tuple[int, int]:
@@ -131,18 +172,29 @@ def work_of(op: Attention, tiles: Tiles) -> GpuWork:
     """What makes the work of this op; ops of a group of layers with as many heads share it."""
     number, heads = head_tiles(op.num_heads, op.num_kv_heads, tiles)
     num_sink_tokens = op.num_sink_tokens if op.window else 0
-    return GpuWork(tiles.rows // heads, op.num_kv_heads * number, tiles.programs, tiles.split, op.window, num_sink_tokens)
+    return GpuWork(
+        tiles.rows // heads,
+        op.num_kv_heads * number,
+        tiles.programs,
+        tiles.split,
+        op.window,
+        num_sink_tokens,
+    )
 
 
 def summed_dim(op: Attention, store: KvStore) -> int:
-    """Numbers of a value that are summed up: with values that are part of turned keys, whole turned parts of these."""
+    """Numbers of a value that are summed up: with values that are part of turned keys, whole turned
+    parts of these.
+    """
     if op.latent and store.is_turned:
         return blocks(op.value_dim, 1 << log_size(op.head_dim)) << log_size(op.head_dim)
     return op.value_dim
 
 
 def _key_columns(dim: int, least: int) -> tuple[int, int]:
-    """Powers of two that the columns of keys are loaded in, the first not below `least`, with little padding: 576 is 512 and 64."""
+    """Powers of two that the columns of keys are loaded in, the first not below `least`, with
+    little padding: 576 is 512 and 64.
+    """
     whole = power_of_2(dim, 16)
     first, more = whole // 2, power_of_2(dim - whole // 2, 16)
     return (first, more) if least <= first and more < first else (whole, 0)
@@ -159,22 +211,49 @@ def attention(
     slopes: Any = None,
     sinks: Any = None,
 ) -> list[Launch]:
-    """Attention of `q` [rows, heads * head_dim], float32, into `out` [rows, heads * value_dim], float32 or bf16; zeros for padding rows.
+    """Attention of `q` [rows, heads * head_dim], float32, into `out` [rows, heads * value_dim],
+    float32 or bf16; zeros for padding rows.
 
-    `slopes` and `sinks` [heads] are float32. Queries are turned here where the store is, and nowhere else.
+    `slopes` and `sinks` [heads] are float32. Queries are turned here where the store is, and
+    nowhere else.
     """
     launches: list[Launch] = []
     if store.is_turned:
         launches.append(turn(scratch.queries, q, op.head_dim))
         q = scratch.queries
-    # Scores come times log2 e, for powers of two; those under a cap come first as what the tangent is made of.
+    # Scores come times log2 e, for powers of two; those under a cap come first as what the tangent
+    # is made of.
     scale = 2 * op.scale / op.softcap if op.softcap else op.scale
     partials, dim = (scratch.sums, scratch.weights), summed_dim(op, store)
-    lists = (work.items, work.num_items, work.rows, work.table, work.paths, q if slopes is None else slopes)
-    args = (q, q.stride(0), *store.layer(op.layer), *lists, *partials, scale * _LOG2_E.value, op.softcap * _LOG2_E.value)
-    launches.append(Launch(attention_kernel, (tiles.programs,), args, _constants(op, store, tiles, slopes is not None)))
+    lists = (
+        work.items,
+        work.num_items,
+        work.rows,
+        work.table,
+        work.paths,
+        q if slopes is None else slopes,
+    )
+    args = (
+        q,
+        q.stride(0),
+        *store.layer(op.layer),
+        *lists,
+        *partials,
+        scale * _LOG2_E.value,
+        op.softcap * _LOG2_E.value,
+    )
+    launches.append(
+        Launch(
+            attention_kernel,
+            (tiles.programs,),
+            args,
+            _constants(op, store, tiles, slopes is not None),
+        )
+    )
     turned_by = log_size(op.head_dim if op.latent else op.value_dim) if store.is_turned else 0
-    launches.append(merge(out, work.rows, *partials, sinks, op.num_heads, op.value_dim, dim, turned_by))
+    launches.append(
+        merge(out, work.rows, *partials, sinks, op.num_heads, op.value_dim, dim, turned_by)
+    )
     return launches
 
 
@@ -195,7 +274,8 @@ def _constants(op: Attention, store: KvStore, tiles: Tiles, has_slopes: bool) ->
         "BLOCK": store.block_size,
         "FORMAT": store.format,
         "IS_LATENT": op.latent,
-        "MASKS_LATENT": store.format in ("int8", "fp8") or dim == op.head_dim,  # else NaN stands behind what are values
+        "MASKS_LATENT": store.format in ("int8", "fp8")
+        or dim == op.head_dim,  # else NaN stands behind what are values
         "HAS_SOFTCAP": op.softcap > 0,
         "HAS_SLOPES": has_slopes,
         "WINDOW": op.window,

@@ -1,4 +1,6 @@
-"""The partial results of attention over splits of the context, merged in ascending order, to the row's result."""
+"""The partial results of attention over splits of the context, merged in ascending order, to the
+row's result.
+"""
 
 from typing import Any
 
@@ -14,7 +16,9 @@ _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 
 @triton.jit
 def factors(most, other):
-    """The largest score of two partial results, and what the sums of each are multiplied by; 0 for one without keys."""
+    """The largest score of two partial results, and what the sums of each are multiplied by; 0 for
+    one without keys.
+    """
     new_most = tl.maximum(most, other)
     reference = tl.where(new_most == float("-inf"), 0.0, new_most)
     return new_most, tl.exp2(most - reference), tl.exp2(other - reference)
@@ -23,12 +27,17 @@ def factors(most, other):
 @triton.jit
 def attention_merge_kernel(
     out, out_stride, records, rows, sums, weights, sinks,
-    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SUMMED_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, LOG: tl.constexpr,
+        NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SUMMED_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOG: tl.constexpr,
     HEADS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A program has some of the heads of all rows."""
     unit = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    row, head, column = (unit // NUM_HEADS).to(tl.int64), unit % NUM_HEADS, tl.arange(0, COLS)[None, :]
+    row, head, column = (
+        (unit // NUM_HEADS).to(tl.int64),
+        unit % NUM_HEADS,
+        tl.arange(0, COLS)[None, :],
+    )
     first = tl.load(records + row * _ROW_FIELDS, row < rows, 0)
     count = tl.load(records + row * _ROW_FIELDS + 1, row < rows, 0)
     total = tl.zeros((HEADS, COLS), tl.float32)
@@ -37,7 +46,9 @@ def attention_merge_kernel(
     for i in range(0, tl.max(count)):
         valid = i < count
         at = (first + i).to(tl.int64) * NUM_HEADS + head
-        acc = tl.load(sums + at[:, None] * SUMMED_DIM + column, valid[:, None] & (column < SUMMED_DIM), 0.0)
+        acc = tl.load(
+            sums + at[:, None] * SUMMED_DIM + column, valid[:, None] & (column < SUMMED_DIM), 0.0
+        )
         most = tl.load(weights + 2 * at, valid, float("-inf"))
         weight = tl.load(weights + 2 * at + 1, valid, 0.0)
         new_most, before, now = factors(total_most, most)
@@ -57,11 +68,21 @@ def attention_merge_kernel(
 
 
 def merge(
-    out: Any, records: Any, sums: Any, weights: Any, sinks: Any, num_heads: int, value_dim: int, summed_dim: int, log_size: int
+    out: Any,
+    records: Any,
+    sums: Any,
+    weights: Any,
+    sinks: Any,
+    num_heads: int,
+    value_dim: int,
+    summed_dim: int,
+    log_size: int,
 ) -> Launch:
-    """Merges partial results (`Scratch`) of `summed_dim` numbers of each head into `out` [rows, heads * value_dim].
+    """Merges partial results (`Scratch`) of `summed_dim` numbers of each head into `out` [rows,
+    heads * value_dim].
 
-    `log_size` is the logarithm of the size of the Hadamard matrices that values were turned by; 0: they were not.
+    `log_size` is the logarithm of the size of the Hadamard matrices that values were turned by; 0:
+    they were not.
     """
     rows = out.shape[0]
     heads, cols = heads_per_program(rows * num_heads, summed_dim)

@@ -1,4 +1,6 @@
-"""Logits under biases, penalties, bans and masks: in the order, and with the roundings, of the native sampler."""
+"""Logits under biases, penalties, bans and masks: in the order, and with the roundings, of the
+native sampler.
+"""
 
 from typing import Any
 
@@ -28,11 +30,19 @@ from headrace.backend.cuda.launch import Launch, blocks
 
 
 def draw_adjust(
-    logits: Any, table: Any, entries: Any, state: Any, masks: Any, adjusted: Any, block: int = 2048, entry_block: int = 128
+    logits: Any,
+    table: Any,
+    entries: Any,
+    state: Any,
+    masks: Any,
+    adjusted: Any,
+    block: int = 2048,
+    entry_block: int = 128,
 ) -> list[Launch]:
     """Write the logits of the draws that have anything to adjust to `adjusted` [draws, vocab].
 
-    `state` [slots, vocab] has the counts that penalties look at, `masks` [masks, words] bits, `entries` [entries, 4] what else there is.
+    `state` [slots, vocab] has the counts that penalties look at, `masks` [masks, words] bits,
+    `entries` [entries, 4] what else there is.
     """
     draws, vocab = len(adjusted), logits.shape[1]
     args = (
@@ -47,10 +57,24 @@ def draw_adjust(
         adjusted,
         adjusted.stride(0),
     )
-    launches = [Launch(draw_adjust_kernel, (draws, blocks(vocab, block)), (*args, vocab), {"BLOCK": block, "num_warps": 8})]
+    launches = [
+        Launch(
+            draw_adjust_kernel,
+            (draws, blocks(vocab, block)),
+            (*args, vocab),
+            {"BLOCK": block, "num_warps": 8},
+        )
+    ]
     if len(entries):
         given = entries, entries.view(torch.float32)
-        launches.append(Launch(draw_adjust_entries_kernel, (draws,), (*args, *given), {"BLOCK": entry_block, "num_warps": 4}))
+        launches.append(
+            Launch(
+                draw_adjust_entries_kernel,
+                (draws,),
+                (*args, *given),
+                {"BLOCK": entry_block, "num_warps": 4},
+            )
+        )
     return launches
 
 
@@ -75,14 +99,18 @@ def draw_adjust_kernel(
     if tl.load(fields + IS_ADJUSTED) != 0:
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = ids < vocab
-        x = tl.load(logits + tl.load(fields + ROW).to(tl.int64) * stride + ids, mask=inside, other=0.0)
+        x = tl.load(
+            logits + tl.load(fields + ROW).to(tl.int64) * stride + ids, mask=inside, other=0.0
+        )
         slot = tl.load(fields + STATE)
         if slot >= 0:
             count = tl.load(state + slot.to(tl.int64) * state_stride + ids, mask=inside, other=0)
             x = _penalise(x, count, floats + d * COLUMNS)
         mask_row = tl.load(fields + MASK)
         if mask_row >= 0:
-            x = tl.where(_may(masks + mask_row.to(tl.int64) * mask_words, ids, inside), x, float("-inf"))
+            x = tl.where(
+                _may(masks + mask_row.to(tl.int64) * mask_words, ids, inside), x, float("-inf")
+            )
         tl.store(adjusted + d.to(tl.int64) * adjusted_stride + ids, x, mask=inside)
 
 
@@ -102,7 +130,9 @@ def draw_adjust_entries_kernel(
     entry_floats,
     BLOCK: tl.constexpr,
 ):
-    """The tokens of one draw that have an entry, of which there is one for each: they begin again from their logits."""
+    """The tokens of one draw that have an entry, of which there is one for each: they begin again
+    from their logits.
+    """
     d = tl.program_id(0)
     fields = table + d * COLUMNS
     if tl.load(fields + IS_ADJUSTED) != 0:
@@ -119,12 +149,18 @@ def draw_adjust_entries_kernel(
             x = tl.load(logits + row * stride + ids, mask=inside, other=0.0)
             x += tl.load(entry_floats + at + ENTRY_BIAS, mask=inside, other=0.0)
             if slot >= 0:
-                count = tl.load(state + slot.to(tl.int64) * state_stride + ids, mask=inside, other=0)
+                count = tl.load(
+                    state + slot.to(tl.int64) * state_stride + ids, mask=inside, other=0
+                )
                 count += ONCE * tl.load(entries + at + ENTRY_COUNT, mask=inside, other=0)
                 x = _penalise(x, count, floats + d * COLUMNS)
-            x = tl.where(tl.load(entries + at + ENTRY_BAN, mask=inside, other=0) != 0, float("-inf"), x)
+            x = tl.where(
+                tl.load(entries + at + ENTRY_BAN, mask=inside, other=0) != 0, float("-inf"), x
+            )
             if mask_row >= 0:
-                x = tl.where(_may(masks + mask_row.to(tl.int64) * mask_words, ids, inside), x, float("-inf"))
+                x = tl.where(
+                    _may(masks + mask_row.to(tl.int64) * mask_words, ids, inside), x, float("-inf")
+                )
             tl.store(adjusted + d.to(tl.int64) * adjusted_stride + ids, x, mask=inside)
 
 

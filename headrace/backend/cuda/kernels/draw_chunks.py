@@ -1,4 +1,6 @@
-"""The best token of each row of logits, by logit and with noise: first of each chunk of the vocabulary, then of the row."""
+"""The best token of each row of logits, by logit and with noise: first of each chunk of the
+vocabulary, then of the row.
+"""
 
 from typing import Any
 
@@ -24,10 +26,12 @@ def draw_chunks(
     noisy: bool,
     chunk: int = CHUNK,
 ) -> list[Launch]:
-    """Write the token that each draw gives without filters to `tokens` [draws], -1 where its logits are not finite.
+    """Write the token that each draw gives without filters to `tokens` [draws], -1 where its logits
+    are not finite.
 
-    `chunks` [draws, chunks] is the memory for the top of each chunk, its token, the logit of the token that noise makes the best, and that
-    token. `tops` [draws] becomes the highest logit of the row, which is read from `adjusted` [draws, vocab] or `logits` [rows, vocab].
+    `chunks` [draws, chunks] is the memory for the top of each chunk, its token, the logit of the
+    token that noise makes the best, and that token. `tops` [draws] becomes the highest logit of the
+    row, which is read from `adjusted` [draws, vocab] or `logits` [rows, vocab].
     """
     draws, vocab = len(tokens), logits.shape[1]
     num_chunks = blocks(vocab, chunk)
@@ -35,8 +39,15 @@ def draw_chunks(
     constants = {"BLOCK": chunk, "NOISY": noisy, "num_warps": 8 if chunk >= 2048 else 4}
     merging = {"BLOCK": power_of_2(num_chunks), "NOISY": noisy, "num_warps": 1}
     return [
-        Launch(draw_chunk_kernel, (draws, num_chunks), (*rows, *chunks, vocab, num_chunks), constants),
-        Launch(draw_merge_kernel, (draws,), (table, doubles, *chunks, tops, tokens, num_chunks), merging),
+        Launch(
+            draw_chunk_kernel, (draws, num_chunks), (*rows, *chunks, vocab, num_chunks), constants
+        ),
+        Launch(
+            draw_merge_kernel,
+            (draws,),
+            (table, doubles, *chunks, tops, tokens, num_chunks),
+            merging,
+        ),
     ]
 
 
@@ -75,7 +86,14 @@ def draw_chunk_kernel(
         if NOISY:
             is_noisy = tl.load(fields + IS_NOISY)
             if is_noisy != 0:
-                token, noisy_x = noisiest(x, ids, words_of_tile(first, fields, BLOCK), top, doubles + d * (COLUMNS // 2), fields)
+                token, noisy_x = noisiest(
+                    x,
+                    ids,
+                    words_of_tile(first, fields, BLOCK),
+                    top,
+                    doubles + d * (COLUMNS // 2),
+                    fields,
+                )
                 tl.store(chunk_noisy + at, noisy_x)
                 tl.store(chunk_noisy_ids + at, token)
 
@@ -114,7 +132,13 @@ def draw_merge_kernel(
                 noisy_ids = tl.load(chunk_noisy_ids + at, mask=inside, other=NO_TOKEN)
                 x = tl.load(chunk_noisy + at, mask=inside, other=float("-inf"))
                 x = tl.where(is_finite, x, 0.0)  # no NaN from infinities
-                scores = score(x, tl.where(is_finite, top, 0.0), noisy_ids, doubles + d * (COLUMNS // 2), fields)
+                scores = score(
+                    x,
+                    tl.where(is_finite, top, 0.0),
+                    noisy_ids,
+                    doubles + d * (COLUMNS // 2),
+                    fields,
+                )
                 scores = tl.where(inside, scores, float("-inf"))
                 token = tl.min(tl.where(scores == tl.max(scores, 0), noisy_ids, NO_TOKEN), 0)
         tl.store(tops + d, top)

@@ -1,10 +1,13 @@
 """Draws under min_p, top_k and top_p, without a sort.
 
-What filters keep are the best tokens of a row down to some place, and a draw is the noisiest of them. So the noisiest token of all is the
-draw where it is kept, which the mass of the tokens that are better tells; otherwise the draw is among these, and so on. On average that
-ends after one or two passes over the row. Only top_k has its place found first, since the mass that top_p counts is what it keeps.
+What filters keep are the best tokens of a row down to some place, and a draw is the noisiest of
+them. So the noisiest token of all is the draw where it is kept, which the mass of the tokens that
+are better tells; otherwise the draw is among these, and so on. On average that ends after one or
+two passes over the row. Only top_k has its place found first, since the mass that top_p counts is
+what it keeps.
 
-A floor that all kept tokens are above, by min_p, or by the k-th of the tops of chunks, mostly leaves few tokens. They are listed first.
+A floor that all kept tokens are above, by min_p, or by the k-th of the tops of chunks, mostly
+leaves few tokens. They are listed first.
 """
 
 from typing import Any
@@ -12,8 +15,23 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.draw_noise import MAX_GUMBEL, noisiest, score, word_of, words_of_tile
-from headrace.backend.cuda.kernels.draw_table import COLUMNS, IS_FILTERED, MIN_P_DEPTH, NO_TOKEN, TEMPERATURE, TOP_K, TOP_P, logits_of
+from headrace.backend.cuda.kernels.draw_noise import (
+    MAX_GUMBEL,
+    noisiest,
+    score,
+    word_of,
+    words_of_tile,
+)
+from headrace.backend.cuda.kernels.draw_table import (
+    COLUMNS,
+    IS_FILTERED,
+    MIN_P_DEPTH,
+    NO_TOKEN,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    logits_of,
+)
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 
 LISTED = 4096
@@ -32,19 +50,35 @@ def draw_filter(
     chunk: int,
     block: int = LISTED,
 ) -> list[Launch]:
-    """Replace the tokens [draws] of those draws that have filters, by the highest logit of each row, `tops`, and of each chunk.
+    """Replace the tokens [draws] of those draws that have filters, by the highest logit of each
+    row, `tops`, and of each chunk.
 
-    `lists` is memory for the logits and the ids of listed tokens [draws, listed], their number [draws] and the floor that they are above.
+    `lists` is memory for the logits and the ids of listed tokens [draws, listed], their number
+    [draws] and the floor that they are above.
     """
     draws, vocab = len(tokens), logits.shape[1]
     num_chunks = blocks(vocab, chunk)
     rows = (logits, logits.stride(0), adjusted, adjusted.stride(0), table, doubles)
     listed = lists[0].shape[1]
     warps = 16 if block >= LISTED else 4
-    listing = {"BLOCK": chunk, "CHUNKS": power_of_2(num_chunks), "num_warps": 8 if chunk >= 2048 else 4}
+    listing = {
+        "BLOCK": chunk,
+        "CHUNKS": power_of_2(num_chunks),
+        "num_warps": 8 if chunk >= 2048 else 4,
+    }
     return [
-        Launch(draw_list_kernel, (draws,), (*rows, chunk_tops, *lists, tops, tokens, vocab, num_chunks, listed), listing),
-        Launch(draw_filter_kernel, (draws,), (*rows, *lists, tops, tokens, vocab, listed), {"BLOCK": block, "num_warps": warps}),
+        Launch(
+            draw_list_kernel,
+            (draws,),
+            (*rows, chunk_tops, *lists, tops, tokens, vocab, num_chunks, listed),
+            listing,
+        ),
+        Launch(
+            draw_filter_kernel,
+            (draws,),
+            (*rows, *lists, tops, tokens, vocab, listed),
+            {"BLOCK": block, "num_warps": warps},
+        ),
     ]
 
 
@@ -69,7 +103,9 @@ def draw_list_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """The tokens of one draw that may be kept, by ascending ids; more than can be listed where there is no floor."""
+    """The tokens of one draw that may be kept, by ascending ids; more than can be listed where
+    there is no floor.
+    """
     d = tl.program_id(0)
     fields = table + d * COLUMNS
     if (tl.load(fields + IS_FILTERED) != 0) & (tl.load(tokens + d) >= 0):
@@ -78,7 +114,9 @@ def draw_list_kernel(
         floor = (tl.load(tops + d).to(tl.float64) + depth).to(tl.float32)
         k = tl.load(fields + TOP_K)
         chunks = tl.arange(0, CHUNKS)
-        its_tops = tl.load(chunk_tops + d * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
+        its_tops = tl.load(
+            chunk_tops + d * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
+        )
         if (k > 0) & (k <= num_chunks):
             floor = tl.maximum(floor, _kth(its_tops, k))
         size = listed + 1 + 0 * k
@@ -145,10 +183,14 @@ def draw_filter_kernel(
         is_going = (share < 1) | (is_kept == 0)
         while is_going:
             if is_kept == 0:
-                token_x, token = _noisiest_of(row, names, is_listed, size, bound_x, bound, top, numbers, fields, BLOCK)
+                token_x, token = _noisiest_of(
+                    row, names, is_listed, size, bound_x, bound, top, numbers, fields, BLOCK
+                )
             is_going = share < 1
             if is_going:
-                total, better = _masses(row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK)
+                total, better = _masses(
+                    row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK
+                )
                 is_kept = better < share * total
                 bound_x = token_x
                 bound = token - 1
@@ -158,7 +200,9 @@ def draw_filter_kernel(
 
 @triton.jit
 def _is_kept(x, ids, floor, last):
-    """Whether tokens are among the best down to the token `last`, whose logit is `floor`: of equal logits the lower id is better."""
+    """Whether tokens are among the best down to the token `last`, whose logit is `floor`: of equal
+    logits the lower id is better.
+    """
     return (x > floor) | ((x == floor) & (ids <= last))
 
 
@@ -174,7 +218,9 @@ def _load(row, names, is_listed, first, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _masses(row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK: tl.constexpr):
+def _masses(
+    row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK: tl.constexpr
+):
     """The mass of the kept tokens, and of those that are better than a token.
 
     The sums are in float64: with two equal tokens and a little more, the first has no half.
@@ -184,14 +230,18 @@ def _masses(row, names, is_listed, size, floor, last, token_x, token, top, numbe
     better = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, size, BLOCK):
         x, ids = _load(row, names, is_listed, first, size, BLOCK)
-        weights = tl.where(_is_kept(x, ids, floor, last), tl.exp((x - top) * factor), 0.0).to(tl.float64)
+        weights = tl.where(_is_kept(x, ids, floor, last), tl.exp((x - top) * factor), 0.0).to(
+            tl.float64
+        )
         total += weights
         better += tl.where(_is_kept(x, ids, token_x, token - 1), weights, 0.0)
     return tl.sum(total, 0), tl.sum(better, 0)
 
 
 @triton.jit
-def _noisiest_of(row, names, is_listed, size, floor, last, top, numbers, fields, BLOCK: tl.constexpr):
+def _noisiest_of(
+    row, names, is_listed, size, floor, last, top, numbers, fields, BLOCK: tl.constexpr
+):
     """Logit and id of the token with the best score among the best tokens, down to one."""
     temperature = tl.load(numbers + TEMPERATURE)
     best = float("-inf") + 0 * temperature
@@ -241,7 +291,9 @@ def _kth(x, k):
 
 @triton.jit
 def _worst_of_best(row, names, is_listed, size, floor, k, BLOCK: tl.constexpr):
-    """Logit and id of the k-th best token, or of the last with a logit from `floor` on where those are fewer."""
+    """Logit and id of the k-th best token, or of the last with a logit from `floor` on where those
+    are fewer.
+    """
     prefix = tl.zeros((), tl.uint32)
     left = k
     digits = tl.arange(0, 256)

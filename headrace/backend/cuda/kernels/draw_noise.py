@@ -1,14 +1,22 @@
 """The noise of a draw, and the token of a tile that it lifts highest.
 
-The word of a token is that of the native sampler to the bit (csrc/kernels_sample.h), and so, but for the last bit of a logarithm, is its
-Gumbel variate in float64. Scores in float32 find those few tokens of a tile that may be the best, which float64 compares. So the best is
-that of float64, and of equal scores the one with the lower id.
+The word of a token is that of the native sampler to the bit (csrc/kernels_sample.h), and so, but
+for the last bit of a logarithm, is its Gumbel variate in float64. Scores in float32 find those few
+tokens of a tile that may be the best, which float64 compares. So the best is that of float64, and
+of equal scores the one with the lower id.
 """
 
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.draw_table import NO_TOKEN, POSITION, SEED_HIGH, SEED_LOW, SEQ_INDEX, TEMPERATURE
+from headrace.backend.cuda.kernels.draw_table import (
+    NO_TOKEN,
+    POSITION,
+    SEED_HIGH,
+    SEED_LOW,
+    SEQ_INDEX,
+    TEMPERATURE,
+)
 
 MAX_GUMBEL = tl.constexpr(23.0)  # no word gives more
 NEAR = tl.constexpr(1e-4)  # more than float32 can be wrong by in a score that may be the best
@@ -48,9 +56,13 @@ def gumbel(words):
 
 @triton.jit
 def gumbel_in_float32(words):
-    """The same within 1e-5. Where the uniform number u is near 1, what it is below 1 keeps the digits that u has not."""
+    """The same within 1e-5. Where the uniform number u is near 1, what it is below 1 keeps the
+    digits that u has not.
+    """
     below = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * SCALE
-    series = below * (1 + below * (1 / 2 + below * (1 / 3 + below * (1 / 4 + below * (1 / 5 + below * (1 / 6))))))
+    series = below * (
+        1 + below * (1 / 2 + below * (1 / 3 + below * (1 / 4 + below * (1 / 5 + below * (1 / 6)))))
+    )
     uniform = (words.to(tl.float32) + 0.5) * SCALE
     return -tl.log(tl.where(below < 0.0625, series, -tl.log(tl.minimum(uniform, 0.9999))))
 
@@ -64,7 +76,9 @@ def score(x, top, token, doubles, fields):
 
 @triton.jit
 def noisiest(x, ids, words, tile_top, doubles, fields):
-    """The token with the best score in a tile, and its logit; NO_TOKEN where all logits are -inf. `tile_top` is the highest of them."""
+    """The token with the best score in a tile, and its logit; NO_TOKEN where all logits are -inf.
+    `tile_top` is the highest of them.
+    """
     top = tl.where(tl.abs(tile_top) < float("inf"), tile_top, 0.0)
     factor = (1 / tl.load(doubles + TEMPERATURE)).to(tl.float32)
     scores = (x - top) * factor + gumbel_in_float32(words)

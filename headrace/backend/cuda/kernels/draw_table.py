@@ -1,6 +1,8 @@
-"""The columns of the tables that draws read: one row of numbers for each row that a token is drawn from, for each op, and so on.
+"""The columns of the tables that draws read: one row of numbers for each row that a token is drawn
+from, for each op, and so on.
 
-A row of the first table is 32 words, which lie in one line of a cache; its first words are three numbers in float64.
+A row of the first table is 32 words, which lie in one line of a cache; its first words are three
+numbers in float64.
 """
 
 import triton
@@ -10,7 +12,11 @@ COLUMNS = tl.constexpr(32)
 
 # In units of 8 bytes.
 TEMPERATURE = tl.constexpr(0)
-MIN_P_DEPTH = tl.constexpr(1)  # temperature * log(min_p), -inf where there is none: how far below the top the last kept logit is
+MIN_P_DEPTH = tl.constexpr(
+    1
+    # temperature * log(min_p), -inf where there is none: how far below the top the last kept logit
+    # is
+)
 TOP_P = tl.constexpr(2)
 
 # In units of 4 bytes.
@@ -25,7 +31,9 @@ IS_NOISY = tl.constexpr(13)
 IS_FILTERED = tl.constexpr(14)
 ROW = tl.constexpr(15)  # of the logits; -1 in a row of padding
 POSITION = tl.constexpr(16)
-PARENT = tl.constexpr(17)  # of the draft node that the row is of, -2 in the row of the last known token
+PARENT = tl.constexpr(
+    17
+)  # of the draft node that the row is of, -2 in the row of the last known token
 DRAFT_TOKEN = tl.constexpr(18)  # of that node
 STATE = tl.constexpr(19)  # row of the state of the penalties; -1: there are none
 MASK = tl.constexpr(20)  # row of the masks; -1: all tokens may be drawn
@@ -54,7 +62,8 @@ DESCRIBED_DRAW = tl.constexpr(1)  # the draw that gives the token; -1: it is kno
 DESCRIBED_TOKEN = tl.constexpr(2)
 DESCRIBED_TOP = tl.constexpr(3)  # likeliest tokens that are wanted
 
-# What a token in the output adds to its count in the state of the penalties; the lowest bit is for tokens of the prompt.
+# What a token in the output adds to its count in the state of the penalties; the lowest bit is for
+# tokens of the prompt.
 ONCE = tl.constexpr(2)
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)

@@ -1,4 +1,6 @@
-"""The way down a draft tree, by what was drawn at each of its nodes, and the counts that penalties look at behind it."""
+"""The way down a draft tree, by what was drawn at each of its nodes, and the counts that penalties
+look at behind it.
+"""
 
 from typing import Any
 
@@ -19,18 +21,38 @@ from headrace.backend.cuda.kernels.draw_table import (
 from headrace.backend.cuda.launch import Launch
 
 
-def draw_verify(table: Any, op_table: Any, tokens: Any, state: Any, last_tokens: Any, results: tuple[Any, Any, Any], nodes: int) -> Launch:
-    """Write what each op draws: its tokens, and the path, [draws] from its first draw on, and their number [ops], 0: a row is not finite.
+def draw_verify(
+    table: Any,
+    op_table: Any,
+    tokens: Any,
+    state: Any,
+    last_tokens: Any,
+    results: tuple[Any, Any, Any],
+    nodes: int,
+) -> Launch:
+    """Write what each op draws: its tokens, and the path, [draws] from its first draw on, and their
+    number [ops], 0: a row is not finite.
 
-    The last token of each goes to `last_tokens` by the index of the op, 0 where there is none, and all to the `state` of its penalties.
-    `nodes` is a power of two: the most rows that an op has.
+    The last token of each goes to `last_tokens` by the index of the op, 0 where there is none, and
+    all to the `state` of its penalties. `nodes` is a power of two: the most rows that an op has.
     """
     args = (table, op_table, tokens, state, state.stride(0), last_tokens, *results)
     return Launch(draw_verify_kernel, (len(op_table),), args, {"NODES": nodes, "num_warps": 1})
 
 
 @triton.jit
-def draw_verify_kernel(table, op_table, tokens, state, state_stride, last_tokens, out_tokens, out_path, out_counts, NODES: tl.constexpr):
+def draw_verify_kernel(
+    table,
+    op_table,
+    tokens,
+    state,
+    state_stride,
+    last_tokens,
+    out_tokens,
+    out_path,
+    out_counts,
+    NODES: tl.constexpr,
+):
     """One op."""
     op = op_table + tl.program_id(0) * OP_COLUMNS
     first = tl.load(op + FIRST_DRAW)
@@ -47,7 +69,9 @@ def draw_verify_kernel(table, op_table, tokens, state, state_stride, last_tokens
         path = rows * 0
         is_going = (NODES > 1) & (token >= 0)
         while is_going:
-            child = tl.min(tl.where((parents == row - 1) & (drafted == token) & (token >= 0), rows, NODES), 0)
+            child = tl.min(
+                tl.where((parents == row - 1) & (drafted == token) & (token >= 0), rows, NODES), 0
+            )
             is_going = child < NODES
             if is_going:
                 path = tl.where(rows == depth, child - 1, path)
@@ -63,4 +87,9 @@ def draw_verify_kernel(table, op_table, tokens, state, state_stride, last_tokens
         slot = tl.load(op + OP_STATE)
         if slot >= 0:
             counts = state + slot.to(tl.int64) * state_stride
-            tl.atomic_add(counts + path_tokens, rows * 0 + ONCE, mask=(rows <= depth) & is_finite, sem="relaxed")
+            tl.atomic_add(
+                counts + path_tokens,
+                rows * 0 + ONCE,
+                mask=(rows <= depth) & is_finite,
+                sem="relaxed",
+            )

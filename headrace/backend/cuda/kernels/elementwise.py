@@ -1,4 +1,6 @@
-"""Ops whose numbers are computed one by one: activations, gates, sums and factors. Values are float32, results that or bf16."""
+"""Ops whose numbers are computed one by one: activations, gates, sums and factors. Values are
+float32, results that or bf16.
+"""
 
 from typing import Any
 
@@ -30,7 +32,9 @@ def glu_kernel(
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     g = tl.load(gate + row * gate_stride + column, mask).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask).to(tl.float32)
-    tl.store(out + row * out_stride + column, gated(g, u, ACTIVATION).to(out.dtype.element_ty), mask)
+    tl.store(
+        out + row * out_stride + column, gated(g, u, ACTIVATION).to(out.dtype.element_ty), mask
+    )
 
 
 def glu(out: Any, gate: Any, up: Any, activation: Activation) -> Launch:
@@ -40,12 +44,22 @@ def glu(out: Any, gate: Any, up: Any, activation: Activation) -> Launch:
 
 @triton.jit(do_not_specialize=["rows"])
 def activate_kernel(
-    out, rows, out_stride, x, x_stride, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    rows,
+    out_stride,
+    x,
+    x_stride,
+    ACTIVATION: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32)
-    tl.store(out + row * out_stride + column, activated(v, ACTIVATION).to(out.dtype.element_ty), mask)
+    tl.store(
+        out + row * out_stride + column, activated(v, ACTIVATION).to(out.dtype.element_ty), mask
+    )
 
 
 def activate(out: Any, x: Any, activation: Activation) -> Launch:
@@ -54,7 +68,17 @@ def activate(out: Any, x: Any, activation: Activation) -> Launch:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def scale_kernel(out, rows, out_stride, x, x_stride, factor, WIDTH: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+def scale_kernel(
+    out,
+    rows,
+    out_stride,
+    x,
+    x_stride,
+    factor,
+    WIDTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32)
@@ -67,7 +91,17 @@ def scale(out: Any, x: Any, factor: float) -> Launch:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def soft_cap_kernel(out, rows, out_stride, x, x_stride, cap, WIDTH: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+def soft_cap_kernel(
+    out,
+    rows,
+    out_stride,
+    x,
+    x_stride,
+    cap,
+    WIDTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32)
@@ -80,10 +114,23 @@ def soft_cap(out: Any, x: Any, cap: float) -> Launch:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def add_kernel(out, rows, out_stride, x, x_stride, y, y_stride, WIDTH: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+def add_kernel(
+    out,
+    rows,
+    out_stride,
+    x,
+    x_stride,
+    y,
+    y_stride,
+    WIDTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
-    v = tl.load(x + row * x_stride + column, mask).to(tl.float32) + tl.load(y + row * y_stride + column, mask).to(tl.float32)
+    v = tl.load(x + row * x_stride + column, mask).to(tl.float32) + tl.load(
+        y + row * y_stride + column, mask
+    ).to(tl.float32)
     tl.store(out + row * out_stride + column, v.to(out.dtype.element_ty), mask)
 
 
@@ -93,7 +140,18 @@ def add(out: Any, x: Any, y: Any) -> Launch:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def gate_rows_kernel(out, rows, out_stride, x, x_stride, gate, gate_stride, WIDTH: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+def gate_rows_kernel(
+    out,
+    rows,
+    out_stride,
+    x,
+    x_stride,
+    gate,
+    gate_stride,
+    WIDTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32)

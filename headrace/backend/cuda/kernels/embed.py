@@ -1,17 +1,35 @@
-"""Rows of a table: embeddings of tokens, some of which the launch before has drawn and only the GPU knows, and of positions."""
+"""Rows of a table: embeddings of tokens, some of which the launch before has drawn and only the GPU
+knows, and of positions.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.product import halves, meaning, stepped, unit, unit_word, weight_args, weight_constants
+from headrace.backend.cuda.kernels.product import (
+    halves,
+    meaning,
+    stepped,
+    unit,
+    unit_word,
+    weight_args,
+    weight_constants,
+)
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 from headrace.backend.cuda.layout import SUPER_BLOCK
 from headrace.backend.cuda.packing import PackedWeight
 
 
-def embed(out: torch.Tensor, weight: PackedWeight, tokens: torch.Tensor, source: torch.Tensor, last_tokens: torch.Tensor) -> Launch:
-    """out[t] = weight[token of t], float32 [rows, cols]; the token is `tokens[t]`, or `last_tokens[source[t]]` where `source` is not -1."""
+def embed(
+    out: torch.Tensor,
+    weight: PackedWeight,
+    tokens: torch.Tensor,
+    source: torch.Tensor,
+    last_tokens: torch.Tensor,
+) -> Launch:
+    """out[t] = weight[token of t], float32 [rows, cols]; the token is `tokens[t]`, or
+    `last_tokens[source[t]]` where `source` is not -1.
+    """
     return _embed(out, weight, tokens, source, last_tokens)
 
 
@@ -20,7 +38,13 @@ def embed_position(out: torch.Tensor, weight: PackedWeight, positions: torch.Ten
     return _embed(out, weight, positions, None, positions)
 
 
-def _embed(out: torch.Tensor, weight: PackedWeight, index: torch.Tensor, source: torch.Tensor | None, last: torch.Tensor) -> Launch:
+def _embed(
+    out: torch.Tensor,
+    weight: PackedWeight,
+    index: torch.Tensor,
+    source: torch.Tensor | None,
+    last: torch.Tensor,
+) -> Launch:
     constants = weight_constants(weight, torch.float32)
     block = power_of_2(min(weight.cols, 1024))
     return Launch(
@@ -31,7 +55,19 @@ def _embed(out: torch.Tensor, weight: PackedWeight, index: torch.Tensor, source:
             *(weight.rows, weight.cols, weight.layout.padded_cols(weight.cols), out.stride(0)),
         ),
         {
-            **{name: constants[name] for name in ("STORE", "SCALE", "ZERO", "ZERO_STORE", "OFFSET", "LOOKUP", "GROUP", "PART")},
+            **{
+                name: constants[name]
+                for name in (
+                    "STORE",
+                    "SCALE",
+                    "ZERO",
+                    "ZERO_STORE",
+                    "OFFSET",
+                    "LOOKUP",
+                    "GROUP",
+                    "PART",
+                )
+            },
             **{"HAS_SOURCE": source is not None, "BLOCK": block, "num_warps": 4},
         },
     )
@@ -48,7 +84,12 @@ def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr, GROUP: tl.conste
     elif NUMBER == "steps" or NUMBER == "eighths":
         block = group * GROUP // _SUPER_BLOCK
         units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + row), block)
-        numbers = stepped(units, tl.load(table + (group // 4 + block // 2 + 1) * num_rows + row), group % 4, NUMBER)
+        numbers = stepped(
+            units,
+            tl.load(table + (group // 4 + block // 2 + 1) * num_rows + row),
+            group % 4,
+            NUMBER,
+        )
     else:
         low, high = halves(tl.load(table + group // 2 * num_rows + row), NUMBER)
         numbers = tl.where(group % 2 == 0, low, high)
@@ -58,7 +99,8 @@ def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr, GROUP: tl.conste
 @triton.jit
 def embed_kernel(
     out, index, source, last, codes, scales, zeros, lookup, num_rows, columns, padded, out_stride,
-    STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+        STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr,
+    OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
     GROUP: tl.constexpr, PART: tl.constexpr, HAS_SOURCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program has a block of columns of a row."""

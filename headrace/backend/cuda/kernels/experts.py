@@ -1,4 +1,6 @@
-"""Products of rows with the matrices of their experts, tile by tile: the pairs of rows and experts lie in tiles of one expert each."""
+"""Products of rows with the matrices of their experts, tile by tile: the pairs of rows and experts
+lie in tiles of one expert each.
+"""
 
 import torch
 import triton
@@ -12,7 +14,9 @@ from headrace.backend.cuda.packing import PackedWeight
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """Pairs of a tile: as many as an expert has in the mean, within what tiles can be. They decide how fast it is, never what comes out."""
+    """Pairs of a tile: as many as an expert has in the mean, within what tiles can be. They decide
+    how fast it is, never what comes out.
+    """
     return power_of_2(min(64, blocks(pairs, experts)), 16)
 
 
@@ -28,9 +32,11 @@ def expert_linear(
     activation: str = "",
     activations: torch.dtype | None = None,
 ) -> Launch:
-    """out[pair] = x[pair // rows_per_x] @ weight[expert].T + bias[expert], with the matrices of all experts one below the other.
+    """out[pair] = x[pair // rows_per_x] @ weight[expert].T + bias[expert], with the matrices of all
+    experts one below the other.
 
-    With an `activation` they are gates, and below them there are as many that they open: out = activation(gate) * up.
+    With an `activation` they are gates, and below them there are as many that they open: out =
+    activation(gate) * up.
     """
     matrices = num_experts * (2 if activation else 1)
     outputs = weight.rows // matrices
@@ -41,13 +47,26 @@ def expert_linear(
         expert_linear_kernel,
         (aligned.most_tiles, blocks(outputs, block_n)),
         (
-            *(out, x, *weight_args(weight), out if bias is None else bias, aligned.pairs, aligned.experts, aligned.num_tiles),
+            *(
+                out,
+                x,
+                *weight_args(weight),
+                out if bias is None else bias,
+                aligned.pairs,
+                aligned.experts,
+                aligned.num_tiles,
+            ),
             *(outputs, weight.rows, weight.cols, num_experts, out.stride(0), x.stride(0)),
         ),
         {
             **weight_constants(weight, activations or x.dtype),
             **{"ROWS_PER_X": rows_per_x, "BIAS": bias is not None, "ACTIVATION": activation},
-            **{"BLOCK_M": aligned.block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 6 if is_narrow else 4},
+            **{
+                "BLOCK_M": aligned.block_m,
+                "BLOCK_N": block_n,
+                "num_warps": 4,
+                "num_stages": 6 if is_narrow else 4,
+            },
         },
     )
 
@@ -56,10 +75,13 @@ def expert_linear(
 def expert_linear_kernel(
     out, x, codes, scales, zeros, lookup, order, bias, pairs, experts, num_tiles,
     N, num_rows, K, num_experts, out_stride, x_stride,
-    STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, IN_PAIRS: tl.constexpr,
+        STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr,
+    OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+        ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROWS_PER_X: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        ROWS_PER_X: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns of a tile of pairs."""
     tile = tl.program_id(0)
@@ -75,8 +97,10 @@ def expert_linear_kernel(
         for half in tl.static_range(2 if ACTIVATION != "" else 1):
             rows = (expert + half * num_experts) * N + row
             part = product(
-                tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, pair >= 0, K, codes, scales, zeros, lookup, order, rows, num_rows,
-                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, IN_PAIRS, PRECISION,
+                                tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, pair >= 0, K,
+                codes, scales, zeros, lookup, order, rows, num_rows,
+                                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP,
+                PART, COMPUTE, IN_PAIRS, PRECISION,
             )  # fmt: skip
             if BIAS:
                 part += tl.load(bias + rows)[None, :]
@@ -86,4 +110,6 @@ def expert_linear_kernel(
                 up = part
         if ACTIVATION != "":
             y = gated(y, up, ACTIVATION)
-        tl.store(out + pair[:, None] * out_stride + n[None, :], y.to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            out + pair[:, None] * out_stride + n[None, :], y.to(out.dtype.element_ty), mask=inside
+        )

@@ -1,4 +1,6 @@
-"""What kernels have in common that compute the numbers of a matrix one by one: a flat grid over them."""
+"""What kernels have in common that compute the numbers of a matrix one by one: a flat grid over
+them.
+"""
 
 from typing import Any
 
@@ -19,8 +21,14 @@ def place(rows, WIDTH: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def flat(kernel: Any, out: Any, *args: Any, **constants: Any) -> Launch:
-    """A launch over the numbers of `out` [rows, width], which the kernel has first, with its rows and its stride behind it."""
+    """A launch over the numbers of `out` [rows, width], which the kernel has first, with its rows
+    and its stride behind it.
+    """
     rows, width = out.shape
-    index = tl.int32 if rows * width < 2**31 - _BLOCK else tl.int64  # it is divided by the width, which costs more in 64 bits
+    index = (
+        tl.int32 if rows * width < 2**31 - _BLOCK else tl.int64
+    )  # it is divided by the width, which costs more in 64 bits
     constants |= {"WIDTH": width, "INDEX": index, "BLOCK": _BLOCK, "num_warps": 4}
-    return Launch(kernel, (blocks(rows * width, _BLOCK),), (out, rows, out.stride(0), *args), constants)
+    return Launch(
+        kernel, (blocks(rows * width, _BLOCK),), (out, rows, out.stride(0), *args), constants
+    )

@@ -10,15 +10,31 @@ from headrace.backend.cuda.launch import Launch
 
 
 @triton.jit(do_not_specialize=["rows"])
-def gather_rows_kernel(out, rows, out_stride, x, x_stride, index, WIDTH: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+def gather_rows_kernel(
+    out,
+    rows,
+    out_stride,
+    x,
+    x_stride,
+    index,
+    WIDTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     source = tl.load(index + row, mask, 0).to(tl.int64)
-    tl.store(out + row * out_stride + column, tl.load(x + source * x_stride + column, mask).to(out.dtype.element_ty), mask)
+    tl.store(
+        out + row * out_stride + column,
+        tl.load(x + source * x_stride + column, mask).to(out.dtype.element_ty),
+        mask,
+    )
 
 
 def gather_rows(out: Any, x: Any, index: Any) -> Launch:
-    """out[r] = x[index[r]]. `index` is int32 [rows of out]; those of padding rows are rows of x, whichever."""
+    """out[r] = x[index[r]]. `index` is int32 [rows of out]; those of padding rows are rows of x,
+    whichever.
+    """
     return flat(gather_rows_kernel, out, x, x.stride(0), index)
 
 
@@ -45,11 +61,21 @@ def concat_heads_kernel(
     x_head = 0 if X_SHARED else head * X_DIM
     y_head = 0 if Y_SHARED else head * Y_DIM
     of_x = tl.load(x + row * x_stride + x_head + at, mask & (at < X_DIM), 0.0).to(tl.float32)
-    of_y = tl.load(y + row * y_stride + y_head + at - X_DIM, mask & (at >= X_DIM), 0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, tl.where(at < X_DIM, of_x, of_y).to(out.dtype.element_ty), mask)
+    of_y = tl.load(y + row * y_stride + y_head + at - X_DIM, mask & (at >= X_DIM), 0.0).to(
+        tl.float32
+    )
+    tl.store(
+        out + row * out_stride + column,
+        tl.where(at < X_DIM, of_x, of_y).to(out.dtype.element_ty),
+        mask,
+    )
 
 
 def concat_heads(out: Any, x: Any, y: Any, num_heads: int, x_dim: int, y_dim: int) -> Launch:
-    """out[t, head] = the `x_dim` numbers of x[t, head], then the `y_dim` ones of y[t, head]; either may be one head that all share."""
+    """out[t, head] = the `x_dim` numbers of x[t, head], then the `y_dim` ones of y[t, head]; either
+    may be one head that all share.
+    """
     shared = {"X_SHARED": x.shape[1] == x_dim, "Y_SHARED": y.shape[1] == y_dim}
-    return flat(concat_heads_kernel, out, x, x.stride(0), y, y.stride(0), X_DIM=x_dim, Y_DIM=y_dim, **shared)
+    return flat(
+        concat_heads_kernel, out, x, x.stride(0), y, y.stride(0), X_DIM=x_dim, Y_DIM=y_dim, **shared
+    )

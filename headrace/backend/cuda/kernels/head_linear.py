@@ -9,8 +9,16 @@ from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 from headrace.backend.cuda.packing import PackedWeight
 
 
-def head_linear(out: torch.Tensor, x: torch.Tensor, heads: PackedWeight, num_heads: int, activations: torch.dtype | None = None) -> Launch:
-    """`heads` has the matrices one below the other; `x` [rows, heads * cols], or [rows, cols] of one head that all share."""
+def head_linear(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    heads: PackedWeight,
+    num_heads: int,
+    activations: torch.dtype | None = None,
+) -> Launch:
+    """`heads` has the matrices one below the other; `x` [rows, heads * cols], or [rows, cols] of
+    one head that all share.
+    """
     outputs = heads.rows // num_heads
     block_m, block_n = power_of_2(min(len(x), 64), 16), power_of_2(min(outputs, 64), 16)
     return Launch(
@@ -20,15 +28,24 @@ def head_linear(out: torch.Tensor, x: torch.Tensor, heads: PackedWeight, num_hea
             *(out, x, *weight_args(heads), len(x), outputs, heads.rows, heads.cols),
             *(out.stride(0), x.stride(0), 0 if x.shape[1] == heads.cols else heads.cols),
         ),
-        {**weight_constants(heads, activations or x.dtype), "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 3},
+        {
+            **weight_constants(heads, activations or x.dtype),
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "num_warps": 4,
+            "num_stages": 3,
+        },
     )
 
 
 @triton.jit(do_not_specialize=["M"])
 def head_linear_kernel(
-    out, x, codes, scales, zeros, lookup, order, M, N, num_rows, K, out_stride, x_stride, head_stride,
-    STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, IN_PAIRS: tl.constexpr,
+        out, x, codes, scales, zeros, lookup, order, M, N, num_rows, K, out_stride, x_stride,
+    head_stride,
+        STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr,
+    OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+        ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -41,6 +58,11 @@ def head_linear_kernel(
     offsets = m.to(tl.int64) * x_stride + head * head_stride
     y = product(
         tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, m < M, K, codes, scales, zeros, lookup, order, rows, num_rows,
-        STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, IN_PAIRS, PRECISION,
+                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE,
+        IN_PAIRS, PRECISION,
     )  # fmt: skip
-    tl.store(out + m.to(tl.int64)[:, None] * out_stride + head * N + n[None, :], y.to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + m.to(tl.int64)[:, None] * out_stride + head * N + n[None, :],
+        y.to(out.dtype.element_ty),
+        mask=inside,
+    )

@@ -1,4 +1,6 @@
-"""Keys and values written to their slots, in the number format of the store; keys and queries of a fused op are rotated on the way."""
+"""Keys and values written to their slots, in the number format of the store; keys and queries of a
+fused op are rotated on the way.
+"""
 
 from typing import Any
 
@@ -11,18 +13,24 @@ from headrace.backend.cuda.launch import Launch, blocks
 
 _INFINITY = tl.constexpr(float("inf"))
 _LARGEST_E4M3 = tl.constexpr(448.0)
-_ROUNDING = tl.constexpr(12582912.0)  # added and taken off again, it rounds to the nearest integer, ties to even
+_ROUNDING = tl.constexpr(
+    12582912.0
+)  # added and taken off again, it rounds to the nearest integer, ties to even
 
 
 @triton.jit
 def _load(x, row, stride, head, mask, DIM: tl.constexpr, COLS: tl.constexpr):
     """Heads [heads, COLS] of rows; zeros where there are none."""
     column = tl.arange(0, COLS)[None, :]
-    return tl.load(x + (row * stride + head * DIM)[:, None] + column, mask[:, None] & (column < DIM), 0.0)
+    return tl.load(
+        x + (row * stride + head * DIM)[:, None] + column, mask[:, None] & (column < DIM), 0.0
+    )
 
 
 @triton.jit
-def _rotated(x, angles, row, stride, mask, PAIRS: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr):
+def _rotated(
+    x, angles, row, stride, mask, PAIRS: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr
+):
     """`x` [HEADS, COLS] with its first pairs (2i, 2i + 1) rotated by the angles of their rows."""
     pair = tl.arange(0, COLS // 2)[None, :]
     is_rotated = mask[:, None] & (pair < PAIRS)
@@ -43,13 +51,28 @@ def _bf16_above(x):
 
 @triton.jit
 def _is_bad(x, LARGEST: tl.constexpr):
-    """Which rows of `x` have numbers that the store cannot keep: infinite ones, or such that become infinite, or none."""
+    """Which rows of `x` have numbers that the store cannot keep: infinite ones, or such that become
+    infinite, or none.
+    """
     return tl.max(tl.where(tl.abs(x) <= LARGEST, 0, 1), axis=1) > 0
 
 
 @triton.jit
-def _store(cache, scales, at, mask, x, is_bad, IS_KEY: tl.constexpr, FORMAT: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr):
-    """Writes `x` [heads, COLS], or zeros for what is bad, to the places `at` [heads]; a bad key is marked by NaN."""
+def _store(
+    cache,
+    scales,
+    at,
+    mask,
+    x,
+    is_bad,
+    IS_KEY: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Writes `x` [heads, COLS], or zeros for what is bad, to the places `at` [heads]; a bad key is
+    marked by NaN.
+    """
     x = tl.where(is_bad[:, None], 0.0, x)
     column = tl.arange(0, COLS)[None, :]
     there = column < DIM
@@ -60,22 +83,35 @@ def _store(cache, scales, at, mask, x, is_bad, IS_KEY: tl.constexpr, FORMAT: tl.
     elif FORMAT == "int8":
         least = -_bf16_above(-tl.min(tl.where(there, x, _INFINITY), axis=1))
         step = _bf16_above(tl.div_rn(tl.max(tl.where(there, x, -_INFINITY), axis=1) - least, 255.0))
-        codes = tl.div_rn(x - least[:, None], tl.where(step > 0, step, 1.0)[:, None]) + _ROUNDING - _ROUNDING
-        tl.store(scales + 2 * at, tl.where(is_bad & IS_KEY, float("nan"), least).to(tl.bfloat16), mask)
+        codes = (
+            tl.div_rn(x - least[:, None], tl.where(step > 0, step, 1.0)[:, None])
+            + _ROUNDING
+            - _ROUNDING
+        )
+        tl.store(
+            scales + 2 * at, tl.where(is_bad & IS_KEY, float("nan"), least).to(tl.bfloat16), mask
+        )
         tl.store(scales + 2 * at + 1, step.to(tl.bfloat16), mask)
     else:
         codes = tl.where(is_bad[:, None] & (column == DIM - 1) & IS_KEY, float("nan"), x)
-    tl.store(cache + at[:, None] * DIM + column, codes.to(cache.dtype.element_ty), mask[:, None] & there)
+    tl.store(
+        cache + at[:, None] * DIM + column, codes.to(cache.dtype.element_ty), mask[:, None] & there
+    )
 
 
 @triton.jit
 def kv_write_kernel(
-    q_out, q_out_stride, q, k, v, x_stride, v_stride, angles, angles_stride, slots, rows, keys, key_scales, values, value_scales,
-    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_LOG: tl.constexpr,
-    VALUE_LOG: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+        q_out, q_out_stride, q, k, v, x_stride, v_stride, angles, angles_stride, slots, rows, keys,
+    key_scales, values, value_scales,
+        NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEY_LOG: tl.constexpr,
+        VALUE_LOG: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
     HEADS: tl.constexpr, KEY_COLS: tl.constexpr, VALUE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program has some KV heads of all rows, which come first in the grid, or some of the query heads."""
+    """A program has some KV heads of all rows, which come first in the grid, or some of the query
+    heads.
+    """
     num_kv_parts = tl.cdiv(rows * KV_HEADS, HEADS)
     if tl.program_id(0) >= num_kv_parts:
         unit = (tl.program_id(0) - num_kv_parts) * HEADS + tl.arange(0, HEADS)
@@ -84,7 +120,11 @@ def kv_write_kernel(
         x = _load(q, row, x_stride, head, mask, KEY_DIM, KEY_COLS)
         x = _rotated(x, angles, row, angles_stride, mask, PAIRS, HEADS, KEY_COLS)
         column = tl.arange(0, KEY_COLS)[None, :]
-        tl.store(q_out + (row * q_out_stride + head * KEY_DIM)[:, None] + column, x, mask[:, None] & (column < KEY_DIM))
+        tl.store(
+            q_out + (row * q_out_stride + head * KEY_DIM)[:, None] + column,
+            x,
+            mask[:, None] & (column < KEY_DIM),
+        )
     else:
         unit = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         row, head = (unit // KV_HEADS).to(tl.int64), unit % KV_HEADS
@@ -106,15 +146,23 @@ def kv_write_kernel(
         _store(keys, key_scales, at, mask, x, is_bad, True, FORMAT, KEY_DIM, KEY_COLS)
 
 
-_LARGEST = {"f32": 3.4028234663852886e38, "bf16": 3.3895313892515355e38, "fp8": 3.4028234663852886e38, "int8": 1e38}
+_LARGEST = {
+    "f32": 3.4028234663852886e38,
+    "bf16": 3.3895313892515355e38,
+    "fp8": 3.4028234663852886e38,
+    "int8": 1e38,
+}
 """Of numbers that a store can keep; the range of a vector must be finite for int8."""
 
 
-def _write(q_out: Any, q: Any, k: Any, v: Any, angles: Any, slots: Any, store: KvStore, layer: int) -> Launch:
+def _write(
+    q_out: Any, q: Any, k: Any, v: Any, angles: Any, slots: Any, store: KvStore, layer: int
+) -> Launch:
     layout, rows = store.group.layout, k.shape[0]
     num_heads = 0 if q_out is None else q.shape[1] // layout.key_dim
     heads, key_cols, *value_cols = heads_per_program(
-        rows * max(num_heads, layout.num_heads), *(d for d in (layout.key_dim, layout.value_dim) if d)
+        rows * max(num_heads, layout.num_heads),
+        *(d for d in (layout.key_dim, layout.value_dim) if d),
     )
     constants = {
         "NUM_HEADS": max(1, num_heads),
@@ -132,18 +180,34 @@ def _write(q_out: Any, q: Any, k: Any, v: Any, angles: Any, slots: Any, store: K
         "VALUE_COLS": value_cols[0] if value_cols else 2,
         "num_warps": 4,
     }
-    given = [k if x is None else x for x in (q_out, q, k, v, angles)]  # those that are not there are never looked at
+    given = [
+        k if x is None else x for x in (q_out, q, k, v, angles)
+    ]  # those that are not there are never looked at
     q_out, q, k, v, angles = given
-    args = (q_out, q_out.stride(0), q, k, v, k.stride(0), v.stride(0), angles, angles.stride(0), slots, rows, *store.layer(layer))
+    args = (
+        q_out,
+        q_out.stride(0),
+        q,
+        k,
+        v,
+        k.stride(0),
+        v.stride(0),
+        angles,
+        angles.stride(0),
+        slots,
+        rows,
+        *store.layer(layer),
+    )
     programs = blocks(rows * layout.num_heads, heads) + blocks(rows * num_heads, heads)
     return Launch(kv_write_kernel, (programs,), args, constants)
 
 
 def rope_write(q_out: Any, x: Any, angles: Any, slots: Any, store: KvStore, layer: int) -> Launch:
-    """Rotates queries and keys of `x`, q | k | v of each row, and writes keys and values to the slots of a layer.
+    """Rotates queries and keys of `x`, q | k | v of each row, and writes keys and values to the
+    slots of a layer.
 
-    `x` [rows, heads * key_dim + kv_heads * (key_dim + value_dim)], `angles` [rows, 2 * pairs], cosines and then sines, and `q_out` [rows,
-    heads * key_dim] are float32, `slots` [rows] int32.
+    `x` [rows, heads * key_dim + kv_heads * (key_dim + value_dim)], `angles` [rows, 2 * pairs],
+    cosines and then sines, and `q_out` [rows, heads * key_dim] are float32, `slots` [rows] int32.
     """
     layout = store.group.layout
     q_width, k_width = q_out.shape[1], layout.num_heads * layout.key_dim
@@ -152,5 +216,7 @@ def rope_write(q_out: Any, x: Any, angles: Any, slots: Any, store: KvStore, laye
 
 
 def kv_write(k: Any, v: Any, slots: Any, store: KvStore, layer: int) -> Launch:
-    """Writes keys [rows, kv_heads * key_dim] and values to `slots` [rows] of a layer; `v` is None where values are part of the keys."""
+    """Writes keys [rows, kv_heads * key_dim] and values to `slots` [rows] of a layer; `v` is None
+    where values are part of the keys.
+    """
     return _write(None, None, k, v, None, slots, store, layer)

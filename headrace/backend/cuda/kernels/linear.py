@@ -1,11 +1,18 @@
-"""Linear ops: x @ weight.T with what follows it (bias, activation, gate, residual), in one kernel for every number of rows."""
+"""Linear ops: x @ weight.T with what follows it (bias, activation, gate, residual), in one kernel
+for every number of rows.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from headrace.backend.cuda.kernels.activations import activated, gated
-from headrace.backend.cuda.kernels.product import int8_product, product, weight_args, weight_constants
+from headrace.backend.cuda.kernels.product import (
+    int8_product,
+    product,
+    weight_args,
+    weight_constants,
+)
 from headrace.backend.cuda.kernels.tiles import tile_for
 from headrace.backend.cuda.launch import Launch, blocks
 from headrace.backend.cuda.packing import PackedWeight
@@ -28,9 +35,10 @@ def linear(
 
     All of them are [rows, width], with any distance between rows.
 
-    With `gate` the upper half of the weight's rows are gates and the lower half what they open: out = activation(gate) * up, as the glu op
-    has it. `delta` and `bias` are as wide as the weight has rows. `quantised` are x in int8 [rows, whole tiles] and its scales [rows], for
-    weights in int8 by row. `activations` is what x is multiplied as, where that is not its own type.
+    With `gate` the upper half of the weight's rows are gates and the lower half what they open: out
+    = activation(gate) * up, as the glu op has it. `delta` and `bias` are as wide as the weight has
+    rows. `quantised` are x in int8 [rows, whole tiles] and its scales [rows], for weights in int8
+    by row. `activations` is what x is multiplied as, where that is not its own type.
     """
     num_outputs = weight.rows // 2 if gate else weight.rows
     codes, code_scales = quantised or (x, x)
@@ -47,7 +55,11 @@ def linear(
         {
             **weight_constants(weight, activations or x.dtype),
             **{"ACTIVATION": activation, "GATE": gate},
-            **{"BIAS": bias is not None, "RESIDUAL": residual is not None, "DELTA": delta is not None},
+            **{
+                "BIAS": bias is not None,
+                "RESIDUAL": residual is not None,
+                "DELTA": delta is not None,
+            },
             **{"INT8": quantised is not None, "OUTLIERS": weight.layout.outliers},
             **tile.constants,
         },
@@ -58,10 +70,13 @@ def linear(
 def linear_kernel(
     out, x, codes, scales, zeros, lookup, order, bias, residual, delta, x_codes, x_scales,
     M, N, num_rows, K, out_stride, x_stride, residual_stride, delta_stride, codes_stride,
-    STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, IN_PAIRS: tl.constexpr,
+        STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr,
+    OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+        ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, DELTA: tl.constexpr,
+        ACTIVATION: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    DELTA: tl.constexpr,
     INT8: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Programs that follow one another read the same rows of the weight."""
@@ -69,7 +84,9 @@ def linear_kernel(
     m = (program % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (program // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_m, inside = m < M, (m < M)[:, None] & (n < N)[None, :]
-    row = tl.where(n < N, n, 0)  # of the weight; that columns of results are adjacent is known of `n` alone
+    row = tl.where(
+        n < N, n, 0
+    )  # of the weight; that columns of results are adjacent is known of `n` alone
     m = m.to(tl.int64)
     y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = y
@@ -77,15 +94,20 @@ def linear_kernel(
         rows = row + half * N
         if INT8:
             part = int8_product(
-                x_codes, x_scales, x, m, in_m, m * codes_stride, m * x_stride, K, codes, scales, rows, PART, OUTLIERS, BLOCK_M, BLOCK_N,
+                                x_codes, x_scales, x, m, in_m, m * codes_stride, m * x_stride, K,
+                codes, scales, rows, PART, OUTLIERS, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         else:
             part = product(
-                tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, m * x_stride, in_m, K, codes, scales, zeros, lookup, order, rows, num_rows,
-                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE, IN_PAIRS, PRECISION,
+                                tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, m * x_stride, in_m, K,
+                codes, scales, zeros, lookup, order, rows, num_rows,
+                                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP,
+                PART, COMPUTE, IN_PAIRS, PRECISION,
             )  # fmt: skip
         if DELTA:
-            part += tl.load(delta + m[:, None] * delta_stride + (half * N + n)[None, :], mask=inside, other=0.0)
+            part += tl.load(
+                delta + m[:, None] * delta_stride + (half * N + n)[None, :], mask=inside, other=0.0
+            )
         if BIAS:
             part += tl.load(bias + rows)[None, :]
         if half == 0:
@@ -97,5 +119,8 @@ def linear_kernel(
     elif ACTIVATION != "":
         y = activated(y, ACTIVATION)
     if RESIDUAL:
-        y = tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=inside, other=0.0) + y
+        y = (
+            tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=inside, other=0.0)
+            + y
+        )
     tl.store(out + m[:, None] * out_stride + n[None, :], y.to(out.dtype.element_ty), mask=inside)

@@ -27,11 +27,13 @@ def logprobs(
     results: tuple[Any, Any, Any, Any],
     chunk: int = CHUNK,
 ) -> list[Launch]:
-    """Describe a token of rows of logits, as a table [described, 4] names them, by the `tokens` of draws or by what it says.
+    """Describe a token of rows of logits, as a table [described, 4] names them, by the `tokens` of
+    draws or by what it says.
 
-    `chunks` [described, chunks] is memory for the top of each chunk, its token, its mass and the number of its tokens that are no worse.
-    The results are the rank [described], 0 where the row is not finite, the log-probability [described], and of the likeliest tokens
-    [described, top] the ids and the log-probabilities.
+    `chunks` [described, chunks] is memory for the top of each chunk, its token, its mass and the
+    number of its tokens that are no worse. The results are the rank [described], 0 where the row is
+    not finite, the log-probability [described], and of the likeliest tokens [described, top] the
+    ids and the log-probabilities.
     """
     size, vocab = len(described), logits.shape[1]
     num_chunks = blocks(vocab, chunk)
@@ -39,7 +41,9 @@ def logprobs(
     warps = 8 if chunk >= 2048 else 4
     merging = {"BLOCK": chunk, "CHUNKS": power_of_2(num_chunks), "num_warps": warps}
     return [
-        Launch(logprobs_chunk_kernel, (size, num_chunks), args, {"BLOCK": chunk, "num_warps": warps}),
+        Launch(
+            logprobs_chunk_kernel, (size, num_chunks), args, {"BLOCK": chunk, "num_warps": warps}
+        ),
         Launch(logprobs_row_kernel, (size,), (*args, *results, results[2].shape[1]), merging),
     ]
 
@@ -118,7 +122,9 @@ def logprobs_row_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """One row, from its chunks; the next best token is the best of their tops, of which one is then found anew."""
+    """One row, from its chunks; the next best token is the best of their tops, of which one is then
+    found anew.
+    """
     i = tl.program_id(0)
     item = described + i * DESCRIBED_COLUMNS
     number = tl.load(item + DESCRIBED_ROW)

@@ -1,7 +1,9 @@
-"""What low-rank adapters add to the products of rows with a weight (LoRA, Hu et al. 2021): scale * x @ down.T @ up.T.
+"""What low-rank adapters add to the products of rows with a weight (LoRA, Hu et al. 2021): scale *
+x @ down.T @ up.T.
 
-Rows lie in tiles of one adapter each (`align_adapters`). Sums over columns are cut at multiples of a constant, and those of ranks go on
-in sixteens up to the rank of the row's own adapter, so that no other row and no other adapter has a part in them.
+Rows lie in tiles of one adapter each (`align_adapters`). Sums over columns are cut at multiples of
+a constant, and those of ranks go on in sixteens up to the rank of the row's own adapter, so that no
+other row and no other adapter has a part in them.
 """
 
 import struct
@@ -20,11 +22,15 @@ BLOCK_M = 16
 """Rows of a tile, in which `Aligned` has to have them."""
 _BLOCK_R, _BLOCK_K, _BLOCK_N = 16, 128, 128
 _SPLIT = 1024
-"""Columns that one program sums up: with a single row, more programs fetch what would else wait for itself."""
+"""Columns that one program sums up: with a single row, more programs fetch what would else wait for
+itself.
+"""
 
 
 def stored(matrices: LowRank, device: Any) -> tuple[Any, Any]:
-    """`down` [rank, cols] and `up` [rows, rank] in bf16, with zeros up to a rank that is a multiple of 16."""
+    """`down` [rank, cols] and `up` [rows, rank] in bf16, with zeros up to a rank that is a multiple
+    of 16.
+    """
     fill = -len(matrices.down) % _BLOCK_R
     padded = np.pad(matrices.down, ((0, fill), (0, 0))), np.pad(matrices.up, ((0, 0), (0, fill)))
     down, up = (torch.from_numpy(matrix).to(device, torch.bfloat16) for matrix in padded)
@@ -32,21 +38,32 @@ def stored(matrices: LowRank, device: Any) -> tuple[Any, Any]:
 
 
 def table_row(down: Any, up: Any, scale: float) -> list[int]:
-    """The row of an adapter in the int64 table [slots, 4] of a weight: where its matrices lie, their rank, and the bits of the scale.
+    """The row of an adapter in the int64 table [slots, 4] of a weight: where its matrices lie,
+    their rank, and the bits of the scale.
 
-    The matrices are those of `stored`, and stay where they are. An adapter without matrices for the weight has a row of zeros.
+    The matrices are those of `stored`, and stay where they are. An adapter without matrices for the
+    weight has a row of zeros.
     """
-    return [down.data_ptr(), up.data_ptr(), len(down), struct.unpack("q", struct.pack("d", scale))[0]]
+    return [
+        down.data_ptr(),
+        up.data_ptr(),
+        len(down),
+        struct.unpack("q", struct.pack("d", scale))[0],
+    ]
 
 
 def hidden_shape(aligned: Aligned, cols: int, max_rank: int) -> tuple[int, int, int]:
-    """Shape of the float32 memory between the two halves, for weights of so many columns and adapters of up to that rank."""
+    """Shape of the float32 memory between the two halves, for weights of so many columns and
+    adapters of up to that rank.
+    """
     return blocks(cols, _SPLIT), len(aligned.pairs), _BLOCK_R * blocks(max_rank, _BLOCK_R)
 
 
 @triton.jit
 def _dot(x, w, sum):
-    """What is sum + x @ w, with w in bf16. What is float32 in x is multiplied in three parts of bf16, which have all of its bits."""
+    """What is sum + x @ w, with w in bf16. What is float32 in x is multiplied in three parts of
+    bf16, which have all of its bits.
+    """
     if x.dtype == tl.bfloat16:
         sum = tl.dot(x, w, sum)
     else:
@@ -63,7 +80,8 @@ def _dot(x, w, sum):
 @triton.jit
 def _matrix(table, adapter, which: tl.constexpr):
     address = tl.load(table + 4 * adapter + which)
-    # Of the pointer, and not of the number, the compiler goes by this, and loads 16 bytes at a time.
+    # Of the pointer, and not of the number, the compiler goes by this, and loads 16 bytes at a
+    # time.
     return tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
 
 
@@ -131,7 +149,9 @@ def lora_up_kernel(
         return
     number = tl.load(tile_adapters + tile).to(tl.int64)
     adapter = tl.maximum(number, 0)
-    rank = tl.multiple_of(tl.where(number < 0, 0, tl.load(table + 4 * adapter + 2)).to(tl.int32), 16)
+    rank = tl.multiple_of(
+        tl.where(number < 0, 0, tl.load(table + 4 * adapter + 2)).to(tl.int32), 16
+    )
     scale = tl.load(table + 4 * adapter + 3).to(tl.float64, bitcast=True).to(tl.float32)
     up = _matrix(table, adapter, 1)
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -149,13 +169,19 @@ def lora_up_kernel(
 
 
 def lora(delta: Any, hidden: Any, x: Any, aligned: Aligned, table: Any) -> list[Launch]:
-    """delta[t] = scale * x[t] @ down.T @ up.T with the matrices of the row's adapter; zeros where it has none for this weight.
+    """delta[t] = scale * x[t] @ down.T @ up.T with the matrices of the row's adapter; zeros where
+    it has none for this weight.
 
-    `delta` is float32 [rows, width], `x` float32 or bf16 [rows, cols], `hidden` float32 memory of at least `hidden_shape`, `table` the
-    int64 [slots, 4] of the weight (`table_row`). Rows that are not in `aligned` stay as they are.
+    `delta` is float32 [rows, width], `x` float32 or bf16 [rows, cols], `hidden` float32 memory of
+    at least `hidden_shape`, `table` the int64 [slots, 4] of the weight (`table_row`). Rows that are
+    not in `aligned` stay as they are.
     """
     splits = blocks(x.shape[1], _SPLIT)
-    assert aligned.block_m == BLOCK_M and len(hidden) >= splits and hidden.shape[1] == len(aligned.pairs)
+    assert (
+        aligned.block_m == BLOCK_M
+        and len(hidden) >= splits
+        and hidden.shape[1] == len(aligned.pairs)
+    )
     tiles = (aligned.pairs, aligned.experts, aligned.num_tiles, table)
     places, max_rank = hidden.shape[1:]
     shared = {"BLOCK_M": BLOCK_M, "BLOCK_R": _BLOCK_R}

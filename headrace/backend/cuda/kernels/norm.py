@@ -24,11 +24,14 @@ def norm_kernel(
     eps,
     SIZE: tl.constexpr,
     CENTRED: tl.constexpr,
-    WHOLE: tl.constexpr,  # whether weight and bias have numbers for all columns of a row, and not for a group of them
+    # whether weight and bias have numbers for all columns of a row, and not for a group of them
+    WHOLE: tl.constexpr,
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program has some groups of columns of one row, whose sums are of one order, since they are of one shape."""
+    """A program has some groups of columns of one row, whose sums are of one order, since they are
+    of one shape.
+    """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -49,10 +52,14 @@ def norm_kernel(
     tl.store(out + row * out_stride + at, y.to(out.dtype.element_ty), mask)
 
 
-def norm(out: Any, x: Any, weight: Any, bias: Any | None, eps: float, kind: NormKind, size: int) -> Launch:
-    """`out` = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; "layer" has x - mean(x) in place of x.
+def norm(
+    out: Any, x: Any, weight: Any, bias: Any | None, eps: float, kind: NormKind, size: int
+) -> Launch:
+    """`out` = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; "layer" has
+    x - mean(x) in place of x.
 
-    `x` is float32, `out` that or bf16 [rows, width]; `weight` and `bias` have `size` or `width` float32 numbers.
+    `x` is float32, `out` that or bf16 [rows, width]; `weight` and `bias` have `size` or `width`
+    float32 numbers.
     """
     rows, width = x.shape
     groups, columns = width // size, power_of_2(size, 16)

@@ -1,7 +1,9 @@
-"""Products of rows with a packed matrix: what kernels of linear ops, experts and heads have in common.
+"""Products of rows with a packed matrix: what kernels of linear ops, experts and heads have in
+common.
 
-A product sums over the columns in their order, in one float32 accumulator for each number, whatever the shape of the tile: so a row has the
-same bits in every batch. Codes become numbers in registers, in float32, and are rounded once to what tensor cores multiply.
+A product sums over the columns in their order, in one float32 accumulator for each number, whatever
+the shape of the tile: so a row has the same bits in every batch. Codes become numbers in registers,
+in float32, and are rounded once to what tensor cores multiply.
 """
 
 from typing import Any
@@ -22,19 +24,34 @@ _IS_INTERPRETED = tl.constexpr(is_interpreting())
 
 
 def multiplies_in_pairs(layout: WeightLayout) -> bool:
-    """Whether codes are scaled two at a time, in bf16: whole numbers of at most 5 bits, or halves, with scales of at most 11."""
-    is_short = layout.store == "int4" and layout.scale in ("f16", "bf16") and layout.lookup in ((), CODEBOOKS["e2m1"])
-    return is_short and layout.zero != "minimum" and (not layout.group or layout.group >= layout.part)
+    """Whether codes are scaled two at a time, in bf16: whole numbers of at most 5 bits, or halves,
+    with scales of at most 11.
+    """
+    is_short = (
+        layout.store == "int4"
+        and layout.scale in ("f16", "bf16")
+        and layout.lookup in ((), CODEBOOKS["e2m1"])
+    )
+    return (
+        is_short and layout.zero != "minimum" and (not layout.group or layout.group >= layout.part)
+    )
 
 
 def weight_args(weight: PackedWeight) -> tuple[Any, ...]:
-    """The tensors of a weight, as kernels take them; the codes stand for tables that it has not, and are not read as such."""
+    """The tensors of a weight, as kernels take them; the codes stand for tables that it has not,
+    and are not read as such.
+    """
     codes = weight.codes
-    return codes, *(codes if t is None else t for t in (weight.scales, weight.zeros, weight.lookup, weight.column_order))
+    return codes, *(
+        codes if t is None else t
+        for t in (weight.scales, weight.zeros, weight.lookup, weight.column_order)
+    )
 
 
 def weight_constants(weight: PackedWeight, activations: torch.dtype) -> dict[str, Any]:
-    """What a kernel is compiled for by the layout of a weight, and by the activations that it is multiplied with."""
+    """What a kernel is compiled for by the layout of a weight, and by the activations that it is
+    multiplied with.
+    """
     layout = weight.layout
     is_wide = activations == torch.float32 or layout.is_wide
     return {
@@ -43,7 +60,11 @@ def weight_constants(weight: PackedWeight, activations: torch.dtype) -> dict[str
         "ZERO": layout.zero,
         "ZERO_STORE": layout.zero_store or "",
         "OFFSET": layout.offset,
-        "LOOKUP": "" if not layout.lookup else "e2m1" if layout.lookup == CODEBOOKS["e2m1"] else "table",
+        "LOOKUP": ""
+        if not layout.lookup
+        else "e2m1"
+        if layout.lookup == CODEBOOKS["e2m1"]
+        else "table",
         "ORDERED": weight.column_order is not None,
         "GROUP": layout.group,
         "PART": layout.part,
@@ -89,19 +110,30 @@ def stepped(units, words, byte, NUMBER: tl.constexpr):
 @triton.jit
 def over_columns(each, PART: tl.constexpr):
     """Numbers of groups [rows, groups] for each of their columns, in all PART."""
-    repeated = tl.broadcast_to(each[:, :, None], [each.shape[0], each.shape[1], PART // each.shape[1]])
+    repeated = tl.broadcast_to(
+        each[:, :, None], [each.shape[0], each.shape[1], PART // each.shape[1]]
+    )
     return tl.reshape(repeated, [each.shape[0], PART])
 
 
 @triton.jit
 def spread_steps(
-    table, first, rows, num_rows, NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, FEW: tl.constexpr
+    table,
+    first,
+    rows,
+    num_rows,
+    NUMBER: tl.constexpr,
+    AT: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """The numbers of a table of units and steps, as `spread` has them.
 
-    A tile has whole words, and they are found by its first column: so its halves load but once what they share. With FEW rows of x numbers
-    are put together from words in registers, with no condition on columns: then the compiler has each thread make those that it
-    multiplies, where it would else move all of them through shared memory.
+    A tile has whole words, and they are found by its first column: so its halves load but once what
+    they share. With FEW rows of x numbers are put together from words in registers, with no
+    condition on columns: then the compiler has each thread make those that it multiplies, where it
+    would else move all of them through shared memory.
     """
     block = first // _SUPER_BLOCK
     units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + rows), block)
@@ -109,7 +141,10 @@ def spread_steps(
     words = tl.load(table + at * num_rows + rows)
     byte: tl.constexpr = AT // GROUP % 4
     if FEW and PART == 2 * GROUP:
-        numbers = over_columns(tl.join(stepped(units, words, byte, NUMBER), stepped(units, words, byte + 1, NUMBER)), PART)
+        numbers = over_columns(
+            tl.join(stepped(units, words, byte, NUMBER), stepped(units, words, byte + 1, NUMBER)),
+            PART,
+        )
     elif FEW and PART == 4 * GROUP and GROUP >= 32:
         even = tl.join(stepped(units, words, 0, NUMBER), stepped(units, words, 2, NUMBER))
         odd = tl.join(stepped(units, words, 1, NUMBER), stepped(units, words, 3, NUMBER))
@@ -118,16 +153,35 @@ def spread_steps(
         column = tl.arange(0, PART)[None, :]
         words = tl.broadcast_to(words[:, None], [rows.shape[0], PART])
         for more in tl.static_range(1, PART // (4 * GROUP)):
-            words = tl.where(column < 4 * GROUP * more, words, tl.load(table + (at + more) * num_rows + rows)[:, None])
-        numbers = stepped(tl.broadcast_to(units[:, None], [rows.shape[0], PART]), words, (AT + column) // GROUP % 4, NUMBER)
+            words = tl.where(
+                column < 4 * GROUP * more,
+                words,
+                tl.load(table + (at + more) * num_rows + rows)[:, None],
+            )
+        numbers = stepped(
+            tl.broadcast_to(units[:, None], [rows.shape[0], PART]),
+            words,
+            (AT + column) // GROUP % 4,
+            NUMBER,
+        )
     return numbers
 
 
 @triton.jit
 def spread(
-    table, first, rows, num_rows, NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, FEW: tl.constexpr
+    table,
+    first,
+    rows,
+    num_rows,
+    NUMBER: tl.constexpr,
+    AT: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """The numbers of a table for the columns of a tile from AT on, where `first` is its first column: [rows, PART], of several groups."""
+    """The numbers of a table for the columns of a tile from AT on, where `first` is its first
+    column: [rows, PART], of several groups.
+    """
     group = (first + AT) // GROUP
     if NUMBER == "steps" or NUMBER == "eighths":
         numbers = spread_steps(table, first, rows, num_rows, NUMBER, AT, GROUP, PART, FEW)
@@ -145,14 +199,27 @@ def spread(
 
 
 @triton.jit
-def group_numbers(table, number, rows, num_rows, NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """The numbers of a table for the columns of a tile from AT on, where one serves all: [rows, 1], in float32."""
+def group_numbers(
+    table,
+    number,
+    rows,
+    num_rows,
+    NUMBER: tl.constexpr,
+    AT: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The numbers of a table for the columns of a tile from AT on, where one serves all: [rows, 1],
+    in float32.
+    """
     if NUMBER == "steps" or NUMBER == "eighths":
         block = number // (_SUPER_BLOCK // TILE)
         units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + rows), block)
         at = number * (TILE // (4 * GROUP)) + AT // (4 * GROUP) + block // 2 + 1
         numbers = stepped(units, tl.load(table + at * num_rows + rows), AT // GROUP % 4, NUMBER)
-    elif GROUP != 0 and 2 * GROUP <= TILE and NUMBER != "f32":  # which half of a word is known when this is compiled
+    elif (
+        GROUP != 0 and 2 * GROUP <= TILE and NUMBER != "f32"
+    ):  # which half of a word is known when this is compiled
         pair = number * (TILE // (2 * GROUP)) + AT // (2 * GROUP)
         numbers = halves(tl.load(table + pair * num_rows + rows), NUMBER)[AT // GROUP % 2]
     else:
@@ -165,18 +232,23 @@ def group_numbers(table, number, rows, num_rows, NUMBER: tl.constexpr, AT: tl.co
         if NUMBER == "f32":
             numbers = tl.load(table + group * num_rows + rows)
         else:
-            numbers = halves(tl.load(table + group // 2 * num_rows + rows) >> (group % 2 * 16), NUMBER)[0]
+            numbers = halves(
+                tl.load(table + group // 2 * num_rows + rows) >> (group % 2 * 16), NUMBER
+            )[0]
     return numbers[:, None]
 
 
 @triton.jit
 def numbers_of(
     table, number, rows, num_rows,
-    NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
+        NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
+    TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of a table for PART columns of a tile from AT on, in float32: [rows, PART], or [rows, 1] where one serves all.
+    """The numbers of a table for PART columns of a tile from AT on, in float32: [rows, PART], or
+    [rows, 1] where one serves all.
 
-    Those of 8 and 16 bits are loaded in words: only loads of 32 bits can be on their way while others are multiplied.
+    Those of 8 and 16 bits are loaded in words: only loads of 32 bits can be on their way while
+    others are multiplied.
     """
     if GROUP == 0 or GROUP >= PART:
         return group_numbers(table, number, rows, num_rows, NUMBER, AT, GROUP, TILE)
@@ -189,8 +261,14 @@ def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
     """What codes stand for before they are scaled, in float32."""
     if LOOKUP == "table":
         values = tl.load(lookup + codes.to(tl.int32))
-    elif LOOKUP == "e2m1":  # as the lowest numbers of float32, which have the same exponents and fractions but for a factor
-        values = ((codes & 7) << 22 | (codes & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    elif (
+        LOOKUP == "e2m1"
+        # as the lowest numbers of float32, which have the same exponents and fractions but for a
+        # factor
+    ):
+        values = ((codes & 7) << 22 | (codes & 8) << 28).to(
+            tl.float32, bitcast=True
+        ) * 8.507059173023462e37  # 2**126
     else:
         values = codes.to(tl.float32) if OFFSET == 0 else codes.to(tl.float32) + OFFSET
     return values
@@ -199,8 +277,10 @@ def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
 @triton.jit
 def dequantised(
     codes, scales, zeros, lookup, number, rows, num_rows,
-    SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr, FEW: tl.constexpr,
+        SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr,
+    LOOKUP: tl.constexpr,
+        AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
+    COMPUTE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Codes [rows, PART] of the columns of a tile from AT on as numbers that a product takes."""
     if SCALE == "":
@@ -209,30 +289,54 @@ def dequantised(
         values = meaning(codes, lookup, OFFSET, LOOKUP)
         scale = numbers_of(scales, number, rows, num_rows, SCALE, AT, GROUP, PART, TILE, FEW)
         if ZERO == "point":
-            values = (values - numbers_of(zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, PART, TILE, FEW)) * scale
+            values = (
+                values
+                - numbers_of(zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, PART, TILE, FEW)
+            ) * scale
         elif ZERO == "minimum":
-            values = values * scale + numbers_of(zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, PART, TILE, FEW)
+            values = values * scale + numbers_of(
+                zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, PART, TILE, FEW
+            )
         else:
             values = values * scale
     return values.to(COMPUTE)
 
 
 @triton.jit
-def activations(x, row_offsets, row_mask, order, first, columns, ORDERED: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr):
-    """PART columns of rows from `first` on, in the order of the matrix; 0 behind the last of `columns`."""
+def activations(
+    x,
+    row_offsets,
+    row_mask,
+    order,
+    first,
+    columns,
+    ORDERED: tl.constexpr,
+    PART: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """PART columns of rows from `first` on, in the order of the matrix; 0 behind the last of
+    `columns`.
+    """
     k = first + tl.arange(0, PART)
     at = tl.load(order + k, mask=k < columns, other=0) if ORDERED else k
-    return tl.load(x + row_offsets[:, None] + at[None, :], mask=row_mask[:, None] & (k < columns)[None, :], other=0).to(COMPUTE)
+    return tl.load(
+        x + row_offsets[:, None] + at[None, :],
+        mask=row_mask[:, None] & (k < columns)[None, :],
+        other=0,
+    ).to(COMPUTE)
 
 
 @triton.jit
 def addend(
     zeros, number, rows, num_rows,
-    ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
+        ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, AT: tl.constexpr,
+    GROUP: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """What `less` adds to the codes of the columns of a tile from AT on, and 128: [rows, PART]."""
     if ZERO == "point":
-        added = -128.0 - group_numbers(zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, 4 * PART)
+        added = -128.0 - group_numbers(
+            zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, 4 * PART
+        )
     else:
         added = tl.full([1, 1], OFFSET - 128, tl.float32)
     return tl.broadcast_to(added.to(tl.bfloat16), [rows.shape[0], PART])
@@ -241,11 +345,15 @@ def addend(
 @triton.jit
 def product(
     acc, x, row_offsets, row_mask, columns, codes, scales, zeros, lookup, order, rows, num_rows,
-    STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr, IN_PAIRS: tl.constexpr,
+        STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr,
+    OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
+        ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr,
+    IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Acc + x @ weight.T, for rows of x that lie at `row_offsets` and the given `rows` of the matrix: [rows of x, rows]."""
+    """Acc + x @ weight.T, for rows of x that lie at `row_offsets` and the given `rows` of the
+    matrix: [rows of x, rows].
+    """
     few: tl.constexpr = row_offsets.shape[0] < 64  # tensor cores then take numbers from registers
     tile: tl.constexpr = 4 * PART if STORE == "int4" else PART
     num_tiles = tl.cdiv(columns, tile)
@@ -254,33 +362,74 @@ def product(
         stored = tl.load(at + number * PART)
         is_whole: tl.constexpr = STORE == "int4" and LOOKUP == "" and not _IS_INTERPRETED
         is_bf16: tl.constexpr = tl.bfloat16 == COMPUTE
-        point: tl.constexpr = ZERO if IN_PAIRS else ""  # else zero points are subtracted where numbers are scaled
+        point: tl.constexpr = (
+            ZERO if IN_PAIRS else ""
+        )  # else zero points are subtracted where numbers are scaled
         if is_whole:
             four = less(
                 stored,
                 addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 0, GROUP, PART),
                 addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, PART, GROUP, PART),
-                addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 2 * PART, GROUP, PART),
-                addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 3 * PART, GROUP, PART),
+                addend(
+                    zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 2 * PART, GROUP, PART
+                ),
+                addend(
+                    zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 3 * PART, GROUP, PART
+                ),
             )
         elif IN_PAIRS:
             four = small_floats(stored)
         for part in tl.static_range(tile // PART):
             if IN_PAIRS:
-                w = scaled(four[part], numbers_of(scales, number, rows, num_rows, SCALE, part * PART, GROUP, PART, tile, few))
+                w = scaled(
+                    four[part],
+                    numbers_of(
+                        scales, number, rows, num_rows, SCALE, part * PART, GROUP, PART, tile, few
+                    ),
+                )
             elif is_whole and ZERO != "point" and is_bf16:
-                scale = numbers_of(scales, number, rows, num_rows, SCALE, part * PART, GROUP, PART, tile, few)
+                scale = numbers_of(
+                    scales, number, rows, num_rows, SCALE, part * PART, GROUP, PART, tile, few
+                )
                 minimum = scale
                 if ZERO == "minimum":
-                    minimum = numbers_of(zeros, number, rows, num_rows, ZERO_STORE, part * PART, GROUP, PART, tile, few)
+                    minimum = numbers_of(
+                        zeros,
+                        number,
+                        rows,
+                        num_rows,
+                        ZERO_STORE,
+                        part * PART,
+                        GROUP,
+                        PART,
+                        tile,
+                        few,
+                    )
                 w = scaled_widely(four[part], scale, minimum, ZERO == "minimum")
             else:
-                its = four[part] if is_whole else stored.to(tl.int32) >> (4 * part) & 15 if STORE == "int4" else stored
+                its = (
+                    four[part]
+                    if is_whole
+                    else stored.to(tl.int32) >> (4 * part) & 15
+                    if STORE == "int4"
+                    else stored
+                )
                 w = dequantised(
                     its, scales, zeros, lookup, number, rows, num_rows,
-                    SCALE, ZERO, ZERO_STORE, 0 if is_whole else OFFSET, LOOKUP, part * PART, GROUP, PART, tile, COMPUTE, few,
+                                        SCALE, ZERO, ZERO_STORE, 0 if is_whole else OFFSET, LOOKUP,
+                    part * PART, GROUP, PART, tile, COMPUTE, few,
                 )  # fmt: skip
-            a = activations(x, row_offsets, row_mask, order, number * tile + part * PART, columns, ORDERED, PART, COMPUTE)
+            a = activations(
+                x,
+                row_offsets,
+                row_mask,
+                order,
+                number * tile + part * PART,
+                columns,
+                ORDERED,
+                PART,
+                COMPUTE,
+            )
             acc = tl.dot(a, tl.trans(w), acc, input_precision=PRECISION)
     return acc
 
@@ -290,9 +439,11 @@ def int8_product(
     x_codes, x_scales, x, m, row_mask, code_offsets, row_offsets, columns, codes, scales, rows,
     PART: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows in int8, [rows, whole tiles], times a matrix in int8, each with a scale for each row: sums of integers are exact.
+    """Rows in int8, [rows, whole tiles], times a matrix in int8, each with a scale for each row:
+    sums of integers are exact.
 
-    With OUTLIERS the numbers of x that the codes leave out are multiplied as floats, in two parts of bf16, which has all codes of weights.
+    With OUTLIERS the numbers of x that the codes leave out are multiplied as floats, in two parts
+    of bf16, which has all codes of weights.
     """
     k = tl.arange(0, PART)
     num_tiles = tl.cdiv(columns, PART)
@@ -302,10 +453,16 @@ def int8_product(
     for number in range(0, num_tiles):
         w = tl.trans(tl.load(at + number * PART))
         first = number * PART
-        a = tl.load(x_codes + code_offsets[:, None] + (first + k)[None, :], mask=row_mask[:, None], other=0)
+        a = tl.load(
+            x_codes + code_offsets[:, None] + (first + k)[None, :], mask=row_mask[:, None], other=0
+        )
         exact = tl.dot(a, w, exact, out_dtype=tl.int32)
         if OUTLIERS:
-            v = tl.load(x + row_offsets[:, None] + (first + k)[None, :], mask=row_mask[:, None] & (first + k < columns)[None, :], other=0)
+            v = tl.load(
+                x + row_offsets[:, None] + (first + k)[None, :],
+                mask=row_mask[:, None] & (first + k < columns)[None, :],
+                other=0,
+            )
             v = tl.where(is_outlier(v.to(tl.float32)), v.to(tl.float32), 0.0)
             if tl.max(tl.abs(v)) > 0:
                 high, weights = v.to(tl.bfloat16), w.to(tl.float32).to(tl.bfloat16)

@@ -33,11 +33,14 @@ def rope_kernel(
     angle = angles + row * angles_stride + in_head // 2
     cos, sin = tl.load(angle, rotated, 1.0), tl.load(angle + PAIRS, rotated, 0.0)
     turned = v * cos + other * tl.where(in_head % 2 == 0, -sin, sin)
-    tl.store(out + row * out_stride + column, tl.where(rotated, turned, v).to(out.dtype.element_ty), mask)
+    tl.store(
+        out + row * out_stride + column, tl.where(rotated, turned, v).to(out.dtype.element_ty), mask
+    )
 
 
 def rope(out: Any, x: Any, angles: Any, head_dim: int) -> Launch:
-    """Rotates the first pairs (2i, 2i + 1) of every head of `x` [rows, heads * head_dim], as many as there are angles, by the row's angles.
+    """Rotates the first pairs (2i, 2i + 1) of every head of `x` [rows, heads * head_dim], as many
+    as there are angles, by the row's angles.
 
     `x` and `angles` [rows, 2 * pairs] are float32; `out` is other memory than `x`.
     """

@@ -9,8 +9,18 @@ from headrace.backend.cuda.launch import Launch, power_of_2
 
 
 @triton.jit
-def _keep_groups(wanted, is_expert, groups, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Takes the experts of all but the best groups out of the choice: what is wanted of them is less than any number of float32."""
+def _keep_groups(
+    wanted,
+    is_expert,
+    groups,
+    TOP_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Takes the experts of all but the best groups out of the choice: what is wanted of them is
+    less than any number of float32.
+    """
     within = tl.where(is_expert, wanted, -float("inf"))
     best = tl.max(within, 1)
     if BEST_TWO:
@@ -98,7 +108,8 @@ def route(
     groups: int,
     top_groups: int,
 ) -> Launch:
-    """`headrace.program.mixture.Route`: of the logits `x` [rows, experts] the numbers of `top_k` experts, best first, then their weights.
+    """`headrace.program.mixture.Route`: of the logits `x` [rows, experts] the numbers of `top_k`
+    experts, best first, then their weights.
 
     `out` is float32 [rows, 2 * top_k], `bias` float32 [experts].
     """
@@ -115,4 +126,9 @@ def route(
         "CHOICES": power_of_2(top_k),
         "num_warps": 1,
     }
-    return Launch(route_kernel, (rows,), (out, x, bias, out.stride(0), x.stride(0), groups, size, factor), constants)
+    return Launch(
+        route_kernel,
+        (rows,),
+        (out, x, bias, out.stride(0), x.stride(0), groups, size, factor),
+        constants,
+    )

@@ -1,4 +1,6 @@
-"""Kernels that do one thing as fast as a GPU can, by which it is measured: read memory, or multiply and add."""
+"""Kernels that do one thing as fast as a GPU can, by which it is measured: read memory, or multiply
+and add.
+"""
 
 from typing import Any
 
@@ -22,8 +24,15 @@ def read_memory(x, out, BLOCK: tl.constexpr, READS: tl.constexpr):
 
 
 def read(x: Any, out: Any, block: int = READ_BLOCK) -> Launch:
-    """Read `x` float32 once, of a size that is a multiple of 4 blocks; `out` float32 has a number for each 4 of them."""
-    return Launch(read_memory, (x.numel() // (block * _READS),), (x, out), {"BLOCK": block, "READS": _READS, "num_warps": 8})
+    """Read `x` float32 once, of a size that is a multiple of 4 blocks; `out` float32 has a number
+    for each 4 of them.
+    """
+    return Launch(
+        read_memory,
+        (x.numel() // (block * _READS),),
+        (x, out),
+        {"BLOCK": block, "READS": _READS, "num_warps": 8},
+    )
 
 
 @triton.jit
@@ -37,11 +46,16 @@ def multiply_tiles(a, b, out, rounds, TILE: tl.constexpr, PART: tl.constexpr, AC
 
 
 def multiply(a: Any, b: Any, out: Any, rounds: int, programs: int) -> Launch:
-    """Products of `a` [tile, part] and `b` [tile, part], turned, in so many rounds of each program; `out` [programs * tile] has sums."""
+    """Products of `a` [tile, part] and `b` [tile, part], turned, in so many rounds of each program;
+    `out` [programs * tile] has sums.
+    """
     tile, part = a.shape
     acc = tl.int32 if out.dtype.is_floating_point is False else tl.float32
     return Launch(
-        multiply_tiles, (programs,), (a, b, out, rounds), {"TILE": tile, "PART": part, "ACC": acc, "num_warps": 8 if tile >= 128 else 4}
+        multiply_tiles,
+        (programs,),
+        (a, b, out, rounds),
+        {"TILE": tile, "PART": part, "ACC": acc, "num_warps": 8 if tile >= 128 else 4},
     )
 
 
@@ -57,4 +71,6 @@ def multiply_numbers(x, rounds, BLOCK: tl.constexpr):
 
 def multiply_add(x: Any, rounds: int, block: int = READ_BLOCK) -> Launch:
     """Float32 numbers, without tensor cores: each times itself and plus itself, so many times."""
-    return Launch(multiply_numbers, (x.numel() // block,), (x, rounds), {"BLOCK": block, "num_warps": 8})
+    return Launch(
+        multiply_numbers, (x.numel() // block,), (x, rounds), {"BLOCK": block, "num_warps": 8}
+    )

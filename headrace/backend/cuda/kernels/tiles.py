@@ -1,4 +1,6 @@
-"""Tiles of linear ops: how many rows of x and of the weight a program takes, chosen for an H100. They never decide what comes out."""
+"""Tiles of linear ops: how many rows of x and of the weight a program takes, chosen for an H100.
+They never decide what comes out.
+"""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +12,8 @@ from headrace.backend.cuda.layout import WeightLayout
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 200 << 10
-"""Of the shared memory of a multiprocessor, what the programs on it fill with numbers on their way."""
+"""Of the shared memory of a multiprocessor, what the programs on it fill with numbers on their way.
+"""
 _MOST_STAGES = 8
 
 
@@ -33,10 +36,23 @@ class Tile(NamedTuple):
         }
 
 
-def tile_for(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout, activations: torch.dtype, gate: bool) -> Tile:
+def tile_for(
+    num_rows: int,
+    num_outputs: int,
+    cols: int,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    gate: bool,
+) -> Tile:
     """The tile of so many rows times a weight with so many outputs and columns."""
     if is_interpreting():
-        return Tile(power_of_2(min(num_rows, 64), 16), power_of_2(min(num_outputs, 256), 16), layout.part, 4, 1)
+        return Tile(
+            power_of_2(min(num_rows, 64), 16),
+            power_of_2(min(num_outputs, 256), 16),
+            layout.part,
+            4,
+            1,
+        )
     if activations == torch.float32 or layout.store == "f32":
         return _wide(num_rows, num_outputs, layout)
     if num_rows <= 32:
@@ -45,16 +61,21 @@ def tile_for(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout, a
     block_n, most = 32, 32 if layout.outliers else 64 if block_m == 64 else 128
     if block_m == 128 and num_rows > 512 and layout.store == "bf16" and not gate:
         most = 256
-    while block_n < most and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) > 0.9 * _MULTIPROCESSORS:
+    while (
+        block_n < most
+        and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) > 0.9 * _MULTIPROCESSORS
+    ):
         block_n *= 2
     stages = 4 if block_m * block_n <= 128 * (64 if layout.scale else 128) else 3
     return Tile(block_m, block_n, layout.part, 8 if block_m * block_n > 128 * 64 else 4, stages)
 
 
 def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) -> Tile:
-    """For few rows, whose time is that of reading the weight: two programs on each multiprocessor, and many bytes on their way to each.
+    """For few rows, whose time is that of reading the weight: two programs on each multiprocessor,
+    and many bytes on their way to each.
 
-    A warp multiplies 8 rows of the weight; codes of 4 bits need tiles that are wider than they are high, or all warps multiply the same.
+    A warp multiplies 8 rows of the weight; codes of 4 bits need tiles that are wider than they are
+    high, or all warps multiply the same.
     """
     block_m = power_of_2(num_rows, 16)
     block_n = block_m * (2 if layout.store == "int4" else 1)
@@ -71,6 +92,9 @@ def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) ->
 def _wide(num_rows: int, num_outputs: int, layout: WeightLayout) -> Tile:
     """For numbers that tensor cores do not multiply."""
     block_m, block_n = power_of_2(min(num_rows, 64), 16), 16
-    while block_n < 64 and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) >= _MULTIPROCESSORS:
+    while (
+        block_n < 64
+        and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) >= _MULTIPROCESSORS
+    ):
         block_n *= 2
     return Tile(block_m, block_n, layout.part, 4, 3)

@@ -1,10 +1,21 @@
 """The formats of tool calls, and which of them a chat template uses."""
 
 from headrace.errors import RequestError
-from headrace.server.answers.formats import deepseek, glm, harmony, hermes, json_lists, llama3, mistral, pythonic, xml
+from headrace.server.answers.formats import (
+    deepseek,
+    glm,
+    harmony,
+    hermes,
+    json_lists,
+    llama3,
+    mistral,
+    pythonic,
+    xml,
+)
 from headrace.server.answers.tool_format import ToolFormat
 
-# In the order in which a template is asked: what is more particular comes first. All of its texts must be in the template.
+# In the order in which a template is asked: what is more particular comes first. All of its texts
+# must be in the template.
 _DETECTED: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (harmony.FORMAT, ("<|channel|>", "<|message|>")),
     (deepseek.V3, ("<｜tool▁calls▁begin｜>", "```json")),
@@ -32,11 +43,16 @@ FORMATS = {format_.name: format_ for format_, _ in _DETECTED}
 
 def detect_tool_format(template: str) -> ToolFormat | None:
     """The format of calls that a chat template writes or asks for; None where it knows no tools."""
-    return next((format_ for format_, texts in _DETECTED if all(text in template for text in texts)), None)
+    return next(
+        (format_ for format_, texts in _DETECTED if all(text in template for text in texts)), None
+    )
 
 
 def named_tool_format(name: str) -> ToolFormat:
     """A format by its name. Raises RequestError for an unknown one."""
     if name not in FORMATS:
-        raise RequestError(f"there is no format of tool calls named {name!r}: use one of {', '.join(sorted(FORMATS))}")
+        raise RequestError(
+            f"there is no format of tool calls named {name!r}: use one of "
+            f"{', '.join(sorted(FORMATS))}"
+        )
     return FORMATS[name]

@@ -1,4 +1,6 @@
-"""`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM 4.5 and later."""
+"""`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM 4.5 and
+later.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -52,7 +54,12 @@ def _call_grammar(lark: Lark, tool: Tool) -> str:
         return f"{before} {value_grammar(lark, tool, key, schema, _VALUE_END)} {line_break}"
 
     line_break = lark.text("\n")
-    return f"{lark.text(_BEGIN + tool.name)} {line_break} {lark.arguments(tool, argument, '')} {lark.text(_END)}"
+    return (
+        f"{lark.text(_BEGIN + tool.name)} {line_break} {lark.arguments(tool, argument, '')} "
+        f"{lark.text(_END)}"
+    )
 
 
-FORMAT = ToolFormat("glm45", (_BEGIN,), _read, _grammar, markers=(_END, _KEY, _KEY_END, _VALUE, _VALUE_END))
+FORMAT = ToolFormat(
+    "glm45", (_BEGIN,), _read, _grammar, markers=(_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
+)

@@ -1,8 +1,9 @@
 """Messages in channels: gpt-oss. All of an answer is written so, its reasoning too.
 
-`<|channel|>analysis<|message|>...<|end|>`, `<|channel|>final<|message|>...<|return|>`, and a call as
-`<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; the recipient may stand before the
-channel, and a call in any channel.
+`<|channel|>analysis<|message|>...<|end|>`, `<|channel|>final<|message|>...<|return|>`, and a call
+as `<|start|>assistant<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>{...}<|call|>`; the recipient may stand before the channel, and a call
+in any channel.
 """
 
 import re
@@ -35,14 +36,18 @@ class _Messages:
         yield from answer.space()
         if (yield from answer.next_is(_RECIPIENT)):
             yield from answer.attempt(_RECIPIENT, self._begin(_START, _RECIPIENT))
-        while marker := (yield from answer.until((_START, _CHANNEL, *_ENDS), lambda text: self.take(text))):
+        while marker := (
+            yield from answer.until((_START, _CHANNEL, *_ENDS), lambda text: self.take(text))
+        ):
             answer.writer.boundary()
             self.take = answer.writer.content
             if marker not in _ENDS:
                 yield from answer.attempt(marker, self._begin(marker, ""))
 
     def _begin(self, marker: str, before: str) -> Steps[None]:
-        """Read a header behind its first marker and `before`, and a call where the message is one."""
+        """Read a header behind its first marker and `before`, and a call where the message is
+        one.
+        """
         channel = recipient = ""
         while marker != _MESSAGE:
             words = (before + (yield from self._answer.word(_HEADER))).split()
@@ -57,7 +62,11 @@ class _Messages:
             yield from _call(self._answer, recipient.removeprefix(_FUNCTION))
         else:
             self._answer.writer.boundary(new_line=True)
-            self.take = self._answer.writer.reasoning if channel == "analysis" else self._answer.writer.content
+            self.take = (
+                self._answer.writer.reasoning
+                if channel == "analysis"
+                else self._answer.writer.content
+            )
 
 
 def _call(answer: AnswerReader, name: str) -> Steps[None]:
@@ -78,11 +87,23 @@ def _read(answer: AnswerReader, opener: str) -> Steps[None]:
 
 
 def _grammar(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
-    """One call, whatever `many` says: `<|call|>` behind it ends the answer. The model may reason before."""
-    reasoning = f"{lark.text(_CHANNEL + 'analysis' + _MESSAGE)} {lark.up_to(_ENDS[0])} {lark.text(_START + 'assistant')}"
-    heads = [f"{_CHANNEL}commentary {_FUNCTION}{tool.name} {_CONSTRAIN}json{_MESSAGE}" for tool in tools]
-    call = lark.either(f"{lark.text(head)} {lark.json(tool.parameters)}" for tool, head in zip(tools, heads, strict=True))
+    """One call, whatever `many` says: `<|call|>` behind it ends the answer. The model may reason
+    before.
+    """
+    reasoning = (
+        f"{lark.text(_CHANNEL + 'analysis' + _MESSAGE)} {lark.up_to(_ENDS[0])} "
+        f"{lark.text(_START + 'assistant')}"
+    )
+    heads = [
+        f"{_CHANNEL}commentary {_FUNCTION}{tool.name} {_CONSTRAIN}json{_MESSAGE}" for tool in tools
+    ]
+    call = lark.either(
+        f"{lark.text(head)} {lark.json(tool.parameters)}"
+        for tool, head in zip(tools, heads, strict=True)
+    )
     return f"({reasoning})? {call}"
 
 
-FORMAT = ToolFormat("harmony", (_CHANNEL,), _read, _grammar, (_START, _CONSTRAIN, _MESSAGE, *_ENDS), always=True)
+FORMAT = ToolFormat(
+    "harmony", (_CHANNEL,), _read, _grammar, (_START, _CONSTRAIN, _MESSAGE, *_ENDS), always=True
+)

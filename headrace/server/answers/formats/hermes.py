@@ -1,4 +1,6 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3, Granite 4, SmolLM 2 and 3."""
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3, Granite 4,
+SmolLM 2 and 3.
+"""
 
 from collections.abc import Sequence
 

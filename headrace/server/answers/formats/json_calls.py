@@ -13,7 +13,8 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def read_call(answer: AnswerReader, known_only: bool = False) -> Steps[None]:
-    """Read `{"name": ..., "arguments": {...}}`, in any order and with further keys; no arguments are an empty object.
+    """Read `{"name": ..., "arguments": {...}}`, in any order and with further keys; no arguments
+    are an empty object.
 
     With `known_only`, it must be a tool of the request. Raises MalformedError.
     """
@@ -55,15 +56,30 @@ def read_list(answer: AnswerReader) -> Steps[None]:
     yield from answer.expect("]")
 
 
-def call_grammar(lark: Lark, tools: Sequence[Tool], before: str, after: str, name: str = "name", arguments: str = "arguments") -> str:
+def call_grammar(
+    lark: Lark,
+    tools: Sequence[Tool],
+    before: str,
+    after: str,
+    name: str = "name",
+    arguments: str = "arguments",
+) -> str:
     """A call of one of the tools."""
     return lark.either(
-        f"{lark.text(before + _head(tool.name, name, arguments))} {lark.json(tool.parameters)} {lark.text('}' + after)}" for tool in tools
+        f"{lark.text(before + _head(tool.name, name, arguments))} "
+        f"{lark.json(tool.parameters)} {lark.text('}' + after)}"
+        for tool in tools
     )
 
 
 def list_grammar(
-    lark: Lark, tools: Sequence[Tool], many: bool, before: str, after: str, name: str = "name", arguments: str = "arguments"
+    lark: Lark,
+    tools: Sequence[Tool],
+    many: bool,
+    before: str,
+    after: str,
+    name: str = "name",
+    arguments: str = "arguments",
 ) -> str:
     """A list of calls between two texts."""
     call = call_grammar(lark, tools, "", "", name, arguments)

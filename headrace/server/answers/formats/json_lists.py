@@ -8,7 +8,14 @@ from headrace.server.answers.reader import Steps
 from headrace.server.answers.tool_format import ToolFormat
 
 
-def _list_format(name: str, opener: str, closer: str, closes: bool, name_key: str = "name", arguments: str = "arguments") -> ToolFormat:
+def _list_format(
+    name: str,
+    opener: str,
+    closer: str,
+    closes: bool,
+    name_key: str = "name",
+    arguments: str = "arguments",
+) -> ToolFormat:
     """`closes`: whether the model writes the closer, too."""
 
     def read(answer: AnswerReader, opener: str) -> Steps[None]:
@@ -17,10 +24,23 @@ def _list_format(name: str, opener: str, closer: str, closes: bool, name_key: st
         yield from answer.space()
         yield from answer.next_is(closer)
 
-    grammar = partial(list_grammar, before=opener, after=closer if closes else "", name=name_key, arguments=arguments)
+    grammar = partial(
+        list_grammar,
+        before=opener,
+        after=closer if closes else "",
+        name=name_key,
+        arguments=arguments,
+    )
     return ToolFormat(name, (opener,), read, grammar, markers=(closer,))
 
 
 GRANITE = _list_format("granite", "<|tool_call|>", "<|/tool_call|>", closes=False)
 PHI4_MINI = _list_format("phi4_mini", "<|tool_call|>", "<|/tool_call|>", closes=True)
-COMMAND = _list_format("command", "<|START_ACTION|>", "<|END_ACTION|>", closes=True, name_key="tool_name", arguments="parameters")
+COMMAND = _list_format(
+    "command",
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    closes=True,
+    name_key="tool_name",
+    arguments="parameters",
+)

@@ -1,4 +1,6 @@
-"""Arguments as keys with raw texts between tags, made into the text of a JSON object with the help of the tool's schema."""
+"""Arguments as keys with raw texts between tags, made into the text of a JSON object with the help
+of the tool's schema.
+"""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +14,9 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class KeyedArguments:
-    """The arguments of one call as they come. Texts are passed on at once; other values when they are whole."""
+    """The arguments of one call as they come. Texts are passed on at once; other values when they
+    are whole.
+    """
 
     def __init__(self, answer: AnswerReader, name: str) -> None:
         answer.begin_call(name)
@@ -39,7 +43,9 @@ class KeyedArguments:
 
     def end_value(self) -> None:
         """Its value is whole."""
-        self._answer.arguments('"' if self._is_text else _as_json("".join(self._value), self._types))
+        self._answer.arguments(
+            '"' if self._is_text else _as_json("".join(self._value), self._types)
+        )
 
     def cut(self) -> None:
         """The text has ended within a value: what there is of it stays as it is."""
@@ -56,7 +62,9 @@ class KeyedArguments:
 
 
 def value_grammar(lark: Lark, tool: Tool, key: str, schema: Mapping[str, Any], closer: str) -> str:
-    """A value and its closing tag. Of the texts a schema allows only `enum` and `const` are held; other values are JSON."""
+    """A value and its closing tag. Of the texts a schema allows only `enum` and `const` are held;
+    other values are JSON.
+    """
     texts = schema.get("enum", [schema.get("const")])
     if tool.parameter_types(key) != {"string"}:
         return f"{lark.json(schema)} {lark.text(closer)}"
@@ -70,7 +78,9 @@ def _json(text: str) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """The value as JSON: itself, if it is JSON of one of the types (any, if there are none), and otherwise a string."""
+    """The value as JSON: itself, if it is JSON of one of the types (any, if there are none), and
+    otherwise a string.
+    """
     value = text.strip()
     value = _PYTHON.get(value, value)
     kind = _kind(value)
@@ -86,7 +96,14 @@ def _kind(text: str) -> str | None:
         return None
     if isinstance(value, float):
         return "integer" if value.is_integer() else "number"
-    kinds = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object", type(None): "null"}
+    kinds = {
+        bool: "boolean",
+        int: "integer",
+        str: "string",
+        list: "array",
+        dict: "object",
+        type(None): "null",
+    }
     return kinds[type(value)]
 
 

@@ -11,7 +11,9 @@ from headrace.server.answers.tools import Tool
 
 
 def _read(answer: AnswerReader, opener: str) -> Steps[None]:
-    """Read calls with semicolons between them. Without a tag any JSON may be meant, so that the name must be that of a tool."""
+    """Read calls with semicolons between them. Without a tag any JSON may be meant, so that the
+    name must be that of a tool.
+    """
     yield from read_calls(answer, ";", known_only=not opener)
 
 

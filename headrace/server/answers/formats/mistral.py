@@ -1,4 +1,6 @@
-"""`[TOOL_CALLS][{...}]`, `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` and `[TOOL_CALLS]name[ARGS]{...}`: Mistral, older to newer."""
+"""`[TOOL_CALLS][{...}]`, `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` and
+`[TOOL_CALLS]name[ARGS]{...}`: Mistral, older to newer.
+"""
 
 import re
 import secrets
@@ -53,10 +55,16 @@ def _without_id(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
 
 
 def _named(lark: Lark, tools: Sequence[Tool], many: bool, between: str) -> str:
-    call = lark.either(f"{lark.text(_OPENER + tool.name)} {between} {lark.json(tool.parameters)}" for tool in tools)
+    call = lark.either(
+        f"{lark.text(_OPENER + tool.name)} {between} {lark.json(tool.parameters)}" for tool in tools
+    )
     return lark.repeated(call, "", many)
 
 
 LIST = ToolFormat("mistral", (_OPENER,), _read, _list, new_id=_new_id)
-WITH_ID = ToolFormat("mistral_v11", (_OPENER,), _read, _with_id, (_CALL_ID, _ARGUMENTS), new_id=_new_id)
-WITHOUT_ID = ToolFormat("mistral_v13", (_OPENER,), _read, _without_id, (_CALL_ID, _ARGUMENTS), new_id=_new_id)
+WITH_ID = ToolFormat(
+    "mistral_v11", (_OPENER,), _read, _with_id, (_CALL_ID, _ARGUMENTS), new_id=_new_id
+)
+WITHOUT_ID = ToolFormat(
+    "mistral_v13", (_OPENER,), _read, _without_id, (_CALL_ID, _ARGUMENTS), new_id=_new_id
+)

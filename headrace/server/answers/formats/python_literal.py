@@ -12,21 +12,42 @@ from headrace.server.answers.reader import MalformedError, Reader, Steps
 _CLOSING = {"[": "]", "{": "}"}
 _WORD = re.compile(r"[A-Za-z0-9_+.\-]*")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_WORDS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "true": "true",
+    "false": "false",
+    "null": "null",
+}
 _IN_STRING = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "v": "\v",
+    "a": "\a",
+    "0": "\0",
+    "\n": "",
+}
 _ESCAPES |= {character: character for character in "\\'\"/"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def read_literal(reader: Reader, take: Callable[[str], object]) -> Steps[None]:
-    """Give a list, dictionary, string, number or constant to `take`, as JSON. Raises MalformedError for anything else."""
+    """Give a list, dictionary, string, number or constant to `take`, as JSON. Raises MalformedError
+    for anything else.
+    """
     containers: list[str] = []  # what closes those that are open
     separator = ""  # written once it is certain that something follows
     while True:
         yield from reader.space()
         first = yield from reader.peek()
-        if not containers or first != containers[-1]:  # otherwise it is empty, or its last comma has nothing behind it
+        if (
+            not containers or first != containers[-1]
+        ):  # otherwise it is empty, or its last comma has nothing behind it
             take(separator)
             if containers[-1:] == ["}"]:
                 yield from _key(reader, take, first)
@@ -105,7 +126,11 @@ def _constant(word: str) -> str:
     if word in _WORDS or _NUMBER.fullmatch(word):
         return _WORDS.get(word, word)
     try:
-        number = float(word) if any(c in word for c in ".eE") and not word.lower().startswith("0x") else int(word, 0)
+        number = (
+            float(word)
+            if any(c in word for c in ".eE") and not word.lower().startswith("0x")
+            else int(word, 0)
+        )
     except ValueError:
         raise MalformedError from None
     if not math.isfinite(number):

@@ -15,7 +15,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
 def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolFormat:
-    """`listed`: calls are in a list, and bare ones may be the whole answer; otherwise each has a line of its own, between markers."""
+    """`listed`: calls are in a list, and bare ones may be the whole answer; otherwise each has a
+    line of its own, between markers.
+    """
 
     def read(answer: AnswerReader, opened: str) -> Steps[None]:
         yield from answer.space()
@@ -26,7 +28,11 @@ def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolFor
             yield from answer.space()
             yield from _read_call(answer, known_only=not opened)
             gap = yield from answer.space()
-            more = (yield from answer.next_is(",")) if listed else "\n" in gap and (yield from answer.peek()) not in ("", "<")
+            more = (
+                (yield from answer.next_is(","))
+                if listed
+                else "\n" in gap and (yield from answer.peek()) not in ("", "<")
+            )
         if listed:
             yield from answer.expect("]")
         if closer:
@@ -34,12 +40,23 @@ def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolFor
             yield from answer.next_is(closer)
 
     def grammar(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
-        before, separator, after = (opener + "[", ", ", "]" + closer) if listed else (opener + "\n", "\n", "\n" + closer)
-        calls = lark.repeated(lark.either(_call_grammar(lark, tool) for tool in tools), separator, many)
+        before, separator, after = (
+            (opener + "[", ", ", "]" + closer) if listed else (opener + "\n", "\n", "\n" + closer)
+        )
+        calls = lark.repeated(
+            lark.either(_call_grammar(lark, tool) for tool in tools), separator, many
+        )
         return f"{lark.text(before)} {calls} {lark.text(after)}"
 
     openers = (opener,) if opener else ()
-    return ToolFormat(name, openers, read, grammar, markers=(closer,) if closer else (), bare="[" if listed else "")
+    return ToolFormat(
+        name,
+        openers,
+        read,
+        grammar,
+        markers=(closer,) if closer else (),
+        bare="[" if listed else "",
+    )
 
 
 def _read_call(answer: AnswerReader, known_only: bool) -> Steps[None]:
@@ -76,7 +93,9 @@ def _read_call(answer: AnswerReader, known_only: bool) -> Steps[None]:
 
 
 def _call_grammar(lark: Lark, tool: Tool) -> str:
-    arguments = lark.arguments(tool, lambda key, schema: f"{lark.text(key + '=')} {lark.json(schema)}", ", ")
+    arguments = lark.arguments(
+        tool, lambda key, schema: f"{lark.text(key + '=')} {lark.json(schema)}", ", "
+    )
     return f"{lark.text(tool.name + '(')} {arguments} {lark.text(')')}"
 
 

@@ -1,4 +1,6 @@
-"""`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder and Qwen 3.5."""
+"""`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder
+and Qwen 3.5.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -68,8 +70,18 @@ def _call_grammar(lark: Lark, tool: Tool) -> str:
         before = lark.text(f"{_PARAMETER}{key}>\n")
         return f"{before} {value_grammar(lark, tool, key, schema, after)}"
 
-    head, after, tail = f"<tool_call>\n{_FUNCTION}{tool.name}>\n", f"\n{_PARAMETER_END}\n", f"{_END}\n</tool_call>"
+    head, after, tail = (
+        f"<tool_call>\n{_FUNCTION}{tool.name}>\n",
+        f"\n{_PARAMETER_END}\n",
+        f"{_END}\n</tool_call>",
+    )
     return f"{lark.text(head)} {lark.arguments(tool, argument, '')} {lark.text(tail)}"
 
 
-FORMAT = ToolFormat("qwen3_xml", ("<tool_call>", _FUNCTION), _read, _grammar, markers=("</tool_call>", _END, _PARAMETER, _PARAMETER_END))
+FORMAT = ToolFormat(
+    "qwen3_xml",
+    ("<tool_call>", _FUNCTION),
+    _read,
+    _grammar,
+    markers=("</tool_call>", _END, _PARAMETER, _PARAMETER_END),
+)
