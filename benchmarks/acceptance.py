@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from speculation_texts import WORKLOADS, prompts
 
 from headrace import LLM, SamplingParams
-from headrace.propose.ngram import NgramProposer
-from headrace.propose.online import OnlineProposer
+from headrace.speculation.proposers.ngram import NgramProposer
+from headrace.speculation.proposers.online import OnlineProposer
 
 
 @dataclass(eq=False)

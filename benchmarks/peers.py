@@ -27,8 +27,8 @@ from worker import WORKLOADS
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
-from headrace.convert.folder import plan_folder, write_folder
-from headrace.convert.original import open_original
+from headrace.convert.folder.writer import plan_folder, write_folder
+from headrace.convert.source_model import open_original
 from headrace.errors import HeadraceError
 from headrace.planner import host
 

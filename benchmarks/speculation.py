@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from speculation_texts import WORKLOADS, prompts
 
 from headrace import LLM, SamplingParams
-from headrace.engine.speculation import Speculation
-from headrace.propose import METHODS, NEEDS, DraftModels, asked_for
 from headrace.request import RequestOutput
+from headrace.speculation.coordinator import Speculation
+from headrace.speculation.proposers import METHODS, NEEDS, DraftModels, asked_for
 
 WAYS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
 TWIN = "again"

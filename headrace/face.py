@@ -8,14 +8,14 @@ from itertools import count
 from os import PathLike, fspath
 from typing import Any, TypedDict, TypeVar
 
-from headrace.assembly.load import load_model
-from headrace.assembly.options import engine_config
 from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import INTERACTIVE, FaceDefaults
 from headrace.engine.thread import EngineThread
 from headrace.errors import RequestError
+from headrace.loader.load import load_model
+from headrace.loader.options import engine_config
 from headrace.model.spec import ModelSpec
 from headrace.prompts import Message, Prompt, TokenizedPrompt
 from headrace.request import CheckedRequest, SamplingParams

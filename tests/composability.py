@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engine.engine import Stats
-from headrace.propose import NEEDS, PROPOSERS
+from headrace.speculation.proposers import NEEDS, PROPOSERS
 from headrace.structured_outputs import StructuredOutputs
 
 PAGE = Path(__file__).parents[1] / "docs/composability.md"

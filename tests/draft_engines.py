@@ -14,11 +14,11 @@ from headrace.kv.manager import KvManager
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import trace
-from headrace.propose import NEEDS, DraftModel, DraftModels, asked_for, make_proposers
-from headrace.propose.draft_model import max_rows
-from headrace.propose.medusa import head_forward
 from headrace.proposer import Proposer
 from headrace.quant.formats import StoredTensor
+from headrace.speculation.proposers import NEEDS, DraftModel, DraftModels, asked_for, make_proposers
+from headrace.speculation.proposers.draft_model import max_rows
+from headrace.speculation.proposers.medusa import head_forward
 from tests.tiny import BLOCK_SIZE, Tensors, tiny_engine
 
 Model = tuple[ModelSpec, Tensors]

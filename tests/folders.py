@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.backend import cpu, forward, reference
+from headrace.backend import forward
+from headrace.backend.cpu import executable as cpu
+from headrace.backend.reference import executable as reference
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.safetensors import read_safetensors

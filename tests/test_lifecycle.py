@@ -28,8 +28,11 @@ Fixture = Any
 
 
 def in_step(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], at: int = 2
-) -> list[int]:  # noqa: F811
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[], None],
+    at: int = 2,  # noqa: F811
+) -> list[int]:
     """Let something happen in the middle of the `at`-th launch; returns a list that grows by each
     launch which ended.
     """
@@ -58,8 +61,11 @@ def interrupt() -> None:
 class TestInterrupts:
     @pytest.mark.parametrize("num_prompts", [1, 3])
     def test_a_step_is_not_cut_in_two(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, num_prompts: int
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,
+        num_prompts: int,  # noqa: F811
+    ) -> None:
         expected = llm.generate("hello", GREEDY)[0].outputs
         ended = in_step(llm, monkeypatch, interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -109,8 +115,10 @@ class TestInterrupts:
 
 class TestCollection:
     def test_a_stream_that_is_collected_in_a_step_ends_after_it(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    ) -> None:
         expected, held = llm.generate("w", LONG)[0].outputs, list[Any]()
         lost = SimpleNamespace(stream=llm.stream("hello", LONG))
         lost.itself = lost  # so that it is the collector that ends it
@@ -131,8 +139,11 @@ class TestCollection:
 
     @pytest.mark.parametrize("use", ["close", "stats"])
     def test_what_a_finaliser_asks_in_a_step_never_waits(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, use: str
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,
+        use: str,  # noqa: F811
+    ) -> None:
         said = []
 
         def finalise() -> None:
@@ -201,8 +212,10 @@ class TestClosing:
             signal.signal(signal.SIGINT, previous)
 
     def test_what_the_engine_does_not_get_over_closes_it(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    ) -> None:
         def fails(*args: Any) -> Any:
             raise SystemError("beyond repair")
 
@@ -215,8 +228,10 @@ class TestClosing:
         llm.close()
 
     def test_what_cannot_be_closed_is_given_up(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    ) -> None:
         def fails(*args: Any) -> Any:
             raise MemoryError
 
@@ -262,8 +277,10 @@ class TestThread:
         until(lambda: llm._thread.step_begun is None)
 
     def test_in_a_step_it_knows_whether_a_command_waits(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    ) -> None:
         known = list[bool]()
 
         def look() -> None:
@@ -276,8 +293,10 @@ class TestThread:
         assert known == [False, True]
 
     def test_it_waits_for_commands_only_where_there_is_no_work(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    ) -> None:
         monkeypatch.setattr(engine_thread, "_LINGER", 0.01)
         drain, waits = llm._thread._drain, set[tuple[bool, float]]()
 
@@ -308,8 +327,10 @@ class TestThread:
 
     @pytest.mark.parametrize("only_results", [False, True])
     def test_a_receiver_of_results_alone_is_given_no_other_update(
-        self, llm: LLM, only_results: bool
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        only_results: bool,  # noqa: F811
+    ) -> None:
         inbox = engine_thread.Inbox()
         llm._thread.add([llm._engine.check([5], GREEDY)], ["a"], inbox, only_results=only_results)
         updates = [inbox.get()]
@@ -335,8 +356,10 @@ class TestThread:
         until(lambda: not threads_named("headrace-engine"))
 
     def test_where_the_system_gives_no_thread(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:  # noqa: F811
+        self,
+        llm: LLM,
+        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    ) -> None:
         def refuse(*args: Any, **options: Any) -> None:
             raise RuntimeError("can't start new thread")
 
@@ -425,8 +448,9 @@ def test_the_end_of_a_process(model: str, code: str) -> None:  # noqa: F811
 
 
 def test_a_failure_of_one_call_is_not_one_of_another(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:  # noqa: F811
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
     expected, results = llm.generate("w", GREEDY)[0].outputs, list[Any]()
 
     def fail() -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.assembly.options import engine_config
 from headrace.checkpoint.templates import Renderer
 from headrace.cli.session import Session
 from headrace.config import INTERACTIVE
 from headrace.errors import RequestError
+from headrace.loader.options import engine_config
 from headrace.prompts import PromptReader, TokenizedPrompt, is_conversation
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 

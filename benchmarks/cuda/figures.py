@@ -30,8 +30,8 @@ from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.logit_ops import LaterDraws
 from headrace.model.spec import ModelSpec
-from headrace.propose import make_proposers
 from headrace.request import SamplingParams
+from headrace.speculation.proposers import make_proposers
 from tests.backend.cuda.hollow import SPECS
 from tests.tiny import TinyVocabulary
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from harness import Bench, Column, main
 
-from headrace.backend.cpu import CpuExecutable
+from headrace.backend.cpu.executable import CpuExecutable
 from headrace.batch import RaggedBatch, ints
 from headrace.config import KvConfig
 from headrace.model import linear_weights, tensor_shapes, trace_model

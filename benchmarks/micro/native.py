@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend.cpu import BLOCK_SIZE
-from headrace.backend.packing import add_weight
+from headrace.backend.cpu.executable import BLOCK_SIZE
+from headrace.backend.cpu.packing import add_weight
 from headrace.batch import Ints, KvRows, RaggedBatch
 from headrace.quant.formats import StoredTensor
 

@@ -17,7 +17,7 @@ from native import op_seconds, ragged
 from roof import Barriers
 
 from headrace import _native
-from headrace.backend.cpu import BLOCK_SIZE, CpuExecutable, compile
+from headrace.backend.cpu.executable import BLOCK_SIZE, CpuExecutable, compile
 from headrace.batch import RaggedBatch
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve

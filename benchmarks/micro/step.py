@@ -15,10 +15,10 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from headrace.assembly.load import load_model
 from headrace.config import OFFLINE, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.multi_step import MultiStep
+from headrace.loader.load import load_model
 from headrace.request import SamplingParams
 
 CASES: dict[str, dict[str, Any]] = {

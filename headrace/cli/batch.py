@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from headrace.assembly.options import engine_config
+    from headrace.loader.options import engine_config
     from headrace.server.batch import run_batch
     from headrace.server.settings import Settings
 

@@ -33,7 +33,7 @@ from headrace.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.checkpoint.load import Checkpoint
-    from headrace.cli.measure import Row
+    from headrace.measure.speed import Row
     from headrace.planner.hardware import Machine
 
 KINDS: dict[str, dict[str, Any]] = {  # what can be measured, and its settings with their defaults
@@ -137,10 +137,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Row]":
     """Rows as they are done; each carries all that is needed to read it later."""
-    from headrace.assembly.choice import with_backend
-    from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
+    from headrace.loader.backend_choice import with_backend
+    from headrace.loader.options import engine_config
 
     longest, most = _longest(args.kind, settings), max(settings.get("concurrency", (1,)))
     options = {
@@ -166,7 +166,7 @@ def _measure(args: argparse.Namespace, settings: dict[str, Any]) -> "Iterator[Ro
             f"{context:,}: lower {flags}"
         )
 
-    from headrace.cli import measure
+    from headrace.measure import speed as measure
     from headrace.planner import hardware, host
 
     try:

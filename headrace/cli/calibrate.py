@@ -23,11 +23,11 @@ from headrace.cli.terminal import show_status
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.assembly.drafts import DraftCheckpoints
     from headrace.backend import Executable
     from headrace.checkpoint.load import Checkpoint
-    from headrace.cli.calibration import Candidate
     from headrace.config import EngineConfig, KvConfig
+    from headrace.loader.drafts import DraftCheckpoints
+    from headrace.measure.calibration import Candidate
 
 _PROMPT = "Write a short story about a miller who builds a channel to bring water to the mill.\n\n"
 _EIGHTHS = (2, 3, 4, 5, 6, 7)
@@ -116,14 +116,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> "list[Candidate]":
-    from headrace.assembly.choice import with_backend
-    from headrace.assembly.drafts import open_draft_checkpoints
-    from headrace.assembly.memory import fit_memory
-    from headrace.assembly.options import engine_config
     from headrace.backend import compile_program
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
-    from headrace.cli.calibration import Calibration
+    from headrace.loader.backend_choice import with_backend
+    from headrace.loader.drafts import open_draft_checkpoints
+    from headrace.loader.memory import fit_memory
+    from headrace.loader.options import engine_config
+    from headrace.measure.calibration import Calibration
     from headrace.model import trace_model
     from headrace.planner.host import usable_cores
 
@@ -174,7 +174,7 @@ def _drafts(
     kv: "KvConfig | None",
 ) -> "Iterator[tuple[str, Executable]]":
     """The executables of the candidates, by name; `kv` is that of a draft model."""
-    from headrace.assembly.drafts import compile_draft_models, first_layers
+    from headrace.loader.drafts import compile_draft_models, first_layers
 
     if args.draft:
         draft = compile_draft_models(config, draft_checkpoints, checkpoint, target, kv).draft

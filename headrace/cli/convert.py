@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from headrace.checkpoint.load import Checkpoint
-    from headrace.convert.original import Original
+    from headrace.convert.source_model import Original
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from headrace.checkpoint.source import resolve
-    from headrace.convert.original import open_original
     from headrace.convert.output import check_new
+    from headrace.convert.source_model import open_original
 
     check_new(args.out)
     original = open_original(resolve(args.model))
@@ -71,7 +71,7 @@ def _size(original: "Original") -> int:
 
 
 def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
-    from headrace.convert.gguf_file import plan_gguf, write_gguf
+    from headrace.convert.gguf.writer import plan_gguf, write_gguf
     from headrace.convert.matrices import quantisable
     from headrace.convert.methods import prepared
     from headrace.planner.host import usable_cores
@@ -90,7 +90,7 @@ def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") ->
 
 
 def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
-    from headrace.convert.folder import packing_of, plan_folder, write_folder
+    from headrace.convert.folder.writer import packing_of, plan_folder, write_folder
     from headrace.convert.matrices import quantisable
     from headrace.convert.methods import prepared, quantised_matrices
     from headrace.planner.host import usable_cores

@@ -18,9 +18,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 when a self-test fails. The measurement is remembered for `run` and `show`."""
-    from headrace.assembly.options import engine_config
-    from headrace.cli.selftest import run_checks
     from headrace.cli.table import print_json, print_table
+    from headrace.loader.options import engine_config
+    from headrace.measure.selftest import run_checks
 
     threads = engine_config({"threads": args.threads}).threads
     facts = examine(threads)

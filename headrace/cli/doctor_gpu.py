@@ -9,7 +9,7 @@ def gpu_facts() -> dict[str, Any]:
 
     What is measured is remembered.
     """
-    from headrace.assembly.choice import automatic
+    from headrace.loader.backend_choice import automatic
     from headrace.planner import gpu
 
     host = gpu.look()

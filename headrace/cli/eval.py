@@ -26,7 +26,7 @@ from headrace.cli.arguments import (
 from headrace.cli.calibrating import MOST_TOKENS, add_calibration
 
 if TYPE_CHECKING:
-    from headrace.cli.evaluation import Row
+    from headrace.measure.evaluation import Row
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -84,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from headrace.cli.evaluation import Evaluation
-    from headrace.cli.frontier import advice, frontier, read_budget
     from headrace.cli.output_file import check_writable, write
     from headrace.cli.table import print_json
     from headrace.errors import RequestError
+    from headrace.measure.evaluation import Evaluation
+    from headrace.measure.frontier import advice, frontier, read_budget
 
     for flag in ("budget", "svg"):
         if getattr(args, flag) and not args.sweep:
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         if budget:
             print(f"Within {args.budget} the least is lost by {advice(rows, budget)}.")
     if args.svg:
-        from headrace.cli.frontier_picture import frontier_svg
+        from headrace.measure.frontier_picture import frontier_svg
 
         write("--svg", args.svg, frontier_svg(f"Formats of {args.model}", rows, "KL, nats"))
     return 0

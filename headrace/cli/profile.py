@@ -138,15 +138,15 @@ def examine(args: argparse.Namespace) -> "Report":
     Raises ModelError as every verb does, MemoryLimitError where not one phase fits in memory, and
     RequestError where none is left to run.
     """
-    from headrace.assembly.choice import with_backend
-    from headrace.assembly.options import engine_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
+    from headrace.loader.backend_choice import with_backend
+    from headrace.loader.options import engine_config
     from headrace.model import trace_model
     from headrace.planner.profile import account, phases, typical
     from headrace.planner.report import Report
     from headrace.program.kv import number_bytes
-    from headrace.program.mixture import Experts
+    from headrace.program.moe import Experts
 
     names = ("backend", "threads", "kv_dtype", "activations", *PARALLEL)
     asked_for = engine_config({name: getattr(args, name) for name in names})
@@ -187,9 +187,9 @@ def _choose(
     asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig
 ) -> "tuple[list[Phase], dict[str, str]]":
     """The phases that can run here, and why the others cannot, by name."""
-    from headrace.assembly.memory import memory_for
     from headrace.backend import KV_BLOCK_SIZES, lower_program
-    from headrace.cli.stopwatch import num_blocks
+    from headrace.loader.memory import memory_for
+    from headrace.measure.stopwatch import num_blocks
     from headrace.model import trace_model
     from headrace.planner.fit import Fit
     from headrace.planner.hardware import READ_BYTES
@@ -264,10 +264,10 @@ def _run(
     from rich.progress import Progress
 
     from headrace.backend import KV_BLOCK_SIZES
-    from headrace.cli.stopwatch import Stopwatch, num_blocks
+    from headrace.measure.stopwatch import Stopwatch, num_blocks
     from headrace.planner.experts import expert_profile
     from headrace.planner.hardware import measure
-    from headrace.program.mixture import Experts
+    from headrace.program.moe import Experts
 
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()

@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     check_installed("headrace route", "route", "aiohttp")
-    from headrace.assembly.options import engine_config
+    from headrace.loader.options import engine_config
     from headrace.scaleout.routing import route, worker_urls
 
     urls = worker_urls(args.workers)

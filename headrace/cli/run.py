@@ -281,7 +281,7 @@ def run(args: argparse.Namespace) -> int:
             "--json and -n are for the answers to one prompt, and this is a chat: give a prompt"
         )
 
-    from headrace.assembly.options import engine_config
+    from headrace.loader.options import engine_config
 
     names = _SHARED_PARAMS + (_DRAW_PARAMS if args.beam_width is None else _BEAM_PARAMS)
     params = SamplingParams(**{name: getattr(args, name) for name in names})

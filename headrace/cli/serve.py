@@ -23,7 +23,7 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.server.engine_start import StartedEngine
+    from headrace.remote.start import StartedEngine
     from headrace.server.settings import Settings
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     if args.replicas or args.max_replicas:
         return _serve_replicas(args)
     follow_where_not_first(args)
-    from headrace.server.engine_start import starting_engine
+    from headrace.remote.start import starting_engine
 
     with (
         starting_engine() as started
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
-    from headrace.server.engine_client import EngineClient
+    from headrace.remote.client import EngineClient
     from headrace.server.serving import serve
 
     config, settings, adapters = _options(args), _settings(args), _adapters(args.lora)
@@ -201,13 +201,13 @@ def follow_where_not_first(args: argparse.Namespace) -> None:
     """
     sizes = {name: getattr(args, name) for name in PARALLEL}
     if sizes != {name: _DEFAULTS[name] for name in PARALLEL}:
-        from headrace.assembly import options, ranks
+        from headrace.loader import options, ranks
 
         ranks.follow_where_not_first(options.engine_config(sizes))
 
 
 def _options(args: argparse.Namespace) -> EngineConfig:
-    from headrace.assembly.options import engine_config
+    from headrace.loader.options import engine_config
 
     return engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
 

@@ -5,13 +5,13 @@ import gc
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
-from headrace.assembly.drafts import own_program
-from headrace.assembly.load import load_model
 from headrace.backend import lower_program
 from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.cli.signals import Stop
 from headrace.config import EngineConfig
+from headrace.loader.drafts import own_program
+from headrace.loader.load import load_model
 from headrace.planner import hardware
 from headrace.planner.answer import decode_loads, decode_seconds
 from headrace.program.adapter import Adapter, adapted

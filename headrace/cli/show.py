@@ -50,12 +50,12 @@ def describe(model: str, options: "Mapping[str, Any]" = _ALONE) -> dict[str, Any
     """All facts, as they go to JSON: bytes, counts and tokens per second; `options`: the backend,
     and those in `arguments.PARALLEL`.
     """
-    from headrace.assembly.choice import choose
-    from headrace.assembly.options import engine_config
     from headrace.backend import lower_program
-    from headrace.checkpoint.imagined import imagined_tensors, is_bare, open_config
+    from headrace.checkpoint.dummy import imagined_tensors, is_bare, open_config
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
+    from headrace.loader.backend_choice import choose
+    from headrace.loader.options import engine_config
     from headrace.model import trace_model
     from headrace.quant.formats import FORMATS
 
@@ -108,8 +108,8 @@ def _memory(config: EngineConfig, program: "Program", context: int) -> dict[str,
     """The memory that the backend has, and how much KV fits in it beside the weights, by number
     format.
     """
-    from headrace.assembly.memory import memory_for
     from headrace.backend import KV_DTYPES
+    from headrace.loader.memory import memory_for
     from headrace.planner.fit import Fit
     from headrace.program.kv import token_bytes
 
@@ -148,7 +148,7 @@ def _ranks(
     """What each rank has of the model, and what it receives in a step of one row and in one of 512;
     empty for a single rank.
     """
-    from headrace.assembly.ranks import mesh_of, rank_programs
+    from headrace.loader.ranks import mesh_of, rank_programs
     from headrace.program.kv import token_bytes
     from headrace.program.op import Load
 
@@ -170,7 +170,7 @@ def _ranks(
 
 def _experts(program: "Program", spec: "ModelSpec") -> dict[str, int]:
     """The experts of a model that has any, and the parameters that a token goes through."""
-    from headrace.program.mixture import Experts
+    from headrace.program.moe import Experts
 
     if not spec.experts:
         return {}

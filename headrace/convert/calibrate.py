@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import cpu
+from headrace.backend.cpu import executable as cpu
 from headrace.config import KvConfig
 from headrace.convert.batches import num_blocks, piece_batch
 from headrace.convert.scaling import sources
 from headrace.errors import FormatError
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
-from headrace.program.mixture import Experts
+from headrace.program.moe import Experts
 from headrace.program.op import Value
 from headrace.program.ops import Linear
 from headrace.program.trace import Program

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from headrace.errors import RequestError
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
-from headrace.program.mixture import Experts, GateRows, Route
+from headrace.program.moe import Experts, GateRows, Route
 from headrace.program.ops import Linear
 from headrace.quant.encode import encode
 from headrace.quant.formats import FORMATS, StoredTensor, plain_table

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.program.mixture import Experts
+from headrace.program.moe import Experts
 from headrace.program.op import Op, Value
 from headrace.program.ops import Activate, Attention, GatherRows, Glu, KvWrite, Linear, Norm
 from headrace.program.trace import Program

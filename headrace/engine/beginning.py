@@ -8,7 +8,7 @@ engine, whose place this one takes.
 from collections.abc import Iterable
 from collections.abc import Sequence as Lists
 
-from headrace.accept import Acceptor
+from headrace.acceptors import Acceptor
 from headrace.config import EngineConfig
 from headrace.engine.output import Output, TokenizerView, end_ids
 from headrace.engine.sequence import Request, Sequence

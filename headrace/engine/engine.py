@@ -13,9 +13,9 @@ from traceback import clear_frames
 from types import MappingProxyType
 from typing import Any
 
-from headrace.accept import Acceptor
-from headrace.accept.beam import BeamSearch
-from headrace.accept.independent import IndependentAcceptor
+from headrace.acceptors import Acceptor
+from headrace.acceptors.beam import BeamSearch
+from headrace.acceptors.independent import IndependentAcceptor
 from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import snapshot
@@ -31,10 +31,10 @@ from headrace.engine.pooling import PromptPooling
 from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION, Publisher
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, Stopwatch
-from headrace.engine.speculation import Speculation
 from headrace.engine.static import StaticScheduler
 from headrace.engine.step import StepLoop
 from headrace.errors import ClosedError, RequestError
+from headrace.grammar.constraint import Constraints
 from headrace.kv.host import HostTier
 from headrace.kv.manager import Demand, KvManager
 from headrace.program.adapter import Adapter
@@ -50,8 +50,8 @@ from headrace.request import (
     check_terms,
     token_ids,
 )
+from headrace.speculation.coordinator import Speculation
 from headrace.stats import BlockMap, Stats
-from headrace.structured.constraint import Constraints
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 """By the name of `EngineConfig.batching`."""

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.accept import Acceptor, Drawing
+from headrace.acceptors import Acceptor, Drawing
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.sequence import Sequence
-from headrace.engine.speculation import StepDrafts
 from headrace.logit_ops import LogitOp, Ticket
+from headrace.speculation.coordinator import StepDrafts
 
 
 class Member(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Results
 from typing import NamedTuple
 
-from headrace.accept import Acceptor
+from headrace.acceptors import Acceptor
 from headrace.batch import Commit, TokenLogprobs
 from headrace.engine.in_flight import InFlightStep, Member, StepDraws
 from headrace.engine.output import TokenizerView, describe

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
-from headrace.accept import Acceptor, Drawing
+from headrace.acceptors import Acceptor, Drawing
 from headrace.batch import Commit, DraftTree
 from headrace.constraint import Constraint
 from headrace.engine.adapters import LoadedAdapter

@@ -17,10 +17,10 @@ from headrace.engine.output import TokenizerView
 from headrace.engine.resolve import Resolved, prepare_draws, resolve_step
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.speculation import Speculation, StepDrafts
 from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots, prepare_blocks
 from headrace.request import Update
+from headrace.speculation.coordinator import Speculation, StepDrafts
 
 
 @dataclass

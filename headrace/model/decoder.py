@@ -7,7 +7,7 @@ such as `layers.3.q`.
 
 from collections.abc import Callable
 
-from headrace.model import latent
+from headrace.model import mla as latent
 from headrace.model.rope import inverse_frequencies
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.program.op import RowKind, Value, Weight

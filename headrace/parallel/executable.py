@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import HostBlocks
-from headrace.backend.cpu import CpuExecutable
+from headrace.backend.cpu.executable import CpuExecutable
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import LogitOp, StepResult
-from headrace.parallel.carrier import GlooCarrier
 from headrace.parallel.commands import Command, Kind, adapter_arrays, batch_arrays
-from headrace.parallel.followers import Followers
 from headrace.parallel.rank import Rank
+from headrace.parallel.transport import GlooCarrier
+from headrace.parallel.workers import Followers
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.reference import ReferenceExecutable, _Step
-from headrace.backend.reference import _norm as reference_norm
-from headrace.backend.reference_activations import gated
+from headrace.backend.reference.activations import gated
+from headrace.backend.reference.executable import ReferenceExecutable, _Step
+from headrace.backend.reference.executable import _norm as reference_norm
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
-from headrace.parallel.exchange import owners
+from headrace.parallel.collectives import owners
 from headrace.parallel.tensor import share_of
 from headrace.program import collective, ops
 from headrace.program.op import Op, Weight

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend.cpu import CpuExecutable
+from headrace.backend.cpu.executable import CpuExecutable
 from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig
-from headrace.parallel.exchange import Exchange
+from headrace.parallel.collectives import Exchange
 from headrace.parallel.mesh import Mesh, adapter_of, weights_of
 from headrace.program.adapter import Adapter
 from headrace.program.trace import Program

@@ -29,7 +29,7 @@ from headrace.program.collective import (
     TakeColumns,
 )
 from headrace.program.kv import KvGroup
-from headrace.program.mixture import Experts, GateRows, Route
+from headrace.program.moe import Experts, GateRows, Route
 from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.planner.profile import Phase
-from headrace.program.mixture import Experts
+from headrace.program.moe import Experts
 from headrace.program.trace import Program
 from headrace.record import frozen
 

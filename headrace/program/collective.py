@@ -1,6 +1,6 @@
 """The ops by which ranks exchange rows; what they move over a link is said beside them."""
 
-from headrace.program.mixture import Experts
+from headrace.program.moe import Experts
 from headrace.program.op import Load, Op, Value, Weight
 from headrace.program.ops import Norm
 from headrace.record import frozen

@@ -7,7 +7,7 @@ from typing import Literal
 
 from headrace.errors import FormatError
 from headrace.program.kv import KvGroup, KvLayout
-from headrace.program.mixture import Experts, GateRows, Route
+from headrace.program.moe import Experts, GateRows, Route
 from headrace.program.op import Kind, Load, Op, RowKind, Value, Weight
 from headrace.program.ops import (
     Activate,

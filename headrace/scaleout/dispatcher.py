@@ -5,9 +5,9 @@ back what comes of it.
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from headrace.server import frames
+from headrace.remote import frames
+from headrace.remote.replica_status import ReplicaStatus
 from headrace.server.errors import EngineError
-from headrace.server.replica_status import ReplicaStatus
 
 
 class ReplicaLostError(EngineError):

@@ -15,16 +15,16 @@ from itertools import count
 from time import monotonic
 
 from headrace.errors import NoReplicaError
+from headrace.remote import frames
+from headrace.remote.engine import State
+from headrace.remote.replica_status import ReplicaStatus
+from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, SamplingParams
 from headrace.scaleout.dispatcher import Dispatcher, ReplicaLostError
 from headrace.scaleout.gathered import Totals, adapters_of, blocks_of, hello_of
 from headrace.scaleout.resumable import Resumable, with_seed
 from headrace.scaleout.suspects import Suspects
-from headrace.server import frames
 from headrace.server.errors import EngineDeadError, EngineError, NotReadyError
-from headrace.server.replica_status import ReplicaStatus
-from headrace.server.served_engine import State
-from headrace.server.stream import Stream
 
 _MOST_LOSSES = 8
 """Replicas that may go away under a request before it ends with an error."""

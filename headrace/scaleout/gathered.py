@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from headrace.server import frames
-from headrace.server.replica_status import ReplicaStatus
+from headrace.remote import frames
+from headrace.remote.replica_status import ReplicaStatus
 
 _OF_ALL = ("max_num_seqs", "kv_tokens", "kv_bytes", "weight_bytes", "threads")
 """What the replicas have together, of what they say at their start."""

@@ -16,10 +16,10 @@ import aiohttp
 import msgspec
 
 from headrace.errors import NoReplicaError
+from headrace.remote import frames
+from headrace.remote.replica_status import ReplicaStatus, read_status
 from headrace.scaleout.dispatcher import ReplicaLostError
-from headrace.server import frames
 from headrace.server.errors import RefusedError
-from headrace.server.replica_status import ReplicaStatus, read_status
 from headrace.server.worker import CONTENT_TYPE
 
 _SILENT = 3.0

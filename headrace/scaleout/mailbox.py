@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from headrace.server import frames
-from headrace.server.outbox import merged
+from headrace.remote import frames
+from headrace.remote.outbox import merged
 
 Event = frames.Accepted | frames.Refused | frames.News | frames.Ended | frames.Blocks
 

@@ -10,15 +10,15 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from headrace.assembly.options import engine_config
-from headrace.assembly.ranks import mesh_of
 from headrace.errors import RequestError
+from headrace.loader.options import engine_config
+from headrace.loader.ranks import mesh_of
+from headrace.remote import frames
 from headrace.request import check_names
 from headrace.scaleout.ray_cluster import Scale
 from headrace.scaleout.ray_ingress import Ingress
 from headrace.scaleout.ray_replica import Replica
 from headrace.scaleout.ray_router import PrefixRequestRouter  # noqa: F401 # see _ROUTER
-from headrace.server import frames
 from headrace.server.settings import Settings
 
 _HEALTH = 2.0

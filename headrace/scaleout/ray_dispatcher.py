@@ -17,11 +17,11 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from headrace.errors import NoReplicaError
+from headrace.remote import frames
+from headrace.remote.replica_status import ReplicaStatus, read_status
 from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.scaleout.ray_router import PrefixRequestRouter, answers_of, router_of
-from headrace.server import frames
 from headrace.server.errors import RefusedError
-from headrace.server.replica_status import ReplicaStatus, read_status
 
 _LOOK = 0.5
 """Seconds between two looks at what the replicas say of themselves."""

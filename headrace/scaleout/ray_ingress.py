@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from ray import serve
 
+from headrace.remote import frames
 from headrace.scaleout.fleet import Fleet
 from headrace.scaleout.ray_dispatcher import RayDispatcher
 from headrace.scaleout.ray_replica import fingerprint_of
-from headrace.server import frames
 from headrace.server.app import make_app
 from headrace.server.asgi import Receive, Scope, Send
 from headrace.server.gate import Gate

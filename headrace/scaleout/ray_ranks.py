@@ -14,7 +14,7 @@ import ray
 from ray.util import get_current_placement_group, get_node_ip_address, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headrace.assembly.ranks import PROCESS
+from headrace.loader.ranks import PROCESS
 from headrace.parallel.hosts import HostLauncher, Placement, follow_rank_0
 
 

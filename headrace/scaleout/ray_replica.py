@@ -9,16 +9,16 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly.load import open_model
-from headrace.assembly.ranks import mesh_of
 from headrace.checkpoint.fingerprint import fingerprint
 from headrace.config import EngineConfig
 from headrace.errors import ClosedError, HeadraceError
+from headrace.loader.load import open_model
+from headrace.loader.ranks import mesh_of
+from headrace.remote import frames
+from headrace.remote.host import EngineHost, open_engine
+from headrace.remote.replica_status import ReplicaStatus, encode_status
 from headrace.scaleout.mailbox import Mailroom
 from headrace.scaleout.ray_router import ReplicaFacts, metadata_of
-from headrace.server import frames
-from headrace.server.engine_host import EngineHost, open_engine
-from headrace.server.replica_status import ReplicaStatus, encode_status
 
 _REPORT = 0.2
 """Seconds that a status waits for the engine; then it has the last report."""

@@ -16,10 +16,10 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from headrace.errors import HeadraceError
+from headrace.remote import frames
+from headrace.remote.replica_status import ReplicaStatus
 from headrace.scaleout.policy import PrefixRouter, Routed
 from headrace.scaleout.step_times import StepTimes
-from headrace.server import frames
-from headrace.server.replica_status import ReplicaStatus
 
 _routers: "WeakValueDictionary[str, PrefixRequestRouter]" = WeakValueDictionary()
 """Those of this process, by the name of the application whose replicas they choose from."""

@@ -8,9 +8,9 @@ from time import monotonic
 
 import msgspec
 
+from headrace.remote import frames
 from headrace.request import SamplingParams
 from headrace.sampling.sampler import derive_seed
-from headrace.server import frames
 
 _LEAST_SECONDS = 1e-3
 

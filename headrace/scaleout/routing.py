@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from functools import partial
 from urllib.parse import urlsplit
 
-from headrace.assembly.load import open_model
 from headrace.checkpoint.fingerprint import fingerprint
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
+from headrace.loader.load import open_model
 from headrace.scaleout.fleet import Fleet
 from headrace.scaleout.http_workers import HttpWorkers
 from headrace.server.serving import Announce, serve

@@ -2,8 +2,8 @@
 rows it had and how long it took.
 """
 
+from headrace.remote import frames
 from headrace.scaleout.policy import StepCost
-from headrace.server import frames
 
 _MEMORY = 0.95
 """Weight of what was learnt before, for each step that is heard of."""

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import monotonic
 
-from headrace.server import frames
+from headrace.remote import frames
+from headrace.remote.quarantine import mark_of
 from headrace.server.errors import RefusedError
-from headrace.server.quarantine import mark_of
 
 _SECONDS = 600.0
 """For how long a request is remembered."""

@@ -19,13 +19,13 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
+from headrace.remote.client import EngineClient
+from headrace.remote.engine import ServedEngine
 from headrace.server.app import make_app
 from headrace.server.asgi import Message
-from headrace.server.engine_client import EngineClient
 from headrace.server.errors import EngineDeadError
 from headrace.server.gate import Gate
 from headrace.server.loading import served_model
-from headrace.server.served_engine import ServedEngine
 from headrace.server.settings import Settings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")

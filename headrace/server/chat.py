@@ -5,7 +5,6 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from headrace.server.answers.openai import ChatMessage, chat_delta, chat_finish_reason
 from headrace.server.asgi import DONE, Call, event
 from headrace.server.conversation import Answer, Asked, Piece, answered
 from headrace.server.errors import invalid
@@ -13,6 +12,7 @@ from headrace.server.gate import stream_error
 from headrace.server.generation import chat_logprobs, sampling_params
 from headrace.server.openai_messages import messages_of
 from headrace.server.openai_records import ChatRequest
+from headrace.server.output_parsers.openai import ChatMessage, chat_delta, chat_finish_reason
 from headrace.server.served_model import ServedModel
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from uuid import uuid4
 
 from headrace.prompts import TokenizedPrompt
+from headrace.remote import frames
+from headrace.remote.stream import Stream
 from headrace.request import Logprobs, token_ids
-from headrace.server import frames
 from headrace.server.asgi import DONE, Call, event
 from headrace.server.described import MAX_PROMPTS
 from headrace.server.errors import ApiError, invalid
@@ -23,7 +24,6 @@ from headrace.server.generation import (
 )
 from headrace.server.openai_records import CompletionRequest
 from headrace.server.served_model import ServedModel, merge
-from headrace.server.stream import Stream
 
 _MAX_TOKENS = 16
 """Of an answer that says nothing of its length, as OpenAI has it."""

@@ -9,17 +9,17 @@ from functools import partial
 from typing import Any
 
 from headrace.prompts import TokenizedPrompt
+from headrace.remote import frames
+from headrace.remote.stream import Stream
 from headrace.request import Logprobs, SamplingParams
-from headrace.server import frames
-from headrace.server.answers.deltas import Delta, Reasoning
-from headrace.server.answers.parser import AnswerParser
-from headrace.server.answers.tool_grammar import tool_grammar
-from headrace.server.answers.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from headrace.server.asgi import Call
 from headrace.server.errors import ApiError, invalid
 from headrace.server.generation import Clock, Usage, finish_reason
+from headrace.server.output_parsers.deltas import Delta, Reasoning
+from headrace.server.output_parsers.parser import AnswerParser
+from headrace.server.output_parsers.tool_grammar import tool_grammar
+from headrace.server.output_parsers.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from headrace.server.served_model import ServedModel
-from headrace.server.stream import Stream
 from headrace.server.structured import checked
 from headrace.structured_outputs import StructuredOutputs
 

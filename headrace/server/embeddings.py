@@ -4,14 +4,14 @@ import base64
 import struct
 from typing import Any
 
+from headrace.remote import frames
+from headrace.remote.stream import Stream
 from headrace.request import PoolingParams
-from headrace.server import frames
 from headrace.server.asgi import Call
 from headrace.server.completions import prompts_of, read_prompts
 from headrace.server.errors import ApiError, RefusedError
 from headrace.server.openai_records import EmbeddingRequest
 from headrace.server.served_model import ServedModel, merge, timed_out
-from headrace.server.stream import Stream
 
 
 async def embeddings(served: ServedModel, call: Call) -> None:

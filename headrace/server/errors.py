@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from headrace.errors import HeadraceError
-from headrace.server.frames import ErrorKind
+from headrace.remote.frames import ErrorKind
 
 
 class EngineError(HeadraceError):

@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
+from headrace.remote import frames
 from headrace.request import Logprobs, SamplingParams
-from headrace.server import frames
 from headrace.server.errors import RefusedError, invalid
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from headrace.assembly.load import open_model, read_prompts
 from headrace.checkpoint.fingerprint import fingerprint
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
+from headrace.loader.load import open_model, read_prompts
 from headrace.model import trace_model
 from headrace.prompts import PromptReader
-from headrace.server.answers.parser import AnswerStyle
+from headrace.remote.engine import ServedEngine
 from headrace.server.errors import EngineDeadError, EngineStartError
 from headrace.server.metrics import Metrics
+from headrace.server.output_parsers.parser import AnswerStyle
 from headrace.server.roofline import Roofline
-from headrace.server.served_engine import ServedEngine
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 

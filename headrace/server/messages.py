@@ -7,7 +7,6 @@ from uuid import uuid4
 
 from headrace.errors import RequestError
 from headrace.request import SamplingParams
-from headrace.server.answers.deltas import CallArguments, CallBegun, Content, Delta, Reasoning
 from headrace.server.anthropic_records import (
     AnthropicMessage,
     AnthropicToolChoice,
@@ -18,6 +17,13 @@ from headrace.server.anthropic_records import (
 from headrace.server.asgi import Call, named_event
 from headrace.server.conversation import Answer, Asked, answered, prompt_tokens
 from headrace.server.errors import anthropic_body, as_api_error, invalid, invalid_request
+from headrace.server.output_parsers.deltas import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Delta,
+    Reasoning,
+)
 from headrace.server.served_model import ServedModel
 
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}

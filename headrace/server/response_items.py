@@ -6,8 +6,14 @@ from typing import Any
 from uuid import uuid4
 
 from headrace.request import SamplingParams
-from headrace.server.answers.deltas import CallArguments, CallBegun, Content, Delta, Reasoning
 from headrace.server.conversation import Answer
+from headrace.server.output_parsers.deltas import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Delta,
+    Reasoning,
+)
 from headrace.server.responses_records import ResponsesRequest
 
 Event = tuple[str, dict[str, Any]]

@@ -13,7 +13,7 @@ from headrace.planner.roofline import op_kind, op_seconds
 from headrace.program.kv import number_bytes
 from headrace.program.op import Kind, Load
 from headrace.program.trace import Program
-from headrace.server.frames import Hello
+from headrace.remote.frames import Hello
 
 
 class Roofline:

@@ -14,16 +14,16 @@ from uuid import uuid4
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
 from headrace.prompts import PromptReader, TokenizedPrompt
+from headrace.remote import frames
+from headrace.remote.engine import ServedEngine
+from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, SamplingParams
-from headrace.server import frames
-from headrace.server.answers.parser import AnswerStyle
 from headrace.server.asgi import Call
 from headrace.server.errors import ApiError, NotReadyError, beyond_context, invalid, too_long
 from headrace.server.metrics import Metrics
+from headrace.server.output_parsers.parser import AnswerStyle
 from headrace.server.roofline import Roofline
-from headrace.server.served_engine import ServedEngine
 from headrace.server.settings import Settings
-from headrace.server.stream import Stream
 
 _T = TypeVar("_T")
 

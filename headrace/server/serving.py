@@ -17,12 +17,12 @@ import uvicorn
 
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
+from headrace.remote.engine import ServedEngine
 from headrace.server.app import make_app
 from headrace.server.connection import Connection
 from headrace.server.gate import LOOPBACK
 from headrace.server.loading import served_model
 from headrace.server.request_record import JsonFormatter, log_request
-from headrace.server.served_engine import ServedEngine
 from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
 from headrace.server.tracing import Tracer, otlp_exporter

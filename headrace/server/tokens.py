@@ -2,11 +2,11 @@
 
 from functools import partial
 
-from headrace.server.answers.tools import read_tools
 from headrace.server.asgi import Call
 from headrace.server.errors import invalid
 from headrace.server.openai_messages import messages_of
 from headrace.server.openai_records import DetokenizeRequest, TokenizeRequest
+from headrace.server.output_parsers.tools import read_tools
 from headrace.server.served_model import ServedModel
 
 

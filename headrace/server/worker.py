@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from headrace.server import frames
+from headrace.remote import frames
+from headrace.remote.replica_status import ReplicaStatus, encode_status
+from headrace.remote.stream import Stream
 from headrace.server.asgi import Call
 from headrace.server.errors import EngineError, RefusedError, invalid
-from headrace.server.replica_status import ReplicaStatus, encode_status
 from headrace.server.served_model import ServedModel
-from headrace.server.stream import Stream
 
 CONTENT_TYPE = "application/msgpack"
 PERIOD = 0.25

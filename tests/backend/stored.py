@@ -43,9 +43,9 @@ def random_stored(
     `fill` all bytes of codes are that one.
     """
     rng = np.random.default_rng(seed)
-    random_bytes = lambda shape: (
+    random_bytes = lambda shape: (  # noqa: E731
         rng.integers(0, 256, shape, np.uint8) if fill is None else np.full(shape, fill, np.uint8)
-    )  # noqa: E731
+    )
     form = FORMATS[format_name]
     if "row_scales" in form.parts:
         codes = random_bytes(rows * cols)

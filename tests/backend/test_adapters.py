@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend.cpu import CpuExecutable
-from headrace.backend.reference import ReferenceExecutable
+from headrace.backend.cpu.executable import CpuExecutable
+from headrace.backend.reference.executable import ReferenceExecutable
 from headrace.batch import RaggedBatch, ints
 from headrace.config import KvConfig
 from headrace.model import linear_weights, tensor_shapes, trace_model

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend import KV_DTYPES, cpu, forward, reference
+from headrace.backend import KV_DTYPES, forward
+from headrace.backend.cpu import executable as cpu
+from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig, KvDtype
 from headrace.program import ops
 from headrace.program.op import Value

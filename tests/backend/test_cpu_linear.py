@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend.packing import add_weight
+from headrace.backend.cpu.packing import add_weight
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.kv import round_bf16
 from tests.backend.stored import quantised_rows, random_stored

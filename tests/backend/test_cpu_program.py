@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import _native
-from headrace.backend import KV_DTYPES, cpu, forward, reference
+from headrace.backend import KV_DTYPES, forward
+from headrace.backend.cpu import executable as cpu
+from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.program.fuse import fuse

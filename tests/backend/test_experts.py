@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import _native
-from headrace.backend import Executable, cpu, forward, reference
+from headrace.backend import Executable, forward
+from headrace.backend.cpu import executable as cpu
+from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
 from headrace.model import trace_model

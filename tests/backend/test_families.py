@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend import cpu, forward, reference
-from headrace.backend.cpu_lowering import LOWER
+from headrace.backend import forward
+from headrace.backend.cpu import executable as cpu
+from headrace.backend.cpu.lowering import LOWER
+from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
-from headrace.program import mixture, ops
+from headrace.program import moe as mixture
+from headrace.program import ops
 from headrace.program.op import Value
 from headrace.program.trace import Program, Tracer, trace
 from headrace.quant.formats import StoredTensor

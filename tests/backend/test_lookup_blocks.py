@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend.packing import add_weight, packed_bytes
+from headrace.backend.cpu.packing import add_weight, packed_bytes
 from headrace.quant.formats import FORMATS, StoredTensor, table_format
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_linear import product, run_rows

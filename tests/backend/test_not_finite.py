@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from headrace import _native
-from headrace.backend import KV_DTYPES, Executable, cpu, forward
+from headrace.backend import KV_DTYPES, Executable, forward
+from headrace.backend.cpu import executable as cpu
 from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.quant.formats import FORMATS, StoredTensor

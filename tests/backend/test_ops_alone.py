@@ -16,14 +16,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend import KV_DTYPES, Executable, cpu, forward, reference
-from headrace.backend.cpu_lowering import LOWER
+from headrace.backend import KV_DTYPES, Executable, forward
+from headrace.backend.cpu import executable as cpu
+from headrace.backend.cpu.lowering import LOWER
+from headrace.backend.reference import executable as reference
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig, KvDtype
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.parallel import lockstep
-from headrace.program import collective, mixture, ops
+from headrace.program import collective, ops
+from headrace.program import moe as mixture
 from headrace.program.op import Op, Value
 from headrace.program.trace import Tracer, trace
 from headrace.quant.formats import StoredTensor

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend.packing import add_weight, add_weight_pair, packed_bytes
+from headrace.backend.cpu.packing import add_weight, add_weight_pair, packed_bytes
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import CODEBOOKS
 from tests.backend.stored import quantised_rows

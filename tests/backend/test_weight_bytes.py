@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from headrace import _native
-from headrace.backend import cpu, lower_program, reference
-from headrace.backend.packing import add_weight, packed_bytes
+from headrace.backend import lower_program
+from headrace.backend.cpu import executable as cpu
+from headrace.backend.cpu.packing import add_weight, packed_bytes
+from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
 from headrace.errors import RequestError, UnsupportedModelError
 from headrace.model import trace_model

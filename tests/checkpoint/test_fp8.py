@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace import _native
-from headrace.backend.packing import add_weight
+from headrace.backend.cpu.packing import add_weight
 from headrace.checkpoint.folder import open_folder
 from headrace.errors import FormatError, UnsupportedModelError
 from tests.folders import assembled, check_engine, tiny_llama, write_folder

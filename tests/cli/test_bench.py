@@ -10,8 +10,8 @@ import pytest
 from headrace.backend import lower_program
 from headrace.cli import bench as verb
 from headrace.cli import main as cli
-from headrace.cli.measure import Bench, Run, SpeedLimits
 from headrace.config import EngineConfig
+from headrace.measure.speed import Bench, Run, SpeedLimits
 from headrace.model import trace_model
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds

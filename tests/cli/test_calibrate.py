@@ -99,14 +99,14 @@ def test_what_does_not_fit_in_memory_is_refused(
     )
     weights, (group,) = program.weight_bytes, program.kv_groups
     enough = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", 32)  # of 54 tokens
-    monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: enough)
+    monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: enough)
     monkeypatch.setattr("headrace.cli.calibrate._LEAST_GAIN", 99)
     assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 0
     monkeypatch.setattr(
         "headrace.backend.compile_program", lambda *arguments: pytest.fail("compiled")
     )
     assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 4
-    monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: enough - 1)
+    monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: enough - 1)
     assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 4
     assert f"{weights:,} bytes of weights" in capsys.readouterr().err
 

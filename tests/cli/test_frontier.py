@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.cli.frontier import advice, frontier, read_budget
-from headrace.cli.frontier_picture import frontier_svg
 from headrace.errors import RequestError
+from headrace.measure.frontier import advice, frontier, read_budget
+from headrace.measure.frontier_picture import frontier_svg
 
 
 class Way(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from headrace.cli.main import main
-from headrace.cli.selftest import Check
+from headrace.measure.selftest import Check
 from headrace.planner.gpu import Gpu, GpuHost
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
@@ -195,7 +195,7 @@ class TestDoctor:
         monkeypatch.setattr("headrace.planner.gpu.look", lambda: GpuHost(H100, torch_cuda="12.8"))
         monkeypatch.setattr("headrace.cli.doctor_gpu._measured", lambda: figures | {"rates": rates})
         monkeypatch.setattr(
-            "headrace.cli.selftest.run_checks",
+            "headrace.measure.selftest.run_checks",
             lambda threads, backend: [Check(f"{backend}: all", True, "right")],
         )
         assert main(["doctor", "--threads", "1"]) == 0

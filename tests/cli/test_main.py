@@ -36,7 +36,7 @@ ELSEWHERE = {
     *(
         "headrace.server",
         "headrace.llm",
-        "headrace.backend.reference",
+        "headrace.backend.reference.executable",
         "headrace.backend.cuda",
         "headrace.cli.chat",
         "headrace.checkpoint.tokenizer_hf",

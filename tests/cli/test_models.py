@@ -136,8 +136,8 @@ class TestDoctor:
     def test_a_wrong_kernel_is_found(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from headrace.cli import selftest
         from headrace.cli.main import main
+        from headrace.measure import selftest
 
         right = selftest._step
         monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))

@@ -139,7 +139,7 @@ class TestTiny:
             3 * 32 * token_bytes(PROGRAM.kv_groups, "bf16") + 4 * SPEC.vocab_size * 3
         )  # three blocks, and the logits of three rows
         monkeypatch.setattr(
-            "headrace.assembly.memory.available_memory",
+            "headrace.loader.memory.available_memory",
             lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + free,
         )
         words = ("--prefill", "none", "--depth", "8", "--batch", "3,4", "--turns", "1")
@@ -150,7 +150,7 @@ class TestTiny:
     def test_an_op_of_the_backend_alone_is_shown(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from headrace.backend.cpu import CpuExecutable
+        from headrace.backend.cpu.executable import CpuExecutable
 
         right = CpuExecutable.profile
 
@@ -246,14 +246,14 @@ class TestRefusals:
     def test_weights_beyond_memory(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("headrace.assembly.memory.available_memory", lambda: 1000)
+        monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: 1000)
         assert "too large for this machine" in self.refused(capsys, 4)
 
     def test_no_phase_within_memory(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            "headrace.assembly.memory.available_memory",
+            "headrace.loader.memory.available_memory",
             lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + 100,
         )
         assert "100 are left beside the weights" in self.refused(

@@ -241,7 +241,7 @@ class TestRefusal:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(
-            "headrace.assembly.memory.available_memory", lambda: 270_000_000
+            "headrace.loader.memory.available_memory", lambda: 270_000_000
         )  # the weights, and little more than it takes to run them
         monkeypatch.setattr(verb, "_is_piped", lambda: False)
         assert cli.main(["run", "smollm2", CAPITAL]) == 4

@@ -15,11 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
-from headrace.convert.folder import plan_folder, write_folder
-from headrace.convert.gguf_contents import contents_of
-from headrace.convert.gguf_file import plan_gguf
-from headrace.convert.mixtures import MIXTURES
-from headrace.convert.original import open_original
+from headrace.convert.folder.writer import plan_folder, write_folder
+from headrace.convert.gguf.contents import contents_of
+from headrace.convert.gguf.mixtures import MIXTURES
+from headrace.convert.gguf.writer import plan_gguf
+from headrace.convert.source_model import open_original
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
 from tests.convert.whole import to_gguf

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.load import open_checkpoint
-from headrace.convert.folder import packing_of, plan_folder, write_folder
+from headrace.convert.folder.writer import packing_of, plan_folder, write_folder
 from headrace.convert.matrices import quantisable
-from headrace.convert.original import Original, open_original
 from headrace.convert.output import check_new
 from headrace.convert.packing import pack_bits
+from headrace.convert.source_model import Original, open_original
 from headrace.errors import HeadraceError, RequestError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
 from headrace.quant.named import named_format

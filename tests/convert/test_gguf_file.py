@@ -11,10 +11,10 @@ from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.cli.main import main
-from headrace.convert.gguf_file import plan_gguf, write_gguf
+from headrace.convert.gguf.writer import plan_gguf, write_gguf
 from headrace.convert.matrices import quantisable
 from headrace.convert.methods import prepared
-from headrace.convert.original import open_original
+from headrace.convert.source_model import open_original
 from headrace.errors import RequestError
 from headrace.quant.encode import encode
 from tests.llama_cpp import fixtures

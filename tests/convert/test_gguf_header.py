@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.gguf import RawValue, read_gguf
 from headrace.checkpoint.source import resolve
-from headrace.convert.gguf_header import f32, flag, gguf_plan, numbers, raw, string, strings, u32
+from headrace.convert.gguf.header import f32, flag, gguf_plan, numbers, raw, string, strings, u32
 from headrace.convert.tensor_file import Plan, PlannedTensor, TensorFile
 from headrace.errors import FormatError
 from headrace.quant.formats import FORMATS

@@ -28,8 +28,8 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.pretokenizers import PRE_TOKENIZERS
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checkpoint.tokenizer_gguf import tokenizer_from_gguf
-from headrace.convert.gguf_header import gguf_plan, raw
-from headrace.convert.gguf_tokenizer import tokenizer_values
+from headrace.convert.gguf.header import gguf_plan, raw
+from headrace.convert.gguf.tokenizer import tokenizer_values
 from headrace.errors import FormatError, HeadraceError, UnsupportedModelError
 from tests.tiny import tiny_model
 

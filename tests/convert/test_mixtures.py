@@ -2,7 +2,7 @@ import pytest
 
 from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.source import resolve
-from headrace.convert.mixtures import MIXTURES, MixtureFacts, facts_of, tensor_types
+from headrace.convert.gguf.mixtures import MIXTURES, MixtureFacts, facts_of, tensor_types
 from headrace.errors import RequestError
 from headrace.model.fields import JsonFields
 from tests.llama_cpp import mixed

@@ -12,7 +12,7 @@ import pytest
 from headrace.cli.main import main
 from headrace.convert.matrices import quantisable
 from headrace.convert.quality import Judge, Scorer, pieces_of
-from headrace.convert.remembered import Remembered
+from headrace.convert.spill_file import Remembered
 from headrace.convert.texts import read_text
 from headrace.errors import HeadraceError, RequestError
 from headrace.quant.named import named_format

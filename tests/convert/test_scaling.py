@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backend import forward, reference
+from headrace.backend import forward
+from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
 from headrace.convert.batches import num_blocks, piece_batch
 from headrace.convert.matrices import quantisable

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.convert.gguf_file import plan_gguf, write_gguf
+from headrace.convert.gguf.writer import plan_gguf, write_gguf
 from headrace.convert.methods import prepared, quantised_matrices
-from headrace.convert.original import open_original
+from headrace.convert.source_model import open_original
 from headrace.model.spec import ModelSpec
 from headrace.quant.spec import QuantSpec
 from tests.tiny import Tensors

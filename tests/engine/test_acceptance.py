@@ -5,7 +5,7 @@ import random
 import pytest
 
 from headrace.batch import DraftTree
-from headrace.engine.acceptance import AcceptanceRates
+from headrace.speculation.acceptance import AcceptanceRates
 
 CHAIN = DraftTree([1, 2, 3], [-1, 0, 1])
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace.accept.beam import BeamSearch
+from headrace.acceptors.beam import BeamSearch
 from headrace.backend import forward
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import NonFiniteLogitsError, RequestError
-from headrace.propose.ngram import NgramProposer
 from headrace.request import RequestOutput, SamplingParams
-from tests.accept.beam_twin import Beam, beam_search
+from headrace.speculation.proposers.ngram import NgramProposer
+from tests.acceptors.beam_twin import Beam, beam_search
 from tests.backend.batches import Sequence, batch_of
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits
 from tests.tiny import TinyVocabulary, drain, run_all, tiny_engine, tiny_executable, tiny_model

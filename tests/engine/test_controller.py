@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from headrace.batch import NO_DRAFT, DraftTree
-from headrace.engine.controller import Controller, DraftCandidate
 from headrace.engine.sequence import Sequence
-from headrace.engine.step_cost import StepCost
 from headrace.proposer import ProposerTraits
+from headrace.speculation.controller import Controller, DraftCandidate
+from headrace.speculation.step_cost import StepCost
 from tests.engine.test_speculation import Oracle
 from tests.engine.toy import toy_engine
 

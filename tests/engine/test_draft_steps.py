@@ -9,9 +9,9 @@ import pytest
 from headrace.batch import Commit
 from headrace.config import EngineConfig
 from headrace.engine.scheduled import ScheduledSequence
-from headrace.engine.speculation import Speculation
 from headrace.logit_ops import StepResult
 from headrace.request import SamplingParams
+from headrace.speculation.coordinator import Speculation
 from tests.engine.test_controller import Machine
 from tests.engine.test_speculation import STEP_MS, Busy, Clock, Oracle, serve
 from tests.engine.toy import VOCAB, toy_engine

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from headrace.batch import DraftTree
-from headrace.engine.speculation import Speculation, StepDrafts
-from headrace.propose import prune
-from headrace.propose.draft_model import DraftModelProposer
 from headrace.proposer import ProposerTraits
 from headrace.request import SamplingParams
+from headrace.speculation.coordinator import Speculation, StepDrafts
+from headrace.speculation.proposers import prune
+from headrace.speculation.proposers.draft_model import DraftModelProposer
 from tests.draft_engines import draft_engine
 from tests.engine.test_machine_drafts import HalfRight
 from tests.engine.test_promise import same

@@ -12,10 +12,10 @@ from headrace.batch import DraftTree
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
-from headrace.propose import METHODS, NEEDS, DraftModel, DraftModels
 from headrace.proposer import ProposerTraits
 from headrace.request import RequestOutput, SamplingParams
 from headrace.sampling.sampler import token_logprobs
+from headrace.speculation.proposers import METHODS, NEEDS, DraftModel, DraftModels
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv, toy_logits
 from tests.tiny import drain, run_all
 

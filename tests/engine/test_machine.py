@@ -20,7 +20,7 @@ from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer
 from headrace.request import Pooling, PoolingParams, SamplingParams, Update
-from tests.accept.beam_twin import beam_search
+from tests.acceptors.beam_twin import beam_search
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits, toy_vector
 from tests.random_trees import RandomTrees
 

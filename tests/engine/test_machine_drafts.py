@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from numpy.typing import NDArray
 
-from headrace.propose.draft_model import DraftModelProposer
+from headrace.speculation.proposers.draft_model import DraftModelProposer
 from tests.engine.test_machine import MAX_MODEL_LEN, SHAPES, WINDOWS, Life
 from tests.engine.toy import Kept, ToyExecutable, toy_kv
 

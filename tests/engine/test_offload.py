@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from headrace.assembly.options import engine_config
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
+from headrace.loader.options import engine_config
+from headrace.remote.host import report_of
 from headrace.request import RequestOutput, SamplingParams
-from headrace.server.engine_host import report_of
 from headrace.server.metrics import Metrics
 from tests.engine.test_machine import SHAPES, STEMS, Life, Unruly
 from tests.engine.test_prefix import one

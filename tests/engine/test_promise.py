@@ -16,8 +16,8 @@ from headrace.backend import KV_DTYPES
 from headrace.config import KvDtype
 from headrace.engine.engine import Engine
 from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
-from headrace.propose import NEEDS, PROPOSERS
 from headrace.request import Logprobs, RequestOutput, SamplingParams
+from headrace.speculation.proposers import NEEDS, PROPOSERS
 from tests.draft_engines import draft_engine
 from tests.random_trees import RandomTrees
 from tests.tiny import Tensors, drain, run_all, tiny_engine, tiny_model

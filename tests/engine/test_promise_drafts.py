@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.propose.draft_model import DraftModelProposer
+from headrace.speculation.proposers.draft_model import DraftModelProposer
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import EOS, LOADS, VOCAB, alone, keeps_the_promise, model
 from tests.tiny import tiny_model

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.assembly.options import engine_config
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
+from headrace.loader.options import engine_config
 from headrace.request import SamplingParams
 from tests.engine.test_scheduler import add, step
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine

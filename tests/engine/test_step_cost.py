@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.engine.step_cost import StepCost
+from headrace.speculation.step_cost import StepCost
 
 ROWS = [1, 1, 1, 2, 3, 5, 9, 17, 32, 48, 64]
 

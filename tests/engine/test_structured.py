@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConstraintError, RequestError
-from headrace.propose import NEEDS, PROPOSERS
 from headrace.request import RequestOutput, SamplingParams
+from headrace.speculation.proposers import NEEDS, PROPOSERS
 from headrace.structured_outputs import StructuredOutputs
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import LOADS, Ask, keeps_the_promise, same, truth

@@ -24,10 +24,10 @@ from headrace.kv.host import HostTier
 from headrace.kv.manager import KvManager, Tables
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.kv import KvGroup, KvLayout
-from headrace.propose import make_proposers
 from headrace.proposer import Proposer
 from headrace.request import Pooling, SamplingParams
 from headrace.sampling.host import run_logit_ops, tokens_of
+from headrace.speculation.proposers import make_proposers
 from tests.late import LateExecutable
 from tests.sampling.sampler_twin import SamplerTwin
 from tests.tiny import TinyVocabulary

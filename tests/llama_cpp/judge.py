@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.backend import reference, reference_activations
+from headrace.backend.reference import activations as reference_activations
+from headrace.backend.reference import executable as reference
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.model import trace_model
 from headrace.model.rope import inverse_frequencies

@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 
 from headrace.checkpoint.gguf import read_gguf
-from headrace.convert.gguf_header import gguf_plan, u32
-from headrace.convert.mixtures import MIXTURES, MixtureFacts, facts_of, tensor_types
+from headrace.convert.gguf.header import gguf_plan, u32
+from headrace.convert.gguf.mixtures import MIXTURES, MixtureFacts, facts_of, tensor_types
 from headrace.convert.tensor_file import PlannedTensor, TensorFile
 from tests.llama_cpp.fixtures import FOLDER, unpack
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headrace.backend.cpu import CpuExecutable, lower, sized
+from headrace.backend.cpu.executable import CpuExecutable, lower, sized
 from headrace.batch import ints
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
@@ -18,7 +18,7 @@ from headrace.config import KvConfig
 from headrace.errors import RankLostError
 from headrace.model import linear_weights, trace_model
 from headrace.model.spec import ModelSpec
-from headrace.parallel.exchange import Floats
+from headrace.parallel.collectives import Floats
 from headrace.parallel.mesh import Mesh, adapter_of
 from headrace.program.adapter import LowRank
 from headrace.program.collective import Collective

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from headrace.backend.cpu import CpuExecutable, lower, sized
+from headrace.backend.cpu.executable import CpuExecutable, lower, sized
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
-from headrace.parallel.exchange import Exchange, Floats
+from headrace.parallel.collectives import Exchange, Floats
 from headrace.parallel.mesh import Mesh, weights_of
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor

@@ -12,8 +12,8 @@ import pytest
 from headrace.backend import lower_program
 from headrace.batch import StepTimes
 from headrace.checkpoint.load import Checkpoint
-from headrace.cli.stopwatch import Stopwatch, num_blocks
 from headrace.config import EngineConfig
+from headrace.measure.stopwatch import Stopwatch, num_blocks
 from headrace.model import trace_model
 from headrace.planner import roofline
 from headrace.planner.hardware import Machine

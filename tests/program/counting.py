@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from headrace.backend.reference_activations import erfc
+from headrace.backend.reference.activations import erfc
 
 COMPARISONS = {np.equal, np.not_equal, np.isfinite, np.invert, np.logical_and}
 FREE = {np.negative} | COMPARISONS

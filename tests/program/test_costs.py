@@ -9,10 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.backend import KV_DTYPES, lower_program
-from headrace.backend.reference import ReferenceExecutable, _Step
+from headrace.backend.reference.executable import ReferenceExecutable, _Step
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig, KvDtype
-from headrace.program import mixture, ops
+from headrace.program import moe as mixture
+from headrace.program import ops
 from headrace.program.kv import number_bytes
 from headrace.program.op import Load, Op, Value, Weight
 from headrace.program.trace import Program

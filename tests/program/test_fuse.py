@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from headrace.backend import forward, reference
+from headrace.backend import forward
+from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
 from headrace.program.fuse import fuse
 from headrace.program.op import Op, Value

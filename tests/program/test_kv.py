@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.checkpoint.imagined import imagined_tensors
+from headrace.checkpoint.dummy import imagined_tensors
 from headrace.config import KvConfig
 from headrace.kv.manager import KvManager
 from headrace.model import trace_model

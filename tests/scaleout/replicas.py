@@ -10,12 +10,12 @@ from itertools import count
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread
 from headrace.errors import ClosedError, NoReplicaError, RequestError
+from headrace.remote import frames
+from headrace.remote.host import blocks_of, ended, report_of
+from headrace.remote.replica_status import ReplicaStatus
 from headrace.request import Update
 from headrace.scaleout.dispatcher import ReplicaLostError
-from headrace.server import frames
-from headrace.server.engine_host import blocks_of, ended, report_of
 from headrace.server.errors import RefusedError
-from headrace.server.replica_status import ReplicaStatus
 
 _WAY = 0.002
 """Seconds from the fleet to a replica."""

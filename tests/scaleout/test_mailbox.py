@@ -5,8 +5,8 @@ once.
 import asyncio
 from threading import Thread
 
+from headrace.remote import frames
 from headrace.scaleout.mailbox import Mailroom
-from headrace.server import frames
 
 
 def news(request: str, text: str, index: int = 0) -> frames.News:

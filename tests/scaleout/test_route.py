@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from headrace.remote import frames
 from headrace.request import SamplingParams
-from headrace.server import frames
 from tests.checkpoint.conftest import SHAPE, write_tiny_gguf
 from tests.scaleout.cluster import (
     LONG,

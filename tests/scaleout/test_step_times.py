@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.remote import frames
 from headrace.scaleout.step_times import StepTimes
-from headrace.server import frames
 
 
 def learnt(steps: list[tuple[float, float]]) -> StepTimes:

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from headrace.remote import frames
 from headrace.request import SamplingParams
 from headrace.scaleout import suspects
 from headrace.scaleout.suspects import Suspects
-from headrace.server import frames
 from headrace.server.errors import RefusedError
 
 A, B, C = (

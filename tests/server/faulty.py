@@ -62,7 +62,7 @@ def serve() -> None:
     from headrace.checkpoint.templates import Renderer
     from headrace.checkpoint.tokenizer import Tokenizer
     from headrace.cli import entry
-    from headrace.server import engine_start
+    from headrace.remote import start as engine_start
     from headrace.server.chat import _Body
 
     plan(
@@ -90,8 +90,9 @@ def engine() -> None:
     from headrace.engine.multi_step import MultiStep
     from headrace.engine.output import Output
     from headrace.engine.sequence import Request, Sequence
-    from headrace.server import engine_host, engine_process
-    from headrace.structured.constraint import Constraints
+    from headrace.grammar.constraint import Constraints
+    from headrace.remote import host as engine_host
+    from headrace.remote import process as engine_process
 
     def meant(stage: str, least: int = 0) -> Callable[..., bool]:
         """Whether a request that asks for this is among the sequences of a step, and has so many

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.server import engine_client, engine_start
+from headrace.remote import client as engine_client
+from headrace.remote import start as engine_start
 from headrace.server.errors import EngineDeadError
 from tests.server.running import SECONDS, Reply, Running, running, until
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.remote import frames
 from headrace.request import Logprob, PoolingParams, SamplingParams
-from headrace.server import frames
 
 PARAMS = SamplingParams(
     stop=["a", "b"],

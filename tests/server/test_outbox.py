@@ -9,9 +9,9 @@ from threading import Thread
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.remote import frames
+from headrace.remote.outbox import Outbox, merged
 from headrace.request import Logprob
-from headrace.server import frames
-from headrace.server.outbox import Outbox, merged
 
 Said = dict[tuple[str, int], list[object]]
 

@@ -13,7 +13,7 @@ import pytest
 
 import headrace.server
 from headrace import LLM, SamplingParams
-from headrace.server.engine_host import blocks_of
+from headrace.remote.host import blocks_of
 from headrace.server.page import FILES, FOLDER
 from headrace.stats import BlockMap, GroupMap, Holding
 from tests.server.running import SECONDS, Running, running, until

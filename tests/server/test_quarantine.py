@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.server import frames, quarantine
+from headrace.remote import frames, quarantine
+from headrace.remote.quarantine import Quarantine
 from headrace.server.errors import RefusedError
-from headrace.server.quarantine import Quarantine
 
 
 def asked(number: int) -> frames.Add:

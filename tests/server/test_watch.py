@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.server import engine_client
-from headrace.server.engine_client import EngineClient
-from headrace.server.heartbeat import Pulse
+from headrace.remote import client as engine_client
+from headrace.remote.client import EngineClient
+from headrace.remote.heartbeat import Pulse
 
 
 class Pulses:

@@ -33,7 +33,8 @@ from headrace.backend.cuda.workspace import Buffers, Workspace
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
-from headrace.program import mixture, ops
+from headrace.program import moe as mixture
+from headrace.program import ops
 from headrace.program.adapter import Adapter
 from headrace.program.fuse import fuse
 from headrace.program.op import Value

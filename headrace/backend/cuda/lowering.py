@@ -31,7 +31,8 @@ from headrace.backend.cuda.packing import PackedWeight
 from headrace.backend.cuda.step_input import StepInput
 from headrace.backend.cuda.weights import Weights
 from headrace.backend.cuda.workspace import Workspace
-from headrace.program import mixture, ops
+from headrace.program import moe as mixture
+from headrace.program import ops
 from headrace.program.op import Op, Value, Weight
 
 

@@ -16,7 +16,8 @@ from headrace.backend.cuda.step_shape import StepShape, prefill
 from headrace.backend.cuda.workspace import Buffers
 from headrace.config import KvDtype
 from headrace.errors import MemoryLimitError, RequestError
-from headrace.program import mixture, ops
+from headrace.program import moe as mixture
+from headrace.program import ops
 from headrace.program.trace import Program
 
 _P = ParamSpec("_P")

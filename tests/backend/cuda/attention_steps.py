@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.backend import reference
 from headrace.backend.cuda.attention_work import (
     FIELDS,
     ROW_FIELDS,
@@ -31,6 +30,7 @@ from headrace.backend.cuda.kernels.attention import (
 )
 from headrace.backend.cuda.kernels.kv_write import kv_write
 from headrace.backend.cuda.kv_store import KvStore
+from headrace.backend.reference import executable as reference
 from headrace.batch import RaggedBatch
 from headrace.config import KvDtype
 from headrace.program.kv import KvGroup, KvLayout

@@ -21,7 +21,7 @@ from headrace.backend.cuda.attention_work import (
     build_work,
     least_partials,
 )
-from headrace.backend.reference import _Step
+from headrace.backend.reference.executable import _Step
 from headrace.batch import RaggedBatch
 from tests.backend.batches import Sequence
 from tests.backend.cuda.attention_steps import random_steps, shuffled_sequences

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.backend import compile_program, forward
 from headrace.backend.cuda import compile
-from headrace.backend.reference import ReferenceExecutable
+from headrace.backend.reference.executable import ReferenceExecutable
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.request import PoolingParams, SamplingParams

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.backend import compile_program, forward
 from headrace.backend.cuda.lowering import LOWER
-from headrace.backend.reference import _RUN
+from headrace.backend.reference.executable import _RUN
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of

@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.assembly.memory import memory_for
-from headrace.assembly.options import engine_config
 from headrace.backend import KV_DTYPES, host_block_counts
 from headrace.backend.cuda import CudaExecutable, host_blocks, memory
 from headrace.backend.cuda.device import DEVICE
@@ -24,6 +22,8 @@ from headrace.backend.cuda.stream import Mark, Stream, host_tensor, make_stream
 from headrace.config import KvConfig, KvDtype
 from headrace.engine.engine import Engine
 from headrace.errors import MemoryLimitError
+from headrace.loader.memory import memory_for
+from headrace.loader.options import engine_config
 from headrace.model import trace_model
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.request import SamplingParams

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headrace.backend.cuda.kernels.kv_write import kv_write, rope_write
 from headrace.backend.cuda.kernels.rope import rope
 from headrace.backend.cuda.kv_store import KvFormat, KvStore
-from headrace.backend.reference import _rotate
+from headrace.backend.reference.executable import _rotate
 from headrace.batch import ints
 from headrace.config import KvDtype
 from headrace.errors import RequestError

@@ -17,7 +17,7 @@ from headrace.backend.cuda.kernels.head_linear import head_linear
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.packing import pack
-from headrace.backend.reference_activations import activated, gated
+from headrace.backend.reference.activations import activated, gated
 from headrace.errors import UnsupportedModelError
 from headrace.quant.kv import round_bf16
 from tests.backend.cuda.examples import examples

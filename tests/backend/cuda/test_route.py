@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace.backend import reference
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels import align_experts as align
 from headrace.backend.cuda.kernels.route import route
+from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
 from tests.backend.cuda.examples import examples
 from tests.backend.test_experts import ROUTINGS, outputs, random_rows

@@ -17,8 +17,8 @@ from headrace.backend.cuda.kernels import elementwise, gather, rope, rope_angles
 from headrace.backend.cuda.kernels.norm import norm
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.launch import Launch
-from headrace.backend.reference import _rotate
-from headrace.backend.reference_activations import activated, gated
+from headrace.backend.reference.activations import activated, gated
+from headrace.backend.reference.executable import _rotate
 from headrace.program.ops import Activation
 from tests.backend.cuda.examples import examples
 from tests.backend.stored import quantised_rows

@@ -108,7 +108,7 @@ def route(
     groups: int,
     top_groups: int,
 ) -> Launch:
-    """`headrace.program.mixture.Route`: of the logits `x` [rows, experts] the numbers of `top_k`
+    """`headrace.program.moe.Route`: of the logits `x` [rows, experts] the numbers of `top_k`
     experts, best first, then their weights.
 
     `out` is float32 [rows, 2 * top_k], `bias` float32 [experts].

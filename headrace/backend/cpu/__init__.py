@@ -1,0 +1,5 @@
+"""The CPU backend: C++ kernels for AVX-512, AVX2, NEON and portable code, chosen at run time."""
+
+from headrace.backend.cpu.executable import compile, lower
+
+__all__ = ["compile", "lower"]

@@ -1,0 +1,464 @@
+"""From the ops of a program to the native ops of a plan, its values to buffers, its weights to
+packed ones.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace import _native
+from headrace.backend.cpu.packing import (
+    GROUP,
+    add_weight,
+    add_weight_pair,
+    column_order,
+    named_in_errors,
+)
+from headrace.batch import Ints
+from headrace.program import collective, ops
+from headrace.program import moe as mixture
+from headrace.program.fuse import LINEAR_OPS
+from headrace.program.op import Op, Value, Weight
+from headrace.program.trace import Program
+from headrace.quant.formats import Format, StoredTensor
+
+_KEEPS_PRODUCTS = (
+    *(ops.Norm, ops.Rope, ops.Scale, ops.SoftCap, ops.ConcatHeads),
+    *(
+        collective.AllGather,
+        collective.TakeColumns,
+        collective.ColumnsToRows,
+        collective.GatherShares,
+    ),
+)
+_Readers = frozenset[tuple[Format, bool]]
+Floats = NDArray[np.float32]
+_Shape = tuple[int, str, bool, _Readers]
+
+
+class Links(Protocol):
+    """What carries the rows of a rank to the others of its group."""
+
+    def begin(self, tokens: Ints) -> None:
+        """A step over these tokens is about to run, [rows]."""
+
+    def run(self, op: collective.Collective, out: Floats | None, *inputs: Floats) -> None:
+        """Read the rows of `inputs`, and write those of `out`, where the op has one. Raises
+        RankLostError.
+        """
+
+
+class Lowering:
+    """Fills a plan: with native ops, buffers that are reused once their value is dead, and packed
+    weights.
+    """
+
+    def __init__(
+        self,
+        plan: _native.Plan,
+        program: Program,
+        weights: Mapping[str, StoredTensor],
+        places: Mapping[int, tuple[int, int]],
+        earlier: "Lowering | None",
+        kept: frozenset[int] = frozenset(),
+        links: "Links | None" = None,
+    ) -> None:
+        self.plan = plan
+        self.program = program
+        self.links = links
+        self.places = places  # (group, place in it) of each layer that keeps something
+        self.tensors = weights
+        self.packed: dict[str, int] = earlier.packed if earlier else {}
+        self.vectors: dict[str, int] = earlier.vectors if earlier else {}
+        self.buffers: dict[int, int] = {}  # of values that are alive
+        self.copies: dict[
+            tuple[int, tuple[int, ...]], Value
+        ] = {}  # packed ones, by value and order of columns
+        # values, by id, whose buffers are not used again, so that they can be read after a step
+        self.kept = kept
+        self.free: dict[_Shape, list[int]] = {}
+        if (
+            earlier
+        ):  # not the packed ones: they would be packed in the forms that either program reads
+            self.free = {
+                shape: list(buffers) for shape, buffers in earlier.free.items() if not shape[2]
+            }
+        self.offset_products = _offset_products(program)
+        self.readers = self._readers()
+        self.angles: dict[
+            tuple[int, int], int
+        ] = {}  # by value and head size: buffers of their own, never reused
+
+    def lower(self) -> None:
+        """Fills the plan; in the end `buffers` has what the program gives back."""
+        new = {
+            w.name: w.nbytes
+            for op in self.program.ops
+            for w in op.matrices()
+            if w.name not in self.packed
+        }
+        self.plan.reserve_weights(sum(new.values()))
+        last_use = self.program.last_use()
+        for index, op in enumerate(self.program.ops):
+            LOWER[type(op)](self, op)
+            for value in {v.id: v for v in op.inputs()}.values():
+                if last_use[value.id] == index:
+                    self.release(value)
+
+    def buffer(self, value: Value) -> int:
+        """The buffer of a value, a free one of the same shape if it has none yet."""
+        if value.id not in self.buffers:
+            free = self.free.get(self.shape(value))
+            self.buffers[value.id] = (
+                free.pop() if free else self.plan.add_buffer(value.width, value.rows, value.packed)
+            )
+        return self.buffers[value.id]
+
+    def shape(self, value: Value) -> _Shape:
+        """What two values must share to share a buffer: with the same readers it is packed in the
+        forms that they read, and no others.
+        """
+        return (
+            value.width,
+            value.rows,
+            value.packed,
+            self.readers.get(value.id, frozenset()) if value.packed else frozenset(),
+        )
+
+    def release(self, value: Value) -> None:
+        for v in (value, *(copy for (of, _), copy in self.copies.items() if of == value.id)):
+            if v.id in self.buffers and v.id not in self.kept:
+                self.free.setdefault(self.shape(v), []).append(self.buffers.pop(v.id))
+
+    def write(self, out: Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:
+        """Lowers an op that writes float32; where the value is to be packed, packs the result.
+
+        `packs_groups`: the op can itself pack a row piece by piece, which does where the scales are
+        those of groups.
+        """
+        whole_rows = any(
+            "row_scales" in read.parts and not read.table_rows
+            for read, _ in self.readers.get(out.id, ())
+        )
+        if not out.packed or (packs_groups and not whole_rows):
+            return lower(self.buffer(out))
+        loose = replace(out, id=-1, packed=False)
+        lower(self.buffer(loose))
+        self.plan.pack(self.buffer(out), self.buffer(loose))
+        self.release(loose)
+        return None
+
+    def packed_input(self, x: Value, weight: Weight) -> int:
+        """The packed form of a linear op's input; one that others read as float32 too, or in
+        another order of columns, is packed here.
+        """
+        if x.packed:
+            return self.buffer(x)
+        order = column_order(self.tensors[weight.name])
+        packed = self.copies.setdefault(
+            (x.id, order), replace(x, id=-2 - len(self.copies), packed=True)
+        )
+        if packed.id not in self.buffers:
+            self.readers[packed.id] = self.readers[x.id]
+            self.plan.pack(self.buffer(packed), self.buffer(x), list(order))
+        return self.buffers[packed.id]
+
+    def weight(self, weight: Weight) -> int:
+        if weight.name not in self.packed:
+            self.packed[weight.name] = add_weight(self.plan, self.tensors[weight.name])
+        return self.packed[weight.name]
+
+    def weight_pair(self, a: Weight, b: Weight) -> tuple[int, int]:
+        """Two matrices of one shape, packed together where neither is packed yet, since they are
+        read in turns.
+        """
+        if not {a.name, b.name} & self.packed.keys() and a != b:
+            self.packed[a.name], self.packed[b.name] = add_weight_pair(
+                self.plan, self.tensors[a.name], self.tensors[b.name]
+            )
+        return self.weight(a), self.weight(b)
+
+    def vector(self, weight: Weight | None) -> int:
+        if weight is None:
+            return -1
+        if weight.name not in self.vectors:
+            self.vectors[weight.name] = self.plan.add_vector(
+                self.tensors[weight.name].dequantise().reshape(-1)
+            )
+        return self.vectors[weight.name]
+
+    def reads_offset(self, op: Op) -> bool:
+        """Whether an op reads int8 activations around the middle of their range.
+
+        Queries, keys, values and logits are worth the finer activations: together they make half of
+        what int8 activations cost in KL, for a sixth of a prefill's arithmetic.
+        """
+        return isinstance(op, ops.QkvRopeWrite) or (
+            isinstance(op, ops.Linear) and op.out.id in self.offset_products
+        )
+
+    def _readers(self) -> dict[int, _Readers]:
+        """By id of a value: the weights that it is multiplied with, and whether with offset."""
+        readers: dict[int, _Readers] = {}
+        for op in self.program.ops:
+            if isinstance(op, LINEAR_OPS):
+                read = frozenset(
+                    (self.tensors[w.name].format, self.reads_offset(op)) for w in op.matrices()
+                )
+                readers[op.x.id] = readers.get(op.x.id, frozenset()) | read
+        return readers
+
+
+def _offset_products(program: Program) -> set[int]:
+    """The values, by id, that become queries, keys, values or logits without another product on the
+    way.
+    """
+    found = {program.logits.id} if program.logits else set()
+    for op in reversed(program.ops):
+        if isinstance(op, ops.Attention):
+            found.add(op.q.id)
+        elif isinstance(op, ops.KvWrite):
+            found |= {value.id for value in (op.k, op.v) if value}
+        elif isinstance(op, _KEEPS_PRODUCTS) and op.out.id in found:
+            found |= {value.id for value in op.inputs()}
+    return found
+
+
+def _embed(lo: Lowering, op: ops.Embed) -> None:
+    lo.plan.embed(lo.buffer(op.out), lo.weight(op.weight))
+
+
+def _embed_part(lo: Lowering, op: collective.EmbedPart) -> None:
+    lo.plan.embed(lo.buffer(op.out), lo.weight(op.weight), op.first, op.vocab)
+
+
+def _take_columns(lo: Lowering, op: collective.TakeColumns) -> None:
+    lo.write(op.out, lambda out: lo.plan.take_columns(out, lo.buffer(op.x), op.first))
+
+
+def _collective(lo: Lowering, op: collective.Collective) -> None:
+    assert lo.links, "a program with collectives is compiled with links"
+    exchange, inputs = partial(lo.links.run, op), [lo.buffer(x) for x in op.inputs()]
+    if out := op.output():
+        lo.write(out, lambda to: lo.plan.exchange(op.name, to, inputs, exchange))
+    else:
+        lo.plan.exchange(op.name, -1, inputs, exchange)
+
+
+def _embed_position(lo: Lowering, op: ops.EmbedPosition) -> None:
+    lo.plan.embed_position(lo.buffer(op.out), lo.weight(op.weight))
+
+
+def _input(lo: Lowering, op: ops.Input) -> None:
+    lo.plan.input(lo.buffer(op.out))
+
+
+def _rope_angles(lo: Lowering, op: ops.RopeAngles) -> None:
+    readers = (
+        r
+        for r in lo.program.ops
+        if isinstance(r, ops.Rope | ops.QkvRopeWrite) and r.angles == op.out
+    )
+    for head_dim in dict.fromkeys(reader.head_dim for reader in readers):
+        lo.angles[op.out.id, head_dim] = lo.plan.rope_angles(
+            list(op.inverse_frequencies), op.scale, head_dim
+        )
+
+
+def _norm(lo: Lowering, op: ops.Norm) -> None:
+    share = (op.rank, op.ranks) if isinstance(op, collective.NormShare) else ()
+    lo.plan.norm(
+        lo.buffer(op.out),
+        lo.buffer(op.x),
+        lo.vector(op.weight),
+        lo.vector(op.bias),
+        op.kind,
+        op.size,
+        op.eps,
+        *share,
+    )
+
+
+def _linear(lo: Lowering, op: ops.Linear) -> None:
+    x, weight, bias = lo.packed_input(op.x, op.weight), lo.weight(op.weight), lo.vector(op.bias)
+    lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, -1, lo.reads_offset(op)))
+
+
+def _linear_add(lo: Lowering, op: ops.LinearAdd) -> None:
+    x, weight, bias, residual = (
+        lo.packed_input(op.x, op.weight),
+        lo.weight(op.weight),
+        lo.vector(op.bias),
+        lo.buffer(op.residual),
+    )
+    lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, residual, False))
+
+
+def _linear_activate(lo: Lowering, op: ops.LinearActivate) -> None:
+    x, weight, bias = lo.packed_input(op.x, op.weight), lo.weight(op.weight), lo.vector(op.bias)
+    lo.write(
+        op.out,
+        lambda out: lo.plan.linear_activate(out, x, weight, bias, op.activation),
+        packs_groups=True,
+    )
+
+
+def _head_linear(lo: Lowering, op: ops.HeadLinear) -> None:
+    x, heads = lo.buffer(op.x), [lo.weight(weight) for weight in op.heads]
+    lo.write(op.out, lambda out: lo.plan.head_linear(out, x, heads))
+
+
+def _concat_heads(lo: Lowering, op: ops.ConcatHeads) -> None:
+    lo.plan.concat_heads(
+        lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.y), op.num_heads, op.x_dim, op.y_dim
+    )
+
+
+def _rope(lo: Lowering, op: ops.Rope) -> None:
+    lo.plan.rope(
+        lo.buffer(op.out), lo.buffer(op.x), lo.angles[op.angles.id, op.head_dim], op.head_dim
+    )
+
+
+def _kv_write(lo: Lowering, op: ops.KvWrite) -> None:
+    lo.plan.kv_write(lo.buffer(op.k), lo.buffer(op.v) if op.v else -1, lo.places[op.layer])
+
+
+def _qkv_rope_write(lo: Lowering, op: ops.QkvRopeWrite) -> None:
+    angles = lo.angles[op.angles.id, op.head_dim]
+    weights = [lo.weight(w) for w in (op.q, op.k, op.v)]
+    biases = [lo.vector(b) for b in (op.q_bias, op.k_bias, op.v_bias)]
+    lo.write(
+        op.out,
+        lambda out: lo.plan.qkv_rope_write(
+            out, lo.packed_input(op.x, op.q), angles, weights, biases, lo.places[op.layer]
+        ),
+    )
+
+
+def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
+    gate, up = lo.weight_pair(op.gate, op.up)
+    x, gate_bias, up_bias = (
+        lo.packed_input(op.x, op.gate),
+        lo.vector(op.gate_bias),
+        lo.vector(op.up_bias),
+    )
+    lo.write(
+        op.out,
+        lambda out: lo.plan.glu_linear(out, x, gate, up, gate_bias, up_bias, op.activation),
+        packs_groups=True,
+    )
+
+
+def _attention(lo: Lowering, op: ops.Attention) -> None:
+    def lower(out: int) -> None:
+        q, place, sinks = lo.buffer(op.q), lo.places[op.layer], lo.vector(op.sinks)
+        lo.plan.attention(
+            out, q, place, op.num_heads, op.value_dim, op.scale, op.softcap, op.slopes, sinks
+        )
+
+    lo.write(op.out, lower, packs_groups=op.value_dim % GROUP == 0)  # a head is then whole groups
+
+
+def _gather_rows(lo: Lowering, op: ops.GatherRows) -> None:
+    lo.plan.gather_rows(lo.buffer(op.out), lo.buffer(op.x))
+
+
+def _add(lo: Lowering, op: ops.Add) -> None:
+    lo.plan.add(lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.y))
+
+
+def _glu(lo: Lowering, op: ops.Glu) -> None:
+    lo.plan.glu(lo.buffer(op.out), lo.buffer(op.gate), lo.buffer(op.up), op.activation)
+
+
+def _activate(lo: Lowering, op: ops.Activate) -> None:
+    lo.plan.activate(lo.buffer(op.out), lo.buffer(op.x), op.activation)
+
+
+def _scale(lo: Lowering, op: ops.Scale) -> None:
+    lo.plan.scale(lo.buffer(op.out), lo.buffer(op.x), op.factor)
+
+
+def _soft_cap(lo: Lowering, op: ops.SoftCap) -> None:
+    lo.plan.soft_cap(lo.buffer(op.out), lo.buffer(op.x), op.cap)
+
+
+def _gate_rows(lo: Lowering, op: mixture.GateRows) -> None:
+    lo.plan.gate_rows(lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.gate))
+
+
+def _route(lo: Lowering, op: mixture.Route) -> None:
+    how = (
+        op.top_k,
+        op.scoring,
+        op.normalised,
+        op.factor,
+        (op.groups, op.top_groups),
+        lo.vector(op.bias),
+    )
+    lo.plan.route(lo.buffer(op.out), lo.buffer(op.x), *how)
+
+
+def _experts(lo: Lowering, op: mixture.Experts) -> None:
+    pairs = [lo.weight_pair(gate, up) for gate, up in zip(op.gate, op.up, strict=True)]
+    weights = (
+        [gate for gate, _ in pairs],
+        [up for _, up in pairs],
+        [lo.weight(down) for down in op.down],
+    )
+    gate_bias, up_bias, down_bias = (
+        [lo.vector(bias) for bias in biases] for biases in (op.gate_bias, op.up_bias, op.down_bias)
+    )
+    reads = (
+        lo.buffer(op.x),
+        lo.buffer(op.routing),
+        weights,
+        (gate_bias, up_bias, down_bias),
+        op.activation,
+    )
+    part = (op.first, op.num_experts) if isinstance(op, collective.ExpertPart) else ()
+    with named_in_errors(op.gate[0].name):
+        lo.write(op.out, lambda out: lo.plan.experts(out, *reads, *part))
+
+
+def _combine(lo: Lowering, op: collective.Combine) -> None:
+    lo.write(op.out, lambda out: lo.plan.combine(out, lo.buffer(op.x), lo.buffer(op.routing)))
+
+
+LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
+    ops.Embed: _embed,
+    ops.EmbedPosition: _embed_position,
+    ops.Input: _input,
+    ops.RopeAngles: _rope_angles,
+    ops.Norm: _norm,
+    ops.Linear: _linear,
+    ops.LinearActivate: _linear_activate,
+    ops.LinearAdd: _linear_add,
+    ops.HeadLinear: _head_linear,
+    ops.ConcatHeads: _concat_heads,
+    ops.Rope: _rope,
+    ops.KvWrite: _kv_write,
+    ops.QkvRopeWrite: _qkv_rope_write,
+    ops.GluLinear: _glu_linear,
+    ops.Attention: _attention,
+    ops.GatherRows: _gather_rows,
+    ops.Add: _add,
+    ops.Glu: _glu,
+    ops.Activate: _activate,
+    ops.Scale: _scale,
+    ops.SoftCap: _soft_cap,
+    mixture.GateRows: _gate_rows,
+    mixture.Route: _route,
+    mixture.Experts: _experts,
+    collective.ExpertPart: _experts,
+    collective.Combine: _combine,
+    collective.EmbedPart: _embed_part,
+    collective.TakeColumns: _take_columns,
+    collective.NormShare: _norm,
+    **dict.fromkeys(collective.Collective.__subclasses__(), _collective),
+}

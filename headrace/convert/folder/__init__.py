@@ -1,0 +1,1 @@
+"""Writes folders in Hugging Face layout."""

@@ -1,0 +1,1 @@
+"""Measurements of models and machines: quality, speed, drafts, and a self-test of the kernels."""

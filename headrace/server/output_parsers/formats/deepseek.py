@@ -1,0 +1,125 @@
+"""Calls within control tokens: DeepSeek V3 and R1, which have the arguments in a block of code,
+DeepSeek V3.1, and Kimi K2.
+"""
+
+import re
+from collections.abc import Sequence
+
+from headrace.server.output_parsers.answer_reader import AnswerReader
+from headrace.server.output_parsers.lark import Lark
+from headrace.server.output_parsers.reader import MalformedError, Steps
+from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.tools import Tool
+
+_ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_KIMI_ALL_BEGIN, _KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = (
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+_WORD = re.compile(r"[A-Za-z0-9_.:\-]*")
+
+
+def _read(answer: AnswerReader, opener: str) -> Steps[None]:
+    """Read calls of either version."""
+    yield from answer.space()
+    yield from answer.expect(_BEGIN)
+    more = True
+    while more:
+        yield from answer.space()
+        name = yield from answer.word(_WORD)
+        yield from answer.space()
+        yield from answer.expect(_SEPARATOR)
+        yield from answer.space()
+        fenced = (yield from answer.peek()) != "{"
+        if fenced:  # what stood before was the type
+            name = yield from answer.word(_WORD)
+            yield from answer.space()
+            yield from answer.expect("```json")
+            yield from answer.space()
+        yield from _arguments(answer, name, "")
+        if fenced:
+            yield from answer.next_is("```")
+            yield from answer.space()
+        yield from answer.next_is(_END)
+        yield from answer.space()
+        more = yield from answer.next_is(_BEGIN)
+    yield from answer.next_is(_ALL_END)
+
+
+def _read_kimi(answer: AnswerReader, opener: str) -> Steps[None]:
+    """Read calls as Kimi K2 has them: `functions.name:number` is the id."""
+    yield from answer.space()
+    yield from answer.expect(_KIMI_BEGIN)
+    more = True
+    while more:
+        yield from answer.space()
+        call_id = yield from answer.word(_WORD)
+        yield from answer.space()
+        yield from answer.expect(_KIMI_ARGUMENTS)
+        yield from answer.space()
+        yield from _arguments(answer, call_id.removeprefix("functions.").partition(":")[0], call_id)
+        yield from answer.next_is(_KIMI_END)
+        yield from answer.space()
+        more = yield from answer.next_is(_KIMI_BEGIN)
+    yield from answer.next_is(_KIMI_ALL_END)
+
+
+def _arguments(answer: AnswerReader, name: str, call_id: str) -> Steps[None]:
+    if (yield from answer.peek()) != "{":
+        raise MalformedError
+    answer.begin_call(name, call_id)
+    yield from answer.value(answer.arguments)
+    yield from answer.space()
+
+
+def _fenced(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+    return _grammar(
+        lark, tools, many, _BEGIN + "function" + _SEPARATOR, "\n```json\n", "\n```" + _END
+    )
+
+
+def _plain(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+    return _grammar(lark, tools, many, _BEGIN, _SEPARATOR, _END)
+
+
+def _grammar(
+    lark: Lark, tools: Sequence[Tool], many: bool, before: str, between: str, after: str
+) -> str:
+    call = lark.either(
+        f"{lark.text(before + tool.name + between)} {lark.json(tool.parameters)} {lark.text(after)}"
+        for tool in tools
+    )
+    separator = "\n" if between.endswith("\n") else ""
+    return f"{lark.text(_ALL_BEGIN)} {lark.repeated(call, separator, many)} {lark.text(_ALL_END)}"
+
+
+def _kimi(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+    number = lark.rule("/[0-9]{1,4}/")
+    begin, between, end = (
+        lark.text(_KIMI_BEGIN + "functions."),
+        lark.text(_KIMI_ARGUMENTS),
+        lark.text(_KIMI_END),
+    )
+    call = lark.either(
+        f"{begin} {lark.text(f'{tool.name}:')} {number} {between} "
+        f"{lark.json(tool.parameters)} {end}"
+        for tool in tools
+    )
+    return (
+        f"{lark.text(_KIMI_ALL_BEGIN)} {lark.repeated(call, '', many)} {lark.text(_KIMI_ALL_END)}"
+    )
+
+
+_MARKERS = (_ALL_END, _BEGIN, _SEPARATOR, _END)
+V3 = ToolFormat("deepseek_v3", (_ALL_BEGIN,), _read, _fenced, _MARKERS)
+V31 = ToolFormat("deepseek_v31", (_ALL_BEGIN,), _read, _plain, _MARKERS)
+KIMI = ToolFormat(
+    "kimi_k2",
+    (_KIMI_ALL_BEGIN,),
+    _read_kimi,
+    _kimi,
+    (_KIMI_ALL_END, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END),
+)

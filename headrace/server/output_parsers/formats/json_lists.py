@@ -1,0 +1,46 @@
+"""A JSON list of calls behind a marker: Granite 3, Phi 4 mini, Command R7B."""
+
+from functools import partial
+
+from headrace.server.output_parsers.answer_reader import AnswerReader
+from headrace.server.output_parsers.formats.json_calls import list_grammar, read_list
+from headrace.server.output_parsers.reader import Steps
+from headrace.server.output_parsers.tool_format import ToolFormat
+
+
+def _list_format(
+    name: str,
+    opener: str,
+    closer: str,
+    closes: bool,
+    name_key: str = "name",
+    arguments: str = "arguments",
+) -> ToolFormat:
+    """`closes`: whether the model writes the closer, too."""
+
+    def read(answer: AnswerReader, opener: str) -> Steps[None]:
+        yield from answer.space()
+        yield from read_list(answer)
+        yield from answer.space()
+        yield from answer.next_is(closer)
+
+    grammar = partial(
+        list_grammar,
+        before=opener,
+        after=closer if closes else "",
+        name=name_key,
+        arguments=arguments,
+    )
+    return ToolFormat(name, (opener,), read, grammar, markers=(closer,))
+
+
+GRANITE = _list_format("granite", "<|tool_call|>", "<|/tool_call|>", closes=False)
+PHI4_MINI = _list_format("phi4_mini", "<|tool_call|>", "<|/tool_call|>", closes=True)
+COMMAND = _list_format(
+    "command",
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    closes=True,
+    name_key="tool_name",
+    arguments="parameters",
+)

@@ -1,0 +1,111 @@
+"""Arguments as keys with raw texts between tags, made into the text of a JSON object with the help
+of the tool's schema.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.server.output_parsers.answer_reader import AnswerReader
+from headrace.server.output_parsers.lark import Lark
+from headrace.server.output_parsers.tools import Tool
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class KeyedArguments:
+    """The arguments of one call as they come. Texts are passed on at once; other values when they
+    are whole.
+    """
+
+    def __init__(self, answer: AnswerReader, name: str) -> None:
+        answer.begin_call(name)
+        answer.arguments("{")
+        self._answer = answer
+        self._tool = answer.tools.get(name, Tool(name))
+        self._separator = ""
+        self._types: frozenset[str] = frozenset()
+        self._value: list[str] = []
+
+    def key(self, key: str) -> None:
+        """An argument begins."""
+        self._types = self._tool.parameter_types(key)
+        self._answer.arguments(f"{self._separator}{_json(key)}: " + ('"' if self._is_text else ""))
+        self._separator = ", "
+        self._value.clear()
+
+    def text(self, text: str) -> None:
+        """More of its value."""
+        if self._is_text:
+            self._answer.arguments(_json(text)[1:-1])
+        else:
+            self._value.append(text)
+
+    def end_value(self) -> None:
+        """Its value is whole."""
+        self._answer.arguments(
+            '"' if self._is_text else _as_json("".join(self._value), self._types)
+        )
+
+    def cut(self) -> None:
+        """The text has ended within a value: what there is of it stays as it is."""
+        if not self._is_text:
+            self._answer.arguments("".join(self._value))
+
+    def end(self) -> None:
+        """The call is whole."""
+        self._answer.arguments("}")
+
+    @property
+    def _is_text(self) -> bool:
+        return self._types == {"string"}
+
+
+def value_grammar(lark: Lark, tool: Tool, key: str, schema: Mapping[str, Any], closer: str) -> str:
+    """A value and its closing tag. Of the texts a schema allows only `enum` and `const` are held;
+    other values are JSON.
+    """
+    texts = schema.get("enum", [schema.get("const")])
+    if tool.parameter_types(key) != {"string"}:
+        return f"{lark.json(schema)} {lark.text(closer)}"
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        return lark.either(lark.text(text + closer) for text in texts)
+    return lark.up_to(closer)
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """The value as JSON: itself, if it is JSON of one of the types (any, if there are none), and
+    otherwise a string.
+    """
+    value = text.strip()
+    value = _PYTHON.get(value, value)
+    kind = _kind(value)
+    allowed = types | ({"integer"} if "number" in types else set())
+    return value if kind is not None and (not types or kind in allowed) else _json(text)
+
+
+def _kind(text: str) -> str | None:
+    """The JSON type of a text; None where it is no JSON."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    kinds = {
+        bool: "boolean",
+        int: "integer",
+        str: "string",
+        list: "array",
+        dict: "object",
+        type(None): "null",
+    }
+    return kinds[type(value)]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)

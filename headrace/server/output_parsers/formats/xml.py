@@ -1,0 +1,87 @@
+"""`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder
+and Qwen 3.5.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.server.output_parsers.answer_reader import AnswerReader
+from headrace.server.output_parsers.formats.keyed import KeyedArguments, value_grammar
+from headrace.server.output_parsers.lark import Lark
+from headrace.server.output_parsers.reader import MalformedError, Steps
+from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.tools import Tool
+
+_KEY = re.compile(r"[^<>\n]*")
+_FUNCTION, _END = "<function=", "</function>"
+_BREAK = "\n"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+
+def _read(answer: AnswerReader, opener: str) -> Steps[None]:
+    """Read one call; models leave `<tool_call>` out now and then."""
+    if opener != _FUNCTION:
+        yield from answer.space()
+        yield from answer.expect(_FUNCTION)
+    name = yield from answer.word(_KEY)
+    yield from answer.expect(">")
+    yield from answer.space()
+    tag = yield from answer.one_of((_PARAMETER, _END))
+    if not tag:
+        raise MalformedError
+    arguments = KeyedArguments(answer, name.strip())
+    while tag == _PARAMETER:
+        key = yield from answer.word(_KEY)
+        yield from answer.expect(">")
+        arguments.key(key.strip())
+        yield from _value(answer, arguments)
+        yield from answer.space()
+        tag = yield from answer.one_of((_PARAMETER, _END))
+    if not tag:
+        raise MalformedError
+    arguments.end()
+    yield from answer.space()
+    yield from answer.next_is("</tool_call>")
+
+
+def _value(answer: AnswerReader, arguments: KeyedArguments) -> Steps[None]:
+    """Read a value: one line break on each side of it belongs to the tags."""
+    yield from answer.next_is("\n")
+    line_break: list[str] = []
+
+    def take(text: str) -> None:
+        if text:
+            arguments.text("".join(line_break) + text.removesuffix("\n"))
+            line_break[:] = ["\n"] if text.endswith("\n") else []
+
+    if not (yield from answer.until((_PARAMETER_END,), take)):
+        arguments.cut()
+        raise MalformedError
+    arguments.end_value()
+
+
+def _grammar(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+    return lark.repeated(lark.either(_call_grammar(lark, tool) for tool in tools), "\n", many)
+
+
+def _call_grammar(lark: Lark, tool: Tool) -> str:
+    def argument(key: str, schema: Mapping[str, Any]) -> str:
+        before = lark.text(f"{_PARAMETER}{key}>\n")
+        return f"{before} {value_grammar(lark, tool, key, schema, after)}"
+
+    head, after, tail = (
+        f"<tool_call>\n{_FUNCTION}{tool.name}>\n",
+        f"\n{_PARAMETER_END}\n",
+        f"{_END}\n</tool_call>",
+    )
+    return f"{lark.text(head)} {lark.arguments(tool, argument, '')} {lark.text(tail)}"
+
+
+FORMAT = ToolFormat(
+    "qwen3_xml",
+    ("<tool_call>", _FUNCTION),
+    _read,
+    _grammar,
+    markers=("</tool_call>", _END, _PARAMETER, _PARAMETER_END),
+)

@@ -1,0 +1,1 @@
+"""Speculative decoding: what proposes draft tokens, when drafting pays, and how much to draft."""

@@ -1,0 +1,112 @@
+"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations that collects n-grams, and
+n-grams from it that are verified.
+
+A column of the window is a run of draft tokens, one from each of the last iterations. With the
+likeliest token after it, it makes an n-gram, which goes into a pool under its first token. The
+n-grams that begin with the last known token are drafts. The attention mask of the window is that of
+a tree: its first level is a chain below the last scheduled row, and the rest of a column is a chain
+below the node of the column in that level. So the window and the n-grams share one draft tree, and
+a node of the window may be accepted too.
+"""
+
+from collections import OrderedDict
+from weakref import WeakKeyDictionary
+
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
+from headrace.proposer import ProposerTraits, SequenceView
+from headrace.speculation.proposers.trees import Tree
+
+_LEVELS = 2
+"""Levels of the window, which are the tokens of a column; an n-gram has one token more."""
+_WINDOW = 5
+"""Most columns of the window."""
+_NGRAMS = 3
+"""Most n-grams kept under a first token, the latest first."""
+_POOL = 2048
+"""Most first tokens in the pool of a sequence; the least recently used is dropped first."""
+
+
+class LookaheadProposer:
+    """Drafts by Jacobi iteration, and n-grams that earlier iterations gave."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self.traits = ProposerTraits(
+            max_nodes,
+            in_engine_thread=True,
+            time_limit=None,
+            learns_from_rows=True,
+            needs_logits=True,
+        )
+        self._states: WeakKeyDictionary[SequenceView, _State] = WeakKeyDictionary()
+
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
+
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
+        for commit in commits:
+            state = self._states.get(seqs[commit.source])
+            if state and commit.tokens:
+                state.observe(commit, result)
+
+    def _draft(self, seq: SequenceView, budget: int) -> DraftTree:
+        if budget < _LEVELS:
+            return NO_DRAFT
+        state = self._states.get(seq)
+        if state is None:
+            state = self._states[seq] = _State(seq.known)
+        return state.draft(seq.known, budget)
+
+
+class _State:
+    """Window and n-gram pool of a sequence."""
+
+    def __init__(self, known: list[int]) -> None:
+        # The iteration may start from any tokens; those of the sequence are likelier than others to
+        # occur in it again.
+        self._fill = (known * (_WINDOW * _LEVELS))[: _WINDOW * _LEVELS]
+        self._levels = [self._fill[level::_LEVELS] for level in range(_LEVELS)]  # [levels][columns]
+        self._pool: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
+        self._columns: list[list[int]] = []
+        """Nodes of each column in the last draft."""
+
+    def draft(self, known: list[int], budget: int) -> DraftTree:
+        """The columns that fit in the budget, then the n-grams that begin with the last known
+        token.
+        """
+        tree = Tree(budget)
+        self._columns = []
+        stem = -1
+        for column in zip(*self._levels, strict=True):
+            if len(tree.tokens) + _LEVELS > budget - _LEVELS * bool(
+                self._columns
+            ):  # beyond the first column, keep the budget of an n-gram
+                break
+            nodes = tree.add_chain(column, stem)
+            self._columns.append(nodes)
+            stem = nodes[0]
+        for ngram in self._pool.get(known[-1], ()):
+            tree.add_chain(ngram)
+        return DraftTree(tree.tokens, tree.parents, indivisible=True)
+
+    def observe(self, commit: Commit, result: StepResult) -> None:
+        """Add the columns to the pool as n-grams, and move the window forward by the new tokens."""
+        columns, self._columns = self._columns, []
+        if commit.draft.tokens:
+            assert result.logits is not None, "the traits ask for them"
+            tokens = commit.draft.tokens
+            ends = [commit.row + 1 + nodes[-1] for nodes in columns]
+            newest = [int(result.logits[end].argmax()) for end in ends]
+            for nodes, last in zip(columns, newest, strict=True):
+                first, *rest = (tokens[node] for node in nodes)
+                self._remember(first, (*rest, last))
+            older = [[tokens[nodes[level]] for nodes in columns] for level in range(1, _LEVELS)]
+            self._levels = [*older, newest]
+        skipped = len(commit.tokens) - 1
+        self._levels = [(level[skipped:] + self._fill)[:_WINDOW] for level in self._levels]
+
+    def _remember(self, first: int, rest: tuple[int, ...]) -> None:
+        others = [ngram for ngram in self._pool.pop(first, ()) if ngram != rest]
+        self._pool[first] = [rest, *others[: _NGRAMS - 1]]
+        if len(self._pool) > _POOL:
+            self._pool.popitem(last=False)

@@ -1,0 +1,128 @@
+"""A table of the tokens that followed runs of tokens in the outputs of earlier requests: it learns
+while the engine serves.
+
+Where answers repeat across requests, it drafts what no single prompt has. Tokens learned from a
+request are used only for requests with the same cache salt: as with any shared cache, the speed of
+an answer hints at what others were answered.
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from weakref import WeakKeyDictionary, finalize
+
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
+from headrace.proposer import ProposerTraits, SequenceView
+from headrace.speculation.proposers.trees import merge
+
+_SIZES = (8, 4, 2)
+"""Lengths of the runs that are looked up, longest first."""
+_ACCEPTANCE = (0.5, 0.75, 0.85)
+"""Where runs of 2, 4 and 8 tokens are right before anything is measured, as
+`ProposerTraits.acceptance`: about what 96 answers of the default model gave one after another
+(`benchmarks/acceptance.py`: 0.49, 0.75, 0.88).
+"""
+_FOLLOWERS = 2
+"""Most different tokens kept after a run, the latest first."""
+
+
+class OnlineProposer:
+    """Drafts repetitions of earlier outputs. It keeps at most `max_runs` runs; the least recently
+    used is dropped first.
+    """
+
+    def __init__(self, max_nodes: int, max_runs: int = 1 << 16) -> None:
+        self.traits = ProposerTraits(
+            max_nodes, in_engine_thread=True, time_limit=None, acceptance=_ACCEPTANCE
+        )
+        self._max_runs = max_runs
+        self._followers: dict[tuple[Hashable, ...], list[int]] = {}  # in the order of last use
+        self._transcripts: WeakKeyDictionary[SequenceView, _Transcript] = WeakKeyDictionary()
+        self._ended = deque[_Transcript]()
+
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        # Tokens are learned only here: many at once take far less time than one by one after each
+        # step.
+        while self._ended:
+            self._learn(self._ended.popleft())
+        return [
+            self._draft(self._transcript(seq), nodes)
+            for seq, nodes in zip(seqs, budgets, strict=True)
+        ]
+
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
+        pass  # `propose` reads the new tokens of a sequence, and of those that have ended
+
+    def _transcript(self, seq: SequenceView) -> "_Transcript":
+        """The transcript of a sequence, learned up to its last token."""
+        transcript = self._transcripts.get(seq)
+        if transcript is None:
+            transcript = self._transcripts[seq] = _Transcript(seq)
+            finalize(seq, self._ended.append, transcript).atexit = False
+        self._learn(transcript)
+        return transcript
+
+    def _draft(self, transcript: "_Transcript", budget: int) -> DraftTree:
+        tail = transcript.known[-_SIZES[0] :]
+        found = self._look_up(transcript.scope, tail)
+        if found is None:
+            return NO_DRAFT
+        size, followers = found
+        chains = [
+            [token, *self._continuation(transcript.scope, [*tail, token], budget - 1)]
+            for token in followers
+        ]
+        return merge(chains, budget, confidence=_SIZES[::-1].index(size))
+
+    def _continuation(self, scope: Hashable, tokens: list[int], length: int) -> list[int]:
+        """The tokens that last followed, one after another, at most `length`; fewer where the table
+        has none.
+        """
+        chain: list[int] = []
+        while len(chain) < length and (found := self._look_up(scope, tokens)):
+            chain.append(found[1][0])
+            tokens = [*tokens[-_SIZES[0] + 1 :], chain[-1]]
+        return chain
+
+    def _look_up(self, scope: Hashable, tokens: list[int]) -> tuple[int, list[int]] | None:
+        """The length of the longest known run that ends these tokens, and the tokens that followed
+        it.
+        """
+        for size in _SIZES:
+            run = (scope, *tokens[-size:])
+            if len(run) == 1 + size and (followers := self._followers.get(run)):
+                self._followers[run] = self._followers.pop(run)
+                return size, followers
+        return None
+
+    def _learn(self, transcript: "_Transcript") -> None:
+        known, table = transcript.known, self._followers
+        for position in range(transcript.learned, len(known)):
+            token = known[position]
+            for size in _SIZES:
+                if size <= position:
+                    run = (transcript.scope, *known[position - size : position])
+                    followers = table.pop(run, None)
+                    if followers is None:
+                        followers = [token]
+                    elif followers[0] != token:
+                        followers = [token, *(other for other in followers if other != token)][
+                            :_FOLLOWERS
+                        ]
+                    table[run] = followers
+        transcript.learned = len(known)
+        while len(table) > self._max_runs:
+            del table[next(iter(table))]
+
+
+class _Transcript:
+    """The tokens of a sequence, and how many have been learned; it outlives the sequence, so that
+    the rest can be learned.
+    """
+
+    def __init__(self, seq: SequenceView) -> None:
+        self.scope = seq.scope
+        self.known = seq.known
+        """The sequence's own list, which grows."""
+        self.learned = seq.prompt_len
+        """Number of tokens that need not be learned any more; those of the prompt never are."""

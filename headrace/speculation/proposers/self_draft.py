@@ -1,0 +1,50 @@
+"""The model's own first layers and its head draft what the whole of it will draw (Zhang et al.
+2024, Draft & Verify; Elhoushi et al. 2024, LayerSkip).
+
+The short program runs over the weights and the KV of the long one. What these layers have of the
+context is there already; what they write for drafts lies in slots that the step writes again, with
+the same numbers where the draft stays the same.
+"""
+
+from headrace.backend import Executable
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.logit_ops import StepResult
+from headrace.proposer import ProposerTraits, SequenceView
+from headrace.speculation.proposers.chains import TIME_LIMIT, chain, grow
+
+_MOST_ROWS = 16
+"""Of known tokens without KV. At the end of a prompt there are more, and computing them twice costs
+more than a draft brings.
+"""
+
+
+class SelfDraftProposer:
+    """Drafts by leaving out the last layers."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        block_size: int,
+        depth: int,
+        width: int,
+        *,
+        probabilities: bool,
+    ) -> None:
+        self.traits = ProposerTraits(
+            depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT
+        )
+        self._executable = executable
+        self._block_size = block_size
+        self._probabilities = probabilities
+
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        chains = {
+            i: chain(seq, seq.computed, seq.tables, nodes, probabilities=self._probabilities)
+            for i, (seq, nodes) in enumerate(zip(seqs, budgets, strict=True))
+            if nodes > 0 and len(seq.known) - seq.computed <= _MOST_ROWS
+        }
+        grow(self._executable, list(chains.values()), self.traits.width, self._block_size)
+        return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
+
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
+        pass

@@ -1,0 +1,176 @@
+"""Which backend is chosen, on machines that are made up."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.backend import lower_program
+from headrace.checkpoint.load import Checkpoint
+from headrace.config import EngineConfig
+from headrace.errors import MemoryLimitError, RequestError
+from headrace.loader import backend_choice as choices
+from headrace.loader import memory
+from headrace.loader.backend_choice import choose, with_backend
+from headrace.loader.kv_size import Memory
+from headrace.loader.load import open_model
+from headrace.loader.options import engine_config
+from headrace.model import trace_model
+from headrace.planner.gpu import Gpu, GpuHost
+from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 132, (12, 8))
+READY = GpuHost(H100, torch_cuda="12.8")
+NONE = GpuHost(no_gpu="there is no NVIDIA driver on this machine: use the cpu backend")
+
+
+@pytest.fixture
+def checkpoint(write_gguf: Any) -> Checkpoint:  # noqa: F811
+    path: Path = write_gguf()
+    return open_model(str(path), EngineConfig())
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a machine up, with so much memory free on its GPU."""
+
+    def make(host: GpuHost, free: int = 10**11) -> None:
+        monkeypatch.setattr("headrace.planner.gpu.look", lambda: host)
+        monkeypatch.setattr(
+            memory,
+            "memory_for",
+            lambda config, program: Memory(free, 10**9, on_gpu=config.backend == "cuda"),
+        )
+
+    return make
+
+
+def chosen(checkpoint: Checkpoint, **options: Any) -> tuple[str, str]:
+    return tuple(choose(engine_config(options), checkpoint))
+
+
+def test_auto_is_the_default(on: Callable[..., None], checkpoint: Checkpoint) -> None:
+    on(READY)
+    assert EngineConfig().backend == "auto" and chosen(checkpoint) == ("cuda", "")
+    assert with_backend(EngineConfig(), checkpoint) == replace(EngineConfig(), backend="cuda")
+
+
+@pytest.mark.parametrize("options", [{"backend": "cpu"}, {"backend": "reference"}, {}])
+def test_without_a_gpu_nothing_is_said(
+    options: dict[str, Any],
+    on: Callable[..., None],
+    checkpoint: Checkpoint,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    on(NONE)
+    assert chosen(checkpoint, **options) == (options.get("backend", "cpu"), "")
+    with_backend(engine_config(options), checkpoint)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "why"),
+    [
+        (
+            {"absent": ("torch", "triton")},
+            {},
+            "torch and triton are not installed: pip install 'headrace[cuda]', about 3 GB",
+        ),
+        ({"gpu": replace(H100, capability=(7, 5))}, {}, "compute capability 7.5"),
+        ({"torch_cuda": None}, {}, "torch is a build for the processor alone"),
+        ({"interprets": True}, {}, "TRITON_INTERPRET is set"),
+        ({}, {"tensor_parallel_size": 2}, "several ranks run on the CPU"),
+        ({}, {"kv_dtype": "int4"}, "the cuda backend keeps no KV in int4"),
+    ],
+)
+def test_a_gpu_that_is_not_used_is_told_of_in_one_line(
+    change: dict[str, Any],
+    options: dict[str, Any],
+    why: str,
+    on: Callable[..., None],
+    checkpoint: Checkpoint,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    on(replace(READY, **change))
+    backend, remark = chosen(checkpoint, **options)
+    assert (
+        backend == "cpu"
+        and remark.startswith("the GPU is not used: ")
+        and why in remark
+        and "\n" not in remark
+    )
+    with caplog.at_level(logging.WARNING):
+        assert with_backend(engine_config(options), checkpoint).backend == "cpu"
+    assert [record.getMessage() for record in caplog.records] == [remark]
+
+
+def test_a_model_that_does_not_fit_runs_on_the_cpu(
+    on: Callable[..., None], checkpoint: Checkpoint
+) -> None:
+    weights = lower_program(
+        "cuda", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
+    ).weight_bytes
+    on(READY, free=10**9 + weights)
+    backend, remark = chosen(checkpoint)
+    assert (
+        backend == "cpu"
+        and f"{weights:,} bytes of weights" in remark
+        and "are free on the GPU: the model is too large for this GPU" in remark
+    )
+    on(READY, free=10**9 + weights + 10**6)
+    assert chosen(checkpoint) == ("cuda", "")
+    with pytest.raises(MemoryLimitError, match="free on the GPU: set max_model_len to"):
+        memory.fit_memory(
+            replace(EngineConfig(), backend="cuda", max_model_len=2**20),
+            checkpoint,
+            trace_model(checkpoint.spec, checkpoint.tensors),
+            choices.DraftCheckpoints(),
+            2**20,
+        )
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        (
+            NONE,
+            "the cuda backend cannot run here: there is no NVIDIA driver on this machine: "
+            "use the cpu backend",
+        ),
+        (
+            replace(READY, gpu=None, no_gpu="the NVIDIA driver shows no GPU"),
+            "the NVIDIA driver shows no GPU",
+        ),
+        (replace(READY, gpu=replace(H100, capability=(6, 1))), "kernels need 8.0 or more"),
+        (
+            replace(READY, absent=("torch",)),
+            "torch is not installed: pip install 'headrace[cuda]', about 3 GB",
+        ),
+        (replace(READY, torch_cuda=None), "torch is a build for the processor alone"),
+        (
+            replace(NONE, interprets=True, absent=("triton",)),
+            "the cuda backend needs triton: pip install 'headrace[cuda]'",
+        ),
+    ],
+)
+def test_a_gpu_that_is_asked_for_and_cannot_be_had(
+    host: GpuHost, message: str, on: Callable[..., None], checkpoint: Checkpoint
+) -> None:
+    on(host)
+    with pytest.raises(RequestError) as error:
+        chosen(checkpoint, backend="cuda")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_gpu_that_is_asked_for(on: Callable[..., None], checkpoint: Checkpoint) -> None:
+    """What does not fit is an error of its own then."""
+    on(READY, free=0)
+    assert chosen(checkpoint, backend="cuda") == ("cuda", "")
+    on(replace(NONE, interprets=True))
+    backend, remark = chosen(checkpoint, backend="cuda")
+    assert backend == "cuda" and "interpreted" in remark
+    with pytest.raises(RequestError, match="keeps no KV in int4"):
+        with_backend(engine_config({"backend": "cuda", "kv_dtype": "int4"}), checkpoint)

@@ -1,0 +1,216 @@
+"""What drafts for a model on disk: draft models, first layers and heads, found, checked and
+refused.
+"""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from headrace import LLM, SamplingParams
+from headrace.backend import compile_program, lower_program
+from headrace.backend.cpu.executable import CpuExecutable
+from headrace.checkpoint.load import open_checkpoint
+from headrace.config import KvConfig
+from headrace.errors import FormatError, MemoryLimitError, RequestError
+from headrace.loader.drafts import (
+    compile_draft_models,
+    open_draft_checkpoints,
+    read_heads,
+    target_program,
+)
+from headrace.loader.options import engine_config
+from headrace.model import trace_model
+from headrace.planner.fit import RUNTIME_BYTES
+from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # noqa: F401 - a fixture
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+VOCAB = len(metadata("llama")["tokenizer.ggml.tokens"])
+OPTIONS = {"max_model_len": 128, "kv_blocks": 8, "adaptive_speculation": False}
+
+
+@pytest.fixture
+def model(write_gguf: Any) -> Path:  # noqa: F811
+    path: Path = write_gguf()
+    return path.rename(path.with_name("target.gguf"))
+
+
+def heads(**change: Any) -> dict[str, Any]:
+    rng, dim = np.random.default_rng(0), SHAPE["dim"]
+    shapes = {"0.linear.weight": (dim, dim), "0.linear.bias": (dim,), "1.weight": (VOCAB, dim)}
+    made = {
+        f"{i}.{name}": rng.normal(0, 0.1, shape).astype(np.float16)
+        for i in range(3)
+        for name, shape in shapes.items()
+    }
+    return {name: value for name, value in (made | change).items() if value is not None}
+
+
+def options_for(how: str, model: Path) -> dict[str, Any]:
+    if how == "medusa":
+        save_file(heads(), model.with_name("heads.safetensors"))
+    return {
+        "draft_model": {"draft_model": str(model)},
+        "self_draft": {"draft_layers": 1},
+        "medusa": {"medusa_heads": str(model.with_name("heads.safetensors"))},
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_from_file_to_text(model: Path, how: str, width: int) -> None:
+    with (
+        LLM(str(model), **OPTIONS) as plain,
+        LLM(
+            str(model), proposer=how, draft_width=width, **OPTIONS, **options_for(how, model)
+        ) as llm,
+    ):
+        prompts = ["hello", "hell w", "he"]
+        for params in (GREEDY, SamplingParams(seed=3, max_tokens=20)):
+            assert [r.outputs for r in llm.generate(prompts, params)] == [
+                r.outputs for r in plain.generate(prompts, params)
+            ]
+        stats = llm.stats()
+        assert (
+            stats.drafted > 0
+            and stats.proposer_failures == 0
+            and stats.blocks_free == stats.blocks_total
+        )
+        assert (
+            how != "draft_model" or width > 1 or stats.accepted == stats.drafted
+        )  # the model itself
+
+
+def test_drafts_on_the_gpu_backend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over KV in the blocks that it has, and with graphs of the steps of all that drafts."""
+    monkeypatch.setattr("headrace.backend.cuda.stream.HostStream.has_graphs", True)
+    monkeypatch.setattr("headrace.backend.cuda.step_shape._MOST_GRAPH_ROWS", 2)
+    options = {**OPTIONS, "backend": "cuda", "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    params, tokens = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), {}
+    for how in ("off", "draft_model", "self_draft", "medusa"):
+        own = {} if how == "off" else options_for(how, model)
+        with LLM(str(model), **options, **own, proposer=how) as llm:
+            tokens[how] = llm.generate("hello", params)[0].outputs[0].token_ids
+            stats = llm.stats()
+        assert stats.proposer_failures == 0 and (stats.drafted > 0) == (how != "off")
+    assert len(set(map(tuple, tokens.values()))) == 1
+
+
+@pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
+def test_closing_gives_everything_back(model: Path, how: str) -> None:
+    llm = LLM(str(model), proposer=how, **OPTIONS, **options_for(how, model))
+    llm.generate("hello", GREEDY)
+    proposer = weakref.ref(llm._engine._speculation._guards[how]._proposer)
+    assert proposer() is not None
+    llm.close()
+    gc.collect()
+    assert proposer() is None  # the only one that holds what drafts
+
+
+def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = open_checkpoint(model)
+    weights = lower_program(
+        "cpu", trace_model(target.spec, target.tensors), target.tensors
+    ).weight_bytes
+    monkeypatch.setattr(
+        "headrace.loader.memory.available_memory", lambda: RUNTIME_BYTES + int(1.9 * weights)
+    )
+    LLM(str(model), max_model_len=32).close()
+    with pytest.raises(MemoryLimitError, match="the model is too large"):
+        LLM(str(model), max_model_len=32, proposer="draft_model", draft_model=str(model))
+
+
+def test_the_memory_of_heads_is_that_of_their_weights(model: Path) -> None:
+    """As the executables beside the target's hold them, to the byte."""
+    config = engine_config({"backend": "cpu", "proposer": "medusa"} | options_for("medusa", model))
+    target = open_checkpoint(model)
+    kv = KvConfig((2,))
+    draft_checkpoints = open_draft_checkpoints(config, target, target.load_tokenizer())
+    executable = compile_program("cpu", target_program(config, target), target.tensors, kv, 1)
+    assert isinstance(executable, CpuExecutable)
+    before = executable.plan.weight_bytes
+    assert before == executable.program.weight_bytes
+    compile_draft_models(config, draft_checkpoints, target, executable, kv)
+    assert (
+        executable.plan.weight_bytes - before
+        == draft_checkpoints.weight_bytes("cpu", target.spec)
+        > 0
+    )
+
+
+def test_another_vocabulary_is_refused(model: Path, write_gguf: Any) -> None:  # noqa: F811
+    tokens = list(metadata("llama")["tokenizer.ggml.tokens"])
+    tokens[len(SPECIAL)], tokens[len(SPECIAL) + 1] = tokens[len(SPECIAL) + 1], tokens[len(SPECIAL)]
+    swapped = write_gguf({"tokenizer.ggml.tokens": tokens})
+    with pytest.raises(
+        RequestError,
+        match=r"cannot draft for this model: token 3 is b'\\x01' there and b'\\x00' in the model",
+    ):
+        LLM(str(model), proposer="draft_model", draft_model=str(swapped))
+    longer = {
+        "tokenizer.ggml.tokens": [*tokens, "more"],
+        "tokenizer.ggml.token_type": [1] * (len(tokens) + 1),
+    }
+    larger = write_gguf(
+        longer, {"token_embd.weight": np.zeros((len(tokens) + 1, SHAPE["dim"]), np.float32)}
+    )
+    with pytest.raises(
+        RequestError,
+        match=f"it has {VOCAB + 1} tokens, the model {VOCAB}; choose a smaller model of the "
+        "same family",
+    ):
+        LLM(str(model), proposer="draft_model", draft_model=str(larger))
+
+
+class TestHeads:
+    def read(self, model: Path, stored: dict[str, Any]) -> dict[str, Any]:
+        file = model.with_name("heads.safetensors")
+        save_file(stored, file)
+        return read_heads(file, open_checkpoint(model).spec)
+
+    def test_with_and_without_a_prefix(self, model: Path) -> None:
+        plain = self.read(model, heads())
+        assert (
+            sorted(plain)[:3]
+            == ["medusa.0.0.linear.bias", "medusa.0.0.linear.weight", "medusa.0.1.weight"]
+            and len(plain) == 9
+        )
+        prefixed = self.read(
+            model, {f"medusa_head.{name}": value for name, value in heads().items()}
+        )
+        assert prefixed.keys() == plain.keys()
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"1.0.linear.bias": None}, "1.0.linear.bias is missing or has no place"),
+            (
+                {"3.0.linear.bias": np.zeros(SHAPE["dim"], np.float16)},
+                "3.0.linear.weight, 3.1.weight is missing or has no place",
+            ),
+            (
+                {"0.1.linear.weight": np.zeros((2, 2), np.float16)},
+                "0.1.linear.weight, 3.0.linear.bias, 3.0.linear.weight is missing or has no place",
+            ),
+            (
+                {"2.1.weight": np.zeros((VOCAB, 3), np.float16)},
+                f"tensor 2.1.weight has shape [{VOCAB}, 3], and heads of this model",
+            ),
+        ],
+    )
+    def test_anything_else_is_refused(
+        self, model: Path, change: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(FormatError) as error:
+            self.read(model, heads(**change))
+        assert message in str(error.value)
+
+    def test_no_heads(self, model: Path) -> None:
+        with pytest.raises(
+            FormatError, match=r"0.0.linear.bias, 0.0.linear.weight, 0.1.weight is missing"
+        ):
+            self.read(model, {})

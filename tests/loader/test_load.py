@@ -1,0 +1,150 @@
+"""From the name of a model to an engine: and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.backend import BACKENDS, KV_BLOCK_SIZES, lower_program
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.config import OFFLINE
+from headrace.errors import MemoryLimitError, ModelNotFoundError, RequestError
+from headrace.loader import drafts, load
+from headrace.loader.load import load_model, most_logit_rows
+from headrace.loader.options import engine_config
+from headrace.model import trace_model
+from headrace.planner.fit import RUNTIME_BYTES
+from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def model(write_gguf: Any) -> str:  # noqa: F811
+    path: Path = write_gguf()
+    return str(path)
+
+
+def test_one_record(model: str) -> None:
+    engine, prompts, tokenizer, checkpoint = load_model(
+        model, engine_config({"backend": "reference", "max_model_len": 64}, OFFLINE)
+    )
+    assert (engine.limits.max_model_len, engine.limits.vocab_size, engine.name) == (
+        64,
+        checkpoint.spec.vocab_size,
+        model,
+    )
+    assert engine.config.threads > 0 and engine.config.multi_step_ms == 50
+    assert engine.config.max_logit_rows == most_logit_rows(checkpoint.spec.vocab_size)
+    assert prompts.read("hello").token_ids == tokenizer.encode("hello")
+    engine.close()
+
+
+def test_the_context_is_the_models_own_unless_shorter(model: str) -> None:
+    engine = load_model(model, engine_config({"backend": "reference"})).engine
+    assert engine.limits.max_model_len == 256
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"proposer": "draft_model"},
+            "needs a smaller model with the same vocabulary: set draft_model",
+        ),
+        ({"proposer": "self_draft"}, "draft_layers is 0, and must be 1 to"),
+        ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
+        ({"proposer": "auto", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
+        ({"proposer": "medusa"}, "needs heads that were trained for the model: set medusa_heads"),
+        ({"proposer": "medusa", "medusa_heads": "nowhere"}, "nowhere: no such file"),
+        ({"max_model_len": 257}, "max_model_len is 257, and the model's context ends at 256"),
+    ],
+)
+def test_options_that_the_model_cannot_have(
+    model: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((RequestError, ModelNotFoundError)) as error:
+        load_model(model, engine_config(options))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_absorbed"), [({}, False), ({"latent_attention": "absorbed"}, True)]
+)
+def test_the_form_of_attention_is_that_of_the_options(
+    model: str, options: dict[str, Any], is_absorbed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the model and its draft model."""
+    opened = []
+
+    def open_one(path: Path, *, is_absorbed: bool) -> Checkpoint:
+        opened.append(is_absorbed)
+        return open_checkpoint(path, is_absorbed=is_absorbed)
+
+    for module in (load, drafts):
+        monkeypatch.setattr(module, "open_checkpoint", open_one)
+    load_model(
+        model,
+        engine_config(
+            {"backend": "reference", "proposer": "draft_model", "draft_model": model, **options}
+        ),
+    ).engine.close()
+    assert opened == [is_absorbed, is_absorbed]
+
+
+def test_no_such_model() -> None:
+    with pytest.raises(ModelNotFoundError):
+        load_model("/no/such/model.gguf", engine_config({}))
+
+
+class TestMemory:
+    """A model that does not fit is refused by what it takes in memory, and nothing of it is
+    loaded.
+    """
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("kind", ["F32", "Q5_0"])
+    def test_a_byte_decides(
+        self,
+        backend: str,
+        kind: str,
+        write_gguf: Any,
+        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    ) -> None:
+        model = write_gguf(kind=kind)
+        checkpoint = open_checkpoint(model)
+        program = lower_program(
+            backend, trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
+        )
+        weights = program.weight_bytes
+        assert weights > sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        (group,) = program.kv_groups
+        needed = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", KV_BLOCK_SIZES[backend])
+        options: dict[str, Any] = {"backend": backend, "max_model_len": 64, "kv_blocks": 2}
+        monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: needed)
+        with LLM(str(model), **options) as llm:
+            assert (
+                len(
+                    llm.generate(
+                        "hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+                    )[0]
+                    .outputs[0]
+                    .token_ids
+                )
+                == 8
+            )
+        monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: needed - 1)
+        monkeypatch.setattr(
+            "headrace.loader.load.compile_program", lambda *arguments: pytest.fail("compiled")
+        )
+        with pytest.raises(
+            MemoryLimitError,
+            match=f"{weights:,} bytes of weights, .* {needed:,} bytes, and {needed - 1:,} are "
+            "available",
+        ):
+            LLM(str(model), **options)
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(49_152, 341), (256_000, 65), (1 << 20, 64)])
+def test_logit_rows_are_bounded_by_their_memory(vocab: int, rows: int) -> None:
+    assert most_logit_rows(vocab) == rows

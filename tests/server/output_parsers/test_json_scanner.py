@@ -1,0 +1,61 @@
+"""Where JSON values end."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.server.output_parsers.json_scanner import JsonScanner
+from tests.server.output_parsers.test_parser import VALUES
+
+
+def scan(pieces: list[str]) -> tuple[int, bool, bool]:
+    """How many characters a scanner took, and whether it was done or failed, at the end of the
+    text.
+    """
+    scanner, taken = JsonScanner(), 0
+    for piece in pieces:
+        taken += scanner.feed(piece, 0)
+    scanner.finish()
+    return taken, scanner.done, scanner.failed
+
+
+@given(
+    VALUES,
+    st.sampled_from(["", " ", "}", "]", ",", ' "x"']),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+)
+def test_ends_where_the_value_ends(
+    value: Any, after: str, indent: int | None, ascii_only: bool
+) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    assert scan([text + after]) == (len(text), True, False)
+    assert scan(list(text + after)) == (len(text), True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        *[("{", 1), ("[1", 2), ('{"a', 3), ('"\\', 2), ("", 0)],  # the text ends too early
+        *[
+            ("}", 0),
+            ("<", 0),
+            (" 1", 0),
+            ("[1}", 2),
+            ('{"a": [}', 7),
+            ("{'a'", 1),
+            ("[<", 1),
+            ("{[}]", 2),
+        ],  # something else comes
+    ],
+)
+def test_fails(text: str, taken: int) -> None:
+    assert scan([text]) == scan(list(text)) == (taken, False, True)
+
+
+@pytest.mark.parametrize("text", ['{"a" 1}', "[1,]", '"\n"', '"\\x"', "{1: 2}"])
+def test_leaves_what_is_between_brackets_to_the_client(text: str) -> None:
+    assert scan([text]) == (len(text), True, False)

@@ -1,0 +1,424 @@
+"""Answers in every format: what they are, in whatever pieces they come, and how early."""
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.server.output_parsers.deltas import (
+    CallArguments,
+    CallBegun,
+    Content,
+    Delta,
+    Reasoning,
+)
+from headrace.server.output_parsers.formats import FORMATS
+from headrace.server.output_parsers.parser import AnswerParser
+from headrace.server.output_parsers.thinking import THINKING
+from tests.server.output_parsers.samples import (
+    MALFORMED,
+    SAMPLES,
+    TOOLS,
+    Sample,
+    deltas,
+    parser,
+    style,
+    summary,
+)
+
+ALL = SAMPLES + MALFORMED
+
+FRAGMENTS = sorted(
+    {text for one in FORMATS.values() for text in (*one.openers, *one.markers)}
+    | {text for thinking in THINKING.values() for text in thinking.markers}
+    | set(
+        '{ } [ ] ( ) " \' \\ , : = ; < > \n x 1 clock functions. to= "name" "arguments" ```json'.split(
+            " "
+        )
+    )
+    | {
+        '{"name": "clock"',
+        '"arguments": {"a": ',
+        "get_weather(city=",
+        "True",
+        '"""',
+        "\\u00e9",
+        " ",
+    }
+)
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def cut(text: str, at: list[int]) -> list[str]:
+    places = [0, *sorted(at), len(text)]
+    return [text[a:b] for a, b in pairwise(places)]
+
+
+class TestWhatAnswersAre:
+    @pytest.mark.parametrize("sample", ALL)
+    def test_whole(self, sample: Sample) -> None:
+        assert summary(deltas(parser(sample), [sample.text])) == sample.expected
+
+    @pytest.mark.parametrize("sample", ALL)
+    def test_at_every_place(self, sample: Sample) -> None:
+        whole = deltas(parser(sample), [sample.text])
+        assert deltas(parser(sample), list(sample.text)) == whole
+        for at in range(len(sample.text)):
+            assert deltas(parser(sample), [sample.text[:at], "", sample.text[at:]]) == whole
+
+    @pytest.mark.parametrize("sample", SAMPLES)
+    def test_arguments_are_json(self, sample: Sample) -> None:
+        for kind, *rest in sample.expected:
+            assert kind != "call" or isinstance(json.loads(rest[1]), dict)
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_every_format_has_samples(self, name: str) -> None:
+        assert [
+            sample
+            for sample in SAMPLES
+            if sample.format == name and any(kind == "call" for kind, *_ in sample.expected)
+        ]
+
+    def test_ids(self) -> None:
+        def ids(format_: str, text: str) -> list[str]:
+            answer = AnswerParser(FORMATS[format_], tools=TOOLS)
+            return [
+                delta.id
+                for delta in answer.push(text) + answer.finish()
+                if isinstance(delta, CallBegun)
+            ]
+
+        assert ids("mistral_v11", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}") == ["abcdefghi"]
+        kimi = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}"
+        assert ids("kimi_k2", kimi) == ["functions.f:7"]
+        new = ids("mistral", '[TOOL_CALLS][{"name": "f"}, {"name": "f"}]')
+        assert len(set(new)) == 2 and all(len(one) == 9 and one.isalnum() for one in new)
+        assert [one[:5] for one in ids("hermes", '<tool_call>{"name": "f"}')] == ["call_"]
+
+
+class TestAnyText:
+    @settings(max_examples=25, deadline=None)
+    @given(st.data())
+    @pytest.mark.parametrize("format_", [None, *FORMATS])
+    def test_cuts_do_not_matter(self, format_: str | None, data: st.DataObject) -> None:
+        own = [*FORMATS[format_].openers, *FORMATS[format_].markers] if format_ else []
+        pieces = data.draw(
+            st.lists(st.sampled_from(own + FRAGMENTS) | st.text(max_size=3), max_size=25)
+        )
+        text = "".join(pieces)
+        thinking = data.draw(st.sampled_from([None, *THINKING]))
+        sample = Sample(format_, thinking, text, [], data.draw(st.booleans()))
+        ends = data.draw(st.sampled_from([(), ("<|call|>",), ("</s>", "<|im_end|>")]))
+        at = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+        whole = deltas(parser(sample, end_tokens=ends), [text])
+        assert deltas(parser(sample, end_tokens=ends), cut(text, at)) == whole
+        assert deltas(parser(sample, end_tokens=ends), list(text)) == whole
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.lists(
+            st.sampled_from(
+                [
+                    "<tool_call>",
+                    "</tool_call>",
+                    '{"name": "f"',
+                    ', "arguments": ',
+                    "{",
+                    "}",
+                    "x",
+                    '"',
+                    " ",
+                ]
+            ),
+            max_size=12,
+        )
+    )
+    def test_no_text_is_lost(self, pieces: list[str]) -> None:
+        """All that is not white space, a marker or the frame of a call stays; where nothing is a
+        call, all stays.
+        """
+        text = "".join(pieces)
+        found = summary(deltas(parser(Sample("hermes", None, "", [])), [text]))
+        if not any(kind == "call" for kind, *_ in found):
+            assert "".join(rest[0] for _, *rest in found) == text
+        rest = text
+        for _, *parts in found:
+            for part in parts:
+                assert part in rest or part == "{}"
+                rest = rest.partition(part)[2] if part in rest else rest
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
+    def test_arguments_are_passed_on_as_they_are(self, arguments: dict[str, Any]) -> None:
+        for text in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=1)):
+            call = '<tool_call>{"name": "f", "arguments": ' + text + "}</tool_call>"
+            assert summary(deltas(parser(Sample("hermes", None, "", [])), list(call))) == [
+                ("call", "f", text)
+            ]
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), VALUES, max_size=4))
+    def test_python_becomes_json(self, arguments: dict[str, Any]) -> None:
+        call = "[clock(" + ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + ")]"
+        [(kind, name, text)] = summary(deltas(parser(Sample("pythonic", None, "", [])), [call]))
+        assert (kind, name, json.loads(text)) == ("call", "clock", arguments)
+
+
+class TestHowEarly:
+    def steps(self, sample: Sample, pieces: list[str]) -> list[list[Delta]]:
+        answer = parser(sample)
+        return [answer.push(piece) for piece in pieces]
+
+    def test_text_waits_for_nothing_that_is_no_marker(self) -> None:
+        found = self.steps(
+            Sample("hermes", None, "", []), ["a", "<", "b", "<tool", "_cal", "x", " ", "y"]
+        )
+        texts = [
+            "".join(delta.text for delta in step if isinstance(delta, Content)) for step in found
+        ]
+        assert texts == ["a", "", "<b", "", "", "<tool_calx", "", " y"]
+
+    @given(
+        st.lists(
+            st.sampled_from(["<", "<tool", "_call", "<tool_cal", " ", "\n", "x", "<t <"]),
+            max_size=12,
+        )
+    )
+    def test_no_more_waits_than_may_become_a_marker(self, pieces: list[str]) -> None:
+        """What waits is the longest end of the text that is white space and then the beginning of a
+        marker.
+        """
+        answer, text, given_ = parser(Sample("hermes", None, "", [])), "", ""
+        for piece in pieces:
+            text += piece
+            given_ += "".join(
+                delta.text for delta in answer.push(piece) if isinstance(delta, Content)
+            )
+            longest = max(n for n in range(11) if text.endswith("<tool_call>"[:n]))
+            assert given_ == text[: len(text) - longest].rstrip()
+
+    def test_without_tools_it_waits_for_nothing(self) -> None:
+        assert self.steps(Sample(None, None, "", []), ["<tool_call> "]) == [
+            [Content("<tool_call> ")]
+        ]
+
+    def test_reasoning_waits_for_its_end_marker_alone(self) -> None:
+        found = self.steps(
+            Sample(None, "think", "", []),
+            ["<thi", "nk>", "a", "</", "b", "</think", ">", "c<think>"],
+        )
+        assert found == [
+            [],
+            [],
+            [Reasoning("a")],
+            [],
+            [Reasoning("</b")],
+            [],
+            [],
+            [Content("c<think>")],
+        ]
+
+    def test_a_call_begins_with_its_arguments_which_wait_for_nothing(self) -> None:
+        found = self.steps(
+            Sample("hermes", None, "", []),
+            ['<tool_call>{"name": "f", "arguments":', ' {"', "a", '"', ": 1", "}", "}"],
+        )
+        assert found[:2] == [[], [CallBegun(0, "0", "f"), CallArguments(0, '{"')]]
+        assert [
+            [delta.text for delta in step if isinstance(delta, CallArguments)] for step in found[2:]
+        ] == [
+            ["a"],
+            ['"'],
+            [": 1"],
+            ["}"],
+            [],
+        ]
+
+    def test_arguments_wait_for_the_name(self) -> None:
+        found = self.steps(
+            Sample("hermes", None, "", []),
+            ['<tool_call>{"arguments": {"a": 1}, "name": "f', '"', "}"],
+        )
+        assert found == [[], [CallBegun(0, "0", "f"), CallArguments(0, '{"a": 1}')], []]
+
+    @pytest.mark.parametrize(
+        ("format_", "before"),
+        [
+            ("pythonic", '[get_weather(city="'),
+            ("qwen3_xml", "<function=get_weather><parameter=city>"),
+        ],
+    )
+    def test_texts_in_arguments_wait_for_nothing(self, format_: str, before: str) -> None:
+        found = self.steps(
+            Sample(format_, None, "", []),
+            [before, "Pa", "r", '\\"' if format_ == "pythonic" else '"', "is"],
+        )
+        assert [
+            "".join(delta.text for delta in step if isinstance(delta, CallArguments))
+            for step in found[1:]
+        ] == ["Pa", "r", '\\"', "is"]
+
+
+class TestEndTokens:
+    @pytest.mark.parametrize(
+        ("text", "left"),
+        [
+            ("a<|im_end|>", "a"),
+            ("a<|im_end|>b", "a<|im_end|>b"),
+            ("a<|im_end", "a<|im_end"),
+            ("<|im_end|><|im_end|>", "<|im_end|>"),
+            ("</s>", ""),
+        ],
+    )
+    def test_only_the_last(self, text: str, left: str) -> None:
+        for pieces in ([text], list(text)):
+            found = deltas(AnswerParser(None, end_tokens=("<|im_end|>", "</s>")), pieces)
+            assert "".join(delta.text for delta in found if isinstance(delta, Content)) == left
+
+    def test_a_call_needs_no_end(self) -> None:
+        answer = AnswerParser(FORMATS["llama3_json"], tools=TOOLS, end_tokens=("<|eom_id|>",))
+        assert summary(deltas(answer, ['{"name": "clock"}<|eom_id|>'])) == [("call", "clock", "{}")]
+
+    def test_texts_that_lie_within_each_other(self) -> None:
+        for text in ("x<a>", "xx<a>y", "x<a>y"):
+            ends = ("<a>", "x<a>y")
+            left = [
+                deltas(AnswerParser(None, end_tokens=ends), pieces)
+                for pieces in ([text], list(text))
+            ]
+            assert left[0] == left[1] == ([Content("x")] if text != "x<a>y" else [])
+
+
+class TestMarkers:
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_none_lies_within_another(self, name: str) -> None:
+        """Otherwise what is found would depend on the cuts."""
+        texts = (*FORMATS[name].openers, *FORMATS[name].markers)
+        assert len(set(texts)) == len(texts)
+        assert not [
+            (a, b) for a in texts for b in texts if a != b and a in b and a != "<|tool_call|>"
+        ]
+
+    @pytest.mark.parametrize("name", THINKING)
+    def test_nor_of_reasoning(self, name: str) -> None:
+        texts = THINKING[name].markers
+        assert not [(a, b) for a in texts for b in texts if a != b and a in b]
+
+
+def hostile(size: int) -> dict[str, tuple[Sample, str]]:
+    """Texts of about `size` characters that a careless parser takes quadratic time for, each with
+    what reads it.
+    """
+
+    def many(piece: str) -> str:
+        return piece * (size // len(piece))
+
+    def of(format_: str | None, text: str, thinking: str | None = None) -> tuple[Sample, str]:
+        return Sample(format_, thinking, "", []), text
+
+    begun = '<tool_call>{"name": "f", "arguments": '
+    return {
+        "angles": of("hermes", many("<")),
+        "beginnings": of("hermes", many("<tool_cal")),
+        "openers": of("hermes", many("<tool_call>")),
+        "openers and braces": of("hermes", many('<tool_call>{"')),
+        "unclosed calls": of("hermes", many('<tool_call>{"name": "f')),
+        "spaces": of("hermes", many(" \n")),
+        "nested": of("hermes", begun + many('{"a":[')),
+        "unclosed string": of("hermes", begun + '{"a": "' + many("x")),
+        "backslashes": of("hermes", begun + '{"a": "' + many("\\")),
+        "arguments before the name": of("hermes", '<tool_call>{"arguments": {"a": "' + many("x")),
+        "long name": of("hermes", '<tool_call>{"name": "' + many("x")),
+        "digits": of("hermes", begun + '{"a": ' + many("1")),
+        "many calls": of("hermes", many('<tool_call>{"name": "f"}</tool_call>')),
+        "braces": of("llama3_json", many("{")),
+        "lists": of("pythonic", "[clock(a=" + many("[")),
+        "quotes": of("pythonic", '[clock(a="""' + many('"x')),
+        "literals": of("pythonic", "[clock(a=[" + many("1, ")),
+        "parameters": of("qwen3_xml", "<function=f>" + many("<parameter=a>1</parameter>")),
+        "endless value": of("qwen3_xml", "<function=f><parameter=a>" + many("</paramete")),
+        "values": of(
+            "glm45", "<tool_call>f" + many("<arg_key>a</arg_key><arg_value>[</arg_value>")
+        ),
+        "channels": of("harmony", many("<|channel|>a")),
+        "messages": of("harmony", many("<|start|>assistant<|channel|>analysis<|message|>x<|end|>")),
+        "ids": of("mistral_v13", many("[TOOL_CALLS]f[ARGS]")),
+        "begins": of("deepseek_v31", many("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>")),
+        "thoughts": of(None, "<think>" + many("</think"), "think"),
+    }
+
+
+def lines_run(action: Callable[[], object]) -> int:
+    """How many lines of Headrace's Python code an action runs."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal lines
+        if "headrace" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+class TestWork:
+    @pytest.mark.parametrize("name", hostile(1))
+    @pytest.mark.parametrize("piece", [7, None])
+    def test_is_linear(self, name: str, piece: int | None) -> None:
+        """The second half of a text takes about as many lines of code as the first, and no more
+        than a marker waits for the next piece.
+        """
+        work, largest = [], 0
+        for size in (1_000, 2_000, 4_000):
+            sample, text = hostile(size)[name]
+            answer = parser(sample)
+
+            def read(answer: AnswerParser = answer, text: str = text) -> None:
+                nonlocal largest
+                for at in range(0, len(text), piece or len(text)):
+                    answer.push(text[at : at + (piece or len(text))])
+                    largest = max(largest, *(stage._reader.held for stage in answer._stages))
+                answer.finish()
+
+            work.append(lines_run(read))
+        assert work[2] - work[1] <= 2.1 * (work[1] - work[0]) + 200
+        assert largest < 64
+
+    @pytest.mark.parametrize("name", ["openers and braces", "nested", "spaces"])
+    def test_a_megabyte(self, name: str) -> None:
+        sample, text = hostile(1 << 20)[name]
+        answer = parser(sample)
+        found = deltas(answer, [text[at : at + 64] for at in range(0, len(text), 64)])
+        assert sum(len(delta.text) for delta in found if not isinstance(delta, CallBegun)) > 1 << 19
+
+
+def test_a_style_without_tools_reads_none() -> None:
+    text = '<tool_call>{"name": "clock"}</tool_call>'
+    assert summary(deltas(style("hermes").parser(), [text])) == [("content", text)]

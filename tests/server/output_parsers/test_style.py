@@ -1,0 +1,203 @@
+"""Which format and which markers of reasoning a chat template has, and what that means for a
+request.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import RequestError
+from headrace.server.output_parsers.formats import FORMATS
+from headrace.server.output_parsers.parser import AnswerStyle
+from headrace.server.output_parsers.thinking import THINKING
+from tests.server.output_parsers.samples import TOOLS
+
+KINDS = {
+    node.targets[0].id: node.value.value
+    for node in ast.parse(
+        (Path(__file__).parents[2] / "checkpoint/test_template_kinds.py").read_text()
+    ).body
+    if isinstance(node, ast.Assign)
+    and isinstance(node.targets[0], ast.Name)
+    and isinstance(node.value, ast.Constant)
+}
+"""Templates of the tests of rendering, without importing transformers."""
+HERMES = """{%- if tools %}{{- '<|im_start|>system\\nCall functions so:\\n<tool_call>\\n{\\"name\\": ...}\\n</tool_call>' }}{%- endif %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"""
+LLAMA3 = """{%- for m in messages %}{%- if 'tool_calls' in m %}{%- set call = m.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}{{- call.arguments | tojson }}
+{%- else %}{{- '<|start_header_id|>' + m.role + '<|end_header_id|>' + m.content }}{%- endif %}{%- endfor %}"""
+TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
+    "plain": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' "
+        "}}{% endfor %}",
+        None,
+        None,
+    ),
+    "alternating": (KINDS["ALTERNATING"], None, None),
+    "turns": (KINDS["TURNS"], None, None),
+    "grounded": (KINDS["GROUNDED"], None, None),
+    "a tool at a time": (KINDS["HEADERS_WITH_A_DATE"], None, None),
+    "Qwen 2.5": (HERMES, "hermes", None),
+    "Qwen 3": (KINDS["TOOLS_OF_HERMES"], "hermes", "think"),
+    "Qwen3-Coder": (
+        HERMES + "<function=example>\\n<parameter=key>\\nvalue\\n</parameter>",
+        "qwen3_xml",
+        None,
+    ),
+    "GLM 4.5": (
+        "[gMASK]<sop><tool_call>{name}\\n<arg_key>{key}</arg_key>{{ '<think></think>' }}",
+        "glm45",
+        "think",
+    ),
+    "Llama 3": (LLAMA3, "llama3_json", None),
+    "Llama 4": (LLAMA3 + "{{- '<|python_start|>' }}", "llama4_pythonic", None),
+    "OLMo 3": (
+        "<functions></functions>, write calls within <function_calls></function_calls>",
+        "olmo3",
+        None,
+    ),
+    "LFM 2": (
+        "List of tools: <|tool_list_start|>, {{ '<|tool_call_start|>' + call }}",
+        "lfm2",
+        None,
+    ),
+    "pythonic": (
+        "use the format [func_name1(params_name1=params_value1...), func_name2(params)]",
+        "pythonic",
+        None,
+    ),
+    "Mistral 7B": ("{{ '[TOOL_CALLS] [' }}{{ '{\"name\": \"' + call.name }}", "mistral", None),
+    "Mistral Small 3.2": (
+        "{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' + arguments }}",
+        "mistral_v11",
+        None,
+    ),
+    "Magistral": (
+        "{{ '[THINK]' + block.thinking + '[/THINK]' }}{{ '[TOOL_CALLS]' + name + '[ARGS]' "
+        "+ arguments }}",
+        "mistral_v13",
+        "mistral",
+    ),
+    "DeepSeek R1": (
+        "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + "
+        "'\\n' + '```json' + '\\n'}}"
+        "{{'<｜Assistant｜><think>\\n'}}"
+        "{% set content = content.split('</think>')[-1] %}",
+        "deepseek_v3",
+        "think",
+    ),
+    "DeepSeek V3.1": (
+        "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'}}{{'</think>'}}",
+        "deepseek_v31",
+        "think",
+    ),
+    "Kimi K2": (
+        "<|tool_calls_section_begin|>{{ '<|tool_call_begin|>' + id + "
+        "'<|tool_call_argument_begin|>' }}",
+        "kimi_k2",
+        None,
+    ),
+    "Granite 3.3": (
+        "respond with <|tool_call|> followed by a JSON list. Write your thoughts between "
+        "<think></think> and the answer between "
+        "<response></response>",
+        "granite",
+        "granite",
+    ),
+    "Phi 4 mini": ("{{ '<|tool_call|>[' + calls + ']<|/tool_call|>' }}", "phi4_mini", None),
+    "Command R7B": (
+        "Start by writing <|START_THINKING|>, close it with <|END_THINKING|>; Action: "
+        "write <|START_ACTION|>; "
+        "<|START_RESPONSE|><|END_RESPONSE|>",
+        "command",
+        "command",
+    ),
+    "Seed-OSS": ("{{ '<seed:think>' + thought + '</seed:think>' }}", None, "seed_oss"),
+    "Hunyuan": (
+        "{{ '<think>\\n' + thought + '\\n</think>\\n<answer>\\n' + content + '\\n</answer>' }}",
+        None,
+        "hunyuan",
+    ),
+    "gpt-oss": (
+        "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}",
+        "harmony",
+        None,
+    ),
+}
+
+
+class TestDetection:
+    @pytest.mark.parametrize("name", TEMPLATES)
+    def test_by_the_template(self, name: str) -> None:
+        template, tool_format, thinking = TEMPLATES[name]
+        style = AnswerStyle.of(template)
+        assert (
+            style.tool_format and style.tool_format.name,
+            style.thinking and style.thinking.name,
+        ) == (tool_format, thinking)
+
+    def test_every_one_is_detected_by_some_template(self) -> None:
+        formats, thoughts = zip(
+            *((tool_format, thinking) for _, tool_format, thinking in TEMPLATES.values()),
+            strict=True,
+        )
+        assert set(formats) - {None} == FORMATS.keys()
+        assert set(thoughts) - {None} == THINKING.keys()
+
+    def test_names_come_first(self) -> None:
+        assert AnswerStyle.of(HERMES, "glm45", "seed_oss") == AnswerStyle(
+            FORMATS["glm45"], THINKING["seed_oss"]
+        )
+        assert AnswerStyle.of(KINDS["TOOLS_OF_HERMES"], "none", "none") == AnswerStyle()
+
+    def test_unknown_names_are_refused(self) -> None:
+        with pytest.raises(
+            RequestError,
+            match=r"no format of tool calls named 'x': use one of command, deepseek_v3,",
+        ):
+            AnswerStyle.of("", "x")
+        with pytest.raises(
+            RequestError, match=r"no kind of reasoning named 'x': use one of command, granite"
+        ):
+            AnswerStyle.of("", None, "x")
+
+
+class TestSpecialTokens:
+    def test_where_a_marker_is_one(self) -> None:
+        style = AnswerStyle.of(KINDS["TOOLS_OF_HERMES"])
+        assert not style.needs_special_tokens({"<|im_end|>"}, with_tools=True)
+        assert style.needs_special_tokens({"<|im_end|>", "<tool_call>"}, with_tools=True)
+        assert not style.needs_special_tokens({"<|im_end|>", "<tool_call>"}, with_tools=False)
+        assert style.needs_special_tokens({"</think>"}, with_tools=False)
+
+    def test_channels_are_read_without_tools_too(self) -> None:
+        assert AnswerStyle(FORMATS["harmony"]).needs_special_tokens(
+            {"<|channel|>"}, with_tools=False
+        )
+
+    def test_a_plain_model_needs_none(self) -> None:
+        assert not AnswerStyle().needs_special_tokens({"<|im_end|>"}, with_tools=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [
+        ("assistant\n<think>\n", True),
+        ("<think>", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("Is <think> a word?", False),
+        ("", False),
+    ],
+)
+def test_whether_a_prompt_ends_within_reasoning(prompt: str, inside: bool) -> None:
+    assert AnswerStyle(None, THINKING["think"]).begins_inside(prompt) is inside
+    assert not AnswerStyle().begins_inside(prompt)
+
+
+def test_channels_without_tools_have_no_calls() -> None:
+    answer = AnswerStyle(FORMATS["harmony"]).parser()
+    text = '<|channel|>commentary to=functions.clock<|message|>{"a": 1}<|call|>'
+    assert [delta.text for delta in answer.push(text) + answer.finish()] == ['{"a": 1}']
+    assert len(AnswerStyle(FORMATS["harmony"]).parser(tools=TOOLS).push(text)) == 2

@@ -1,0 +1,346 @@
+"""Grammars of tool calls: llguidance compiles them, takes what the formats write, and nothing
+else.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from headrace.server.output_parsers.formats import FORMATS
+from headrace.server.output_parsers.reader import SPACE
+from headrace.server.output_parsers.thinking import THINKING
+from headrace.server.output_parsers.tool_grammar import tool_grammar
+from headrace.server.output_parsers.tools import Tool, ToolChoice
+from tests.server.output_parsers.samples import CLOCK, TOOLS, WEATHER, deltas, style, summary
+
+REQUIRED = ToolChoice("required")
+TWO = [("call", "get_weather", '{"city": "Paris", "days": 3}'), ("call", "clock", "{}")]
+_V3, _V3_CALL, _V3_END, _V3_ALL_END = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI, _KIMI_CALL, _KIMI_BEGIN = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>functions.",
+    "<|tool_call_argument_begin|>",
+)
+_SEP, _KIMI_END = "<｜tool▁sep｜>", "<|tool_call_end|>"
+ARGUMENTS = '{"city": "Paris", "days": 3}'
+
+WRITTEN: dict[str, str] = {
+    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "llama3_json": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; '
+    f'{{"name": "clock", "parameters": {{}}}}',
+    "granite": f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+    f'{{"name": "clock", "arguments": {{}}}}]',
+    "phi4_mini": f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+    '{"name": "clock", "arguments": {}}]<|/tool_call|>',
+    "command": f'<|START_ACTION|>[{{"tool_name": "get_weather", "parameters": {ARGUMENTS}}}, '
+    f'{{"tool_name": "clock", "parameters": {{}}}}]'
+    "<|END_ACTION|>",
+    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+    f'{{"name": "clock", "arguments": {{}}}}]',
+    "mistral_v11": f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}[TOOL_CALLS]clock[CALL_ID]123456789[ARGS]{{}}",
+    "mistral_v13": f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]clock[ARGS]{{}}",
+    "pythonic": '[get_weather(city="Paris", days=3), clock()]',
+    "llama4_pythonic": '<|python_start|>[get_weather(city="Paris", days=3), clock()]<|python_end|>',
+    "lfm2": '<|tool_call_start|>[get_weather(city="Paris", days=3), clock()]<|tool_call_end|>',
+    "olmo3": '<function_calls>\nget_weather(city="Paris", days=3)\nclock()\n</function_calls>',
+    "deepseek_v3": f"{_V3}{_V3_CALL}function{_SEP}get_weather\n```json\n{ARGUMENTS}\n```{_V3_END}\n"
+    f"{_V3_CALL}function{_SEP}clock\n```json\n{{}}\n```{_V3_END}{_V3_ALL_END}",
+    "deepseek_v31": f"{_V3}{_V3_CALL}get_weather{_SEP}{ARGUMENTS}{_V3_END}{_V3_CALL}clock{_SEP}{{}}{_V3_END}{_V3_ALL_END}",
+    "kimi_k2": f"{_KIMI}{_KIMI_CALL}get_weather:0{_KIMI_BEGIN}{ARGUMENTS}{_KIMI_END}{_KIMI_CALL}clock:1{_KIMI_BEGIN}{{}}{_KIMI_END}"
+    "<|tool_calls_section_end|>",
+    "qwen3_xml": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock\n</tool_call>",
+    "harmony": "<|channel|>commentary to=functions.get_weather "
+    f"<|constrain|>json<|message|>{ARGUMENTS}",
+}
+"""Two calls in every format; harmony has but one in an answer."""
+
+
+class Bytes:
+    """A tokenizer with a token for each byte, and control tokens behind these."""
+
+    bos_token_id = None
+
+    def __init__(self, control: Sequence[str]) -> None:
+        self.tokens = [bytes([i]) for i in range(256)] + [
+            text.encode() for text in (*control, "<eos>")
+        ]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.eos_token_id = len(self.tokens) - 1
+        self.control = {text: 256 + i for i, text in enumerate(control)}
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+    def encode(self, text: str) -> list[int]:
+        """With control tokens where their texts stand."""
+        ids: list[int] = []
+        while text:
+            control = next((one for one in self.control if text.startswith(one)), None)
+            ids += [self.control[control]] if control else text[0].encode()
+            text = text[len(control or text[0]) :]
+        return ids
+
+
+def control_tokens(format_: str) -> list[str]:
+    return [*FORMATS[format_].openers, *FORMATS[format_].markers]
+
+
+def taken(grammar: str, text: str, control: Sequence[str] = ()) -> str:
+    """`whole`, `begun` or `refused`: what an answer is to a grammar."""
+    tokenizer = Bytes(control)
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(tokenizer)), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text)
+    if matcher.try_consume_tokens(ids) < len(ids):
+        return "refused"
+    return "whole" if matcher.is_accepting() else "begun"
+
+
+def grammar_of(
+    format_: str, choice: ToolChoice = REQUIRED, tools: Sequence[Tool] = TOOLS, **options: Any
+) -> str:
+    thinking = options.pop("thinking", None)
+    grammar = tool_grammar(style(format_, thinking), tools, choice, **options)
+    assert grammar is not None
+    return grammar
+
+
+class TestEveryFormat:
+    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("with_control", [False, True])
+    def test_what_it_writes_is_taken_and_read(self, format_: str, with_control: bool) -> None:
+        control = control_tokens(format_) if with_control else []
+        grammar = grammar_of(format_, control_tokens=Bytes(control).control)
+        assert taken(grammar, WRITTEN[format_], control) == "whole"
+        calls = summary(deltas(style(format_).parser(tools=TOOLS), [WRITTEN[format_]]))
+        assert calls == (TWO[:1] if format_ == "harmony" else TWO)
+
+    @pytest.mark.parametrize("format_", FORMATS)
+    def test_every_beginning_of_it_goes_on(self, format_: str) -> None:
+        assert taken(grammar_of(format_), WRITTEN[format_][:-1]) == "begun"
+
+    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize(
+        "change", [("get_weather", "get_whether"), ("days", "dais"), ("3", "x")]
+    )
+    def test_what_is_no_call_is_refused(self, format_: str, change: tuple[str, str]) -> None:
+        assert (
+            taken(
+                grammar_of(format_, tools=(closed(WEATHER), CLOCK)),
+                WRITTEN[format_].replace(*change),
+            )
+            == "refused"
+        )
+
+    @pytest.mark.parametrize("format_", FORMATS)
+    def test_no_content_stands_before(self, format_: str) -> None:
+        assert taken(grammar_of(format_), "I ") == "refused"
+
+    @pytest.mark.parametrize("format_", sorted(FORMATS.keys() - {"harmony"}))
+    def test_one_call_alone_where_they_are_not_parallel(self, format_: str) -> None:
+        assert taken(grammar_of(format_, parallel=False), WRITTEN[format_]) == "refused"
+
+    @pytest.mark.parametrize("format_", FORMATS)
+    def test_a_named_tool(self, format_: str) -> None:
+        grammar = grammar_of(format_, ToolChoice("named", "clock"))
+        assert taken(grammar, WRITTEN[format_]) == "refused"
+        assert "get_weather" not in grammar
+
+    @pytest.mark.parametrize("format_", ["pythonic", "qwen3_xml", "glm45"])
+    def test_arguments_may_be_left_out_unless_required(self, format_: str) -> None:
+        schema = {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in "abc"},
+            "required": ["b"],
+        }
+        grammar = grammar_of(format_, tools=[Tool("f", schema)])
+        for names, result in (
+            ("abc", "whole"),
+            ("b", "whole"),
+            ("ab", "whole"),
+            ("bc", "whole"),
+            ("ac", "refused"),
+            ("", "refused"),
+        ):
+            assert taken(grammar, written(format_, dict.fromkeys(names, 1))) == result
+
+    @pytest.mark.parametrize("format_", ["pythonic", "qwen3_xml", "glm45"])
+    def test_schemas_that_refer_to_others(self, format_: str) -> None:
+        text = written(format_, {"places": [{"lat": 1.5}]}, "get_weather")
+        assert (
+            taken(
+                grammar_of(
+                    format_, tools=[Tool("get_weather", {**WEATHER.parameters, "required": []})]
+                ),
+                text,
+            )
+            == "whole"
+        )
+
+    @pytest.mark.parametrize("format_", ["qwen3_xml", "glm45"])
+    def test_texts_of_an_enumeration(self, format_: str) -> None:
+        tools = [Tool("f", {"properties": {"units": {"enum": ["metric", "imperial"]}}})]
+        assert (
+            taken(grammar_of(format_, tools=tools), written(format_, {"units": "metric"}))
+            == "whole"
+        )
+        assert (
+            taken(grammar_of(format_, tools=tools), written(format_, {"units": "other"}))
+            == "refused"
+        )
+
+
+class TestWhatAGrammarWrites:
+    SCHEMA: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {
+            "digit": {"type": "integer", "minimum": 0, "maximum": 9},
+            "word": {"type": "string", "enum": ["a<b", 'x"y', "z\n"]},
+            "flag": {"type": ["boolean", "null"]},
+            "list": {"type": "array", "items": {"enum": ["a", 1]}, "maxItems": 2},
+        },
+        "required": ["word"],
+        "additionalProperties": False,
+    }
+
+    def walk(self, grammar: str, rng: Random, begun: bytes) -> str:
+        """A text at random that begins so and is whole to a grammar."""
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar)
+        text = bytearray(begun)
+        assert matcher.consume_tokens(list(begun))
+        while not (matcher.is_accepting() and rng.random() < 0.5) and not matcher.is_stopped():
+            mask = matcher.compute_bitmask()
+            allowed = [i for i in range(256) if mask[i >> 3] >> (i & 7) & 1]
+            solid = [i for i in allowed if chr(i) not in SPACE]
+            text.append(rng.choice(solid if solid and rng.random() < 0.9 else allowed))
+            assert matcher.consume_token(text[-1])
+        return text.decode()
+
+    @pytest.mark.parametrize("format_", FORMATS)
+    def test_is_calls_that_keep_to_the_schema(self, format_: str) -> None:
+        tools = [Tool("f", self.SCHEMA), CLOCK]
+        grammar, rng = grammar_of(format_, tools=tools), Random(format_)
+        begun = (
+            b"<|channel|>commentary" if format_ == "harmony" else b""
+        )  # reasoning at random would never end
+        for _ in range(6):
+            text = self.walk(grammar, rng, begun)
+            calls = summary(deltas(style(format_).parser(tools=tools), [text]))
+            assert calls
+            for kind, name, arguments in calls:
+                assert (kind, name) in (("call", "f"), ("call", "clock")), text
+                if name == "f":
+                    self.check(json.loads(arguments))
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        assert arguments.keys() <= self.SCHEMA["properties"].keys()
+        assert arguments["word"] in self.SCHEMA["properties"]["word"]["enum"]
+        assert arguments.get("digit", 0) in range(10)
+        assert arguments.get("flag") in (True, False, None)
+        assert all(one in ("a", 1) for one in arguments.get("list", []))
+
+
+class TestHostileSchemas:
+    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"properties": 3},
+            {"properties": {"a": 3}, "required": 3},
+            {"properties": {"a": {"type": 3, "enum": 3}, "b": {"enum": []}}, "required": "ab"},
+            {"properties": {"a": {"type": "string", "enum": "text"}}, "$defs": 3},
+            {"properties": {'"\\\n)}<[1]>%json': {"type": "string", "const": '"\\\n\x00\u2028'}}},
+        ],
+    )
+    def test_a_grammar_is_made_or_llguidance_refuses_it(self, format_: str, schema: Any) -> None:
+        """Nothing of ours raises, and no text of a schema becomes a part of the grammar."""
+        grammar = grammar_of(format_, tools=[Tool("f", schema)])
+        error = LLMatcher.validate_grammar(grammar)
+        assert "Expected token" not in error and "lexer error" not in error, error
+
+
+class TestReasoning:
+    @pytest.mark.parametrize("control", [[], ["<think>", "</think>"]])
+    def test_it_may_come_first(self, control: list[str]) -> None:
+        grammar = grammar_of("hermes", thinking="think", control_tokens=Bytes(control).control)
+        for text, result in (
+            ("", "whole"),
+            ("<think>\nHm < x.\n</think>\n\n", "whole"),
+            ("Hm.</think>", "refused"),
+        ):
+            assert taken(grammar, text + WRITTEN["hermes"], control) == result
+
+    @pytest.mark.parametrize("control", [[], ["<think>", "</think>"]])
+    def test_it_must_end_first_where_the_prompt_began_it(self, control: list[str]) -> None:
+        grammar = grammar_of(
+            "hermes", thinking="think", inside=True, control_tokens=Bytes(control).control
+        )
+        for text, result in (("Hm.</think>", "whole"), ("", "begun")):
+            assert taken(grammar, text + WRITTEN["hermes"], control) == result
+
+    @pytest.mark.parametrize("name", THINKING)
+    def test_every_kind(self, name: str) -> None:
+        thinking = THINKING[name]
+        assert (
+            taken(
+                grammar_of("hermes", thinking=name),
+                f"{thinking.begin}Hm.{thinking.end}{WRITTEN['hermes']}",
+            )
+            == "whole"
+        )
+
+    def test_channels(self) -> None:
+        reasoning = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        control = control_tokens("harmony")
+        assert (
+            taken(
+                grammar_of("harmony", control_tokens=Bytes(control).control),
+                reasoning + WRITTEN["harmony"],
+                control,
+            )
+            == "whole"
+        )
+
+
+@pytest.mark.parametrize("choice", ["none", "auto"])
+def test_a_free_answer_has_no_grammar(choice: str) -> None:
+    assert tool_grammar(style("hermes"), TOOLS, ToolChoice(choice)) is None
+
+
+def test_nor_has_a_model_without_a_format() -> None:
+    assert tool_grammar(style(None), TOOLS, REQUIRED) is None
+
+
+def closed(tool: Tool) -> Tool:
+    return Tool(tool.name, {**tool.parameters, "additionalProperties": False})
+
+
+def written(format_: str, arguments: Mapping[str, Any], name: str = "f") -> str:
+    """A call with these arguments."""
+    values = {
+        key: str(value).replace("'", '"') if not isinstance(value, str) else value
+        for key, value in arguments.items()
+    }
+    if format_ == "pythonic":
+        return f"[{name}(" + ", ".join(f"{key}={value}" for key, value in values.items()) + ")]"
+    if format_ == "glm45":
+        pairs = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in values.items()
+        )
+        return f"<tool_call>{name}\n{pairs}</tool_call>"
+    pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"

@@ -1,0 +1,115 @@
+"""The tools of a request, and `tool_choice`."""
+
+from typing import Any
+
+import pytest
+
+from headrace.errors import RequestError
+from headrace.server.output_parsers.tools import Tool, ToolChoice, read_tool_choice, read_tools
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": fields}
+
+
+class TestTools:
+    def test_they_are_read(self) -> None:
+        tools = read_tools(
+            [
+                function(name="f", parameters=SCHEMA, description="x", strict=True),
+                function(name="g.h-1", parameters=None),
+            ]
+        )
+        assert tools == (Tool("f", SCHEMA), Tool("g.h-1"))
+        assert tools[1].parameters["additionalProperties"] is False
+
+    @pytest.mark.parametrize("tools", [None, []])
+    def test_there_may_be_none(self, tools: Any) -> None:
+        assert read_tools(tools) == ()
+
+    @pytest.mark.parametrize(
+        ("tool", "message"),
+        [
+            ({}, r"tools\[1\] must be"),
+            ({"type": "custom", "function": {"name": "f"}}, r"tools\[1\] must be"),
+            ({"type": "function", "function": "f"}, r"tools\[1\] must be"),
+            (function(), r"tools\[1\].function.name must be"),
+            (function(name=3), r"tools\[1\].function.name must be"),
+            (function(name="a b"), r"tools\[1\].function.name must be"),
+            (function(name='a"'), r"tools\[1\].function.name must be"),
+            (function(name="a" * 129), r"tools\[1\].function.name must be"),
+            (function(name="a\n"), r"tools\[1\].function.name must be"),
+            (function(name="first"), r"tools\[1\].function.name is that of another tool: first"),
+            (
+                function(name="f", parameters=[]),
+                r"tools\[1\].function.parameters must be a JSON schema",
+            ),
+            (
+                function(name="f", parameters="{}"),
+                r"tools\[1\].function.parameters must be a JSON schema",
+            ),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, tool: Any, message: str) -> None:
+        with pytest.raises(RequestError, match=message):
+            read_tools([function(name="first"), tool])
+
+    @pytest.mark.parametrize(
+        ("schema", "types"),
+        [
+            ({"type": "string"}, {"string"}),
+            ({"type": ["string", "null"]}, {"string", "null"}),
+            ({"enum": ["a", "b"]}, {"string"}),
+            ({"enum": ["a", 1]}, set()),
+            ({"type": 3}, set()),
+            ({}, set()),
+            (3, set()),
+        ],
+    )
+    def test_types_of_a_parameter(self, schema: Any, types: set[str]) -> None:
+        assert Tool("f", {"properties": {"a": schema}}).parameter_types("a") == types
+
+    def test_types_of_a_parameter_that_is_not_there(self) -> None:
+        assert (
+            Tool("f", {"properties": 3}).parameter_types("a")
+            == Tool("f").parameter_types("a")
+            == frozenset()
+        )
+
+
+class TestToolChoice:
+    TOOLS = (Tool("f"), Tool("g"))
+
+    @pytest.mark.parametrize("mode", ["none", "auto", "required"])
+    def test_by_mode(self, mode: str) -> None:
+        assert read_tool_choice(mode, self.TOOLS) == ToolChoice(mode)
+
+    def test_by_name(self) -> None:
+        assert read_tool_choice(function(name="g"), self.TOOLS) == ToolChoice("named", "g")
+
+    def test_not_given(self) -> None:
+        assert read_tool_choice(None, self.TOOLS) == ToolChoice("auto")
+        assert read_tool_choice(None, ()) == ToolChoice("none")
+        assert read_tool_choice("auto", ()) == ToolChoice("none")
+
+    @pytest.mark.parametrize(
+        "choice",
+        [
+            "any",
+            "",
+            function(name="h"),
+            function(),
+            {"type": "function"},
+            {"function": "f"},
+            {"name": "f"},
+        ],
+    )
+    def test_others_are_refused(self, choice: Any) -> None:
+        with pytest.raises(RequestError, match="tool_choice"):
+            read_tool_choice(choice, self.TOOLS)
+
+    def test_required_needs_tools(self) -> None:
+        with pytest.raises(RequestError, match="there are no tools"):
+            read_tool_choice("required", ())
