@@ -196,8 +196,8 @@ def _readings(entry: object) -> list[_Reading]:
             _Reading(
                 float(r["time"]), float(r["bandwidth"]), {k: float(r["rates"][k]) for k in KINDS}
             )
-            for r in entry
-        ]  # type: ignore[attr-defined]
+            for r in entry  # type: ignore[attr-defined]
+        ]
     except (KeyError, TypeError, ValueError):
         return []
     return [
