@@ -32,7 +32,7 @@ class SamplerState(Protocol):
         """Add a token that was chosen elsewhere, as if it had been drawn."""
 
 
-class Draw(NamedTuple):
+class SampleOp(NamedTuple):
     """Verify a draft tree and draw the token after its accepted path; without a draft, draw one
     token.
     """
@@ -52,35 +52,44 @@ class Draw(NamedTuple):
     )
 
 
-class LaterDraws(Sequence[Draw]):
-    """The draws of an earlier launch, a few positions later. An executable that knows `draws` need
-    not look at each of them again.
+class ShiftedSampleOps(Sequence[SampleOp]):
+    """The sample ops of an earlier launch, `shift` positions later.
+
+    An executable that has already prepared `ops` need not look at each of them again.
     """
 
-    def __init__(self, draws: Sequence[Draw], later: int) -> None:
-        self.draws = draws
-        self.later = later
+    def __init__(self, ops: Sequence[SampleOp], shift: int) -> None:
+        self.ops = ops
+        self.shift = shift
 
     @cached_property
-    def _made(self) -> list[Draw]:
-        later = self.later  # `_replace` takes three times as long
+    def _shifted(self) -> list[SampleOp]:
+        # `_replace` takes three times as long
         return [
-            Draw(d.row, d.position + later, d.sampler, d.draft, d.num_logprobs, d.method, d.masks)
-            for d in self.draws
+            SampleOp(
+                op.row,
+                op.position + self.shift,
+                op.sampler,
+                op.draft,
+                op.num_logprobs,
+                op.method,
+                op.masks,
+            )
+            for op in self.ops
         ]
 
     def __len__(self) -> int:
-        return len(self.draws)
+        return len(self.ops)
 
-    def __getitem__(self, at: Any) -> Any:
-        return self._made[at]
+    def __getitem__(self, index: Any) -> Any:
+        return self._shifted[index]
 
-    def __iter__(self) -> Iterator[Draw]:
-        return iter(self._made)
+    def __iter__(self) -> Iterator[SampleOp]:
+        return iter(self._shifted)
 
 
-class Drawn(NamedTuple):
-    """The result of a `Draw`."""
+class SampleResult(NamedTuple):
+    """The result of a `SampleOp`."""
 
     tokens: list[int]  # the tokens of the path, then the one drawn at its end
     path: list[int]  # accepted draft nodes, from the root down
@@ -115,7 +124,7 @@ class Score(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """Draw draft tokens: the one that `Draw` would draw from the row, and then the next best under
+    """Draw draft tokens: the one that `SampleOp` would draw from the row, and then the next best under
     the same noise.
     """
 
@@ -158,8 +167,8 @@ class Pooled(NamedTuple):
     total: NDArray[np.float64]  # [dim] sum of all rows of the prompt that have been pooled
 
 
-LogitOp = Draw | TopTokens | Score | Expand | Pool
-LogitOpResult = Drawn | Ranked | TokenLogprobs | Expanded | Pooled | None
+LogitOp = SampleOp | TopTokens | Score | Expand | Pool
+LogitOpResult = SampleResult | Ranked | TokenLogprobs | Expanded | Pooled | None
 """The result of an op; None where its logits, or its rows, were not finite."""
 
 

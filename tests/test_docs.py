@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.batch import NO_DRAFT, Commit, DraftTree, Ints, RaggedBatch
-from headrace.logit_ops import Draw, Drawn, LogitOp, StepResult, Ticket
+from headrace.logit_ops import LogitOp, SampleOp, SampleResult, StepResult, Ticket
 from headrace.proposer import ProposerTraits
 from headrace.request import SamplingParams
 from tests.engine import toy
@@ -106,15 +106,15 @@ class WorkedStep:
         launch = self.launches[-1]
         lines = []
         for op, drawn in zip(launch.ops, launch.results, strict=True):
-            assert isinstance(op, Draw) and isinstance(drawn, Drawn)
+            assert isinstance(op, SampleOp) and isinstance(drawn, SampleResult)
             draft = (
                 f", draft={DraftTree.__name__}({op.draft.tokens}, {op.draft.parents})"
                 if op.draft.tokens
                 else ""
             )
             lines.append(
-                f"Draw(row={op.row}, position={op.position}{draft}) -> "
-                f"Drawn(tokens={drawn.tokens}, path={drawn.path})"
+                f"SampleOp(row={op.row}, position={op.position}{draft}) -> "
+                f"SampleResult(tokens={drawn.tokens}, path={drawn.path})"
             )
         lines += [
             f"Commit(source={c.source}, path={c.path}, tokens={c.tokens})"

@@ -33,7 +33,7 @@ from headrace.backend.cuda.layout import layout_of
 from headrace.backend.cuda.step_shape import StepShape, shape_of
 from headrace.batch import RaggedBatch
 from headrace.config import KvDtype
-from headrace.logit_ops import Draw
+from headrace.logit_ops import SampleOp
 from headrace.quant.formats import FORMATS
 from headrace.sampling.host import run_logit_ops
 from tests.backend.batches import Sequence, batch_of
@@ -313,7 +313,7 @@ class Model:
                 f"{wrong} of {len(mine)} tokens are not those of the host" if wrong else "",
             )
 
-    def draws(self, batch: RaggedBatch, params: dict[str, float]) -> list[Draw]:
+    def draws(self, batch: RaggedBatch, params: dict[str, float]) -> list[SampleOp]:
         """A draw for each sequence."""
         return draws(
             batch._replace(positions=batch.positions[batch.logit_rows]),

@@ -28,7 +28,7 @@ from headrace.backend.cuda.launch import Launch
 from headrace.batch import RaggedBatch
 from headrace.config import EngineConfig, KvConfig, KvDtype
 from headrace.engine.engine import Engine, EngineLimits
-from headrace.logit_ops import LaterDraws
+from headrace.logit_ops import ShiftedSampleOps
 from headrace.model.spec import ModelSpec
 from headrace.request import SamplingParams
 from headrace.speculation.proposers import make_proposers
@@ -254,7 +254,7 @@ def host_work(
     tickets, took = deque([executable.launch(batch, ops)]), []
     for _ in range(sizes.host_steps):
         begun = time.perf_counter()
-        tickets.append(executable.launch(pending, LaterDraws(ops, 1) if later else ops))
+        tickets.append(executable.launch(pending, ShiftedSampleOps(ops, 1) if later else ops))
         launched = time.perf_counter()
         while not tickets[0].ready:
             time.sleep(0)

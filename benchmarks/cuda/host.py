@@ -22,7 +22,7 @@ from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.stream import HostStream
 from headrace.batch import KvRows, RaggedBatch, ints
 from headrace.config import KvConfig
-from headrace.logit_ops import Draw, LaterDraws
+from headrace.logit_ops import SampleOp, ShiftedSampleOps
 from headrace.model import trace_model
 from tests.tiny import tiny_model
 
@@ -49,7 +49,7 @@ def main() -> None:
     samplers = [
         Sampler(spec.vocab_size, [1], seed=i, temperature=0.7, top_p=0.9) for i in range(SEQS)
     ]
-    ones, starts, first = ints([1] * SEQS), ints(list(range(SEQS + 1))), list[Draw]()
+    ones, starts, first = ints([1] * SEQS), ints(list(range(SEQS + 1))), list[SampleOp]()
     seconds: dict[str, list[float]] = {
         "first_launch_us": [],
         "further_launch_us": [],
@@ -63,10 +63,12 @@ def main() -> None:
         )
         later = step % IN_A_ROW
         first = (
-            first if later else [Draw(i, step + 1, sampler) for i, sampler in enumerate(samplers)]
+            first
+            if later
+            else [SampleOp(i, step + 1, sampler) for i, sampler in enumerate(samplers)]
         )
         begun = time.perf_counter()
-        ticket = executable.launch(batch, LaterDraws(first, later) if later else first)
+        ticket = executable.launch(batch, ShiftedSampleOps(first, later) if later else first)
         launched = time.perf_counter()
         ticket.wait()
         seconds["further_launch_us" if later else "first_launch_us"].append(launched - begun)

@@ -31,7 +31,7 @@ from headrace.backend.cuda.step_shape import StepShape, shape_of
 from headrace.backend.cuda.stream import make_stream
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig, KvDtype
-from headrace.logit_ops import Draw
+from headrace.logit_ops import SampleOp
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program import ops
@@ -100,10 +100,10 @@ def decoding(executable: CudaExecutable, number: int, context: int) -> RaggedBat
     return step_of(executable, sequences, [[7 + i] for i in range(number)])
 
 
-def draws(batch: RaggedBatch, vocab: int, **params: float) -> list[Draw]:
+def draws(batch: RaggedBatch, vocab: int, **params: float) -> list[SampleOp]:
     """A draw from each row of a step of plain decoding."""
     return [
-        Draw(
+        SampleOp(
             row,
             int(position) + 1,
             _native.Sampler(vocab, [1, 2], seed=row, **(params or {"temperature": 0.0})),

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from headrace.acceptors import Accepted, AnyOutput, Drawing
 from headrace.batch import Commit
 from headrace.config import AcceptanceMethod
-from headrace.logit_ops import Draw, Drawn, LogitOp, LogitOpResult
+from headrace.logit_ops import LogitOp, LogitOpResult, SampleOp, SampleResult
 
 
 class IndependentAcceptor:
@@ -21,9 +21,9 @@ class IndependentAcceptor:
         self._method = method
 
     def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
-        """A `Draw` for each drawing."""
+        """A `SampleOp` for each drawing."""
         return [
-            Draw(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method, d.masks)
+            SampleOp(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method, d.masks)
             for d in drawings
         ]
 
@@ -38,7 +38,7 @@ class IndependentAcceptor:
             Accepted(
                 i,
                 Commit(drawing.source, drawn.path, drawn.tokens, drawn.logprobs)
-                if isinstance(drawn, Drawn)
+                if isinstance(drawn, SampleResult)
                 else None,
             )
             for i, (drawing, drawn) in enumerate(zip(drawings, values, strict=True))

@@ -36,19 +36,19 @@ def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
             positions += (end - 1 + depth for depth in _depths(draft))
         written.append(range(first, end + len(draft.tokens)))
         row_start.append(len(tokens))
-        item.first_score = len(logit_rows)
+        item.first_score_row = len(logit_rows)
         if seq.request.reads_prompt_rows:
             item.scored, item.pooled = (
                 seq.prompt_rows(item.num_scheduled),
                 seq.pooled_rows(item.num_scheduled),
             )
             logit_rows += [start + position - first for position in item.scored]
-            item.first_pooled = len(pooled_rows)
+            item.first_pooled_row = len(pooled_rows)
             pooled_rows += [start + position - first for position in item.pooled]
-        item.first_draw = len(logit_rows)
-        if item.draws:
+        item.first_sample_row = len(logit_rows)
+        if item.can_sample:
             logit_rows += range(start + item.num_scheduled - 1, len(tokens))
-        seq_of += [i] * (len(logit_rows) - item.first_score)
+        seq_of += [i] * (len(logit_rows) - item.first_score_row)
     return RaggedBatch(
         tokens=ints(tokens),
         positions=ints(positions),

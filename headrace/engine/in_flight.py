@@ -19,11 +19,11 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class StepDraws:
+class StepOps:
     """The logit ops of a step, and the sequences that they belong to."""
 
     ops: list[LogitOp] = field(default_factory=list)
-    first_score: dict[ScheduledSequence, int] = field(default_factory=dict)
+    first_score_row: dict[ScheduledSequence, int] = field(default_factory=dict)
     """Index of the first op that scores the prompt of a scheduled sequence."""
     pools: dict[ScheduledSequence, int] = field(default_factory=dict)
     """Index of the op that pools rows of a scheduled sequence."""
@@ -45,7 +45,7 @@ class InFlightStep:
     scheduled: list[ScheduledSequence]
     drafting: StepDrafts | None
     """The drafts of the step; None while speculation rests."""
-    draws: StepDraws
+    ops: StepOps
     tickets: list[Ticket]
     """A ticket for each launch; several in multi-step decoding."""
     num_rows: int

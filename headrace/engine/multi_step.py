@@ -21,7 +21,7 @@ from headrace.config import EngineConfig
 from headrace.engine.in_flight import InFlightStep
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
-from headrace.logit_ops import Draw, Drawn, LaterDraws, LogitOp, Ticket
+from headrace.logit_ops import LogitOp, SampleOp, SampleResult, ShiftedSampleOps, Ticket
 
 _MAX_LAUNCHES = 16
 """Most launches in a row: until they are finished, no request can join and no token reaches a
@@ -132,7 +132,7 @@ class MultiStep:
         if most == 1:
             return launches
         seqs = np.arange(len(scheduled), dtype=np.int32)
-        draws = cast(list[Draw], ops)
+        draws = cast(list[SampleOp], ops)
         positions = (
             batch.positions + np.arange(1, most, dtype=np.int32)[:, None]
         )  # [launches, sequences]
@@ -164,7 +164,7 @@ class MultiStep:
                 ),
                 batch.adapters,
             )
-            launches.append((its_batch, LaterDraws(draws, later)))
+            launches.append((its_batch, ShiftedSampleOps(draws, later)))
         return launches
 
 
@@ -175,6 +175,6 @@ def _any_ended(ticket: Ticket, ends: list[frozenset[int]]) -> bool:
     if not ticket.ready:
         return False
     for value, end_ids in zip(ticket.wait().values, ends, strict=True):
-        if not isinstance(value, Drawn) or value.tokens[-1] in end_ids:
+        if not isinstance(value, SampleResult) or value.tokens[-1] in end_ids:
             return True
     return False

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 from headrace.acceptors import Acceptor
 from headrace.batch import Commit, TokenLogprobs
-from headrace.engine.in_flight import InFlightStep, Member, StepDraws
+from headrace.engine.in_flight import InFlightStep, Member, StepOps
 from headrace.engine.output import TokenizerView, describe
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, Sequence
 from headrace.errors import ConstraintError, NonFiniteLogitsError
-from headrace.logit_ops import Drawn, LogitOpResult, Pool, Score, StepResult
+from headrace.logit_ops import LogitOpResult, Pool, SampleResult, Score, StepResult
 
 _NOT_FINITE = "the model produced non-finite logits"
 _NOT_FINITE_ROWS = "the model produced non-finite hidden rows"
@@ -29,36 +29,38 @@ class Resolved(NamedTuple):
     commit: Commit
 
 
-def prepare_draws(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> StepDraws:
+def prepare_logit_ops(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> StepOps:
     """Count the scheduled tokens as computed, fork sequences where prompts end, and collect the
     logit ops of the step.
 
     A finished sequence, which a static batch keeps, has no ops.
     """
-    draws = StepDraws()
+    draws = StepOps()
     for source, item in enumerate(scheduled):
         seq, forks = item.seq, item.forks
         draws.seqs.append(seq)
         if seq.output.finish_reason:
             continue
         if item.scored:
-            draws.first_score[item] = len(draws.ops)
+            draws.first_score_row[item] = len(draws.ops)
             num_logprobs = seq.request.params.prompt_logprobs or 0
             draws.ops += [
-                Score(item.first_score + i, seq.known[p + 1], num_logprobs)
+                Score(item.first_score_row + i, seq.known[p + 1], num_logprobs)
                 for i, p in enumerate(item.scored)
             ]
         if item.pooled and seq.request.pooling:
             draws.pools[item] = len(draws.ops)
-            draws.ops.append(Pool(item.first_pooled, len(item.pooled), seq.request.pooling.state))
+            draws.ops.append(
+                Pool(item.first_pooled_row, len(item.pooled), seq.request.pooling.state)
+            )
         seq.computed += item.num_scheduled
         item.end = seq.computed
         if forks:
             draws.seqs += scheduler.fork(seq)[1:]
-        if item.draws:
+        if item.can_sample:
             drawing = draws.seqs[draws.seqs.index(seq) :] if forks else [seq]
             members = [
-                Member(each, item, each.drawing(source, item.first_draw, item.draft))
+                Member(each, item, each.drawing(source, item.first_sample_row, item.draft))
                 for each in drawing
             ]
             draws.groups.setdefault(seq.request.acceptor, []).extend(members)
@@ -78,19 +80,19 @@ def resolve_step(
     """The sequences of a step that go on and the requests that fail, by the results of its
     launches, in their order.
     """
-    draws = step.draws
+    draws = step.ops
     resolved: list[Resolved] = []
     failures: Failures = []
     for source, item in enumerate(step.scheduled):
         if item.seq.output.finish_reason:  # ended while the step was in flight, or before it
             continue
-        if item in draws.first_score and (
-            error := _score_prompt(item, draws.first_score[item], results[0], tokenizer)
+        if item in draws.first_score_row and (
+            error := _score_prompt(item, draws.first_score_row[item], results[0], tokenizer)
         ):
             failures.append((item.seq.request, error))
         elif item in draws.pools and not _pool_prompt(item, results[0].values[draws.pools[item]]):
             failures.append((item.seq.request, NonFiniteLogitsError(_NOT_FINITE_ROWS)))
-        elif not item.draws:
+        elif not item.can_sample:
             resolved.append(Resolved(item.seq, item, Commit(source, [], [], [])))
     first = len(draws.ops) - sum(map(len, draws.groups.values()))
     for acceptor, group in draws.groups.items():
@@ -150,11 +152,11 @@ def _concatenate(values: list[LogitOpResult]) -> LogitOpResult:
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     for value in values:
-        if not isinstance(value, Drawn):
+        if not isinstance(value, SampleResult):
             break
         tokens += value.tokens
         logprobs += value.logprobs
-    return Drawn(tokens, [], logprobs) if tokens else None
+    return SampleResult(tokens, [], logprobs) if tokens else None
 
 
 def _accept(

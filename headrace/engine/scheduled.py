@@ -17,7 +17,7 @@ class ScheduledSequence:
     seq: Sequence
     num_scheduled: int
     """Known or pending tokens that the step computes: rows whose slots are reserved."""
-    draws: bool
+    can_sample: bool
     """Whether these reach the last known or pending token, so that the next one can be drawn; never
     in a prompt that is embedded.
     """
@@ -34,19 +34,19 @@ class ScheduledSequence:
     """Tokens of the sequence that have KV when the scheduled ones have it."""
     scored: range = range(0)
     """Positions whose rows give prompt log-probabilities."""
-    first_score: int = 0
+    first_score_row: int = 0
     """Index of the first of these rows among the logit rows."""
-    first_draw: int = 0
+    first_sample_row: int = 0
     """Index of the first row to draw from among the logit rows."""
     pooled: range = range(0)
     """Positions whose rows are pooled."""
-    first_pooled: int = 0
+    first_pooled_row: int = 0
     """Index of the first of these rows among the pooled rows."""
 
     @property
     def forks(self) -> bool:
         """Whether the sequence's siblings go their own ways after these rows."""
-        return bool(self.seq.siblings) and self.num_scheduled == self.seq.num_until_draw
+        return bool(self.seq.siblings) and self.num_scheduled == self.seq.num_until_sample
 
     @property
     def is_plain(self) -> bool:
@@ -55,7 +55,7 @@ class ScheduledSequence:
         """
         alone = (
             self.num_scheduled == 1
-            and self.draws
+            and self.can_sample
             and not self.draft_budget
             and not self.seq.may_fork
             and not self.seq.has_changing_mask
@@ -73,7 +73,7 @@ class ScheduledSequence:
         """
         return (
             self.seq.request.limit - len(self.seq.known) - 1
-            if self.draws and not self.seq.may_fork
+            if self.can_sample and not self.seq.may_fork
             else 0
         )
 

@@ -336,7 +336,7 @@ class Scheduler:
         for group in chunked:
             last = 1 if len(group) > 1 else 0  # the row that draws waits until all can
             for seq in group:
-                group[seq] = budget.take(seq, seq.num_until_draw - last)
+                group[seq] = budget.take(seq, seq.num_until_sample - last)
         return budget, groups
 
     def _place(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
@@ -393,7 +393,7 @@ class Scheduler:
             if not self._fits(seq, hit):
                 return
             self._start(self.waiting.pop(0), hit)
-            self._place(output, {seq: budget.take(seq, seq.num_until_draw)})
+            self._place(output, {seq: budget.take(seq, seq.num_until_sample)})
 
     def _start(self, seq: Sequence, hit: Hit) -> None:
         """Give a sequence the blocks of all its known tokens, those that the cache has and others,

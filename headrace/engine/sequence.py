@@ -247,7 +247,7 @@ class Sequence:
         ) or not self.num_uncomputed
 
     @property
-    def num_until_draw(self) -> int:
+    def num_until_sample(self) -> int:
         """Uncomputed tokens up to where it forks, or draws."""
         return (self.fork_at if self.siblings else self.length) - self.computed
 
@@ -317,7 +317,7 @@ class Sequence:
         or have logits, as the last row has.
         """
         wanted = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
-        return wanted.start if wanted else self.computed + self.num_until_draw - 1
+        return wanted.start if wanted else self.computed + self.num_until_sample - 1
 
     @property
     def num_logprobs(self) -> int:

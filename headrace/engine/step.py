@@ -14,7 +14,7 @@ from headrace.engine.in_flight import InFlightStep
 from headrace.engine.jump_forward import JumpForward
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView
-from headrace.engine.resolve import Resolved, prepare_draws, resolve_step
+from headrace.engine.resolve import Resolved, prepare_logit_ops, resolve_step
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.manager import Copy, KvManager
@@ -74,7 +74,7 @@ class StepLoop:
         results = [ticket.wait() for ticket in step.tickets]
         self.in_flight.popleft()
         self.multi_step.record(step)
-        self.scheduler.finish(step.draws.seqs)
+        self.scheduler.finish(step.ops.seqs)
         resolved, failed = resolve_step(step, results, self.scheduler, self.tokenizer)
         for request, error in failed:
             fail(request, error, self.scheduler)
@@ -122,7 +122,7 @@ class StepLoop:
     ) -> None:
         most = self.multi_step.plan(scheduled)
         batch = build(scheduled, self.kv.block_size)
-        draws = prepare_draws(scheduled, self.scheduler)
+        draws = prepare_logit_ops(scheduled, self.scheduler)
         wanted = {
             "logits": draws.needs_logits or self.speculation.needs_logits,
             "hidden": self.speculation.needs_hidden,

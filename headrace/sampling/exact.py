@@ -11,11 +11,13 @@ from typing import Any, cast
 
 from headrace import _native
 from headrace.batch import TokenLogprobs
-from headrace.logit_ops import Draw, Drawn
+from headrace.logit_ops import SampleOp, SampleResult
 from headrace.sampling.verification import Logits
 
 
-def verify_exact(draws: Sequence[Draw], logits: Logits, pool: _native.Pool) -> list[Drawn | None]:
+def verify_exact(
+    draws: Sequence[SampleOp], logits: Logits, pool: _native.Pool
+) -> list[SampleResult | None]:
     """The results of all draws in one native call (csrc/sampler.h): a `Verifier`."""
     results = _native.verify_exact(pool, logits, cast(Any, draws))  # their samplers are native
     return [None if result is None else _drawn(*result) for result in results]
@@ -23,5 +25,5 @@ def verify_exact(draws: Sequence[Draw], logits: Logits, pool: _native.Pool) -> l
 
 def _drawn(
     tokens: list[int], path: list[int], logprobs: list[tuple[float, int, list[int], list[float]]]
-) -> Drawn:
-    return Drawn(tokens, path, [TokenLogprobs(*fields) for fields in logprobs])
+) -> SampleResult:
+    return SampleResult(tokens, path, [TokenLogprobs(*fields) for fields in logprobs])

@@ -11,8 +11,6 @@ from headrace.batch import Ints, RaggedBatch, TokenLogprobs, ints
 from headrace.config import AcceptanceMethod
 from headrace.errors import NonFiniteLogitsError
 from headrace.logit_ops import (
-    Draw,
-    Drawn,
     Expand,
     Expanded,
     LogitOp,
@@ -20,6 +18,8 @@ from headrace.logit_ops import (
     Pool,
     Pooled,
     Ranked,
+    SampleOp,
+    SampleResult,
     Score,
     TopTokens,
 )
@@ -55,7 +55,7 @@ def run_logit_ops(
     alike: dict[Callable[..., Sequence[LogitOpResult]], list[int]] = {}
     for i, op in enumerate(ops):
         alike.setdefault(
-            VERIFIERS[op.method] if isinstance(op, Draw) else _METHODS[type(op)], []
+            VERIFIERS[op.method] if isinstance(op, SampleOp) else _METHODS[type(op)], []
         ).append(i)
     if len(alike) == 1:
         method = next(iter(alike))
@@ -84,7 +84,7 @@ def tokens_of(batch: RaggedBatch, values: Sequence[LogitOpResult]) -> Ints:
 
 
 def _last_token(value: LogitOpResult) -> int:
-    return value.tokens[-1] if isinstance(value, Drawn) else 0
+    return value.tokens[-1] if isinstance(value, SampleResult) else 0
 
 
 def _score(ops: Sequence[Score], logits: Logits, pool: _native.Pool) -> list[TokenLogprobs | None]:

@@ -15,14 +15,16 @@ from numpy.typing import NDArray
 
 from headrace._native import Pool
 from headrace.errors import NonFiniteLogitsError
-from headrace.logit_ops import Draw, Drawn
+from headrace.logit_ops import SampleOp, SampleResult
 from headrace.sampling.sampler import NativeDraw, scored
 from headrace.sampling.verification import Logits, Verification
 
 Distribution = NDArray[np.float64]  # [vocab]
 
 
-def verify_rejection(draws: Sequence[Draw], logits: Logits, pool: Pool) -> list[Drawn | None]:
+def verify_rejection(
+    draws: Sequence[SampleOp], logits: Logits, pool: Pool
+) -> list[SampleResult | None]:
     """The results of draws with chains, by rejection sampling: a `Verifier`.
 
     A draft without probabilities counts as certain (q is 1 for its token), so its token is accepted
@@ -47,7 +49,7 @@ def pick(p: Distribution, uniform: float) -> int:
     return min(token, int(np.flatnonzero(p)[-1]))  # rounding may lead past the last possible token
 
 
-def _verify(draw: Draw, logits: Logits) -> Drawn | None:
+def _verify(draw: SampleOp, logits: Logits) -> SampleResult | None:
     verification = Verification(draw)
     try:
         while verification.take(_next(verification, logits[verification.row])):

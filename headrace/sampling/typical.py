@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headrace._native import Pool
 from headrace.batch import NO_DRAFT
 from headrace.errors import NonFiniteLogitsError
-from headrace.logit_ops import Draw, Drawn
+from headrace.logit_ops import SampleOp, SampleResult
 from headrace.sampling.sampler import Sampler, scored
 from headrace.sampling.verification import Logits, Verification, masks_behind
 
@@ -25,12 +25,14 @@ _DELTA = 0.3
 """Share of exp(-entropy), the probability of a typical token, above which a token is accepted."""
 
 
-def verify_typical(draws: Sequence[Draw], logits: Logits, pool: Pool) -> list[Drawn | None]:
+def verify_typical(
+    draws: Sequence[SampleOp], logits: Logits, pool: Pool
+) -> list[SampleResult | None]:
     """The longest accepted path of each tree and a draw after it: a `Verifier`."""
     return [_verify(draw, logits) for draw in draws]
 
 
-def _verify(draw: Draw, logits: Logits) -> Drawn | None:
+def _verify(draw: SampleOp, logits: Logits) -> SampleResult | None:
     verification = Verification(draw)
     sampler = verification.sampler
     try:
@@ -52,7 +54,9 @@ def _verify(draw: Draw, logits: Logits) -> Drawn | None:
     return verification.drawn
 
 
-def _longest(draw: Draw, logits: Logits, sampler: Sampler, node: int, position: int) -> list[int]:
+def _longest(
+    draw: SampleOp, logits: Logits, sampler: Sampler, node: int, position: int
+) -> list[int]:
     """The longest path of accepted draft nodes below `node`; the first of equal length. `position`
     is that of its first token.
     """

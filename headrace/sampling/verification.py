@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from headrace._native import Pool
 from headrace.batch import TokenLogprobs
 from headrace.constraint import Masks
-from headrace.logit_ops import Draw, Drawn
+from headrace.logit_ops import SampleOp, SampleResult
 from headrace.sampling.sampler import NativeDraw, Sampler
 
 Logits = NDArray[np.float32]  # [rows, vocab]
-Verifier = Callable[[Sequence[Draw], Logits, Pool], list[Drawn | None]]
+Verifier = Callable[[Sequence[SampleOp], Logits, Pool], list[SampleResult | None]]
 """An acceptance method: the result of each draw by its rows of logits, with the threads of a pool.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Verification:
-    """The state of a `Draw` while it goes down its draft tree."""
+    """The state of a `SampleOp` while it goes down its draft tree."""
 
-    draw: Draw
+    draw: SampleOp
     node: int = -1
     """The last accepted node; -1: none yet."""
     tokens: list[int] = field(default_factory=list)
@@ -53,9 +53,9 @@ class Verification:
         return masks_behind(self.draw, self.node)
 
     @property
-    def drawn(self) -> Drawn:
+    def drawn(self) -> SampleResult:
         """The result."""
-        return Drawn(self.tokens, self.path, self.logprobs)
+        return SampleResult(self.tokens, self.path, self.logprobs)
 
     def take(self, drawn: NativeDraw) -> bool:
         """Add a token; go to the first child node that has it, and return whether there is one."""
@@ -72,7 +72,7 @@ class Verification:
         return False
 
 
-def masks_behind(draw: Draw, node: int) -> Masks | None:  # [1, words]
+def masks_behind(draw: SampleOp, node: int) -> Masks | None:  # [1, words]
     """The tokens that may be drawn behind a draft node, or, for -1, behind the last known token;
     None: all may.
     """

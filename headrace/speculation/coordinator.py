@@ -109,7 +109,7 @@ class Speculation:
             controller.begin(
                 self._cost(scheduled),
                 sum(item.num_scheduled for item in scheduled),
-                sum(item.draws for item in scheduled),
+                sum(item.can_sample for item in scheduled),
             )
         wanted: dict[ScheduledSequence, int] = {}
         for name, most in self._nodes.items():
@@ -237,7 +237,7 @@ class Speculation:
         items = [scheduled[commit.source] for commit in commits]
         drafts = [NO_DRAFT if item.certain else item.draft for item in items]
         seen = [
-            Commit(*commit[:4], item.first_draw, draft)
+            Commit(*commit[:4], item.first_sample_row, draft)
             for commit, item, draft in zip(commits, items, drafts, strict=True)
         ]
         for name, guard in self._guards.items():
@@ -256,7 +256,7 @@ class Speculation:
         if not drafting.used:
             return
         cost, num_scheduled = self._cost(scheduled), sum(item.num_scheduled for item in scheduled)
-        num_drawing = sum(item.draws for item in scheduled)
+        num_drawing = sum(item.can_sample for item in scheduled)
         num_nodes = sum(len(item.draft.tokens) for item in scheduled)
         token = cost.seconds(num_drawing) / num_drawing
         row = (cost.seconds(num_scheduled + num_nodes) - cost.seconds(num_scheduled)) / num_nodes

@@ -36,7 +36,7 @@ def test_chains() -> None:
     assert batch.ancestors is None
     assert batch.logit_rows.tolist() == [0, 1, 2, 3, 4]
     assert batch.seq_of.tolist() == [0] * 5
-    assert [item.first_score for item in made] == [0, 5]
+    assert [item.first_score_row for item in made] == [0, 5]
     assert batch.token_source is None
 
 

@@ -74,7 +74,7 @@ def test_what_a_step_with_drafts_saves_and_shows() -> None:
     for prompt in ([1], [2]):
         engine.add_request(prompt)
     items = [
-        ScheduledSequence(request.seqs[0], 1, draws=True, first_draw=5)
+        ScheduledSequence(request.seqs[0], 1, can_sample=True, first_sample_row=5)
         for request in engine._requests.values()
     ]
     watcher = Watcher(lambda position: 1.0, clock, seconds=0.001)
@@ -114,7 +114,7 @@ class TestStepCosts:
         engine.add_request([1])
         proposers = {"oracle": Oracle(lambda position: 1.0, clock, seconds)}
         speculation = Speculation(proposers, EngineConfig(adaptive_speculation=False), VOCAB, clock)
-        return speculation, ScheduledSequence(engine._requests["0"].seqs[0], 1, draws=True)
+        return speculation, ScheduledSequence(engine._requests["0"].seqs[0], 1, can_sample=True)
 
     def test_that_of_one_launch_without_asking(self) -> None:
         speculation, item = self.step(Clock(), seconds=0.5)

@@ -99,7 +99,7 @@ PLACES: dict[str, Callable[[Engine, Fault], tuple[Any, str]]] = {
     "ask": lambda engine, fault: (engine._speculation, "ask"),
     "observe": lambda engine, fault: (engine._speculation, "observe"),
     "build": lambda engine, fault: (step_module, "build"),
-    "draws": lambda engine, fault: (step_module, "prepare_draws"),
+    "draws": lambda engine, fault: (step_module, "prepare_logit_ops"),
     "resolve": lambda engine, fault: (step_module, "resolve_step"),
 }
 
@@ -153,7 +153,10 @@ def test_the_request_that_steps_fail_of_ends_alone(
                     late=place == "launch" and batching == "inflight",
                 )
                 error = ArithmeticError("this one")
-                owners = {"build": (step_module, "build"), "draws": (step_module, "prepare_draws")}
+                owners = {
+                    "build": (step_module, "build"),
+                    "draws": (step_module, "prepare_logit_ops"),
+                }
                 owners |= {
                     "draft": (engine._speculation, "ask"),
                     "find": (engine._loop.jump_forward, "find"),

@@ -4,7 +4,7 @@ go on.
 
 from headrace.batch import TokenLogprobs
 from headrace.engine.resolve import _concatenate
-from headrace.logit_ops import Drawn
+from headrace.logit_ops import SampleResult
 from headrace.request import SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
@@ -13,14 +13,16 @@ from tests.tiny import run_all
 
 def test_the_tokens_of_several_launches_follow_each_other() -> None:
     first, second = (
-        Drawn([token], [], [TokenLogprobs(-1.0 * token, 1, [], [])]) for token in (4, 5)
+        SampleResult([token], [], [TokenLogprobs(-1.0 * token, 1, [], [])]) for token in (4, 5)
     )
     assert _concatenate([first]) is first
-    assert _concatenate([first, second]) == Drawn([4, 5], [], first.logprobs + second.logprobs)
+    assert _concatenate([first, second]) == SampleResult(
+        [4, 5], [], first.logprobs + second.logprobs
+    )
 
 
 def test_what_follows_logits_that_are_not_finite_does_not_count() -> None:
-    first, second = Drawn([4], [], []), Drawn([5], [], [])
+    first, second = SampleResult([4], [], []), SampleResult([5], [], [])
     assert _concatenate([first, None, second]) == first
     assert _concatenate([None, first]) is None and _concatenate([None]) is None
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace import _native
 from headrace.batch import DraftTree
-from headrace.logit_ops import Draw, Drawn
+from headrace.logit_ops import SampleOp, SampleResult
 from headrace.sampling.host import run_logit_ops
 
 VOCAB = 4
@@ -28,12 +28,12 @@ def test_the_tokens_are_those_of_draws_one_by_one(drafts: list[DraftTree], seed:
     for source, draft in enumerate(drafts):
         sampler = _native.Sampler(VOCAB, [], seed=seed + source, presence_penalty=0.5)
         samplers.append(sampler.clone(0))
-        draws.append(Draw(row, 10 * source, sampler, draft, 1))
+        draws.append(SampleOp(row, 10 * source, sampler, draft, 1))
         row += 1 + len(draft.tokens)
     values = run_logit_ops(draws, logits, pool=POOL)
     for source, (draw, drawn, sampler) in enumerate(zip(draws, values, samplers, strict=True)):
         assert (
-            isinstance(drawn, Drawn)
+            isinstance(drawn, SampleResult)
             and len(drawn.tokens) == len(drawn.logprobs) == len(drawn.path) + 1
         )
         node, draft = -1, draw.draft
@@ -56,7 +56,7 @@ def test_a_row_that_is_not_finite_fails_its_own_sequence(bad: int) -> None:
     logits[bad] = np.nan
     first, second = (_native.Sampler(VOCAB, [], temperature=0.0) for _ in range(2))
     draws = [
-        Draw(0, 0, first, DraftTree([0, 2], [-1, -1])),
-        Draw(2, 0, second, DraftTree([2], [-1])),
+        SampleOp(0, 0, first, DraftTree([0, 2], [-1, -1])),
+        SampleOp(2, 0, second, DraftTree([2], [-1])),
     ]
-    assert run_logit_ops(draws, logits, pool=POOL) == [None, Drawn([2, 3], [0], [])]
+    assert run_logit_ops(draws, logits, pool=POOL) == [None, SampleResult([2, 3], [0], [])]

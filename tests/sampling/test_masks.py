@@ -14,7 +14,7 @@ from headrace import _native
 from headrace.batch import DraftTree
 from headrace.config import AcceptanceMethod
 from headrace.constraint import mask_of, mask_words
-from headrace.logit_ops import Draw, Drawn, Expand, Expanded, Ranked, TopTokens
+from headrace.logit_ops import Expand, Expanded, Ranked, SampleOp, SampleResult, TopTokens
 from headrace.sampling.host import VERIFIERS, run_logit_ops
 from tests.sampling import sampler_twin as twin
 from tests.sampling.test_sampler import FILTERS, ISAS, rows
@@ -86,8 +86,8 @@ def test_each_row_of_a_tree_has_its_own(method: AcceptanceMethod, temperature: f
     logits, masks = logits_of(5), masks_of([5], [6, 7], [68], [9])
     sampler = _native.Sampler(VOCAB, [], temperature=temperature, seed=1)
     logits[2, 7] = -60.0
-    (drawn,) = run_logit_ops([Draw(1, 0, sampler, tree, 1, method, masks)], logits)
-    assert isinstance(drawn, Drawn)
+    (drawn,) = run_logit_ops([SampleOp(1, 0, sampler, tree, 1, method, masks)], logits)
+    assert isinstance(drawn, SampleResult)
     assert (drawn.tokens, drawn.path) == ([5, 6, 68], [0, 1])
     raw = [
         _native.token_logprobs(logits[row], token, 1)
@@ -127,12 +127,12 @@ def test_a_row_of_which_nothing_is_left_has_no_result() -> None:
     logits[0, [3, 4]] = -np.inf
     samplers = [_native.Sampler(VOCAB, [], banned=[9], banned_until=5) for _ in range(4)]
     draws = [
-        Draw(0, 0, samplers[0], masks=masks_of([3, 4])),
-        Draw(1, 0, samplers[1], masks=masks_of([3, 4])),
+        SampleOp(0, 0, samplers[0], masks=masks_of([3, 4])),
+        SampleOp(1, 0, samplers[1], masks=masks_of([3, 4])),
     ]
     failed, drawn = run_logit_ops(draws, logits)
-    assert failed is None and isinstance(drawn, Drawn) and drawn.tokens[0] in (3, 4)
-    assert run_logit_ops([Draw(1, 0, samplers[2], masks=masks_of([9]))], logits) == [None]
+    assert failed is None and isinstance(drawn, SampleResult) and drawn.tokens[0] in (3, 4)
+    assert run_logit_ops([SampleOp(1, 0, samplers[2], masks=masks_of([9]))], logits) == [None]
     assert run_logit_ops([TopTokens(1, 0, samplers[3], 2, masks_of([9]))], logits) == [None]
 
 
@@ -159,7 +159,7 @@ def test_hostile_masks_are_refused(masks: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sampler.probabilities(logits[0], 0, masks)
     for op, run in (
-        (Draw(0, 0, sampler, masks=masks), _native.verify_exact),
+        (SampleOp(0, 0, sampler, masks=masks), _native.verify_exact),
         (TopTokens(0, 0, sampler, 1, masks), _native.top_tokens),
         (Expand(0, 0, sampler, 0, 1, False, masks), _native.expand),
     ):
@@ -168,6 +168,6 @@ def test_hostile_masks_are_refused(masks: Any, message: str) -> None:
 
 
 def test_a_tree_needs_a_mask_for_each_row() -> None:
-    op = Draw(0, 0, _native.Sampler(VOCAB, []), DraftTree([1], [-1]), masks=masks_of([1]))
+    op = SampleOp(0, 0, _native.Sampler(VOCAB, []), DraftTree([1], [-1]), masks=masks_of([1]))
     with pytest.raises(ValueError, match="rows, words"):
         _native.verify_exact(POOL, logits_of(2), [op])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.batch import NO_DRAFT, DraftTree
-from headrace.logit_ops import Draw, Drawn
+from headrace.logit_ops import SampleOp, SampleResult
 from headrace.sampling import rejection
 from headrace.sampling.exact import verify_exact
 from headrace.sampling.rejection import pick, residual, verify_rejection
@@ -57,24 +57,26 @@ def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
     rows = np.tile(DRAFT, (size, 1))
     for first in range(0, 2 * num_draws, 2 * size):
         positions = range(first, first + 2 * size, 2)
-        drafts = first_drawn(rows, [Draw(i, p, draft.clone(0)) for i, p in enumerate(positions)])
+        drafts = first_drawn(
+            rows, [SampleOp(i, p, draft.clone(0)) for i, p in enumerate(positions)]
+        )
         logits = np.stack([np.tile(TARGET, (size, 1)), AFTER[drafts]], axis=1).reshape(
             2 * size, VOCAB
         )
         draws = [
-            Draw(2 * i, p, target.clone(0), DraftTree([x], [-1], probabilities=Q[None]))
+            SampleOp(2 * i, p, target.clone(0), DraftTree([x], [-1], probabilities=Q[None]))
             for i, (x, p) in enumerate(zip(drafts, positions, strict=True))
         ]
         counts.update(tuple(drawn.tokens) for drawn in finite(accept(draws, logits, POOL)))
     return counts
 
 
-def finite(results: list[Drawn | None]) -> list[Drawn]:
+def finite(results: list[SampleResult | None]) -> list[SampleResult]:
     assert None not in results
     return [result for result in results if result]
 
 
-def first_drawn(logits: NDArray[np.float32], draws: list[Draw]) -> list[int]:
+def first_drawn(logits: NDArray[np.float32], draws: list[SampleOp]) -> list[int]:
     return [drawn.tokens[0] for drawn in finite(verify_exact(draws, logits, POOL))]
 
 
@@ -114,8 +116,8 @@ def first_tokens(counts: Tally) -> Tally:
 
 
 def without_bonus(
-    draws: Sequence[Draw], logits: NDArray[np.float32], pool: _native.Pool
-) -> list[Drawn | None]:
+    draws: Sequence[SampleOp], logits: NDArray[np.float32], pool: _native.Pool
+) -> list[SampleResult | None]:
     """A wrong verifier: a step ends with its last draft token."""
     return [
         drawn._replace(tokens=drawn.tokens[: max(1, len(drawn.path))])
@@ -181,7 +183,7 @@ def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(
     p, q = softmax(target), softmax(draft)
     samplers = [[Sampler(50, [], seed=1) for _ in range(rows)] for _ in range(2)]
     drawn = [
-        first_drawn(logits, [Draw(i, i, sampler) for i, sampler in enumerate(row_samplers)])
+        first_drawn(logits, [SampleOp(i, i, sampler) for i, sampler in enumerate(row_samplers)])
         for logits, row_samplers in zip((target, draft), samplers, strict=True)
     ]
     assert np.minimum(p, q).sum(axis=1).mean() == pytest.approx(best, abs=0.01)
@@ -194,7 +196,7 @@ def test_a_draft_without_probabilities_counts_as_certain() -> None:
     sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
     for position in range(50):
         draws = [
-            Draw(0, position, sampler.clone(0), draft, 1)
+            SampleOp(0, position, sampler.clone(0), draft, 1)
             for draft in (NO_DRAFT, DraftTree([2, 4], [-1, -1]))
         ]
         one, tree = finite(verify_rejection(draws, logits, POOL))
@@ -205,7 +207,7 @@ def test_a_draft_without_probabilities_counts_as_certain() -> None:
 def test_logits_that_are_not_finite_fail_only_their_own_sequence() -> None:
     logits = np.stack([TARGET, np.full(VOCAB, np.nan, np.float32)])
     drawn, failed = verify_rejection(
-        [Draw(i, 0, Sampler(VOCAB, [])) for i in range(2)], logits, POOL
+        [SampleOp(i, 0, Sampler(VOCAB, [])) for i in range(2)], logits, POOL
     )
     assert drawn is not None and len(drawn.tokens) == 1
     assert failed is None

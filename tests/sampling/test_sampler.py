@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace import _native
 from headrace.batch import NO_DRAFT, DraftTree
 from headrace.errors import NonFiniteLogitsError
-from headrace.logit_ops import Draw, TopTokens
+from headrace.logit_ops import SampleOp, TopTokens
 from tests.sampling import sampler_twin as twin
 
 VECTORS = [  # from the kat_vectors file of Random123, the authors' own code
@@ -255,7 +255,7 @@ def test_a_batch_of_draws_is_as_draws_one_by_one() -> None:
         rows = rng.integers(0, 7, 12).tolist()
         wanted = rng.integers(-1, 4, 12).tolist()
         draws = [
-            Draw(row, position, sampler, NO_DRAFT, num)
+            SampleOp(row, position, sampler, NO_DRAFT, num)
             for sampler, row, num in zip(at_once, rows, wanted, strict=True)
         ]
         for sampler, row, num, drawn in zip(
@@ -272,28 +272,28 @@ def test_arguments_of_a_batch_of_draws_are_checked() -> None:
     pool, logits, sampler = _native.Pool(1), np.zeros((2, 8), np.float32), _native.Sampler(8, [])
     assert _native.verify_exact(pool, logits, []) == []
     for bad in (
-        Draw(2, 0, sampler),
-        Draw(-1, 0, sampler),
-        Draw(0, 0, sampler, DraftTree([1, 1], [-1, 0])),
+        SampleOp(2, 0, sampler),
+        SampleOp(-1, 0, sampler),
+        SampleOp(0, 0, sampler, DraftTree([1, 1], [-1, 0])),
     ):
         with pytest.raises(ValueError, match="not there"):
             _native.verify_exact(pool, logits, [bad])
     for parents in ([0], [-2], [2**31 - 1]):
         with pytest.raises(ValueError, match="after its parent"):
-            _native.verify_exact(pool, logits, [Draw(0, 0, sampler, DraftTree([1], parents))])
+            _native.verify_exact(pool, logits, [SampleOp(0, 0, sampler, DraftTree([1], parents))])
     with pytest.raises(ValueError, match="a parent for each"):
-        _native.verify_exact(pool, logits, [Draw(0, 0, sampler, DraftTree([1], []))])
+        _native.verify_exact(pool, logits, [SampleOp(0, 0, sampler, DraftTree([1], []))])
     with pytest.raises(ValueError, match="as wide"):
-        _native.verify_exact(pool, np.zeros((2, 9), np.float32), [Draw(0, 0, sampler)])
+        _native.verify_exact(pool, np.zeros((2, 9), np.float32), [SampleOp(0, 0, sampler)])
     with pytest.raises(ValueError, match="one draw at a time"):
-        _native.verify_exact(pool, logits, [Draw(0, 0, sampler), Draw(1, 1, sampler)])
+        _native.verify_exact(pool, logits, [SampleOp(0, 0, sampler), SampleOp(1, 1, sampler)])
     with pytest.raises(ValueError, match="not there"):
         _native.top_tokens(pool, logits, [TopTokens(2, 0, sampler, 1)])
     with pytest.raises(ValueError, match="above 0"):
         _native.top_tokens(pool, logits, [TopTokens(0, 0, sampler, 0)])
 
 
-class Passing(Sequence[Draw]):
+class Passing(Sequence[SampleOp]):
     """Draws that are gone, with their samplers, as soon as they have been read."""
 
     def __len__(self) -> int:
@@ -302,7 +302,7 @@ class Passing(Sequence[Draw]):
     def __getitem__(self, i: Any) -> Any:
         if not 0 <= i < 2:
             raise IndexError
-        return Draw(0, 0, _native.Sampler(30, [1, 2], presence_penalty=1.0, seed=int(i)))
+        return SampleOp(0, 0, _native.Sampler(30, [1, 2], presence_penalty=1.0, seed=int(i)))
 
 
 def test_samplers_stay_while_they_draw() -> None:

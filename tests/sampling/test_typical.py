@@ -7,7 +7,7 @@ import pytest
 
 from headrace.batch import DraftTree
 from headrace.config import AcceptanceMethod
-from headrace.logit_ops import Draw, Drawn
+from headrace.logit_ops import SampleOp, SampleResult
 from headrace.sampling.host import run_logit_ops
 from headrace.sampling.sampler import Sampler
 
@@ -27,10 +27,11 @@ def path(
     method: AcceptanceMethod, draft: DraftTree, *rows: list[float], **sampling: float
 ) -> list[int]:
     (drawn,) = run_logit_ops(
-        [Draw(0, 0, Sampler(VOCAB, [], **sampling), draft, 2, method)], logits_of(*rows)
+        [SampleOp(0, 0, Sampler(VOCAB, [], **sampling), draft, 2, method)], logits_of(*rows)
     )
     assert (
-        isinstance(drawn, Drawn) and len(drawn.tokens) == len(drawn.logprobs) == len(drawn.path) + 1
+        isinstance(drawn, SampleResult)
+        and len(drawn.tokens) == len(drawn.logprobs) == len(drawn.path) + 1
     )
     assert drawn.tokens[:-1] == [draft.tokens[node] for node in drawn.path]
     return drawn.path

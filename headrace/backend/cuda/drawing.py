@@ -27,7 +27,15 @@ from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 from headrace.backend.cuda.plain_draws import PlainDraws, PlainStep
 from headrace.batch import NO_DRAFT, DraftTree, Ints
 from headrace.constraint import mask_words
-from headrace.logit_ops import Draw, Drawn, Expand, Expanded, LogitOp, LogitOpResult, Score
+from headrace.logit_ops import (
+    Expand,
+    Expanded,
+    LogitOp,
+    LogitOpResult,
+    SampleOp,
+    SampleResult,
+    Score,
+)
 from headrace.sampling.sampler import Sampler
 
 _MAX_OPS = 1 << 16
@@ -38,7 +46,7 @@ _FIRST_OF_STEP, _LAST_OF_STEP = int(table.ROW.value), int(table.IS_ADJUSTED.valu
 
 def runs_on_device(op: LogitOp) -> bool:
     """Whether the device runs an op; the others read the logits on the host."""
-    if isinstance(op, Draw):
+    if isinstance(op, SampleOp):
         return op.method == "exact" or (op.method == "typical" and not op.draft.tokens)
     return isinstance(op, Score) or (
         isinstance(op, Expand) and op.width == 1 and not op.probabilities
@@ -85,12 +93,12 @@ class DrawStep:
         if isinstance(op, Score):
             self._pending.append(PendingOp(op, -1, len(self._described)))
             self._describe(op.row, -1, op.token, op.num_logprobs)
-        elif isinstance(op, Draw):
+        elif isinstance(op, SampleOp):
             self._draw(index, op, op.draft, op.num_logprobs)
         elif isinstance(op, Expand):
             self._draw(index, op, NO_DRAFT, -1)
 
-    def _draw(self, index: int, op: Draw | Expand, draft: DraftTree, num_logprobs: int) -> None:
+    def _draw(self, index: int, op: SampleOp | Expand, draft: DraftTree, num_logprobs: int) -> None:
         sampler = self._samplers.draws(cast(Sampler, op.sampler))
         first, num_rows = len(self._rows), 1 + len(draft.tokens)
         self._pending.append(
@@ -219,7 +227,7 @@ class Drawing:
         drawing = [
             cast(Sampler, op.sampler)
             for op in ops
-            if isinstance(op, Draw | Expand) and runs_on_device(op)
+            if isinstance(op, SampleOp | Expand) and runs_on_device(op)
         ]
         return any(map(self._samplers.must_wait, drawing))
 
@@ -245,7 +253,8 @@ class Drawing:
         would.
         """
         tokens = [
-            value.tokens[-1] if isinstance(value, Drawn | Expanded) else 0 for value in values
+            value.tokens[-1] if isinstance(value, SampleResult | Expanded) else 0
+            for value in values
         ]
         at = torch.tensor(list(indices), dtype=torch.int64, device=self.last_tokens.device)
         self.last_tokens[at] = torch.tensor(

@@ -6,13 +6,13 @@ import numpy as np
 
 from headrace.backend.cuda.drawing_layout import DrawLayout
 from headrace.batch import Ints, TokenLogprobs
-from headrace.logit_ops import Draw, Drawn, Expand, Expanded, LogitOpResult, Score
+from headrace.logit_ops import Expand, Expanded, LogitOpResult, SampleOp, SampleResult, Score
 
 
 class PendingOp(NamedTuple):
     """An op in flight."""
 
-    op: Draw | Expand | Score
+    op: SampleOp | Expand | Score
     first: int
     """Its first draw; -1: it has none."""
     described: int
@@ -55,8 +55,10 @@ def results_of(
 
 
 def _result(
-    op: Draw | Expand | Score, tokens: list[int], path: list[int], scores: list[TokenLogprobs]
+    op: SampleOp | Expand | Score, tokens: list[int], path: list[int], scores: list[TokenLogprobs]
 ) -> LogitOpResult:
     if isinstance(op, Score):
         return scores[0]
-    return Drawn(tokens, path, scores) if isinstance(op, Draw) else Expanded(tokens, None)
+    return (
+        SampleResult(tokens, path, scores) if isinstance(op, SampleOp) else Expanded(tokens, None)
+    )

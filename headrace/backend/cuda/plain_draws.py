@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from headrace.backend.cuda.drawing_layout import COLUMNS, DrawLayout
 from headrace.backend.cuda.kernels import draw_table as table
 from headrace.batch import NO_DRAFT, Ints
-from headrace.logit_ops import Draw, Drawn, LaterDraws, LogitOp, LogitOpResult, SamplerState
+from headrace.logit_ops import (
+    LogitOp,
+    LogitOpResult,
+    SampleOp,
+    SampleResult,
+    SamplerState,
+    ShiftedSampleOps,
+)
 
 
 class PlainOps(NamedTuple):
@@ -30,7 +37,7 @@ class PlainOps(NamedTuple):
         """The ops of a launch, if all of them are exact draws without drafts, masks and
         log-probabilities.
         """
-        if set(map(type, ops)) != {Draw}:
+        if set(map(type, ops)) != {SampleOp}:
             return None
         rows, positions, samplers, drafts, num_logprobs, methods, masks = zip(*ops, strict=True)
         plain = (
@@ -68,7 +75,7 @@ class PlainStep:
         """
         tokens, _, counts = self.layout.results(host)[0][:, : len(self._positions)].tolist()
         return [
-            Drawn([token], [], []) if count else None
+            SampleResult([token], [], []) if count else None
             for token, count in zip(tokens, counts, strict=True)
         ]
 
@@ -90,8 +97,8 @@ class PlainDraws:
         """The step of these ops if they are the last ones at other positions."""
         if self._layout is None or self._layout.slots != slots:
             return None
-        if isinstance(ops, LaterDraws) and ops.draws is self._given:
-            return PlainStep(self._layout, self._area, self._positions + np.int32(ops.later))
+        if isinstance(ops, ShiftedSampleOps) and ops.ops is self._given:
+            return PlainStep(self._layout, self._area, self._positions + np.int32(ops.shift))
         plain, last = PlainOps.of(ops), self._ops
         if (
             plain is None

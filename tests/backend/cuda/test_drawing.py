@@ -16,7 +16,7 @@ from headrace import _native
 from headrace.backend.cuda.drawing import runs_on_device
 from headrace.batch import NO_DRAFT, DraftTree
 from headrace.constraint import mask_of
-from headrace.logit_ops import Draw, Drawn, Expand, Expanded, Score, TopTokens
+from headrace.logit_ops import Expand, Expanded, SampleOp, SampleResult, Score, TopTokens
 from headrace.sampling.host import run_logit_ops
 from tests.backend.cuda.drawing_steps import Steps
 from tests.backend.cuda.examples import examples
@@ -75,7 +75,7 @@ def test_draws_are_those_of_the_twin(vocab: int, seed: int, data: st.DataObject)
     for position in (9, 10, 11, 12):
         logits = logits_of(seed + position, len(samplers), vocab)
         drawn = steps.run(
-            logits, [Draw(row, position, sampler) for row, sampler in enumerate(natives)]
+            logits, [SampleOp(row, position, sampler) for row, sampler in enumerate(natives)]
         )
         for row, (result, reference) in enumerate(zip(drawn, twins, strict=True)):
             allowed = (
@@ -111,7 +111,7 @@ def test_a_nucleus_that_ends_at_equal_logits(
     )
     for position in range(2):
         ops = [
-            [Draw(i, position, sampler) for i, sampler in enumerate(samplers)]
+            [SampleOp(i, position, sampler) for i, sampler in enumerate(samplers)]
             for samplers in (natives, on_host)
         ]
         assert steps.run(logits, ops[0]) == run_logit_ops(ops[1], logits)
@@ -148,7 +148,7 @@ def test_trees_give_what_the_host_gives(vocab: int, seed: int, data: st.DataObje
         rows = list(zip(first.tolist(), drafts, counts, masks, strict=False))
         draws, expected = (
             [
-                Draw(row, position, s, draft, n, masks=m)
+                SampleOp(row, position, s, draft, n, masks=m)
                 for s, (row, draft, n, m) in zip(samplers, rows, strict=True)
             ]
             for samplers in (natives, on_host)
@@ -173,7 +173,7 @@ def _masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
 def assert_same(got: Any, wanted: Any) -> None:
     """The same tokens and ranks, and log-probabilities but for their rounding."""
     assert (got is None) == (wanted is None)
-    if isinstance(got, Drawn):
+    if isinstance(got, SampleResult):
         assert got[:2] == wanted[:2]
         for ours, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
             assert (ours.rank, ours.top_ids) == (theirs.rank, theirs.top_ids)
@@ -206,9 +206,11 @@ def test_a_tree_gives_the_tokens_of_plain_decoding() -> None:
     others = [(token + 1) % vocab for token in tokens]
     draft = DraftTree([others[0], tokens[0], tokens[1], others[1], tokens[2]], [-1, -1, 1, 1, 2])
     rows = logits[[0, 1, 1, 2, 3, 3]]  # the row behind each node has the logits of its depth
-    assert steps.run(rows, [Draw(0, 1, sampler, draft)]) == [Drawn(tokens, [1, 2, 4], [])]
+    assert steps.run(rows, [SampleOp(0, 1, sampler, draft)]) == [
+        SampleResult(tokens, [1, 2, 4], [])
+    ]
     assert steps.drawing.last_tokens[0] == tokens[-1]
-    assert steps.run(logits[:1], [Draw(0, 5, sampler)])[0].tokens == [
+    assert steps.run(logits[:1], [SampleOp(0, 5, sampler)])[0].tokens == [
         plain.draw(logits[0], 5, -1)[0]
     ]
 
@@ -223,10 +225,10 @@ def test_ops_of_all_kinds_in_one_launch() -> None:
         return [
             Score(2, 9, 3),
             Expand(1, 4, samplers[0], 0, 1, False),
-            Draw(1, 4, samplers[1], num_logprobs=1),
+            SampleOp(1, 4, samplers[1], num_logprobs=1),
             Score(3, 9, 3),
-            Draw(0, 4, samplers[2], NO_DRAFT, -1, "typical"),
-            Draw(3, 4, samplers[3]),
+            SampleOp(0, 4, samplers[2], NO_DRAFT, -1, "typical"),
+            SampleOp(3, 4, samplers[3]),
         ]
 
     got, wanted = Steps(vocab).run(logits, ops()), run_logit_ops(ops(), logits)
@@ -239,11 +241,11 @@ def test_ops_of_all_kinds_in_one_launch() -> None:
 def test_which_ops_run_on_the_device() -> None:
     sampler = _native.Sampler(5, [])
     draft = DraftTree([1], [-1])
-    assert runs_on_device(Draw(0, 0, sampler, draft)) and runs_on_device(
-        Draw(0, 0, sampler, NO_DRAFT, -1, "typical")
+    assert runs_on_device(SampleOp(0, 0, sampler, draft)) and runs_on_device(
+        SampleOp(0, 0, sampler, NO_DRAFT, -1, "typical")
     )
-    assert not runs_on_device(Draw(0, 0, sampler, draft, -1, "typical")) and not runs_on_device(
-        Draw(0, 0, sampler, method="rejection")
+    assert not runs_on_device(SampleOp(0, 0, sampler, draft, -1, "typical")) and not runs_on_device(
+        SampleOp(0, 0, sampler, method="rejection")
     )
     assert runs_on_device(Expand(0, 0, sampler, 0, 1, False)) and runs_on_device(Score(0, 1, 2))
     assert not runs_on_device(Expand(0, 0, sampler, 0, 2, False)) and not runs_on_device(
@@ -260,9 +262,9 @@ def test_a_row_alone_is_the_row_in_a_crowd(seed: int, data: st.DataObject) -> No
     options = [data.draw(sampler_options(vocab)) for _ in range(size)]
     logits = logits_of(seed, size, vocab)
 
-    def draws(rows: list[int]) -> list[Draw]:
+    def draws(rows: list[int]) -> list[SampleOp]:
         return [
-            Draw(i, 10, _native.Sampler(vocab, **options[row]), num_logprobs=3)
+            SampleOp(i, 10, _native.Sampler(vocab, **options[row]), num_logprobs=3)
             for i, row in enumerate(rows)
         ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from headrace import _native
 from headrace.batch import DraftTree
-from headrace.logit_ops import Draw, Drawn
+from headrace.logit_ops import SampleOp, SampleResult
 from tests.backend.cuda.drawing_steps import Steps
 
 VOCAB = 40
@@ -65,13 +65,13 @@ def test_launches_in_flight_count() -> None:
     """
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     expected = [theirs.draw(LOGITS[0], position, -1)[0] for position in range(3)]
-    launched = [steps.launch(LOGITS, [Draw(0, position, ours)]) for position in range(3)]
-    assert ours.num_appended == 0 and not steps.drawing.must_wait([Draw(0, 3, ours)])
+    launched = [steps.launch(LOGITS, [SampleOp(0, position, ours)]) for position in range(3)]
+    assert ours.num_appended == 0 and not steps.drawing.must_wait([SampleOp(0, 3, ours)])
     assert tokens_of(steps.read(launched[0])) == expected[:1]
     expected += [theirs.draw(LOGITS[1], 3, -1)[0], theirs.draw(LOGITS[2], 4, -1)[0]]
     draft = DraftTree([expected[3]], [-1])
-    launched.append(steps.launch(LOGITS, [Draw(1, 3, ours, draft)]))
-    launched.append(steps.launch(LOGITS, [Draw(0, 5, ours)]))
+    launched.append(steps.launch(LOGITS, [SampleOp(1, 3, ours, draft)]))
+    launched.append(steps.launch(LOGITS, [SampleOp(0, 5, ours)]))
     assert [token for each in launched[1:4] for token in tokens_of(steps.read(each))] == expected[
         1:
     ]
@@ -83,14 +83,14 @@ def test_launches_in_flight_count() -> None:
 def test_tokens_that_are_appended_elsewhere_are_seen() -> None:
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     for position in range(3):
-        assert tokens_of(steps.run(LOGITS[:1], [Draw(0, position, ours)])) == [
+        assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, position, ours)])) == [
             theirs.draw(LOGITS[0], position, -1)[0]
         ]
         for each in (ours, theirs):
             each.append(int(np.argmax(LOGITS[0])))
-    in_flight = steps.launch(LOGITS, [Draw(0, 3, ours)])
+    in_flight = steps.launch(LOGITS, [SampleOp(0, 3, ours)])
     ours.append(5)
-    next_draw = Draw(0, 4, ours)
+    next_draw = SampleOp(0, 4, ours)
     assert steps.drawing.must_wait([next_draw])
     with pytest.raises(RuntimeError):
         steps.drawing.begin([next_draw])
@@ -103,24 +103,24 @@ def test_tokens_that_are_appended_elsewhere_are_seen() -> None:
 
 def test_forks_have_states_of_their_own() -> None:
     ours, theirs, steps = [sampler()], [sampler()], Steps(VOCAB)
-    steps.run(LOGITS[:1], [Draw(0, 0, ours[0])])
+    steps.run(LOGITS[:1], [SampleOp(0, 0, ours[0])])
     theirs[0].draw(LOGITS[0], 0, -1)
     for each in (ours, theirs):
         each.append(each[0].clone(1))
     for position in (1, 2, 3):  # both draw from one row
-        drawn = steps.run(LOGITS[:1], [Draw(0, position, each) for each in ours])
+        drawn = steps.run(LOGITS[:1], [SampleOp(0, position, each) for each in ours])
         assert tokens_of(drawn) == [each.draw(LOGITS[0], position, -1)[0] for each in theirs]
 
 
 def test_slots_are_given_back_and_grow() -> None:
     steps = Steps(VOCAB)
     assert (
-        steps.drawing.begin([Draw(0, 0, _native.Sampler(VOCAB, []))]).layout.slots == 0
+        steps.drawing.begin([SampleOp(0, 0, _native.Sampler(VOCAB, []))]).layout.slots == 0
     )  # without penalties there is no state
     for round in range(3):
         ours, theirs = ([sampler(seed) for seed in range(3)] for _ in range(2))
         for position in range(2):
-            drawn = steps.run(LOGITS, [Draw(i, position, each) for i, each in enumerate(ours)])
+            drawn = steps.run(LOGITS, [SampleOp(i, position, each) for i, each in enumerate(ours)])
             assert tokens_of(drawn) == [
                 each.draw(LOGITS[i], position, -1)[0] for i, each in enumerate(theirs)
             ], round
@@ -130,7 +130,7 @@ def test_slots_are_given_back_and_grow() -> None:
     for position, (ours, theirs) in enumerate(
         [*kept, *kept]
     ):  # a state that grows keeps what is in it
-        assert tokens_of(steps.run(LOGITS[:1], [Draw(0, position, ours)])) == [
+        assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, position, ours)])) == [
             theirs.draw(LOGITS[0], position, -1)[0]
         ]
     assert steps.drawing.begin([]).layout.slots == 8
@@ -140,22 +140,22 @@ def test_what_is_not_finite_leaves_nothing() -> None:
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     bad = LOGITS[:1].copy()
     bad[0, 7] = np.nan
-    assert steps.run(bad, [Draw(0, 0, ours)]) == [None]
+    assert steps.run(bad, [SampleOp(0, 0, ours)]) == [None]
     assert steps.drawing.last_tokens[0] == 0 and ours.num_appended == 0
     masks = np.array(
         [[0xFF7F, 0]], np.uint32
     )  # the draw never meets the NaN, but it has no log-probabilities
-    assert isinstance(steps.run(bad, [Draw(0, 0, ours, masks=masks)])[0], Drawn)
+    assert isinstance(steps.run(bad, [SampleOp(0, 0, ours, masks=masks)])[0], SampleResult)
     assert isinstance(theirs.draw(bad[0], 0, -1, masks), tuple)
-    assert steps.run(bad, [Draw(0, 1, ours, num_logprobs=0, masks=masks)]) == [None]
-    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 1, ours)])) == [
+    assert steps.run(bad, [SampleOp(0, 1, ours, num_logprobs=0, masks=masks)]) == [None]
+    assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, 1, ours)])) == [
         theirs.draw(LOGITS[0], 1, -1)[0]
     ]
 
 
 def test_tokens_of_the_host_are_put_where_those_of_the_device_are() -> None:
     steps = Steps(VOCAB)
-    steps.drawing.set_last_tokens([3, 5], [Drawn([4, 6], [0], []), None])
+    steps.drawing.set_last_tokens([3, 5], [SampleResult([4, 6], [0], []), None])
     assert steps.drawing.last_tokens[:6].tolist() == [0, 0, 0, 6, 0, 0]
     with pytest.raises(ValueError):
-        steps.drawing.begin([Draw(0, 0, _native.Sampler(VOCAB + 1, []))])
+        steps.drawing.begin([SampleOp(0, 0, _native.Sampler(VOCAB + 1, []))])

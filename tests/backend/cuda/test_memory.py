@@ -14,7 +14,7 @@ from headrace.backend.cuda.step_shape import StepShape
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import MemoryLimitError
-from headrace.logit_ops import Draw
+from headrace.logit_ops import SampleOp
 from headrace.model import trace_model
 from tests.backend.cuda.drawing_steps import Steps
 from tests.backend.cuda.test_drawing_state import LOGITS, VOCAB, sampler, tokens_of
@@ -64,16 +64,16 @@ def test_a_launch_that_failed_has_drawn_nothing() -> None:
     there.
     """
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
-    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 0, ours)])) == [
+    assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, 0, ours)])) == [
         theirs.draw(LOGITS[0], 0, -1)[0]
     ]
-    in_flight = steps.launch(LOGITS, [Draw(1, 1, ours)])
-    failed, _ = steps.launch(LOGITS, [Draw(2, 2, ours)])
+    in_flight = steps.launch(LOGITS, [SampleOp(1, 1, ours)])
+    failed, _ = steps.launch(LOGITS, [SampleOp(2, 2, ours)])
     failed.cancel()
-    assert steps.drawing.must_wait([Draw(0, 2, ours)])
+    assert steps.drawing.must_wait([SampleOp(0, 2, ours)])
     assert tokens_of(steps.read(in_flight)) == [theirs.draw(LOGITS[1], 1, -1)[0]]
-    assert not steps.drawing.must_wait([Draw(0, 2, ours)])
-    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 2, ours)])) == [
+    assert not steps.drawing.must_wait([SampleOp(0, 2, ours)])
+    assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, 2, ours)])) == [
         theirs.draw(LOGITS[0], 2, -1)[0]
     ]
     np.testing.assert_array_equal(ours.seen(), theirs.seen())
@@ -81,14 +81,14 @@ def test_a_launch_that_failed_has_drawn_nothing() -> None:
 
 def test_draws_that_cannot_be_begun_leave_nothing_begun() -> None:
     ours, steps = sampler(), Steps(VOCAB)
-    other = steps.launch(LOGITS, [Draw(0, 0, ours)])
+    other = steps.launch(LOGITS, [SampleOp(0, 0, ours)])
     ours.append(3)
     fresh = sampler(1)
     with pytest.raises(RuntimeError):
-        steps.drawing.begin([Draw(0, 0, fresh), Draw(1, 1, ours)])
+        steps.drawing.begin([SampleOp(0, 0, fresh), SampleOp(1, 1, ours)])
     steps.read(other)
-    assert not steps.drawing.must_wait([Draw(0, 0, fresh), Draw(1, 1, ours)])
-    assert tokens_of(steps.run(LOGITS[:1], [Draw(0, 0, fresh)])) == [
+    assert not steps.drawing.must_wait([SampleOp(0, 0, fresh), SampleOp(1, 1, ours)])
+    assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, 0, fresh)])) == [
         sampler(1).draw(LOGITS[0], 0, -1)[0]
     ]
 
