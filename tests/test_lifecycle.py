@@ -28,10 +28,10 @@ Fixture = Any
 
 
 def in_step(
-    llm: LLM,
+    llm: LLM,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     act: Callable[[], None],
-    at: int = 2,  # noqa: F811
+    at: int = 2,
 ) -> list[int]:
     """Let something happen in the middle of the `at`-th launch; returns a list that grows by each
     launch which ended.
@@ -62,9 +62,9 @@ class TestInterrupts:
     @pytest.mark.parametrize("num_prompts", [1, 3])
     def test_a_step_is_not_cut_in_two(
         self,
-        llm: LLM,
+        llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
-        num_prompts: int,  # noqa: F811
+        num_prompts: int,
     ) -> None:
         expected = llm.generate("hello", GREEDY)[0].outputs
         ended = in_step(llm, monkeypatch, interrupt)
@@ -116,8 +116,8 @@ class TestInterrupts:
 class TestCollection:
     def test_a_stream_that_is_collected_in_a_step_ends_after_it(
         self,
-        llm: LLM,
-        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+        llm: LLM,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         expected, held = llm.generate("w", LONG)[0].outputs, list[Any]()
         lost = SimpleNamespace(stream=llm.stream("hello", LONG))
@@ -140,9 +140,9 @@ class TestCollection:
     @pytest.mark.parametrize("use", ["close", "stats"])
     def test_what_a_finaliser_asks_in_a_step_never_waits(
         self,
-        llm: LLM,
+        llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
-        use: str,  # noqa: F811
+        use: str,
     ) -> None:
         said = []
 
@@ -213,8 +213,8 @@ class TestClosing:
 
     def test_what_the_engine_does_not_get_over_closes_it(
         self,
-        llm: LLM,
-        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+        llm: LLM,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         def fails(*args: Any) -> Any:
             raise SystemError("beyond repair")
@@ -229,8 +229,8 @@ class TestClosing:
 
     def test_what_cannot_be_closed_is_given_up(
         self,
-        llm: LLM,
-        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+        llm: LLM,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         def fails(*args: Any) -> Any:
             raise MemoryError
@@ -278,8 +278,8 @@ class TestThread:
 
     def test_in_a_step_it_knows_whether_a_command_waits(
         self,
-        llm: LLM,
-        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+        llm: LLM,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         known = list[bool]()
 
@@ -294,8 +294,8 @@ class TestThread:
 
     def test_it_waits_for_commands_only_where_there_is_no_work(
         self,
-        llm: LLM,
-        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+        llm: LLM,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(engine_thread, "_LINGER", 0.01)
         drain, waits = llm._thread._drain, set[tuple[bool, float]]()
@@ -328,8 +328,8 @@ class TestThread:
     @pytest.mark.parametrize("only_results", [False, True])
     def test_a_receiver_of_results_alone_is_given_no_other_update(
         self,
-        llm: LLM,
-        only_results: bool,  # noqa: F811
+        llm: LLM,  # noqa: F811
+        only_results: bool,
     ) -> None:
         inbox = engine_thread.Inbox()
         llm._thread.add([llm._engine.check([5], GREEDY)], ["a"], inbox, only_results=only_results)
@@ -357,8 +357,8 @@ class TestThread:
 
     def test_where_the_system_gives_no_thread(
         self,
-        llm: LLM,
-        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+        llm: LLM,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         def refuse(*args: Any, **options: Any) -> None:
             raise RuntimeError("can't start new thread")
@@ -448,8 +448,8 @@ def test_the_end_of_a_process(model: str, code: str) -> None:  # noqa: F811
 
 
 def test_a_failure_of_one_call_is_not_one_of_another(
-    llm: LLM,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    llm: LLM,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected, results = llm.generate("w", GREEDY)[0].outputs, list[Any]()
 

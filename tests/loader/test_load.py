@@ -108,8 +108,8 @@ class TestMemory:
         self,
         backend: str,
         kind: str,
-        write_gguf: Any,
-        monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+        write_gguf: Any,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         model = write_gguf(kind=kind)
         checkpoint = open_checkpoint(model)
