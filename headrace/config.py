@@ -7,10 +7,9 @@ from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from headrace.backend_traits import BackendName, BackendTraits, KvDtype, traits_of
 from headrace.record import frozen
 
-BackendName = Literal["auto", "cpu", "cuda", "reference"]
-KvDtype = Literal["bf16", "f32", "fp8", "int8", "int4"]
 Activations = Literal["int8", "f32"]
 LatentAttention = Literal["plain", "absorbed"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
@@ -175,14 +174,18 @@ class EngineConfig:
     """Seed of the requests that bring none of their own."""
 
     @property
+    def traits(self) -> BackendTraits:
+        return traits_of(self.backend)
+
+    @property
     def max_seqs(self) -> int:
         """Sequences in one step at most."""
-        return self.max_num_seqs or (256 if self.backend == "cuda" else 64)
+        return self.max_num_seqs or self.traits.max_num_seqs
 
     @property
     def max_rows(self) -> int:
         """Rows of a step at most."""
-        return self.max_num_batched_tokens or (2048 if self.backend == "cuda" else 512)
+        return self.max_num_batched_tokens or self.traits.max_num_batched_tokens
 
     @property
     def max_chunk_rows(self) -> int:
@@ -190,7 +193,7 @@ class EngineConfig:
         most.
         """
         if self.chunked_prefill_size is None:
-            return min(self.max_rows, 256 if self.backend == "cuda" else 16)
+            return min(self.max_rows, self.traits.chunked_prefill_size)
         return self.chunked_prefill_size or self.max_rows
 
     @property

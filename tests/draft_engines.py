@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from headrace.backend import Executable, compile_program
-from headrace.config import EngineConfig, KvConfig, KvDtype
+from headrace.backend_traits import KvDtype
+from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine
 from headrace.kv.manager import KvManager
 from headrace.model import trace_model

@@ -11,6 +11,8 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+from headrace.backend_traits import BACKENDS
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "headrace"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -94,6 +96,7 @@ RECORDS = {
     "request",
     "structured_outputs",
     "config",
+    "backend_traits",
     "stats",
     "errors",
     "record",
@@ -206,6 +209,19 @@ class TestImports:
             }
             words |= {name.rpartition(".")[2] for name in own_imports(file)}
             assert not words & others, name_of(file)
+
+    def test_no_backend_name_is_compared_outside_backend(self) -> None:
+        """Code asks for a trait of the backend (`backend_traits.py`) instead."""
+        compared = [
+            f"{name_of(file)}:{node.lineno}"
+            for file in FILES
+            if part_of(file) != "backend"
+            for node in ast.walk(tree(file))
+            if isinstance(node, ast.Compare | ast.MatchValue)
+            for part in ast.walk(node)
+            if isinstance(part, ast.Constant) and part.value in BACKENDS
+        ]
+        assert not compared
 
     def test_only_what_pyproject_names(self) -> None:
         """And what the server and its spans need is imported by the server alone, what links ranks

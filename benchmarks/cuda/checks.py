@@ -31,8 +31,8 @@ from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.layout import layout_of
 from headrace.backend.cuda.step_shape import StepShape, shape_of
+from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
-from headrace.config import KvDtype
 from headrace.logit_ops import SampleOp
 from headrace.quant.formats import FORMATS
 from headrace.sampling.host import run_logit_ops

@@ -25,8 +25,9 @@ from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import Launch
+from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
-from headrace.config import EngineConfig, KvConfig, KvDtype
+from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.logit_ops import ShiftedSampleOps
 from headrace.model.spec import ModelSpec

@@ -29,8 +29,9 @@ from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.step_shape import StepShape, shape_of
 from headrace.backend.cuda.stream import make_stream
+from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
-from headrace.config import KvConfig, KvDtype
+from headrace.config import KvConfig
 from headrace.logit_ops import SampleOp
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec

@@ -16,8 +16,8 @@ import numpy as np
 from harness import Bench, Column, Rounds, main, verdict
 from native import VOCAB, AttentionPlan, ragged
 
+from headrace.backend_traits import KvDtype
 from headrace.batch import Ints, RaggedBatch
-from headrace.config import KvDtype
 from headrace.program import ops
 from headrace.program.kv import KvGroup, KvLayout, number_bytes, token_bytes
 from headrace.program.op import Kind, Load, Value

@@ -14,11 +14,12 @@ import numpy as np
 from bench import Bench, say
 from numpy.typing import NDArray
 
-from headrace.backend import KV_DTYPES, compile_program, forward
+from headrace.backend import compile_program, forward
+from headrace.backend_traits import KvDtype, traits_of
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.cli.show import describe
-from headrace.config import KvConfig, KvDtype
+from headrace.config import KvConfig
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of
 
@@ -39,7 +40,7 @@ def kv_formats(bench: Bench) -> None:
     truth = _log_probabilities(checkpoint, "reference", "f32", pieces, bench.threads)
     formats = {
         name: _log_probabilities(checkpoint, "cpu", name, pieces, bench.threads)
-        for name in sorted(KV_DTYPES["cpu"])
+        for name in sorted(traits_of("cpu").kv_dtypes)
     }
     losses: dict[str, list[NDArray[np.float64]]] = {_TRUTH: [], **{name: [] for name in formats}}
     divergences: dict[str, list[NDArray[np.float64]]] = {name: [] for name in losses}

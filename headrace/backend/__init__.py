@@ -5,29 +5,19 @@ kv, threads)`.
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backend_traits import check_kv_dtype, traits_of
 from headrace.batch import Ints, RaggedBatch, StepTimes
-from headrace.config import Activations, KvConfig, KvDtype
-from headrace.errors import RequestError
+from headrace.config import Activations, KvConfig
 from headrace.logit_ops import LogitOp, StepResult, Ticket
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
-
-BACKENDS = ("cpu", "cuda", "reference")
-KV_DTYPES: Mapping[str, tuple[KvDtype, ...]] = {
-    "cpu": ("bf16", "f32", "int8", "int4"),
-    "cuda": ("bf16", "f32", "fp8", "int8"),
-    "reference": get_args(KvDtype),
-}
-"""Number formats of KV that each backend keeps."""
-KV_BLOCK_SIZES: Mapping[str, int] = {"cpu": 32, "cuda": 64, "reference": 32}
-"""Tokens of a block of KV."""
 
 
 class HostBlocks(Protocol):
@@ -150,15 +140,6 @@ def compile_program(
     return executable
 
 
-def check_kv_dtype(backend: str, dtype: KvDtype) -> None:
-    """Raises RequestError for a number format of KV that the named backend does not keep."""
-    if dtype not in (kept := KV_DTYPES.get(backend, ())) and kept:
-        raise RequestError(
-            f"the {backend} backend keeps no KV in {dtype}: choose int8 for as little "
-            f"memory, or {' or '.join(kept)}"
-        )
-
-
 def host_block_counts(num_bytes: int, groups: Sequence[tuple[int, int]]) -> list[int]:
     """How many blocks of each group so many bytes are for, in proportion to the blocks that there
     are, which have so many bytes each.
@@ -185,6 +166,5 @@ def expert_table(
 
 
 def _module(backend: str) -> ModuleType:
-    if backend not in BACKENDS:
-        raise RequestError(f"unknown backend {backend!r}; there are: {', '.join(BACKENDS)}")
+    traits_of(backend)  # raises RequestError for an unknown name
     return import_module(f"headrace.backend.{backend}")

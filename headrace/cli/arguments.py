@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from headrace.config import Activations, BackendName, EngineConfig, KvDtype
+from headrace.backend_traits import BackendName, KvDtype
+from headrace.config import Activations, EngineConfig
 
 DEFAULT_MODEL = "smollm2"
 _MOST_DIGITS = 40

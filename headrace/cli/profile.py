@@ -187,7 +187,7 @@ def _choose(
     asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig
 ) -> "tuple[list[Phase], dict[str, str]]":
     """The phases that can run here, and why the others cannot, by name."""
-    from headrace.backend import KV_BLOCK_SIZES, lower_program
+    from headrace.backend import lower_program
     from headrace.loader.memory import memory_for
     from headrace.measure.stopwatch import num_blocks
     from headrace.model import trace_model
@@ -201,7 +201,7 @@ def _choose(
     )
     kv_per_token, block_size = (
         token_bytes(program.kv_groups, config.kv_dtype),
-        KV_BLOCK_SIZES[config.backend],
+        config.traits.kv_block_size,
     )
     memory = memory_for(config, program)
     fit = Fit(
@@ -263,7 +263,6 @@ def _run(
     from rich.console import Console
     from rich.progress import Progress
 
-    from headrace.backend import KV_BLOCK_SIZES
     from headrace.measure.stopwatch import Stopwatch, num_blocks
     from headrace.planner.experts import expert_profile
     from headrace.planner.hardware import measure
@@ -277,7 +276,7 @@ def _run(
             model,
             checkpoint,
             config,
-            max(num_blocks(phase, KV_BLOCK_SIZES[config.backend]) for phase in fitting),
+            max(num_blocks(phase, config.traits.kv_block_size) for phase in fitting),
         )
         try:
             rounds: list[list[list[StepTimes]]] = [[] for _ in fitting]

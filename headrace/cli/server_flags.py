@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from headrace.backend_traits import traits_of
 from headrace.cli.arguments import add_model
 from headrace.errors import RequestError
 
@@ -157,9 +158,8 @@ def announce(served: "ServedModel", port: int, *more: str) -> None:
     url = f"http://{host}:{port}"
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
     body = f'{{"model": "{settings.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    runs_on = (
-        hello.backend if hello.backend == "cuda" else f"{hello.backend}, {hello.threads} threads"
-    )
+    on_gpu = traits_of(hello.backend).on_gpu
+    runs_on = hello.backend if on_gpu else f"{hello.backend}, {hello.threads} threads"
     lines = [
         f"model     {settings.model_name} ({hello.architecture}), {runs_on}",
         f"memory    {hello.weight_bytes / 1e6:,.0f} MB of weights, "

@@ -31,9 +31,8 @@ class Session:
         self.config = self._engine.config
         # all of it stays, so that the collector need not look at it again, at exit either
         gc.freeze()
-        if (
-            self.config.backend == "cuda"
-        ):  # what torch and Triton hold would count as leaks of the native module
+        if self.config.traits.on_gpu:
+            # what torch and Triton hold would count as leaks of the native module
             atexit.register(gc.unfreeze)
         self._adapter = adapter[0] if adapter else None
         self._matrices: Adapter = {}

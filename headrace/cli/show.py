@@ -8,8 +8,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from headrace.backend_traits import BackendName, KvDtype, traits_of
 from headrace.cli.arguments import PARALLEL, add_backend, add_json, add_model, add_parallel
-from headrace.config import BackendName, EngineConfig, KvDtype
+from headrace.config import EngineConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -108,7 +109,6 @@ def _memory(config: EngineConfig, program: "Program", context: int) -> dict[str,
     """The memory that the backend has, and how much KV fits in it beside the weights, by number
     format.
     """
-    from headrace.backend import KV_DTYPES
     from headrace.loader.memory import memory_for
     from headrace.planner.fit import Fit
     from headrace.program.kv import token_bytes
@@ -116,7 +116,7 @@ def _memory(config: EngineConfig, program: "Program", context: int) -> dict[str,
     memory, groups, dtypes = (
         memory_for(config, program),
         program.kv_groups,
-        KV_DTYPES[config.backend],
+        config.traits.kv_dtypes,
     )
     sizes = {dtype: _sequence_bytes(groups, dtype, context, config.backend) for dtype in dtypes}
     fits = {
@@ -135,10 +135,9 @@ def _memory(config: EngineConfig, program: "Program", context: int) -> dict[str,
 
 
 def _group(group: "KvGroup", backend: BackendName) -> dict[str, Any]:
-    from headrace.backend import KV_DTYPES
     from headrace.program.kv import token_bytes
 
-    sizes = {dtype: token_bytes((group,), dtype) for dtype in KV_DTYPES[backend]}
+    sizes = {dtype: token_bytes((group,), dtype) for dtype in traits_of(backend).kv_dtypes}
     return {"layers": len(group.layers), "window": group.window, "kv_bytes_per_token": sizes}
 
 
@@ -192,9 +191,7 @@ def _sequence_bytes(
     groups: "Sequence[KvGroup]", dtype: KvDtype, context: int, backend: BackendName
 ) -> int:
     """Bytes of KV that a sequence of full length holds at once."""
-    from headrace.backend import KV_BLOCK_SIZES
-
-    rows, size = EngineConfig(backend=backend).max_rows, KV_BLOCK_SIZES[backend]
+    rows, size = EngineConfig(backend=backend).max_rows, traits_of(backend).kv_block_size
     return sum(
         group.num_blocks(context, rows, size) * group.block_bytes(dtype, size) for group in groups
     )

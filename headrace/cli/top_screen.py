@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from headrace.backend_traits import BACKENDS
 from headrace.cli.record import Record
 from headrace.cli.table import printable
 from headrace.stats import KvStats, Stats, ratio
@@ -93,8 +94,9 @@ def _head(record: Record, now: float, width: int) -> Panel:
     """Name and settings, and the speed of the last minute."""
     config, stats = record["config"], record["stats"]
     backend = config.get("backend")
+    on_gpu = backend in BACKENDS and BACKENDS[backend].on_gpu
     words = [
-        backend if backend == "cuda" else f"{backend}, {config.get('threads')} threads",
+        backend if on_gpu else f"{backend}, {config.get('threads')} threads",
         f"{config.get('kv_dtype')} KV",
     ]
     words += [] if config.get("batching") == "inflight" else [f"{config.get('batching')} batching"]

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import Executable, compile_program, forward
+from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
-from headrace.config import Activations, KvConfig, KvDtype
+from headrace.config import Activations, KvConfig
 from headrace.convert.batches import num_blocks, piece_batch
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec

@@ -6,9 +6,9 @@ import logging
 from dataclasses import replace
 from typing import NamedTuple
 
-from headrace.backend import check_kv_dtype
+from headrace.backend_traits import BackendName, check_kv_dtype, traits_of
 from headrace.checkpoint.load import Checkpoint
-from headrace.config import BackendName, EngineConfig
+from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError, UnsupportedModelError
 from headrace.loader.drafts import DraftCheckpoints, target_program
 from headrace.loader.memory import fit_memory
@@ -49,14 +49,12 @@ def choose(
     """The backend of a model, with what drafts for it. Raises RequestError for one that cannot run
     here.
     """
-    if config.backend == "cuda":
-        return named_gpu(gpu.look())
     if config.backend != "auto":
-        return Choice(config.backend)
+        return named_gpu(gpu.look()) if config.traits.on_gpu else Choice(config.backend)
     if mesh_of(config).ranks > 1:
         return _beside_gpu(gpu.look(), "several ranks run on the CPU")
     choice = automatic(gpu.look())
-    if choice.backend == "cpu":
+    if not traits_of(choice.backend).on_gpu:
         return choice
     why = _misfit(replace(config, backend=choice.backend), checkpoint, drafts or DraftCheckpoints())
     return Choice("cpu", _unused(why)) if why else choice

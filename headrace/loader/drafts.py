@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from headrace.backend import KV_BLOCK_SIZES, Executable, lower_program
+from headrace.backend import Executable, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.checkpoint.source import resolve
@@ -112,7 +112,7 @@ def compile_draft_models(
     """Compile what drafts, on the threads of the target's `executable`; `kv` is that of a draft
     model, where there is one.
     """
-    draft_models = DraftModels(block_size=KV_BLOCK_SIZES[config.backend])
+    draft_models = DraftModels(block_size=config.traits.kv_block_size)
     if kv and (checkpoint := draft_checkpoints.draft):
         program = own_program(config, checkpoint)
         manager = KvManager(program.kv_groups, kv, max_rows(config.draft_depth))

@@ -4,7 +4,6 @@ what runs them, KV.
 
 from typing import NamedTuple
 
-from headrace.backend import KV_BLOCK_SIZES
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.loader.drafts import DraftCheckpoints, own_program
@@ -50,7 +49,7 @@ def memory_for(config: EngineConfig, program: Program) -> Memory:
     """The memory that a backend, which is named in `config`, has for a program that was lowered for
     it.
     """
-    if config.backend == "cuda":
+    if config.traits.on_gpu:
         from headrace.backend.cuda.host_blocks import staging_bytes
         from headrace.backend.cuda.memory import free_memory, run_bytes
 
@@ -62,7 +61,7 @@ def memory_for(config: EngineConfig, program: Program) -> Memory:
             if config.kv_offload_bytes and config.prefix_cache:
                 to_run += staging_bytes(
                     [
-                        group.block_bytes(config.kv_dtype, KV_BLOCK_SIZES["cuda"])
+                        group.block_bytes(config.kv_dtype, config.traits.kv_block_size)
                         for group in program.kv_groups
                     ]
                 )
@@ -92,7 +91,7 @@ def fit_memory(
     weights = (max(shares) if spread else sum(shares)) + draft_checkpoints.weight_bytes(
         config.backend, checkpoint.spec
     )
-    block_size = KV_BLOCK_SIZES[config.backend]
+    block_size = config.traits.kv_block_size
     uses = [KvUse(own.kv_groups, config.max_rows) for own in programs]
     if spread:
         uses = [

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
+from headrace.backend_traits import BackendName, KvDtype
 from headrace.config import (
     SERVING,
     AcceptanceMethod,
     Activations,
-    BackendName,
     EngineConfig,
     FaceDefaults,
-    KvDtype,
     LatentAttention,
 )
 from headrace.engine.engine import SCHEDULERS

@@ -34,7 +34,7 @@ def mesh_of(config: EngineConfig) -> Mesh:
         config.enable_sequence_parallel,
         config.pipeline_layers,
     )
-    if mesh.ranks > 1 and config.backend not in ("auto", "cpu"):
+    if mesh.ranks > 1 and not config.traits.has_ranks:
         raise RequestError(
             f"the {config.backend} backend has one rank: choose backend 'cpu', or a "
             "parallel size of 1"

@@ -5,7 +5,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import KV_BLOCK_SIZES, Executable, compile_program
+from headrace.backend import Executable, compile_program
 from headrace.batch import KvRows, RaggedBatch, StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
@@ -36,7 +36,7 @@ class Stopwatch:
         self, model: str, checkpoint: Checkpoint, config: EngineConfig, blocks: int
     ) -> None:
         program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), mesh_of(config)
-        self._num_groups, self._block_size = len(program.kv_groups), KV_BLOCK_SIZES[config.backend]
+        self._num_groups, self._block_size = len(program.kv_groups), config.traits.kv_block_size
         kv, threads = (
             KvConfig((blocks,) * self._num_groups, self._block_size, config.kv_dtype),
             threads_of(config, mesh),

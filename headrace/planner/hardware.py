@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, get_args
 
+from headrace.backend_traits import traits_of
 from headrace.planner import gpu, host
 from headrace.program.op import Kind
 from headrace.record import frozen
@@ -129,7 +130,7 @@ def _processor(threads: int, backend: str) -> _Processor:
     """What a backend runs on."""
     from headrace import _native
 
-    if backend == "cuda" and not gpu.interprets():
+    if traits_of(backend).on_gpu and not gpu.interprets():
         found, _ = gpu.find_gpu()
         if found:
             return _Processor(found.name, found.isa, found.multiprocessors, gpu=True)

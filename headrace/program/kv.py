@@ -2,7 +2,7 @@
 which has blocks of its own.
 """
 
-from headrace.config import KvDtype
+from headrace.backend_traits import KvDtype
 from headrace.quant import kv
 from headrace.record import frozen
 

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.config import KvDtype
+from headrace.backend_traits import KvDtype
 
 BLOCK_SIZE = 32
 """Tokens of a block in the native cache."""

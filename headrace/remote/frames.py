@@ -10,7 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from headrace.config import Activations, EngineConfig, KvDtype
+from headrace.backend_traits import KvDtype
+from headrace.config import Activations, EngineConfig
 from headrace.request import Logprobs, PoolingParams, SamplingParams
 
 HEAD = 4

@@ -143,9 +143,8 @@ def main(*arguments: str) -> None:
             connection.sendall(frames.encode(frames.Refused("", "request", str(error))))
         sys.exit(error.exit_code)
     gc.freeze()
-    if (
-        engine.config.backend == "cuda"
-    ):  # what torch and Triton hold at exit would count as leaks of the native module
+    if engine.config.traits.on_gpu:
+        # what torch and Triton hold at exit would count as leaks of the native module
         atexit.register(gc.unfreeze)
     outbox = Outbox()
     host = EngineHost(engine, spec, outbox.put)

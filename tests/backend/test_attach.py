@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from headrace.backend import compile_program, forward
-from headrace.config import KvConfig, KvDtype
+from headrace.backend_traits import KvDtype
+from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.quant.formats import StoredTensor
 from tests.backend.test_cpu_program import BLOCKS, random_steps

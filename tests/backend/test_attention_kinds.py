@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend import KV_DTYPES, forward
+from headrace.backend import forward
 from headrace.backend.cpu import executable as cpu
 from headrace.backend.reference import executable as reference
-from headrace.config import KvConfig, KvDtype
+from headrace.backend_traits import KvDtype, traits_of
+from headrace.config import KvConfig
 from headrace.program import ops
 from headrace.program.op import Value
 from headrace.program.trace import Program, Tracer, trace
@@ -160,7 +161,7 @@ def kv_of(program: Program, dtype: KvDtype, blocks: int = BLOCKS) -> KvConfig:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @settings(max_examples=3, deadline=None)
 @example([ALL[0], ALL[1]], True, 2, 1)
 @example([ALL[2], ALL[3]], True, 1, 2)
@@ -190,7 +191,7 @@ def test_attention_equals_reference_and_fused(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype) -> None:
     program, tensors = model(*ALL)
     assert len(program.kv_groups) == 4
@@ -219,7 +220,7 @@ def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 def test_the_latent_rows_of_deepseek(isa: str, dtype: KvDtype) -> None:
     """Keys of 512 latent and 64 rotated numbers, of which the latent ones are the values of 16
     heads.
@@ -240,7 +241,7 @@ def test_the_latent_rows_of_deepseek(isa: str, dtype: KvDtype) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 def test_moved_slots(isa: str, dtype: KvDtype) -> None:
     program, tensors = model(*ALL)
     executable = cpu.CpuExecutable(program, tensors, kv_of(program, dtype, 8), 1, isa)
@@ -257,7 +258,7 @@ def test_moved_slots(isa: str, dtype: KvDtype) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("kind", ALL)
 def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, kind: Kind) -> None:
     """Also where its values are made of its key, and none of the rows that share its chunk or that

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import _native
-from headrace.backend import KV_DTYPES, forward
+from headrace.backend import forward
 from headrace.backend.cpu import executable as cpu
 from headrace.backend.reference import executable as reference
-from headrace.config import KvConfig, KvDtype
+from headrace.backend_traits import KvDtype, traits_of
+from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.program.fuse import fuse
 from headrace.program.op import Value
@@ -161,7 +162,7 @@ def test_kv_formats(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 def test_move_slots(isa: str, dtype: str) -> None:
     """A context whose slots were moved, in each group of layers, gives the same bits as the one
     that was there.

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from headrace import _native
-from headrace.backend import KV_DTYPES, Executable, forward
+from headrace.backend import Executable, forward
 from headrace.backend.cpu import executable as cpu
-from headrace.config import KvConfig, KvDtype
+from headrace.backend_traits import KvDtype, traits_of
+from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.batches import Sequence, batch_of
@@ -67,7 +68,7 @@ def spoilt_model(tensor: str, bad: float, row: int, **options: int) -> tuple[obj
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, fused: bool) -> None:
     """Token 7 has an embedding that is not finite. Rows before it, drafts beside it and other
@@ -114,7 +115,7 @@ def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, fused: bo
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("part", ["k", "v"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_key_or_value_that_is_not_finite(

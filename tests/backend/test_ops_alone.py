@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend import KV_DTYPES, Executable, forward
+from headrace.backend import Executable, forward
 from headrace.backend.cpu import executable as cpu
 from headrace.backend.cpu.lowering import LOWER
 from headrace.backend.reference import executable as reference
+from headrace.backend_traits import KvDtype, traits_of
 from headrace.batch import RaggedBatch
-from headrace.config import KvConfig, KvDtype
+from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.parallel import lockstep
@@ -109,7 +110,7 @@ def test_every_op_has_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @settings(max_examples=4, deadline=None)
 @given(
     shape=SHAPES,
@@ -159,7 +160,7 @@ def test_op_by_op_reads_the_activations_that_fused_ops_read(isa: str, format: st
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("head_dim", [6, 32])
 def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype, head_dim: int) -> None:
     model, kv = (
@@ -172,7 +173,7 @@ def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype, head_dim: in
         assert np.array_equal(logits_of(op_by_op(model, kv, threads, isa), tokens, sizes), whole)
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: KvDtype) -> None:
     """Half of a pair of values that share a word may be an earlier owner's: it counts for nothing,
     and is finite.

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from headrace.backend import BACKENDS, Executable, forward
+from headrace.backend import Executable, forward
+from headrace.backend_traits import BACKENDS
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
 from tests.backend.batches import Sequence, batch_of

@@ -157,7 +157,7 @@ def test_what_no_kernel_reads_is_refused_before_anything_is_read() -> None:
     ):
         lower_program("cpu", program, tensors)
     with pytest.raises(
-        RequestError, match="unknown backend 'tpu'; there are: cpu, cuda, reference"
+        RequestError, match="unknown backend 'tpu'; choose from: cpu, cuda, reference"
     ):
         lower_program("tpu", program, tensors)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.backend import KV_DTYPES
+from headrace.backend_traits import traits_of
 
 SERVING = Path(__file__).parents[2] / "benchmarks/serving"
 Rows = list[dict[str, Any]]
@@ -99,7 +99,7 @@ def test_memory(run: TokenRun) -> None:
 
 def test_kv_formats(run: TokenRun) -> None:
     truth, *rows = run("kv_formats")[0]
-    assert {row["kv_dtype"] for row in rows} == set(KV_DTYPES["cpu"]) and truth["kl"] == 0
+    assert {row["kv_dtype"] for row in rows} == set(traits_of("cpu").kv_dtypes) and truth["kl"] == 0
     for row in rows:
         assert 0 < row["kl"] < 0.1 and abs(row["nll"] / truth["nll"] - 1) < 0.05
 

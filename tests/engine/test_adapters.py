@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backend import KV_DTYPES
+from headrace.backend_traits import traits_of
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.model import linear_weights, tensor_shapes
@@ -147,7 +147,7 @@ def test_a_draft_model_without_the_adapter_only_drafts(how: str) -> None:
     assert engine.stats().drafted > 0 and engine.stats().proposer_failures == 0
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("kv_dtype", traits_of("cpu").kv_dtypes)
 def test_nothing_leaks_through_the_prefix_cache(kv_dtype: str) -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype=kv_dtype, slots=800), 0)
     prompt = REQUESTS[2][0] * 2, SamplingParams(temperature=0, max_tokens=5)

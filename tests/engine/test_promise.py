@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backend import KV_DTYPES
-from headrace.config import KvDtype
+from headrace.backend_traits import KvDtype, traits_of
 from headrace.engine.engine import Engine
 from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
 from headrace.request import Logprobs, RequestOutput, SamplingParams
@@ -206,7 +205,7 @@ LOADS: dict[str, st.SearchStrategy[Any]] = {
     "which": st.integers(0, len(MODELS) - 1),
     "order": st.lists(st.integers(0, len(REQUESTS) - 1), min_size=1, max_size=12),
     "stagger": st.integers(0, 3),
-    "kv_dtype": st.sampled_from(KV_DTYPES["cpu"]),
+    "kv_dtype": st.sampled_from(traits_of("cpu").kv_dtypes),
     "max_num_batched_tokens": st.sampled_from([1, 2, 3, 5, 8, 17, 64]),
     "max_num_seqs": st.sampled_from([1, 2, 5, 32]),
     "max_logit_rows": st.sampled_from([1, 4, 64]),
@@ -303,7 +302,7 @@ def test_what_no_window_reaches_is_let_go(backend: str) -> None:
 INTERLEAVED = tiny_model(3, dim=64, layers=5, window=(0, 40, 40), context=512)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES["cpu"])
+@pytest.mark.parametrize("kv_dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_with_a_window_keep_no_more_than_they_see(backend: str, kv_dtype: KvDtype) -> None:
     """Though their neighbours keep everything: blocks and bytes of each group, step by step, inside

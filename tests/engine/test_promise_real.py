@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.backend import Executable, compile_program
+from headrace.backend_traits import KvDtype
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import EngineConfig, KvConfig, KvDtype
+from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.model import trace_model
 from headrace.proposer import Proposer

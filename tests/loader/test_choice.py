@@ -83,7 +83,7 @@ def test_without_a_gpu_nothing_is_said(
         ({"torch_cuda": None}, {}, "torch is a build for the processor alone"),
         ({"interprets": True}, {}, "TRITON_INTERPRET is set"),
         ({}, {"tensor_parallel_size": 2}, "several ranks run on the CPU"),
-        ({}, {"kv_dtype": "int4"}, "the cuda backend keeps no KV in int4"),
+        ({}, {"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported on cuda"),
     ],
 )
 def test_a_gpu_that_is_not_used_is_told_of_in_one_line(
@@ -172,5 +172,5 @@ def test_a_gpu_that_is_asked_for(on: Callable[..., None], checkpoint: Checkpoint
     on(replace(NONE, interprets=True))
     backend, remark = chosen(checkpoint, backend="cuda")
     assert backend == "cuda" and "interpreted" in remark
-    with pytest.raises(RequestError, match="keeps no KV in int4"):
+    with pytest.raises(RequestError, match="kv_dtype 'int4' is not supported on"):
         with_backend(engine_config({"backend": "cuda", "kv_dtype": "int4"}), checkpoint)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.backend import BACKENDS, KV_BLOCK_SIZES, lower_program
+from headrace.backend import lower_program
+from headrace.backend_traits import BACKENDS, traits_of
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import OFFLINE
 from headrace.errors import MemoryLimitError, ModelNotFoundError, RequestError
@@ -119,7 +120,8 @@ class TestMemory:
         weights = program.weight_bytes
         assert weights > sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         (group,) = program.kv_groups
-        needed = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", KV_BLOCK_SIZES[backend])
+        block_bytes = group.block_bytes("bf16", traits_of(backend).kv_block_size)
+        needed = RUNTIME_BYTES + weights + 2 * block_bytes
         options: dict[str, Any] = {"backend": backend, "max_model_len": 64, "kv_blocks": 2}
         monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: needed)
         with LLM(str(model), **options) as llm:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace.backend import KV_DTYPES, lower_program
+from headrace.backend import lower_program
 from headrace.backend.reference.executable import ReferenceExecutable, _Step
+from headrace.backend_traits import KvDtype, traits_of
 from headrace.batch import RaggedBatch
-from headrace.config import KvConfig, KvDtype
+from headrace.config import KvConfig
 from headrace.program import moe as mixture
 from headrace.program import ops
 from headrace.program.kv import number_bytes
@@ -122,7 +123,7 @@ def batch_and_load(
 @settings(max_examples=8, deadline=None)
 @given(
     shape=SHAPES,
-    dtype=st.sampled_from(KV_DTYPES["cpu"]),
+    dtype=st.sampled_from(traits_of("cpu").kv_dtypes),
     seqs=SEQUENCES,
     num_logits=st.integers(0, 100),
 )

@@ -6,10 +6,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from headrace.backend import check_kv_dtype
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend_traits import KvDtype, check_kv_dtype
 from headrace.batch import Ints
-from headrace.config import KvDtype
 from headrace.program.kv import KvGroup
 
 KvFormat = Literal["bf16", "f32", "fp8", "int8"]

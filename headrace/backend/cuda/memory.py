@@ -14,7 +14,7 @@ from headrace.backend.cuda.kernels.attention import tiles_for
 from headrace.backend.cuda.step_attention import num_partials
 from headrace.backend.cuda.step_shape import StepShape, prefill
 from headrace.backend.cuda.workspace import Buffers
-from headrace.config import KvDtype
+from headrace.backend_traits import KvDtype
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.program import moe as mixture
 from headrace.program import ops

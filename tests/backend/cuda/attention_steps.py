@@ -31,8 +31,8 @@ from headrace.backend.cuda.kernels.attention import (
 from headrace.backend.cuda.kernels.kv_write import kv_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.reference import executable as reference
+from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
-from headrace.config import KvDtype
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.program.op import Value, Weight
 from headrace.program.ops import Attention, KvWrite

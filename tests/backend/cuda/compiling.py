@@ -29,7 +29,8 @@ from headrace.backend.cuda.drawing_layout import DrawLayout
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.step_shape import StepShape
 from headrace.backend.cuda.stream import CudaStream
-from headrace.config import KvConfig, KvDtype
+from headrace.backend_traits import KvDtype
+from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.program.fuse import fuse
 from tests.backend.cuda.hollow import SPECS, hollow_tensors, make_weights_in_place

@@ -230,5 +230,8 @@ def test_beams_and_lossy_drafts_read_logits_on_the_host() -> None:
 
 def test_kv_that_it_does_not_keep_is_refused() -> None:
     spec, tensors = model(LLAMA)
-    with pytest.raises(RequestError, match="the cuda backend keeps no KV in int4: choose int8"):
+    with pytest.raises(
+        RequestError,
+        match="kv_dtype 'int4' is not supported on cuda; choose bf16, f32, fp8 or int8",
+    ):
         compile(trace_model(spec, tensors), tensors, KvConfig((4,), 32, "int4"), 1)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backend import KV_DTYPES, host_block_counts
+from headrace.backend import host_block_counts
 from headrace.backend.cuda import CudaExecutable, host_blocks, memory
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.host_blocks import CudaHostBlocks, staging_bytes
@@ -19,7 +19,8 @@ from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.speed import READ_BLOCK, multiply_add
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.stream import Mark, Stream, host_tensor, make_stream
-from headrace.config import KvConfig, KvDtype
+from headrace.backend_traits import KvDtype, traits_of
+from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import MemoryLimitError
 from headrace.loader.memory import memory_for
@@ -248,7 +249,7 @@ def test_an_engine_whose_first_blocks_find_no_memory_does_not_start(
             executable.host_blocks(1 << 20)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES["cuda"])
+@pytest.mark.parametrize("kv_dtype", traits_of("cuda").kv_dtypes)
 def test_staging_blocks_are_set_aside(kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
     program = executable_over(make_stream(), 3, kv_dtype, 36).program

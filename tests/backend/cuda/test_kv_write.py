@@ -15,8 +15,8 @@ from headrace.backend.cuda.kernels.kv_write import kv_write, rope_write
 from headrace.backend.cuda.kernels.rope import rope
 from headrace.backend.cuda.kv_store import KvFormat, KvStore
 from headrace.backend.reference.executable import _rotate
+from headrace.backend_traits import KvDtype
 from headrace.batch import ints
-from headrace.config import KvDtype
 from headrace.errors import RequestError
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.quant.kv import hadamard, stored

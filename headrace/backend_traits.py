@@ -1,0 +1,67 @@
+"""Traits of the backends: a record for each, that can be read without importing the backend."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from headrace.errors import RequestError
+from headrace.record import frozen
+
+BackendName = Literal["auto", "cpu", "cuda", "reference"]
+KvDtype = Literal["bf16", "f32", "fp8", "int8", "int4"]
+
+
+@frozen(kw_only=True)
+class BackendTraits:
+    """Abilities of a backend, and its defaults for the size of a step."""
+
+    kv_dtypes: tuple[KvDtype, ...]
+    """Number formats of keys and values."""
+    kv_block_size: int = 32
+    """Tokens in a block of KV."""
+    on_gpu: bool = False
+    """Whether weights and KV are in the memory of a GPU, with torch and Triton in the process."""
+    has_ranks: bool = False
+    """Whether several processes can share a model."""
+    max_num_seqs: int = 64
+    """Default of `EngineConfig.max_num_seqs`."""
+    max_num_batched_tokens: int = 512
+    """Default of `EngineConfig.max_num_batched_tokens`."""
+    chunked_prefill_size: int = 16
+    """Default of `EngineConfig.chunked_prefill_size`."""
+
+
+BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
+    {
+        "cpu": BackendTraits(kv_dtypes=("bf16", "f32", "int8", "int4"), has_ranks=True),
+        "cuda": BackendTraits(
+            kv_dtypes=("bf16", "f32", "fp8", "int8"),
+            kv_block_size=64,
+            on_gpu=True,
+            max_num_seqs=256,
+            max_num_batched_tokens=2048,
+            chunked_prefill_size=256,
+        ),
+        "reference": BackendTraits(kv_dtypes=get_args(KvDtype)),
+    }
+)
+
+
+def traits_of(backend: str) -> BackendTraits:
+    """Traits of the backend with this name. `auto` has the traits of `cpu` until the loader chooses.
+
+    Raises RequestError if no backend has the name.
+    """
+    name = "cpu" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise RequestError(f"unknown backend '{backend}'; choose from: {', '.join(BACKENDS)}")
+    return BACKENDS[name]
+
+
+def check_kv_dtype(backend: str, dtype: KvDtype) -> None:
+    """Raise RequestError if the backend cannot keep KV in this number format."""
+    *others, last = traits_of(backend).kv_dtypes
+    if dtype not in (*others, last):
+        raise RequestError(
+            f"kv_dtype '{dtype}' is not supported on {backend}; choose {', '.join(others)} or {last}"
+        )
