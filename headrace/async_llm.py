@@ -21,6 +21,7 @@ from headrace.request import (
     CheckedRequest,
     Pooling,
     PoolingParams,
+    RequestOptions,
     RequestOutput,
     SamplingParams,
     Update,
@@ -71,20 +72,15 @@ class AsyncLLM(Face):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
-        **options: Unpack[ChatOptions],
+        **chat_options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Continue a prompt, or answer a conversation: the whole result. Arguments and errors are
         those of `LLM.stream`.
         """
-        terms = {
-            "priority": priority,
-            "timeout": timeout,
-            "cache_salt": cache_salt,
-            "adapter": adapter,
-        }
-        return await self._run(
-            await self._checked(partial(self._check_one, prompt, params, options, **terms))
+        options = RequestOptions(
+            priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
         )
+        return await self._run(await self._checked(prompt, params, chat_options, options))
 
     async def stream(
         self,
@@ -95,18 +91,15 @@ class AsyncLLM(Face):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
-        **options: Unpack[ChatOptions],
+        **chat_options: Unpack[ChatOptions],
     ) -> AsyncGenerator[Update]:
         """The same update by update, as `LLM.stream` gives them. Leaving the iterator ends the
         request.
         """
-        terms = {
-            "priority": priority,
-            "timeout": timeout,
-            "cache_salt": cache_salt,
-            "adapter": adapter,
-        }
-        request = await self._checked(partial(self._check_one, prompt, params, options, **terms))
+        options = RequestOptions(
+            priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
+        )
+        request = await self._checked(prompt, params, chat_options, options)
         request_id, inbox, result = str(next(self._numbers)), _Inbox(), None
         try:
             self._thread.add([request], [request_id], inbox)
@@ -131,24 +124,26 @@ class AsyncLLM(Face):
         adapter: str | None = None,
     ) -> NDArray[np.float32]:  # [dim]
         """The vector of a prompt. Arguments and errors are those of `LLM.embed`."""
-        how = PoolingParams(pooling=pooling, normalise=normalise)
-        terms = {
-            "priority": priority,
-            "timeout": timeout,
-            "cache_salt": cache_salt,
-            "adapter": adapter,
-            "pooling": how,
-        }
-        result = await self._run(
-            await self._checked(partial(self._check_one, prompt, None, {}, **terms))
+        options = RequestOptions(
+            priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
         )
+        how = PoolingParams(pooling=pooling, normalise=normalise)
+        result = await self._run(await self._checked(prompt, None, {}, options, how))
         if result.embedding is None:
             raise RequestFailedError("the prompt was not embedded in time", [result])
         return result.embedding
 
-    async def _checked(self, check: partial[CheckedRequest]) -> CheckedRequest:
-        """A request, whose prompt is read in a thread."""
+    async def _checked(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None,
+        chat_options: ChatOptions,
+        options: RequestOptions,
+        pooling: PoolingParams | None = None,
+    ) -> CheckedRequest:
+        """Read and check a prompt in a thread of the loop's executor."""
         self._thread.check_open()
+        check = partial(self._check_one, prompt, params, chat_options, options, pooling)
         return await asyncio.get_running_loop().run_in_executor(None, check)
 
     async def _run(self, request: CheckedRequest) -> RequestOutput:

@@ -18,7 +18,7 @@ from headrace.loader.load import load_model
 from headrace.loader.options import engine_config
 from headrace.model.spec import ModelSpec
 from headrace.prompts import Message, Prompt, TokenizedPrompt
-from headrace.request import CheckedRequest, SamplingParams
+from headrace.request import CheckedRequest, PoolingParams, RequestOptions, SamplingParams
 from headrace.stats import BlockMap, Stats
 
 _T = TypeVar("_T")
@@ -151,51 +151,67 @@ class Face:
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None,
-        options: ChatOptions,
-        **terms: object,
+        chat_options: ChatOptions,
+        options: RequestOptions,
+        pooling: PoolingParams | None = None,
     ) -> CheckedRequest:
-        """The request that a prompt or a conversation makes; `terms` are further arguments of
-        `Engine.check`. Queues nothing.
-        """
+        """Read and check one prompt or conversation, without queueing it."""
+        self._thread.check_open()
         read: Callable[[Any], TokenizedPrompt] = self._prompts.read_prompt
         if not isinstance(prompt, str | Mapping):
-            read, params = (
-                partial(self._prompts.read_chat, **options),
-                CHAT_PARAMS if params is None else params,
-            )
-        elif options:
+            read = partial(self._prompts.read_chat, **chat_options)
+            params = CHAT_PARAMS if params is None else params
+        elif chat_options:
             raise RequestError(
-                f"{', '.join(options)} belongs to a conversation, and the prompt is none"
+                f"{', '.join(chat_options)} belongs to a conversation, and the prompt is none"
             )
-        (request,) = self._check(read, [prompt], params=params, **terms)
-        return request
+        token_ids, text = read(prompt)
+        return self._engine.check(token_ids, params, options, prompt=text, pooling=pooling)
 
-    def _check(
-        self, read: Callable[[_T], TokenizedPrompt], prompts: Sequence[_T], **asked: object
+    def _check_all(
+        self,
+        read: Callable[[_T], TokenizedPrompt],
+        prompts: Sequence[_T],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        priority: int | Sequence[int],
+        timeout: float | Sequence[float | None] | None,
+        cache_salt: str | Sequence[str | None] | None,
+        adapter: str | Sequence[str | None] | None,
+        pooling: PoolingParams | None = None,
     ) -> list[CheckedRequest]:
-        """The requests that these prompts make; `asked` are arguments of `Engine.check`, one for
-        all or one for each. Queues nothing.
+        """Read and check many prompts, without queueing them.
+
+        Parameters and options are one value for all prompts, or a list with one per prompt.
         """
         self._thread.check_open()
-        columns = {name: _one_each(name, given, len(prompts)) for name, given in asked.items()}
+        count = len(prompts)
+        columns = zip(
+            prompts,
+            _one_per_prompt("params", params, count),
+            _one_per_prompt("priority", priority, count),
+            _one_per_prompt("timeout", timeout, count),
+            _one_per_prompt("cache_salt", cache_salt, count),
+            _one_per_prompt("adapter", adapter, count),
+            strict=True,
+        )
         requests = []
-        for i, prompt in enumerate(prompts):
+        for prompt, sampling, level, seconds, salt, name in columns:
             token_ids, text = read(prompt)
+            options = RequestOptions(priority=level, timeout=seconds, cache_salt=salt, adapter=name)
             requests.append(
-                self._engine.check(
-                    token_ids, prompt=text, **{name: column[i] for name, column in columns.items()}
-                )
+                self._engine.check(token_ids, sampling, options, prompt=text, pooling=pooling)
             )
         return requests
 
 
-def _one_each(name: str, given: object, count: int) -> Sequence[Any]:
-    """One value for each of `count` prompts: `given` is a list of these, or one value for all."""
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        return [given] * count
-    if len(given) != count:
+def _one_per_prompt(name: str, value: object, count: int) -> Sequence[Any]:
+    """Return `count` values: `value` itself if it is a list of them, else `value` repeated."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return [value] * count
+    if len(value) != count:
         raise RequestError(
-            f"{name} has {len(given):,} entries and there are {count:,} prompts: give one "
+            f"{name} has {len(value):,} entries and there are {count:,} prompts: give one "
             "value for all, or one for each"
         )
-    return given
+    return value

@@ -19,6 +19,7 @@ from headrace.request import (
     CheckedRequest,
     Pooling,
     PoolingParams,
+    RequestOptions,
     RequestOutput,
     SamplingParams,
     Update,
@@ -82,15 +83,16 @@ class LLM(Face):
                 f"{type(prompts).__name__}"
             )
         several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        terms = {
-            "priority": priority,
-            "timeout": timeout,
-            "cache_salt": cache_salt,
-            "adapter": adapter,
-        }
-        return self._run(
-            self._check(self._prompts.read_prompt, several, params=params, **terms), progress
+        requests = self._check_all(
+            self._prompts.read_prompt,
+            several,
+            params,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            adapter=adapter,
         )
+        return self._run(requests, progress)
 
     def chat(
         self,
@@ -102,10 +104,10 @@ class LLM(Face):
         cache_salt: str | Sequence[str | None] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
-        **options: Unpack[ChatOptions],
+        **chat_options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, by the model's chat template, which the
-        `options` are for.
+        `chat_options` are for.
 
         An empty list is one of no conversations. Otherwise as `generate`.
         """
@@ -115,17 +117,16 @@ class LLM(Face):
                 f"{type(messages).__name__}"
             )
         several: list[Any] = [messages] if is_conversation(messages) else list(messages)
-        read, params = (
-            partial(self._prompts.read_chat, **options),
+        requests = self._check_all(
+            partial(self._prompts.read_chat, **chat_options),
+            several,
             CHAT_PARAMS if params is None else params,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            adapter=adapter,
         )
-        terms = {
-            "priority": priority,
-            "timeout": timeout,
-            "cache_salt": cache_salt,
-            "adapter": adapter,
-        }
-        return self._run(self._check(read, several, params=params, **terms), progress)
+        return self._run(requests, progress)
 
     def embed(
         self,
@@ -154,16 +155,17 @@ class LLM(Face):
                 f"{type(prompts).__name__}"
             )
         several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        terms = {
-            "priority": priority,
-            "timeout": timeout,
-            "cache_salt": cache_salt,
-            "adapter": adapter,
-        }
-        how = PoolingParams(pooling=pooling, normalise=normalise)
-        outputs = self._run(
-            self._check(self._prompts.read_prompt, several, pooling=how, **terms), progress
+        requests = self._check_all(
+            self._prompts.read_prompt,
+            several,
+            None,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            pooling=PoolingParams(pooling=pooling, normalise=normalise),
         )
+        outputs = self._run(requests, progress)
         vectors = [output.embedding for output in outputs if output.embedding is not None]
         if len(vectors) < len(outputs):
             first = next(i for i, output in enumerate(outputs) if output.embedding is None)
@@ -179,7 +181,7 @@ class LLM(Face):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
-        **options: Unpack[ChatOptions],
+        **chat_options: Unpack[ChatOptions],
     ) -> Iterator[Update]:
         """Continue a prompt, or answer a conversation, update by update: each has the new text,
         token ids and log-probabilities.
@@ -189,13 +191,10 @@ class LLM(Face):
         gives its texts in one piece each at the end, since until then another beam may win. Raises
         as `generate` does. Closing the iterator, or letting go of it, ends the request.
         """
-        terms = {
-            "priority": priority,
-            "timeout": timeout,
-            "cache_salt": cache_salt,
-            "adapter": adapter,
-        }
-        return self._stream(self._check_one(prompt, params, options, **terms))
+        options = RequestOptions(
+            priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
+        )
+        return self._stream(self._check_one(prompt, params, chat_options, options))
 
     def stream_text(
         self,
@@ -206,7 +205,7 @@ class LLM(Face):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
-        **options: Unpack[ChatOptions],
+        **chat_options: Unpack[ChatOptions],
     ) -> Iterator[str]:
         """The text of `stream` alone, piece by piece, for one continuation; the pieces joined are
         the text of its result.
@@ -216,13 +215,15 @@ class LLM(Face):
                 f"n is {params.n}, and the text of several continuations would be mixed "
                 "up: use stream"
             )
-        terms: dict[str, Any] = {
-            "priority": priority,
-            "timeout": timeout,
-            "cache_salt": cache_salt,
-            "adapter": adapter,
-        }
-        updates = self.stream(prompt, params, **terms, **options)
+        updates = self.stream(
+            prompt,
+            params,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            **chat_options,
+        )
         return (update.text for update in updates if update.text)
 
     def _run(self, requests: Sequence[CheckedRequest], progress: bool) -> list[RequestOutput]:

@@ -216,30 +216,63 @@ class PoolingParams:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """Options of one request besides its sampling parameters: scheduling, cache and adapter.
+
+    A caller may build a record with any values. `Engine.check` calls `checked`.
+    """
+
+    priority: int = 0
+    """The scheduler serves lower numbers first. Waiting requests rise by one level for each
+    `STEPS_PER_PRIORITY` steps.
+    """
+    timeout: float | None = None
+    """Seconds after submission at which the request ends with its output so far; None: never."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share KV in the prefix cache."""
+    adapter: str | None = None
+    """Name of the loaded LoRA adapter to run with; None: the model without an adapter."""
+
+    def checked(self) -> "RequestOptions":
+        """Return the options as plain ints, floats and strings.
+
+        Raises RequestError, which names the field, for a value of a wrong type or out of range.
+        The engine knows whether the adapter is loaded, so `Engine.check` checks that field.
+        """
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS):
+            raise RequestError(
+                f"cache_salt must be text of at most {MAX_SALT_CHARACTERS:,} characters, not "
+                f"{reprlib.repr(salt)}"
+            )
+        timeout = self.timeout
+        return RequestOptions(
+            priority=integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY),
+            timeout=None if timeout is None else number("timeout", timeout, 0.0, _MAX_SECONDS),
+            cache_salt=salt,
+            adapter=self.adapter,
+        )
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
 class CheckedRequest(NamedTuple):
-    """A request that `Engine.check` has found fit for its engine; only that method makes one."""
+    """A request that `Engine.check` accepted; only that method makes one."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     prompt: str | None
-    """The text of the prompt, where it is known."""
-    priority: int
-    """The lower, the sooner it is served. Waiting makes up for it: a level is worth a fixed number
-    of steps.
-    """
-    timeout: float | None
-    """Seconds from submission after which the request ends with what it has; None: no end."""
-    cache_salt: str | None
-    """Only requests of the same salt share KV in the prefix cache."""
-    adapter: str | None
-    """The name of the adapter that the model has for it."""
+    """Text of the prompt, if the caller gave text."""
+    options: RequestOptions
     pooling: PoolingParams | None = None
-    """How the prompt is embedded; None: it is continued."""
+    """How to embed the prompt; None: the engine continues the prompt."""
     constraint: "Constraint | None" = None
-    """What its outputs may begin with."""
+    """Grammar that the outputs must match."""
     output_token_ids: Sequence[Sequence[int]] = ()
-    """The tokens that each continuation has already, where another engine began it: nothing of them
-    is said again. Empty: none has any.
+    """Tokens that another engine already generated, for each continuation. The engine continues
+    after them and reports only new tokens. Empty: a fresh request.
     """
 
 
@@ -361,23 +394,6 @@ class Update:
     """The stop token id or stop string that ended it."""
     result: RequestOutput | None
     """The whole result, with the last update of the request."""
-
-
-def check_terms(
-    priority: object, timeout: object, cache_salt: object
-) -> tuple[int, float | None, str | None]:
-    """The terms on which a request is served, as `CheckedRequest` has them. Raises RequestError,
-    which names the argument.
-    """
-    if cache_salt is not None and not (
-        isinstance(cache_salt, str) and len(cache_salt) <= MAX_SALT_CHARACTERS
-    ):
-        raise RequestError(
-            f"cache_salt must be text of at most {MAX_SALT_CHARACTERS:,} characters, not "
-            f"{reprlib.repr(cache_salt)}"
-        )
-    seconds = None if timeout is None else number("timeout", timeout, 0.0, _MAX_SECONDS)
-    return integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY), seconds, cache_salt
 
 
 def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -169,7 +169,7 @@ class TestGenerate:
         with LLM(model, backend="reference", max_model_len=64, max_num_seqs=1) as llm:
             add, seen = llm._engine.add, []
             llm._engine.add = lambda request, *ids, **how: (
-                seen.append(request.priority) or add(request, *ids, **how)
+                seen.append(request.options.priority) or add(request, *ids, **how)
             )  # type: ignore[method-assign,func-returns-value]
             llm.generate(["hello", "w"], GREEDY, priority=[3, -2])
             llm.chat([MESSAGES, MESSAGES], GREEDY, priority=5)

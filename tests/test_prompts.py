@@ -18,6 +18,7 @@ from headrace.config import INTERACTIVE
 from headrace.errors import RequestError
 from headrace.loader.options import engine_config
 from headrace.prompts import PromptReader, TokenizedPrompt, is_conversation
+from headrace.request import RequestOptions
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
 CONTEXT = 64
@@ -240,12 +241,11 @@ class TestOnce:
             np.array([1, 2, 3]),
             GREEDY,
             prompt="text",
-            priority=np.int64(2),
-            timeout=9,
-            cache_salt="a",
+            options=RequestOptions(priority=np.int64(2), timeout=9, cache_salt="a"),
         )  # type: ignore[arg-type]
+        options = RequestOptions(priority=2, timeout=9.0, cache_salt="a")
         assert (
-            checked == ([1, 2, 3], GREEDY, "text", 2, 9.0, "a", None, None, None, ())
+            checked == ([1, 2, 3], GREEDY, "text", options, None, None, ())
             and type(checked.prompt_token_ids[0]) is int
         )
         assert not engine.has_work
@@ -254,10 +254,8 @@ class TestOnce:
         assert (
             request.id,
             request.prompt,
-            request.priority,
-            request.timeout,
-            request.cache_salt,
-        ) == ("mine", "text", 2, 9.0, "a")
+            request.options,
+        ) == ("mine", "text", options)
         with pytest.raises(RequestError, match="a request 'mine' is under way already"):
             engine.add(checked, "mine")
         engine.abort("mine")

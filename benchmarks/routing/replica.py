@@ -18,7 +18,7 @@ from headrace.batch import Ints, RaggedBatch
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.logit_ops import Done, LogitOp, StepResult
-from headrace.request import RequestOutput, SamplingParams
+from headrace.request import RequestOptions, RequestOutput, SamplingParams
 from headrace.sampling.host import run_logit_ops
 from headrace.scaleout.policy import Scope, StepCost
 from tests.engine.toy import FULL, toy_groups
@@ -133,7 +133,9 @@ class Replica:
         """Queue a request at a time."""
         self._clock.now = now
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        self._engine.add_request(prompt, params, request_id=request_id, cache_salt=scope[0])
+        self._engine.add_request(
+            prompt, params, RequestOptions(cache_salt=scope[0]), request_id=request_id
+        )
         self._waiting.add(request_id)
 
     def step(self, now: float) -> News:

@@ -17,7 +17,7 @@ from headrace.planner.answer import decode_loads, decode_seconds
 from headrace.program.adapter import Adapter, adapted
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
-from headrace.request import RequestOutput, SamplingParams, Update
+from headrace.request import RequestOptions, RequestOutput, SamplingParams, Update
 
 
 class Session:
@@ -70,7 +70,9 @@ class Session:
         fails on the way.
         """
         token_ids, text = self._prompts.read(prompt)
-        request_id = self._engine.add_request(token_ids, params, prompt=text, adapter=self._adapter)
+        request_id = self._engine.add_request(
+            token_ids, params, RequestOptions(adapter=self._adapter), prompt=text
+        )
         self.result, self._beam_width = None, params.beam_width
         while self.result is None:
             if stop.is_set():

@@ -42,12 +42,13 @@ from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
 from headrace.record import frozen
 from headrace.request import (
+    DEFAULT_OPTIONS,
     CheckedRequest,
     PoolingParams,
+    RequestOptions,
     RequestOutput,
     SamplingParams,
     Update,
-    check_terms,
     token_ids,
 )
 from headrace.speculation.coordinator import Speculation
@@ -134,26 +135,28 @@ class Engine:
         self,
         prompt_token_ids: Iterable[int],
         params: SamplingParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
         request_id: str | None = None,
-        **terms: Any,
+        prompt: str | None = None,
+        output_token_ids: Iterable[Iterable[int]] = (),
     ) -> str:
         """Check a request, queue it and return its id: `check` and `add` in one, with their
         arguments and errors.
         """
         self._check_open()
-        return self.add(self.check(prompt_token_ids, params, **terms), request_id)
+        checked = self.check(
+            prompt_token_ids, params, options, prompt=prompt, output_token_ids=output_token_ids
+        )
+        return self.add(checked, request_id)
 
     def check(
         self,
         prompt_token_ids: Iterable[int],
         params: SamplingParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
         prompt: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
         pooling: PoolingParams | None = None,
         output_token_ids: Iterable[Iterable[int]] = (),
     ) -> CheckedRequest:
@@ -168,16 +171,23 @@ class Engine:
             params = SamplingParams() if params is None else params
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-            terms = check_terms(priority, timeout, cache_salt)
-            if adapter is not None:
-                self._adapters.check(adapter)
+            options = options.checked()
+            if options.adapter is not None:
+                self._adapters.check(options.adapter)
             known = self._checked_prompt(prompt_token_ids, params, pooling)
             constraint = (
                 None
                 if pooling
                 else self._constraints.make(params, end_ids(params, self._tokenizer))
             )
-            checked = CheckedRequest(known, params, prompt, *terms, adapter, pooling, constraint)
+            checked = CheckedRequest(
+                prompt_token_ids=known,
+                params=params,
+                prompt=prompt,
+                options=options,
+                pooling=pooling,
+                constraint=constraint,
+            )
             most = self._limit(len(known), params, pooling) - len(known)
             return check_given(
                 output_token_ids, checked, most, self._tokenizer, self.limits.vocab_size
@@ -198,39 +208,42 @@ class Engine:
         self._check_open()
         if request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is under way already")
-        (
-            known,
-            params,
-            prompt,
-            priority,
-            timeout,
-            cache_salt,
-            adapter_name,
-            pooling,
-            constraint,
-            given,
-        ) = checked
-        adapter = self._adapters.find(adapter_name)
+        params, options, pooling = checked.params, checked.options, checked.pooling
+        num_prompt_tokens = len(checked.prompt_token_ids)
+        adapter = self._adapters.find(options.adapter)
         number = next(self._numbers)
         request_id = str(number) if request_id is None else request_id
-        limit, acceptor = self._limit(len(known), params, pooling), self._acceptor(params)
-        stopwatch, rows = (
-            Stopwatch(self._clock),
-            PromptPooling(pooling, len(known)) if pooling else None,
-        )
-        terms = priority, timeout, cache_salt, adapter, rows, constraint, only_result
         request = Request(
-            number, request_id, prompt, known, params, limit, acceptor, stopwatch, *terms
+            number=number,
+            id=request_id,
+            prompt=checked.prompt,
+            prompt_token_ids=checked.prompt_token_ids,
+            params=params,
+            limit=self._limit(num_prompt_tokens, params, pooling),
+            acceptor=self._acceptor(params),
+            stopwatch=Stopwatch(self._clock),
+            options=options,
+            adapter=adapter,
+            pooling=PromptPooling(pooling, num_prompt_tokens) if pooling else None,
+            constraint=checked.constraint,
+            only_result=only_result,
         )
-        self._scheduler.add(
-            begin(request, self.config, self._tokenizer, self.limits.vocab_size, given)
+        seqs = begin(
+            request,
+            self.config,
+            self._tokenizer,
+            self.limits.vocab_size,
+            checked.output_token_ids,
         )
+        self._scheduler.add(seqs)
         self._requests[request_id] = request
         self._adapters.acquire(adapter)
-        if timeout is not None:
-            self._deadlines.add(stopwatch.added + timeout, request)
+
+        added = request.stopwatch.added
+        if options.timeout is not None:
+            self._deadlines.add(added + options.timeout, request)
         if self.config.queue_timeout:
-            self._queue_deadlines.add(stopwatch.added + self.config.queue_timeout, request)
+            self._queue_deadlines.add(added + self.config.queue_timeout, request)
         return request_id
 
     def _checked_prompt(

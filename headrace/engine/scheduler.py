@@ -102,7 +102,8 @@ class Scheduler:
     def add(self, seqs: Iterable[Sequence]) -> None:
         """Queue the first sequence of a request, or all with which it goes on."""
         for seq in seqs:
-            seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * seq.request.priority
+            priority = seq.request.options.priority
+            seq.request.arrival = self._num_steps + STEPS_PER_PRIORITY * priority
             self.queue(seq)
 
     def queue(self, seq: Sequence) -> None:

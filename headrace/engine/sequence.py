@@ -13,7 +13,16 @@ from headrace.engine.pooling import PromptPooling
 from headrace.kv.manager import Tables
 from headrace.kv.prefix import Node, Scope
 from headrace.logit_ops import SamplerState
-from headrace.request import DraftStats, Logprobs, RequestOutput, SamplingParams, Timing, Update
+from headrace.request import (
+    DEFAULT_OPTIONS,
+    DraftStats,
+    Logprobs,
+    RequestOptions,
+    RequestOutput,
+    SamplingParams,
+    Timing,
+    Update,
+)
 
 
 class Stopwatch:
@@ -59,10 +68,7 @@ class Request:
     acceptor: Acceptor
     """How its sequences go on."""
     stopwatch: Stopwatch
-    priority: int = 0
-    timeout: float | None = None
-    cache_salt: str | None = None
-    """These three are explained in `CheckedRequest`."""
+    options: RequestOptions = DEFAULT_OPTIONS
     adapter: LoadedAdapter | None = None
     pooling: PromptPooling | None = None
     """Where the prompt is embedded: its sequence draws nothing, and ends when its rows are pooled.
@@ -90,7 +96,7 @@ class Request:
     @property
     def scope(self) -> Scope:
         """The scope within which its KV may be shared."""
-        return Scope(self.cache_salt, self.adapter.scope if self.adapter else None)
+        return Scope(self.options.cache_salt, self.adapter.scope if self.adapter else None)
 
     @property
     def ended(self) -> bool:

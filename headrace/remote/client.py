@@ -22,7 +22,12 @@ from headrace.remote.heartbeat import Heartbeat, cpu_ticks
 from headrace.remote.quarantine import Quarantine
 from headrace.remote.start import StartedEngine, start_engine
 from headrace.remote.stream import Stream
-from headrace.request import PoolingParams, SamplingParams
+from headrace.request import (
+    DEFAULT_OPTIONS,
+    PoolingParams,
+    RequestOptions,
+    SamplingParams,
+)
 from headrace.server.errors import EngineDeadError, EngineError, NotReadyError
 
 STALE = 2.0
@@ -102,12 +107,9 @@ class EngineClient:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
         pooling: PoolingParams | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
         output_token_ids: list[list[int]] | None = None,
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once the engine has taken it.
@@ -116,15 +118,12 @@ class EngineClient:
         engine, EngineDeadError if it ends meanwhile.
         """
         asked = frames.Add(
-            "",
-            prompt_token_ids,
-            params,
-            pooling,
-            priority,
-            timeout,
-            cache_salt,
-            adapter,
-            output_token_ids or [],
+            id="",
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            pooling=pooling,
+            options=options,
+            output_token_ids=output_token_ids or [],
         )
         await self._quarantine.enter(asked)
         try:

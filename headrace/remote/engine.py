@@ -7,7 +7,12 @@ from typing import Literal, Protocol
 
 from headrace.remote import frames
 from headrace.remote.stream import Stream
-from headrace.request import PoolingParams, SamplingParams
+from headrace.request import (
+    DEFAULT_OPTIONS,
+    PoolingParams,
+    RequestOptions,
+    SamplingParams,
+)
 
 State = Literal["loading", "ready", "stalled", "dead", "closed"]
 
@@ -56,12 +61,9 @@ class ServedEngine(Protocol):
         self,
         prompt_token_ids: list[int],
         params: SamplingParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
         pooling: PoolingParams | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
         output_token_ids: list[list[int]] | None = None,
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once it was taken.

@@ -12,7 +12,13 @@ import msgspec
 
 from headrace.backend_traits import KvDtype
 from headrace.config import Activations, EngineConfig
-from headrace.request import Logprobs, PoolingParams, SamplingParams
+from headrace.request import (
+    DEFAULT_OPTIONS,
+    Logprobs,
+    PoolingParams,
+    RequestOptions,
+    SamplingParams,
+)
 
 HEAD = 4
 """Bytes before each frame: its length, little endian."""
@@ -40,10 +46,7 @@ class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
     prompt_token_ids: list[int]
     params: SamplingParams | None
     pooling: PoolingParams | None
-    priority: int
-    timeout: float | None
-    cache_salt: str | None
-    adapter: str | None
+    options: RequestOptions = DEFAULT_OPTIONS
     output_token_ids: list[list[int]] = []
     """The tokens that each continuation has already, where another engine began it."""
 

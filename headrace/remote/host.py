@@ -6,7 +6,7 @@ handle (`scaleout/ray_replica.py`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -114,14 +114,13 @@ class EngineHost:
             self._put(refused(command.id, error))
 
     def _add(self, command: frames.Add) -> None:
-        terms: dict[str, Any] = {
-            "priority": command.priority,
-            "timeout": command.timeout,
-            "cache_salt": command.cache_salt,
-            "adapter": command.adapter,
-        }
-        terms |= {"pooling": command.pooling, "output_token_ids": command.output_token_ids}
-        request = self.engine.check(command.prompt_token_ids, command.params, **terms)
+        request = self.engine.check(
+            command.prompt_token_ids,
+            command.params,
+            command.options,
+            pooling=command.pooling,
+            output_token_ids=command.output_token_ids,
+        )
         self._put(frames.Accepted(command.id))
         self.thread.add([request], [command.id], _Sink(command.id, self._put))
 

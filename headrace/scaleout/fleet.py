@@ -19,7 +19,12 @@ from headrace.remote import frames
 from headrace.remote.engine import State
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.remote.stream import Stream
-from headrace.request import PoolingParams, SamplingParams
+from headrace.request import (
+    DEFAULT_OPTIONS,
+    PoolingParams,
+    RequestOptions,
+    SamplingParams,
+)
 from headrace.scaleout.dispatcher import Dispatcher, ReplicaLostError
 from headrace.scaleout.gathered import Totals, adapters_of, blocks_of, hello_of
 from headrace.scaleout.resumable import Resumable, with_seed
@@ -105,12 +110,9 @@ class Fleet:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
         pooling: PoolingParams | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
         output_token_ids: list[list[int]] | None = None,
     ) -> Stream:
         """Send a request, and return the stream of what comes of it once a replica has taken it.
@@ -122,15 +124,12 @@ class Fleet:
             raise NotReadyError("closed", "the server is shutting down")
         number = next(self._numbers)
         asked = frames.Add(
-            str(number),
-            prompt_token_ids,
-            params,
-            pooling,
-            priority,
-            timeout,
-            cache_salt,
-            adapter,
-            output_token_ids or [],
+            id=str(number),
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            pooling=pooling,
+            options=options,
+            output_token_ids=output_token_ids or [],
         )
         stream = Stream(asked.id, asked, self._abort)
         self._running[asked.id] = asyncio.ensure_future(

@@ -149,7 +149,8 @@ class HttpWorkers:
             asked.output_token_ids[0] if asked.output_token_ids else []
         )
         try:
-            return self._router.route(known, (asked.cache_salt, asked.adapter), among)
+            scope = asked.options.cache_salt, asked.options.adapter
+            return self._router.route(known, scope, among)
         except RequestError as error:
             raise RefusedError("request", str(error)) from None
 

@@ -101,9 +101,8 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             asked.output_token_ids[0] if asked.output_token_ids else []
         )
         try:
-            routed = self._policy.route(
-                known, (asked.cache_salt, asked.adapter), among=by_name.keys()
-            )
+            scope = asked.options.cache_salt, asked.options.adapter
+            routed = self._policy.route(known, scope, among=by_name.keys())
         except (
             HeadraceError
         ):  # an error here would end Ray's task: the engine says what is wrong with the request

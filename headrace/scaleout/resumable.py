@@ -51,7 +51,7 @@ class Resumable:
     @property
     def seconds_left(self) -> float | None:
         """Until its time is up; None: it may take for ever."""
-        asked = self._asked.timeout
+        asked = self._asked.options.timeout
         return None if asked is None else max(_LEAST_SECONDS, asked - (self._clock() - self._begun))
 
     @property
@@ -63,7 +63,8 @@ class Resumable:
         """What the next replica is asked for: all that is left of it."""
         if not self.losses:
             return self._asked
-        left = msgspec.structs.replace(self._asked, timeout=self.seconds_left)
+        options = replace(self._asked.options, timeout=self.seconds_left)
+        left = msgspec.structs.replace(self._asked, options=options)
         # its prompt log-probabilities come at its end: a token more, which is dropped, brings them
         if self.has_told_all:
             params = SamplingParams(

@@ -5,6 +5,7 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
+from headrace.request import RequestOptions
 from headrace.server.asgi import DONE, Call, event
 from headrace.server.conversation import Answer, Asked, Piece, answered
 from headrace.server.errors import invalid
@@ -44,8 +45,7 @@ def _asked(served: ServedModel, asked: ChatRequest) -> Asked:
         continue_final_message=bool(asked.continue_final_message),
         chat_template_kwargs=asked.chat_template_kwargs,
         reasoning_effort=asked.reasoning_effort,
-        priority=asked.priority,
-        cache_salt=asked.cache_salt,
+        options=RequestOptions(priority=asked.priority or 0, cache_salt=asked.cache_salt),
     )
 
 

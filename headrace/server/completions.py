@@ -9,7 +9,7 @@ from uuid import uuid4
 from headrace.prompts import TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.stream import Stream
-from headrace.request import Logprobs, token_ids
+from headrace.request import Logprobs, RequestOptions, token_ids
 from headrace.server.asgi import DONE, Call, event
 from headrace.server.described import MAX_PROMPTS
 from headrace.server.errors import ApiError, invalid
@@ -53,8 +53,10 @@ async def completions(served: ServedModel, call: Call) -> None:
         prompts = await read_prompts(
             served, "prompt", texts, asked.add_special_tokens, params.max_tokens
         )
-        terms = {"priority": asked.priority, "cache_salt": asked.cache_salt, "adapter": adapter}
-        async with served.submitted(call, prompts, params, **terms) as streams:  # type: ignore[arg-type]
+        options = RequestOptions(
+            priority=asked.priority or 0, cache_salt=asked.cache_salt, adapter=adapter
+        )
+        async with served.submitted(call, prompts, params, options) as streams:
             answer = _Answer(served, asked, adapter or served.settings.model_name, prompts)
             if asked.stream:
                 await call.stream(answer.chunks(streams), served.settings.keepalive_seconds)

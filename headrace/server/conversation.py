@@ -11,7 +11,7 @@ from typing import Any
 from headrace.prompts import TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.stream import Stream
-from headrace.request import Logprobs, SamplingParams
+from headrace.request import DEFAULT_OPTIONS, Logprobs, RequestOptions, SamplingParams
 from headrace.server.asgi import Call
 from headrace.server.errors import ApiError, invalid
 from headrace.server.generation import Clock, Usage, finish_reason
@@ -40,8 +40,7 @@ class Asked:
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
     reasoning_effort: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    options: RequestOptions = DEFAULT_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +106,8 @@ async def answered(served: ServedModel, call: Call, asked: Asked) -> AsyncIterat
         )
         if grammar := _call_grammar(served, asked, tools, choice, texts[0]):
             params = replace(params, structured_outputs=grammar)
-        terms: dict[str, Any] = {
-            "priority": asked.priority,
-            "cache_salt": asked.cache_salt,
-            "adapter": adapter,
-        }
-        async with served.submitted(call, [prompt], params, **terms) as (stream,):
+        options = replace(asked.options, adapter=adapter)
+        async with served.submitted(call, [prompt], params, options) as (stream,):
             parsers = [_parser(served, texts[0], wanted, params) for _ in range(params.n)]
             model = adapter or served.settings.model_name
             yield Answer(

@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.remote import frames
 from headrace.remote.stream import Stream
-from headrace.request import PoolingParams
+from headrace.request import PoolingParams, RequestOptions
 from headrace.server.asgi import Call
 from headrace.server.completions import prompts_of, read_prompts
 from headrace.server.errors import ApiError, RefusedError
@@ -31,13 +31,8 @@ async def embeddings(served: ServedModel, call: Call) -> None:
     texts = prompts_of(asked.input, "input")
     with served.admitted(call, len(texts)):
         prompts = await read_prompts(served, "input", texts, None, 0)
-        terms = {
-            "pooling": pooling,
-            "priority": asked.priority,
-            "cache_salt": None,
-            "adapter": adapter,
-        }
-        async with served.submitted(call, prompts, None, **terms) as streams:  # type: ignore[arg-type]
+        options = RequestOptions(priority=asked.priority or 0, adapter=adapter)
+        async with served.submitted(call, prompts, None, options, pooling=pooling) as streams:
             vectors = await call.while_connected(_vectors(streams))
         tokens = sum(map(len, prompts))
         await call.respond(

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -17,7 +18,7 @@ from headrace.prompts import PromptReader, TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.engine import ServedEngine
 from headrace.remote.stream import Stream
-from headrace.request import PoolingParams, SamplingParams
+from headrace.request import PoolingParams, RequestOptions, SamplingParams
 from headrace.server.asgi import Call
 from headrace.server.errors import ApiError, NotReadyError, beyond_context, invalid, too_long
 from headrace.server.metrics import Metrics
@@ -174,30 +175,26 @@ class ServedModel:
         call: Call,
         prompts: list[list[int]],
         params: SamplingParams | None,
+        options: RequestOptions,
         *,
         pooling: PoolingParams | None = None,
-        priority: int | None,
-        cache_salt: str | None,
-        adapter: str | None,
     ) -> AsyncIterator[list[Stream]]:
         """A stream for each prompt of a request; all of them end with the context."""
-        terms: dict[str, Any] = {
-            "pooling": pooling,
-            "priority": priority or 0,
-            "timeout": self.settings.request_timeout,
-        }
-        terms |= {"cache_salt": self._salt(call, cache_salt), "adapter": adapter}
+        options = replace(
+            options,
+            timeout=self.settings.request_timeout,
+            cache_salt=self._salt(call, options.cache_salt),
+        )
         streams: list[Stream] = []
         record = call.record
         record.model, record.prompt_tokens = (
-            adapter or self.settings.model_name,
+            options.adapter or self.settings.model_name,
             sum(map(len, prompts)),
         )
         try:
             for token_ids in prompts:
-                streams.append(
-                    await call.while_connected(self.engine.submit(token_ids, params, **terms))
-                )
+                submission = self.engine.submit(token_ids, params, options, pooling=pooling)
+                streams.append(await call.while_connected(submission))
             yield streams
         finally:
             for stream in streams:

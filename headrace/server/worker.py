@@ -7,6 +7,7 @@ the routes of clients. So these routes are there where the operator asks for the
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import msgspec
 
@@ -36,18 +37,18 @@ async def generate(served: ServedModel, call: Call) -> None:
     """
     asked = _read(await call.read_body(CONTENT_TYPE))
     params = asked.params
-    most = served.settings.request_timeout
+    max_timeout, timeout = served.settings.request_timeout, asked.options.timeout
+    options = replace(
+        asked.options, timeout=max_timeout if timeout is None else min(max_timeout, timeout)
+    )
     with served.admitted(call, (params.beam_width or params.n) if params else 1):
         try:
             stream = await call.while_connected(
                 served.engine.submit(
                     asked.prompt_token_ids,
                     params,
+                    options,
                     pooling=asked.pooling,
-                    priority=asked.priority,
-                    timeout=most if asked.timeout is None else min(most, asked.timeout),
-                    cache_salt=asked.cache_salt,
-                    adapter=asked.adapter,
                     output_token_ids=asked.output_token_ids,
                 )
             )
@@ -55,7 +56,7 @@ async def generate(served: ServedModel, call: Call) -> None:
             refused = frames.Refused(asked.id, error.kind, str(error))
             return await call.respond_bytes(frames.encode(refused), _HEADERS["content-type"])
         call.record.model, call.record.prompt_tokens = (
-            asked.adapter or served.settings.model_name,
+            options.adapter or served.settings.model_name,
             len(asked.prompt_token_ids),
         )
         try:

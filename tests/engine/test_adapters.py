@@ -15,7 +15,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.model import linear_weights, tensor_shapes
 from headrace.program.adapter import Adapter, LowRank
-from headrace.request import RequestOutput, SamplingParams
+from headrace.request import RequestOptions, RequestOutput, SamplingParams
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import BACKENDS, EOS, LOADS, MODELS, REQUESTS, VOCAB, model, same
 from tests.random_trees import RandomTrees
@@ -77,7 +77,7 @@ def alone(backend: str, which: int, kv_dtype: str, number: int) -> list[RequestO
 def run_one(
     engine: Engine, request: tuple[list[int], SamplingParams], name: str | None
 ) -> RequestOutput:
-    engine.add_request(*request, adapter=name)
+    engine.add_request(*request, options=RequestOptions(adapter=name))
     (result,) = (update.result for update in drain(engine) if update.result)
     return result
 
@@ -107,7 +107,9 @@ def test_each_is_as_by_itself(
     )
     updates, ids = [], []
     for request, number in zip(order, numbers, strict=False):
-        ids.append(engine.add_request(*REQUESTS[request], adapter=named(number)))
+        ids.append(
+            engine.add_request(*REQUESTS[request], options=RequestOptions(adapter=named(number)))
+        )
         for _ in range(stagger):
             updates += engine.step()
     updates += drain(engine)
@@ -166,7 +168,7 @@ def test_nothing_leaks_through_the_prefix_cache(kv_dtype: str) -> None:
 
 def test_unloaded_while_it_runs() -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype="f32"), 0)
-    engine.add_request(*REQUESTS[0], adapter="a1")
+    engine.add_request(*REQUESTS[0], options=RequestOptions(adapter="a1"))
     updates = engine.step()
     assert engine.stats().adapters["a1"] == 1
     engine.unload_adapter("a1")
@@ -193,7 +195,7 @@ def test_the_memory_of_what_is_unloaded_is_taken_again() -> None:
 def test_an_unloaded_adapter_goes_with_the_last_request_that_has_it() -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", kv_dtype="f32"), 0)
     plan: Any = engine._loop.executable
-    ids = [engine.add_request([1, 2, 3], adapter="a1") for _ in range(3)]
+    ids = [engine.add_request([1, 2, 3], options=RequestOptions(adapter="a1")) for _ in range(3)]
     engine.abort(ids[0])
     assert engine.stats().adapters["a1"] == 2
     engine.unload_adapter("a1")
@@ -207,11 +209,11 @@ def test_an_unloaded_adapter_goes_with_the_last_request_that_has_it() -> None:
 def test_names_are_checked() -> None:
     engine = tiny_engine(model(0))
     with pytest.raises(RequestError, match="there is no adapter 'x': none is loaded"):
-        engine.add_request([1], adapter="x")
+        engine.add_request([1], options=RequestOptions(adapter="x"))
     engine_with(engine, 0)
     with pytest.raises(RequestError, match="unknown adapter 'a9'; did you mean"):
-        engine.add_request([1], adapter="a9")
-    checked = engine.check([1], adapter="a1")
+        engine.add_request([1], options=RequestOptions(adapter="a9"))
+    checked = engine.check([1], options=RequestOptions(adapter="a1"))
     engine.unload_adapter("a1")
     with pytest.raises(RequestError, match="unknown adapter 'a1'"):
         engine.add(checked)
@@ -222,7 +224,10 @@ def test_names_are_checked() -> None:
 
 def test_what_was_launched_has_its_adapter_to_the_end() -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype="f32", late=True), 0)
-    ended, other = (engine.add_request(*REQUESTS[0], adapter=name) for name in ("a1", "a2"))
+    ended, other = (
+        engine.add_request(*REQUESTS[0], options=RequestOptions(adapter=name))
+        for name in ("a1", "a2")
+    )
     for _ in range(3):
         engine.step()
     assert engine._loop.in_flight, "or there is nothing to show"

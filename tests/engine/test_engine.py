@@ -13,7 +13,7 @@ from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
 from headrace.proposer import ProposerTraits
-from headrace.request import RequestOutput, SamplingParams
+from headrace.request import RequestOptions, RequestOutput, SamplingParams
 from headrace.sampling.sampler import token_logprobs
 from headrace.speculation.proposers import METHODS, NEEDS, DraftModel, DraftModels
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv, toy_logits
@@ -137,7 +137,7 @@ def test_terms_that_are_not_given() -> None:
     ids = [
         engine.add_request([1], GREEDY),
         engine.add(engine.check([2], GREEDY)),
-        engine.add_request([3], GREEDY, priority=0, prompt="three"),
+        engine.add_request([3], GREEDY, options=RequestOptions(priority=0), prompt="three"),
     ]
     results = [update.result for update in drain(engine) if update.result]
     assert [(result.request_id, result.prompt) for result in results] == list(

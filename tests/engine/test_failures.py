@@ -15,7 +15,7 @@ from headrace.engine import step as step_module
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.engine import Engine
 from headrace.engine.scheduled import ScheduledSequence
-from headrace.request import Pooling, PoolingParams, RequestOutput, SamplingParams
+from headrace.request import Pooling, PoolingParams, RequestOptions, RequestOutput, SamplingParams
 from tests.engine.toy import plain_decoding, toy_engine, toy_vector
 from tests.tiny import drain
 
@@ -363,7 +363,9 @@ class TestTokenizer:
         now = [0.0]
         engine = toy_engine(clock=lambda: now[0])
         request_id = engine.add_request(
-            [1, 2, 3], SamplingParams(seed=3, max_tokens=2 if reason == "length" else 20), timeout=5
+            [1, 2, 3],
+            SamplingParams(seed=3, max_tokens=2 if reason == "length" else 20),
+            options=RequestOptions(timeout=5),
         )
         engine.step()
         engine._requests[request_id].seqs[0].output._decoder.flush = self.fails  # type: ignore[method-assign]
@@ -406,7 +408,7 @@ def test_closing_gets_over_a_step_that_failed() -> None:
 def test_a_deadline_is_the_moment_when_time_is_up() -> None:
     now = [3.0]
     engine = toy_engine(clock=lambda: now[0])
-    engine.add_request([1, 2], SamplingParams(max_tokens=20), timeout=2)
+    engine.add_request([1, 2], SamplingParams(max_tokens=20), options=RequestOptions(timeout=2))
     for now[0], ended in ((4.9, 0), (5.0, 1)):
         assert sum(update.finish_reason == "timeout" for update in engine.step()) == ended
 
@@ -432,10 +434,14 @@ def test_a_request_may_wait_so_long_and_no_longer() -> None:
 def test_deadlines_of_ended_requests_are_forgotten() -> None:
     engine = toy_engine()
     for _ in range(100):
-        engine.add_request([1, 2], SamplingParams(max_tokens=1), timeout=1e6)
+        engine.add_request(
+            [1, 2], SamplingParams(max_tokens=1), options=RequestOptions(timeout=1e6)
+        )
         drain(engine)
     assert len(engine._deadlines._heap) <= 17 and not engine._deadlines
-    ids = [engine.add_request([1, 2], SAMPLED, timeout=1e6) for _ in range(50)]
+    ids = [
+        engine.add_request([1, 2], SAMPLED, options=RequestOptions(timeout=1e6)) for _ in range(50)
+    ]
     for request_id in ids[:-1]:
         engine.abort(request_id)
     assert len(engine._deadlines) == 1 and len(engine._deadlines._heap) <= 18

@@ -5,7 +5,7 @@ of the pool.
 import pytest
 
 from headrace.errors import RequestError
-from headrace.request import PoolingParams, RequestOutput, SamplingParams
+from headrace.request import PoolingParams, RequestOptions, RequestOutput, SamplingParams
 from tests.tiny import tiny_engine, tiny_model
 
 MODEL = tiny_model(0)
@@ -20,7 +20,9 @@ def run(
 ) -> RequestOutput:
     """The result of one request to an engine of its own, of which nothing is left then."""
     engine = tiny_engine(MODEL, **options)  # type: ignore[arg-type]
-    engine.add(engine.check(prompt, params, pooling=pooling, timeout=1000.0))
+    engine.add(
+        engine.check(prompt, params, pooling=pooling, options=RequestOptions(timeout=1000.0))
+    )
     (result,) = [update.result for _ in range(200) for update in engine.step() if update.result]
     assert not engine.has_work and not engine._deadlines
     return result

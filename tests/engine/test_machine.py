@@ -19,7 +19,7 @@ from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer
-from headrace.request import Pooling, PoolingParams, SamplingParams, Update
+from headrace.request import Pooling, PoolingParams, RequestOptions, SamplingParams, Update
 from tests.acceptors.beam_twin import beam_search
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits, toy_vector
 from tests.random_trees import RandomTrees
@@ -146,7 +146,11 @@ class Life(RuleBasedStateMachine):
     ) -> None:
         prompt = STEMS[stem][:shared] + rest
         try:
-            request_id = self.engine.add_request(prompt, params, priority=priority, cache_salt=salt)
+            request_id = self.engine.add_request(
+                prompt,
+                params,
+                options=RequestOptions(priority=priority, cache_salt=salt),
+            )
         except RequestError as error:
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
             width, size = params.beam_width or 1, self.config["block_size"]
@@ -185,7 +189,9 @@ class Life(RuleBasedStateMachine):
     def embed(self, stem: int, size: int, how: Pooling, salt: str | None) -> None:
         prompt, params = STEMS[stem][:size], PoolingParams(pooling=how)
         try:
-            request_id = self.engine.add(self.engine.check(prompt, pooling=params, cache_salt=salt))
+            request_id = self.engine.add(
+                self.engine.check(prompt, pooling=params, options=RequestOptions(cache_salt=salt))
+            )
         except RequestError:  # `add` has what is refused
             return
         self.vectors[request_id] = toy_vector(prompt, how)

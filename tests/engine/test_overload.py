@@ -11,7 +11,7 @@ import pytest
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
-from headrace.request import RequestOutput, SamplingParams
+from headrace.request import RequestOptions, RequestOutput, SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 
 NUM_BLOCKS, BLOCK_SIZE, LONGEST = 64, 4, 320
@@ -66,9 +66,11 @@ def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache
             with pytest.raises(
                 RequestError, match=r"need up to \d+ blocks of 4 tokens, and there are 64"
             ):
-                engine.add_request(prompt, params, priority=priority)
+                engine.add_request(prompt, params, options=RequestOptions(priority=priority))
         else:
-            admitted[engine.add_request(prompt, params, priority=priority)] = (
+            admitted[
+                engine.add_request(prompt, params, options=RequestOptions(priority=priority))
+            ] = (
                 prompt,
                 params,
                 priority,

@@ -33,8 +33,8 @@ HOW = [
 Vector = NDArray[np.float32]
 
 
-def embed(engine: Engine, prompt: list[int], how: PoolingParams, **terms: Any) -> str:
-    return engine.add(engine.check(prompt, pooling=how, **terms))
+def embed(engine: Engine, prompt: list[int], how: PoolingParams) -> str:
+    return engine.add(engine.check(prompt, pooling=how))
 
 
 def results_of(engine: Engine) -> dict[str, RequestOutput]:

@@ -1,13 +1,12 @@
 """Prefix hits in the engine: what is computed again and what is not, and that no token can tell."""
 
 import random
-from typing import Any
 
 import pytest
 
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
-from headrace.request import RequestOutput, SamplingParams
+from headrace.request import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.tiny import drain, run_all, tiny_engine, tiny_model
 
@@ -16,10 +15,13 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 def one(
-    engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, **terms: Any
+    engine: Engine,
+    prompt: list[int],
+    params: SamplingParams = GREEDY,
+    options: RequestOptions = DEFAULT_OPTIONS,
 ) -> RequestOutput:
     """The result of a request by itself."""
-    engine.add_request(prompt, params, **terms)
+    engine.add_request(prompt, params, options)
     (result,) = [update.result for update in drain(engine) if update.result]
     return result
 
@@ -67,12 +69,12 @@ def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
 
 def test_no_hit_under_another_salt() -> None:
     engine = toy_engine()
-    salts = [None, "", "a", "b"]
-    assert [one(engine, PROMPT, cache_salt=salt).cached_tokens for salt in salts] == [0] * 4
-    assert [one(engine, PROMPT, cache_salt=salt).cached_tokens for salt in salts] == [8] * 4
+    salted = [RequestOptions(cache_salt=salt) for salt in (None, "", "a", "b")]
+    assert [one(engine, PROMPT, options=each).cached_tokens for each in salted] == [0] * 4
+    assert [one(engine, PROMPT, options=each).cached_tokens for each in salted] == [8] * 4
     for salt in (7, b"a", "x" * 2000):
         with pytest.raises(RequestError, match="cache_salt must be text"):
-            engine.add_request(PROMPT, GREEDY, cache_salt=salt)  # type: ignore[arg-type]
+            engine.add_request(PROMPT, GREEDY, options=RequestOptions(cache_salt=salt))  # type: ignore[arg-type]
 
 
 def test_rows_that_score_the_prompt_are_computed() -> None:

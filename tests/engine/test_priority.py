@@ -9,7 +9,7 @@ import pytest
 from headrace.engine.scheduler import STEPS_PER_PRIORITY
 from headrace.engine.step_timer import WINDOW, StepTimer
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.request import RequestOptions, SamplingParams
 from tests.engine.toy import plain_decoding, toy_engine
 from tests.tiny import drain
 
@@ -26,7 +26,7 @@ class TestPriority:
     def test_the_lowest_goes_first(self) -> None:
         engine = toy_engine(max_num_seqs=1)
         for i, priority in enumerate([0, 3, -2, 0, 1, -2]):
-            engine.add_request([i], ONE, priority=priority)
+            engine.add_request([i], ONE, options=RequestOptions(priority=priority))
         assert order(drain(engine)) == ["2", "5", "0", "3", "4", "1"]
 
     def test_waiting_makes_up_for_it(self) -> None:
@@ -34,7 +34,7 @@ class TestPriority:
         steps earlier.
         """
         engine = toy_engine(max_num_seqs=1)
-        patient = engine.add_request([0], ONE, priority=1)
+        patient = engine.add_request([0], ONE, options=RequestOptions(priority=1))
         ended: list[str] = []
         while patient not in ended:
             if len(engine._requests) < 3:
@@ -47,7 +47,9 @@ class TestPriority:
         engine = toy_engine(num_blocks=7, block_size=4)
         for i, priority in enumerate([1, 0]):
             engine.add_request(
-                [i] * 8, SamplingParams(temperature=0, max_tokens=12), priority=priority
+                [i] * 8,
+                SamplingParams(temperature=0, max_tokens=12),
+                options=RequestOptions(priority=priority),
             )
         updates = []
         while not engine.stats().preemptions:
@@ -58,7 +60,7 @@ class TestPriority:
     @pytest.mark.parametrize("priority", [1001, -1001, 0.5, "high", True])
     def test_out_of_range(self, priority: Any) -> None:
         with pytest.raises(RequestError, match="priority must be a whole number"):
-            toy_engine().add_request([1], ONE, priority=priority)
+            toy_engine().add_request([1], ONE, options=RequestOptions(priority=priority))
 
 
 class TestTimeout:
@@ -66,7 +68,7 @@ class TestTimeout:
         engine = toy_engine(max_num_seqs=1)
         params = SamplingParams(temperature=0, max_tokens=30)
         running = engine.add_request([1, 2], params)
-        waiting = engine.add_request([3], params, timeout=0.0)
+        waiting = engine.add_request([3], params, options=RequestOptions(timeout=0.0))
         updates = [update for _ in range(4) for update in engine.step()]
         (result,) = [update.result for update in updates if update.result]
         assert (
@@ -83,14 +85,16 @@ class TestTimeout:
 
     def test_all_sequences_end(self) -> None:
         engine = toy_engine()
-        engine.add_request([1], SamplingParams(n=3, seed=1, max_tokens=20), timeout=0.0)
+        engine.add_request(
+            [1], SamplingParams(n=3, seed=1, max_tokens=20), options=RequestOptions(timeout=0.0)
+        )
         updates = engine.step()
         assert [update.finish_reason for update in updates] == ["timeout"] * 3
         assert [update.result is not None for update in updates] == [False, False, True]
 
     def test_a_later_request_of_the_same_id_is_not_meant(self) -> None:
         engine = toy_engine()
-        engine.add_request([1], TWO, request_id="a", timeout=0.0)
+        engine.add_request([1], TWO, request_id="a", options=RequestOptions(timeout=0.0))
         engine.abort("a")
         engine.add_request([1], TWO, request_id="a")
         assert [update.finish_reason for update in drain(engine)] == [None, "length"]
@@ -98,7 +102,7 @@ class TestTimeout:
     @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "1", 10**400])
     def test_out_of_range(self, timeout: Any) -> None:
         with pytest.raises(RequestError, match="timeout must be a number from 0"):
-            toy_engine().add_request([1], ONE, timeout=timeout)
+            toy_engine().add_request([1], ONE, options=RequestOptions(timeout=timeout))
 
 
 class TestPace:

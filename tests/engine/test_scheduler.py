@@ -5,7 +5,7 @@ from typing import Any
 from headrace.engine.engine import Engine
 from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.kv.manager import Copy
-from headrace.request import SamplingParams
+from headrace.request import RequestOptions, SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
 from tests.tiny import drain
@@ -64,7 +64,9 @@ def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
     add(engine, 12)
     assert step(engine) == [(0, 1, 0), (1, 3, 0)]  # two, and one for each that decodes
     assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [2]
-    engine.add_request([9], SamplingParams(n=5, seed=1, max_tokens=20), priority=-1)
+    engine.add_request(
+        [9], SamplingParams(n=5, seed=1, max_tokens=20), options=RequestOptions(priority=-1)
+    )
     for _ in range(3):
         assert step(engine) == [(0, 1, 0), (1, 3, 0)]
     assert step(engine) == [(0, 1, 0), (1, 1, 0), (3, 1, 0), (2, 3, 0)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.loader.options import engine_config
-from headrace.request import SamplingParams
+from headrace.request import RequestOptions, SamplingParams
 from tests.engine.test_scheduler import add, step
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
@@ -82,7 +82,7 @@ def test_who_ends_in_another_way_is_no_padding(reason: str) -> None:
         engine.add_request(
             [first, first],
             SamplingParams(max_tokens=9, seed=1),
-            timeout=5 if first == 2 and reason == "timeout" else None,
+            options=RequestOptions(timeout=5 if first == 2 and reason == "timeout" else None),
         )
     step(engine)
     now[0] = 6.0

@@ -109,19 +109,13 @@ class LocalReplicas:
         if not self.alive:
             raise NoReplicaError("none is alive")
         replica = self.alive[next(self._next) % len(self.alive)]
-        terms = {
-            "priority": asked.priority,
-            "timeout": asked.timeout,
-            "cache_salt": asked.cache_salt,
-            "adapter": asked.adapter,
-        }
         try:
             checked = replica.engine.check(
                 asked.prompt_token_ids,
                 asked.params,
+                asked.options,
                 pooling=asked.pooling,
                 output_token_ids=asked.output_token_ids,
-                **terms,
             )
         except RequestError as error:
             raise RefusedError("request", str(error)) from None

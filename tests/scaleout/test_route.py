@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace.remote import frames
-from headrace.request import SamplingParams
+from headrace.request import RequestOptions, SamplingParams
 from tests.checkpoint.conftest import SHAPE, write_tiny_gguf
 from tests.scaleout.cluster import (
     LONG,
@@ -429,10 +429,7 @@ class TestTheRouteOfAWorker:
         [5, 6, 7],
         SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
         None,
-        0,
-        None,
-        "salt",
-        None,
+        RequestOptions(cache_salt="salt"),
     )
 
     def post(

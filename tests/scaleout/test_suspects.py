@@ -13,9 +13,7 @@ from headrace.scaleout import suspects
 from headrace.scaleout.suspects import Suspects
 from headrace.server.errors import RefusedError
 
-A, B, C = (
-    frames.Add("", [token], SamplingParams(), None, 0, None, None, None) for token in range(3)
-)
+A, B, C = (frames.Add("", [token], SamplingParams(), None) for token in range(3))
 
 
 def within(work: Callable[[Suspects], Awaitable[None]]) -> None:
@@ -72,7 +70,7 @@ def test_it_is_the_same_request_however_far_it_is() -> None:
     async def work(suspects: Suspects) -> None:
         for boot in ("1", "2", "3"):
             suspects.died_under(
-                frames.Add("7", [0], SamplingParams(), None, 0, None, None, None, [[5, 6]]), boot
+                frames.Add("7", [0], SamplingParams(), None, output_token_ids=[[5, 6]]), boot
             )
         with pytest.raises(RefusedError):
             async with suspects.turn(A):

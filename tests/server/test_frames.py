@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.remote import frames
-from headrace.request import Logprob, PoolingParams, SamplingParams
+from headrace.request import Logprob, PoolingParams, RequestOptions, SamplingParams
 
 PARAMS = SamplingParams(
     stop=["a", "b"],
@@ -16,8 +16,14 @@ PARAMS = SamplingParams(
     beam_width=None,
 )
 COMMANDS: list[frames.Command] = [
-    frames.Add("7", [1, 2, 3], PARAMS, None, -3, 1.5, "salt", "adapter"),
-    frames.Add("8", [0], None, PoolingParams(pooling="mean", normalise=True), 0, None, None, None),
+    frames.Add(
+        "7",
+        [1, 2, 3],
+        PARAMS,
+        None,
+        RequestOptions(priority=-3, timeout=1.5, cache_salt="salt", adapter="adapter"),
+    ),
+    frames.Add("8", [0], None, PoolingParams(pooling="mean", normalise=True)),
     frames.Abort("7"),
     frames.LoadAdapter("9", "name", "/path"),
     frames.UnloadAdapter("10", "name"),

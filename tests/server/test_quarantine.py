@@ -12,7 +12,7 @@ from headrace.server.errors import RefusedError
 
 
 def asked(number: int) -> frames.Add:
-    return frames.Add(str(number), [number], None, None, 0, None, None, None)
+    return frames.Add(str(number), [number], None, None)
 
 
 def in_loop(test: Callable[[Quarantine], Coroutine[Any, Any, None]]) -> Callable[[], None]:
