@@ -18,6 +18,7 @@ import msgspec
 from headrace.config import EngineConfig
 from headrace.remote import frames
 from headrace.remote.engine import State
+from headrace.remote.errors import EngineDeadError, EngineError, NotReadyError
 from headrace.remote.heartbeat import Heartbeat, cpu_ticks
 from headrace.remote.quarantine import Quarantine
 from headrace.remote.start import StartedEngine, start_engine
@@ -28,7 +29,6 @@ from headrace.request import (
     RequestOptions,
     SamplingParams,
 )
-from headrace.server.errors import EngineDeadError, EngineError, NotReadyError
 
 STALE = 2.0
 """Seconds without a pulse, and without having run, after which an engine is taken to be stopped."""

@@ -23,6 +23,8 @@ from headrace.request import (
 HEAD = 4
 """Bytes before each frame: its length, little endian."""
 MAX_FRAME = 64 << 20
+CONTENT_TYPE = "application/msgpack"
+"""The type of a frame in the body of an HTTP request."""
 
 ErrorKind = Literal["request", "not_finite", "closed", "internal", "quarantined"]
 

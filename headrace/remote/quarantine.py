@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.remote import frames
-from headrace.server.errors import RefusedError
+from headrace.remote.errors import RefusedError
 
 _SECONDS = 600.0
 """For how long a request is remembered."""

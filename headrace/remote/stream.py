@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from headrace.remote import frames
-from headrace.server.errors import EngineError, RefusedError, TooSlowError, as_api_error
-from headrace.server.request_record import RequestRecord
+from headrace.remote.errors import EngineError, RefusedError, TooSlowError
 
 _MOST_UNREAD = 4096
 """Events that its reader may leave unread: a reader slower than that loses its request."""
@@ -23,10 +22,10 @@ class Stream:
         self._abort = abort
         self._events: asyncio.Queue[frames.Event | EngineError] = asyncio.Queue()
         self._over = False
-        self._output_tokens = 0
-        self._finish_reasons: list[str] = []
-        self._ended: frames.Ended | None = None
-        self._error = ""
+        self.output_tokens = 0
+        self.finish_reasons: list[str] = []
+        self.ended: frames.Ended | None = None
+        self.error: EngineError | frames.Refused | None = None
 
     def put(self, event: frames.Event | EngineError) -> bool:
         """Hand over an event; whether there may be more."""
@@ -73,24 +72,13 @@ class Stream:
             self._over = True
             self._abort(self.id)
 
-    def add_to(self, record: RequestRecord) -> None:
-        """Add what came of it, up to now, to the record of the request that it is a part of."""
-        record.output_tokens += self._output_tokens
-        record.finish_reasons += self._finish_reasons
-        record.error = record.error or self._error
-        if self._ended:
-            record.cached_tokens += self._ended.cached_tokens
-            times = [(one.queue, one.prefill, one.decode) for one in (record, self._ended)]
-            record.queue, record.prefill, record.decode = max(times, key=sum)
-
     def _note(self, event: frames.Event | EngineError) -> None:
         match event:
             case frames.News():
-                self._output_tokens += len(event.token_ids)
+                self.output_tokens += len(event.token_ids)
                 if event.finish_reason:
-                    self._finish_reasons.append(event.finish_reason)
+                    self.finish_reasons.append(event.finish_reason)
             case frames.Ended():
-                self._ended = event
-                self._error = event.error.kind if event.error else ""
+                self.ended, self.error = event, event.error
             case EngineError():
-                self._error = as_api_error(event).code
+                self.error = event

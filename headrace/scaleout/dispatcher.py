@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
 from headrace.remote import frames
+from headrace.remote.errors import EngineError
 from headrace.remote.replica_status import ReplicaStatus
-from headrace.server.errors import EngineError
 
 
 class ReplicaLostError(EngineError):

@@ -17,6 +17,7 @@ from time import monotonic
 from headrace.errors import NoReplicaError
 from headrace.remote import frames
 from headrace.remote.engine import State
+from headrace.remote.errors import EngineDeadError, EngineError, NotReadyError
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.remote.stream import Stream
 from headrace.request import (
@@ -29,7 +30,6 @@ from headrace.scaleout.dispatcher import Dispatcher, ReplicaLostError
 from headrace.scaleout.gathered import Totals, adapters_of, blocks_of, hello_of
 from headrace.scaleout.resumable import Resumable, with_seed
 from headrace.scaleout.suspects import Suspects
-from headrace.server.errors import EngineDeadError, EngineError, NotReadyError
 
 _MOST_LOSSES = 8
 """Replicas that may go away under a request before it ends with an error."""

@@ -17,10 +17,9 @@ import msgspec
 
 from headrace.errors import NoReplicaError
 from headrace.remote import frames
+from headrace.remote.errors import RefusedError
 from headrace.remote.replica_status import ReplicaStatus, read_status
 from headrace.scaleout.dispatcher import ReplicaLostError
-from headrace.server.errors import RefusedError
-from headrace.server.worker import CONTENT_TYPE
 
 _SILENT = 3.0
 """Seconds without a word after which a worker is lost."""
@@ -172,7 +171,7 @@ class HttpWorker:
     ) -> AsyncGenerator[frames.Event]:
         """The frames that it answers a request with, as they come."""
         posted = session.post(
-            f"{self.url}/worker/generate", data=body, headers={"content-type": CONTENT_TYPE}
+            f"{self.url}/worker/generate", data=body, headers={"content-type": frames.CONTENT_TYPE}
         )
         response = await self._unless_lost(session, posted)
         try:

@@ -11,12 +11,12 @@ import msgspec
 
 from headrace.errors import NoReplicaError, RequestError
 from headrace.remote import frames
+from headrace.remote.errors import EngineDeadError, RefusedError
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.scaleout.http_worker import HttpWorker
 from headrace.scaleout.policy import PrefixRouter, Routed, StepCost
 from headrace.scaleout.step_times import StepTimes
-from headrace.server.errors import EngineDeadError, RefusedError
 
 _ALIKE = (
     "architecture",

@@ -18,10 +18,10 @@ from ray.serve.exceptions import RayServeException
 
 from headrace.errors import NoReplicaError
 from headrace.remote import frames
+from headrace.remote.errors import RefusedError
 from headrace.remote.replica_status import ReplicaStatus, read_status
 from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.scaleout.ray_router import PrefixRequestRouter, answers_of, router_of
-from headrace.server.errors import RefusedError
 
 _LOOK = 0.5
 """Seconds between two looks at what the replicas say of themselves."""

@@ -14,9 +14,9 @@ from headrace.config import EngineConfig
 from headrace.loader.load import open_model
 from headrace.loader.ranks import mesh_of, threads_of
 from headrace.remote import frames
+from headrace.remote.errors import EngineDeadError
 from headrace.scaleout.fleet import Fleet
 from headrace.scaleout.ray_cluster import Scale, ray_cluster
-from headrace.server.errors import EngineDeadError
 from headrace.server.serving import Announce, check, serve
 from headrace.server.settings import Settings
 

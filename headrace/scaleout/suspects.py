@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from time import monotonic
 
 from headrace.remote import frames
+from headrace.remote.errors import RefusedError
 from headrace.remote.quarantine import mark_of
-from headrace.server.errors import RefusedError
 
 _SECONDS = 600.0
 """For how long a request is remembered."""

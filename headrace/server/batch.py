@@ -21,9 +21,9 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.remote.client import EngineClient
 from headrace.remote.engine import ServedEngine
+from headrace.remote.errors import EngineDeadError
 from headrace.server.app import make_app
 from headrace.server.asgi import Message
-from headrace.server.errors import EngineDeadError
 from headrace.server.gate import Gate
 from headrace.server.loading import served_model
 from headrace.server.settings import Settings

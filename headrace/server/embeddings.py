@@ -5,11 +5,12 @@ import struct
 from typing import Any
 
 from headrace.remote import frames
+from headrace.remote.errors import RefusedError
 from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, RequestOptions
 from headrace.server.asgi import Call
 from headrace.server.completions import prompts_of, read_prompts
-from headrace.server.errors import ApiError, RefusedError
+from headrace.server.errors import ApiError
 from headrace.server.openai_records import EmbeddingRequest
 from headrace.server.served_model import ServedModel, merge, timed_out
 

@@ -1,5 +1,4 @@
-"""Errors of the server: what the engine process can do to a request, and what a client is told, in
-OpenAI's shape.
+"""Errors of the server in the shape of OpenAI's and Anthropic's APIs.
 
 The status of an error decides what clients do: those of OpenAI send 408, 409, 429 and all from 500
 on again, unless a header says no. So 500, 504 and the end of an engine have that header: a request
@@ -10,43 +9,7 @@ import re
 from typing import Any
 
 from headrace.errors import HeadraceError
-from headrace.remote.frames import ErrorKind
-
-
-class EngineError(HeadraceError):
-    """A request cannot go on."""
-
-
-class RefusedError(EngineError):
-    """The engine cannot serve the request as it is."""
-
-    def __init__(self, kind: ErrorKind, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-class NotReadyError(EngineError):
-    """There is no engine that could take the request now."""
-
-    def __init__(self, state: str, message: str) -> None:
-        super().__init__(message or f"the engine is {state}")
-        self.state = state
-
-
-class EngineDeadError(EngineError):
-    """The engine ended under the request, or could not start."""
-
-
-class EngineStartError(HeadraceError):
-    """The engine could not be started; the exit code is the engine process's own."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-class TooSlowError(EngineError):
-    """The client reads slower than its answer is written."""
+from headrace.remote.errors import EngineDeadError, NotReadyError, RefusedError, TooSlowError
 
 
 class ApiError(Exception):

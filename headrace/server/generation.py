@@ -10,8 +10,9 @@ from typing import Any
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
 from headrace.remote import frames
+from headrace.remote.errors import RefusedError
 from headrace.request import Logprobs, SamplingParams
-from headrace.server.errors import RefusedError, invalid
+from headrace.server.errors import invalid
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling
 from headrace.server.served_model import seed_of, timed_out

@@ -13,7 +13,7 @@ from headrace.loader.load import open_model, read_prompts
 from headrace.model import trace_model
 from headrace.prompts import PromptReader
 from headrace.remote.engine import ServedEngine
-from headrace.server.errors import EngineDeadError, EngineStartError
+from headrace.remote.errors import EngineDeadError, EngineStartError
 from headrace.server.metrics import Metrics
 from headrace.server.output_parsers.parser import AnswerStyle
 from headrace.server.roofline import Roofline

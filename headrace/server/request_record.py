@@ -8,6 +8,10 @@ from dataclasses import dataclass, field, fields
 from time import time
 from uuid import uuid4
 
+from headrace.remote.errors import EngineError
+from headrace.remote.stream import Stream
+from headrace.server.errors import as_api_error
+
 _log = logging.getLogger("headrace.requests")
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _QUIET = (
@@ -63,6 +67,19 @@ class RequestRecord:
         return cls(
             id=request_id, method=method, path=path, traceparent=headers.get("traceparent", "")
         )
+
+    def add_stream(self, stream: Stream) -> None:
+        """Add the tokens, times and error of one engine request, up to now."""
+        self.output_tokens += stream.output_tokens
+        self.finish_reasons += stream.finish_reasons
+        if isinstance(stream.error, EngineError):
+            self.error = self.error or as_api_error(stream.error).code
+        elif stream.error:
+            self.error = self.error or stream.error.kind
+        if ended := stream.ended:
+            self.cached_tokens += ended.cached_tokens
+            times = [(one.queue, one.prefill, one.decode) for one in (self, ended)]
+            self.queue, self.prefill, self.decode = max(times, key=sum)
 
 
 Observer = Callable[[RequestRecord], None]

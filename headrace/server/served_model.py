@@ -17,10 +17,11 @@ from headrace.errors import RequestError
 from headrace.prompts import PromptReader, TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.engine import ServedEngine
+from headrace.remote.errors import NotReadyError
 from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, RequestOptions, SamplingParams
 from headrace.server.asgi import Call
-from headrace.server.errors import ApiError, NotReadyError, beyond_context, invalid, too_long
+from headrace.server.errors import ApiError, beyond_context, invalid, too_long
 from headrace.server.metrics import Metrics
 from headrace.server.output_parsers.parser import AnswerStyle
 from headrace.server.roofline import Roofline
@@ -199,7 +200,7 @@ class ServedModel:
         finally:
             for stream in streams:
                 stream.close()
-                stream.add_to(record)
+                record.add_stream(stream)
 
 
 async def merge(streams: list[Stream]) -> AsyncIterator[tuple[int, frames.News | frames.Ended]]:

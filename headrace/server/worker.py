@@ -12,13 +12,13 @@ from dataclasses import replace
 import msgspec
 
 from headrace.remote import frames
+from headrace.remote.errors import EngineError, RefusedError
 from headrace.remote.replica_status import ReplicaStatus, encode_status
 from headrace.remote.stream import Stream
 from headrace.server.asgi import Call
-from headrace.server.errors import EngineError, RefusedError, invalid
+from headrace.server.errors import invalid
 from headrace.server.served_model import ServedModel
 
-CONTENT_TYPE = "application/msgpack"
 PERIOD = 0.25
 """Seconds between two words of a worker."""
 _HEADERS = {
@@ -35,7 +35,7 @@ async def generate(served: ServedModel, call: Call) -> None:
     The last is `Ended`, or `Refused` of the kind `closed` where the engine ended under it, or the
     worker ends. To close the connection is to end the request.
     """
-    asked = _read(await call.read_body(CONTENT_TYPE))
+    asked = _read(await call.read_body(frames.CONTENT_TYPE))
     params = asked.params
     max_timeout, timeout = served.settings.request_timeout, asked.options.timeout
     options = replace(
@@ -63,7 +63,7 @@ async def generate(served: ServedModel, call: Call) -> None:
             await call.stream_bytes(_frames(stream), _HEADERS)
         finally:
             stream.close()
-            stream.add_to(call.record)
+            call.record.add_stream(stream)
 
 
 async def status(served: ServedModel, call: Call) -> None:

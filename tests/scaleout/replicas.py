@@ -11,11 +11,11 @@ from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread
 from headrace.errors import ClosedError, NoReplicaError, RequestError
 from headrace.remote import frames
+from headrace.remote.errors import RefusedError
 from headrace.remote.host import blocks_of, ended, report_of
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.request import Update
 from headrace.scaleout.dispatcher import ReplicaLostError
-from headrace.server.errors import RefusedError
 
 _WAY = 0.002
 """Seconds from the fleet to a replica."""

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.remote import frames
+from headrace.remote.errors import EngineDeadError, NotReadyError, RefusedError
 from headrace.remote.stream import Stream
 from headrace.request import Logprobs, PoolingParams, RequestOutput, SamplingParams
 from headrace.sampling.sampler import derive_seed
 from headrace.scaleout.fleet import Fleet
-from headrace.server.errors import EngineDeadError, NotReadyError, RefusedError
 from tests.engine.test_resume import engine, requests, undisturbed
 from tests.scaleout.replicas import LocalReplicas, Replica
 from tests.tiny import drain, run_all

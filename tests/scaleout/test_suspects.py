@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from headrace.remote import frames
+from headrace.remote.errors import RefusedError
 from headrace.request import SamplingParams
 from headrace.scaleout import suspects
 from headrace.scaleout.suspects import Suspects
-from headrace.server.errors import RefusedError
 
 A, B, C = (frames.Add("", [token], SamplingParams(), None) for token in range(3))
 

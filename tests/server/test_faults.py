@@ -21,7 +21,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.remote import client as engine_client
 from headrace.remote import start as engine_start
-from headrace.server.errors import EngineDeadError
+from headrace.remote.errors import EngineDeadError
 from tests.server.running import SECONDS, Reply, Running, running, until
 
 CHAT: dict[str, Any] = {

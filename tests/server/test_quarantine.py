@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headrace.remote import frames, quarantine
+from headrace.remote.errors import RefusedError
 from headrace.remote.quarantine import Quarantine
-from headrace.server.errors import RefusedError
 
 
 def asked(number: int) -> frames.Add:
