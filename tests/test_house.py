@@ -224,39 +224,24 @@ class TestImports:
         assert not compared
 
     def test_only_what_pyproject_names(self) -> None:
-        """And what the server and its spans need is imported by the server alone, what links ranks
-        where there are several.
-        """
+        """The packages of an extra are imported by the parts that the extra is for."""
         extras = PROJECT["optional-dependencies"]
-        known = (
-            modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]])
-            | set(sys.stdlib_module_names)
-            | {"headrace"}
-        )
+        everywhere = modules([*PROJECT["dependencies"], *extras["hub"], *extras["structured"]])
+        server = modules([*extras["server"], *extras["otel"]])
+        allowed = {
+            "remote": {"msgspec"},
+            "server": server,
+            # Ray passes errors of grpc on.
+            "scaleout": server | modules(extras["route"] + extras["ray"]) | {"grpc"},
+            "parallel": modules(extras["distributed"]),
+        }
         for file in FILES:
-            serves = (
-                part_of(file) in ("server", "scaleout") or name_of(file) == "headrace/cli/serve.py"
-            )
-            own = modules(
-                [
-                    *extras["server"],
-                    *extras["otel"],
-                    *(extras["route"] + extras["ray"] if part_of(file) == "scaleout" else ()),
-                ]
-            )
-            own |= {"grpc"} if "ray" in own else set()  # whose errors Ray passes on
-            links = modules(extras["distributed"]) if part_of(file) == "parallel" else set()
-            links |= (
-                modules(extras["cuda"])
-                if name_of(file).startswith("headrace/backend/cuda/")
-                else set()
-            )
-            assert (
-                not {name.partition(".")[0] for name in imports(file)}
-                - known
-                - links
-                - (own if serves else set())
-            ), name_of(file)
+            own = allowed.get(part_of(file), set())
+            if name_of(file).startswith("headrace/backend/cuda/"):
+                own = modules(extras["cuda"])
+            imported = {name.partition(".")[0] for name in imports(file)}
+            known = everywhere | set(sys.stdlib_module_names) | {"headrace"} | own
+            assert not imported - known, name_of(file)
 
     def test_ray_is_for_the_files_of_its_name(self) -> None:
         """So several replicas without it need none of it."""

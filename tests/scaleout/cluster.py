@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.server.running import Reply, Running, until
-from tests.server.test_faults import alive
+from tests.server.running import Reply, Running, alive, until
 
 WORKER = ("--worker", "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
 STREAMS = 10

@@ -32,8 +32,7 @@ from tests.scaleout.cluster import (
     streaming,
     told,
 )
-from tests.server.running import SECONDS, Running, engine_of, until
-from tests.server.test_faults import alive
+from tests.server.running import SECONDS, Running, alive, engine_of, until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 SHORT: dict[str, Any] = {"seed": 3, "max_tokens": 12}

@@ -150,6 +150,22 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # it is not there, or goes as it is looked at
+        return False
+
+
+def in_background(calls: list[Callable[[], Reply]]) -> tuple[list[Reply], list[threading.Thread]]:
+    """Calls, each in a thread, and the list that their replies go to."""
+    replies: list[Reply] = []
+    threads = [threading.Thread(target=lambda call=call: replies.append(call())) for call in calls]
+    for thread in threads:
+        thread.start()
+    return replies, threads
+
+
 def running(model: str, *flags: str, program: str = "headrace") -> Iterator[Running]:
     """A server that ends with the test."""
     server = Running(model, *flags, program=program)

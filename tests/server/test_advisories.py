@@ -16,8 +16,7 @@ import pytest
 from headrace.server.app import make_app
 from headrace.server.metrics import Metrics
 from headrace.server.settings import Settings
-from tests.server.running import SECONDS, Running
-from tests.server.test_faults import in_background
+from tests.server.running import SECONDS, Running, in_background
 
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],

@@ -1,8 +1,5 @@
-"""What goes wrong around a request: clients that leave, engines that die or hang, ends of the
-server, too much at once.
-"""
+"""What goes wrong around a request: clients that leave, ends of the server, too much at once."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -10,19 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.config import EngineConfig
-from headrace.remote import client as engine_client
-from headrace.remote import start as engine_start
-from headrace.remote.errors import EngineDeadError
-from tests.server.running import SECONDS, Reply, Running, running, until
+from tests.server.running import SECONDS, Running, in_background, running, until
 
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],
@@ -36,22 +28,6 @@ FLAGS = ("--max-num-seqs", "8", "--max-waiting", "4", "--threads", "1", "--kv-bl
 @pytest.fixture
 def fresh(model: str) -> Iterator[Running]:
     yield from running(model, *FLAGS, "--drain-seconds", "0.2", "--max-per-key", "12")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it is not there, or goes as it is looked at
-        return False
-
-
-def in_background(calls: list[Callable[[], Reply]]) -> tuple[list[Reply], list[threading.Thread]]:
-    """Calls, each in a thread, and the list that their replies go to."""
-    replies: list[Reply] = []
-    threads = [threading.Thread(target=lambda call=call: replies.append(call())) for call in calls]
-    for thread in threads:
-        thread.start()
-    return replies, threads
 
 
 class TestClients:
@@ -235,127 +211,6 @@ def _read_to_end(connection: socket.socket) -> bytes:
         while part := connection.recv(1 << 16):
             parts.append(part)
     return b"".join(parts)
-
-
-class TestEngines:
-    def test_one_imports_nothing_from_the_working_directory(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As it would import Headrace itself from a checkout, were it not installed in place."""
-        (tmp_path / "msgspec.py").write_text("raise SystemExit(9)")
-        monkeypatch.chdir(tmp_path)
-        with engine_start.starting_engine() as started:
-            started.connection.close()
-            assert started.process.wait(SECONDS) == 0
-
-    def test_one_that_is_killed_is_started_again(self, fresh: Running) -> None:
-        body = LONG | {"stream": True}
-        first = fresh.engine_pid
-        replies, threads = in_background([lambda: fresh.post("/v1/chat/completions", body)] * 6)
-        replies_whole, more = in_background([lambda: fresh.post("/v1/chat/completions", LONG)] * 2)
-        until(lambda: fresh.figures()["headrace_sequences_running"] == 8)
-        os.kill(first, signal.SIGKILL)
-        for thread in [*threads, *more]:
-            thread.join(SECONDS)
-        assert all(
-            reply.events[-1] == "[DONE]" and reply.events[-2]["error"]["code"] == "engine_dead"
-            for reply in replies
-        )
-        assert [(reply.status, reply.json["error"]["code"]) for reply in replies_whole] == [
-            (503, "engine_dead")
-        ] * 2
-        until(lambda: fresh.get("/health/ready").status == 200)
-        assert (
-            fresh.engine_pid != first
-            and fresh.get("/health").json["restarts"] == 1
-            and not alive(first)
-        )
-        assert fresh.post("/v1/chat/completions", CHAT | {"max_tokens": 3}).status == 200
-
-    def test_one_that_is_killed_with_requests_that_it_has_not_read(self, fresh: Running) -> None:
-        """Its socket is then reset, not ended; the requests must get an error all the same, and
-        another engine be started.
-        """
-        pid = fresh.engine_pid
-        os.kill(pid, signal.SIGSTOP)
-        stream = fresh.open_stream("/v1/chat/completions", CHAT)
-        until(lambda: fresh.get("/health/ready").status == 503)  # by then it has been sent
-        os.kill(pid, signal.SIGKILL)
-        assert b" 503 " in stream.recv(100)
-        stream.close()
-        until(lambda: fresh.get("/health/ready").status == 200 and fresh.engine_pid != pid)
-        assert fresh.post("/v1/chat/completions", CHAT).status == 200
-
-    def test_one_that_is_stopped_is_not_ready_and_then_started_again(self, fresh: Running) -> None:
-        first = fresh.engine_pid
-        replies, threads = in_background(
-            [lambda: fresh.post("/v1/chat/completions", LONG | {"stream": True})] * 3
-        )
-        until(lambda: fresh.figures()["headrace_sequences_running"] == 3)
-        os.kill(first, signal.SIGSTOP)
-        until(lambda: fresh.get("/health/ready").status == 503)
-        assert fresh.get("/health/live").status == 200
-        for thread in threads:
-            thread.join(SECONDS)
-        assert all(reply.events[-2]["error"]["code"] == "engine_dead" for reply in replies)
-        until(lambda: fresh.get("/health/ready").status == 200)
-        assert fresh.engine_pid != first and not alive(first)
-
-    def test_one_that_goes_on_after_a_pause_keeps_its_requests(self, fresh: Running) -> None:
-        first = fresh.engine_pid
-        replies, threads = in_background([lambda: fresh.post("/v1/chat/completions", LONG)])
-        until(lambda: fresh.figures()["headrace_sequences_running"] == 1)
-        os.kill(first, signal.SIGSTOP)
-        until(lambda: fresh.get("/health/ready").status == 503)
-        os.kill(first, signal.SIGCONT)
-        threads[0].join(SECONDS)
-        assert replies[0].status == 200 and fresh.engine_pid == first
-
-    def test_one_that_dies_again_and_again_ends_the_server(self, model: str) -> None:
-        server = Running(model, *FLAGS)
-        for restarts in range(1, 5):
-            os.kill(server.engine_pid, signal.SIGKILL)
-            until(
-                lambda restarts=restarts: (
-                    server.process.poll() is not None or _restarted(server, restarts)
-                )
-            )
-        assert server.stop() == 1
-        assert sum("it is started again" in line for line in server.log) == 3
-
-    def test_it_ends_with_the_server(self, model: str) -> None:
-        server = Running(model, *FLAGS)
-        engine = server.engine_pid
-        connection = server.open_stream("/v1/chat/completions", LONG | {"stream": True})
-        until(lambda: not server.at_rest())
-        server.process.kill()
-        until(lambda: not alive(engine))
-        connection.close()
-        server.stop()
-
-
-def _restarted(server: Running, times: int) -> bool:
-    try:
-        health = server.get("/health/ready")
-    except ConnectionError:
-        return False
-    return health.status == 200 and health.json["restarts"] == times
-
-
-def test_one_that_never_loads_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)")
-    monkeypatch.setattr(engine_start, "ENGINE", (sys.executable, str(tmp_path / "hangs.py")))
-    monkeypatch.setattr(engine_client, "_LOADED", 0.5)
-    engine = engine_client.EngineClient("model", EngineConfig(), {}, stall_seconds=60)
-
-    async def start() -> None:
-        try:
-            await asyncio.wait_for(engine.start(), SECONDS)
-        finally:
-            await engine.close()
-
-    with pytest.raises(EngineDeadError, match="it stood still for"):
-        asyncio.run(start())
 
 
 class TestEnds:

@@ -11,8 +11,7 @@ import openai
 import pytest
 
 from tests.server.faulty import ENDS, MARK, SEEDS, STAGES
-from tests.server.running import SECONDS, Running, running, until
-from tests.server.test_faults import in_background
+from tests.server.running import SECONDS, Running, in_background, running, until
 
 FLAGS = ("--max-num-seqs", "8", "--threads", "1", "--kv-blocks", "256")
 NEIGHBOURS = [
