@@ -36,7 +36,7 @@ from headrace.planner import hardware
 from headrace.planner.pipeline_picture import idle_share, pipeline_svg
 from headrace.planner.roofline import op_seconds, step_seconds
 from headrace.program.collective import Collective
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from headrace.program.trace import Program
 from headrace.request import SamplingParams
 from tests.backend.batches import Sequence as Slots
@@ -77,10 +77,10 @@ def programs_of(model: str, mesh: Mesh) -> list[Program]:
     ]
 
 
-def linked(programs: Sequence[Program], load: Load) -> int:
+def linked(programs: Sequence[Program], size: StepSize) -> int:
     """Bytes that a rank receives in a step, of the rank that receives most."""
     return max(
-        sum(op.link_bytes(load) for op in program.ops if isinstance(op, Collective))
+        sum(op.link_bytes(size) for op in program.ops if isinstance(op, Collective))
         for program in programs
     )
 
@@ -132,10 +132,10 @@ def ranks(args: argparse.Namespace) -> None:
     rows = []
     for name, mesh in SPLITS.items():
         programs = programs_of(args.model, mesh)
-        loads = Load(((8, 1),), 1, 2), Load(((0, 512),), 1, 2)
+        sizes = StepSize(((8, 1),), 1, 2), StepSize(((0, 512),), 1, 2)
         figures = [shown(speeds[name][work], "{:,.0f}") for work in WORK]
         weights = " ".join(f"{program.weight_bytes / 1e6:.1f}" for program in programs)
-        rows.append([name, *figures, weights, *(f"{linked(programs, load):,}" for load in loads)])
+        rows.append([name, *figures, weights, *(f"{linked(programs, size):,}" for size in sizes)])
     heading = [
         "",
         *(f"{work} tok/s" for work in WORK),
@@ -148,10 +148,10 @@ def ranks(args: argparse.Namespace) -> None:
 
 def evenly(model: str, rows: int) -> Mesh:
     """Two stages that are predicted to take as long as each other for so many rows that decode."""
-    checkpoint, machine, load = (
+    checkpoint, machine, size = (
         open_model(model, config_of(Mesh())),
         hardware.this_machine(1),
-        Load(((0, 1),) * rows, rows, 2),
+        StepSize(((0, 1),) * rows, rows, 2),
     )
     program = lower_program(
         "cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
@@ -169,7 +169,7 @@ def evenly(model: str, rows: int) -> Mesh:
             ),
             "",
         )
-        seconds[name] += op_seconds(op, load, machine)
+        seconds[name] += op_seconds(op, size, machine)
     head, *layers = seconds.values()
     first = min(range(1, len(layers)), key=lambda n: abs(sum(layers[:n]) - sum(layers[n:]) - head))
     return Mesh(1, 2, layers=(first, len(layers) - first))
@@ -182,9 +182,9 @@ def bubble(args: argparse.Namespace) -> None:
         args.model, config_of(mesh, kv_blocks=rows * max(STEPS), max_num_batched_tokens=rows)
     ).engine
     executable: Any = engine._loop.executable
-    machine, load = hardware.this_machine(1), Load(((0, 1),) * rows, rows, 2)
+    machine, size = hardware.this_machine(1), StepSize(((0, 1),) * rows, rows, 2)
     predicted = [
-        1000 * step_seconds(program, load, machine) for program in programs_of(args.model, mesh)
+        1000 * step_seconds(program, size, machine) for program in programs_of(args.model, mesh)
     ]
     of = f"stages of {mesh.layers[0]} and {mesh.layers[1]} layers"
     print(

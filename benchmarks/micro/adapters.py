@@ -16,7 +16,7 @@ from headrace.config import KvConfig
 from headrace.model import linear_weights, tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.program.adapter import Adapter, LowRank, adapted
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from headrace.quant.formats import StoredTensor
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
@@ -78,7 +78,10 @@ def adapters(bench: Bench) -> None:
         1,
     )
     prompt = prompt._replace(logit_rows=prompt.logit_rows[-1:], seq_of=prompt.seq_of[-1:])
-    loads = {SEQS: Load(((CONTEXT, 1),) * SEQS, SEQS, 2.0), PROMPT: Load(((0, PROMPT),), 1, 2.0)}
+    steps = {
+        SEQS: StepSize(((CONTEXT, 1),) * SEQS, SEQS, 2.0),
+        PROMPT: StepSize(((0, PROMPT),), 1, 2.0),
+    }
     table = []
     for rows, batch in ((SEQS, decode), (PROMPT, prompt)):
         batches = {
@@ -92,7 +95,7 @@ def adapters(bench: Bench) -> None:
             program = base
             for each in lists[name][: len(batch.context_len)]:
                 program = adapted(program, each)
-            nbytes = [sum(op.bytes(loads[rows]) for op in of.ops) for of in (program, base)]
+            nbytes = [sum(op.bytes(steps[rows]) for op in of.ops) for of in (program, base)]
             table.append(
                 {
                     "rows": rows,

@@ -20,7 +20,7 @@ from headrace.backend_traits import KvDtype
 from headrace.batch import Ints, RaggedBatch
 from headrace.program import ops
 from headrace.program.kv import KvGroup, KvLayout, number_bytes, token_bytes
-from headrace.program.op import Kind, Load, Value
+from headrace.program.op import Kind, StepSize, Value
 from headrace.quant.kv import BLOCK_SIZE
 
 KV_HEADS = {1: 8, 3: 3, 4: 8, 8: 8}
@@ -86,9 +86,9 @@ class Shape(NamedTuple):
             value, value, 0, heads, self.kv_heads, self.head_dim, self.head_dim, self.head_dim**-0.5
         )
 
-    def load(self, case: Case) -> Load:
+    def size(self, case: Case) -> StepSize:
         """What a step of the case costs by."""
-        return Load(case.seqs, 0, number_bytes((self.kv_group,), self.kv_dtype))
+        return StepSize(case.seqs, 0, number_bytes((self.kv_group,), self.kv_dtype))
 
 
 def attention(bench: Bench) -> None:
@@ -168,7 +168,7 @@ def _report_decode(
     table = []
     for seqs in decode:
         case = Case(seqs, False)
-        nbytes = shape.op().bytes(shape.load(case))
+        nbytes = shape.op().bytes(shape.size(case))
         share, shuffled = (
             rounds.spread(
                 lambda seconds, roof, nbytes=nbytes: nbytes / seconds / roof, c, "bandwidth"
@@ -210,7 +210,7 @@ def _report_prefill(
     table = []
     for seqs in prefill:
         case = Case(seqs, False)
-        flops = shape.op().flops(shape.load(case))
+        flops = shape.op().flops(shape.size(case))
         share, shuffled = (
             rounds.spread(lambda seconds, roof, flops=flops: flops / seconds / roof, c, "rate")
             for c in (case, Case(seqs, True))

@@ -29,7 +29,7 @@ from headrace.model.spec import ModelSpec
 from headrace.planner.hardware import KINDS, Machine
 from headrace.planner.host import cpu_name
 from headrace.planner.roofline import step_seconds
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from headrace.quant.formats import StoredTensor
 from headrace.request import SamplingParams
 from tests.tiny import tiny_engine, tiny_model
@@ -83,7 +83,7 @@ def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, Stored
     def roofline(seqs: int, bandwidth: float) -> float:
         machine = Machine(cpu_name(), _native.isa(), bench.threads, bandwidth, rates)
         return step_seconds(
-            executable.program, Load(((CONTEXT, 1),) * seqs, seqs, KV_BYTES), machine
+            executable.program, StepSize(((CONTEXT, 1),) * seqs, seqs, KV_BYTES), machine
         )
 
     things = {

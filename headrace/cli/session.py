@@ -13,7 +13,7 @@ from headrace.config import EngineConfig
 from headrace.loader.drafts import own_program
 from headrace.loader.load import load_model
 from headrace.planner import hardware
-from headrace.planner.answer import decode_loads, decode_seconds
+from headrace.planner.answer import decode_seconds, decode_steps
 from headrace.program.adapter import Adapter, adapted
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
@@ -124,7 +124,7 @@ class Session:
         program = adapted(
             lower_program(self.config.backend, traced, self._checkpoint.tensors), self._matrices
         )
-        loads = decode_loads(
+        loads = decode_steps(
             result, number_bytes(program.kv_groups, self.config.kv_dtype), self._beam_width
         )
         if not loads or not result.timing.decode:

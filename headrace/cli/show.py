@@ -149,11 +149,11 @@ def _ranks(
     """
     from headrace.loader.ranks import mesh_of, rank_programs
     from headrace.program.kv import token_bytes
-    from headrace.program.op import Load
+    from headrace.program.op import StepSize
 
     mesh = mesh_of(config)
     programs = rank_programs(config, program, tensors) if mesh.ranks > 1 else []
-    decode, prefill = Load(((0, 1),), 1, 0), Load(((0, 512),), 1, 0)
+    decode, prefill = StepSize(((0, 1),), 1, 0), StepSize(((0, 512),), 1, 0)
     return [
         {
             "stage": mesh.stage(rank),

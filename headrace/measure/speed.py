@@ -19,7 +19,7 @@ from headrace.model import trace_model
 from headrace.planner import host, roofline
 from headrace.planner.hardware import Machine
 from headrace.program.kv import number_bytes
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from headrace.request import SamplingParams
 
 Row = dict[str, Any]
@@ -138,7 +138,7 @@ class SpeedLimits:
         """Output of a whole run: one step for all prompts, which also gives the first tokens, then
         a row of each request a step.
         """
-        prompts = Load(((0, prompt_tokens),) * num_requests, num_requests, self._kv_bytes)
+        prompts = StepSize(((0, prompt_tokens),) * num_requests, num_requests, self._kv_bytes)
         seconds = roofline.step_seconds(self._program, prompts, self._machine)
         more = output_tokens - 1
         return (

@@ -14,7 +14,7 @@ from headrace.loader.ranks import compile_ranks, mesh_of, threads_of
 from headrace.model import trace_model
 from headrace.planner.profile import Phase
 from headrace.planner.roofline import PREFILL_CHUNK
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 
 _SECONDS = 0.3
 """Of a turn: a phase goes on for so long, and its last round is always a whole one."""
@@ -55,7 +55,7 @@ class Stopwatch:
         self._vocab = checkpoint.spec.vocab_size
         slots = np.arange(blocks * self._block_size, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))
-        self.executable.launch(self._batch(Load(((0, filled),), 1, 0))).wait()
+        self.executable.launch(self._batch(StepSize(((0, filled),), 1, 0))).wait()
         for group in range(self._num_groups):
             self.executable.move_slots(group, slots[filled:] % filled, slots[filled:])
 
@@ -63,7 +63,7 @@ class Stopwatch:
         """The times of all steps of the phase, once or several times over. What a round writes to
         the KV is the same each time.
         """
-        batches = [self._batch(load) for load in phase.steps]
+        batches = [self._batch(step) for step in phase.steps]
         end = time.monotonic() + _SECONDS
         rounds = [[self.executable.profile(batch) for batch in batches]]
         while time.monotonic() < end:
@@ -84,11 +84,11 @@ class Stopwatch:
     def close(self) -> None:
         self.executable.close()
 
-    def _batch(self, load: Load) -> RaggedBatch:
+    def _batch(self, step: StepSize) -> RaggedBatch:
         """A step of this load: sequence after sequence, each with blocks of its own in order, and
         logits for its last row.
         """
-        context, rows = np.array(load.seqs, np.int32).T.copy()
+        context, rows = np.array(step.seqs, np.int32).T.copy()
         ends = np.cumsum(rows, dtype=np.int32)
         seq = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
         row = np.arange(ends[-1], dtype=np.int32)

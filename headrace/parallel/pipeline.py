@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from headrace.errors import UnsupportedModelError
 from headrace.program.collective import Receive, Send
-from headrace.program.op import Load, Op, Value
+from headrace.program.op import Op, StepSize, Value
 from headrace.program.ops import Attention, KvWrite, RopeAngles
 from headrace.program.trace import Program
 
@@ -19,7 +19,7 @@ Cost = Callable[[Op], float]
 
 def read_bytes(op: Op) -> float:
     """What an op costs in a step of one row: decoding is bound by what is read."""
-    return op.bytes(Load(((0, 1),), 1, 0))
+    return op.bytes(StepSize(((0, 1),), 1, 0))
 
 
 def cut(

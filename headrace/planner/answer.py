@@ -4,19 +4,19 @@ each at its limit.
 
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from headrace.program.trace import Program
 from headrace.request import RequestOutput
 
 
-def decode_loads(
+def decode_steps(
     result: RequestOutput, kv_bytes: float, beam_width: int | None = None
-) -> list[tuple[float, Load]]:
-    """The steps after that of the first token: how many there were of each load. No other request
+) -> list[tuple[float, StepSize]]:
+    """The steps after that of the first token: how many there were of each size. No other request
     took part in them.
 
     Drafts make fewer steps, of more rows. A result says how many of each there were in all, so the
-    loads are those of these numbers that take the least time: sequences of one length, drafts of
+    steps are those of these numbers that take the least time: sequences of one length, drafts of
     one size (or two that differ by a row), contexts of the mean length.
     """
     num_outputs, stats = len(result.outputs), result.drafts.values()
@@ -35,13 +35,15 @@ def decode_loads(
         beam_width or num_outputs,
     )
 
-    def load(rows: int) -> Load:
-        return Load(((context, rows),) * num_seqs, num_seqs * rows, kv_bytes)
+    def step(rows: int) -> StepSize:
+        return StepSize(((context, rows),) * num_seqs, num_seqs * rows, kv_bytes)
 
     counts = ((steps - drafted, 1), (drafted * (1 - share), 1 + size), (drafted * share, 2 + size))
-    return [(count, load(rows)) for count, rows in counts if count > 0]
+    return [(count, step(rows)) for count, rows in counts if count > 0]
 
 
-def decode_seconds(program: Program, machine: Machine, loads: list[tuple[float, Load]]) -> float:
+def decode_seconds(
+    program: Program, machine: Machine, sizes: list[tuple[float, StepSize]]
+) -> float:
     """Least seconds of so many steps of these loads."""
-    return sum(count * step_seconds(program, load, machine) for count, load in loads)
+    return sum(count * step_seconds(program, step, machine) for count, step in sizes)

@@ -53,7 +53,7 @@ def expert_profile(phase: Phase, program: Program, steps: Sequence[Loads]) -> Ex
     each step.
     """
     ops = [op for op in program.ops if isinstance(op, Experts)]
-    expected = mean(op.distinct_experts(op.x.num_rows(load)) for load in phase.steps for op in ops)
+    expected = mean(op.distinct_experts(op.x.num_rows(step)) for step in phase.steps for op in ops)
     measured = mean(float(np.count_nonzero(loads, axis=1).mean()) for loads in steps)
     return ExpertProfile(
         phase.name, max(len(op.gate) for op in ops), np.sum(steps, axis=0), expected, measured

@@ -14,7 +14,7 @@ from typing import Literal
 from headrace.batch import StepTimes
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import PREFILL_CHUNK, op_kind, op_seconds
-from headrace.program.op import Kind, Load, Op
+from headrace.program.op import Kind, Op, StepSize
 from headrace.program.trace import Program
 from headrace.record import frozen
 
@@ -34,7 +34,7 @@ class Phase:
     """Tokens of context of each sequence before the phase."""
     tokens: int
     """Computed in the phase, all sequences together."""
-    steps: tuple[Load, ...]
+    steps: tuple[StepSize, ...]
 
     @property
     def length(self) -> int:
@@ -48,14 +48,14 @@ def prefill_phase(tokens: int, kv_bytes: float) -> Phase:
     """
     starts = range(0, tokens, PREFILL_CHUNK)
     steps = tuple(
-        Load(((start, min(PREFILL_CHUNK, tokens - start)),), 1, kv_bytes) for start in starts
+        StepSize(((start, min(PREFILL_CHUNK, tokens - start)),), 1, kv_bytes) for start in starts
     )
     return Phase(f"prefill {tokens:,}", 1, 0, tokens, steps)
 
 
 def decode_phase(depth: int, seqs: int, kv_bytes: float) -> Phase:
     """One step of so many plainly decoding sequences, each with `depth` tokens of context."""
-    step = Load(((depth, 1),) * seqs, seqs, kv_bytes)
+    step = StepSize(((depth, 1),) * seqs, seqs, kv_bytes)
     return Phase(f"decode, depth {depth:,}, batch {seqs:,}", seqs, depth, seqs, (step,))
 
 
@@ -218,11 +218,11 @@ def _total(steps: Sequence[StepTimes]) -> dict[str, float]:
 def _op_profile(
     name: str, ops: Sequence[Op], phase: Phase, machine: Machine, seconds: float
 ) -> OpProfile:
-    calls = [(op, load) for load in phase.steps for op in ops]
+    calls = [(op, size) for size in phase.steps for op in ops]
     flops: dict[Kind, int] = defaultdict(int)
-    for op, load in calls:
-        flops[op_kind(op, load)] += op.flops(load)
-    num_bytes = sum(op.bytes(load) for op, load in calls)
+    for op, size in calls:
+        flops[op_kind(op, size)] += op.flops(size)
+    num_bytes = sum(op.bytes(size) for op, size in calls)
     return OpProfile(
         name=name,
         calls=len(calls),
@@ -232,6 +232,6 @@ def _op_profile(
         kind=max(flops, key=flops.__getitem__, default="f32"),
         memory_seconds=num_bytes / machine.bandwidth,
         arithmetic_seconds=sum(count / machine.rates[kind] for kind, count in flops.items()),
-        floor=sum(op_seconds(op, load, machine) for op, load in calls),
-        link_bytes=sum(op.link_bytes(load) for op, load in calls),
+        floor=sum(op_seconds(op, size, machine) for op, size in calls),
+        link_bytes=sum(op.link_bytes(size) for op, size in calls),
     )

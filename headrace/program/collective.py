@@ -1,7 +1,7 @@
 """The ops by which ranks exchange rows; what they move over a link is said beside them."""
 
 from headrace.program.moe import Experts
-from headrace.program.op import Load, Op, Value, Weight
+from headrace.program.op import Op, StepSize, Value, Weight
 from headrace.program.ops import Norm
 from headrace.record import frozen
 
@@ -29,11 +29,11 @@ class AllGather(Collective):
     rank: int
     parts: tuple[Columns, ...]
 
-    def link_bytes(self, load: Load) -> int:
+    def link_bytes(self, step: StepSize) -> int:
         others = sum(
             last - first for rank, (first, last) in enumerate(self.parts) if rank != self.rank
         )
-        return LINK_BYTES * self.out.num_rows(load) * others
+        return LINK_BYTES * self.out.num_rows(step) * others
 
 
 @frozen
@@ -48,8 +48,8 @@ class EmbedPart(Op):
     vocab: int
     """Tokens of the whole vocabulary."""
 
-    def bytes(self, load: Load) -> int:
-        return min(load.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
+    def bytes(self, step: StepSize) -> int:
+        return min(step.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
 
 
 @frozen
@@ -63,8 +63,8 @@ class OwnedRows(Collective):
     rank: int
     parts: tuple[Columns, ...]
 
-    def link_bytes(self, load: Load) -> int:
-        return LINK_BYTES * load.rows * self.out.width * (len(self.parts) - 1)
+    def link_bytes(self, step: StepSize) -> int:
+        return LINK_BYTES * step.rows * self.out.width * (len(self.parts) - 1)
 
 
 @frozen
@@ -87,8 +87,8 @@ class ColumnsToRows(Collective):
     rank: int
     parts: tuple[Columns, ...]
 
-    def link_bytes(self, load: Load) -> int:
-        first, last = row_share(self.out.num_rows(load), self.rank, len(self.parts))
+    def link_bytes(self, step: StepSize) -> int:
+        first, last = row_share(self.out.num_rows(step), self.rank, len(self.parts))
         return LINK_BYTES * (last - first) * (self.out.width - self.x.width)
 
 
@@ -99,9 +99,9 @@ class NormShare(Norm):
     rank: int = 0
     ranks: int = 1
 
-    def flops(self, load: Load) -> int:
-        first, last = row_share(self.out.num_rows(load), self.rank, self.ranks)
-        return super().flops(load) * (last - first) // max(1, self.out.num_rows(load))
+    def flops(self, step: StepSize) -> int:
+        first, last = row_share(self.out.num_rows(step), self.rank, self.ranks)
+        return super().flops(step) * (last - first) // max(1, self.out.num_rows(step))
 
 
 @frozen
@@ -113,8 +113,8 @@ class GatherShares(Collective):
     rank: int
     ranks: int
 
-    def link_bytes(self, load: Load) -> int:
-        rows = self.out.num_rows(load)
+    def link_bytes(self, step: StepSize) -> int:
+        rows = self.out.num_rows(step)
         first, last = row_share(rows, self.rank, self.ranks)
         return LINK_BYTES * (rows - (last - first)) * self.out.width
 
@@ -141,9 +141,9 @@ class ExpertPart(Experts):
     def distinct_experts(self, rows: int) -> float:
         return len(self.gate) * (1 - (1 - self.top_k / self.num_experts) ** rows)
 
-    def flops(self, load: Load) -> int:
+    def flops(self, step: StepSize) -> int:
         """In the mean, where every row is as likely to go to any expert."""
-        return super().flops(load) * len(self.gate) // self.num_experts
+        return super().flops(step) * len(self.gate) // self.num_experts
 
 
 @frozen
@@ -156,8 +156,8 @@ class OwnedExperts(Collective):
     rank: int
     parts: tuple[Columns, ...]
 
-    def link_bytes(self, load: Load) -> int:
-        return LINK_BYTES * self.x.num_rows(load) * self.x.width * (len(self.parts) - 1)
+    def link_bytes(self, step: StepSize) -> int:
+        return LINK_BYTES * self.x.num_rows(step) * self.x.width * (len(self.parts) - 1)
 
 
 @frozen
@@ -170,8 +170,8 @@ class Combine(Op):
     x: Value
     routing: Value
 
-    def flops(self, load: Load) -> int:
-        return 2 * self.x.num_rows(load) * self.x.width
+    def flops(self, step: StepSize) -> int:
+        return 2 * self.x.num_rows(step) * self.x.width
 
 
 @frozen
@@ -191,5 +191,5 @@ class Receive(Collective):
     stage: int
     """That it comes from."""
 
-    def link_bytes(self, load: Load) -> int:
-        return LINK_BYTES * self.out.num_rows(load) * self.out.width
+    def link_bytes(self, step: StepSize) -> int:
+        return LINK_BYTES * self.out.num_rows(step) * self.out.width

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from headrace.program.op import Load, Op, Value, Weight
+from headrace.program.op import Op, StepSize, Value, Weight
 from headrace.program.ops import Activation, matmul_flops
 from headrace.record import frozen
 
@@ -30,14 +30,14 @@ class Route(Op):
     top_groups: int = 1
     bias: Weight | None = None
 
-    def flops(self, load: Load) -> int:
+    def flops(self, step: StepSize) -> int:
         """Those of the scores, of the sums for groups, and of the weights; the choice is
         comparisons.
         """
         scores = {"softmax": 5, "sigmoid": 3}[self.scoring] + (self.bias is not None)
         sums = 2 * self.groups if self.groups > 1 and self.scoring == "sigmoid" else 0
         weights = (1 + 2 * self.normalised) * self.top_k
-        return self.x.num_rows(load) * (scores * self.x.width + sums + weights)
+        return self.x.num_rows(step) * (scores * self.x.width + sums + weights)
 
 
 @frozen
@@ -70,14 +70,14 @@ class Experts(Op):
         """
         return len(self.gate) * (1 - (1 - self.top_k / len(self.gate)) ** rows)
 
-    def flops(self, load: Load) -> int:
+    def flops(self, step: StepSize) -> int:
         return matmul_flops(
-            self.x.num_rows(load) * self.top_k, self.gate[0], self.up[0], self.down[0]
+            self.x.num_rows(step) * self.top_k, self.gate[0], self.up[0], self.down[0]
         )
 
-    def bytes(self, load: Load) -> int:
+    def bytes(self, step: StepSize) -> int:
         return int(
-            super().bytes(load) * self.distinct_experts(self.x.num_rows(load)) / len(self.gate)
+            super().bytes(step) * self.distinct_experts(self.x.num_rows(step)) / len(self.gate)
         )
 
 
@@ -89,5 +89,5 @@ class GateRows(Op):
     x: Value
     gate: Value
 
-    def flops(self, load: Load) -> int:
-        return self.out.num_rows(load) * self.out.width
+    def flops(self, step: StepSize) -> int:
+        return self.out.num_rows(step) * self.out.width

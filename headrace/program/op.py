@@ -1,4 +1,4 @@
-"""What an op is, and what it is made of: values, weights, and the load that its cost depends on."""
+"""Ops, the values and weights that they read and write, and the step size that costs depend on."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ and the others are pooled; or one of these two kinds alone.
 """
 
 
-class Load(NamedTuple):
-    """What the cost of a step depends on besides the program."""
+class StepSize(NamedTuple):
+    """Numbers of a step that the cost of its ops depends on."""
 
     seqs: tuple[tuple[int, int], ...]  # (tokens with KV before the step, rows) of each sequence
     logit_rows: int
@@ -39,16 +39,16 @@ class Value:
     rows: RowKind
     packed: bool = False
 
-    def num_rows(self, load: Load) -> int:
+    def num_rows(self, step: StepSize) -> int:
         match self.rows:
             case "step":
-                return load.rows
+                return step.rows
             case "gathered":
-                return load.logit_rows + load.pooled_rows
+                return step.logit_rows + step.pooled_rows
             case "logit":
-                return load.logit_rows
+                return step.logit_rows
             case "pooled":
-                return load.pooled_rows
+                return step.pooled_rows
 
 
 @frozen
@@ -101,13 +101,13 @@ class Op:
         """The same op with each of its weights replaced by the new one of that name."""
         return replace(self, **{name: _replaced(value, new) for name, value in vars(self).items()})
 
-    def flops(self, load: Load) -> int:
+    def flops(self, step: StepSize) -> int:
         return 0
 
-    def bytes(self, load: Load) -> int:
+    def bytes(self, step: StepSize) -> int:
         return sum(w.nbytes for w in self.weights())
 
-    def link_bytes(self, load: Load) -> int:
+    def link_bytes(self, step: StepSize) -> int:
         """Bytes that this rank receives from others: see `collective.py`."""
         return 0
 

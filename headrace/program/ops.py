@@ -1,7 +1,7 @@
 """The op vocabulary: what each op reads, writes and costs.
 
 Every op is one line of equations over row matrices of float32, and says what it costs in a step of
-a given load (those of experts are in `mixture.py`). The planner, the profiler and the benchmarks
+a given size (those of experts are in `moe.py`). The planner, the profiler and the benchmarks
 read these figures; there is no other copy of the arithmetic. tests/program/test_costs.py holds each
 to what the reference backend is seen to do. They are least costs, of which limits are made:
 
@@ -22,7 +22,7 @@ costs at most what is said here.
 
 from typing import Literal
 
-from headrace.program.op import Load, Op, Value, Weight
+from headrace.program.op import Op, StepSize, Value, Weight
 from headrace.record import frozen
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
@@ -57,8 +57,8 @@ class Embed(Op):
     out: Value
     weight: Weight
 
-    def bytes(self, load: Load) -> int:
-        return min(load.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
+    def bytes(self, step: StepSize) -> int:
+        return min(step.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
 
 
 @frozen
@@ -70,9 +70,9 @@ class EmbedPosition(Op):
     out: Value
     weight: Weight
 
-    def bytes(self, load: Load) -> int:
+    def bytes(self, step: StepSize) -> int:
         last = self.weight.rows - 1
-        positions = {min(context + row, last) for context, rows in load.seqs for row in range(rows)}
+        positions = {min(context + row, last) for context, rows in step.seqs for row in range(rows)}
         return len(positions) * self.weight.nbytes // self.weight.rows
 
 
@@ -93,8 +93,8 @@ class RopeAngles(Op):
     inverse_frequencies: tuple[float, ...]
     scale: float
 
-    def flops(self, load: Load) -> int:
-        return 5 * load.rows * len(self.inverse_frequencies)
+    def flops(self, step: StepSize) -> int:
+        return 5 * step.rows * len(self.inverse_frequencies)
 
 
 @frozen
@@ -121,10 +121,10 @@ class Norm(Op):
     def vectors(self) -> list[Weight]:
         return [self.weight, self.bias] if self.bias else [self.weight]
 
-    def flops(self, load: Load) -> int:
+    def flops(self, step: StepSize) -> int:
         return (
             ({"rms": 4, "layer": 6}[self.kind] + (self.bias is not None))
-            * self.out.num_rows(load)
+            * self.out.num_rows(step)
             * self.x.width
         )
 
@@ -138,8 +138,8 @@ class Linear(Op):
     weight: Weight
     bias: Weight | None = None
 
-    def flops(self, load: Load) -> int:
-        return matmul_flops(self.x.num_rows(load), self.weight)
+    def flops(self, step: StepSize) -> int:
+        return matmul_flops(self.x.num_rows(step), self.weight)
 
 
 @frozen
@@ -152,8 +152,8 @@ class LinearAdd(Op):
     weight: Weight
     bias: Weight | None = None
 
-    def flops(self, load: Load) -> int:
-        return matmul_flops(self.x.num_rows(load), self.weight)
+    def flops(self, step: StepSize) -> int:
+        return matmul_flops(self.x.num_rows(step), self.weight)
 
 
 @frozen
@@ -166,8 +166,8 @@ class LinearActivate(Op):
     activation: Activation
     bias: Weight | None = None
 
-    def flops(self, load: Load) -> int:
-        return matmul_flops(self.x.num_rows(load), self.weight)
+    def flops(self, step: StepSize) -> int:
+        return matmul_flops(self.x.num_rows(step), self.weight)
 
 
 @frozen
@@ -183,8 +183,8 @@ class HeadLinear(Op):
     x: Value
     heads: tuple[Weight, ...]
 
-    def flops(self, load: Load) -> int:
-        return matmul_flops(self.x.num_rows(load), *self.heads)
+    def flops(self, step: StepSize) -> int:
+        return matmul_flops(self.x.num_rows(step), *self.heads)
 
 
 @frozen
@@ -212,9 +212,9 @@ class Rope(Op):
     angles: Value
     head_dim: int
 
-    def flops(self, load: Load) -> int:
+    def flops(self, step: StepSize) -> int:
         pairs = self.x.width // self.head_dim * self.angles.width // 2
-        return 6 * self.x.num_rows(load) * pairs
+        return 6 * self.x.num_rows(step) * pairs
 
 
 @frozen
@@ -225,8 +225,8 @@ class KvWrite(Op):
     v: Value | None
     layer: int
 
-    def bytes(self, load: Load) -> int:
-        return int(load.rows * (self.k.width + (self.v.width if self.v else 0)) * load.kv_bytes)
+    def bytes(self, step: StepSize) -> int:
+        return int(step.rows * (self.k.width + (self.v.width if self.v else 0)) * step.kv_bytes)
 
 
 @frozen
@@ -245,11 +245,11 @@ class QkvRopeWrite(Op):
     layer: int
     head_dim: int
 
-    def flops(self, load: Load) -> int:
-        return matmul_flops(load.rows, self.q, self.k, self.v)
+    def flops(self, step: StepSize) -> int:
+        return matmul_flops(step.rows, self.q, self.k, self.v)
 
-    def bytes(self, load: Load) -> int:
-        return super().bytes(load) + int(load.rows * 2 * self.k.rows * load.kv_bytes)
+    def bytes(self, step: StepSize) -> int:
+        return super().bytes(step) + int(step.rows * 2 * self.k.rows * step.kv_bytes)
 
 
 @frozen
@@ -293,15 +293,15 @@ class Attention(Op):
         before = max(0, position + 2 - rows - self.window) if self.window else 0
         return position + 1 - before + min(before, self.num_sink_tokens)
 
-    def flops(self, load: Load) -> int:
-        pairs = sum(self._visible(context + r) for context, rows in load.seqs for r in range(rows))
+    def flops(self, step: StepSize) -> int:
+        pairs = sum(self._visible(context + r) for context, rows in step.seqs for r in range(rows))
         return 2 * pairs * self.num_heads * (self.head_dim + self.value_dim)
 
-    def bytes(self, load: Load) -> int:
+    def bytes(self, step: StepSize) -> int:
         """K and V of every visible slot, read once for all rows and heads of a sequence."""
-        slots = sum(self._visible(context + rows - 1, rows) for context, rows in load.seqs)
+        slots = sum(self._visible(context + rows - 1, rows) for context, rows in step.seqs)
         numbers = self.head_dim + (0 if self.latent else self.value_dim)
-        return super().bytes(load) + int(slots * self.num_kv_heads * numbers * load.kv_bytes)
+        return super().bytes(step) + int(slots * self.num_kv_heads * numbers * step.kv_bytes)
 
 
 @frozen
@@ -313,8 +313,8 @@ class Glu(Op):
     up: Value
     activation: Activation
 
-    def flops(self, load: Load) -> int:
-        return (_ACTIVATION_FLOPS[self.activation] + 1) * self.out.num_rows(load) * self.out.width
+    def flops(self, step: StepSize) -> int:
+        return (_ACTIVATION_FLOPS[self.activation] + 1) * self.out.num_rows(step) * self.out.width
 
 
 @frozen
@@ -325,8 +325,8 @@ class Activate(Op):
     x: Value
     activation: Activation
 
-    def flops(self, load: Load) -> int:
-        return _ACTIVATION_FLOPS[self.activation] * self.out.num_rows(load) * self.out.width
+    def flops(self, step: StepSize) -> int:
+        return _ACTIVATION_FLOPS[self.activation] * self.out.num_rows(step) * self.out.width
 
 
 @frozen
@@ -337,8 +337,8 @@ class Scale(Op):
     x: Value
     factor: float
 
-    def flops(self, load: Load) -> int:
-        return self.out.num_rows(load) * self.out.width
+    def flops(self, step: StepSize) -> int:
+        return self.out.num_rows(step) * self.out.width
 
 
 @frozen
@@ -349,8 +349,8 @@ class SoftCap(Op):
     x: Value
     cap: float
 
-    def flops(self, load: Load) -> int:
-        return 3 * self.out.num_rows(load) * self.out.width
+    def flops(self, step: StepSize) -> int:
+        return 3 * self.out.num_rows(step) * self.out.width
 
 
 @frozen
@@ -365,8 +365,8 @@ class GluLinear(Op):
     gate_bias: Weight | None = None
     up_bias: Weight | None = None
 
-    def flops(self, load: Load) -> int:
-        return matmul_flops(self.x.num_rows(load), self.gate, self.up)
+    def flops(self, step: StepSize) -> int:
+        return matmul_flops(self.x.num_rows(step), self.gate, self.up)
 
 
 @frozen
@@ -377,8 +377,8 @@ class Add(Op):
     x: Value
     y: Value
 
-    def flops(self, load: Load) -> int:
-        return self.out.num_rows(load) * self.out.width
+    def flops(self, step: StepSize) -> int:
+        return self.out.num_rows(step) * self.out.width
 
 
 @frozen

@@ -8,7 +8,7 @@ from typing import Literal
 from headrace.errors import FormatError
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.program.moe import Experts, GateRows, Route
-from headrace.program.op import Kind, Load, Op, RowKind, Value, Weight
+from headrace.program.op import Kind, Op, RowKind, StepSize, Value, Weight
 from headrace.program.ops import (
     Activate,
     Activation,
@@ -127,7 +127,7 @@ class Program:
         Attention computes in bf16, the rest mostly in int8, of which a processor does twice as many
         operations in the same time.
         """
-        row = Load(((0, 1),), 0, 0)
+        row = StepSize(((0, 1),), 0, 0)
         attention = sum(op.flops(row) for op in self.ops if isinstance(op, Attention))
         rest = sum(op.flops(row) for op in self.ops) - attention
         return rest / (2 * attention)

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.planner import hardware
 from headrace.planner.roofline import op_kind, op_seconds
 from headrace.program.kv import number_bytes
-from headrace.program.op import Kind, Load
+from headrace.program.op import Kind, StepSize
 from headrace.program.trace import Program
 from headrace.remote.frames import Hello
 
@@ -58,18 +58,18 @@ class Roofline:
         seqs = min(rows, running)
         each, more = divmod(rows, seqs)
         spread = tuple((max(0, depth - each), each + (i < more)) for i in range(seqs))
-        load = Load(spread, seqs, self._number_bytes)
+        step = StepSize(spread, seqs, self._number_bytes)
         flops: dict[Kind, int] = {}
         for op in self._program.ops:
-            kind = op_kind(op, load)
-            flops[kind] = flops.get(kind, 0) + op.flops(load)
+            kind = op_kind(op, step)
+            flops[kind] = flops.get(kind, 0) + op.flops(step)
         return {
             "rows": rows,
             "seqs": seqs,
             "depth": depth,
-            "bytes": sum(op.bytes(load) for op in self._program.ops),
+            "bytes": sum(op.bytes(step) for op in self._program.ops),
             "flops": sum(flops.values()),
             "kind": max(flops, key=flops.__getitem__),
             "seconds": seconds,
-            "least_seconds": sum(op_seconds(op, load, self._machine) for op in self._program.ops),
+            "least_seconds": sum(op_seconds(op, step, self._machine) for op in self._program.ops),
         }

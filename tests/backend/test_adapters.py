@@ -15,7 +15,7 @@ from headrace.batch import RaggedBatch, ints
 from headrace.config import KvConfig
 from headrace.model import linear_weights, tensor_shapes, trace_model
 from headrace.program.adapter import Adapter, LowRank, adapted
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from tests.backend.batches import Sequence, batch_of
 from tests.tiny import tiny_model
 
@@ -124,9 +124,9 @@ def test_numbers_that_are_no_adapters() -> None:
 
 def test_the_bytes_that_a_step_reads() -> None:
     executable = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "")
-    adapter, load = made(16), Load(((0, 1),), 1, 4.0)
+    adapter, step = made(16), StepSize(((0, 1),), 1, 4.0)
     with_it, without = (
-        sum(op.bytes(load) for op in program.ops)
+        sum(op.bytes(step) for op in program.ops)
         for program in (adapted(executable.program, adapter), executable.program)
     )
     assert with_it - without == sum(

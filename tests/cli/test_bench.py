@@ -15,7 +15,7 @@ from headrace.measure.speed import Bench, Run, SpeedLimits
 from headrace.model import trace_model
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
 LATENCY = ("--pp", "16,40", "--tg", "8", "--depth", "0,33", "--repetitions", "3", "--threads", "1")
@@ -256,17 +256,17 @@ class TestRuns:
             "cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
         )
         step = {
-            rows: step_seconds(program, Load(((20, 1),) * rows, rows, 4), MACHINE)
+            rows: step_seconds(program, StepSize(((20, 1),) * rows, rows, 4), MACHINE)
             for rows in (1, 3)
         }
         assert limits.decode(8, 16) == pytest.approx(1 / step[1])
         assert limits.decode(8, 16, 3) == pytest.approx(3 / step[3])
         whole, half = (
-            step_seconds(program, Load(((0, rows),), 1, 4), MACHINE) for rows in (64, 32)
+            step_seconds(program, StepSize(((0, rows),), 1, 4), MACHINE) for rows in (64, 32)
         )
         assert limits.prompt(64, 0) == pytest.approx(64 / whole)
         assert limits.prompt(32, 32) == pytest.approx(32 / (whole - half))
-        prompts = step_seconds(program, Load(((0, 16),) * 3, 3, 4), MACHINE)
+        prompts = step_seconds(program, StepSize(((0, 16),) * 3, 3, 4), MACHINE)
         assert limits.output(3, 16, 9) == pytest.approx(27 / (prompts + 8 * step[3]))
         assert limits.output(3, 16, 1) == pytest.approx(3 / prompts)
 

@@ -79,7 +79,7 @@ class TestTiny:
                 phase["barriers_per_layer"] * phase["steps"] * SPEC.num_layers
             )
             for key, cost in (("bytes", "bytes"), ("operations", "flops")):
-                own = sum(getattr(op, cost)(load) for op in PROGRAM.ops for load in asked.steps)
+                own = sum(getattr(op, cost)(step) for op in PROGRAM.ops for step in asked.steps)
                 assert sum(op[key] for op in phase["ops"]) == own
             total = sum(op["seconds"] for op in phase["ops"]) + phase["outside_ops"]
             assert sum(op["share"] for op in phase["ops"]) + phase[

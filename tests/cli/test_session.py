@@ -12,7 +12,7 @@ from headrace.backend import lower_program
 from headrace.cli.session import Session
 from headrace.config import EngineConfig
 from headrace.model import trace_model
-from headrace.planner.answer import decode_loads, decode_seconds
+from headrace.planner.answer import decode_seconds, decode_steps
 from headrace.planner.hardware import Machine
 from headrace.program.kv import number_bytes
 from headrace.request import CompletionOutput, DraftStats, RequestOutput, Timing
@@ -61,7 +61,7 @@ def closing_line(
 def least(result: RequestOutput, machine: Machine = MACHINE) -> float:
     program = lower_program("cpu", trace_model(SPEC, TENSORS), TENSORS)
     return decode_seconds(
-        program, machine, decode_loads(result, number_bytes(program.kv_groups, CONFIG.kv_dtype))
+        program, machine, decode_steps(result, number_bytes(program.kv_groups, CONFIG.kv_dtype))
     )
 
 

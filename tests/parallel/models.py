@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from headrace.batch import RaggedBatch
 from headrace.model.spec import ModelSpec, RopeSpec
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from headrace.program.trace import Program
 from tests.tiny import Tensors, tiny_model
 
@@ -43,7 +43,7 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, Tensors]:
 def predicted_seconds(program: Program, batch: RaggedBatch) -> float:
     """By a memory that reads a byte in a second."""
     rows = zip(batch.context_len, batch.row_start[1:] - batch.row_start[:-1], strict=True)
-    load = Load(
+    step = StepSize(
         tuple((int(context), int(count)) for context, count in rows), len(batch.logit_rows), 4
     )
-    return float(sum(op.bytes(load) for op in program.ops))
+    return float(sum(op.bytes(step) for op in program.ops))

@@ -22,7 +22,7 @@ from headrace.parallel.collectives import Floats
 from headrace.parallel.mesh import Mesh, adapter_of
 from headrace.program.adapter import LowRank
 from headrace.program.collective import Collective
-from headrace.program.op import Load, Op
+from headrace.program.op import Op, StepSize
 from headrace.program.ops import Attention, KvWrite, Linear
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
@@ -63,10 +63,10 @@ def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
             assert len(found) == mesh.tensor
             for logits in found:
                 np.testing.assert_array_equal(logits, one.logits(batch))
-            load = Load(tuple((s.computed, chunk) for s in sequences), len(batch.logit_rows), 0)
+            step = StepSize(tuple((s.computed, chunk) for s in sequences), len(batch.logit_rows), 0)
             for carrier, rank, had in zip(many.carriers, many.ranks, before, strict=True):
                 said = sum(
-                    op.link_bytes(load) for op in rank.program.ops if isinstance(op, Collective)
+                    op.link_bytes(step) for op in rank.program.ops if isinstance(op, Collective)
                 )
                 assert carrier.received - had == said
             for sequence in sequences:

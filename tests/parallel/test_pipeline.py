@@ -11,7 +11,7 @@ from headrace.model import trace_model
 from headrace.parallel.lockstep import LockStep
 from headrace.parallel.mesh import Mesh
 from headrace.planner.pipeline_picture import idle_share, pipeline_svg
-from headrace.program.op import Load
+from headrace.program.op import StepSize
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.parallel.models import predicted_seconds
@@ -82,9 +82,9 @@ def test_predicted_seconds_count_the_head() -> None:
     spec, tensors = tiny_model(1, vocab=512, layers=1)
     program = trace_model(spec, tensors)
     batch = batch_of([Sequence([0], 32)], [[1, 2]], [([], [])], False)
-    load = Load(((0, 2),), 2, 4)
+    size = StepSize(((0, 2),), 2, 4)
     head = next(op for op in program.ops if op.output() == program.logits)
-    assert head.bytes(load) > sum(op.bytes(load) for op in program.ops) / 2
+    assert head.bytes(size) > sum(op.bytes(size) for op in program.ops) / 2
     assert predicted_seconds(program, batch) == pytest.approx(
-        sum(op.bytes(load) for op in program.ops)
+        sum(op.bytes(size) for op in program.ops)
     )

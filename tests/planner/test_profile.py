@@ -27,7 +27,7 @@ from headrace.planner.profile import (
     prefill_phase,
     typical,
 )
-from headrace.program.op import Load, Op
+from headrace.program.op import Op, StepSize
 from headrace.program.trace import Program
 from tests.tiny import tiny_model
 
@@ -66,7 +66,7 @@ class TestPhases:
     def test_a_prefill_is_cut_as_the_limit_is(self) -> None:
         phase = prefill_phase(1030, 2)
         assert list(phase.steps) == [
-            Load((chunk,), 1, 2) for chunk in ((0, 512), (512, 512), (1024, 6))
+            StepSize((chunk,), 1, 2) for chunk in ((0, 512), (512, 512), (1024, 6))
         ]
         measured = account(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 3])
         assert measured.limit == pytest.approx(roofline.prefill_limit(PROGRAM, HERE, 1030, 2))
@@ -83,15 +83,15 @@ class TestAccount:
         assert {op.name for op in measured.ops} == {op.name for op in PROGRAM.ops}
         for op in measured.ops:
             calls = [
-                (own, load) for own in PROGRAM.ops if own.name == op.name for load in phase.steps
+                (own, size) for own in PROGRAM.ops if own.name == op.name for size in phase.steps
             ]
-            assert (op.calls, op.bytes) == (len(calls), sum(own.bytes(load) for own, load in calls))
-            assert op.flops == sum(own.flops(load) for own, load in calls)
+            assert (op.calls, op.bytes) == (len(calls), sum(own.bytes(size) for own, size in calls))
+            assert op.flops == sum(own.flops(size) for own, size in calls)
             assert op.floor == pytest.approx(
-                sum(roofline.op_seconds(own, load, HERE) for own, load in calls)
+                sum(roofline.op_seconds(own, size, HERE) for own, size in calls)
             )
             assert op.memory_seconds == op.bytes / HERE.bandwidth
-            kinds = {roofline.op_kind(own, load) for own, load in calls}
+            kinds = {roofline.op_kind(own, size) for own, size in calls}
             if len(kinds) == 1:
                 assert {op.kind} == kinds
                 assert op.arithmetic_seconds == op.flops / HERE.rates[op.kind]
@@ -146,8 +146,8 @@ class TestAccount:
         assert "gather_rows" not in {
             op.name for op in measured.ops
         }  # neither time nor cost: nothing to say
-        load = measured.phase.steps[0]
-        assert sum(op.bytes for op in measured.ops) == sum(op.bytes(load) for op in PROGRAM.ops)
+        size = measured.phase.steps[0]
+        assert sum(op.bytes for op in measured.ops) == sum(op.bytes(size) for op in PROGRAM.ops)
 
     @pytest.mark.parametrize(
         ("fields", "bound"),
@@ -196,9 +196,9 @@ def test_a_model_that_runs(kv_dtype: str) -> None:
             assert measured.seconds == pytest.approx(
                 sum(op.seconds for op in measured.ops) + measured.outside
             )
-            own = [(op, load) for op in PROGRAM.ops for load in phase.steps]
-            assert sum(op.bytes for op in measured.ops) == sum(op.bytes(load) for op, load in own)
-            assert sum(op.flops for op in measured.ops) == sum(op.flops(load) for op, load in own)
+            own = [(op, size) for op in PROGRAM.ops for size in phase.steps]
+            assert sum(op.bytes for op in measured.ops) == sum(op.bytes(size) for op, size in own)
+            assert sum(op.flops for op in measured.ops) == sum(op.flops(size) for op, size in own)
     finally:
         stopwatch.close()
 

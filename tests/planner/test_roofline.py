@@ -14,7 +14,7 @@ from headrace.planner import roofline
 from headrace.planner.fit import RUNTIME_BYTES, Fit
 from headrace.planner.hardware import Machine
 from headrace.program.fuse import fuse
-from headrace.program.op import Load, Value, Weight
+from headrace.program.op import StepSize, Value, Weight
 from headrace.program.ops import Attention, GatherRows, GluLinear, Linear, Norm
 from headrace.program.trace import Program, trace
 from headrace.quant.formats import FORMATS
@@ -102,7 +102,7 @@ class TestFit:
 
 class TestOps:
     x = Value(0, 64, "step")
-    load = Load(((0, 1),), 1, 2)
+    step = StepSize(((0, 1),), 1, 2)
 
     @pytest.mark.parametrize(
         ("format_name", "kind"),
@@ -121,10 +121,10 @@ class TestOps:
         op = lower_program(
             "cpu", trace(lambda g: g.linear(g.input(256), g.weight("w", 3, 256)), tensors), tensors
         ).ops[-1]
-        assert roofline.op_kind(op, self.load) == kind
+        assert roofline.op_kind(op, self.step) == kind
         assert (
             roofline.op_kind(
-                lower_program("reference", Program((op,), op.out), tensors).ops[0], self.load
+                lower_program("reference", Program((op,), op.out), tensors).ops[0], self.step
             )
             == "f32"
         )
@@ -132,20 +132,20 @@ class TestOps:
     def test_kind_is_that_of_the_narrowest_weight(self) -> None:
         gate, up = Weight("gate", 32, 64, 1, "bf16"), Weight("up", 32, 64, 1, "int8")
         assert (
-            roofline.op_kind(GluLinear(Value(1, 32, "step"), self.x, gate, up, "silu"), self.load)
+            roofline.op_kind(GluLinear(Value(1, 32, "step"), self.x, gate, up, "silu"), self.step)
             == "int8"
         )
 
     def test_kind_of_attention_is_that_of_the_kv(self) -> None:
         op = Attention(Value(1, 64, "step"), self.x, 0, 4, 2, 16, 16, 0.25)
-        assert roofline.op_kind(op, self.load) == "bf16"
-        assert roofline.op_kind(op, self.load._replace(kv_bytes=4)) == "f32"
+        assert roofline.op_kind(op, self.step) == "bf16"
+        assert roofline.op_kind(op, self.step._replace(kv_bytes=4)) == "f32"
 
     def test_kind_of_everything_else(self) -> None:
         assert (
             roofline.op_kind(
                 Norm(Value(1, 64, "step"), self.x, Weight("n", 1, 64, 256), 1e-5, "rms", 64),
-                self.load,
+                self.step,
             )
             == "f32"
         )
@@ -156,12 +156,12 @@ class TestOps:
             Value(0, 4096, "step"),
             Weight("w", 4096, 4096, 4096 * 4096 // 2, "int8"),
         )
-        assert roofline.op_seconds(op, self.load, HERE) == pytest.approx(4096 * 4096 / 2 / 36e9)
-        many = Load(((0, 512),), 1, 2)
+        assert roofline.op_seconds(op, self.step, HERE) == pytest.approx(4096 * 4096 / 2 / 36e9)
+        many = StepSize(((0, 512),), 1, 2)
         assert roofline.op_seconds(op, many, HERE) == pytest.approx(2 * 512 * 4096 * 4096 / 940e9)
 
     def test_an_op_without_cost_takes_no_time(self) -> None:
-        assert roofline.op_seconds(GatherRows(Value(1, 64, "logit"), self.x), self.load, HERE) == 0
+        assert roofline.op_seconds(GatherRows(Value(1, 64, "logit"), self.x), self.step, HERE) == 0
 
 
 class TestLimits:
@@ -186,9 +186,9 @@ class TestLimits:
 
     def test_a_step_is_the_sum_of_its_ops(self) -> None:
         p = program(SMOLLM2, 0.625)
-        load = Load(((100, 1), (0, 30)), 2, 2)
-        assert roofline.step_seconds(p, load, HERE) == pytest.approx(
-            sum(roofline.op_seconds(op, load, HERE) for op in p.ops)
+        step = StepSize(((100, 1), (0, 30)), 2, 2)
+        assert roofline.step_seconds(p, step, HERE) == pytest.approx(
+            sum(roofline.op_seconds(op, step, HERE) for op in p.ops)
         )
 
     def test_smollm2_on_a_two_core_machine(self) -> None:
@@ -199,7 +199,9 @@ class TestLimits:
 
     def test_prefill_in_chunks_reads_the_weights_once_for_each(self) -> None:
         p = program(SMOLLM2, 0.625)
-        chunks = [Load(((start, rows),), 1, 2) for start, rows in ((0, 512), (512, 512), (1024, 6))]
+        chunks = [
+            StepSize(((start, rows),), 1, 2) for start, rows in ((0, 512), (512, 512), (1024, 6))
+        ]
         for machine in (
             HERE,
             replace(HERE, rates={kind: rate / 1000 for kind, rate in HERE.rates.items()}),

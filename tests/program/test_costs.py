@@ -16,7 +16,7 @@ from headrace.config import KvConfig
 from headrace.program import moe as mixture
 from headrace.program import ops
 from headrace.program.kv import number_bytes
-from headrace.program.op import Load, Op, Value, Weight
+from headrace.program.op import Op, StepSize, Value, Weight
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.program.counting import Memory, Tally
@@ -94,9 +94,9 @@ class Step:
         )
 
 
-def batch_and_load(
+def batch_and_size(
     seqs: Many[tuple[int, int, int]], num_logits: int
-) -> tuple[RaggedBatch, Load, int]:
+) -> tuple[RaggedBatch, StepSize, int]:
     """A step of these sequences, each with blocks of its own, what a program is told of it, and the
     number of blocks.
 
@@ -116,8 +116,8 @@ def batch_and_load(
         batch.logit_rows[: 1 + num_logits % len(batch.tokens)],
         batch.logit_rows[num_logits % 3 :],
     )
-    load = Load(tuple((c, r + d) for c, r, d in seqs), len(logit_rows), 0, len(pooled_rows))
-    return batch._replace(logit_rows=logit_rows, pooled_rows=pooled_rows), load, block
+    size = StepSize(tuple((c, r + d) for c, r, d in seqs), len(logit_rows), 0, len(pooled_rows))
+    return batch._replace(logit_rows=logit_rows, pooled_rows=pooled_rows), size, block
 
 
 @settings(max_examples=8, deadline=None)
@@ -136,18 +136,18 @@ def batch_and_load(
 def test_every_op_costs_what_it_says(
     shape: dict[str, Any], dtype: KvDtype, seqs: list[tuple[int, int, int]], num_logits: int
 ) -> None:
-    batch, load, num_blocks = batch_and_load(seqs, num_logits)
+    batch, size, num_blocks = batch_and_size(seqs, num_logits)
     for program, tensors in programs(shape):
-        load = load._replace(
+        size = size._replace(
             kv_bytes=number_bytes(program.kv_groups, dtype) if program.kv_groups else 0
         )
         step = Step(
             program, tensors, batch._replace(kv=batch.kv * len(program.kv_groups)), num_blocks
         )
         for op in program.ops:
-            flops, nbytes = step.run(op, load.kv_bytes)
-            assert isinstance(op.flops(load), int) and isinstance(op.bytes(load), int)
-            assert op.flops(load) == flops, op
+            flops, nbytes = step.run(op, size.kv_bytes)
+            assert isinstance(op.flops(size), int) and isinstance(op.bytes(size), int)
+            assert op.flops(size) == flops, op
             read, share = op.weights(), 1.0
             if isinstance(
                 op, mixture.Experts
@@ -155,7 +155,7 @@ def test_every_op_costs_what_it_says(
                 chosen = step.experts(op)
                 share = len(chosen) / op.distinct_experts(len(batch.tokens))
                 read = [weight for weight in read if int(weight.name.split(".")[1]) in chosen]
-            assert op.bytes(load) * share == pytest.approx(nbytes, abs=1 + share), op
+            assert op.bytes(size) * share == pytest.approx(nbytes, abs=1 + share), op
             assert set(step.strays) == {weight.name for weight in read}
 
 
@@ -204,7 +204,7 @@ def test_a_tree_costs_no_more_than_a_chain() -> None:
     }
     program, tensors = decoder(shape)
     attention = next(op for op in program.ops if isinstance(op, ops.Attention))
-    load = Load(((5, 4),), 4, 4)
+    size = StepSize(((5, 4),), 4, 4)
     seen = []
     for parents in ([-1, 0, 1], [-1, 0, 0], [-1, -1, -1]):
         sequence = Sequence([0, 1, 2], BLOCK)
@@ -215,5 +215,5 @@ def test_a_tree_costs_no_more_than_a_chain() -> None:
         for op in program.ops[: program.ops.index(attention)]:
             step.run(op, 4)
         seen.append(step.run(attention, 4))
-    assert seen[0] == (attention.flops(load), attention.bytes(load))
+    assert seen[0] == (attention.flops(size), attention.bytes(size))
     assert seen[0][0] > seen[1][0] > seen[2][0] and seen[0][1] == seen[1][1] == seen[2][1]
