@@ -64,6 +64,16 @@ def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def proposer_classes(file: Path) -> list[str]:
+    """Names of the classes with the methods of a proposer."""
+    classes = [node for node in tree(file).body if isinstance(node, ast.ClassDef)]
+    return [
+        c.name
+        for c in classes
+        if {"propose", "observe"} <= {n.name for n in c.body if isinstance(n, ast.FunctionDef)}
+    ]
+
+
 def rows_under(heading: str) -> list[tuple[str, str]]:
     """The first two cells of each row of a table in docs/architecture.md whose first cell is
     code.
@@ -102,6 +112,7 @@ RECORDS = {
     "record",
 }
 ALLOWED |= {"__init__": {"llm", "async_llm", *RECORDS}, "__main__": {"cli"}}
+PROPOSER_FILES = sorted((PACKAGE / "speculation/proposers").glob("*.py"))
 
 
 def modules(requirements: list[str]) -> set[str]:
@@ -144,20 +155,17 @@ class TestTheHouse:
             assert name == "_native" or module.is_dir() or module.with_suffix(".py").exists(), name
 
     def test_proposers_are_named_so(self) -> None:
-        classes = [
-            node
-            for f in FILES
-            if f.parent.name == "propose"
-            for node in tree(f).body
-            if isinstance(node, ast.ClassDef)
-        ]
-        proposing = [
-            c.name
-            for c in classes
-            if {"propose", "observe"} <= {n.name for n in c.body if isinstance(n, ast.FunctionDef)}
-        ]
-        assert proposing
-        assert {name for name in proposing if not name.endswith("Proposer")} <= {"Guard"}
+        proposers = [name for f in PROPOSER_FILES for name in proposer_classes(f)]
+        assert "NgramProposer" in proposers and len(proposers) >= 7
+        assert not [name for name in proposers if not name.endswith("Proposer")]
+
+    def test_proposers_are_in_one_folder(self) -> None:
+        """The guard wraps a proposer and has its methods."""
+        others = {f: proposer_classes(f) for f in set(FILES) - set(PROPOSER_FILES)}
+        assert {f"{name_of(f)}: {name}" for f, names in others.items() for name in names} == {
+            "headrace/proposer.py: Proposer",
+            "headrace/speculation/guard.py: Guard",
+        }
 
 
 class TestImports:
@@ -186,22 +194,21 @@ class TestImports:
 
     def test_proposers_do_not_know_each_other(self) -> None:
         """They may share files that hold none."""
-        files = [f for f in FILES if f.parent.name == "propose" and f.name != "__init__.py"]
-        proposers = {
-            f"propose.{f.stem}"
-            for f in files
-            if "propose" in {n.name for n in ast.walk(tree(f)) if isinstance(n, ast.FunctionDef)}
-        }
-        assert proposers
+        files = [f for f in PROPOSER_FILES if f.name != "__init__.py"]
+        proposers = {f"speculation.proposers.{f.stem}" for f in files if proposer_classes(f)}
+        assert "speculation.proposers.ngram" in proposers and len(proposers) >= 7
+        assert proposers <= own_imports(PACKAGE / "speculation/proposers/__init__.py")
         assert not [name_of(f) for f in files if own_imports(f) & proposers]
 
     def test_the_engine_names_no_proposer_and_no_backend(self) -> None:
-        others = {
-            f.stem
-            for f in FILES
-            if f.parent.name in ("propose", "backend") and f.name != "__init__.py"
-        }
-        for file in (f for f in FILES if f.parent.name == "engine"):
+        proposers = {f.stem for f in PROPOSER_FILES if proposer_classes(f)}
+        backends = {f.parent.name for f in (PACKAGE / "backend").glob("*/__init__.py")}
+        assert {"ngram", "draft_model"} <= proposers
+        assert {"cpu", "cuda", "reference"} <= backends
+        others = proposers | backends
+        files = sorted((PACKAGE / "engine").rglob("*.py"))
+        assert PACKAGE / "engine/step.py" in files
+        for file in files:
             words = {
                 node.value
                 for node in ast.walk(tree(file))

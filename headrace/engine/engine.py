@@ -51,7 +51,7 @@ from headrace.request import (
     Update,
     token_ids,
 )
-from headrace.speculation.coordinator import Speculation
+from headrace.speculation.manager import SpeculationManager
 from headrace.stats import BlockMap, Stats
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
@@ -105,7 +105,7 @@ class Engine:
         )
         host = HostTier(host_blocks, limits.kv.block_size)
         self._kv = KvManager(limits.kv_groups, limits.kv, config.max_rows, host)
-        self._speculation = Speculation(proposers, config, limits.vocab_size, clock)
+        self._speculation = SpeculationManager(proposers, config, limits.vocab_size, clock)
         self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
         multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
         jump_forward = JumpForward(config.max_draft_tokens if config.jump_forward else 0)

@@ -7,7 +7,7 @@ from headrace.acceptors import Acceptor, Drawing
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.sequence import Sequence
 from headrace.logit_ops import LogitOp, Ticket
-from headrace.speculation.coordinator import StepDrafts
+from headrace.speculation.manager import StepDrafts
 
 
 class Member(NamedTuple):
@@ -43,8 +43,8 @@ class InFlightStep:
     """A step that has been launched and not yet finished."""
 
     scheduled: list[ScheduledSequence]
-    drafting: StepDrafts | None
-    """The drafts of the step; None while speculation rests."""
+    drafting: StepDrafts[ScheduledSequence] | None
+    """The drafts of the step; None while speculation is paused."""
     ops: StepOps
     tickets: list[Ticket]
     """A ticket for each launch; several in multi-step decoding."""

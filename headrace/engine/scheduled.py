@@ -8,6 +8,7 @@ from typing import NamedTuple
 from headrace.batch import NO_DRAFT, DraftTree
 from headrace.engine.sequence import Sequence
 from headrace.kv.manager import Copy
+from headrace.request import DraftStats
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +62,11 @@ class ScheduledSequence:
             and not self.seq.has_changing_mask
         )
         return alone and self.seq.output.finish_reason is None
+
+    @property
+    def draft_stats(self) -> dict[str, DraftStats]:
+        """Statistics of the request's drafts, by proposer."""
+        return self.seq.request.drafts
 
     def give_back_draft_budget(self) -> None:
         """Have no draft: its slots are for launches, or given back when the step is finished."""

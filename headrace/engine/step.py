@@ -20,7 +20,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots, prepare_blocks
 from headrace.request import Update
-from headrace.speculation.coordinator import Speculation, StepDrafts
+from headrace.speculation.manager import SpeculationManager, StepDrafts
 
 
 @dataclass
@@ -30,7 +30,7 @@ class StepLoop:
     """
 
     scheduler: Scheduler
-    speculation: Speculation
+    speculation: SpeculationManager
     executable: Executable
     kv: KvManager
     tokenizer: TokenizerView
@@ -58,7 +58,7 @@ class StepLoop:
             if not output.scheduled:
                 return prepare_blocks(self.executable, self.kv, output.copies)
             certain = self.jump_forward.find(output.scheduled)
-            drafting, wanted = self.speculation.ask(output.scheduled)
+            drafting, wanted = self.speculation.plan(output.scheduled)
             copies = output.copies + self.scheduler.grant_draft_budgets(output, wanted | certain)
             self.jump_forward.draft(certain)
             prepare_blocks(self.executable, self.kv, copies)  # before a proposer writes to them
@@ -109,14 +109,14 @@ class StepLoop:
         """Whether the next step can be launched before those in flight are finished."""
         return (
             self.scheduler.can_overlap
-            and self.speculation.rests
+            and self.speculation.is_paused
             and not self.in_flight[-1].drafting
         )
 
     def _launch(
         self,
         scheduled: list[ScheduledSequence],
-        drafting: StepDrafts | None,
+        drafting: StepDrafts[ScheduledSequence] | None,
         begun: float,
         is_wanted: Callable[[], bool],
     ) -> None:
@@ -129,7 +129,13 @@ class StepLoop:
         }
         if most:
             tickets = self.multi_step.launch(
-                scheduled, batch, draws.ops, most, self.speculation.rest, is_wanted, **wanted
+                scheduled,
+                batch,
+                draws.ops,
+                most,
+                self.speculation.pause_seconds,
+                is_wanted,
+                **wanted,
             )
         else:
             tickets = [self.executable.launch(batch, draws.ops, **wanted)]

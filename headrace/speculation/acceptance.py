@@ -4,45 +4,42 @@ from collections.abc import Sequence
 
 from headrace.batch import DraftTree
 
-_DEEPEST = 6
-"""Depth from which all nodes are counted together."""
-_LAST_RANK = 2
-"""Rank among siblings from which all nodes are counted together."""
+_MAX_DEPTH = 6
+"""Depth from which all nodes share one class."""
+_MAX_RANK = 2
+"""Rank among siblings from which all nodes share one class."""
 _DECAY = 0.98
-"""Factor on earlier observations at each new one, over all sequences."""
+"""Factor on the earlier observations at each new one, for the rates over all sequences."""
 _SEQUENCE_DECAY = 0.9
-"""The same factor for one sequence."""
-_TRUST = 3.0
-"""Observations after which a rate's own figures weigh as much as the rate that it starts from."""
+"""Factor on the earlier observations at each new one, for the rates on one sequence."""
+_PRIOR_WEIGHT = 3.0
+"""Number of observations that the prior of a rate counts as."""
 
-_Key = tuple[int, int, int]
+_NodeClass = tuple[int, int, int]
 """Confidence of the tree, depth of the node, and its rank among the children of its parent."""
 
 
 class AcceptanceRates:
-    """Rates at which a node of one proposer is right if its parent is, by confidence, depth and
-    rank.
+    """Rates at which a draft node of one proposer is right if its parent is, by node class.
 
-    With `general`, the rates over all sequences, these are the rates on one sequence: they start
-    from the general ones, and what they record is recorded there too.
+    With `general`, the rates over all sequences, an object holds the rates on one sequence. These
+    start from the general rates, and their observations are recorded in the general rates too.
     """
 
     def __init__(
         self, general: "AcceptanceRates | None" = None, prior: Sequence[float] = (0.5,)
     ) -> None:
-        """`prior` has the rate of the likeliest child by confidence, before anything is observed,
-        where there are no general ones.
-        """
+        """Without `general`, `prior[confidence]` is the first rate of the likeliest child."""
         self._general = general
         self._prior = prior
         self._decay = _DECAY if general is None else _SEQUENCE_DECAY
-        self._counts: dict[_Key, tuple[float, float]] = {}  # right, observed
+        self._counts: dict[_NodeClass, tuple[float, float]] = {}  # right, observed
 
-    def rate(self, key: _Key) -> float:
+    def rate(self, key: _NodeClass) -> float:
         """Probability that a node is right if its parent is.
 
-        It starts from the rate over all sequences, which starts from the rate at one depth less,
-        and at last from `prior`.
+        The prior of a rate on one sequence is the rate over all sequences. The prior of that is the
+        rate at the depth above, and at depth 1 the proposer's `prior`.
         """
         right, observed = self._counts.get(key, (0.0, 0.0))
         confidence, depth, rank = key
@@ -52,13 +49,13 @@ class AcceptanceRates:
             prior = self.rate((confidence, depth - 1, rank))
         else:
             prior = self._prior[min(confidence, len(self._prior) - 1)] / (1 + rank) ** 2
-        return (right + _TRUST * prior) / (observed + _TRUST)
+        return (right + _PRIOR_WEIGHT * prior) / (observed + _PRIOR_WEIGHT)
 
     def values(self, draft: DraftTree) -> list[float]:
-        """Probability of each node that it is accepted if it runs; never more than its parent's."""
-        rates: dict[_Key, float] = {}
+        """Probability of each node that it is accepted if it runs, at most that of its parent."""
+        rates: dict[_NodeClass, float] = {}
         values: list[float] = []
-        for key, parent in zip(_places(draft), draft.parents, strict=True):
+        for key, parent in zip(_node_classes(draft), draft.parents, strict=True):
             rate = rates.get(key)
             if rate is None:
                 rate = rates[key] = self.rate(key)
@@ -66,43 +63,43 @@ class AcceptanceRates:
         return values
 
     def record(self, draft: DraftTree, tokens: list[int]) -> None:
-        """Count the nodes along `tokens`, which the sequence went on with, as right, and their
-        siblings as wrong.
+        """Count the nodes along `tokens`, the sequence's new tokens, as right and their siblings as
+        wrong.
 
-        The draft need not have run: the tokens decide as far as they go.
+        The draft need not have run: the tokens show how much of it would have been accepted.
         """
-        places = _places(draft)
+        keys = _node_classes(draft)
         node = -1
         for token in tokens:
             children = [child for child, parent in enumerate(draft.parents) if parent == node]
-            if not children:
-                return
+            right = [child for child in children if draft.tokens[child] == token]
             for child in children:
-                self._count(places[child], draft.tokens[child] == token)
-            node = next(
-                (child for child in children if draft.tokens[child] == token), -2
-            )  # -2 is no parent
+                self._count(keys[child], child in right)
+            if not right:
+                return
+            node = right[0]
 
-    def _count(self, key: _Key, right: bool) -> None:
-        before, observed = self._counts.get(key, (0.0, 0.0))
-        self._counts[key] = (before * self._decay + right, observed * self._decay + 1)
+    def _count(self, key: _NodeClass, is_right: bool) -> None:
+        right, observed = self._counts.get(key, (0.0, 0.0))
+        self._counts[key] = (right * self._decay + is_right, observed * self._decay + 1)
         if self._general is not None:
-            self._general._count(key, right)
+            self._general._count(key, is_right)
 
 
-def place(confidence: int, depth: int, rank: int) -> _Key:
-    """The key that a node is counted under."""
-    return confidence, min(depth, _DEEPEST), min(rank, _LAST_RANK)
+def node_class(confidence: int, depth: int, rank: int) -> _NodeClass:
+    """The class of nodes whose acceptance is measured together."""
+    return confidence, min(depth, _MAX_DEPTH), min(rank, _MAX_RANK)
 
 
-def _places(draft: DraftTree) -> list[_Key]:
-    """The key of each node."""
+def _node_classes(draft: DraftTree) -> list[_NodeClass]:
+    """The class of each node of a draft."""
     depths: list[int] = []
-    ranks: dict[int, int] = {}
-    places: list[_Key] = []
+    num_children: dict[int, int] = {}
+    classes: list[_NodeClass] = []
     for parent in draft.parents:
         depth = 1 if parent < 0 else depths[parent] + 1
-        rank = ranks[parent] = ranks.get(parent, -1) + 1
+        rank = num_children.get(parent, 0)
+        num_children[parent] = rank + 1
         depths.append(depth)
-        places.append(place(draft.confidence, depth, rank))
-    return places
+        classes.append(node_class(draft.confidence, depth, rank))
+    return classes

@@ -12,9 +12,9 @@ import pytest
 from headrace.batch import DraftTree
 from headrace.proposer import ProposerTraits
 from headrace.request import SamplingParams
-from headrace.speculation.coordinator import Speculation, StepDrafts
-from headrace.speculation.proposers import prune
+from headrace.speculation.manager import SpeculationManager, StepDrafts
 from headrace.speculation.proposers.draft_model import DraftModelProposer
+from headrace.speculation.proposers.trees import prune
 from tests.draft_engines import draft_engine
 from tests.engine.test_machine_drafts import HalfRight
 from tests.engine.test_promise import same
@@ -164,17 +164,17 @@ def test_other_acceptance_methods(how: str, options: dict[str, Any], method: str
     assert stats.drafted == stats.accepted > 0 and stats.proposer_failures == 0
 
 
-class EveryOther(Speculation):
+class EveryOther(SpeculationManager):
     """Runs a part of each chain, as long as the number of the step says: as the controller does, it
     does not look at the tokens.
     """
 
     num_steps = 0
 
-    def draft(self, drafting: StepDrafts) -> None:
+    def draft(self, drafting: StepDrafts[Any]) -> None:
         super().draft(drafting)
         self.num_steps += 1
-        for item in {item for asked in drafting.asked.values() for item in asked}:
+        for item in {item for asked in drafting.calls.values() for item in asked}:
             item.draft = prune(
                 item.draft, list(range(min(len(item.draft.tokens), 1 + self.num_steps % 3)))
             )
@@ -194,11 +194,11 @@ class Certain:
 
 @pytest.mark.parametrize(
     ("speculation", "others"),
-    [(Speculation, {}), (EveryOther, {}), (Speculation, {"certain": Certain()})],
+    [(SpeculationManager, {}), (EveryOther, {}), (SpeculationManager, {"certain": Certain()})],
     ids=["draft", "cut", "mixed"],
 )
 def test_rejection_in_the_engine_keeps_the_distribution(
-    speculation: type[Speculation], others: dict[str, Any]
+    speculation: type[SpeculationManager], others: dict[str, Any]
 ) -> None:
     """The second and third token of many short texts, over several steps, with a draft that is
     wrong about half of them.

@@ -14,9 +14,9 @@ from headrace.logit_ops import StepResult
 from headrace.proposer import ProposerTraits
 from headrace.request import RequestOutput, SamplingParams
 from tests.engine.test_promise import same
-from tests.engine.test_speculation import Clock
 from tests.engine.toy import ToyExecutable, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
+from tests.speculation.test_adaptive_speculation import Clock
 from tests.tiny import run_all, tiny_engine, tiny_model
 
 ALWAYS = 1e6

@@ -13,13 +13,13 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
 from headrace.proposer import ProposerTraits
+from headrace.speculation.guard import Guard
 from headrace.speculation.proposers import (
     METHODS,
     NEEDS,
     PROPOSERS,
     DraftModel,
     DraftModels,
-    Guard,
     asked_for,
     check_speculation,
     make_proposers,

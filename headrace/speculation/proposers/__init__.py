@@ -8,7 +8,6 @@ from headrace.errors import RequestError
 from headrace.kv.manager import KvManager
 from headrace.proposer import Proposer
 from headrace.record import frozen
-from headrace.speculation.guard import Guard
 from headrace.speculation.proposers.draft_model import DraftModelProposer
 from headrace.speculation.proposers.jacobi import JacobiProposer
 from headrace.speculation.proposers.lookahead import LookaheadProposer
@@ -16,7 +15,6 @@ from headrace.speculation.proposers.medusa import MedusaProposer
 from headrace.speculation.proposers.ngram import NgramProposer
 from headrace.speculation.proposers.online import OnlineProposer
 from headrace.speculation.proposers.self_draft import SelfDraftProposer
-from headrace.speculation.proposers.trees import prune
 
 __all__ = [
     "METHODS",
@@ -24,11 +22,9 @@ __all__ = [
     "PROPOSERS",
     "DraftModel",
     "DraftModels",
-    "Guard",
     "asked_for",
     "check_speculation",
     "make_proposers",
-    "prune",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The controller of adaptive speculation, decision by decision: what it asks for, what it runs, and
+"""The policy of adaptive speculation, decision by decision: what it asks for, what it runs, and
 what it keeps of their prices.
 """
 
@@ -10,10 +10,11 @@ import pytest
 from headrace.batch import NO_DRAFT, DraftTree
 from headrace.engine.sequence import Sequence
 from headrace.proposer import ProposerTraits
-from headrace.speculation.controller import Controller, DraftCandidate
+from headrace.speculation.adaptive_policy import AdaptivePolicy
+from headrace.speculation.policy import DraftCandidate
 from headrace.speculation.step_cost import StepCost
-from tests.engine.test_speculation import Oracle
 from tests.engine.toy import toy_engine
+from tests.speculation.test_adaptive_speculation import Oracle
 
 CHAIN = ProposerTraits(8)
 LEARNER = ProposerTraits(8, learns_from_rows=True)
@@ -52,75 +53,75 @@ def chain(nodes: int, **options: Any) -> DraftTree:
     return DraftTree([7] * nodes, list(range(-1, nodes - 1)), **options)
 
 
-def controller_of(
+def first_drafting_step(
     price: float, *seqs: Sequence, machine: StepCost | None = None, **traits: ProposerTraits
-) -> Controller:
-    """A controller in its first step with drafts, which knows its proposers and that asking each
+) -> AdaptivePolicy:
+    """A policy in its first step with drafts, which knows its proposers and that asking each
     for one sequence takes `price` seconds.
     """
-    controller = Controller(traits or {"m": CHAIN})
+    policy = AdaptivePolicy(traits or {"m": CHAIN})
     for name in traits or {"m": CHAIN}:
-        controller.spend(name, dict.fromkeys(seqs, 1), 0.0)
-        controller.spend(name, dict.fromkeys(seqs, 1), 10 * price * len(seqs))
-    controller.finish(0.5)
-    begin(controller, len(seqs), machine)
-    return controller
+        policy.record_call(name, dict.fromkeys(seqs, 1), 0.0)
+        policy.record_call(name, dict.fromkeys(seqs, 1), 10 * price * len(seqs))
+    policy.record_step(0.5)
+    begin(policy, len(seqs), machine)
+    return policy
 
 
-def begin(controller: Controller, num_drawing: int = 1, machine: StepCost | None = None) -> None:
-    controller.begin(machine or Machine(), num_drawing, num_drawing)
+def begin(policy: AdaptivePolicy, num_sampling: int = 1, machine: StepCost | None = None) -> None:
+    policy.begin_step(machine or Machine(), num_sampling, num_sampling)
 
 
-def waits(controller: Controller, seq: Sequence, seconds: float, num_drawing: int = 1) -> bool:
+def waits(policy: AdaptivePolicy, seq: Sequence, seconds: float, num_sampling: int = 1) -> bool:
     """Whether the next look at a sequence is so many seconds from now; time goes on to a moment
     after it.
     """
-    assert controller.rest == pytest.approx(min(seconds, 0.1))
-    controller.finish(seconds * 0.999)
-    begin(controller, num_drawing)
-    early = controller.asks("m", seq)
-    controller.finish(seconds * 0.002)
-    begin(controller, num_drawing)
-    return not early and controller.asks("m", seq) and controller.rest == 0
+    assert policy.pause_seconds == pytest.approx(min(seconds, 0.1))
+    policy.record_step(seconds * 0.999)
+    begin(policy, num_sampling)
+    early = policy.should_call("m", seq)
+    policy.record_step(seconds * 0.002)
+    begin(policy, num_sampling)
+    return not early and policy.should_call("m", seq) and policy.pause_seconds == 0
 
 
 class TestBegin:
     def test_there_is_no_rest_before_the_first_step(self) -> None:
-        assert Controller({"m": CHAIN}).rest == 0
+        assert AdaptivePolicy({"m": CHAIN}).pause_seconds == 0
 
     @pytest.mark.parametrize(("visits", "asks"), [(1.9, False), (2, True)])
     def test_plain_steps_are_measured_first(self, visits: float, asks: bool) -> None:
         (seq,) = sequences([1])
-        controller = Controller({"m": CHAIN})
-        begin(controller, machine=Machine(visits=visits))
-        assert controller.asks("m", seq) is asks and controller.rest == 0
+        policy = AdaptivePolicy({"m": CHAIN})
+        begin(policy, machine=Machine(visits=visits))
+        assert policy.should_call("m", seq) is asks and policy.pause_seconds == 0
 
     def test_it_rests_a_tenth_of_a_second_where_nothing_is_asked(self) -> None:
-        controller = Controller({"m": CHAIN})
-        begin(controller)
-        assert controller.rest == pytest.approx(0.1)
-        controller.finish(0.03)
-        controller.finish(0.03)
-        assert controller.rest == pytest.approx(0.04)
-        controller.finish(0.1)
-        assert controller.rest == 0
+        policy = AdaptivePolicy({"m": CHAIN})
+        begin(policy)
+        assert policy.pause_seconds == pytest.approx(0.1)
+        policy.record_step(0.03)
+        policy.record_step(0.03)
+        assert policy.pause_seconds == pytest.approx(0.04)
+        policy.record_step(0.1)
+        assert policy.pause_seconds == 0
 
     def test_one_step_after_32_with_drafts_is_plain(self) -> None:
         (seq,) = sequences([1])
-        controller = Controller({"m": CHAIN})
+        policy = AdaptivePolicy({"m": CHAIN})
         for _ in range(2):
             for _ in range(32):
-                begin(controller)
-                assert controller.asks("m", seq)
-                assert controller.choose({seq: DraftCandidate("m", chain(1), [0.9])})
-                assert not controller.choose({seq: DraftCandidate("m", chain(1), [0.1])})
-            begin(controller)
-            assert not controller.asks("m", seq) and controller.rest == 0
+                begin(policy)
+                assert policy.should_call("m", seq)
+                assert policy.choose_nodes({seq: DraftCandidate("m", chain(1), [0.9])})
+                assert not policy.choose_nodes({seq: DraftCandidate("m", chain(1), [0.1])})
+            begin(policy)
+            assert not policy.should_call("m", seq) and policy.pause_seconds == 0
 
 
 class TestGain:
     @pytest.mark.parametrize(
-        ("draft", "num_drawing", "gain"),
+        ("draft", "num_sampling", "gain"),
         [
             (chain(1), 1, 0.5 - 0.25),
             (chain(3), 1, 0.75 - 0.45),  # the third is not worth its row
@@ -138,90 +139,86 @@ class TestGain:
         ],
     )
     def test_a_draft_pays_if_it_gains_more_than_asking_takes(
-        self, draft: DraftTree, num_drawing: int, gain: float
+        self, draft: DraftTree, num_sampling: int, gain: float
     ) -> None:
-        seconds = gain * (0.01 if num_drawing == 1 else 0.0058)
+        seconds = gain * (0.01 if num_sampling == 1 else 0.0058)
         for price, pays in ((0.999 * seconds, True), (1.001 * seconds, False)):
-            seqs = sequences(*[[1]] * num_drawing)
-            controller = controller_of(price, *seqs)
-            assert controller.candidate("m", seqs[0], draft).draft is draft
-            assert (controller.rest == 0) is pays
+            seqs = sequences(*[[1]] * num_sampling)
+            policy = first_drafting_step(price, *seqs)
+            assert policy.evaluate("m", seqs[0], draft).draft is draft
+            assert (policy.pause_seconds == 0) is pays
 
     @pytest.mark.parametrize("indivisible", [False, True])
     def test_what_costs_more_than_it_gives_gains_nothing(self, indivisible: bool) -> None:
         """So it is no worse than another of that kind: the first is taken."""
         (seq,) = sequences([1])
-        controller = controller_of(0.001, seq)
+        policy = first_drafting_step(0.001, seq)
         bad, worse = (
             DraftCandidate("m", chain(1, indivisible=indivisible), [value]) for value in (0.2, 0.1)
         )
-        assert controller.better(worse, bad) is worse and controller.better(bad, worse) is bad
+        assert policy.better(worse, bad) is worse and policy.better(bad, worse) is bad
         good = DraftCandidate("m", chain(1), [0.3])
-        assert controller.better(good, bad) is controller.better(bad, good) is good
+        assert policy.better(good, bad) is policy.better(bad, good) is good
 
     def test_values_are_those_of_the_proposer_on_the_sequence(self) -> None:
         one, other = sequences([1], [2])
-        controller = controller_of(0.001, one, other, m=CHAIN, n=CHAIN._replace(acceptance=(0.8,)))
-        assert controller.candidate("m", one, chain(2)) == DraftCandidate(
-            "m", chain(2), [0.5, 0.25]
+        policy = first_drafting_step(
+            0.001, one, other, m=CHAIN, n=CHAIN._replace(acceptance=(0.8,))
         )
-        assert controller.candidate("n", one, chain(1)).values == pytest.approx([0.8])
-        assert controller.candidate("m", one, NO_DRAFT) == DraftCandidate("m", NO_DRAFT, [])
-        controller.learn(one, DraftCandidate("m", chain(1), []), [7])
+        assert policy.evaluate("m", one, chain(2)) == DraftCandidate("m", chain(2), [0.5, 0.25])
+        assert policy.evaluate("n", one, chain(1)).values == pytest.approx([0.8])
+        assert policy.evaluate("m", one, NO_DRAFT) == DraftCandidate("m", NO_DRAFT, [])
+        policy.record_acceptance(one, DraftCandidate("m", chain(1), []), [7])
         of_all = (1 + 3 * 0.5) / 4
-        assert controller.candidate("m", one, chain(1)).values == pytest.approx(
-            [(1 + 3 * of_all) / 4]
-        )
-        assert controller.candidate("m", other, chain(1)).values == pytest.approx([of_all])
-        assert controller.candidate("n", one, chain(1)).values == pytest.approx([0.8])
+        assert policy.evaluate("m", one, chain(1)).values == pytest.approx([(1 + 3 * of_all) / 4])
+        assert policy.evaluate("m", other, chain(1)).values == pytest.approx([of_all])
+        assert policy.evaluate("n", one, chain(1)).values == pytest.approx([0.8])
 
 
 class TestLooks:
-    @pytest.mark.parametrize("num_drawing", [1, 2])
+    @pytest.mark.parametrize("num_sampling", [1, 2])
     def test_a_look_that_does_not_pay_takes_half_the_share_of_the_one_before(
-        self, num_drawing: int
+        self, num_sampling: int
     ) -> None:
-        seq, *others = sequences(*[[1]] * num_drawing)
-        controller = controller_of(0.001, seq, *others)
+        seq, *others = sequences(*[[1]] * num_sampling)
+        policy = first_drafting_step(0.001, seq, *others)
         for share in (0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0025, 0.0025):
-            controller.candidate("m", seq, NO_DRAFT)
-            assert waits(controller, seq, 0.001 * num_drawing / share, num_drawing)
+            policy.evaluate("m", seq, NO_DRAFT)
+            assert waits(policy, seq, 0.001 * num_sampling / share, num_sampling)
 
     def test_one_that_gains_less_than_asking_takes(self) -> None:
         """Until tokens take longer."""
         (seq,) = sequences([1])
-        controller = controller_of(0.004, seq)
-        controller.candidate("m", seq, chain(2))  # gains 0.3 tokens
-        assert waits(controller, seq, 0.004 / 0.05)
-        controller.candidate("m", seq, chain(2))
-        begin(controller, machine=Machine(lambda rows: 2 * (0.0084 + 0.0016 * rows)))
-        assert controller.asks("m", seq) and controller.rest == 0
+        policy = first_drafting_step(0.004, seq)
+        policy.evaluate("m", seq, chain(2))  # gains 0.3 tokens
+        assert waits(policy, seq, 0.004 / 0.05)
+        policy.evaluate("m", seq, chain(2))
+        begin(policy, machine=Machine(lambda rows: 2 * (0.0084 + 0.0016 * rows)))
+        assert policy.should_call("m", seq) and policy.pause_seconds == 0
 
     def test_one_that_pays_makes_up_for_all_before(self) -> None:
         (seq,) = sequences([1])
-        controller = controller_of(0.001, seq)
+        policy = first_drafting_step(0.001, seq)
         for _ in range(3):
-            controller.candidate("m", seq, NO_DRAFT)
-        controller.candidate("m", seq, chain(2))
-        assert controller.rest == 0 and controller.asks("m", seq)
-        controller.candidate("m", seq, NO_DRAFT)
-        assert waits(controller, seq, 0.001 / 0.05)
+            policy.evaluate("m", seq, NO_DRAFT)
+        policy.evaluate("m", seq, chain(2))
+        assert policy.pause_seconds == 0 and policy.should_call("m", seq)
+        policy.evaluate("m", seq, NO_DRAFT)
+        assert waits(policy, seq, 0.001 / 0.05)
 
     def test_a_proposer_that_learns_from_rows_has_six_steps_for_a_look(self) -> None:
         (seq,) = sequences([1])
-        controller = controller_of(0.001, seq, m=LEARNER)
+        policy = first_drafting_step(0.001, seq, m=LEARNER)
         for _ in range(2):
             for _ in range(5):
-                controller.candidate("m", seq, NO_DRAFT)
-                assert controller.rest == 0 and controller.asks("m", seq)
-            controller.candidate(
-                "m", seq, chain(1)
-            )  # which pays: all that went before is forgotten
+                policy.evaluate("m", seq, NO_DRAFT)
+                assert policy.pause_seconds == 0 and policy.should_call("m", seq)
+            policy.evaluate("m", seq, chain(1))  # which pays: all that went before is forgotten
         for share in (0.05, 0.025):
             for _ in range(6):
-                assert controller.rest == 0
-                controller.candidate("m", seq, NO_DRAFT)
-            assert waits(controller, seq, 6 * (0.001 + (0.05 + 4 * 0.2) * 0.01) / share)
+                assert policy.pause_seconds == 0
+                policy.evaluate("m", seq, NO_DRAFT)
+            assert waits(policy, seq, 6 * (0.001 + (0.05 + 4 * 0.2) * 0.01) / share)
 
     def test_an_expensive_first_look_waits_as_at_the_last_sequence(self) -> None:
         """Up to a hundredth of the time of a decoded token, for each token of the sequence, it is
@@ -229,40 +226,40 @@ class TestLooks:
         """
         for seconds, asks in ((0.0001, True), (0.00011, False)):
             one, other = sequences([1] * 4, [2])
-            controller = Controller({"m": CHAIN})
-            begin(controller)
-            assert controller.asks("m", one)
-            controller.spend("m", {one: 8}, 4 * seconds)
-            controller.spend("m", {one: 8}, 0.01)
-            controller.candidate("m", one, NO_DRAFT)
-            assert controller.asks("m", other) is asks
+            policy = AdaptivePolicy({"m": CHAIN})
+            begin(policy)
+            assert policy.should_call("m", one)
+            policy.record_call("m", {one: 8}, 4 * seconds)
+            policy.record_call("m", {one: 8}, 0.01)
+            policy.evaluate("m", one, NO_DRAFT)
+            assert policy.should_call("m", other) is asks
             if not asks:
-                assert waits(controller, other, 0.001 / 0.05)
-                controller.candidate("m", other, NO_DRAFT)
-                assert waits(controller, other, 0.001 / 0.025)
+                assert waits(policy, other, 0.001 / 0.05)
+                policy.evaluate("m", other, NO_DRAFT)
+                assert waits(policy, other, 0.001 / 0.025)
 
     def test_the_price_of_a_first_look_is_an_average(self) -> None:
         """0.0002 and then nine tenths of it and a tenth of 0.000001, and so on, by token: 0.0001
         after eight sequences.
         """
         seqs = sequences(*[[1, 2]] * 9)
-        controller = Controller({"m": CHAIN})
-        begin(controller)
-        controller.spend("m", {seqs[0]: 8}, 0.0004)
-        controller.spend("m", {seqs[0]: 8}, 0.01)
-        controller.candidate("m", seqs[0], NO_DRAFT)
+        policy = AdaptivePolicy({"m": CHAIN})
+        begin(policy)
+        policy.record_call("m", {seqs[0]: 8}, 0.0004)
+        policy.record_call("m", {seqs[0]: 8}, 0.01)
+        policy.evaluate("m", seqs[0], NO_DRAFT)
         asked = []
         for seq in seqs[1:]:
-            asked.append(controller.asks("m", seq))
-            controller.spend("m", {seq: 8}, 0.000002)
+            asked.append(policy.should_call("m", seq))
+            policy.record_call("m", {seq: 8}, 0.000002)
         assert asked == [False] * 7 + [True]
 
     def test_a_learner_has_no_cheap_first_look(self) -> None:
         one, other = sequences([1], [2])
-        controller = controller_of(0.0, one, m=LEARNER)
+        policy = first_drafting_step(0.0, one, m=LEARNER)
         for _ in range(6):
-            controller.candidate("m", one, NO_DRAFT)
-        assert not controller.asks("m", other)
+            policy.evaluate("m", one, NO_DRAFT)
+        assert not policy.should_call("m", other)
 
 
 class TestRivals:
@@ -270,46 +267,46 @@ class TestRivals:
         """Its last draft gained 0.3 tokens."""
         (seq,) = sequences([1])
         for value, asks in ((0.449, True), (0.451, False)):
-            controller = controller_of(0.001, seq)
-            controller.candidate("m", seq, chain(2))
+            policy = first_drafting_step(0.001, seq)
+            policy.evaluate("m", seq, chain(2))
             rival = DraftCandidate(
                 "n", chain(1), [value]
             )  # gains 0.2 tokens, and so many milliseconds
-            assert controller.asks("m", seq, rival) is asks
-            assert controller.asks("m", seq) and controller.rest == 0
+            assert policy.should_call("m", seq, rival) is asks
+            assert policy.should_call("m", seq) and policy.pause_seconds == 0
 
-    @pytest.mark.parametrize("num_drawing", [1, 2])
+    @pytest.mark.parametrize("num_sampling", [1, 2])
     @pytest.mark.parametrize("draft", [chain(2), NO_DRAFT])
-    def test_where_it_is_time_for_a_look(self, num_drawing: int, draft: DraftTree) -> None:
-        seq, *others = sequences(*[[1]] * num_drawing)
-        controller = controller_of(0.0001, seq, *others)
-        controller.candidate("m", seq, draft)
+    def test_where_it_is_time_for_a_look(self, num_sampling: int, draft: DraftTree) -> None:
+        seq, *others = sequences(*[[1]] * num_sampling)
+        policy = first_drafting_step(0.0001, seq, *others)
+        policy.evaluate("m", seq, draft)
         asked = []
         for _ in range(2):
-            controller.finish(0.0011 * num_drawing)
-            begin(controller, num_drawing)
-            asked.append(controller.asks("m", seq, DraftCandidate("n", chain(1), [0.9])))
+            policy.record_step(0.0011 * num_sampling)
+            begin(policy, num_sampling)
+            asked.append(policy.should_call("m", seq, DraftCandidate("n", chain(1), [0.9])))
         assert asked == [False, True]
 
 
 class TestPrices:
     def test_prices_are_averages_in_which_an_interruption_counts_little(self) -> None:
         seq, other = sequences([1], [2])
-        controller = Controller({"m": CHAIN})
-        begin(controller)
-        controller.spend("m", {seq: 4, other: 4}, 9.0)  # the first look has a price of its own
+        policy = AdaptivePolicy({"m": CHAIN})
+        begin(policy)
+        policy.record_call("m", {seq: 4, other: 4}, 9.0)  # the first look has a price of its own
         price, one, both = 0.0, {seq: 4}, {seq: 4, other: 4}
         for seconds, counts, nodes in (
             (0.02, 0.02, one),
             (0.012, 0.006, both),
             (9.0, 4 * 0.0024, both),
         ):
-            controller.spend("m", nodes, seconds)
+            policy.record_call("m", nodes, seconds)
             price += 0.1 * (counts - price)
-            begin(controller, machine=Machine(lambda rows: 0.01))
-            controller.candidate("m", seq, chain(3))  # which pays
-            controller.candidate("m", seq, NO_DRAFT)
-            assert controller.rest == pytest.approx(price / 0.05)
+            begin(policy, machine=Machine(lambda rows: 0.01))
+            policy.evaluate("m", seq, chain(3))  # which pays
+            policy.evaluate("m", seq, NO_DRAFT)
+            assert policy.pause_seconds == pytest.approx(price / 0.05)
 
 
 class TestBudget:
@@ -326,16 +323,16 @@ class TestBudget:
         width: int = 1,
     ) -> int:
         seq, other = sequences([1], [2])
-        controller = Controller({"m": ProposerTraits(8, width, acceptance=(0.5, 0.9))})
-        controller.spend("m", {seq: 1}, 0.0)
+        policy = AdaptivePolicy({"m": ProposerTraits(8, width, acceptance=(0.5, 0.9))})
+        policy.record_call("m", {seq: 1}, 0.0)
         for share in (
             1,
             0.3,
         ):  # of which there is a tenth, and then a tenth of the difference more: 0.12
-            controller.spend("m", {seq: 5}, share * 5 * by_node / 0.12)
-        controller.learn(other, DraftCandidate("m", draft, []), [7] * 9)
-        begin(controller, machine=machine)
-        return controller.budget("m", seq, most)
+            policy.record_call("m", {seq: 5}, share * 5 * by_node / 0.12)
+        policy.record_acceptance(other, DraftCandidate("m", draft, []), [7] * 9)
+        begin(policy, machine=machine)
+        return policy.max_nodes("m", seq, most)
 
     def test_all_where_a_deeper_draft_takes_no_longer(self) -> None:
         assert self.budget(8, Machine(lambda rows: float(rows)), width=0) == 8
@@ -378,17 +375,17 @@ class TestBudget:
 
     def test_with_the_rows_of_all_that_draw(self) -> None:
         seqs = sequences([1], [2])
-        controller = controller_of(
+        policy = first_drafting_step(
             0.0,
             *seqs,
             m=ProposerTraits(8, 1),
             machine=Machine(lambda rows: 0.01 + 0.004 * (rows > 6)),
         )
         assert (
-            controller.budget("m", seqs[0], 8) == 2
+            policy.max_nodes("m", seqs[0], 8) == 2
         )  # with a third node of each there are eight rows
-        begin(controller, 2, self.CHEAP)  # a row costs 0.22 tokens, of one of two sequences
-        assert controller.budget("m", seqs[0], 8) == 2
+        begin(policy, 2, self.CHEAP)  # a row costs 0.22 tokens, of one of two sequences
+        assert policy.max_nodes("m", seqs[0], 8) == 2
 
 
 class TestChoice:
@@ -400,8 +397,8 @@ class TestChoice:
     ) -> list[list[int]]:
         """The nodes that run of drafts with these values, each of a sequence."""
         seqs = sequences(*[[1]] * len(drafts))
-        controller = controller_of(0.0, *seqs, machine=machine, m=traits)
-        chosen = controller.choose(
+        policy = first_drafting_step(0.0, *seqs, machine=machine, m=traits)
+        chosen = policy.choose_nodes(
             {seq: DraftCandidate("m", *draft) for seq, draft in zip(seqs, drafts, strict=True)}
         )
         return [chosen.get(seq, []) for seq in seqs]
@@ -446,17 +443,17 @@ class TestChoice:
 def test_a_draft_budget_that_is_not_granted_is_asked_for_again() -> None:
     """In the next step: what was asked for and never came is no draft that did not pay."""
     (seq,) = sequences([1, 2, 3])
-    cost, controller = StepCost(), Controller({"oracle": Oracle.traits})
+    cost, policy = StepCost(), AdaptivePolicy({"oracle": Oracle.traits})
     for _ in range(5):
         cost.record(1, 0.002)
-    controller.begin(cost, 1, 1)
-    assert controller.asks("oracle", seq)
-    assert controller.rest == 0
-    controller.candidate("oracle", seq, NO_DRAFT)
-    controller.spend("oracle", {seq: 8}, 0.001)
-    controller.finish(0.002)
-    controller.begin(cost, 1, 1)
-    assert controller.asks("oracle", seq)  # the first look told no price
-    controller.spend("oracle", {seq: 8}, 0.001)
-    controller.candidate("oracle", seq, NO_DRAFT)
-    assert controller.rest > 0
+    policy.begin_step(cost, 1, 1)
+    assert policy.should_call("oracle", seq)
+    assert policy.pause_seconds == 0
+    policy.evaluate("oracle", seq, NO_DRAFT)
+    policy.record_call("oracle", {seq: 8}, 0.001)
+    policy.record_step(0.002)
+    policy.begin_step(cost, 1, 1)
+    assert policy.should_call("oracle", seq)  # the first look told no price
+    policy.record_call("oracle", {seq: 8}, 0.001)
+    policy.evaluate("oracle", seq, NO_DRAFT)
+    assert policy.pause_seconds > 0

@@ -11,10 +11,10 @@ from headrace.config import EngineConfig
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.logit_ops import StepResult
 from headrace.request import SamplingParams
-from headrace.speculation.coordinator import Speculation
-from tests.engine.test_controller import Machine
-from tests.engine.test_speculation import STEP_MS, Busy, Clock, Oracle, serve
+from headrace.speculation.manager import SpeculationManager
 from tests.engine.toy import VOCAB, toy_engine
+from tests.speculation.test_adaptive_policy import Machine
+from tests.speculation.test_adaptive_speculation import STEP_MS, Busy, Clock, Oracle, serve
 from tests.tiny import run_all
 
 
@@ -78,11 +78,11 @@ def test_what_a_step_with_drafts_saves_and_shows() -> None:
         for request in engine._requests.values()
     ]
     watcher = Watcher(lambda position: 1.0, clock, seconds=0.001)
-    speculation = Speculation(
+    speculation = SpeculationManager(
         {"watcher": watcher}, EngineConfig(adaptive_speculation=False), VOCAB, clock
     )
     speculation._costs[2] = Machine()
-    drafting, wanted = speculation.ask(items)
+    drafting, wanted = speculation.plan(items)
     assert drafting and set(wanted) == set(items)
     for item in items:
         item.draft_budget = 3
@@ -109,16 +109,20 @@ def test_what_a_step_with_drafts_saves_and_shows() -> None:
 class TestStepCosts:
     """What is kept of the time of a step."""
 
-    def step(self, clock: Clock, seconds: float = 0.0) -> tuple[Speculation, ScheduledSequence]:
+    def step(
+        self, clock: Clock, seconds: float = 0.0
+    ) -> tuple[SpeculationManager, ScheduledSequence]:
         engine = toy_engine()
         engine.add_request([1])
         proposers = {"oracle": Oracle(lambda position: 1.0, clock, seconds)}
-        speculation = Speculation(proposers, EngineConfig(adaptive_speculation=False), VOCAB, clock)
+        speculation = SpeculationManager(
+            proposers, EngineConfig(adaptive_speculation=False), VOCAB, clock
+        )
         return speculation, ScheduledSequence(engine._requests["0"].seqs[0], 1, can_sample=True)
 
     def test_that_of_one_launch_without_asking(self) -> None:
         speculation, item = self.step(Clock(), seconds=0.5)
-        drafting, wanted = speculation.ask([item])
+        drafting, wanted = speculation.plan([item])
         assert drafting
         item.draft_budget = wanted[item]
         speculation.draft(drafting)

@@ -1,0 +1,265 @@
+"""Adaptive speculation: run the draft nodes that give the most tokens per second, often none.
+
+A proposer is called in every step while its drafts pay. When a draft does not pay, the next call is
+a *probe* at a later time: probes take a small share of the time, and the share halves with each
+failed probe. While no probe is due, speculation pauses and steps cost no more than without it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from headrace.batch import DraftTree
+from headrace.proposer import ProposerTraits, SequenceView
+from headrace.speculation.acceptance import AcceptanceRates, node_class
+from headrace.speculation.policy import DraftCandidate, Key
+from headrace.speculation.prices import CallPrice, RowPrices
+from headrace.speculation.step_cost import StepCost
+
+_MAX_PROBE_SHARE, _MIN_PROBE_SHARE = 0.05, 0.0025
+"""Share of a sequence's time for probes of one proposer, at first and at last."""
+_MAX_PAUSE = 0.1
+"""Longest pause in seconds: a new sequence may arrive at any time."""
+_CHEAP_FIRST_CALL = 0.01
+"""Every new sequence gets a first call if that takes up to this much per known token. The unit is
+the time of plain decoding for one token.
+"""
+_PROBE_STEPS = 6
+"""Steps in a row of a probe, for a proposer that learns from its rows. The rows of a probe run even
+if they are not expected to pay.
+"""
+_PROBE_NODES = 4
+"""Max draft nodes in such a step, unless the draft is indivisible."""
+_MIN_PLAIN_STEPS = 2
+"""Plain steps of about the same number of rows to measure before the first draft."""
+_PLAIN_EVERY = 32
+"""Steps with drafts before one plain step, which measures the present cost of plain steps."""
+
+
+@dataclass
+class _SequenceState:
+    """State of one proposer on one sequence."""
+
+    acceptance: AcceptanceRates
+    is_new: bool = True
+    """Whether the next call is the first for this sequence."""
+    gain: float = 0.0
+    """Tokens that the last draft gains, less the price of its rows; 0 if it gains nothing."""
+    num_failed: int = 0
+    """Drafts in a row that did not pay."""
+    probe_share: float = _MAX_PROBE_SHARE
+    next_probe: float = 0.0
+    """Time of the next probe, in seconds of steps as `AdaptivePolicy._now`."""
+
+
+@dataclass
+class _ProposerState:
+    """State of one proposer."""
+
+    traits: ProposerTraits
+    acceptance: AcceptanceRates
+    price: CallPrice = field(default_factory=CallPrice)
+    last: _SequenceState | None = None
+    """State of the sequence whose draft was evaluated last."""
+    seqs: WeakKeyDictionary[SequenceView, _SequenceState] = field(default_factory=WeakKeyDictionary)
+
+    @property
+    def probe_steps(self) -> int:
+        return _PROBE_STEPS if self.traits.learns_from_rows else 1
+
+
+class AdaptivePolicy:
+    """A `DraftPolicy` that compares the expected gain of drafts with their measured cost."""
+
+    def __init__(self, traits: Mapping[str, ProposerTraits]) -> None:
+        self._proposers = {
+            name: _ProposerState(each, AcceptanceRates(prior=each.acceptance))
+            for name, each in traits.items()
+        }
+        self._now = 0.0
+        """Seconds of all steps so far."""
+        self._prices = RowPrices(StepCost(), 1, 1)
+        """Prices of draft rows in this step."""
+        self._is_plain = True
+        """Whether this step has no drafts, to measure the cost of plain steps."""
+        self._num_drafting = 0
+        """Steps with drafts since the last plain step."""
+        self._pause_end = 0.0
+        """End of the pause after this step, as `_now`, if no call is due earlier."""
+        self._next_calls: dict[tuple[str, tuple[int, int]], float] = {}
+        """Times of the next calls, as `_now`, by proposer and `seq_id` of this step."""
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds of plain decoding until proposers may be called again; 0: now."""
+        return max(0.0, min([self._pause_end, *self._next_calls.values()]) - self._now)
+
+    def begin_step(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
+        self._prices = RowPrices(cost, num_scheduled, num_sampling)
+        has_few_measurements = cost.visits(num_scheduled) < _MIN_PLAIN_STEPS
+        self._is_plain = has_few_measurements or self._num_drafting >= _PLAIN_EVERY
+        self._next_calls = {}
+        if self._is_plain:
+            self._num_drafting = 0
+            self._pause_end = self._now
+        else:
+            self._pause_end = self._now + _MAX_PAUSE
+
+    def should_call(
+        self, name: str, seq: SequenceView, rival: DraftCandidate | None = None
+    ) -> bool:
+        """Whether a proposer should gain more than `rival`, or a probe of it is due."""
+        if self._is_plain:
+            return False
+        proposer, state = self._proposers[name], self._state(name, seq)
+        pays, next_probe = self._pays(proposer, state.gain), state.next_probe
+
+        # If no slots are granted for the draft, it is not evaluated: then the call is still due.
+        self._next_calls[name, seq.seq_id] = self._now if pays else next_probe
+
+        if pays and rival:
+            pays = self._pays(proposer, state.gain - self._gain(rival))
+            next_probe += self._probe_delay(proposer, _MAX_PROBE_SHARE)
+        return pays or next_probe <= self._now
+
+    def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int:
+        """Number of nodes to request: below `limit` if depth takes the proposer time and deeper
+        nodes are not expected to pay.
+        """
+        proposer, prices = self._proposers[name], self._prices
+        max_width, num_sampling = proposer.traits.width, prices.num_sampling
+        if not max_width:
+            return limit
+
+        acceptance = self._state(name, seq).acceptance
+        reached, num_nodes = 1.0, 0  # probability that the deepest node so far is accepted
+        while num_nodes < limit:
+            width = min(max_width, limit - num_nodes)
+            depth = num_nodes // max_width + 1
+            rates = [acceptance.rate(node_class(0, depth, rank)) for rank in range(width)]
+
+            # All sequences are taken to draft this deep.
+            rows = prices.price((num_nodes + width) * num_sampling)
+            rows -= prices.price(num_nodes * num_sampling)
+            call = width * proposer.price.by_node / prices.token_seconds
+            if num_nodes and reached * sum(rates) < rows / num_sampling + call:
+                break
+
+            num_nodes += width
+            reached *= rates[0]
+        return num_nodes
+
+    def evaluate(self, name: str, seq: SequenceView, draft: DraftTree) -> DraftCandidate:
+        """Estimate the gain of a draft, which decides when the proposer is called again."""
+        proposer, state = self._proposers[name], self._state(name, seq)
+        candidate = DraftCandidate(name, draft, state.acceptance.values(draft))
+        state.gain = self._gain(candidate)
+        if self._pays(proposer, state.gain):
+            state.num_failed = 0
+            state.probe_share = _MAX_PROBE_SHARE
+            state.next_probe = self._now
+        else:
+            state.num_failed += 1
+            if state.num_failed % proposer.probe_steps == 0:
+                state.next_probe = self._now + self._probe_delay(proposer, state.probe_share)
+                state.probe_share = max(state.probe_share / 2, _MIN_PROBE_SHARE)
+        self._next_calls[name, seq.seq_id] = state.next_probe
+        proposer.last = state
+        return candidate
+
+    def better(self, first: DraftCandidate, second: DraftCandidate) -> DraftCandidate:
+        """The candidate that gains more; the first of equals."""
+        return second if self._gain(second) > self._gain(first) else first
+
+    def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
+        """The nodes of all candidates, likeliest first, up to the number that gives the most tokens
+        per second.
+        """
+        bundles: list[tuple[float, Key, list[int]]] = []  # mean value of the nodes, key, nodes
+        for key, candidate in candidates.items():
+            if candidate.draft.indivisible:
+                nodes = list(range(len(candidate.values)))
+                bundles.append((sum(candidate.values) / len(nodes), key, nodes))
+            else:
+                bundles += [(value, key, [node]) for node, value in enumerate(candidate.values)]
+        # A stable sort keeps a parent before a child of the same value.
+        bundles.sort(key=lambda bundle: -bundle[0])
+
+        best_rate, num_taken = 1.0, 0  # tokens in the time of a plain token
+        num_tokens, num_nodes = float(self._prices.num_sampling), 0
+        for i, (value, _, nodes) in enumerate(bundles, 1):
+            num_tokens += value * len(nodes)
+            num_nodes += len(nodes)
+            rate = num_tokens / (self._prices.num_sampling + self._prices.price(num_nodes))
+            if rate > best_rate:
+                best_rate, num_taken = rate, i
+
+        chosen: dict[Key, list[int]] = {}
+        for _, key, nodes in bundles[:num_taken]:
+            chosen.setdefault(key, []).extend(nodes)
+        self._add_probe(candidates, chosen)
+        self._num_drafting += bool(chosen)
+        return {key: sorted(nodes) for key, nodes in chosen.items()}
+
+    def record_step(self, seconds: float) -> None:
+        self._now += seconds
+
+    def record_acceptance(
+        self, seq: SequenceView, candidate: DraftCandidate, tokens: list[int]
+    ) -> None:
+        self._state(candidate.method, seq).acceptance.record(candidate.draft, tokens)
+
+    def record_call(self, name: str, nodes: Mapping[SequenceView, int], seconds: float) -> None:
+        price = self._proposers[name].price
+        new = [(seq, state) for seq in nodes if (state := self._state(name, seq)).is_new]
+        if new:
+            price.record_first(sum(len(seq.known) for seq, _ in new), seconds)
+            for _, state in new:
+                state.is_new = False
+        else:
+            price.record(len(nodes), sum(nodes.values()), seconds)
+
+    def _add_probe(
+        self, candidates: Mapping[Key, DraftCandidate], chosen: dict[Key, list[int]]
+    ) -> None:
+        """Run a few nodes of one more draft, if a proposer learns only from the rows that run."""
+        for key, candidate in candidates.items():
+            if key not in chosen and self._proposers[candidate.method].traits.learns_from_rows:
+                num_nodes = len(candidate.values)
+                if not candidate.draft.indivisible:
+                    num_nodes = min(_PROBE_NODES, num_nodes)
+                chosen[key] = list(range(num_nodes))
+                return
+
+    def _pays(self, proposer: _ProposerState, gain: float) -> bool:
+        """Whether a gain in tokens is worth more time than a call to the proposer takes."""
+        return gain * self._prices.token_seconds > proposer.price.by_sequence
+
+    def _gain(self, candidate: DraftCandidate) -> float:
+        return self._prices.gain(candidate.values, indivisible=candidate.draft.indivisible)
+
+    def _probe_delay(self, proposer: _ProposerState, share: float) -> float:
+        """Seconds until the next probe, so that probes take this share of a sequence's time."""
+        seconds = proposer.price.by_sequence
+        if proposer.traits.learns_from_rows:
+            rows = self._prices.price(_PROBE_NODES) * self._prices.token_seconds
+            seconds = _PROBE_STEPS * (seconds + rows)
+        return seconds * self._prices.num_sampling / share
+
+    def _state(self, name: str, seq: SequenceView) -> _SequenceState:
+        """State of a proposer on a sequence.
+
+        If a first call is expensive, a new sequence waits for its first call as long as the last
+        sequence waits for its next probe.
+        """
+        proposer = self._proposers[name]
+        state = proposer.seqs.get(seq)
+        if state is None:
+            state = proposer.seqs[seq] = _SequenceState(AcceptanceRates(proposer.acceptance))
+            max_price = _CHEAP_FIRST_CALL * self._prices.token_seconds
+            is_cheap = proposer.price.first_by_token <= max_price
+            if proposer.last and (proposer.traits.learns_from_rows or not is_cheap):
+                state.gain = proposer.last.gain
+                state.probe_share = proposer.last.probe_share
+                state.next_probe = proposer.last.next_probe
+        return state

@@ -1,0 +1,309 @@
+"""Speculation in the step loop: plan drafts, call the proposers, choose the nodes to run, learn.
+
+The step loop calls `plan`, reserves slots for the drafts, then calls `draft`, runs the step, and
+calls `observe`. A policy (`policy.py`) makes the decisions by speed; this module carries them out.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Generic, Protocol, TypeVar
+
+from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.config import EngineConfig
+from headrace.logit_ops import StepResult
+from headrace.proposer import Proposer, SequenceView
+from headrace.request import DraftStats
+from headrace.speculation.adaptive_policy import AdaptivePolicy
+from headrace.speculation.guard import Guard
+from headrace.speculation.policy import DraftCandidate, DraftPolicy, FixedPolicy
+from headrace.speculation.proposers.trees import prune
+from headrace.speculation.step_cost import StepCost
+
+_RECORD_EVERY = 0.05
+"""Seconds between two recorded steps while speculation pauses."""
+
+
+class ScheduledView(Protocol):
+    """The part of a scheduled sequence that speculation reads, and the draft that it sets."""
+
+    draft: DraftTree
+
+    @property
+    def seq(self) -> SequenceView: ...
+    @property
+    def num_scheduled(self) -> int: ...  # rows without drafts
+    @property
+    def can_sample(self) -> bool: ...  # whether the step samples its next token
+    @property
+    def certain(self) -> list[int]: ...  # tokens of a jump-forward draft, which no proposer made
+    @property
+    def max_useful_draft(self) -> int: ...  # nodes
+    @property
+    def draft_budget(self) -> int: ...  # nodes with reserved slots
+    @property
+    def first_sample_row(self) -> int: ...  # logit row of the last scheduled known token
+    @property
+    def draft_stats(self) -> dict[str, DraftStats]: ...  # of the request, by proposer
+    def give_back_draft_budget(self) -> None: ...
+
+
+Item = TypeVar("Item", bound=ScheduledView)
+
+
+@dataclass(slots=True, eq=False)
+class StepDrafts(Generic[Item]):
+    """The drafts of one step, and the measurements that follow from them."""
+
+    calls: dict[str, dict[Item, int]] = field(default_factory=dict)
+    """Max nodes for each sequence that a proposer is called for, by name of the proposer."""
+    call_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds that the call to each proposer and the evaluation of its drafts took."""
+    candidates: dict[Item, list[DraftCandidate]] = field(default_factory=dict)
+    """All drafts that were proposed for each sequence, whether or not they run."""
+    methods: dict[Item, str] = field(default_factory=dict)
+    """Name of the proposer whose draft runs, for each sequence with a draft."""
+
+
+class SpeculationManager:
+    """Runs all proposers of an engine, each inside a guard. `clock` returns seconds."""
+
+    def __init__(
+        self,
+        proposers: Mapping[str, Proposer],
+        config: EngineConfig,
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.stats = {name: DraftStats() for name in proposers}
+        self._guards = {
+            name: Guard(proposer, vocab_size, clock) for name, proposer in proposers.items()
+        }
+        traits = {name: guard.traits for name, guard in self._guards.items()}
+        self.needs_logits = any(each.needs_logits for each in traits.values())
+        self.needs_hidden = any(each.needs_hidden for each in traits.values())
+        self._max_nodes = {
+            name: min(each.max_nodes, config.max_draft_tokens) for name, each in traits.items()
+        }
+        self._policy: DraftPolicy = (
+            AdaptivePolicy(traits) if config.adaptive_speculation else FixedPolicy()
+        )
+        self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)
+        """Step costs by the bit length of the number of sequences: the same number of rows takes
+        longer if the rows attend to more contexts.
+        """
+        self._clock = clock
+        self._last_record = 0.0
+        """Clock, in seconds, when the time of a step was last recorded."""
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds until a step may have drafts again; infinite without a proposer."""
+        return self._policy.pause_seconds if self._guards else inf
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no proposer is called and none observes the step."""
+        return self.pause_seconds > 0
+
+    @property
+    def failures(self) -> int:
+        """Number of calls to proposers that failed, and of drafts that were not valid."""
+        return sum(guard.failures for guard in self._guards.values())
+
+    def close(self) -> None:
+        """Release the proposers and the models that they draft with."""
+        for guard in self._guards.values():
+            guard.close()
+
+    def plan(self, scheduled: list[Item]) -> tuple[StepDrafts[Item] | None, dict[Item, int]]:
+        """Choose the proposers to call for each sequence.
+
+        Returns the record of the step's drafts, which is None while speculation is paused, and the
+        number of nodes to reserve slots for, by sequence.
+        """
+        if self.is_paused:
+            return None, {}
+        limits = {
+            item: limit
+            for item in scheduled
+            if not item.certain and (limit := item.max_useful_draft) > 0
+        }
+        if limits:
+            self._policy.begin_step(
+                self._cost(scheduled),
+                num_scheduled=sum(item.num_scheduled for item in scheduled),
+                num_sampling=sum(item.can_sample for item in scheduled),
+            )
+
+        drafts: StepDrafts[Item] = StepDrafts()
+        requested: dict[Item, int] = {}
+        for name, max_nodes in self._max_nodes.items():
+            nodes = {
+                item: self._policy.max_nodes(name, item.seq, min(max_nodes, limit))
+                for item, limit in limits.items()
+                if self._policy.should_call(name, item.seq)
+            }
+            if nodes:
+                drafts.calls[name] = nodes
+            for item, num_nodes in nodes.items():
+                requested[item] = max(requested.get(item, 0), num_nodes)
+        return drafts, requested
+
+    def draft(self, drafts: StepDrafts[Item]) -> None:
+        """Call the proposers, and set the draft of each sequence within its granted budget."""
+        granted = dict.fromkeys(
+            item for nodes in drafts.calls.values() for item in nodes if item.draft_budget
+        )
+        best: dict[Item, DraftCandidate] = {}
+        for name, nodes in drafts.calls.items():
+            # A draft of an earlier proposer may leave nothing to gain by this one.
+            items = [
+                item
+                for item in nodes
+                if item.draft_budget
+                and (item not in best or self._policy.should_call(name, item.seq, best[item]))
+            ]
+            drafts.calls[name] = {item: nodes[item] for item in items}
+            if items:
+                start = self._clock()
+                self._call(name, drafts, best)
+                drafts.call_seconds[name] = self._clock() - start
+
+        if best:
+            for item, chosen in self._policy.choose_nodes(best).items():
+                item.draft = prune(best[item].draft, chosen)
+                drafts.methods[item] = best[item].method
+        for item in granted:
+            if not item.draft.tokens:
+                item.give_back_draft_budget()
+
+    def observe(
+        self,
+        scheduled: Sequence[Item],
+        drafts: StepDrafts[Item] | None,
+        commits: list[Commit],
+        result: StepResult,
+        num_rows: int,
+        seconds: float,
+        num_launches: int,
+    ) -> None:
+        """Learn from a finished step, and let the proposers observe it.
+
+        The step took `seconds` for `num_launches` launches of `num_rows` rows each. `result` is the
+        result of the last launch.
+        """
+        if not self._guards:
+            return
+        now = self._clock()
+        if drafts:
+            self._count_savings(scheduled, commits, drafts)
+        if drafts or now - self._last_record > _RECORD_EVERY:
+            call_seconds = sum(drafts.call_seconds.values()) if drafts else 0.0
+            self._cost(scheduled).record(num_rows, (seconds - call_seconds) / num_launches)
+            self._last_record = now
+
+        self._policy.record_step(seconds)
+        if drafts:
+            # Drafts that did not run are measured too: the new tokens show which nodes were right.
+            for commit in commits:
+                item = scheduled[commit.source]
+                for candidate in drafts.candidates.get(item, ()):
+                    self._policy.record_acceptance(item.seq, candidate, commit.tokens)
+        if not self.is_paused or (drafts and drafts.calls):
+            self._notify(scheduled, commits, result, drafts)
+
+    def _cost(self, scheduled: Sequence[Item]) -> StepCost:
+        return self._costs[len(scheduled).bit_length()]
+
+    def _call(self, name: str, drafts: StepDrafts[Item], best: dict[Item, DraftCandidate]) -> None:
+        """Call one proposer, and update the best candidate of each sequence."""
+        nodes = drafts.calls[name]
+        proposed = self._guards[name].propose(
+            [item.seq for item in nodes],
+            [min(item.draft_budget, limit) for item, limit in nodes.items()],
+        )
+        for item, draft in zip(nodes, proposed, strict=True):
+            candidate = self._policy.evaluate(name, item.seq, _permitted(item.seq, draft))
+            if candidate.draft.tokens:
+                drafts.candidates.setdefault(item, []).append(candidate)
+                rival = best.get(item)
+                best[item] = self._policy.better(rival, candidate) if rival else candidate
+
+    def _notify(
+        self,
+        scheduled: Sequence[Item],
+        commits: list[Commit],
+        result: StepResult,
+        drafts: StepDrafts[Item] | None,
+    ) -> None:
+        """Let the proposers observe the step, and record the time that they take."""
+        seqs: list[SequenceView] = [item.seq for item in scheduled]
+        observed: list[Commit] = []
+        for commit in commits:
+            item = scheduled[commit.source]
+            observed.append(
+                Commit(
+                    source=commit.source,
+                    path=commit.path,
+                    tokens=commit.tokens,
+                    logprobs=commit.logprobs,
+                    row=item.first_sample_row,
+                    draft=NO_DRAFT if item.certain else item.draft,
+                )
+            )
+        for name, guard in self._guards.items():
+            start = self._clock()
+            guard.observe(seqs, observed, result)
+            if drafts and name in drafts.call_seconds:
+                seconds = drafts.call_seconds[name] + self._clock() - start
+                nodes = {item.seq: limit for item, limit in drafts.calls[name].items()}
+                self._policy.record_call(name, nodes, seconds)
+
+    def _count_savings(
+        self, scheduled: Sequence[Item], commits: list[Commit], drafts: StepDrafts[Item]
+    ) -> None:
+        """Update the statistics of drafts.
+
+        The estimated savings are the time of plain decoding for the accepted tokens, less the time
+        of the draft rows and of the calls to the proposer.
+        """
+        if not drafts.methods:
+            return
+        cost = self._cost(scheduled)
+        num_scheduled = sum(item.num_scheduled for item in scheduled)
+        num_sampling = sum(item.can_sample for item in scheduled)
+        num_nodes = sum(len(item.draft.tokens) for item in scheduled)
+        token_seconds = cost.seconds(num_sampling) / num_sampling
+        draft_seconds = cost.seconds(num_scheduled + num_nodes) - cost.seconds(num_scheduled)
+        row_seconds = draft_seconds / num_nodes
+
+        num_accepted = {commit.source: len(commit.path) for commit in commits}
+        for source, item in enumerate(scheduled):
+            if not item.draft.tokens or item.certain:
+                continue
+            name, accepted = drafts.methods[item], num_accepted.get(source, 0)
+            proposed = len(item.draft.tokens)
+            call_seconds = drafts.call_seconds[name] / len(drafts.calls[name])
+            stats = DraftStats(
+                steps=1,
+                proposed=proposed,
+                accepted=accepted,
+                seconds_saved=accepted * token_seconds - proposed * row_seconds - call_seconds,
+            )
+            self.stats[name] = self.stats[name].plus(stats)
+            item.draft_stats[name] = item.draft_stats.get(name, DraftStats()).plus(stats)
+
+
+def _permitted(seq: SequenceView, draft: DraftTree) -> DraftTree:
+    """A draft without the nodes that the sequence's constraint forbids.
+
+    An indivisible draft with a forbidden node is dropped.
+    """
+    if seq.constraint is None or not draft.tokens:
+        return draft
+    kept = seq.constraint.permitted(draft)
+    if not kept or (draft.indivisible and len(kept) < len(draft.tokens)):
+        return NO_DRAFT
+    return prune(draft, kept)

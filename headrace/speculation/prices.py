@@ -1,0 +1,76 @@
+"""Prices that adaptive speculation compares: calls to a proposer, and draft rows in a step."""
+
+from headrace.speculation.step_cost import StepCost
+
+_ROW_MARGIN, _SHARED_ROW_MARGIN, _STEP_MARGIN = 1.25, 1.5, 0.05
+"""Margins for errors of the estimates.
+
+Draft rows count with a multiple of their estimated time, and a step with drafts counts with a
+constant more, in tokens. The shared margin applies if several sequences draw: a draft speeds up
+only one of them and delays all.
+"""
+_PRICE_RATE, _MAX_PRICE_RISE = 0.1, 4
+"""Weight of the newest call in the moving averages, and the largest multiple of the average that
+counts. A longer call was interrupted by another process.
+"""
+
+
+class CallPrice:
+    """Moving averages of the seconds that calls to one proposer take."""
+
+    def __init__(self) -> None:
+        self.first_by_token = 0.0
+        """Seconds of the first call for a sequence, per known token: it may read the prompt."""
+        self.by_sequence = 0.0
+        """Seconds of a later call for one sequence, with the time to observe the step."""
+        self.by_node = 0.0
+        """The seconds of later calls, per draft node."""
+
+    def record_first(self, num_tokens: int, seconds: float) -> None:
+        """Record the first call for sequences with `num_tokens` known tokens in total."""
+        change = seconds / num_tokens - self.first_by_token
+        self.first_by_token += change * (_PRICE_RATE if self.first_by_token else 1)
+
+    def record(self, num_seqs: int, num_nodes: int, seconds: float) -> None:
+        """Record a later call for `num_seqs` sequences and `num_nodes` nodes in total."""
+        if self.by_sequence:
+            seconds = min(seconds, _MAX_PRICE_RISE * self.by_sequence * num_seqs)
+        self.by_sequence += (seconds / num_seqs - self.by_sequence) * _PRICE_RATE
+        self.by_node += (seconds / num_nodes - self.by_node) * _PRICE_RATE
+
+
+class RowPrices:
+    """Prices of draft rows in one step. The unit is the time that plain decoding takes a token."""
+
+    def __init__(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
+        self.num_sampling = num_sampling
+        """Sequences that sample a token in the step."""
+        self.token_seconds = cost.seconds(num_sampling) / num_sampling
+        """Seconds of plain decoding for one token."""
+        self._cost = cost
+        self._num_scheduled = num_scheduled
+        self._margin = _ROW_MARGIN if num_sampling == 1 else _SHARED_ROW_MARGIN
+        self._prices = [0.0]
+        """Price of n draft rows at index n, computed when first used."""
+
+    def price(self, num_rows: int) -> float:
+        """Price of `num_rows` draft rows, with the margins."""
+        prices = self._prices
+        while len(prices) <= num_rows:
+            with_drafts = self._cost.seconds(self._num_scheduled + len(prices))
+            seconds = with_drafts - self._cost.seconds(self._num_scheduled)
+            prices.append(_STEP_MARGIN + self._margin * seconds / self.token_seconds)
+        return prices[num_rows]
+
+    def gain(self, values: list[float], *, indivisible: bool) -> float:
+        """Largest number of tokens that a draft gains, less the price of its rows; 0 if none.
+
+        `values` are the probabilities of its nodes. An indivisible draft runs all of them.
+        """
+        if indivisible:
+            return max(0.0, sum(values) - self.price(len(values)))
+        best = total = 0.0
+        for num_rows, value in enumerate(sorted(values, reverse=True), 1):
+            total += value
+            best = max(best, total - self.price(num_rows))
+        return best
