@@ -57,7 +57,7 @@ def experts(bench: Bench) -> None:
 def measure(bench: Bench, shape: Shape) -> None:
     """One table: a shape, by number of rows."""
     mixture, dense = (
-        MixturePlan(shape, bench.threads),
+        MoePlan(shape, bench.threads),
         DensePlan(shape, bench.threads, bench.cold_bytes),
     )
     dense_rows = {
@@ -103,7 +103,7 @@ def measure(bench: Bench, shape: Shape) -> None:
     bench.table("experts", title, COLUMNS, table, shape=shape, format=FORMAT, roof_gb_s=roof)
 
 
-class MixturePlan:
+class MoePlan:
     """One op over experts, whose rows choose at random."""
 
     def __init__(self, shape: Shape, threads: int) -> None:

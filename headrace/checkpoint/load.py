@@ -17,7 +17,7 @@ from headrace.checkpoint.folder import chat_template, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
-from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
+from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
@@ -124,9 +124,7 @@ def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
 
 
 def _with_form(spec: ModelSpec, is_absorbed: bool) -> ModelSpec:
-    return (
-        replace(spec, latent=replace(spec.latent, is_absorbed=is_absorbed)) if spec.latent else spec
-    )
+    return replace(spec, mla=replace(spec.mla, is_absorbed=is_absorbed)) if spec.mla else spec
 
 
 def checked(spec: ModelSpec, where: str) -> ModelSpec:
@@ -175,8 +173,8 @@ def checked(spec: ModelSpec, where: str) -> ModelSpec:
     require(0 <= spec.learned_positions <= _MAX_SIZE, f"{spec.learned_positions} positions")
     for rope in spec.ropes:
         _check_rope(rope, spec.head_dim, require)
-    if spec.latent:
-        _check_latent(spec, spec.latent, require)
+    if spec.mla:
+        _check_latent(spec, spec.mla, require)
     if spec.experts:
         _check_experts(spec.experts, spec.num_layers, require)
     return spec
@@ -220,9 +218,7 @@ def _check_rope(rope: RopeSpec, head_dim: int, require: Callable[[bool, str], No
     )
 
 
-def _check_latent(
-    spec: ModelSpec, latent: LatentSpec, require: Callable[[bool, str], None]
-) -> None:
+def _check_latent(spec: ModelSpec, latent: MlaSpec, require: Callable[[bool, str], None]) -> None:
     require(
         spec.num_heads * spec.num_layers <= _MAX_EXPERTS,
         f"{spec.num_heads:,} heads in {spec.num_layers:,} layers",

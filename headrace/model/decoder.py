@@ -7,7 +7,7 @@ such as `layers.3.q`.
 
 from collections.abc import Callable
 
-from headrace.model import mla as latent
+from headrace.model import mla
 from headrace.model.rope import inverse_frequencies
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.program.op import RowKind, Value, Weight
@@ -130,8 +130,8 @@ class Decoder:
     def attend(self, layer: int, x: Value) -> Value:
         """Attention of the rows `x`, before its output matrix; writes their KV."""
         g, spec, name = self.g, self.spec, f"layers.{layer}"
-        if spec.latent:
-            return latent.attend(self, spec.latent, layer, x)
+        if spec.mla:
+            return mla.attend(self, spec.mla, layer, x)
         q = self._head_norm(
             self.linear(x, f"{name}.q", spec.num_heads * spec.head_dim, spec.qkv_bias),
             f"{name}.q_norm",

@@ -13,7 +13,7 @@ from headrace.model.family import ConfigLayout, Family, GgufLayout, Stored, Tens
 from headrace.model.fields import Fields
 from headrace.model.places import latent_heads, latent_rows, weights
 from headrace.model.rope import yarn_temperature
-from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec
+from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec
 
 
 def _config(
@@ -47,12 +47,12 @@ def _config(
             range(min(config.integer("first_k_dense_replace", dense), spec.num_layers, 1 << 16))
         ),
     )
-    latent = LatentSpec(
+    mla = MlaSpec(
         config.integer("kv_lora_rank", 512),
         config.integer("v_head_dim", 128),
         config.integer("q_lora_rank", 0),
     )
-    spec = replace(spec, head_dim=nope + pe, latent=latent, qkv_bias=bias, output_bias=bias)
+    spec = replace(spec, head_dim=nope + pe, mla=mla, qkv_bias=bias, output_bias=bias)
     return replace(spec, attention_scale=temperature**2 * max(spec.head_dim, 1) ** -0.5), experts
 
 
@@ -82,9 +82,9 @@ def _v3_config(config: Fields) -> ModelSpec:
         top_groups=config.integer("topk_group", 4),
         choice_bias=True,
     )
-    assert spec.latent
-    latent = replace(spec.latent, is_half_split=not config.flag("rope_interleave", True))
-    return replace(spec, latent=latent, **_mixed(spec, experts))
+    assert spec.mla
+    mla = replace(spec.mla, is_half_split=not config.flag("rope_interleave", True))
+    return replace(spec, mla=mla, **_mixed(spec, experts))
 
 
 def _mixed(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
         shared_ffn_dim=experts.ffn_dim * integer("expert_shared_count", 0),
     )
     value_dim = integer("attention.value_length_mla", integer("attention.value_length"))
-    latent = LatentSpec(
+    mla = MlaSpec(
         integer("attention.kv_lora_rank"),
         value_dim,
         integer("attention.q_lora_rank", 0),
@@ -135,7 +135,7 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
         num_kv_heads=spec.num_heads,
         rope=rope,
         attention_scale=scale,
-        latent=latent,
+        mla=mla,
     )
     return replace(spec, **_mixed(spec, experts))
 

@@ -1,15 +1,15 @@
-"""Attention by latent rows: `LatentSpec` says what is computed in either form."""
+"""Attention by latent rows: `MlaSpec` says what is computed in either form."""
 
 from typing import TYPE_CHECKING
 
-from headrace.model.spec import LatentSpec
+from headrace.model.spec import MlaSpec
 from headrace.program.op import Value, Weight
 
 if TYPE_CHECKING:
     from headrace.model.decoder import Decoder
 
 
-def attend(d: "Decoder", form: LatentSpec, layer: int, x: Value) -> Value:
+def attend(d: "Decoder", form: MlaSpec, layer: int, x: Value) -> Value:
     """Attention of the rows `x`, before its output matrix; writes their KV."""
     g, spec, rope, name = d.g, d.spec, d.spec.rope, f"layers.{layer}"
     assert rope
@@ -41,7 +41,7 @@ def attend(d: "Decoder", form: LatentSpec, layer: int, x: Value) -> Value:
         )
         g.kv_write(g.concat_heads(latent, k_pe, 1, rank, pe), None, layer)
         return g.head_linear(
-            g.attention(q, layer, 1, rank + pe, scale=scale, value_dim=rank, latent=True), values
+            g.attention(q, layer, 1, rank + pe, scale=scale, value_dim=rank, is_latent=True), values
         )
     k = g.head_linear(latent, by_head("k", nope, rank))
     g.kv_write(g.concat_heads(k, k_pe, num_heads, nope, pe), g.head_linear(latent, values), layer)

@@ -174,31 +174,31 @@ def _pairs(rotated: int, is_half_split: bool) -> Rows:
 
 
 def _query_rows(kind: str, spec: ModelSpec, numbers: Numbers) -> Rows:
-    assert spec.latent
+    assert spec.mla
     nope = spec.head_dim - spec.rotary_dim
     within = (
         np.arange(nope)
         if kind == "nope"
-        else nope + _pairs(spec.rotary_dim, spec.latent.is_half_split)
+        else nope + _pairs(spec.rotary_dim, spec.mla.is_half_split)
     )
     return (np.arange(spec.num_heads)[:, None] * spec.head_dim + within).reshape(-1)
 
 
 def _latent_rows(part: str, spec: ModelSpec, numbers: Numbers) -> Rows:
-    assert spec.latent
-    rank = spec.latent.kv_rank
+    assert spec.mla
+    rank = spec.mla.kv_rank
     return (
         np.arange(rank)
         if part == "kv_a"
-        else rank + _pairs(spec.rotary_dim, spec.latent.is_half_split)
+        else rank + _pairs(spec.rotary_dim, spec.mla.is_half_split)
     )
 
 
 def _head_share(part: str, is_apart: bool, spec: ModelSpec, numbers: Numbers) -> Rows:
-    assert spec.latent
-    keys, values = spec.head_dim - spec.rotary_dim, spec.latent.value_dim
+    assert spec.mla
+    keys, values = spec.head_dim - spec.rotary_dim, spec.mla.value_dim
     if is_apart:
-        size = spec.latent.kv_rank if part == "k" else values
+        size = spec.mla.kv_rank if part == "k" else values
         return np.arange(size) + numbers[1] * size
     first = numbers[1] * (keys + values)
     return first + (np.arange(keys) if part == "k" else keys + np.arange(values))

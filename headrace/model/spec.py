@@ -38,7 +38,7 @@ class RopeSpec:
 
 @frozen
 class ExpertSpec:
-    """A mixture of experts in the place of an MLP; `mixture.Route` says what the fields of the
+    """A mixture of experts in the place of an MLP; `moe.Route` says what the fields of the
     choice mean.
     """
 
@@ -63,7 +63,7 @@ class ExpertSpec:
 
 
 @frozen
-class LatentSpec:
+class MlaSpec:
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are products
     with one latent row for each token.
 
@@ -152,7 +152,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     experts: ExpertSpec | None = None
-    latent: LatentSpec | None = None
+    mla: MlaSpec | None = None
     """Attention by latent rows; a query then has `head_dim` numbers, those that are rotated
     included.
     """

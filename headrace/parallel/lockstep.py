@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend.reference.activations import gated
-from headrace.backend.reference.executable import ReferenceExecutable, _Step
-from headrace.backend.reference.executable import _norm as reference_norm
+from headrace.backend.reference.executable import ReferenceExecutable
+from headrace.backend.reference.ops import Step, norm
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
 from headrace.parallel.collectives import owners
@@ -26,7 +26,7 @@ from headrace.stats import StageStep
 Floats = NDArray[np.float64]
 
 
-class _ExactStep(_Step):
+class _ExactStep(Step):
     """Products whose numbers do not depend on how many rows a matrix has, which those of a BLAS
     may.
     """
@@ -95,7 +95,7 @@ class LockStep:
         ]
 
 
-def _run_abreast(steps: Sequence[_Step], abreast: Sequence[Op]) -> None:
+def _run_abreast(steps: Sequence[Step], abreast: Sequence[Op]) -> None:
     """The same op of each rank of a stage."""
     (kind,) = {type(op) for op in abreast}
     if kind in _TOGETHER:
@@ -108,7 +108,7 @@ def _run_abreast(steps: Sequence[_Step], abreast: Sequence[Op]) -> None:
             _run(step, op)
 
 
-def _run(step: _Step, op: Op) -> None:
+def _run(step: Step, op: Op) -> None:
     if type(op) in _ALONE:
         out = op.output()
         assert out
@@ -117,28 +117,28 @@ def _run(step: _Step, op: Op) -> None:
         step.run(op)
 
 
-def _embed_part(s: _Step, op: collective.EmbedPart) -> Floats:
+def _embed_part(s: Step, op: collective.EmbedPart) -> Floats:
     here = (s.batch.tokens >= op.first) & (s.batch.tokens < op.first + op.weight.rows)
     return np.where(
         here[:, None], s.w(op.weight)[np.where(here, s.batch.tokens - op.first, 0)], 0.0
     )
 
 
-def _norm_share(s: _Step, op: collective.NormShare) -> Floats:
+def _norm_share(s: Step, op: collective.NormShare) -> Floats:
     x = s.x(op.x)
     first, last = collective.row_share(len(x), op.rank, op.ranks)
     whole = np.full(x.shape, np.nan)
     s.rows[op.x.id] = x[first:last]
-    whole[first:last] = reference_norm(s, op)
+    whole[first:last] = norm(s, op)
     s.rows[op.x.id] = x
     return whole
 
 
-def _take_columns(s: _Step, op: collective.TakeColumns) -> Floats:
+def _take_columns(s: Step, op: collective.TakeColumns) -> Floats:
     return s.x(op.x)[:, op.first : op.first + op.out.width]
 
 
-def _expert_part(s: _Step, op: collective.ExpertPart) -> Floats:
+def _expert_part(s: Step, op: collective.ExpertPart) -> Floats:
     x, chosen = s.x(op.x), s.x(op.routing)[:, : op.top_k].astype(np.int64) - op.first
     each = np.zeros((len(x), op.top_k, op.x.width))
     for e in range(len(op.gate)):
@@ -152,7 +152,7 @@ def _expert_part(s: _Step, op: collective.ExpertPart) -> Floats:
     return each.reshape(len(x), -1)
 
 
-def _combine(s: _Step, op: collective.Combine) -> Floats:
+def _combine(s: Step, op: collective.Combine) -> Floats:
     routing = s.x(op.routing)
     top_k = routing.shape[1] // 2
     combined: Floats = (s.x(op.x).reshape(len(routing), top_k, -1) * routing[:, top_k:, None]).sum(
@@ -161,13 +161,13 @@ def _combine(s: _Step, op: collective.Combine) -> Floats:
     return combined
 
 
-def _attention(s: _Step, op: ops.Attention) -> Floats:
+def _attention(s: Step, op: ops.Attention) -> Floats:
     """Head by head: numbers of one do not depend on how many others are here, which those of one
     product over all heads may.
     """
     out = np.empty((len(s.batch.tokens), op.num_heads, op.value_dim))
-    group, place = s.executable.places[op.layer]
-    store, sharers = s.executable.stores[group], op.num_heads // op.num_kv_heads
+    group, place = s.memory.places[op.layer]
+    store, sharers = s.memory.stores[group], op.num_heads // op.num_kv_heads
     sinks = s.w(op.sinks).reshape(-1) if op.sinks else None
     for row, slots in enumerate(s.visible(group)):
         before = max(0, len(slots) - op.window) if op.window else 0
@@ -178,7 +178,7 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
             )  # [seen, head_dim]
             v = (
                 k[:, : op.value_dim]
-                if op.latent
+                if op.is_latent
                 else np.ascontiguousarray(store.values[place, slots[at], head // sharers])
             )
             scores = (k * s.x(op.q)[row, head * op.head_dim :][: op.head_dim]).sum(
@@ -195,7 +195,7 @@ def _attention(s: _Step, op: ops.Attention) -> Floats:
     return out.reshape(len(out), -1)
 
 
-def _all_gather(steps: Sequence[_Step], abreast: Sequence[collective.AllGather]) -> list[Floats]:
+def _all_gather(steps: Sequence[Step], abreast: Sequence[collective.AllGather]) -> list[Floats]:
     whole = np.full((len(steps[0].x(abreast[0].x)), abreast[0].out.width), np.nan)
     for step, op, (first, last) in zip(steps, abreast, abreast[0].parts, strict=True):
         whole[:, first:last] = step.x(op.x)
@@ -203,7 +203,7 @@ def _all_gather(steps: Sequence[_Step], abreast: Sequence[collective.AllGather])
 
 
 def _columns_to_rows(
-    steps: Sequence[_Step], abreast: Sequence[collective.ColumnsToRows]
+    steps: Sequence[Step], abreast: Sequence[collective.ColumnsToRows]
 ) -> list[Floats]:
     whole = np.concatenate([step.x(op.x) for step, op in zip(steps, abreast, strict=True)], axis=1)
     found = []
@@ -215,7 +215,7 @@ def _columns_to_rows(
 
 
 def _gather_shares(
-    steps: Sequence[_Step], abreast: Sequence[collective.GatherShares]
+    steps: Sequence[Step], abreast: Sequence[collective.GatherShares]
 ) -> list[Floats]:
     shares = [
         collective.row_share(len(step.x(op.x)), op.rank, op.ranks)
@@ -231,14 +231,14 @@ def _gather_shares(
     ] * len(steps)
 
 
-def _owned_rows(steps: Sequence[_Step], abreast: Sequence[collective.OwnedRows]) -> list[Floats]:
+def _owned_rows(steps: Sequence[Step], abreast: Sequence[collective.OwnedRows]) -> list[Floats]:
     owner = owners(abreast[0].parts, steps[0].batch.tokens)
     found = np.stack([step.x(op.x) for step, op in zip(steps, abreast, strict=True)])
     return [found[owner, np.arange(len(owner))]] * len(steps)
 
 
 def _owned_experts(
-    steps: Sequence[_Step], abreast: Sequence[collective.OwnedExperts]
+    steps: Sequence[Step], abreast: Sequence[collective.OwnedExperts]
 ) -> list[Floats]:
     op, routing = abreast[0], steps[0].x(abreast[0].routing)
     top_k = routing.shape[1] // 2
@@ -253,7 +253,7 @@ def _owned_experts(
     return [each.reshape(len(routing), -1)] * len(steps)
 
 
-_ALONE: dict[type[Op], Callable[[_Step, Any], Floats]] = {
+_ALONE: dict[type[Op], Callable[[Step, Any], Floats]] = {
     ops.Attention: _attention,
     collective.EmbedPart: _embed_part,
     collective.TakeColumns: _take_columns,
@@ -261,7 +261,7 @@ _ALONE: dict[type[Op], Callable[[_Step, Any], Floats]] = {
     collective.ExpertPart: _expert_part,
     collective.Combine: _combine,
 }
-_TOGETHER: dict[type[Op], Callable[[Sequence[_Step], Any], list[Floats]]] = {
+_TOGETHER: dict[type[Op], Callable[[Sequence[Step], Any], list[Floats]]] = {
     collective.AllGather: _all_gather,
     collective.ColumnsToRows: _columns_to_rows,
     collective.GatherShares: _gather_shares,

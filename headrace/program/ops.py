@@ -262,7 +262,7 @@ class Attention(Op):
     et al. 2022). `sinks` [num_heads] are scores of a key without value (gpt-oss, 2025). `window` >
     0: a row sees itself and the window - 1 positions before it, and besides these the first
     `num_sink_tokens` positions of all (StreamingLLM, Xiao et al. 2023). Where values are part of
-    the keys (`latent`), they are the first `value_dim` numbers.
+    the keys (`is_latent`), they are the first `value_dim` numbers.
     """
 
     out: Value
@@ -277,7 +277,7 @@ class Attention(Op):
     softcap: float = 0.0
     slopes: tuple[float, ...] = ()
     sinks: Weight | None = None
-    latent: bool = False
+    is_latent: bool = False
     num_sink_tokens: int = 0
 
     def matrices(self) -> list[Weight]:
@@ -300,7 +300,7 @@ class Attention(Op):
     def bytes(self, step: StepSize) -> int:
         """K and V of every visible slot, read once for all rows and heads of a sequence."""
         slots = sum(self._visible(context + rows - 1, rows) for context, rows in step.seqs)
-        numbers = self.head_dim + (0 if self.latent else self.value_dim)
+        numbers = self.head_dim + (0 if self.is_latent else self.value_dim)
         return super().bytes(step) + int(slots * self.num_kv_heads * numbers * step.kv_bytes)
 
 

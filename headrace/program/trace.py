@@ -110,7 +110,7 @@ class Program:
             return self.shared_kv_groups
         attention = [op for op in self.ops if isinstance(op, Attention)]
         layouts = {
-            op.layer: KvLayout(op.num_kv_heads, op.head_dim, 0 if op.latent else op.value_dim)
+            op.layer: KvLayout(op.num_kv_heads, op.head_dim, 0 if op.is_latent else op.value_dim)
             for op in attention
         }
         kinds = {op.layer: (layouts[op.layer], op.window, op.num_sink_tokens) for op in attention}
@@ -258,7 +258,7 @@ class Tracer:
         softcap: float = 0.0,
         slopes: tuple[float, ...] = (),
         sinks: Weight | None = None,
-        latent: bool = False,
+        is_latent: bool = False,
         num_sink_tokens: int = 0,
     ) -> Value:
         """`scale`: 1 / sqrt(head_dim) where it is not given; `value_dim`: head_dim."""
@@ -277,7 +277,7 @@ class Tracer:
                 softcap,
                 slopes,
                 sinks,
-                latent,
+                is_latent,
                 num_sink_tokens,
             )
         )

@@ -142,7 +142,7 @@ def model(*kinds: Kind, seed: int = 0) -> tuple[Program, Tensors]:
             kind.window,
             slopes=slopes,
             sinks=sinks,
-            latent=kind.latent,
+            is_latent=kind.latent,
             **rest,
         )
         return g.linear(y, g.weight(f"{i}.o", DIM, heads * kind.value_dim))

@@ -24,7 +24,7 @@ from headrace.request import SamplingParams
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_linear import run_rows
 from tests.backend.test_cpu_program import BLOCKS, random_steps
-from tests.mixtures import Mixture, Rows, rows_batch
+from tests.moe import MoeModel, Rows, rows_batch
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
 
 ISAS = _native.isas()
@@ -81,7 +81,7 @@ def test_rows_are_routed_as_the_reference_says(
 ) -> None:
     """Also where logits are equal, or so large that scores are."""
     experts, top_k, groups = options.pop("sizes")
-    made = Mixture(experts, top_k, groups=groups, **options).routing()
+    made = MoeModel(experts, top_k, groups=groups, **options).routing()
     x = random_rows(9, experts, seed, step)
     want, got = (
         outputs(reference.compile(*made, NO_KV, 1), x),
@@ -96,8 +96,8 @@ def test_equal_scores_go_to_the_lower_numbers(scoring: str) -> None:
     x = np.zeros((2, 8), np.float32)
     x[1, [3, 6, 7]] = 1
     for made in (
-        Mixture(scoring=scoring, top_k=4).routing(),
-        Mixture(scoring=scoring, top_k=4, groups=(4, 2)).routing(),
+        MoeModel(scoring=scoring, top_k=4).routing(),
+        MoeModel(scoring=scoring, top_k=4, groups=(4, 2)).routing(),
     ):
         for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
             got = outputs(executable, x)
@@ -105,10 +105,10 @@ def test_equal_scores_go_to_the_lower_numbers(scoring: str) -> None:
             assert got[1, :3].tolist() == [3, 6, 7]
 
 
-def shaped(shape: tuple[int, int, int, int], format: str, **options: object) -> Mixture:
+def shaped(shape: tuple[int, int, int, int], format: str, **options: object) -> MoeModel:
     experts, top_k, dim, hidden = shape
     block = max(32, formats.FORMATS[format].block)
-    return Mixture(
+    return MoeModel(
         experts, top_k, -(-dim // block) * block, -(-hidden // block) * block, format, **options
     )
 
@@ -148,7 +148,7 @@ def test_experts_equal_reference(
     [("Q4_0", "Q8_0"), ("Q8_0", "F32"), ("BF16", "Q4_0"), ("Q4_0", "I8_ROW"), ("I8_ROW", "Q4_1")],
 )
 def test_down_has_a_format_of_its_own(isa: str, format: str, down: str) -> None:
-    made = Mixture(format=format, down_format=down, hidden=32).program()
+    made = MoeModel(format=format, down_format=down, hidden=32).program()
     x = random_rows(21, 64, 5)
     want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, isa, 2), x)
     assert np.linalg.norm(got - want) <= 0.03 * np.linalg.norm(want)
@@ -157,7 +157,7 @@ def test_down_has_a_format_of_its_own(isa: str, format: str, down: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_experts_of_every_activation(isa: str, activation: Activation) -> None:
-    made = Mixture(activation=activation, has_biases=True).program()
+    made = MoeModel(activation=activation, has_biases=True).program()
     x = 3 * random_rows(21, 64, 6)
     want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, isa, 2), x)
     assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
@@ -190,7 +190,7 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
 @pytest.mark.parametrize(("down", "regions"), [("Q4_0", 2), ("I8_ROW", 3), ("I8_MIXED", 3)])
 def test_a_single_row_meets_few_barriers(down: str, regions: int) -> None:
     """Gate with up, and down; the rest of it, the routing too, is one item and needs none."""
-    made = Mixture(format="Q4_0", down_format=down, layers=5).program()
+    made = MoeModel(format="Q4_0", down_format=down, layers=5).program()
     executable = on_cpu(made, threads=2)
     assert executable.profile(rows_batch(random_rows(1, 64, 0))).barriers == 5 * regions
     assert executable.profile(rows_batch(random_rows(2, 64, 0))).barriers <= 5 * 7
@@ -200,7 +200,7 @@ def test_a_single_row_meets_few_barriers(down: str, regions: int) -> None:
 @pytest.mark.parametrize("format", ["F32", "Q8_0", "I8_ROW"])
 def test_all_rows_go_to_one_expert(isa: str, format: str) -> None:
     """More of them than make one run of blocks; the other experts have none."""
-    made = Mixture(top_k=1, format=format).program()
+    made = MoeModel(top_k=1, format=format).program()
     x = random_rows(300, 64, 3)
     x[:, 5] += 20
     truth, fast = reference.compile(*made, NO_KV, 1), on_cpu(made, isa, 2)
@@ -214,7 +214,7 @@ def test_all_rows_go_to_one_expert(isa: str, format: str) -> None:
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_what_is_not_finite_stays_in_its_row(isa: str, format: str, scoring: str) -> None:
     """Whether it is a logit of the routing or another number of the row."""
-    made = Mixture(format=format, scoring=scoring, groups=(4, 2)).program()
+    made = MoeModel(format=format, scoring=scoring, groups=(4, 2)).program()
     x = random_rows(20, 64, 4)
     fast = on_cpu(made, isa, 2)
     good = outputs(fast, x)
@@ -232,7 +232,7 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, format: str, scoring: str
 def test_a_row_that_cannot_choose_goes_to_the_first_experts(
     scoring: str, groups: tuple[int, int]
 ) -> None:
-    made = Mixture(top_k=3, scoring=scoring, groups=groups).routing()
+    made = MoeModel(top_k=3, scoring=scoring, groups=groups).routing()
     x = random_rows(4, 8, 5)
     x[1:, 6] = -np.inf, np.inf, np.nan
     for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
@@ -247,7 +247,7 @@ def test_a_row_that_cannot_choose_goes_to_the_first_experts(
 
 def test_loads_count_rows_since_the_start() -> None:
     """Of each op, and of each program over the same plan by itself."""
-    made = Mixture(layers=2).program()
+    made = MoeModel(layers=2).program()
     for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
         assert not executable.expert_loads().any()
         other = executable.attach(*made)
@@ -262,14 +262,14 @@ def test_loads_count_rows_since_the_start() -> None:
         assert (other.expert_loads().sum(axis=1) == 6).all() and np.array_equal(
             executable.expert_loads(), loads
         )
-    plain = Mixture().routing()
+    plain = MoeModel().routing()
     for executable in (reference.compile(*plain, NO_KV, 1), on_cpu(plain)):
         assert executable.expert_loads().shape == (0, 0)
 
 
 def test_weights_of_two_forms_are_refused() -> None:
     """By the name of a tensor: the rows of a block are packed once, for all experts."""
-    program, tensors = Mixture(format="Q4_0").program()
+    program, tensors = MoeModel(format="Q4_0").program()
     with pytest.raises(UnsupportedModelError, match=r"tensor gate\.0: .*one form"):
         on_cpu((program, {**tensors, "gate.3": random_stored("F32", 96, 64, 0)}))
     x = random_rows(6, 64, 0)

@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from headrace import _native
 from headrace.backend import forward
 from headrace.backend.cpu import executable as cpu
-from headrace.backend.cpu.lowering import LOWER
 from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
-from headrace.program import moe as mixture
 from headrace.program import ops
 from headrace.program.op import Value
 from headrace.program.trace import Program, Tracer, trace
@@ -316,17 +314,6 @@ def test_an_mlp_without_gate(isa: str, format: str, activation: ops.Activation) 
     )
     assert np.linalg.norm(got - want) <= (1e-5 if format == "F32" else 0.02) * np.linalg.norm(want)
     assert np.array_equal(got[4:9], run(program, tensors, x[4:9], isa)[1])
-
-
-def test_every_new_op_has_a_kernel() -> None:
-    assert {
-        ops.EmbedPosition,
-        ops.LinearActivate,
-        ops.Scale,
-        ops.SoftCap,
-        mixture.GateRows,
-        ops.Activate,
-    } <= set(LOWER)
 
 
 @pytest.mark.parametrize(("call", "arguments", "message"), [

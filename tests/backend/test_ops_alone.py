@@ -18,17 +18,14 @@ from numpy.typing import NDArray
 from headrace import _native
 from headrace.backend import Executable, forward
 from headrace.backend.cpu import executable as cpu
-from headrace.backend.cpu.lowering import LOWER
 from headrace.backend.reference import executable as reference
 from headrace.backend_traits import KvDtype, traits_of
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
-from headrace.parallel import lockstep
-from headrace.program import collective, ops
-from headrace.program import moe as mixture
-from headrace.program.op import Op, Value
+from headrace.program import ops
+from headrace.program.op import Value
 from headrace.program.trace import Tracer, trace
 from headrace.quant.formats import StoredTensor
 from tests.backend.batches import Sequence, batch_of
@@ -92,21 +89,6 @@ def logits_of(
     return np.concatenate(
         [forward(executable, batch).logits.copy() for batch in chunks(tokens, sizes)]
     )
-
-
-def test_every_op_has_a_kernel() -> None:
-    every = {op for op in Op.__subclasses__() if op.__module__ in (ops.__name__, mixture.__name__)}
-    between = {
-        op
-        for op in vars(collective).values()
-        if isinstance(op, type) and op.__module__ == collective.__name__
-    }
-    between -= {collective.Collective}
-    assert ops.Rope in every and every == set(reference._RUN) and set(LOWER) == every | between
-    assert between - {collective.Send, collective.Receive} == {
-        *lockstep._ALONE,
-        *lockstep._TOGETHER,
-    } - {ops.Attention}
 
 
 @pytest.mark.parametrize("isa", ISAS)

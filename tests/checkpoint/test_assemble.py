@@ -15,7 +15,7 @@ from headrace.model.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from headrace.model.family import ConfigLayout, Family, Layout, Numbers, Stored
 from headrace.model.from_config import TENSORS
 from headrace.model.llama import LLAMA
-from headrace.model.spec import LatentSpec, ModelSpec, RopeSpec
+from headrace.model.spec import MlaSpec, ModelSpec, RopeSpec
 from headrace.program.op import Value
 from headrace.program.trace import Tracer
 from headrace.quant.formats import RAW_FORMATS, StoredTensor
@@ -211,7 +211,7 @@ def test_matrices_of_heads(format: str, is_apart: bool) -> None:
     """
     config, gguf = DEEPSEEK_V2.config, DEEPSEEK_V2.gguf
     assert config and gguf
-    spec = replace(spec_of("deepseek-v2-lite"), head_dim=40, latent=LatentSpec(64, 32))
+    spec = replace(spec_of("deepseek-v2-lite"), head_dim=40, mla=MlaSpec(64, 32))
     layout = gguf if is_apart else config
     heads, rng = np.zeros((3, 4, 64, 64), np.float32), np.random.default_rng(0)
 
@@ -244,8 +244,8 @@ def test_matrices_of_heads(format: str, is_apart: bool) -> None:
             else found[0].reshape(4, 64, 64)
         )
     for is_absorbed in (False, True):
-        latent = replace(spec.latent or LatentSpec(1, 1), is_absorbed=is_absorbed)
-        ours = assemble(replace(spec, latent=latent), layout, tensors, "x")
+        latent = replace(spec.mla or MlaSpec(1, 1), is_absorbed=is_absorbed)
+        ours = assemble(replace(spec, mla=latent), layout, tensors, "x")
         for layer, head in np.ndindex(3, 4):
             prefix, keys = f"layers.{layer}.heads.{head}", heads[layer, head, :32]
             key = (
@@ -274,7 +274,7 @@ def test_layers_behind_those_of_the_model() -> None:
         assert config.is_beyond(name, spec_of("deepseek-v3")) == is_beyond
         assert LLAMA.config and not LLAMA.config.is_beyond(name, spec_of("llama3-gqa"))
     spec = replace(
-        SPEC, architecture="deepseek_v3", rope=RopeSpec(4), qkv_bias=False, latent=LatentSpec(8, 8)
+        SPEC, architecture="deepseek_v3", rope=RopeSpec(4), qkv_bias=False, mla=MlaSpec(8, 8)
     )
     stored = zeros(spec, config)
     extra = StoredTensor.from_floats("model.layers.2.eh_proj.weight", np.zeros((1, 1), np.float32))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.backend_traits import KvDtype, traits_of
 from headrace.engine.engine import Engine
-from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
+from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.request import Logprobs, RequestOutput, SamplingParams
 from headrace.speculation.proposers import NEEDS, PROPOSERS
 from tests.draft_engines import draft_engine
@@ -87,7 +87,7 @@ MODELS: list[dict[str, Any]] = [
         "seed": 11,
         "architecture": "deepseek_v2",
         "rope": RopeSpec(4),
-        "latent": LatentSpec(24, 12, query_rank=16, is_absorbed=True),
+        "mla": MlaSpec(24, 12, query_rank=16, is_absorbed=True),
     },
 ]
 """Of Llama, and one each with norms of queries and keys, two rotary bases, a parallel block, ALiBi,

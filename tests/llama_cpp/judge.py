@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.backend.reference import activations as reference_activations
-from headrace.backend.reference import executable as reference
+from headrace.backend.reference import ops as reference_ops
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.model import trace_model
 from headrace.model.rope import inverse_frequencies
@@ -143,7 +143,7 @@ def _gelu_by_table() -> Iterator[None]:
         return np.where(x <= -10, 0, np.where(x >= 10, x, half))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reference, reference_activations):
+        for module in (reference_ops, reference_activations):
             patch.setattr(module, "activated", activated)
         yield
 

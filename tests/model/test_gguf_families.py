@@ -106,7 +106,7 @@ def opened(
     tensors.
     """
     config_spec = spec_of(variant)
-    family = "deepseek_v2" if config_spec.latent else config_spec.architecture
+    family = "deepseek_v2" if config_spec.mla else config_spec.architecture
     layout = FAMILIES[family].gguf
     assert layout
     named = replace(layout, tensors={**layout.tensors, **layout.others[0]}) if is_legacy else layout
@@ -139,7 +139,7 @@ def test_metadata_says_what_the_configuration_says(
     assert want.rope and got.rope and got.attention_scale == pytest.approx(want.attention_scale)
     ours, theirs = (inverse_frequencies(spec.rope, 256, 256) for spec in (got, want) if spec.rope)
     np.testing.assert_allclose(ours[0], theirs[0])
-    assert ours[1] == pytest.approx(1.0 if want.latent else theirs[1])
+    assert ours[1] == pytest.approx(1.0 if want.mla else theirs[1])
     same = {
         "rope": want.rope,
         "architecture": want.architecture,

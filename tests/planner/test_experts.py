@@ -9,10 +9,10 @@ from headrace.backend import lower_program
 from headrace.planner.expert_picture import expert_map_svg
 from headrace.planner.experts import expert_profile
 from headrace.planner.profile import decode_phase, prefill_phase
-from tests.mixtures import Mixture
+from tests.moe import MoeModel
 
 SVG = "{http://www.w3.org/2000/svg}"
-PROGRAM, TENSORS = Mixture(experts=4, top_k=2, layers=2).program()
+PROGRAM, TENSORS = MoeModel(experts=4, top_k=2, layers=2).program()
 
 
 def cells(svg: str) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from headrace.model.spec import RopeSpec
 from headrace.program.op import Value, Weight
 from headrace.program.trace import Program, Tracer, trace
 from tests.backend.stored import random_stored
-from tests.mixtures import Mixture
+from tests.moe import MoeModel
 from tests.tiny import Tensors, tiny_model
 
 VOCAB = 61
@@ -159,7 +159,7 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
         absorbed = head_linear(queries, "absorbed")
         g.kv_write(g.concat_heads(latent, latent, 1, head_dim, head_dim), None, 1)
         q = g.concat_heads(absorbed, latent, heads, head_dim, head_dim)
-        attended = g.attention(q, 1, 1, 2 * head_dim, scale=0.3, value_dim=head_dim, latent=True)
+        attended = g.attention(q, 1, 1, 2 * head_dim, scale=0.3, value_dim=head_dim, is_latent=True)
         x = g.add(g.add(x, head_linear(attended, "value")), head_linear(latent, "value"))
         hidden = g.linear(x, g.weight("up", *shapes["up"]), vector("up.bias"))
         for activation in ("gelu", "gelu_tanh", "relu"):
@@ -174,7 +174,7 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
     return trace(forward, tensors), tensors
 
 
-def mixtures(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
+def moe_models(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
     """Mixtures of experts: with all that there is to a routing, and with none of it."""
     sizes = {
         "experts": 2 * shape["groups"] * shape["kv_heads"],
@@ -182,7 +182,7 @@ def mixtures(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
         "format": shape["format"],
     }
     groups = (shape["groups"], 1)
-    rich = Mixture(
+    rich = MoeModel(
         top_k=2,
         has_biases=True,
         scoring="sigmoid",
@@ -192,6 +192,6 @@ def mixtures(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
         **sizes,
     )
     return [
-        mixture.program()
-        for mixture in (rich, Mixture(top_k=2, normalised=False, groups=groups, **sizes))
+        moe_model.program()
+        for moe_model in (rich, MoeModel(top_k=2, normalised=False, groups=groups, **sizes))
     ]

@@ -9,18 +9,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.backend import lower_program
-from headrace.backend.reference.executable import ReferenceExecutable, _Step
+from headrace.backend.reference.executable import ReferenceExecutable
+from headrace.backend.reference.ops import Step
 from headrace.backend_traits import KvDtype, traits_of
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
-from headrace.program import moe as mixture
-from headrace.program import ops
+from headrace.program import moe, ops
 from headrace.program.kv import number_bytes
 from headrace.program.op import Op, StepSize, Value, Weight
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.program.counting import Memory, Tally
-from tests.program.shapes import SHAPES, VOCAB, decoder, families, mixtures, others
+from tests.program.shapes import SHAPES, VOCAB, decoder, families, moe_models, others
 from tests.tiny import Tensors
 
 BLOCK = 4
@@ -32,7 +32,7 @@ SEQUENCES = st.lists(
 
 def programs(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
     """Each program as both backends run it: op by op, and fused."""
-    made = [decoder(shape), others(shape), families(shape), *mixtures(shape)]
+    made = [decoder(shape), others(shape), families(shape), *moe_models(shape)]
     return [
         (lower_program(backend, program, tensors), tensors)
         for program, tensors in made
@@ -40,7 +40,7 @@ def programs(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
     ]
 
 
-class Step:
+class CountedStep:
     """A step of the reference backend whose weights, KV and values count."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Step:
         assert first
         inputs = np.random.default_rng(0).standard_normal((len(batch.tokens), first.width))
         positions = self.tally.counted(batch.positions)
-        self._step = _Step(
+        self._step = Step(
             executable, batch._replace(positions=positions, inputs=self.tally.counted(inputs))
         )
 
@@ -85,7 +85,7 @@ class Step:
         """Weights that the last op has read."""
         return [name for name, memory in self.weights.items() if memory.was_read.any()]
 
-    def experts(self, op: mixture.Experts) -> list[int]:
+    def experts(self, op: moe.Experts) -> list[int]:
         """Those that a row has gone to."""
         return (
             np.unique(np.asarray(self._step.rows[op.routing.id])[:, : op.top_k])
@@ -141,7 +141,7 @@ def test_every_op_costs_what_it_says(
         size = size._replace(
             kv_bytes=number_bytes(program.kv_groups, dtype) if program.kv_groups else 0
         )
-        step = Step(
+        step = CountedStep(
             program, tensors, batch._replace(kv=batch.kv * len(program.kv_groups)), num_blocks
         )
         for op in program.ops:
@@ -150,7 +150,7 @@ def test_every_op_costs_what_it_says(
             assert op.flops(size) == flops, op
             read, share = op.weights(), 1.0
             if isinstance(
-                op, mixture.Experts
+                op, moe.Experts
             ):  # it says what is to be expected, and here some experts have been chosen
                 chosen = step.experts(op)
                 share = len(chosen) / op.distinct_experts(len(batch.tokens))
@@ -170,7 +170,7 @@ def test_every_op_is_counted() -> None:
     }
     every = {
         op
-        for op in (vars(ops) | vars(mixture)).values()
+        for op in (vars(ops) | vars(moe)).values()
         if isinstance(op, type) and issubclass(op, Op) and op is not Op
     }
     assert every == {type(op) for program, _ in programs(shape) for op in program.ops}
@@ -181,7 +181,7 @@ def test_every_op_is_counted() -> None:
 def test_experts_to_be_expected(experts: int, top_k: int, rows: int) -> None:
     """As many as random choices hit, in the mean over many."""
     x, weight = Value(0, 4, "step"), Weight("w", 4, 4, 64)
-    op = mixture.Experts(x, x, Value(1, 2 * top_k, "step"), *((weight,) * experts,) * 3, "silu")
+    op = moe.Experts(x, x, Value(1, 2 * top_k, "step"), *((weight,) * experts,) * 3, "silu")
     rng = np.random.default_rng(0)
     choices = [
         np.concatenate([np.zeros(0), *(rng.permutation(experts)[:top_k] for _ in range(rows))])
@@ -209,7 +209,7 @@ def test_a_tree_costs_no_more_than_a_chain() -> None:
     for parents in ([-1, 0, 1], [-1, 0, 0], [-1, -1, -1]):
         sequence = Sequence([0, 1, 2], BLOCK)
         sequence.computed = 5
-        step = Step(
+        step = CountedStep(
             program, tensors, batch_of([sequence], [[1]], [([2, 3, 4], parents)], trees=True), 3
         )
         for op in program.ops[: program.ops.index(attention)]:

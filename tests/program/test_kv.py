@@ -48,8 +48,8 @@ def test_bytes_of_a_token_are_those_of_the_formula(name: str, kv_heads: int, num
     each KV head.
     """
     spec = spec_of(name)
-    if spec.latent:
-        spec = replace(spec, latent=replace(spec.latent, is_absorbed=True))
+    if spec.mla:
+        spec = replace(spec, mla=replace(spec.mla, is_absorbed=True))
     groups = trace_model(spec, imagined_tensors(spec, FORMATS["F32"])).kv_groups
     for dtype, size in (("f32", 4), ("bf16", 2)):
         assert token_bytes(groups, dtype) == spec.num_layers * kv_heads * numbers * size

@@ -19,8 +19,7 @@ from headrace.backend.cpu.packing import (
     named_in_errors,
 )
 from headrace.batch import Ints
-from headrace.program import collective, ops
-from headrace.program import moe as mixture
+from headrace.program import collective, moe, ops
 from headrace.program.fuse import LINEAR_OPS
 from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
@@ -388,11 +387,11 @@ def _soft_cap(lo: Lowering, op: ops.SoftCap) -> None:
     lo.plan.soft_cap(lo.buffer(op.out), lo.buffer(op.x), op.cap)
 
 
-def _gate_rows(lo: Lowering, op: mixture.GateRows) -> None:
+def _gate_rows(lo: Lowering, op: moe.GateRows) -> None:
     lo.plan.gate_rows(lo.buffer(op.out), lo.buffer(op.x), lo.buffer(op.gate))
 
 
-def _route(lo: Lowering, op: mixture.Route) -> None:
+def _route(lo: Lowering, op: moe.Route) -> None:
     how = (
         op.top_k,
         op.scoring,
@@ -404,7 +403,7 @@ def _route(lo: Lowering, op: mixture.Route) -> None:
     lo.plan.route(lo.buffer(op.out), lo.buffer(op.x), *how)
 
 
-def _experts(lo: Lowering, op: mixture.Experts) -> None:
+def _experts(lo: Lowering, op: moe.Experts) -> None:
     pairs = [lo.weight_pair(gate, up) for gate, up in zip(op.gate, op.up, strict=True)]
     weights = (
         [gate for gate, _ in pairs],
@@ -452,9 +451,9 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Activate: _activate,
     ops.Scale: _scale,
     ops.SoftCap: _soft_cap,
-    mixture.GateRows: _gate_rows,
-    mixture.Route: _route,
-    mixture.Experts: _experts,
+    moe.GateRows: _gate_rows,
+    moe.Route: _route,
+    moe.Experts: _experts,
     collective.ExpertPart: _experts,
     collective.Combine: _combine,
     collective.EmbedPart: _embed_part,

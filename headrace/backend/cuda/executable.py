@@ -33,8 +33,7 @@ from headrace.backend.cuda.workspace import Buffers, Workspace
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
-from headrace.program import moe as mixture
-from headrace.program import ops
+from headrace.program import moe, ops
 from headrace.program.adapter import Adapter
 from headrace.program.fuse import fuse
 from headrace.program.op import Value
@@ -132,7 +131,7 @@ class CudaExecutable:
         """
         self._in_flight: deque[CudaTicket] = deque()
         self._slots = Slots(self._in_flight)
-        experts = [op for op in program.ops if isinstance(op, mixture.Experts)]
+        experts = [op for op in program.ops if isinstance(op, moe.Experts)]
         self._loads = {
             op.out.id: torch.zeros(len(op.gate), dtype=torch.int64, device=DEVICE) for op in experts
         }

@@ -31,8 +31,7 @@ from headrace.backend.cuda.packing import PackedWeight
 from headrace.backend.cuda.step_input import StepInput
 from headrace.backend.cuda.weights import Weights
 from headrace.backend.cuda.workspace import Workspace
-from headrace.program import moe as mixture
-from headrace.program import ops
+from headrace.program import moe, ops
 from headrace.program.op import Op, Value, Weight
 
 
@@ -291,17 +290,17 @@ def _gather_rows(s: Lowering, op: ops.GatherRows) -> list[Launch]:
     return [gather.gather_rows(s.value(op.out), s.value(op.x), s.step.gathered)]
 
 
-def _gate_rows(s: Lowering, op: mixture.GateRows) -> list[Launch]:
+def _gate_rows(s: Lowering, op: moe.GateRows) -> list[Launch]:
     return [elementwise.gate_rows(s.value(op.out), s.value(op.x), s.value(op.gate))]
 
 
-def _route(s: Lowering, op: mixture.Route) -> list[Launch]:
+def _route(s: Lowering, op: moe.Route) -> list[Launch]:
     bias = s.weights.vector(op.bias) if op.bias else None
     choice = op.top_k, op.scoring, op.normalised, op.factor, op.groups, op.top_groups
     return [route(s.value(op.out), s.value(op.x), bias, *choice)]
 
 
-def _experts(s: Lowering, op: mixture.Experts) -> list[Launch]:
+def _experts(s: Lowering, op: moe.Experts) -> list[Launch]:
     x, routing, num_experts, top_k = s.value(op.x), s.value(op.routing), len(op.gate), op.top_k
     pairs, width = len(x) * top_k, op.down[0].cols
     block_m = tile_rows(pairs, num_experts)
@@ -360,7 +359,7 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], list[Launch]]] = {
     ops.SoftCap: _soft_cap,
     ops.Add: _add,
     ops.GatherRows: _gather_rows,
-    mixture.Route: _route,
-    mixture.Experts: _experts,
-    mixture.GateRows: _gate_rows,
+    moe.Route: _route,
+    moe.Experts: _experts,
+    moe.GateRows: _gate_rows,
 }

@@ -16,8 +16,7 @@ from headrace.backend.cuda.step_shape import StepShape, prefill
 from headrace.backend.cuda.workspace import Buffers
 from headrace.backend_traits import KvDtype
 from headrace.errors import MemoryLimitError, RequestError
-from headrace.program import moe as mixture
-from headrace.program import ops
+from headrace.program import moe, ops
 from headrace.program.trace import Program
 
 _P = ParamSpec("_P")
@@ -66,7 +65,7 @@ def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows
     experts = [
         op.top_k * (op.down[0].cols + op.out.width)
         for op in program.ops
-        if isinstance(op, mixture.Experts)
+        if isinstance(op, moe.Experts)
     ]
     numbers = sum(values.values()) + shape.rows * (widest + max(experts, default=0))
     numbers += _partial_numbers(program, kv_dtype, shape)

@@ -1,4 +1,4 @@
-"""The reference backend: NumPy in float64, op by op, which tests hold the other backends to."""
+"""The reference backend: NumPy in float64, op by op. Tests compare all other backends with it."""
 
 from headrace.backend.reference.executable import compile, lower
 

@@ -1,4 +1,4 @@
-"""Keys and values of the reference backend, and copies of their blocks."""
+"""Keys and values of the reference backend, and copies of their blocks in the host's memory."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,11 @@ Floats = NDArray[np.float64]
 
 
 class Store:
-    """Keys and values of a group of layers, [layers, slots, heads, numbers]."""
+    """Keys and values of a KV group, each [layers, slots, heads, head size]."""
 
     def __init__(self, group: KvGroup, num_slots: int) -> None:
-        layout, shape = group.layout, (len(group.layers), num_slots, group.layout.num_heads)
+        layout = group.layout
+        shape = (len(group.layers), num_slots, layout.num_heads)
         self.keys = np.zeros((*shape, layout.key_dim), np.float64)
         self.values = np.zeros((*shape, layout.value_dim), np.float64)
 
@@ -23,32 +24,26 @@ class Store:
 
 
 class ReferenceHostBlocks:
-    """Copies of blocks beside the stores: the twin of what a device has in the host's memory. They
-    cost no time to speak of.
-    """
+    """Copies of KV blocks, as a GPU keeps them in the host's memory; copying counts as free."""
 
     block_seconds = 0.0
 
     def __init__(self, stores: Sequence[Store], num_blocks: Sequence[int], block_size: int) -> None:
-        self.num_blocks, self.block_bytes = (
-            tuple(num_blocks),
-            tuple(store.block_bytes(block_size) for store in stores),
-        )
-        self._stores, self._size = stores, block_size
+        self.num_blocks = tuple(num_blocks)
+        self.block_bytes = tuple(store.block_bytes(block_size) for store in stores)
+        self._stores = stores
+        self._block_size = block_size
         self._copies: dict[tuple[int, int], list[Floats]] = {}  # by group and host block
 
     def save(self, group: int, block: int, host_block: int) -> None:
         self._copies[group, host_block] = [slots.copy() for slots in self._slots(group, block)]
 
     def load(self, group: int, host_block: int, block: int) -> None:
-        for slots, copied in zip(
-            self._slots(group, block), self._copies[group, host_block], strict=True
-        ):
+        copies = self._copies[group, host_block]
+        for slots, copied in zip(self._slots(group, block), copies, strict=True):
             slots[:] = copied
 
     def _slots(self, group: int, block: int) -> list[Floats]:
-        store = self._stores[group]
-        return [
-            cache[:, block * self._size : (block + 1) * self._size]
-            for cache in (store.keys, store.values)
-        ]
+        """Views of the keys and the values in a block."""
+        store, first = self._stores[group], block * self._block_size
+        return [cache[:, first : first + self._block_size] for cache in (store.keys, store.values)]

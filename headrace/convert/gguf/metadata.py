@@ -112,7 +112,7 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
             for key, (value, default) in limits.items()
             if value != default
         }
-    if spec.latent and rope.scaling == "yarn" and rope.mscale_all_dim:
+    if spec.mla and rope.scaling == "yarn" and rope.mscale_all_dim:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope.mscale_all_dim
     elif rope.scaling in ("yarn", "longrope"):
         usual = yarn_temperature(rope.factor) if rope.scaling == "yarn" else 1.0
@@ -180,7 +180,7 @@ def _own(spec: ModelSpec, name: str) -> dict[str, Any]:
 
 def _latent(spec: ModelSpec) -> dict[str, Any]:
     """Attention by latent rows is described in its absorbed form: one KV head."""
-    latent, rope, experts = spec.latent, spec.rope, spec.experts
+    latent, rope, experts = spec.mla, spec.rope, spec.experts
     assert latent and rope
     keys: dict[str, Any] = {
         "attention.head_count_kv": 1,

@@ -30,7 +30,7 @@ from headrace.backend.cuda.kernels.attention import (
 )
 from headrace.backend.cuda.kernels.kv_write import kv_write
 from headrace.backend.cuda.kv_store import KvStore
-from headrace.backend.reference import executable as reference
+from headrace.backend.reference.ops import Step
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
 from headrace.program.kv import KvGroup, KvLayout
@@ -236,7 +236,7 @@ class Truth:
         )
 
     def run(self, batch: RaggedBatch) -> NDArray[np.float64]:
-        step = reference._Step(self.executable, batch)
+        step = Step(self.executable, batch)
         width = self.rows.k.shape[1]
         k, v = (
             Value(1, width, "step"),

@@ -14,7 +14,7 @@ from headrace.backend.cuda import packing, weights
 from headrace.backend.cuda.layout import SUPER_BLOCK, ScaleStore, WeightLayout, layout_of
 from headrace.backend.cuda.packing import PackedWeight
 from headrace.model import tensor_shapes
-from headrace.model.spec import ExpertSpec, LatentSpec, ModelSpec, RopeSpec
+from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import FORMATS, StoredTensor
 
 
@@ -79,7 +79,7 @@ SPECS = {
             RopeSpec(64),
             "latent",
         ),
-        latent=LatentSpec(512, 128, is_absorbed=True),
+        mla=MlaSpec(512, 128, is_absorbed=True),
         experts=ExpertSpec(64, 6, 1408, normalised=False, shared_ffn_dim=2816),
     ),
 }
@@ -112,7 +112,7 @@ SPECS |= {
             "ffn_dim": 32,
             "vocab_size": 64,
         },
-        **{"rope": RopeSpec(8), "latent": LatentSpec(24, 16, is_absorbed=True), "experts": None},
+        **{"rope": RopeSpec(8), "mla": MlaSpec(24, 16, is_absorbed=True), "experts": None},
     ),
 }
 """Dimensions of SmolLM2-135M, Llama 3.2 1B and 3.1 8B, gpt-oss-20b and DeepSeek-V2-Lite, and of

@@ -21,7 +21,7 @@ from headrace.backend.cuda.attention_work import (
     build_work,
     least_partials,
 )
-from headrace.backend.reference.executable import _Step
+from headrace.backend.reference.ops import Step
 from headrace.batch import RaggedBatch
 from tests.backend.batches import Sequence
 from tests.backend.cuda.attention_steps import random_steps, shuffled_sequences
@@ -87,7 +87,7 @@ def slots_seen(batch: RaggedBatch, shape: GpuWork) -> list[list[int]]:
     """The slots that each row sees by the reference, and by the window."""
     executable: Any = SimpleNamespace(kv=SimpleNamespace(block_size=BLOCK))
     seen = []
-    for slots in _Step(executable, batch).visible(0):
+    for slots in Step(executable, batch).visible(0):
         before = max(0, len(slots) - shape.window) if shape.window else 0
         seen.append(
             [*slots[: min(before, shape.num_sink_tokens)].tolist(), *slots[before:].tolist()]

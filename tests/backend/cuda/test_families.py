@@ -7,7 +7,7 @@ import pytest
 
 from headrace.backend import compile_program, forward
 from headrace.backend.cuda.lowering import LOWER
-from headrace.backend.reference.executable import _RUN
+from headrace.backend.reference.ops import RUN
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of
@@ -19,7 +19,7 @@ TREE = [4, 9, 4], [-1, -1, 0]
 
 
 def test_every_op_has_a_kernel() -> None:
-    assert set(LOWER) == set(_RUN)
+    assert set(LOWER) == set(RUN)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headrace.backend.cuda.kernels.kv_write import kv_write, rope_write
 from headrace.backend.cuda.kernels.rope import rope
 from headrace.backend.cuda.kv_store import KvFormat, KvStore
-from headrace.backend.reference.executable import _rotate
+from headrace.backend.reference.ops import rotate
 from headrace.backend_traits import KvDtype
 from headrace.batch import ints
 from headrace.errors import RequestError
@@ -106,7 +106,7 @@ def test_what_is_written_is_what_the_format_means(dtype: KvFormat, shape: dict[s
     q, k, v = np.split(x.astype(np.float64), np.cumsum(widths)[:2], axis=1)
     assert np.allclose(
         q_out.cpu().numpy(),
-        _rotate(q, angles.astype(np.float64), key_dim),
+        rotate(q, angles.astype(np.float64), key_dim),
         rtol=1e-5,
         atol=1e-5 * np.abs(x).max(),
     )
@@ -117,7 +117,7 @@ def test_what_is_written_is_what_the_format_means(dtype: KvFormat, shape: dict[s
     assert not keys[0].any() and not values[0].any()
     assert_stored(
         keys[1, slots],
-        _rotate(k, angles.astype(np.float64), key_dim).reshape(rows, kv_heads, key_dim),
+        rotate(k, angles.astype(np.float64), key_dim).reshape(rows, kv_heads, key_dim),
         dtype,
     )
     assert_stored(values[1, slots], v.reshape(rows, kv_heads, value_dim), dtype)

@@ -18,27 +18,27 @@ from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
 from tests.backend.cuda.examples import examples
 from tests.backend.test_experts import ROUTINGS, outputs, random_rows
-from tests.mixtures import Mixture
+from tests.moe import MoeModel
 
 Floats = NDArray[np.float32]
 
 
-def routed(mixture: Mixture, x: Floats) -> Floats:
+def routed(moe_model: MoeModel, x: Floats) -> Floats:
     logits = torch.from_numpy(x).to(DEVICE)
     bias = torch.from_numpy(
-        mixture.tensors["router.bias"].dequantise().reshape(-1).astype(np.float32)
+        moe_model.tensors["router.bias"].dequantise().reshape(-1).astype(np.float32)
     ).to(DEVICE)
-    out = torch.full((len(x), 2 * mixture.top_k), -7.0, device=DEVICE)
-    has_bias = bias if mixture.has_route_bias else None
+    out = torch.full((len(x), 2 * moe_model.top_k), -7.0, device=DEVICE)
+    has_bias = bias if moe_model.has_route_bias else None
     route(
         out,
         logits,
         has_bias,
-        mixture.top_k,
-        mixture.scoring,
-        mixture.normalised,
-        mixture.factor,
-        *mixture.groups,
+        moe_model.top_k,
+        moe_model.scoring,
+        moe_model.normalised,
+        moe_model.factor,
+        *moe_model.groups,
     )()
     return out.cpu().numpy()
 
@@ -51,15 +51,15 @@ def test_rows_are_routed_as_the_reference_says(
     """Also where logits are equal, or so large that scores are."""
     options = dict(options)
     experts, top_k, groups = options.pop("sizes")
-    mixture = Mixture(experts, top_k, groups=groups, **options)
+    moe_model = MoeModel(experts, top_k, groups=groups, **options)
     x = random_rows(4, experts, seed, step)
     got, want = (
-        routed(mixture, x),
-        outputs(reference.compile(*mixture.routing(), KvConfig(()), 1), x),
+        routed(moe_model, x),
+        outputs(reference.compile(*moe_model.routing(), KvConfig(()), 1), x),
     )
     assert np.array_equal(got[:, :top_k], want[:, :top_k])
     assert np.allclose(got[:, top_k:], want[:, top_k:], rtol=1e-6, atol=1e-30)
-    assert np.array_equal(routed(mixture, x[2:3]), got[2:3])
+    assert np.array_equal(routed(moe_model, x[2:3]), got[2:3])
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -67,7 +67,7 @@ def test_equal_scores_go_to_the_lower_numbers(scoring: Any) -> None:
     x = np.zeros((2, 8), np.float32)
     x[1, [3, 6, 7]] = 1
     for groups in ((1, 1), (4, 2)):
-        got = routed(Mixture(scoring=scoring, top_k=4, groups=groups), x)
+        got = routed(MoeModel(scoring=scoring, top_k=4, groups=groups), x)
         assert got[0].tolist() == [0, 1, 2, 3, 0.25, 0.25, 0.25, 0.25]
         assert got[1, :3].tolist() == [3, 6, 7]
 
@@ -80,7 +80,7 @@ def test_a_row_that_cannot_choose_goes_to_the_first_experts(
     x = random_rows(4, 8, 5)
     x[1:, 6] = -np.inf, np.inf, np.nan
     with np.errstate(invalid="ignore"):
-        got = routed(Mixture(top_k=3, scoring=scoring, groups=groups), x)
+        got = routed(MoeModel(top_k=3, scoring=scoring, groups=groups), x)
     assert (
         got[1:, :3].tolist() == [[0, 1, 2]] * 3
         and np.isnan(got[1:, 3:]).all()
@@ -89,11 +89,11 @@ def test_a_row_that_cannot_choose_goes_to_the_first_experts(
 
 
 def test_many_experts() -> None:
-    mixture = Mixture(512, 22, 512, 1, scoring="sigmoid", groups=(8, 4))
+    moe_model = MoeModel(512, 22, 512, 1, scoring="sigmoid", groups=(8, 4))
     x = random_rows(3, 512, 1)
     got, want = (
-        routed(mixture, x),
-        outputs(reference.compile(*mixture.routing(), KvConfig(()), 1), x),
+        routed(moe_model, x),
+        outputs(reference.compile(*moe_model.routing(), KvConfig(()), 1), x),
     )
     assert np.array_equal(got[:, :22], want[:, :22]) and np.allclose(
         got[:, 22:], want[:, 22:], rtol=1e-6

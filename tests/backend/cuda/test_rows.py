@@ -18,7 +18,7 @@ from headrace.backend.cuda.kernels.norm import norm
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.reference.activations import activated, gated
-from headrace.backend.reference.executable import _rotate
+from headrace.backend.reference.ops import rotate
 from headrace.program.ops import Activation
 from tests.backend.cuda.examples import examples
 from tests.backend.stored import quantised_rows
@@ -212,7 +212,7 @@ def test_rope(rows: int, heads: int, sizes: tuple[int, int], seed: int) -> None:
     )
     assert np.allclose(
         ran(rope.rope(out, x, angles, head_dim), out),
-        _rotate(wide(x), wide(angles), head_dim),
+        rotate(wide(x), wide(angles), head_dim),
         rtol=1e-6,
         atol=1e-6,
     )

@@ -186,7 +186,7 @@ def summed_dim(op: Attention, store: KvStore) -> int:
     """Numbers of a value that are summed up: with values that are part of turned keys, whole turned
     parts of these.
     """
-    if op.latent and store.is_turned:
+    if op.is_latent and store.is_turned:
         return blocks(op.value_dim, 1 << log_size(op.head_dim)) << log_size(op.head_dim)
     return op.value_dim
 
@@ -250,7 +250,7 @@ def attention(
             _constants(op, store, tiles, slopes is not None),
         )
     )
-    turned_by = log_size(op.head_dim if op.latent else op.value_dim) if store.is_turned else 0
+    turned_by = log_size(op.head_dim if op.is_latent else op.value_dim) if store.is_turned else 0
     launches.append(
         merge(out, work.rows, *partials, sinks, op.num_heads, op.value_dim, dim, turned_by)
     )
@@ -260,7 +260,7 @@ def attention(
 def _constants(op: Attention, store: KvStore, tiles: Tiles, has_slopes: bool) -> dict[str, Any]:
     number, heads = head_tiles(op.num_heads, op.num_kv_heads, tiles)
     dim = summed_dim(op, store)
-    columns, more = _key_columns(op.head_dim, power_of_2(dim, 16) if op.latent else 0)
+    columns, more = _key_columns(op.head_dim, power_of_2(dim, 16) if op.is_latent else 0)
     return {
         "NUM_HEADS": op.num_heads,
         "KV_HEADS": op.num_kv_heads,
@@ -270,10 +270,10 @@ def _constants(op: Attention, store: KvStore, tiles: Tiles, has_slopes: bool) ->
         "VALUE_DIM": dim,
         "KEY_COLS": columns,
         "MORE_KEY_COLS": more,
-        "VALUE_COLS": columns if op.latent else power_of_2(dim, 16),
+        "VALUE_COLS": columns if op.is_latent else power_of_2(dim, 16),
         "BLOCK": store.block_size,
         "FORMAT": store.format,
-        "IS_LATENT": op.latent,
+        "IS_LATENT": op.is_latent,
         "MASKS_LATENT": store.format in ("int8", "fp8")
         or dim == op.head_dim,  # else NaN stands behind what are values
         "HAS_SOFTCAP": op.softcap > 0,

@@ -18,7 +18,7 @@ Rows = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoeModel:
     """Experts over rows of `dim` numbers, the first of which, one for each expert, are the logits
     of the routing.
     """
