@@ -11,8 +11,8 @@ from headrace.cli.arguments import add_model
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.server.served_model import ServedModel
     from headrace.server.settings import Settings
+    from headrace.server.state import ServerState
 
 _SETTINGS = (
     *(
@@ -150,7 +150,7 @@ def model_name(model: str) -> str:
     return os.path.basename(model.rstrip("/")) or model
 
 
-def announce(served: "ServedModel", port: int, *more: str) -> None:
+def announce(served: "ServerState", port: int, *more: str) -> None:
     """Say what is served, and how to ask; `more`: further lines."""
     hello, settings = served.engine.hello, served.settings
     assert hello is not None

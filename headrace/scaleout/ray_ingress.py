@@ -14,12 +14,12 @@ from headrace.scaleout.fleet import Fleet
 from headrace.scaleout.ray_dispatcher import RayDispatcher
 from headrace.scaleout.ray_replica import fingerprint_of
 from headrace.server.app import make_app
-from headrace.server.asgi import Receive, Scope, Send
-from headrace.server.gate import Gate
-from headrace.server.loading import served_model
+from headrace.server.asgi_app import AsgiApp
+from headrace.server.http_exchange import Receive, Scope, Send
 from headrace.server.request_record import log_request
 from headrace.server.serving import check
 from headrace.server.settings import Settings
+from headrace.server.startup import start_server
 
 
 @serve.ingress()
@@ -56,7 +56,7 @@ class IngressApp:
         self._setup = setup
         self._settings = settings
         self._dispatcher = dispatcher
-        self._gate: Gate | None = None
+        self._gate: AsgiApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the life of the app."""
@@ -68,7 +68,7 @@ class IngressApp:
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         fleet = Fleet(self._dispatcher, self._setup.config.seed)
-        async with served_model(
+        async with start_server(
             self._setup.model, self._setup.config, self._settings, fleet
         ) as served:
             self._gate = make_app(served, (log_request,))

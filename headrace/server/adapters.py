@@ -1,35 +1,36 @@
-"""Routes that load and unload LoRA adapters, as vLLM has them. They are off unless the operator
-turns them on, since they open paths.
+"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, compatible with vLLM.
+
+Both are refused unless the operator allows them, because loading opens paths on the server.
 """
 
-from headrace.server.asgi import Call
 from headrace.server.errors import ApiError, invalid
+from headrace.server.http_exchange import HttpExchange
 from headrace.server.openai_records import LoadAdapterRequest, UnloadAdapterRequest
-from headrace.server.served_model import ServedModel
+from headrace.server.state import ServerState
 
 
-async def load_adapter(served: ServedModel, call: Call) -> None:
-    """Load an adapter, which requests name in place of the model."""
-    asked = await call.read(LoadAdapterRequest)
-    _check_allowed(served)
-    if asked.lora_name == served.settings.model_name:
-        raise invalid("lora_name is the name of the model", "lora_name")
-    await served.engine.load_adapter(asked.lora_name, asked.lora_path)
-    await call.respond({"status": "loaded", "model": asked.lora_name})
+async def load_adapter(http: HttpExchange, state: ServerState) -> None:
+    """Load a LoRA adapter, which requests can then name as their model."""
+    request = await http.read(LoadAdapterRequest)
+    _check_allowed(state)
+    if request.lora_name == state.settings.model_name:
+        raise invalid("lora_name is the name of the model; choose another name", "lora_name")
+    await state.engine.load_adapter(request.lora_name, request.lora_path)
+    await http.respond({"status": "loaded", "model": request.lora_name})
 
 
-async def unload_adapter(served: ServedModel, call: Call) -> None:
-    """Unload an adapter; requests under way keep it."""
-    asked = await call.read(UnloadAdapterRequest)
-    _check_allowed(served)
-    await served.engine.unload_adapter(asked.lora_name)
-    await call.respond({"status": "unloaded", "model": asked.lora_name})
+async def unload_adapter(http: HttpExchange, state: ServerState) -> None:
+    """Unload a LoRA adapter; requests in progress keep it until they end."""
+    request = await http.read(UnloadAdapterRequest)
+    _check_allowed(state)
+    await state.engine.unload_adapter(request.lora_name)
+    await http.respond({"status": "unloaded", "model": request.lora_name})
 
 
-def _check_allowed(served: ServedModel) -> None:
-    if not served.settings.allow_adapter_changes:
+def _check_allowed(state: ServerState) -> None:
+    if not state.settings.allow_adapter_changes:
         raise ApiError(
             403,
             "forbidden",
-            "adapters cannot be changed here: start the server with --allow-adapter-changes",
+            "adapters cannot be changed here; start the server with --allow-adapter-changes",
         )

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from headrace.server.described import FUNCTION_NAME, MAX_TOOLS, BlockKind, StopTexts
+from headrace.server.field_types import FUNCTION_NAME, MAX_TOOLS, BlockKind, StopTexts
 from headrace.server.openai_records import MAX_MESSAGES, TopP
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

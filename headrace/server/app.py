@@ -1,7 +1,10 @@
-"""The routes of the server: the one list of them, which the gate and the OpenAPI page read."""
+"""The HTTP routes: one table, from which requests are dispatched and OpenAPI is generated.
+
+A new route is a handler `async def name(http, state)` in a module of this package and a row in
+`ROUTES`. A new request field is a field of the record that the route's row names.
+"""
 
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -15,32 +18,33 @@ from headrace.server import (
     embeddings,
     health,
     messages,
-    page,
     responses,
     responses_records,
-    stats_page,
+    stats_routes,
     tokens,
+    web_page,
     worker,
 )
 from headrace.server import openai_records as records
-from headrace.server.asgi import Call
-from headrace.server.gate import Gate
+from headrace.server.asgi_app import AsgiApp
+from headrace.server.http_exchange import Handler, HttpExchange
 from headrace.server.request_record import Observer
-from headrace.server.served_model import ServedModel
+from headrace.server.state import ServerState
 
 
 class Route(NamedTuple):
-    """What is done at a path."""
+    """The method and handler of one path."""
 
     method: str
-    handler: Callable[[ServedModel, Call], Awaitable[None]]
+    handler: Callable[[HttpExchange, ServerState], Awaitable[None]]
+    """The first line of its docstring is the route's summary in OpenAPI."""
     record: type[msgspec.Struct] | None = None
-    """What the body is read as."""
+    """Type of the JSON body; None if the route takes none."""
 
 
-async def openapi(served: ServedModel, call: Call) -> None:
-    """The description of all routes and their fields, made of the records that read them."""
-    await call.respond(description())
+async def openapi(http: HttpExchange, state: ServerState) -> None:
+    """Describe all routes and their fields as an OpenAPI document."""
+    await http.respond(openapi_document())
 
 
 ROUTES = {
@@ -64,68 +68,77 @@ ROUTES = {
     "/tokenize": Route("POST", tokens.tokenize, records.TokenizeRequest),
     "/detokenize": Route("POST", tokens.detokenize, records.DetokenizeRequest),
     "/tokenizer_info": Route("GET", tokens.tokenizer_info),
-    "/stats": Route("GET", stats_page.stats),
-    "/stats/stream": Route("GET", stats_page.stats_stream),
-    "/stats/blocks": Route("GET", stats_page.blocks),
-    **{path: Route("GET", page.file) for path in page.FILES},
+    "/stats": Route("GET", stats_routes.stats),
+    "/stats/stream": Route("GET", stats_routes.stats_stream),
+    "/stats/blocks": Route("GET", stats_routes.blocks),
+    **{path: Route("GET", web_page.page_file) for path in web_page.FILES},
 }
 WORKER_ROUTES = {
     "/worker/generate": Route("POST", worker.generate),
     "/worker/status": Route("GET", worker.status),
 }
-"""Those that a worker has as well, for its frontend alone: they are not described."""
-_ONE_MODEL = "/v1/models/"
+"""Further routes of a worker, for its frontend only; OpenAPI leaves them out."""
+_MODEL_PREFIX = "/v1/models/"
+_MODEL_ROUTE = Route("GET", health.model)
 
 
-def make_app(served: ServedModel, observers: Iterable[Observer] = ()) -> Gate:
-    """The ASGI application; `observers` hear of every request at its end."""
-    listed = ROUTES | (WORKER_ROUTES if served.settings.worker else {})
-    routes = {
-        path: {route.method: partial(route.handler, served)} for path, route in listed.items()
-    }
-    return Gate(
-        routes,
-        {_ONE_MODEL: partial(health.one_model, served)},
-        served.settings,
-        (served.metrics.request_ended, *observers),
+def make_app(state: ServerState, observers: Iterable[Observer] = ()) -> AsgiApp:
+    """Make the ASGI application; each observer is called at the end of every request."""
+    table = ROUTES | (WORKER_ROUTES if state.settings.worker else {})
+
+    def handler(route: Route) -> Handler:
+        return lambda http: route.handler(http, state)
+
+    return AsgiApp(
+        {path: {route.method: handler(route)} for path, route in table.items()},
+        {_MODEL_PREFIX: handler(_MODEL_ROUTE)},
+        state.settings,
+        (state.metrics.request_ended, *observers),
     )
 
 
-def description() -> dict[str, Any]:
-    """The OpenAPI document of the server."""
-    kinds = [route.record for route in ROUTES.values() if route.record]
-    _, components = msgspec.json.schema_components(
-        kinds, ref_template="#/components/schemas/{name}"
+def openapi_document() -> dict[str, Any]:
+    """Generate the OpenAPI document from `ROUTES` and its records."""
+    record_types = [route.record for route in ROUTES.values() if route.record]
+    _, schemas = msgspec.json.schema_components(
+        record_types, ref_template="#/components/schemas/{name}"
     )
-    paths: dict[str, Any] = {}
-    for path, route in ROUTES.items():
-        error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-        operation: dict[str, Any] = {
-            "summary": (route.handler.__doc__ or "").split("\n")[0],
-            "responses": _responses(error),
-        }
-        if route.record:
-            reference = {"$ref": f"#/components/schemas/{route.record.__name__}"}
-            operation["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": reference}},
-            }
-        paths[path] = {route.method.lower(): operation}
-    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths[_ONE_MODEL + "{model}"] = {
-        "get": {"summary": "One of them.", "parameters": [model], "responses": _responses("Error")}
+    paths = {
+        path: {route.method.lower(): _operation(path, route)} for path, route in ROUTES.items()
     }
-    keys = {"key": {"type": "http", "scheme": "bearer"}}
+    model_name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    model_operation = _operation(_MODEL_PREFIX, _MODEL_ROUTE)
+    paths[_MODEL_PREFIX + "{model}"] = {"get": {"parameters": [model_name]} | model_operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": version("headrace")},
         "paths": paths,
         "components": {
-            "schemas": components | {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
-            "securitySchemes": keys,
+            "schemas": schemas | {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
     }
+
+
+def _operation(path: str, route: Route) -> dict[str, Any]:
+    error_schema = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    reference = {"$ref": f"#/components/schemas/{error_schema}"}
+    error = {
+        "description": "Error.",
+        "content": {"application/json": {"schema": reference}},
+    }
+    operation: dict[str, Any] = {
+        "summary": (route.handler.__doc__ or "").partition("\n")[0],
+        "responses": {"200": {"description": "Success."}, "4XX": error, "5XX": error},
+    }
+    if route.record:
+        schema = {"$ref": f"#/components/schemas/{route.record.__name__}"}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return operation
 
 
 _ERROR = {
@@ -156,12 +169,3 @@ _ANTHROPIC_ERROR = {
         },
     },
 }
-
-
-def _responses(error: str) -> dict[str, Any]:
-    """What may be answered; `error`: the schema of its errors."""
-    failed = {
-        "description": "An error.",
-        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}},
-    }
-    return {"200": {"description": "The answer."}, "4XX": failed, "5XX": failed}

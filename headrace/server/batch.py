@@ -23,10 +23,10 @@ from headrace.remote.client import EngineClient
 from headrace.remote.engine import ServedEngine
 from headrace.remote.errors import EngineDeadError
 from headrace.server.app import make_app
-from headrace.server.asgi import Message
-from headrace.server.gate import Gate
-from headrace.server.loading import served_model
+from headrace.server.asgi_app import AsgiApp
+from headrace.server.http_exchange import Message
 from headrace.server.settings import Settings
+from headrace.server.startup import start_server
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _AHEAD = 2
@@ -135,7 +135,7 @@ async def _run(
 ) -> tuple[int, int]:
     count = failed = 0
     with _opened(source) as lines, target.open("ab", buffering=0) as answers:
-        async with served_model(
+        async with start_server(
             model, config, settings, EngineClient(model, config, {}, settings.stall_seconds)
         ) as served:
             app, places, hello = make_app(served), iter(left), served.engine.hello
@@ -160,7 +160,7 @@ async def _run(
     return count, failed
 
 
-async def _answer(app: Gate, asked: BatchLine, engine: ServedEngine) -> dict[str, Any]:
+async def _answer(app: AsgiApp, asked: BatchLine, engine: ServedEngine) -> dict[str, Any]:
     """What the route answers. A request whose engine ended under it is asked again, some times.
     Raises EngineDeadError.
     """
@@ -181,7 +181,7 @@ async def _answer(app: Gate, asked: BatchLine, engine: ServedEngine) -> dict[str
     }
 
 
-async def _ask(app: Gate, asked: BatchLine) -> tuple[int, bytes]:
+async def _ask(app: AsgiApp, asked: BatchLine) -> tuple[int, bytes]:
     """Status and body of one try."""
     body = msgspec.json.encode(asked.body)
     sent: list[Message] = []

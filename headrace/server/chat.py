@@ -5,157 +5,176 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from headrace.request import RequestOptions
-from headrace.server.asgi import DONE, Call, event
-from headrace.server.conversation import Answer, Asked, Piece, answered
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.request import Logprobs, RequestOptions
+from headrace.server.asgi_app import sse_error
+from headrace.server.conversation import Conversation, Generation, OutputChunk, generate
 from headrace.server.errors import invalid
-from headrace.server.gate import stream_error
-from headrace.server.generation import chat_logprobs, sampling_params
-from headrace.server.openai_messages import messages_of
+from headrace.server.generation import sampling_params
+from headrace.server.http_exchange import SSE_DONE, HttpExchange, sse_event
+from headrace.server.logprobs import chat_logprobs
 from headrace.server.openai_records import ChatRequest
-from headrace.server.output_parsers.openai import ChatMessage, chat_delta, chat_finish_reason
-from headrace.server.served_model import ServedModel
+from headrace.server.output_parsers.openai import (
+    ChatMessageBuilder,
+    chat_delta,
+    chat_finish_reason,
+)
+from headrace.server.state import ServerState
+from headrace.server.template_messages import template_messages
 
 
-async def chat_completions(served: ServedModel, call: Call) -> None:
-    """Answer a conversation, whole or as a stream."""
-    asked = await call.read(ChatRequest)
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
-    async with answered(served, call, _asked(served, asked)) as answer:
-        body = _Body(served, asked, answer)
-        if asked.stream:
-            await call.stream(body.chunks(), served.settings.keepalive_seconds)
+async def chat_completions(http: HttpExchange, state: ServerState) -> None:
+    """Generate the next message of a conversation, with one response or a stream of events."""
+    request = await http.read(ChatRequest)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
+
+    async with generate(http, state, _conversation(state, request)) as generation:
+        response = _Response(request, generation, state.tokenizer)
+        if request.stream:
+            await http.stream_events(response.events(), state.settings.keepalive_seconds)
         else:
-            await call.respond(await call.while_connected(body.whole()))
+            await http.respond(await http.while_connected(response.body()))
 
 
-def _asked(served: ServedModel, asked: ChatRequest) -> Asked:
-    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    max_tokens = asked.max_completion_tokens or asked.max_tokens
-    return Asked(
-        model=asked.model,
-        messages=messages_of(asked.messages),
-        params=sampling_params(asked, served.advised_sampling, max_tokens, logprobs),
-        tools=asked.tools,
-        tool_choice=asked.tool_choice,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
-        documents=asked.documents,
-        add_generation_prompt=asked.add_generation_prompt is not False,
-        continue_final_message=bool(asked.continue_final_message),
-        chat_template_kwargs=asked.chat_template_kwargs,
-        reasoning_effort=asked.reasoning_effort,
-        options=RequestOptions(priority=asked.priority or 0, cache_salt=asked.cache_salt),
+def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
+    messages = template_messages(request.messages)
+    params = sampling_params(
+        request,
+        state.advised_sampling,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    return Conversation(
+        model=request.model,
+        messages=messages,
+        params=params,
+        tools=request.tools,
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        documents=request.documents,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        chat_template_kwargs=request.chat_template_kwargs,
+        reasoning_effort=request.reasoning_effort,
+        options=RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
     )
 
 
-class _Body:
+class _Response:
     """The response to one request."""
 
-    def __init__(self, served: ServedModel, asked: ChatRequest, answer: Answer) -> None:
-        self._tokenizer = served.tokenizer
-        self._asked = asked
-        self._answer = answer
+    def __init__(self, request: ChatRequest, generation: Generation, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._generation = generation
+        self._tokenizer = tokenizer
         self._head = {
             "id": f"chatcmpl-{uuid4().hex}",
             "created": int(time()),
-            "model": answer.model,
+            "model": generation.model,
         }
-        options = asked.stream_options
+        options = request.stream_options
         self._with_usage = bool(options and options.include_usage)
-        self._always = bool(options and options.continuous_usage_stats)
+        self._always_with_usage = bool(options and options.continuous_usage_stats)
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object. Raises what it failed of."""
-        messages = [ChatMessage() for _ in range(self._answer.n)]
+    async def body(self) -> dict[str, Any]:
+        """Return the complete response. Raises the error that ended the generation."""
+        n = self._generation.n
+        messages = [ChatMessageBuilder() for _ in range(n)]
         choices: list[dict[str, Any]] = [
-            {"index": i, "token_ids": [], "logprobs": []} for i in range(self._answer.n)
+            {"index": i, "token_ids": [], "logprobs": []} for i in range(n)
         ]
-        async for piece in self._answer.pieces():
-            choice = choices[piece.index]
-            messages[piece.index].add(piece.deltas)
-            choice["token_ids"] += piece.token_ids
-            choice["logprobs"] += piece.logprobs
-            if piece.finish_reason:
-                choice["finish_reason"] = chat_finish_reason(
-                    piece.finish_reason, messages[piece.index].has_calls
-                )
-                choice["stop_reason"] = piece.stop_reason
+        async for chunk in self._generation.chunks():
+            choice, message = choices[chunk.index], messages[chunk.index]
+            message.add(chunk.deltas)
+            choice["token_ids"] += chunk.token_ids
+            choice["logprobs"] += chunk.logprobs
+            if chunk.finish_reason:
+                reason = chat_finish_reason(chunk.finish_reason, message.has_tool_calls)
+                choice["finish_reason"] = reason
+                choice["stop_reason"] = chunk.stop_reason
+
         for choice, message in zip(choices, messages, strict=True):
             choice["message"] = message.as_json()
             choice["logprobs"] = self._scores(choice["logprobs"])
-            if not self._asked.return_token_ids:
+            if not self._request.return_token_ids:
                 del choice["token_ids"]
-        usage, timing = self._answer.usage.as_json(), self._answer.timing
         return self._head | {
             "object": "chat.completion",
             "choices": choices,
-            "usage": usage,
-            "timing": timing,
+            "usage": self._generation.usage.as_json(),
+            "timing": self._generation.timing,
         }
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """The answer as it comes. An error is its last event."""
-        begun, calls = [False] * self._answer.n, [False] * self._answer.n
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield the response's events. If the generation fails, the last event is its error."""
+        n = self._generation.n
+        started, has_tool_calls = [False] * n, [False] * n
         try:
-            async for piece in self._answer.pieces():
-                if not begun[piece.index]:
-                    begun[piece.index] = True
-                    yield self._chunk(piece.index, {"role": "assistant", "content": ""})
-                scores: Piece | None = piece
-                for delta in piece.deltas:
-                    calls[piece.index] = calls[piece.index] or "tool_calls" in chat_delta(delta)
-                    yield self._chunk(piece.index, chat_delta(delta), scores)
-                    scores = None
-                if scores and piece.logprobs:
-                    yield self._chunk(piece.index, {"content": ""}, scores)
-                if piece.finish_reason:
-                    yield self._chunk(
-                        piece.index,
-                        {},
-                        None,
-                        chat_finish_reason(piece.finish_reason, calls[piece.index]),
-                        piece.stop_reason,
+            async for chunk in self._generation.chunks():
+                index = chunk.index
+                if not started[index]:
+                    started[index] = True
+                    yield self._event(index, {"role": "assistant", "content": ""})
+
+                # The first delta of a step carries the step's tokens and log-probabilities.
+                scored: OutputChunk | None = chunk
+                for delta in map(chat_delta, chunk.deltas):
+                    has_tool_calls[index] |= "tool_calls" in delta
+                    yield self._event(index, delta, scored)
+                    scored = None
+                if scored and chunk.logprobs:
+                    yield self._event(index, {"content": ""}, scored)
+
+                if chunk.finish_reason:
+                    reason = chat_finish_reason(chunk.finish_reason, has_tool_calls[index])
+                    yield self._event(
+                        index, {}, finish_reason=reason, stop_reason=chunk.stop_reason
                     )
             if self._with_usage:
-                last = {
-                    "object": "chat.completion.chunk",
-                    "choices": [],
-                    "usage": self._answer.usage.as_json(),
-                }
-                yield event(self._head | last | {"timing": self._answer.timing})
-            yield DONE
+                yield self._usage_event()
+            yield SSE_DONE
         except Exception as error:
-            yield stream_error(error)
+            yield sse_error(error)
 
-    def _scores(self, entries: list[Any]) -> dict[str, Any] | None:
-        return (
-            chat_logprobs(entries, self._asked.top_logprobs or 0, self._tokenizer)
-            if self._asked.logprobs
-            else None
-        )
-
-    def _chunk(
+    def _event(
         self,
         index: int,
         delta: dict[str, Any],
-        piece: Piece | None = None,
-        reason: str | None = None,
+        scored: OutputChunk | None = None,
+        *,
+        finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> bytes:
+        """Encode a delta of one choice, with the tokens and log-probabilities of `scored`."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
-            "logprobs": None,
-            "finish_reason": reason,
+            "logprobs": self._scores(scored.logprobs) if scored else None,
+            "finish_reason": finish_reason,
         }
-        if piece:
-            choice["logprobs"] = self._scores(piece.logprobs)
-            if self._asked.return_token_ids:
-                choice["token_ids"] = piece.token_ids
-        if reason:
+        if scored and self._request.return_token_ids:
+            choice["token_ids"] = scored.token_ids
+        if finish_reason:
             choice["stop_reason"] = stop_reason
-        chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+        body = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
         if self._with_usage:
-            chunk["usage"] = self._answer.usage.as_json() if self._always else None
-        return event(chunk)
+            usage = self._generation.usage
+            body["usage"] = usage.as_json() if self._always_with_usage else None
+        return sse_event(body)
+
+    def _usage_event(self) -> bytes:
+        return sse_event(
+            self._head
+            | {
+                "object": "chat.completion.chunk",
+                "choices": [],
+                "usage": self._generation.usage.as_json(),
+                "timing": self._generation.timing,
+            }
+        )
+
+    def _scores(self, entries: list[Logprobs]) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(entries, self._request.top_logprobs or 0, self._tokenizer)

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: plain text, or token ids, continued."""
+"""`POST /v1/completions`: continues text or token ids."""
 
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
@@ -10,106 +10,123 @@ from headrace.prompts import TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.stream import Stream
 from headrace.request import Logprobs, RequestOptions, token_ids
-from headrace.server.asgi import DONE, Call, event
-from headrace.server.described import MAX_PROMPTS
+from headrace.server.asgi_app import sse_error
 from headrace.server.errors import ApiError, invalid
-from headrace.server.gate import stream_error
+from headrace.server.field_types import MAX_PROMPTS
 from headrace.server.generation import (
     Choice,
-    Clock,
+    RequestTimer,
     Usage,
-    completion_logprobs,
     finish_reason,
     sampling_params,
 )
+from headrace.server.http_exchange import SSE_DONE, HttpExchange, sse_event
+from headrace.server.logprobs import completion_logprobs
 from headrace.server.openai_records import CompletionRequest
-from headrace.server.served_model import ServedModel, merge
+from headrace.server.state import ServerState, merge_streams
 
-_MAX_TOKENS = 16
-"""Of an answer that says nothing of its length, as OpenAI has it."""
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default."""
 
 
-async def completions(served: ServedModel, call: Call) -> None:
-    """Continue one prompt or several, whole or as a stream."""
-    asked = await call.read(CompletionRequest)
-    adapter = served.adapter_of(asked.model)
-    if asked.suffix:
+async def completions(http: HttpExchange, state: ServerState) -> None:
+    """Continue one or several prompts, with one response or a stream of events."""
+    request = await http.read(CompletionRequest)
+    adapter = state.resolve_adapter(request.model)
+    _check(request)
+    texts = prompt_list(request.prompt, "prompt")
+    scores_prompt = request.echo and request.logprobs is not None
+    params = sampling_params(
+        request,
+        state.advised_sampling,
+        max_tokens=request.max_tokens or _DEFAULT_MAX_TOKENS,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if scores_prompt else None,
+    )
+
+    with state.admit(http, params.n * len(texts)):
+        prompts = await tokenize_prompts(
+            state,
+            texts,
+            "prompt",
+            add_special=request.add_special_tokens is not False,
+            max_tokens=params.max_tokens,
+        )
+        options = RequestOptions(
+            priority=request.priority or 0, cache_salt=request.cache_salt, adapter=adapter
+        )
+        async with state.submit(http, prompts, params, options) as streams:
+            response = _Response(state, request, adapter or state.settings.model_name, prompts)
+            if request.stream:
+                await http.stream_events(response.events(streams), state.settings.keepalive_seconds)
+            else:
+                await http.respond(await http.while_connected(response.body(streams)))
+
+
+def _check(request: CompletionRequest) -> None:
+    """Raise ApiError for parameters that are not supported."""
+    if request.suffix:
         raise ApiError(400, "unsupported_parameter", "suffix is not supported", param="suffix")
-    if asked.stream and asked.echo and asked.logprobs is not None:
+    if request.stream and request.echo and request.logprobs is not None:
         raise ApiError(
             400,
             "unsupported_parameter",
-            "log-probabilities of an echoed prompt are not streamed",
+            "stream is not supported together with echo and logprobs; leave one of them out",
             param="stream",
         )
-    texts = prompts_of(asked.prompt, "prompt")
-    scored = (
-        {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
-    )
-    params = sampling_params(
-        asked, served.advised_sampling, asked.max_tokens or _MAX_TOKENS, asked.logprobs, **scored
-    )
-    with served.admitted(call, params.n * len(texts)):
-        prompts = await read_prompts(
-            served, "prompt", texts, asked.add_special_tokens, params.max_tokens
-        )
-        options = RequestOptions(
-            priority=asked.priority or 0, cache_salt=asked.cache_salt, adapter=adapter
-        )
-        async with served.submitted(call, prompts, params, options) as streams:
-            answer = _Answer(served, asked, adapter or served.settings.model_name, prompts)
-            if asked.stream:
-                await call.stream(answer.chunks(streams), served.settings.keepalive_seconds)
-            else:
-                await call.respond(await call.while_connected(answer.whole(streams)))
 
 
-def prompts_of(given: str | Sequence[str | int | list[int]], name: str) -> list[str | list[int]]:
-    """The prompts in one of the four forms that OpenAI's clients send. Raises ApiError."""
-    if isinstance(given, str):
-        return [given]
-    if given and all(isinstance(one, int) for one in given):
-        return [[one for one in given if isinstance(one, int)]]
-    if not given or len(given) > MAX_PROMPTS:
-        raise invalid(f"{name} must have from 1 to {MAX_PROMPTS} prompts, not {len(given):,}", name)
-    if any(isinstance(one, int) for one in given):
-        raise invalid(f"{name} mixes token ids and prompts", name)
-    return [one for one in given if not isinstance(one, int)]
+def prompt_list(prompt: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:
+    """Return the prompts of a field that holds a text, token ids, or a list of either.
+
+    Raises ApiError, which names the field `param`.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    prompts = [item for item in prompt if not isinstance(item, int)]
+    if ids and not prompts:
+        return [ids]
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise invalid(f"{param} must have 1 to {MAX_PROMPTS} prompts, not {len(prompt):,}", param)
+    if ids:
+        raise invalid(f"{param} must not mix prompts and token ids", param)
+    return prompts
 
 
-async def read_prompts(
-    served: ServedModel,
-    name: str,
-    texts: Sequence[str | list[int]],
-    add_special: bool | None,
+async def tokenize_prompts(
+    state: ServerState,
+    prompts: Sequence[str | list[int]],
+    param: str,
+    *,
+    add_special: bool = True,
     max_tokens: int | None,
 ) -> list[list[int]]:
-    """The tokens of each prompt of the field `name`. Raises ApiError."""
+    """Return the token ids of each prompt. Raises ApiError, which names the field `param`."""
     return [
-        await served.tokens_of(partial(_read, served, text, add_special), name, max_tokens)
-        for text in texts
+        await state.tokenize(partial(_tokenize, state, prompt, add_special), param, max_tokens)
+        for prompt in prompts
     ]
 
 
-def _read(served: ServedModel, text: str | list[int], add_special: bool | None) -> TokenizedPrompt:
-    if isinstance(text, list):
-        too_many = "{name} has {count} token ids, more than a context of {limit:,} tokens can hold"
-        return TokenizedPrompt(
-            token_ids("the prompt", text, served.prompts.max_model_len, too_many), None
-        )
-    return served.prompts.read_prompt(text, add_special=add_special is not False)
+def _tokenize(state: ServerState, prompt: str | list[int], add_special: bool) -> TokenizedPrompt:
+    if isinstance(prompt, str):
+        return state.prompt_reader.read_prompt(prompt, add_special=add_special)
+    too_many = "{name} has {count} token ids, more than a context of {limit:,} tokens can hold"
+    max_model_len = state.prompt_reader.max_model_len
+    return TokenizedPrompt(token_ids("the prompt", prompt, max_model_len, too_many), None)
 
 
-class _Answer:
-    """The answer to one request: `n` choices for each prompt."""
+class _Response:
+    """The response to one request, with `n` choices for each prompt."""
 
     def __init__(
-        self, served: ServedModel, asked: CompletionRequest, model: str, prompts: list[list[int]]
+        self, state: ServerState, request: CompletionRequest, model: str, prompts: list[list[int]]
     ) -> None:
-        self._service = served
-        self._asked = asked
+        self._tokenizer = state.tokenizer
+        self._request = request
         self._prompts = prompts
-        self._n = asked.n or 1
+        self._n = request.n or 1
         self._head = {
             "id": f"cmpl-{uuid4().hex}",
             "object": "text_completion",
@@ -117,111 +134,115 @@ class _Answer:
             "model": model,
         }
         self._usage = Usage(sum(map(len, prompts)))
-        self._clocks = [Clock(served.metrics) for _ in prompts]
-        self._echoed = [served.tokenizer.decode(prompt) if asked.echo else "" for prompt in prompts]
-        self._ends: list[frames.Ended | None] = [None] * len(prompts)
+        self._timers = [RequestTimer(state.metrics) for _ in prompts]
+        self._echoes = [
+            state.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts
+        ]
+        self._ended: list[frames.Ended | None] = [None] * len(prompts)
 
-    async def whole(self, streams: list[Stream]) -> dict[str, Any]:
-        """The answer as one object. Raises what it failed of."""
+    async def body(self, streams: list[Stream]) -> dict[str, Any]:
+        """Return the complete response. Raises the error that ended a request."""
         choices = [Choice() for _ in range(self._n * len(self._prompts))]
-        async for number, item in merge(streams):
-            if isinstance(item, frames.News):
+        async for number, item in merge_streams(streams):
+            if isinstance(item, frames.Ended):
+                self._end(number, item)
+            else:
                 self._count(number, item)
                 choices[self._index(number, item)].add(item)
-            else:
-                self._end(number, item)
-        answers = [self._choice(i, choice) for i, choice in enumerate(choices)]
         return self._head | {
-            "choices": answers,
+            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
             "usage": self._usage.as_json(),
-            "timing": self._clocks[0].timing,
+            "timing": self._timers[0].timing,
         }
 
-    async def chunks(self, streams: list[Stream]) -> AsyncGenerator[bytes]:
-        """The answer as it comes. An error is its last event."""
-        options = self._asked.stream_options
-        with_usage, always = (
-            bool(options and options.include_usage),
-            bool(options and options.continuous_usage_stats),
-        )
-        offsets = [len(self._echoed[i // self._n]) for i in range(self._n * len(self._prompts))]
-        begun = [False] * len(offsets)
+    async def events(self, streams: list[Stream]) -> AsyncGenerator[bytes]:
+        """Yield the response's events. If a request fails, the last event is its error."""
+        options = self._request.stream_options
+        with_usage = bool(options and options.include_usage)
+        always_with_usage = bool(options and options.continuous_usage_stats)
+        num_choices = self._n * len(self._prompts)
+        offsets = [len(self._echoes[i // self._n]) for i in range(num_choices)]
+        started = [False] * num_choices
         try:
-            async for number, item in merge(streams):
+            async for number, item in merge_streams(streams):
                 if isinstance(item, frames.Ended):
                     self._end(number, item)
                     continue
                 self._count(number, item)
-                index, reason = self._index(number, item), finish_reason(item)
-                text = item.text if begun[index] else self._echoed[number] + item.text
-                begun[index] = True
-                choice: dict[str, Any] = {
-                    "index": index,
-                    "text": text,
-                    "logprobs": None,
-                    "finish_reason": reason,
-                }
-                if self._asked.logprobs is not None:
-                    scores = completion_logprobs(
-                        item.logprobs,
-                        item.token_ids,
-                        self._asked.logprobs,
-                        offsets[index],
-                        self._service.tokenizer,
-                    )
-                    choice["logprobs"] = scores
-                    offsets[index] += sum(map(len, scores["tokens"]))
-                if reason:
-                    choice["stop_reason"] = item.stop_reason
-                if self._asked.return_token_ids:
-                    choice["token_ids"] = item.token_ids
+                index = self._index(number, item)
+                echo = "" if started[index] else self._echoes[number]
+                started[index] = True
+                choice = self._delta(index, item, echo, offsets)
                 chunk = self._head | {"choices": [choice]}
                 if with_usage:
-                    chunk["usage"] = self._usage.as_json() if always else None
-                yield event(chunk)
+                    chunk["usage"] = self._usage.as_json() if always_with_usage else None
+                yield sse_event(chunk)
             if with_usage:
-                yield event(
-                    self._head
-                    | {
-                        "choices": [],
-                        "usage": self._usage.as_json(),
-                        "timing": self._clocks[0].timing,
-                    }
-                )
-            yield DONE
+                usage, timing = self._usage.as_json(), self._timers[0].timing
+                yield sse_event(self._head | {"choices": [], "usage": usage, "timing": timing})
+            yield SSE_DONE
         except Exception as error:
-            yield stream_error(error)
+            yield sse_error(error)
+
+    def _delta(
+        self, index: int, news: frames.News, echo: str, offsets: list[int]
+    ) -> dict[str, Any]:
+        """Return one step's output as a choice; moves the choice's text offset."""
+        reason, scores = finish_reason(news), None
+        if self._request.logprobs is not None:
+            scores = completion_logprobs(
+                news.logprobs,
+                news.token_ids,
+                self._request.logprobs,
+                offsets[index],
+                self._tokenizer,
+            )
+            offsets[index] += sum(map(len, scores["tokens"]))
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": echo + news.text,
+            "logprobs": scores,
+            "finish_reason": reason,
+        }
+        if reason:
+            choice["stop_reason"] = news.stop_reason
+        if self._request.return_token_ids:
+            choice["token_ids"] = news.token_ids
+        return choice
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        """Return the complete output of one sequence as a choice."""
+        number = index // self._n
+        result: dict[str, Any] = {
+            "index": index,
+            "text": self._echoes[number] + choice.text,
+            "logprobs": self._scores(number, choice),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._request.return_token_ids:
+            result["token_ids"] = choice.token_ids
+        return result
+
+    def _scores(self, number: int, choice: Choice) -> dict[str, Any] | None:
+        num_top, ended = self._request.logprobs, self._ended[number]
+        if num_top is None:
+            return None
+        entries: list[Logprobs | None] = [*choice.logprobs]
+        tokens, offset = choice.token_ids, len(self._echoes[number])
+        if self._request.echo and ended and ended.prompt_logprobs:
+            entries = [*ended.prompt_logprobs, *entries]
+            tokens, offset = [*self._prompts[number], *tokens], 0
+        return completion_logprobs(entries, tokens, num_top, offset, self._tokenizer)
 
     def _index(self, number: int, news: frames.News) -> int:
         return number * self._n + news.index
 
     def _count(self, number: int, news: frames.News) -> None:
         self._usage.completion += len(news.token_ids)
-        self._clocks[number].tokens(len(news.token_ids))
+        self._timers[number].add_tokens(len(news.token_ids))
 
-    def _end(self, number: int, item: frames.Ended) -> None:
-        self._clocks[number].ended(item)
-        self._usage.cached += item.cached_tokens
-        self._ends[number] = item
-
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        number, top = index // self._n, self._asked.logprobs
-        scores = None
-        if top is not None:
-            entries: list[Logprobs | None] = [*choice.logprobs]
-            tokens, ended = choice.token_ids, self._ends[number]
-            offset = len(self._echoed[number])
-            if self._asked.echo and ended and ended.prompt_logprobs:
-                entries, tokens, offset = (
-                    [*ended.prompt_logprobs, *entries],
-                    [*self._prompts[number], *tokens],
-                    0,
-                )
-            scores = completion_logprobs(entries, tokens, top, offset, self._service.tokenizer)
-        return {
-            "index": index,
-            "text": self._echoed[number] + choice.text,
-            "logprobs": scores,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        } | ({"token_ids": choice.token_ids} if self._asked.return_token_ids else {})
+    def _end(self, number: int, ended: frames.Ended) -> None:
+        self._timers[number].end(ended)
+        self._usage.cached += ended.cached_tokens
+        self._ended[number] = ended

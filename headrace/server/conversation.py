@@ -1,38 +1,36 @@
-"""A conversation and its answer, as all APIs that answer conversations have need of them: read,
-submitted, parsed as it comes.
-"""
+"""Conversations and their generation, in the form that all chat APIs share."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from headrace.prompts import TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.stream import Stream
 from headrace.request import DEFAULT_OPTIONS, Logprobs, RequestOptions, SamplingParams
-from headrace.server.asgi import Call
 from headrace.server.errors import ApiError, invalid
-from headrace.server.generation import Clock, Usage, finish_reason
+from headrace.server.generation import RequestTimer, Usage, finish_reason
+from headrace.server.http_exchange import HttpExchange
 from headrace.server.output_parsers.deltas import Delta, Reasoning
-from headrace.server.output_parsers.parser import AnswerParser
+from headrace.server.output_parsers.parser import OutputParser
 from headrace.server.output_parsers.tool_grammar import tool_grammar
 from headrace.server.output_parsers.tools import Tool, ToolChoice, read_tool_choice, read_tools
-from headrace.server.served_model import ServedModel
-from headrace.server.structured import checked
+from headrace.server.response_format import errors_name
+from headrace.server.state import ServerState
 from headrace.structured_outputs import StructuredOutputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is asked for, whichever API it was asked by."""
+class Conversation:
+    """A request to generate the next message of a conversation."""
 
     model: str | None
     messages: list[dict[str, Any]]
+    """Messages as chat templates read them."""
     params: SamplingParams
     tools: Sequence[Mapping[str, Any]] | None = None
-    """In OpenAI's form."""
+    """Tools in the form of chat completions."""
     tool_choice: str | Mapping[str, Any] | None = None
     parallel_tool_calls: bool = True
     documents: Sequence[Mapping[str, Any]] | None = None
@@ -41,13 +39,15 @@ class Asked:
     chat_template_kwargs: Mapping[str, Any] | None = None
     reasoning_effort: str | None = None
     options: RequestOptions = DEFAULT_OPTIONS
+    """Options without the adapter, which follows from `model`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a step brought to one continuation."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputChunk:
+    """The output of one step for one choice."""
 
     index: int
+    """Number of the choice."""
     deltas: list[Delta]
     token_ids: list[int]
     logprobs: list[Logprobs]
@@ -55,140 +55,168 @@ class Piece:
     stop_reason: int | str | None
 
 
-@dataclass
-class Answer:
-    """The answer to one conversation: `n` continuations."""
+@dataclass(kw_only=True)
+class Generation:
+    """A running generation with `n` choices."""
 
     model: str
     n: int
     usage: Usage
-    _stream: Stream
-    _parsers: list[AnswerParser]
-    _clock: Clock
+    stream: Stream
+    parsers: list[OutputParser]
+    """One parser for each choice."""
+    timer: RequestTimer
     timing: dict[str, float] = field(default_factory=dict)
-    """Seconds of queue, prefill and decode, once it has ended."""
+    """Seconds in the queue, in prefill and in decoding; set when the generation ends."""
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """What comes of it, as it comes. Raises what it failed of."""
-        async for item in self._stream:
+    async def chunks(self) -> AsyncIterator[OutputChunk]:
+        """Yield the output of each step. Raises the error that ended the generation."""
+        async for item in self.stream:
             if isinstance(item, frames.Ended):
-                self._clock.ended(item)
-                self.usage.cached, self.timing = item.cached_tokens, self._clock.timing
+                self.timer.end(item)
+                self.usage.cached, self.timing = item.cached_tokens, self.timer.timing
                 continue
-            self.usage.completion += len(item.token_ids)
-            self._clock.tokens(len(item.token_ids))
-            parser, reason = self._parsers[item.index], finish_reason(item)
+            num_tokens = len(item.token_ids)
+            self.usage.completion += num_tokens
+            self.timer.add_tokens(num_tokens)
+            parser, reason = self.parsers[item.index], finish_reason(item)
             deltas = parser.push(item.text)
             if item.finish_reason:
                 deltas += parser.finish()
             if deltas and all(isinstance(delta, Reasoning) for delta in deltas):
-                self.usage.reasoning += len(item.token_ids)
-            yield Piece(item.index, deltas, item.token_ids, item.logprobs, reason, item.stop_reason)
-
-
-@asynccontextmanager
-async def answered(served: ServedModel, call: Call, asked: Asked) -> AsyncIterator[Answer]:
-    """The answer to a conversation; it ends with the context. Raises ApiError, and what
-    `ServedModel` raises.
-    """
-    adapter, (tools, choice) = served.adapter_of(asked.model), _tools(served, asked)
-    style, wanted, params = (
-        served.answer_style,
-        tools if choice.mode != "none" else (),
-        asked.params,
-    )
-    if style.needs_special_tokens(served.control_tokens, bool(wanted)):
-        params = replace(params, skip_special_tokens=False)
-    with served.admitted(call, params.n):
-        texts: list[str] = []
-        prompt = await served.tokens_of(
-            partial(_read, served, asked, choice, texts), "messages", params.max_tokens
-        )
-        if grammar := _call_grammar(served, asked, tools, choice, texts[0]):
-            params = replace(params, structured_outputs=grammar)
-        options = replace(asked.options, adapter=adapter)
-        async with served.submitted(call, [prompt], params, options) as (stream,):
-            parsers = [_parser(served, texts[0], wanted, params) for _ in range(params.n)]
-            model = adapter or served.settings.model_name
-            yield Answer(
-                model, params.n, Usage(len(prompt)), stream, parsers, Clock(served.metrics)
+                self.usage.reasoning += num_tokens
+            yield OutputChunk(
+                index=item.index,
+                deltas=deltas,
+                token_ids=item.token_ids,
+                logprobs=item.logprobs,
+                finish_reason=reason,
+                stop_reason=item.stop_reason,
             )
 
 
-async def prompt_tokens(served: ServedModel, call: Call, asked: Asked) -> int:
-    """The tokens of a conversation. Raises as `answered` does."""
-    served.adapter_of(asked.model)
-    _, choice = _tools(served, asked)
-    with served.admitted(call, 1):
-        return len(await served.tokens_of(partial(_read, served, asked, choice, []), "messages", 0))
+@asynccontextmanager
+async def generate(
+    http: HttpExchange, state: ServerState, conversation: Conversation
+) -> AsyncIterator[Generation]:
+    """Submit a conversation; the generation is aborted when the context is left.
 
-
-def _call_grammar(
-    served: ServedModel, asked: Asked, tools: Sequence[Tool], choice: ToolChoice, prompt: str
-) -> StructuredOutputs | None:
-    """What makes the answer nothing but calls, where `tool_choice` asks for that. Raises
-    ApiError.
+    Raises ApiError, RequestError for wrong tools, and the errors of the engine.
     """
-    style = served.answer_style
-    inside, tokens = style.begins_inside(prompt), served.control_tokens
-    grammar = tool_grammar(
-        style,
-        tools,
-        choice,
-        parallel=asked.parallel_tool_calls,
-        inside=inside,
-        control_tokens=tokens,
-    )
-    if grammar is None:
-        return None
-    if asked.params.structured_outputs:
-        raise invalid(
-            "tool_choice asks for calls alone, and the text must be something else as "
-            "well: give one of the two",
-            "tool_choice",
-        )
-    return checked("tools", grammar=grammar)
+    adapter = state.resolve_adapter(conversation.model)
+    tools, choice = _read_tools(state, conversation)
+    callable_tools = tools if choice.mode != "none" else ()
+    output_format, params = state.output_format, conversation.params
+    if output_format.needs_special_tokens(state.control_tokens, bool(callable_tools)):
+        params = replace(params, skip_special_tokens=False)
+
+    with state.admit(http, params.n):
+        prompt_text, prompt = await _tokenize(state, conversation, choice, params.max_tokens)
+        if grammar := _tool_call_grammar(state, conversation, tools, choice, prompt_text):
+            params = replace(params, structured_outputs=grammar)
+        options = replace(conversation.options, adapter=adapter)
+        async with state.submit(http, [prompt], params, options) as (stream,):
+            in_reasoning = output_format.starts_in_reasoning(prompt_text)
+            end_tokens = () if params.skip_special_tokens else state.end_tokens
+            yield Generation(
+                model=adapter or state.settings.model_name,
+                n=params.n,
+                usage=Usage(len(prompt)),
+                stream=stream,
+                parsers=[
+                    output_format.parser(
+                        in_reasoning=in_reasoning, tools=callable_tools, end_tokens=end_tokens
+                    )
+                    for _ in range(params.n)
+                ],
+                timer=RequestTimer(state.metrics),
+            )
 
 
-def _tools(served: ServedModel, asked: Asked) -> tuple[Sequence[Tool], ToolChoice]:
-    """The tools of the request and how they are chosen. Raises RequestError or ApiError."""
-    tools = read_tools(asked.tools)
-    choice = read_tool_choice(asked.tool_choice, tools)
-    if tools and choice.mode != "none" and served.answer_style.tool_format is None:
+async def count_prompt_tokens(
+    http: HttpExchange, state: ServerState, conversation: Conversation
+) -> int:
+    """Return the number of tokens in a conversation's prompt. Raises as `generate` does."""
+    state.resolve_adapter(conversation.model)
+    _, choice = _read_tools(state, conversation)
+    with state.admit(http, 1):
+        _, prompt = await _tokenize(state, conversation, choice, max_tokens=0)
+        return len(prompt)
+
+
+def _read_tools(
+    state: ServerState, conversation: Conversation
+) -> tuple[Sequence[Tool], ToolChoice]:
+    """Return the tools of the request and its tool choice. Raises RequestError or ApiError."""
+    tools = read_tools(conversation.tools)
+    choice = read_tool_choice(conversation.tool_choice, tools)
+    if tools and choice.mode != "none" and state.output_format.tool_call_format is None:
         raise ApiError(
             400,
             "unsupported_parameter",
-            "the chat template of this model takes no tools",
+            "tools are not supported by this model's chat template; leave them out",
             param="tools",
         )
     return tools, choice
 
 
-def _read(
-    served: ServedModel, asked: Asked, choice: ToolChoice, texts: list[str]
-) -> TokenizedPrompt:
-    """The prompt, whose text is added to `texts`."""
-    names = dict(asked.chat_template_kwargs or {})
-    if asked.reasoning_effort is not None:
-        names = {
-            "reasoning_effort": asked.reasoning_effort,
-            "enable_thinking": asked.reasoning_effort != "none",
-        } | names
-    prompt = served.prompts.read_chat(
-        asked.messages,
-        tools=asked.tools if asked.tools and choice.mode != "none" else None,
-        documents=asked.documents,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
-        chat_template_kwargs=names or None,
+async def _tokenize(
+    state: ServerState, conversation: Conversation, choice: ToolChoice, max_tokens: int | None
+) -> tuple[str, list[int]]:
+    """Render a conversation with the chat template; returns its text and its token ids."""
+    texts: list[str] = []
+
+    def read() -> TokenizedPrompt:
+        prompt = _render(state, conversation, choice)
+        texts.append(prompt.text or "")
+        return prompt
+
+    ids = await state.tokenize(read, "messages", max_tokens)
+    return texts[0], ids
+
+
+def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) -> TokenizedPrompt:
+    template_kwargs = dict(conversation.chat_template_kwargs or {})
+    effort = conversation.reasoning_effort
+    if effort is not None:
+        template_kwargs.setdefault("reasoning_effort", effort)
+        template_kwargs.setdefault("enable_thinking", effort != "none")
+    return state.prompt_reader.read_chat(
+        conversation.messages,
+        tools=conversation.tools if conversation.tools and choice.mode != "none" else None,
+        documents=conversation.documents,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+        chat_template_kwargs=template_kwargs or None,
     )
-    texts.append(prompt.text or "")
-    return prompt
 
 
-def _parser(
-    served: ServedModel, prompt: str, tools: Sequence[Tool], params: SamplingParams
-) -> AnswerParser:
-    style = served.answer_style
-    ends = () if params.skip_special_tokens else served.end_tokens
-    return style.parser(inside=style.begins_inside(prompt), tools=tools, end_tokens=ends)
+def _tool_call_grammar(
+    state: ServerState,
+    conversation: Conversation,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    prompt_text: str,
+) -> StructuredOutputs | None:
+    """Return a grammar that allows only tool calls, if `tool_choice` demands them.
+
+    Raises ApiError if the request restricts the text in another way too.
+    """
+    grammar = tool_grammar(
+        state.output_format,
+        tools,
+        choice,
+        parallel=conversation.parallel_tool_calls,
+        in_reasoning=state.output_format.starts_in_reasoning(prompt_text),
+        control_tokens=state.control_tokens,
+    )
+    if grammar is None:
+        return None
+    if conversation.params.structured_outputs:
+        raise invalid(
+            "tool_choice demands tool calls, but the request also restricts the text; "
+            "leave one of them out",
+            "tool_choice",
+        )
+    with errors_name("tools"):
+        return StructuredOutputs(grammar=grammar)

@@ -1,71 +1,69 @@
-"""`POST /v1/embeddings`: a vector for each text."""
+"""`POST /v1/embeddings`: one embedding vector for each text."""
 
 import base64
 import struct
-from typing import Any
 
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, RequestOptions
-from headrace.server.asgi import Call
-from headrace.server.completions import prompts_of, read_prompts
+from headrace.server.completions import prompt_list, tokenize_prompts
 from headrace.server.errors import ApiError
+from headrace.server.http_exchange import HttpExchange
 from headrace.server.openai_records import EmbeddingRequest
-from headrace.server.served_model import ServedModel, merge, timed_out
+from headrace.server.state import ServerState, merge_streams, timeout_error
 
 
-async def embeddings(served: ServedModel, call: Call) -> None:
-    """Embed texts, or token ids: by the last token unless asked otherwise, each vector of length 1,
-    as OpenAI's are.
-    """
-    asked = await call.read(EmbeddingRequest)
-    adapter = served.adapter_of(asked.model)
-    if asked.dimensions is not None:
+async def embeddings(http: HttpExchange, state: ServerState) -> None:
+    """Embed texts or token ids as vectors, pooled from the last token and of length 1 by default."""
+    request = await http.read(EmbeddingRequest)
+    adapter = state.resolve_adapter(request.model)
+    if request.dimensions is not None:
         raise ApiError(
             400,
             "unsupported_parameter",
-            "dimensions cannot be chosen for this model",
+            "dimensions cannot be chosen for this model; leave it out",
             param="dimensions",
         )
-    pooling = PoolingParams(pooling=asked.pooling or "last", normalise=asked.normalize is not False)
-    texts = prompts_of(asked.input, "input")
-    with served.admitted(call, len(texts)):
-        prompts = await read_prompts(served, "input", texts, None, 0)
-        options = RequestOptions(priority=asked.priority or 0, adapter=adapter)
-        async with served.submitted(call, prompts, None, options, pooling=pooling) as streams:
-            vectors = await call.while_connected(_vectors(streams))
-        tokens = sum(map(len, prompts))
-        await call.respond(
+    pooling = PoolingParams(
+        pooling=request.pooling or "last", normalise=request.normalize is not False
+    )
+    texts = prompt_list(request.input, "input")
+
+    with state.admit(http, len(texts)):
+        prompts = await tokenize_prompts(state, texts, "input", max_tokens=0)
+        options = RequestOptions(priority=request.priority or 0, adapter=adapter)
+        async with state.submit(http, prompts, None, options, pooling=pooling) as streams:
+            vectors = await http.while_connected(_collect(streams))
+        num_tokens = sum(map(len, prompts))
+        data = [
+            {"object": "embedding", "index": i, "embedding": _encode(vector, request)}
+            for i, vector in enumerate(vectors)
+        ]
+        await http.respond(
             {
                 "object": "list",
-                "data": [
-                    {
-                        "object": "embedding",
-                        "index": i,
-                        "embedding": _encoded(vector, asked.encoding_format),
-                    }
-                    for i, vector in enumerate(vectors)
-                ],
-                "model": adapter or served.settings.model_name,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                "data": data,
+                "model": adapter or state.settings.model_name,
+                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             }
         )
 
 
-async def _vectors(streams: list[Stream]) -> list[bytes]:
-    found = [b""] * len(streams)
-    async for number, item in merge(streams):
+async def _collect(streams: list[Stream]) -> list[bytes]:
+    """Return the vector of each request. Raises the error that ended one."""
+    vectors = [b""] * len(streams)
+    async for number, item in merge_streams(streams):
         if isinstance(item, frames.Ended):
             if item.error:
                 raise RefusedError(item.error.kind, item.error.message)
             if item.embedding is None:
-                raise timed_out()
-            found[number] = item.embedding
-    return found
+                raise timeout_error()
+            vectors[number] = item.embedding
+    return vectors
 
 
-def _encoded(vector: bytes, how: str | None) -> Any:
-    if how == "base64":
+def _encode(vector: bytes, request: EmbeddingRequest) -> str | list[float]:
+    if request.encoding_format == "base64":
         return base64.b64encode(vector).decode()
     return list(struct.unpack(f"<{len(vector) // 4}f", vector))

@@ -77,17 +77,17 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, code, message, param=param)
 
 
-def too_long(tokens: int, max_tokens: int | None, context: int, param: str) -> ApiError:
+def prompt_too_long(tokens: int, max_tokens: int | None, context: int, param: str) -> ApiError:
     """A prompt that, with the answer that is asked for, does not fit in the context."""
     more = (
         f", and the answer may have {max_tokens:,}"
         if max_tokens
         else ", which leaves no place for an answer"
     )
-    return beyond_context(f"the prompt has {tokens:,}{more}", context, param)
+    return context_exceeded(f"the prompt has {tokens:,}{more}", context, param)
 
 
-def beyond_context(what: str, context: int, param: str) -> ApiError:
+def context_exceeded(what: str, context: int, param: str) -> ApiError:
     """What does not fit in the context. Clients that shorten a conversation then, or change the
     model, know it by the first words alone.
     """
@@ -123,9 +123,9 @@ def as_api_error(error: Exception) -> ApiError:
         case RefusedError(kind="quarantined"):
             return ApiError(500, "request_quarantined", str(error))
         case RefusedError(kind="request"):
-            return invalid_request(str(error))
+            return request_error(str(error))
         case HeadraceError() if error.exit_code == 2:
-            return invalid_request(str(error))
+            return request_error(str(error))
         case HeadraceError() if error.exit_code == 3:  # of a template that does what it must not
             return invalid(str(error), "messages")
     return ApiError(500, "internal_error", "the server failed at this request")
@@ -134,7 +134,7 @@ def as_api_error(error: Exception) -> ApiError:
 _FIELD = re.compile(r"([a-z][a-z_]*)(?:[\[.:]| (?:must|has|is|names|needs|cannot|repeats)\b)")
 
 
-def invalid_request(message: str, param: str | None = None) -> ApiError:
+def request_error(message: str, param: str | None = None) -> ApiError:
     """A RequestError. Its message begins with the name of the field that is wrong, where it
     is one.
     """

@@ -1,13 +1,10 @@
-"""What chat completions and completions have in common: sampling parameters, choices as they grow,
-usage, and log-probabilities.
-"""
+"""Shared by the routes that generate text: sampling parameters, choices, usage, timing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
@@ -15,11 +12,9 @@ from headrace.request import Logprobs, SamplingParams
 from headrace.server.errors import invalid
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling
-from headrace.server.served_model import seed_of, timed_out
-from headrace.server.structured import structured_outputs
+from headrace.server.response_format import structured_outputs
+from headrace.server.state import timeout_error, unsigned_seed
 
-_LEAST_LOGPROB = -9999.0
-"""What JSON has for minus infinity."""
 _SAME_NAME = (
     *(
         "n",
@@ -45,36 +40,42 @@ _SAME_NAME = (
 
 
 def sampling_params(
-    asked: Sampling,
+    request: Sampling,
     advised: Mapping[str, Any],
+    *,
     max_tokens: int | None,
     logprobs: int | None,
-    **further: Any,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The engine's parameters for a request, over those that the model's authors advise. Raises
-    ApiError, which names the field.
+    """Make the engine's sampling parameters; fields that the request leaves out are `advised`.
+
+    Beam search ignores `advised`. `prompt_logprobs` replaces the request's own field.
+    Raises ApiError, which names the wrong field.
     """
-    options = ({} if asked.use_beam_search else dict(advised)) | {
-        name: value for name in _SAME_NAME if (value := getattr(asked, name)) is not None
-    }
+    options = {} if request.use_beam_search else dict(advised)
+    for name in _SAME_NAME:
+        if (value := getattr(request, name)) is not None:
+            options[name] = value
     options |= {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
-        "seed": seed_of(asked.seed),
-        "logit_bias": asked.logit_bias,
+        "seed": unsigned_seed(request.seed),
+        "logit_bias": request.logit_bias,
+        "structured_outputs": structured_outputs(request),
     }
-    options["structured_outputs"] = structured_outputs(asked)
-    if asked.use_beam_search:
-        options |= {"beam_width": asked.n or 1, "temperature": 0.0}
+    if request.use_beam_search:
+        options |= {"beam_width": request.n or 1, "temperature": 0.0}
+    if prompt_logprobs is not None:
+        options["prompt_logprobs"] = prompt_logprobs
     try:
-        return SamplingParams(**options | further)
+        return SamplingParams(**options)
     except RequestError as error:
         raise invalid(str(error), str(error).split(" ", 1)[0]) from None
 
 
 @dataclass
 class Choice:
-    """One continuation, as far as it has come."""
+    """The output of one sequence so far."""
 
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -84,41 +85,43 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of its text."""
         return "".join(self.pieces)
 
     def add(self, news: frames.News) -> None:
-        """Take what a step brought."""
+        """Append the output of one step."""
         self.pieces.append(news.text)
         self.token_ids += news.token_ids
         self.logprobs += news.logprobs
         if news.finish_reason:
-            self.finish_reason, self.stop_reason = finish_reason(news), news.stop_reason
+            self.finish_reason = finish_reason(news)
+            self.stop_reason = news.stop_reason
 
 
 def finish_reason(news: frames.News) -> str | None:
-    """Why a continuation ended, in OpenAI's words; None while it goes on. Raises ApiError where its
-    time was up.
+    """Return OpenAI's finish reason, or None if the sequence continues.
+
+    An aborted or failed sequence has None too: the error follows in the event `Ended`.
+    Raises ApiError if the request timed out.
     """
     if news.finish_reason == "timeout":
-        raise timed_out()
+        raise timeout_error()
     if news.finish_reason in ("abort", "error"):
-        return None  # how the request ended says why
+        return None
     return news.finish_reason
 
 
 @dataclass
 class Usage:
-    """The tokens of a request, counted as they come."""
+    """Token counts of a request so far."""
 
     prompt: int
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
-    """Of the completion: tokens by which nothing but reasoning came."""
+    """Completion tokens of steps that produced only reasoning."""
 
     def as_json(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """Return the counts in OpenAI's form."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -128,96 +131,32 @@ class Usage:
         }
 
 
-class Clock:
-    """Times of one request, for the metrics and for its answer."""
+class RequestTimer:
+    """Measures one request, for the metrics and for the response's field `timing`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._begun = monotonic()
-        self._last: float | None = None
+        self._start = monotonic()
+        self._last_tokens: float | None = None
         self.timing: dict[str, float] = {}
+        """Seconds in the queue, in prefill and in decoding; set when the request ends."""
 
-    def tokens(self, count: int) -> None:
-        """So many tokens have come."""
+    def add_tokens(self, count: int) -> None:
+        """Note that `count` tokens have arrived."""
         now = monotonic()
-        if self._last is None:
-            self._metrics.first_token_came(now - self._begun)
+        if self._last_tokens is None:
+            self._metrics.first_token_came(now - self._start)
         elif count:
-            self._metrics.between_tokens.observe((now - self._last) / count)
-        self._last = now
+            self._metrics.between_tokens.observe((now - self._last_tokens) / count)
+        self._last_tokens = now
 
-    def ended(self, event: frames.Ended) -> None:
-        """The request has ended. Raises RefusedError where it failed."""
-        if event.error:
+    def end(self, ended: frames.Ended) -> None:
+        """Note the end of the request. Raises RefusedError if the request failed."""
+        if ended.error:
             self._metrics.requests.labels("error").inc()
-            raise RefusedError(event.error.kind, event.error.message)
-        self._metrics.queue.observe(event.queue)
-        self._metrics.prefill.observe(event.prefill)
-        self._metrics.decode.observe(event.decode)
+            raise RefusedError(ended.error.kind, ended.error.message)
+        self._metrics.queue.observe(ended.queue)
+        self._metrics.prefill.observe(ended.prefill)
+        self._metrics.decode.observe(ended.decode)
         self._metrics.requests.labels("completed").inc()
-        self.timing = {"queue": event.queue, "prefill": event.prefill, "decode": event.decode}
-
-
-def logprob(value: float) -> float:
-    """A log-probability as JSON can say it."""
-    return max(value, _LEAST_LOGPROB)
-
-
-def chat_logprobs(entries: list[Logprobs], top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Log-probabilities as chat completions give them: the token, then its `top` likeliest
-    rivals.
-    """
-    return {"content": [_chat_entry(entry, top, tokenizer) for entry in entries], "refusal": None}
-
-
-def _chat_entry(entry: Logprobs, top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    (token, own), *_ = entry.items()
-    likeliest = sorted(entry.items(), key=lambda item: item[1].rank)[:top]
-
-    def described(token_id: int, value: float, text: str) -> dict[str, Any]:
-        return {
-            "token": text,
-            "logprob": logprob(value),
-            "bytes": list(tokenizer.token_bytes(token_id)),
-        }
-
-    return described(token, own.logprob, own.decoded_token) | {
-        "top_logprobs": [
-            described(other, one.logprob, one.decoded_token) for other, one in likeliest
-        ]
-    }
-
-
-def completion_logprobs(
-    entries: Sequence[Logprobs | None],
-    tokens: list[int],
-    top: int,
-    offset: int,
-    tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    """Log-probabilities as completions give them; `offset` is that of the first token's text. An
-    entry of None is of a first token.
-    """
-    result: dict[str, list[Any]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    for token, entry in zip(tokens, entries, strict=True):
-        text = (
-            entry[token].decoded_token
-            if entry
-            else tokenizer.token_bytes(token).decode(errors="replace")
-        )
-        result["tokens"].append(text)
-        result["token_logprobs"].append(logprob(entry[token].logprob) if entry else None)
-        result["top_logprobs"].append(_top(entry, top) if entry else None)
-        result["text_offset"].append(offset)
-        offset += len(text)
-    return result
-
-
-def _top(entry: Mapping[int, Any], top: int) -> dict[str, float]:
-    likeliest = sorted(entry.values(), key=lambda one: one.rank)
-    return {one.decoded_token: logprob(one.logprob) for one in likeliest[: max(top, 1)]}
+        self.timing = {"queue": ended.queue, "prefill": ended.prefill, "decode": ended.decode}

@@ -1,29 +1,25 @@
-"""Health, as load balancers and orchestrators ask for it, and what the server is."""
+"""Health checks, version, metrics and the list of models."""
 
 from importlib.metadata import version
 
-from headrace.server.asgi import Call
-from headrace.server.served_model import ServedModel
+from headrace.server.http_exchange import HttpExchange
+from headrace.server.state import ServerState
 
 
-async def live(served: ServedModel, call: Call) -> None:
-    """Whether this process answers and has, or is about to have, an engine; else it should be
-    started again.
-    """
-    dead = served.engine.state == "dead"
-    await call.respond({"status": "dead" if dead else "live"}, 503 if dead else 200)
+async def live(http: HttpExchange, state: ServerState) -> None:
+    """Liveness: 503 if the process must be restarted because its engine cannot be."""
+    dead = state.engine.state == "dead"
+    await http.respond({"status": "dead" if dead else "live"}, 503 if dead else 200)
 
 
-async def ready(served: ServedModel, call: Call) -> None:
-    """Whether requests are taken now: the engine has a pulse, the queue has room, and the server is
-    not about to end.
-    """
-    engine, figures = served.engine, served.engine.report.figures
-    state: str = "draining" if served.draining else engine.state
-    if state == "ready" and served.under_way >= served.most_sequences:
-        state = "overloaded"
+async def ready(http: HttpExchange, state: ServerState) -> None:
+    """Readiness: 200 if the engine is alive, the queue has space and the server is not draining."""
+    engine, figures = state.engine, state.engine.report.figures
+    status: str = "draining" if state.draining else engine.state
+    if status == "ready" and state.num_sequences >= state.max_sequences:
+        status = "overloaded"
     body = {
-        "status": state,
+        "status": status,
         "running": int(figures.get("running", 0)),
         "waiting": int(figures.get("waiting", 0)),
         "kv_used": figures.get("occupancy", 0.0),
@@ -32,47 +28,43 @@ async def ready(served: ServedModel, call: Call) -> None:
         "restarts": engine.restarts,
         "version": version("headrace"),
     }
-    await call.respond(
-        body, 200 if state == "ready" else 503, {} if state == "ready" else {"retry-after": "1"}
-    )
+    if status == "ready":
+        await http.respond(body)
+    else:
+        await http.respond(body, 503, {"retry-after": "1"})
 
 
-async def server_version(served: ServedModel, call: Call) -> None:
-    """The version of Headrace."""
-    await call.respond({"version": version("headrace")})
+async def server_version(http: HttpExchange, state: ServerState) -> None:
+    """Version of Headrace."""
+    await http.respond({"version": version("headrace")})
 
 
-async def metrics(served: ServedModel, call: Call) -> None:
-    """Prometheus's page."""
-    await call.respond_bytes(served.metrics.text(), "text/plain; version=1.0.0; charset=utf-8")
+async def metrics(http: HttpExchange, state: ServerState) -> None:
+    """Metrics in Prometheus's text format."""
+    await http.respond_bytes(state.metrics.text(), "text/plain; version=1.0.0; charset=utf-8")
 
 
-async def models(served: ServedModel, call: Call) -> None:
-    """The model, and the adapters that can be named in its place."""
-    await call.respond(
-        {"object": "list", "data": [_model(served, name) for name in _names(served)]}
-    )
+async def models(http: HttpExchange, state: ServerState) -> None:
+    """The model and its adapters, each of which a request can name as its model."""
+    names = [state.settings.model_name, *state.engine.adapters]
+    await http.respond({"object": "list", "data": [_model(state, name) for name in names]})
 
 
-async def one_model(served: ServedModel, call: Call) -> None:
-    """One of them."""
-    name = call.scope["path"].removeprefix("/v1/models/")
-    served.adapter_of(name)
-    await call.respond(_model(served, name))
+async def model(http: HttpExchange, state: ServerState) -> None:
+    """One model or adapter."""
+    name = http.scope["path"].removeprefix("/v1/models/")
+    state.resolve_adapter(name)
+    await http.respond(_model(state, name))
 
 
-def _names(served: ServedModel) -> list[str]:
-    return [served.settings.model_name, *served.engine.adapters]
-
-
-def _model(served: ServedModel, name: str) -> dict[str, object]:
-    own = served.settings.model_name
+def _model(state: ServerState, name: str) -> dict[str, object]:
+    base_name = state.settings.model_name
     return {
         "id": name,
         "object": "model",
-        "created": served.started,
+        "created": state.started,
         "owned_by": "headrace",
-        "root": own,
-        "parent": None if name == own else own,
-        "max_model_len": served.prompts.max_model_len,
+        "root": base_name,
+        "parent": None if name == base_name else base_name,
+        "max_model_len": state.prompt_reader.max_model_len,
     }

@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API."""
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's API."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -9,112 +9,116 @@ from headrace.errors import RequestError
 from headrace.request import SamplingParams
 from headrace.server.anthropic_records import (
     AnthropicMessage,
+    AnthropicTool,
     AnthropicToolChoice,
     Block,
     CountTokensRequest,
     MessagesRequest,
 )
-from headrace.server.asgi import Call, named_event
-from headrace.server.conversation import Answer, Asked, answered, prompt_tokens
-from headrace.server.errors import anthropic_body, as_api_error, invalid, invalid_request
+from headrace.server.conversation import (
+    Conversation,
+    Generation,
+    count_prompt_tokens,
+    generate,
+)
+from headrace.server.errors import ApiError, anthropic_body, as_api_error, invalid, request_error
+from headrace.server.http_exchange import HttpExchange, named_sse_event
 from headrace.server.output_parsers.deltas import (
-    CallArguments,
-    CallBegun,
     Content,
     Delta,
     Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
 )
-from headrace.server.served_model import ServedModel
+from headrace.server.state import ServerState
 
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""Anthropic's names by OpenAI's finish reasons."""
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""OpenAI's names by Anthropic's."""
 
 
-async def messages(served: ServedModel, call: Call) -> None:
-    """Answer a conversation, whole or as a stream of events."""
-    asked = await call.read(MessagesRequest)
-    given = {
-        name: value
-        for name in ("temperature", "top_p", "top_k")
-        if (value := getattr(asked, name)) is not None
-    }
-    try:
-        params = SamplingParams(
-            **{
-                **served.advised_sampling,
-                **given,
-                "max_tokens": asked.max_tokens,
-                "stop": asked.stop_sequences,
-            }
-        )
-    except RequestError as error:
-        raise invalid_request(str(error).replace("stop ", "stop_sequences ")) from None
-    async with answered(served, call, _asked(asked, params)) as answer:
-        body = _Body(answer)
-        if asked.stream:
-            await call.stream(body.events(), served.settings.keepalive_seconds)
+async def messages(http: HttpExchange, state: ServerState) -> None:
+    """Generate the next message of a conversation, with one response or a stream of events."""
+    request = await http.read(MessagesRequest)
+    params = _sampling_params(state, request)
+    async with generate(http, state, _conversation(request, params)) as generation:
+        response = _Response(generation)
+        if request.stream:
+            await http.stream_events(response.events(), state.settings.keepalive_seconds)
         else:
-            await call.respond(await call.while_connected(body.whole()))
+            await http.respond(await http.while_connected(response.body()))
 
 
-async def count_tokens(served: ServedModel, call: Call) -> None:
-    """The tokens that a conversation makes, without an answer."""
-    asked = await call.read(CountTokensRequest)
-    await call.respond(
-        {"input_tokens": await prompt_tokens(served, call, _asked(asked, SamplingParams()))}
-    )
+async def count_tokens(http: HttpExchange, state: ServerState) -> None:
+    """Number of tokens in the prompt that a conversation renders to."""
+    request = await http.read(CountTokensRequest)
+    conversation = _conversation(request, SamplingParams())
+    await http.respond({"input_tokens": await count_prompt_tokens(http, state, conversation)})
 
 
-def _asked(asked: CountTokensRequest, params: SamplingParams) -> Asked:
-    system = (
-        []
-        if asked.system is None
-        else [{"role": "system", "content": _text(asked.system, "system")}]
-    )
-    converted = [
-        one
-        for i, message in enumerate(asked.messages)
-        for one in _messages(f"messages[{i}]", message)
-    ]
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in asked.tools or ()
-    ]
-    return Asked(
-        model=asked.model,
-        messages=[*system, *converted],
+def _sampling_params(state: ServerState, request: MessagesRequest) -> SamplingParams:
+    options = {**state.advised_sampling}
+    for name in ("temperature", "top_p", "top_k"):
+        if (value := getattr(request, name)) is not None:
+            options[name] = value
+    options |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
+    try:
+        return SamplingParams(**options)
+    except RequestError as error:
+        raise request_error(str(error).replace("stop ", "stop_sequences ")) from None
+
+
+def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conversation:
+    messages: list[dict[str, Any]] = []
+    if request.system is not None:
+        messages.append({"role": "system", "content": _text(request.system, "system")})
+    for i, message in enumerate(request.messages):
+        messages += _template_messages(message, f"messages[{i}]")
+
+    choice, thinking = request.tool_choice, request.thinking
+    return Conversation(
+        model=request.model,
+        messages=messages,
         params=params,
-        tools=tools or None,
-        tool_choice=_choice(asked.tool_choice),
-        parallel_tool_calls=not (asked.tool_choice and asked.tool_choice.disable_parallel_tool_use),
-        continue_final_message=asked.messages[-1].role == "assistant",
-        reasoning_effort="none" if asked.thinking and asked.thinking.type == "disabled" else None,
+        tools=[_tool(tool) for tool in request.tools or ()] or None,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        continue_final_message=request.messages[-1].role == "assistant",
+        reasoning_effort="none" if thinking and thinking.type == "disabled" else None,
     )
 
 
-def _choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | None:
-    """The same in OpenAI's form."""
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
+    """Convert a tool to the form of chat completions."""
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description or "",
+            "parameters": tool.input_schema,
+        },
+    }
+
+
+def _tool_choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | None:
+    """Convert a tool choice to the form of chat completions."""
     if choice is None:
         return None
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
-    return _CHOICES[choice.type]
+    return _TOOL_CHOICES[choice.type]
 
 
-def _messages(where: str, message: AnthropicMessage) -> list[dict[str, Any]]:
-    """A message as chat templates read it. What came of tools are messages of their own, before the
-    rest.
+def _template_messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
+    """Convert a message to the form that chat templates read.
+
+    Tool results become messages of their own, before the rest. `field` names the message in
+    errors. Raises ApiError for content other than text.
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    results, calls, texts, thoughts = [], [], [], []
+    results, tool_calls, texts, thoughts = [], [], [], []
     for i, block in enumerate(message.content):
         match block.type:
             case "text":
@@ -124,115 +128,109 @@ def _messages(where: str, message: AnthropicMessage) -> list[dict[str, Any]]:
             case "redacted_thinking":
                 pass
             case "tool_use":
-                calls.append(
-                    {
-                        "id": block.id or "",
-                        "type": "function",
-                        "function": {"name": block.name or "", "arguments": block.input or {}},
-                    }
-                )
+                function = {"name": block.name or "", "arguments": block.input or {}}
+                tool_calls.append({"id": block.id or "", "type": "function", "function": function})
             case "tool_result":
-                text = _text(block.content or "", f"{where}.content[{i}]")
+                text = _text(block.content or "", f"{field}.content[{i}]")
                 results.append(
                     {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text}
                 )
             case _:
-                raise invalid(
-                    f"{where}.content[{i}]: this model reads text only, not {block.type!r}",
-                    "messages",
-                    "unsupported_parameter",
-                )
-    own: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
-    if calls:
-        own["tool_calls"] = calls
+                raise _not_text(f"{field}.content[{i}]", block.type)
+
+    if results and not (texts or tool_calls or thoughts):
+        return results
+    converted: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    if tool_calls:
+        converted["tool_calls"] = tool_calls
     if thoughts:
-        own["reasoning_content"] = "\n".join(thoughts)
-    return [*results, own] if texts or calls or thoughts or not results else results
+        converted["reasoning_content"] = "\n".join(thoughts)
+    return [*results, converted]
 
 
-def _text(content: str | list[Block], where: str) -> str:
+def _text(content: str | list[Block], field: str) -> str:
+    """Join the texts of some blocks. Raises ApiError for blocks of another type."""
     if isinstance(content, str):
         return content
     for block in content:
         if block.type != "text":
-            raise invalid(
-                f"{where}: this model reads text only, not {block.type!r}",
-                where.partition("[")[0],
-                "unsupported_parameter",
-            )
+            raise _not_text(field, block.type)
     return "\n".join(block.text or "" for block in content)
 
 
-class _Body:
-    """The response to one request: a list of blocks, each of one kind."""
+def _not_text(field: str, block_type: str) -> ApiError:
+    return invalid(
+        f"{field} has type {block_type!r}, but this model reads only text",
+        field.partition("[")[0],
+        "unsupported_parameter",
+    )
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+
+class _Response:
+    """The response to one request: a list of blocks, each of one type."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
         self._id = f"msg_{uuid4().hex}"
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[list[str]] = []
-        self._stop: tuple[str | None, str | None] = (None, None)
+        """The deltas of each block's text."""
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object. Raises what it failed of."""
-        async for piece in self._answer.pieces():
-            for delta in piece.deltas:
+    async def body(self) -> dict[str, Any]:
+        """Return the complete response. Raises the error that ended the generation."""
+        async for chunk in self._generation.chunks():
+            for delta in chunk.deltas:
                 self._add(delta)
-            if piece.finish_reason:
-                self._end(piece.finish_reason, piece.stop_reason)
-        return self._message(
-            [
-                _filled(block, "".join(texts))
-                for block, texts in zip(self._blocks, self._texts, strict=True)
-            ]
-        )
+            if chunk.finish_reason:
+                self._finish(chunk.finish_reason, chunk.stop_reason)
+        blocks = zip(self._blocks, self._texts, strict=True)
+        return self._message([_complete(block, "".join(texts)) for block, texts in blocks])
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The answer as it comes. An error is its last event."""
+        """Yield the response's events. If the generation fails, the last event is its error."""
         try:
-            yield named_event("message_start", {"message": self._message([])})
-            async for piece in self._answer.pieces():
-                for delta in piece.deltas:
-                    begun = len(self._blocks)
-                    self._add(delta)
-                    if len(self._blocks) > begun:
-                        if begun:
-                            yield named_event("content_block_stop", {"index": begun - 1})
-                        yield named_event(
-                            "content_block_start",
-                            {"index": begun, "content_block": self._blocks[-1]},
-                        )
-                    if not isinstance(delta, CallBegun):
-                        yield named_event(
-                            "content_block_delta",
-                            {"index": len(self._blocks) - 1, "delta": _delta(delta)},
-                        )
-                if piece.finish_reason:
-                    self._end(piece.finish_reason, piece.stop_reason)
+            yield named_sse_event("message_start", {"message": self._message([])})
+            async for chunk in self._generation.chunks():
+                for delta in chunk.deltas:
+                    for event in self._delta_events(delta):
+                        yield event
+                if chunk.finish_reason:
+                    self._finish(chunk.finish_reason, chunk.stop_reason)
             if self._blocks:
-                yield named_event("content_block_stop", {"index": len(self._blocks) - 1})
-            reason, sequence = self._stop
-            yield named_event(
-                "message_delta",
-                {
-                    "delta": {"stop_reason": reason, "stop_sequence": sequence},
-                    "usage": self._usage(),
-                },
-            )
-            yield named_event("message_stop", {})
+                yield named_sse_event("content_block_stop", {"index": len(self._blocks) - 1})
+            stop = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+            yield named_sse_event("message_delta", {"delta": stop, "usage": self._usage()})
+            yield named_sse_event("message_stop", {})
         except Exception as error:
-            yield named_event("error", anthropic_body(as_api_error(error)))
+            yield named_sse_event("error", anthropic_body(as_api_error(error)))
+
+    def _delta_events(self, delta: Delta) -> list[bytes]:
+        """Add a delta; returns its events."""
+        events = []
+        num_blocks = len(self._blocks)
+        self._add(delta)
+        if len(self._blocks) > num_blocks:
+            if num_blocks:
+                events.append(named_sse_event("content_block_stop", {"index": num_blocks - 1}))
+            start = {"index": num_blocks, "content_block": self._blocks[-1]}
+            events.append(named_sse_event("content_block_start", start))
+        if not isinstance(delta, ToolCallStart):
+            fields = {"index": len(self._blocks) - 1, "delta": _delta_json(delta)}
+            events.append(named_sse_event("content_block_delta", fields))
+        return events
 
     def _add(self, delta: Delta) -> None:
-        """Add a delta to the last block, or to a new one."""
-        last = self._blocks[-1]["type"] if self._blocks else ""
+        """Add a delta to the last block, or to a new block if its type differs."""
+        last_type = self._blocks[-1]["type"] if self._blocks else ""
         match delta:
-            case CallBegun():
+            case ToolCallStart():
                 self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
                 return
-            case Content() if last != "text":
+            case Content() if last_type != "text":
                 self._open({"type": "text", "text": ""})
-            case Reasoning() if last != "thinking":
+            case Reasoning() if last_type != "thinking":
                 self._open({"type": "thinking", "thinking": "", "signature": ""})
         self._texts[-1].append(delta.text)
 
@@ -240,18 +238,17 @@ class _Body:
         self._blocks.append(block)
         self._texts.append([])
 
-    def _end(self, reason: str, stop: int | str | None) -> None:
-        called = any(block["type"] == "tool_use" for block in self._blocks)
+    def _finish(self, reason: str, stop: int | str | None) -> None:
+        has_tool_calls = any(block["type"] == "tool_use" for block in self._blocks)
         if reason == "stop" and isinstance(stop, str):
-            self._stop = ("stop_sequence", stop)
+            self._stop_reason, self._stop_sequence = "stop_sequence", stop
+        elif reason == "stop" and has_tool_calls:
+            self._stop_reason = "tool_use"
         else:
-            self._stop = (
-                "tool_use" if called and reason == "stop" else _STOP_REASONS.get(reason),
-                None,
-            )
+            self._stop_reason = _STOP_REASONS.get(reason)
 
     def _usage(self) -> dict[str, int]:
-        usage = self._answer.usage
+        usage = self._generation.usage
         return {
             "input_tokens": usage.prompt,
             "output_tokens": usage.completion,
@@ -259,31 +256,30 @@ class _Body:
         }
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        reason, sequence = self._stop
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._answer.model,
+            "model": self._generation.model,
             "content": content,
-            "stop_reason": reason,
-            "stop_sequence": sequence,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self._stop_sequence,
             "usage": self._usage(),
         }
 
 
-def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
-    """A block with all of its text."""
+def _complete(block: dict[str, Any], text: str) -> dict[str, Any]:
+    """Fill a block with its complete text."""
     if block["type"] != "tool_use":
         return block | {block["type"]: text}
     try:
         arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):  # as the model wrote it, or as far as it came
+    except (ValueError, RecursionError):  # invalid or cut off: passed on as the model wrote it
         arguments = {"": text}
     return block | {"input": arguments}
 
 
-def _delta(delta: Content | Reasoning | CallArguments) -> dict[str, str]:
+def _delta_json(delta: Content | Reasoning | ToolCallArguments) -> dict[str, str]:
     match delta:
         case Content():
             return {"type": "text_delta", "text": delta.text}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SALT_CHARACTERS, MAX_SEQUENCES, Pooling
-from headrace.server.described import (
+from headrace.server.field_types import (
     Biases,
     Prompts,
     ResponseFormat,

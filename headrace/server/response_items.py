@@ -1,4 +1,4 @@
-"""The output of a response as a list of items, and the events by which it grows."""
+"""The output of the Responses API: a list of items, and the events that extend it."""
 
 from collections.abc import AsyncIterator, Iterator
 from time import time
@@ -6,159 +6,154 @@ from typing import Any
 from uuid import uuid4
 
 from headrace.request import SamplingParams
-from headrace.server.conversation import Answer
+from headrace.server.conversation import Generation
 from headrace.server.output_parsers.deltas import (
-    CallArguments,
-    CallBegun,
     Content,
     Delta,
     Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
 )
 from headrace.server.responses_records import ResponsesRequest
 
 Event = tuple[str, dict[str, Any]]
-"""Its name, and its fields but for its number."""
+"""Name and fields of an event, without its number."""
 
-_KINDS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""The type of the one part that an item of text has, by the type of the item."""
+_PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
+"""Type of the only part of an item, by the type of the item."""
 
 
 class ResponseItems:
-    """One response, as far as it has come."""
+    """One response so far."""
 
-    def __init__(self, asked: ResponsesRequest, answer: Answer, params: SamplingParams) -> None:
-        self._asked = asked
-        self._answer = answer
+    def __init__(
+        self, request: ResponsesRequest, generation: Generation, params: SamplingParams
+    ) -> None:
+        self._request = request
+        self._generation = generation
         self._params = params
         self._head = {"id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time())}
         self._items: list[dict[str, Any]] = []
         self._texts: list[list[str]] = []
+        """The deltas of each item's text."""
         self._status = "in_progress"
 
     async def events(self) -> AsyncIterator[Event]:
-        """All events up to the end of the response. Raises what it failed of."""
+        """Yield all events of the response. Raises the error that ended the generation."""
         yield "response.created", {"response": self.response()}
         yield "response.in_progress", {"response": self.response()}
-        async for piece in self._answer.pieces():
-            for delta in piece.deltas:
+        async for chunk in self._generation.chunks():
+            for delta in chunk.deltas:
                 for event in self._add(delta):
                     yield event
-            if piece.finish_reason:
-                self._status = "incomplete" if piece.finish_reason == "length" else "completed"
+            if chunk.finish_reason:
+                self._status = "incomplete" if chunk.finish_reason == "length" else "completed"
         for event in self._close():
             yield event
         yield f"response.{self._status}", {"response": self.response()}
 
     def response(self) -> dict[str, Any]:
-        """The response as it is now."""
-        asked, usage = self._asked, self._answer.usage
+        """Return the response in its present state."""
+        request = self._request
         ended = self._status != "in_progress"
+        incomplete = self._status == "incomplete"
+        effort = request.reasoning.effort if request.reasoning else None
         return self._head | {
             "status": self._status,
-            "model": self._answer.model,
+            "model": self._generation.model,
             "output": self._items if ended else [],
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if self._status == "incomplete"
-            else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {
-                "effort": asked.reasoning.effort if asked.reasoning else None,
-                "summary": None,
-            },
+            "reasoning": {"effort": effort, "summary": None},
             "store": False,
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
-            "text": asked.text or {"format": {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
             "truncation": "disabled",
-            "usage": {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached},
-                "output_tokens": usage.completion,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-                "total_tokens": usage.prompt + usage.completion,
-            }
-            if ended
-            else None,
+            "usage": self._usage() if ended else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._generation.usage
+        return {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+            "total_tokens": usage.prompt + usage.completion,
         }
 
     def _add(self, delta: Delta) -> Iterator[Event]:
-        """Add a delta to the last item, or to a new one."""
-        last = self._items[-1]["type"] if self._items else ""
+        """Add a delta to the last item, or to a new item if its type differs."""
+        last_type = self._items[-1]["type"] if self._items else ""
         match delta:
-            case CallBegun():
-                yield from self._open(
-                    "function_call",
-                    "fc",
-                    {"call_id": delta.id, "name": delta.name, "arguments": ""},
-                )
+            case ToolCallStart():
+                fields = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+                yield from self._open("function_call", "fc", fields)
                 return
-            case Content() if last != "message":
+            case Content() if last_type != "message":
                 yield from self._open("message", "msg", {"role": "assistant", "content": []})
-            case Reasoning() if last != "reasoning":
+            case Reasoning() if last_type != "reasoning":
                 yield from self._open("reasoning", "rs", {"summary": [], "content": []})
-        self._texts[-1].append(delta.text)
-        if isinstance(delta, CallArguments):
-            yield "response.function_call_arguments.delta", self._place() | {"delta": delta.text}
-        else:
-            kind = _KINDS[self._items[-1]["type"]]
-            scores: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-            yield (
-                f"response.{kind}.delta",
-                self._place() | {"content_index": 0, "delta": delta.text} | scores,
-            )
 
-    def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
+        self._texts[-1].append(delta.text)
+        if isinstance(delta, ToolCallArguments):
+            fields = self._place() | {"delta": delta.text}
+            yield "response.function_call_arguments.delta", fields
+            return
+        part_type = _PART_TYPES[self._items[-1]["type"]]
+        fields = self._place() | {"content_index": 0, "delta": delta.text}
+        yield f"response.{part_type}.delta", fields | _text_scores(part_type)
+
+    def _open(self, item_type: str, id_prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
+        """Close the last item and start a new one."""
         yield from self._close()
-        self._items.append(
-            {"type": kind, "id": f"{prefix}_{uuid4().hex}", "status": "in_progress", **fields}
-        )
+        item_id = f"{id_prefix}_{uuid4().hex}"
+        item = {"type": item_type, "id": item_id, "status": "in_progress", **fields}
+        self._items.append(item)
         self._texts.append([])
-        yield (
-            "response.output_item.added",
-            {"output_index": len(self._items) - 1, "item": dict(self._items[-1])},
-        )
-        if kind in _KINDS:
-            yield (
-                "response.content_part.added",
-                self._place() | {"content_index": 0, "part": _part(_KINDS[kind], "")},
-            )
+        added = {"output_index": len(self._items) - 1, "item": dict(item)}
+        yield "response.output_item.added", added
+        if item_type in _PART_TYPES:
+            part = {"content_index": 0, "part": _part(_PART_TYPES[item_type], "")}
+            yield "response.content_part.added", self._place() | part
 
     def _close(self) -> Iterator[Event]:
-        """The last item is whole, if there is one."""
+        """Complete the last item, if there is one."""
         if not self._items:
             return
         item, text, place = self._items[-1], "".join(self._texts[-1]), self._place()
         item["status"] = "incomplete" if self._status == "incomplete" else "completed"
-        if kind := _KINDS.get(item["type"]):
-            part = _part(kind, text)
+        if part_type := _PART_TYPES.get(item["type"]):
+            part = _part(part_type, text)
             item["content"] = [part]
-            yield (
-                f"response.{kind}.done",
-                place
-                | {"content_index": 0, "text": text}
-                | ({"logprobs": []} if kind == "output_text" else {}),
-            )
+            fields = place | {"content_index": 0, "text": text} | _text_scores(part_type)
+            yield f"response.{part_type}.done", fields
             yield "response.content_part.done", place | {"content_index": 0, "part": part}
         else:
             item["arguments"] = text
-            yield (
-                "response.function_call_arguments.done",
-                place | {"name": item["name"], "arguments": text},
-            )
+            fields = place | {"name": item["name"], "arguments": text}
+            yield "response.function_call_arguments.done", fields
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
-    return {"type": kind, "text": text} | (
-        {"annotations": [], "logprobs": []} if kind == "output_text" else {}
-    )
+def _part(part_type: str, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": part_type, "text": text}
+    if part_type == "output_text":
+        part |= {"annotations": [], "logprobs": []}
+    return part
+
+
+def _text_scores(part_type: str) -> dict[str, Any]:
+    """Return the field `logprobs`, which clients expect in events of output text."""
+    return {"logprobs": []} if part_type == "output_text" else {}

@@ -1,5 +1,6 @@
-"""`POST /v1/responses`: OpenAI's Responses API without a memory. Nothing is stored, so each request
-brings its whole conversation.
+"""`POST /v1/responses`: OpenAI's Responses API, without storage.
+
+Each request must contain its whole conversation.
 """
 
 from collections.abc import AsyncGenerator
@@ -7,167 +8,175 @@ from typing import Any
 
 from headrace.errors import RequestError
 from headrace.request import SamplingParams
-from headrace.server.asgi import Call, named_event
-from headrace.server.conversation import Asked, answered
-from headrace.server.errors import ApiError, as_api_error, invalid, invalid_request
-from headrace.server.openai_messages import call_of, text_of
+from headrace.server.conversation import Conversation, generate
+from headrace.server.errors import ApiError, as_api_error, invalid, request_error
+from headrace.server.http_exchange import HttpExchange, named_sse_event
+from headrace.server.response_format import response_format
 from headrace.server.response_items import ResponseItems
 from headrace.server.responses_records import InputItem, ResponsesRequest
-from headrace.server.served_model import ServedModel
-from headrace.server.structured import response_format
+from headrace.server.state import ServerState
+from headrace.server.template_messages import content_text, template_tool_call
 from headrace.structured_outputs import StructuredOutputs
 
+_TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
-async def responses(served: ServedModel, call: Call) -> None:
-    """Answer a conversation, whole or as a stream of events."""
-    asked = await call.read(ResponsesRequest)
+
+async def responses(http: HttpExchange, state: ServerState) -> None:
+    """Generate the next message of a conversation, with one response or a stream of events."""
+    request = await http.read(ResponsesRequest)
+    _check(request)
+    params = _sampling_params(state, request)
+    async with generate(http, state, _conversation(request, params)) as generation:
+        items = ResponseItems(request, generation, params)
+        if request.stream:
+            await http.stream_events(_events(items), state.settings.keepalive_seconds)
+        else:
+            await http.respond(await http.while_connected(_body(items)))
+
+
+def _check(request: ResponsesRequest) -> None:
+    """Raise ApiError for fields that need storage."""
     for name in ("previous_response_id", "background"):
-        if getattr(asked, name):
+        if getattr(request, name):
             raise ApiError(
                 400,
                 "unsupported_parameter",
-                f"{name}: nothing is stored here; send the whole conversation",
+                f"{name} is not supported, because responses are not stored; "
+                "send the whole conversation",
                 param=name,
             )
-    given = {
-        name: value
-        for name in ("temperature", "top_p")
-        if (value := getattr(asked, name)) is not None
-    }
+
+
+def _sampling_params(state: ServerState, request: ResponsesRequest) -> SamplingParams:
+    options = {**state.advised_sampling}
+    for name in ("temperature", "top_p"):
+        if (value := getattr(request, name)) is not None:
+            options[name] = value
     try:
-        params = SamplingParams(
-            **{
-                **served.advised_sampling,
-                **given,
-                "max_tokens": asked.max_output_tokens,
-                "structured_outputs": _format(asked),
+        return SamplingParams(
+            **options
+            | {
+                "max_tokens": request.max_output_tokens,
+                "structured_outputs": _text_format(request),
             }
         )
     except RequestError as error:
-        raise invalid_request(str(error)) from None
-    async with answered(served, call, _asked(asked, params)) as answer:
-        items = ResponseItems(asked, answer, params)
-        if asked.stream:
-            await call.stream(_events(items), served.settings.keepalive_seconds)
-        else:
-            await call.respond(await call.while_connected(_whole(items)))
+        raise request_error(str(error)) from None
 
 
-def _format(asked: ResponsesRequest) -> StructuredOutputs | None:
-    """What the text must be."""
-    given = (asked.text or {}).get("format")
-    if given is not None and not isinstance(given, dict):
+def _text_format(request: ResponsesRequest) -> StructuredOutputs | None:
+    text_format = (request.text or {}).get("format")
+    if text_format is not None and not isinstance(text_format, dict):
         raise invalid("text.format must be an object", "text")
-    return response_format(given, "text")
+    return response_format(text_format, "text")
 
 
-async def _whole(items: ResponseItems) -> dict[str, Any]:
+async def _body(items: ResponseItems) -> dict[str, Any]:
+    """Return the complete response. Raises the error that ended the generation."""
     async for _ in items.events():
         pass
     return items.response()
 
 
 async def _events(items: ResponseItems) -> AsyncGenerator[bytes]:
-    """Each event with its number. An error is the last one."""
+    """Yield the numbered events. If the generation fails, the last event is its error."""
     number = 0
     try:
         async for name, fields in items.events():
-            yield named_event(name, {"sequence_number": number, **fields})
+            yield named_sse_event(name, {"sequence_number": number, **fields})
             number += 1
     except Exception as error:
-        told = as_api_error(error)
-        yield named_event(
+        api_error = as_api_error(error)
+        yield named_sse_event(
             "error",
             {
                 "sequence_number": number,
-                "code": told.code,
-                "message": told.message,
-                "param": told.param,
+                "code": api_error.code,
+                "message": api_error.message,
+                "param": api_error.param,
             },
         )
 
 
-def _asked(asked: ResponsesRequest, params: SamplingParams) -> Asked:
-    own = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
-    messages = (
-        [{"role": "user", "content": asked.input}]
-        if isinstance(asked.input, str)
-        else _messages(asked.input)
-    )
-    choice = asked.tool_choice
+def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversation:
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        messages.append({"role": "user", "content": request.input})
+    else:
+        messages += _template_messages(request.input)
+
+    choice = request.tool_choice
     if isinstance(choice, dict) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
-    tools = [_tool(i, tool) for i, tool in enumerate(asked.tools or ())]
-    return Asked(
-        model=asked.model,
-        messages=[*own, *messages],
+    return Conversation(
+        model=request.model,
+        messages=messages,
         params=params,
-        tools=tools or None,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
         tool_choice=choice,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
-        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
     )
 
 
-def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool in the form of chat completions."""
+def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
+    """Convert a tool to the form of chat completions."""
     if tool.get("type") != "function":
         raise ApiError(
-            400, "unsupported_parameter", f"tools[{number}].type must be function", param="tools"
+            400, "unsupported_parameter", f"{field}.type must be function", param="tools"
         )
-    return {
-        "type": "function",
-        "function": {
-            name: tool[name]
-            for name in ("name", "description", "parameters", "strict")
-            if name in tool
-        },
-    }
+    function = {name: tool[name] for name in _TOOL_FIELDS if name in tool}
+    return {"type": "function", "function": function}
 
 
-def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
-    """Items as messages: calls and reasoning belong to one message of the assistant's, up to the
-    next message.
+def _template_messages(items: list[InputItem]) -> list[dict[str, Any]]:
+    """Convert input items to messages as chat templates read them.
+
+    Reasoning, text and tool calls between two other messages form one message of the assistant.
     """
     messages: list[dict[str, Any]] = []
-    open_turn: dict[str, Any] | None = None
+    assistant: dict[str, Any] | None = None  # the message to which further items are added
     for i, item in enumerate(items):
-        where = f"input[{i}]"
+        field = f"input[{i}]"
         match item.type or "message":
             case "message":
                 if not item.role:
-                    raise invalid(f"{where}: a message must have a role", "input")
-                text = text_of(item.content, where, "input") or ""
-                if item.role == "assistant" and open_turn and not open_turn["content"]:
-                    open_turn["content"] = text
+                    raise invalid(f"{field} is a message and must have a role", "input")
+                text = content_text(item.content, field, "input") or ""
+                if item.role == "assistant" and assistant and not assistant["content"]:
+                    assistant["content"] = text
                     continue
-                messages.append(
-                    {"role": "system" if item.role == "developer" else item.role, "content": text}
-                )
-                open_turn = messages[-1] if item.role == "assistant" else None
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": text})
+                assistant = messages[-1] if role == "assistant" else None
             case "function_call" | "reasoning" as kind:
-                if open_turn is None:
-                    open_turn = {"role": "assistant", "content": ""}
-                    messages.append(open_turn)
+                if assistant is None:
+                    assistant = {"role": "assistant", "content": ""}
+                    messages.append(assistant)
                 if kind == "reasoning":
-                    open_turn["reasoning_content"] = text_of(item.content, where, "input") or ""
+                    thoughts = content_text(item.content, field, "input") or ""
+                    assistant["reasoning_content"] = thoughts
                 else:
-                    call = {
-                        "id": item.call_id or "",
-                        "type": "function",
-                        "function": {"name": item.name, "arguments": item.arguments},
-                    }
-                    open_turn.setdefault("tool_calls", []).append(call_of(where, call, "input"))
+                    tool_calls = assistant.setdefault("tool_calls", [])
+                    tool_calls.append(_tool_call(item, field))
             case "function_call_output":
-                content = text_of(item.output, where, "input") or ""
+                text = content_text(item.output, field, "input") or ""
                 messages.append(
-                    {"role": "tool", "tool_call_id": item.call_id or "", "content": content}
+                    {"role": "tool", "tool_call_id": item.call_id or "", "content": text}
                 )
-                open_turn = None
+                assistant = None
             case kind:
                 raise invalid(
-                    f"{where}: an item is a message, function_call, function_call_output "
-                    f"or reasoning, not {kind!r}",
+                    f"{field}.type {kind!r} is unknown; use message, function_call, "
+                    "function_call_output or reasoning",
                     "input",
                 )
     return messages
+
+
+def _tool_call(item: InputItem, field: str) -> dict[str, Any]:
+    function = {"name": item.name, "arguments": item.arguments}
+    tool_call = {"id": item.call_id or "", "type": "function", "function": function}
+    return template_tool_call(tool_call, field, "input")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from headrace.server.described import FlatToolChoice, FlatTools, ItemKind, TextOptions
+from headrace.server.field_types import FlatToolChoice, FlatTools, ItemKind, TextOptions
 from headrace.server.openai_records import MAX_MESSAGES, ContentPart, TopP
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]

@@ -19,12 +19,12 @@ from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.remote.engine import ServedEngine
 from headrace.server.app import make_app
+from headrace.server.asgi_app import LOOPBACK
 from headrace.server.connection import Connection
-from headrace.server.gate import LOOPBACK
-from headrace.server.loading import served_model
 from headrace.server.request_record import JsonFormatter, log_request
-from headrace.server.served_model import ServedModel
 from headrace.server.settings import Settings
+from headrace.server.startup import start_server
+from headrace.server.state import ServerState
 from headrace.server.tracing import Tracer, otlp_exporter
 
 _POLL = 0.05
@@ -48,7 +48,7 @@ def check(settings: Settings) -> None:
         )
 
 
-Announce = Callable[[ServedModel, int], None]
+Announce = Callable[[ServerState, int], None]
 """Called with what is served and its port once it is ready."""
 
 
@@ -105,8 +105,8 @@ async def _serve(
     tracer: Tracer | None,
     announce: Announce,
 ) -> int:
-    async with served_model(model, config, settings, make_engine()) as served:
-        return await _listen_and_drain(served, listener, tracer, announce)
+    async with start_server(model, config, settings, make_engine()) as state:
+        return await _listen_and_drain(state, listener, tracer, announce)
 
 
 class _Server(uvicorn.Server):
@@ -118,12 +118,12 @@ class _Server(uvicorn.Server):
 
 
 async def _listen_and_drain(
-    served: ServedModel, listener: socket.socket, tracer: Tracer | None, announce: Announce
+    state: ServerState, listener: socket.socket, tracer: Tracer | None, announce: Announce
 ) -> int:
-    settings = served.settings
+    settings = state.settings
     server = _Server(
         uvicorn.Config(
-            make_app(served, filter(None, (log_request, tracer))),
+            make_app(state, filter(None, (log_request, tracer))),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -145,24 +145,24 @@ async def _listen_and_drain(
     serving = asyncio.ensure_future(server.serve([listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
-    announce(served, listener.getsockname()[1])
+    announce(state, listener.getsockname()[1])
     try:
-        while not signals and served.engine.state != "dead":
+        while not signals and state.engine.state != "dead":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), _POLL * 10)
-        if served.engine.state == "dead":
+        if state.engine.state == "dead":
             logging.getLogger("headrace.server").error(
                 "the engine ended too often: the server ends"
             )
             return 1
-        served.draining = True
+        state.draining = True
         deadline = loop.time() + settings.drain_seconds
-        while served.under_way and loop.time() < deadline and len(signals) < 2:
+        while state.num_sequences and loop.time() < deadline and len(signals) < 2:
             await asyncio.sleep(_POLL)
         return 0
     finally:
-        served.draining = True
-        await served.engine.close()  # streams that are left end with an error
+        state.draining = True
+        await state.engine.close()  # streams that are left end with an error
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, 2)

@@ -1,86 +1,88 @@
-"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, as vLLM has them."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, compatible with vLLM."""
 
 from functools import partial
 
-from headrace.server.asgi import Call
 from headrace.server.errors import invalid
-from headrace.server.openai_messages import messages_of
+from headrace.server.http_exchange import HttpExchange
 from headrace.server.openai_records import DetokenizeRequest, TokenizeRequest
 from headrace.server.output_parsers.tools import read_tools
-from headrace.server.served_model import ServedModel
+from headrace.server.state import ServerState
+from headrace.server.template_messages import template_messages
 
 
-async def tokenize(served: ServedModel, call: Call) -> None:
-    """The tokens of a text, or of a conversation as the chat template renders it."""
-    asked = await call.read(TokenizeRequest)
-    served.adapter_of(asked.model)
-    read_tools(asked.tools)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise invalid("give prompt or messages", "prompt")
-    with served.admitted(call, 1):
-        if asked.prompt is not None:
-            read = partial(
-                served.prompts.read_prompt,
-                asked.prompt,
-                add_special=asked.add_special_tokens is not False,
-            )
-        else:
-            read = partial(
-                served.prompts.read_chat,
-                messages_of(asked.messages or []),
-                tools=asked.tools,
-                add_generation_prompt=asked.add_generation_prompt is not False,
-                chat_template_kwargs=asked.chat_template_kwargs,
-            )
-        ids = (
-            await served.tokens_of(read, "messages" if asked.messages else "prompt", 0)
-            if asked.prompt != ""
-            else []
-        )
-    texts = (
-        [served.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
-        if asked.return_token_strs
-        else None
-    )
-    await call.respond(
+async def tokenize(http: HttpExchange, state: ServerState) -> None:
+    """Token ids of a text, or of a conversation rendered by the chat template."""
+    request = await http.read(TokenizeRequest)
+    state.resolve_adapter(request.model)
+    read_tools(request.tools)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("prompt or messages must be given, but not both", "prompt")
+
+    with state.admit(http, 1):
+        ids = await _token_ids(state, request)
+    texts = None
+    if request.return_token_strs:
+        texts = [state.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+    await http.respond(
         {
             "tokens": ids,
             "count": len(ids),
-            "max_model_len": served.prompts.max_model_len,
+            "max_model_len": state.prompt_reader.max_model_len,
             "token_strs": texts,
         }
     )
 
 
-async def detokenize(served: ServedModel, call: Call) -> None:
-    """The text of tokens, control tokens included."""
-    asked = await call.read(DetokenizeRequest)
-    served.adapter_of(asked.model)
-    if len(asked.tokens) > served.prompts.max_model_len:
-        raise invalid(
-            f"tokens has {len(asked.tokens):,} entries, more than a context of "
-            f"{served.prompts.max_model_len:,}",
-            "tokens",
+async def _token_ids(state: ServerState, request: TokenizeRequest) -> list[int]:
+    if request.prompt == "":
+        return []
+    if request.prompt is not None:
+        read = partial(
+            state.prompt_reader.read_prompt,
+            request.prompt,
+            add_special=request.add_special_tokens is not False,
         )
-    if max(asked.tokens, default=0) >= served.tokenizer.vocab_size:
-        raise invalid(
-            f"tokens has {max(asked.tokens):,}, and the vocabulary ends at "
-            f"{served.tokenizer.vocab_size - 1:,}",
-            "tokens",
-        )
-    await call.respond({"prompt": served.tokenizer.decode(asked.tokens, skip_special=False)})
+        return await state.tokenize(read, "prompt", max_tokens=0)
+    read = partial(
+        state.prompt_reader.read_chat,
+        template_messages(request.messages or []),
+        tools=request.tools,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    return await state.tokenize(read, "messages" if request.messages else "prompt", max_tokens=0)
 
 
-async def tokenizer_info(served: ServedModel, call: Call) -> None:
-    """What clients that tokenise by themselves ask for."""
-    tokenizer = served.tokenizer
-    await call.respond(
+async def detokenize(http: HttpExchange, state: ServerState) -> None:
+    """Text of token ids, control tokens included."""
+    request = await http.read(DetokenizeRequest)
+    state.resolve_adapter(request.model)
+    max_model_len, vocab_size = state.prompt_reader.max_model_len, state.tokenizer.vocab_size
+    if len(request.tokens) > max_model_len:
+        raise invalid(
+            f"tokens has {len(request.tokens):,} entries, more than the context of "
+            f"{max_model_len:,} tokens",
+            "tokens",
+        )
+    if max(request.tokens, default=0) >= vocab_size:
+        raise invalid(
+            f"tokens contains {max(request.tokens):,}, but the vocabulary ends at "
+            f"{vocab_size - 1:,}",
+            "tokens",
+        )
+    await http.respond({"prompt": state.tokenizer.decode(request.tokens, skip_special=False)})
+
+
+async def tokenizer_info(http: HttpExchange, state: ServerState) -> None:
+    """Vocabulary size, special tokens and context length, for clients that tokenize themselves."""
+    tokenizer = state.tokenizer
+    await http.respond(
         {
             "vocab_size": tokenizer.vocab_size,
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
             "bos_token_id": tokenizer.bos_id,
             "eos_token_id": tokenizer.eos_id,
-            "max_model_len": served.prompts.max_model_len,
+            "max_model_len": state.prompt_reader.max_model_len,
         }
     )

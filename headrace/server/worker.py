@@ -1,8 +1,7 @@
-"""The routes of a worker, for the frontend that it serves: requests as the engine reads them, and
-what the worker says of itself.
+"""Routes of a worker for its frontend: requests as the engine reads them, and the worker's status.
 
-A frontend is trusted: it chooses the scopes of the prefix cache, and what it sends was not read by
-the routes of clients. So these routes are there where the operator asks for them alone.
+A frontend is trusted: it chooses the scopes of the prefix cache, and its requests have passed no
+other route's checks. So these routes exist only if the operator turns them on.
 """
 
 import asyncio
@@ -15,12 +14,12 @@ from headrace.remote import frames
 from headrace.remote.errors import EngineError, RefusedError
 from headrace.remote.replica_status import ReplicaStatus, encode_status
 from headrace.remote.stream import Stream
-from headrace.server.asgi import Call
 from headrace.server.errors import invalid
-from headrace.server.served_model import ServedModel
+from headrace.server.http_exchange import HttpExchange
+from headrace.server.state import ServerState
 
-PERIOD = 0.25
-"""Seconds between two words of a worker."""
+STATUS_SECONDS = 0.25
+"""Seconds between two statuses of a worker."""
 _HEADERS = {
     "content-type": "application/octet-stream",
     "cache-control": "no-cache",
@@ -28,59 +27,57 @@ _HEADERS = {
 }
 
 
-async def generate(served: ServedModel, call: Call) -> None:
-    """Run the request of `frames.Add`; the answer is the frames of what comes of it, the first of
-    which is `Accepted` or `Refused`.
+async def generate(http: HttpExchange, state: ServerState) -> None:
+    """Run the request in a `frames.Add`; the response is a stream of frames.
 
-    The last is `Ended`, or `Refused` of the kind `closed` where the engine ended under it, or the
-    worker ends. To close the connection is to end the request.
+    The first frame is `Accepted` or `Refused`. The last is `Ended`, or `Refused` of kind `closed`
+    if the engine or the worker ended. Closing the connection aborts the request.
     """
-    asked = _read(await call.read_body(frames.CONTENT_TYPE))
-    params = asked.params
-    max_timeout, timeout = served.settings.request_timeout, asked.options.timeout
-    options = replace(
-        asked.options, timeout=max_timeout if timeout is None else min(max_timeout, timeout)
-    )
-    with served.admitted(call, (params.beam_width or params.n) if params else 1):
-        try:
-            stream = await call.while_connected(
-                served.engine.submit(
-                    asked.prompt_token_ids,
-                    params,
-                    options,
-                    pooling=asked.pooling,
-                    output_token_ids=asked.output_token_ids,
-                )
-            )
-        except RefusedError as error:
-            refused = frames.Refused(asked.id, error.kind, str(error))
-            return await call.respond_bytes(frames.encode(refused), _HEADERS["content-type"])
-        call.record.model, call.record.prompt_tokens = (
-            options.adapter or served.settings.model_name,
-            len(asked.prompt_token_ids),
+    request = _read(await http.read_body(frames.CONTENT_TYPE))
+    params = request.params
+    timeout = state.settings.request_timeout
+    if request.options.timeout is not None:
+        timeout = min(timeout, request.options.timeout)
+    options = replace(request.options, timeout=timeout)
+
+    with state.admit(http, (params.beam_width or params.n) if params else 1):
+        submission = state.engine.submit(
+            request.prompt_token_ids,
+            params,
+            options,
+            pooling=request.pooling,
+            output_token_ids=request.output_token_ids,
         )
         try:
-            await call.stream_bytes(_frames(stream), _HEADERS)
+            stream = await http.while_connected(submission)
+        except RefusedError as error:
+            refused = frames.Refused(request.id, error.kind, str(error))
+            return await http.respond_bytes(frames.encode(refused), _HEADERS["content-type"])
+        http.record.model = options.adapter or state.settings.model_name
+        http.record.prompt_tokens = len(request.prompt_token_ids)
+        try:
+            await http.stream_bytes(_frames(stream), _HEADERS)
         finally:
             stream.close()
-            call.record.add_stream(stream)
+            http.record.add_stream(stream)
 
 
-async def status(served: ServedModel, call: Call) -> None:
-    """What the worker is and does, several times a second, until it ends: `ReplicaStatus`, each
-    after its length.
+async def status(http: HttpExchange, state: ServerState) -> None:
+    """Stream the worker's `ReplicaStatus`, several per second, until the worker ends.
+
+    Each status follows its length.
     """
-    await call.stream_bytes(_statuses(served), _HEADERS)
+    await http.stream_bytes(_statuses(state), _HEADERS)
 
 
 def _read(body: bytes) -> frames.Add:
     try:
-        asked = frames.read_command(body)
+        command = frames.read_command(body)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(f"the body is no request: {error}") from None
-    if not isinstance(asked, frames.Add):
-        raise invalid(f"the body is no request, but {type(asked).__name__}")
-    return asked
+        raise invalid(f"the body is not a frame: {error}") from None
+    if not isinstance(command, frames.Add):
+        raise invalid(f"the frame must be Add, not {type(command).__name__}")
+    return command
 
 
 async def _frames(stream: Stream) -> AsyncGenerator[bytes]:
@@ -92,23 +89,23 @@ async def _frames(stream: Stream) -> AsyncGenerator[bytes]:
         yield frames.encode(frames.Refused(stream.id, "closed", str(error)))
 
 
-async def _statuses(served: ServedModel) -> AsyncGenerator[bytes]:
-    while served.engine.state not in ("closed", "dead"):
-        yield encode_status(_status(served))
-        await asyncio.sleep(PERIOD)
+async def _statuses(state: ServerState) -> AsyncGenerator[bytes]:
+    while state.engine.state not in ("closed", "dead"):
+        yield encode_status(_status(state))
+        await asyncio.sleep(STATUS_SECONDS)
 
 
-def _status(served: ServedModel) -> ReplicaStatus:
-    engine = served.engine
-    assert engine.hello is not None, "it is served"
+def _status(state: ServerState) -> ReplicaStatus:
+    engine = state.engine
+    assert engine.hello is not None, "a served engine has sent its Hello"
     return ReplicaStatus(
-        boot=f"{served.boot}-{engine.restarts}",
+        boot=f"{state.boot_id}-{engine.restarts}",
         state=engine.state,
-        draining=served.draining,
+        draining=state.draining,
         hello=engine.hello,
         report=engine.report,
         adapters=dict(engine.adapters),
         restarts=engine.restarts,
         step_seconds=engine.step_seconds,
-        model=served.fingerprint,
+        model=state.fingerprint,
     )

@@ -95,11 +95,11 @@ def schema() -> str:
 
 
 def wrong_key() -> None:
-    assert "a valid API key is needed" in error("chat", *OPTIONS, key="wrong")
+    assert "the API key is missing or invalid" in error("chat", *OPTIONS, key="wrong")
 
 
 def unknown_model() -> None:
-    assert "there is no model of that name" in error("other", *OPTIONS)
+    assert "does not exist" in error("other", *OPTIONS)
 
 
 def too_long() -> None:

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from headrace.request import MAX_SEQUENCES
-from headrace.server.described import MAX_PROMPTS
+from headrace.server.field_types import MAX_PROMPTS
 from tests.server.api_cases import Description, as_clients_write
 from tests.server.running import Running, running, until
 from tests.server.test_tools import tools_model  # noqa: F401 - a fixture

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.errors import RequestError
-from headrace.server.app import ROUTES, description
+from headrace.server.app import ROUTES, openapi_document
 from headrace.server.serving import check, listen
 from headrace.server.settings import Settings
 from tests.server.running import Running, running
@@ -279,7 +279,7 @@ class TestBodies:
 
 
 def test_the_description_has_every_route_and_record() -> None:
-    document = description()
+    document = openapi_document()
     assert {path for path in document["paths"] if "{" not in path} == set(ROUTES)
     for path, route in ROUTES.items():
         if route.record:

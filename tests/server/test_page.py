@@ -14,7 +14,7 @@ import pytest
 import headrace.server
 from headrace import LLM, SamplingParams
 from headrace.remote.host import blocks_of
-from headrace.server.page import FILES, FOLDER
+from headrace.server.web_page import FILES, FOLDER
 from headrace.stats import BlockMap, GroupMap, Holding
 from tests.server.running import SECONDS, Running, running, until
 

@@ -18,7 +18,7 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
+class ToolCallStart:
     """A call of a tool: the first delta of its `index`."""
 
     index: int
@@ -27,7 +27,7 @@ class CallBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArguments:
     """The next fragment of the arguments of a call, which together are the text of a JSON
     object.
     """
@@ -36,10 +36,10 @@ class CallArguments:
     text: str
 
 
-Delta = Content | Reasoning | CallBegun | CallArguments
+Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
-def merged(deltas: list[Delta]) -> list[Delta]:
+def merge_deltas(deltas: list[Delta]) -> list[Delta]:
     """The same deltas, with neighbours of one kind as one. Takes linear time."""
     result: list[Delta] = []
     texts: list[str] = []
@@ -49,15 +49,15 @@ def merged(deltas: list[Delta]) -> list[Delta]:
             _close(result, texts)
             result.append(delta)
             texts.clear()
-        if not isinstance(delta, CallBegun):
+        if not isinstance(delta, ToolCallStart):
             texts.append(delta.text)
     _close(result, texts)
     return result
 
 
 def _continues(last: Delta | None, delta: Delta) -> bool:
-    if isinstance(delta, CallArguments):
-        return isinstance(last, CallArguments) and last.index == delta.index
+    if isinstance(delta, ToolCallArguments):
+        return isinstance(last, ToolCallArguments) and last.index == delta.index
     return isinstance(delta, Content | Reasoning) and type(last) is type(delta)
 
 
@@ -66,7 +66,7 @@ def _close(result: list[Delta], texts: list[str]) -> None:
     if len(texts) < 2:
         return
     last, text = result[-1], "".join(texts)
-    if isinstance(last, CallArguments):
-        result[-1] = CallArguments(last.index, text)
+    if isinstance(last, ToolCallArguments):
+        result[-1] = ToolCallArguments(last.index, text)
     else:
         result[-1] = Content(text) if isinstance(last, Content) else Reasoning(text)

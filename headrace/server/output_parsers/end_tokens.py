@@ -1,9 +1,9 @@
 """The end token of an answer, where control tokens are left in its text."""
 
-from headrace.server.output_parsers.reader import markers
+from headrace.server.output_parsers.text_reader import markers
 
 
-class EndTokens:
+class EndTokenFilter:
     """Passes text on without the end token behind it. The same text within the answer stays."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:

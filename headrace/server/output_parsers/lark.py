@@ -12,7 +12,7 @@ _WRITTEN = {
 }
 
 
-class Lark:
+class LarkGrammar:
     """A grammar as it is built: expressions are texts, and rules get names."""
 
     def __init__(self, control_tokens: Mapping[str, int]) -> None:
@@ -57,9 +57,9 @@ class Lark:
         """One of some expressions."""
         return self.rule(" | ".join(expressions))
 
-    def repeated(self, expression: str, separator: str, many: bool) -> str:
+    def repeated(self, expression: str, separator: str, parallel: bool) -> str:
         """The expression once, or as often as you like with `separator` between."""
-        return f"{expression} ({self.text(separator)} {expression})*" if many else expression
+        return f"{expression} ({self.text(separator)} {expression})*" if parallel else expression
 
     def arguments(
         self, tool: Tool, written: Callable[[str, Mapping[str, Any]], str], separator: str

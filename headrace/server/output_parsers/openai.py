@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace.server.output_parsers.deltas import (
-    CallArguments,
-    CallBegun,
     Content,
     Delta,
     Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
 )
 
 
@@ -20,18 +20,18 @@ def chat_delta(delta: Delta) -> dict[str, Any]:
         return {"content": delta.text}
     if isinstance(delta, Reasoning):
         return {"reasoning": delta.text}
-    if isinstance(delta, CallBegun):
+    if isinstance(delta, ToolCallStart):
         return {"tool_calls": [{"index": delta.index} | _call(delta)]}
     return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
 
 
-class ChatMessage:
+class ChatMessageBuilder:
     """A whole message, as it grows."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[CallBegun] = []
+        self._calls: list[ToolCallStart] = []
         self._arguments: list[list[str]] = []
 
     def add(self, deltas: Iterable[Delta]) -> None:
@@ -41,14 +41,14 @@ class ChatMessage:
                 self._content.append(delta.text)
             elif isinstance(delta, Reasoning):
                 self._reasoning.append(delta.text)
-            elif isinstance(delta, CallArguments):
+            elif isinstance(delta, ToolCallArguments):
                 self._arguments[delta.index].append(delta.text)
             else:
                 self._calls.append(delta)
                 self._arguments.append([])
 
     @property
-    def has_calls(self) -> bool:
+    def has_tool_calls(self) -> bool:
         """Whether a call has begun."""
         return bool(self._calls)
 
@@ -70,12 +70,12 @@ class ChatMessage:
         return message
 
 
-def chat_finish_reason(reason: str | None, has_calls: bool) -> str | None:
+def chat_finish_reason(reason: str | None, has_tool_calls: bool) -> str | None:
     """The finish reason of an answer: `tool_calls` where it ended by itself and has calls."""
-    return "tool_calls" if reason == "stop" and has_calls else reason
+    return "tool_calls" if reason == "stop" and has_tool_calls else reason
 
 
-def _call(call: CallBegun, arguments: str = "") -> dict[str, Any]:
+def _call(call: ToolCallStart, arguments: str = "") -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",

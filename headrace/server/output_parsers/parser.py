@@ -4,87 +4,100 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
+from headrace.server.output_parsers.delta_writer import DeltaWriter, random_id
 from headrace.server.output_parsers.deltas import Delta
-from headrace.server.output_parsers.end_tokens import EndTokens
-from headrace.server.output_parsers.formats import detect_tool_format, named_tool_format
-from headrace.server.output_parsers.reader import Reader, Steps
-from headrace.server.output_parsers.thinking import (
-    Thinking,
-    detect_thinking,
-    named_thinking,
-    split_thinking,
+from headrace.server.output_parsers.end_tokens import EndTokenFilter
+from headrace.server.output_parsers.formats import detect_tool_call_format, tool_call_format_by_name
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.reasoning_formats import (
+    ReasoningFormat,
+    detect_reasoning_format,
+    reasoning_format_by_name,
+    split_reasoning,
 )
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.text_reader import Steps, TextReader
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
-from headrace.server.output_parsers.writer import Writer, random_id
 
 
 @dataclass(frozen=True)
-class AnswerStyle:
+class OutputFormat:
     """How a model writes its answers. One for each model, chosen at start."""
 
-    tool_format: ToolFormat | None = None
-    thinking: Thinking | None = None
+    tool_call_format: ToolCallFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
 
     @classmethod
     def of(
-        cls, template: str, tool_format: str | None = None, thinking: str | None = None
-    ) -> "AnswerStyle":
+        cls, template: str, tool_call_format: str | None = None, reasoning_format: str | None = None
+    ) -> "OutputFormat":
         """By the text of the chat template (where there is a second one for tools, by both), or by
         names; "none" turns one off.
 
         Raises RequestError for an unknown name.
         """
         return cls(
-            detect_tool_format(template)
-            if tool_format is None
+            detect_tool_call_format(template)
+            if tool_call_format is None
             else None
-            if tool_format == "none"
-            else named_tool_format(tool_format),
-            detect_thinking(template)
-            if thinking is None
+            if tool_call_format == "none"
+            else tool_call_format_by_name(tool_call_format),
+            detect_reasoning_format(template)
+            if reasoning_format is None
             else None
-            if thinking == "none"
-            else named_thinking(thinking),
+            if reasoning_format == "none"
+            else reasoning_format_by_name(reasoning_format),
         )
 
     def needs_special_tokens(self, control_tokens: Collection[str], with_tools: bool) -> bool:
         """Whether the engine must leave control tokens in the text: whether a marker is one. With
         them comes the end token.
         """
-        tool_format = self._format(with_tools)
-        markers = () if tool_format is None else (*tool_format.openers, *tool_format.markers)
+        tool_call_format = self._tool_call_format(with_tools)
+        markers = (
+            ()
+            if tool_call_format is None
+            else (*tool_call_format.openers, *tool_call_format.markers)
+        )
         return any(
             marker in control_tokens
-            for marker in (*markers, *(self.thinking.markers if self.thinking else ()))
+            for marker in (
+                *markers,
+                *(self.reasoning_format.markers if self.reasoning_format else ()),
+            )
         )
 
-    def begins_inside(self, prompt: str) -> bool:
+    def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether an answer to this prompt begins within reasoning."""
-        return self.thinking is not None and self.thinking.begins_inside(prompt)
+        return self.reasoning_format is not None and self.reasoning_format.starts_in_reasoning(
+            prompt
+        )
 
     def parser(
-        self, *, inside: bool = False, tools: Sequence[Tool] = (), end_tokens: Iterable[str] = ()
-    ) -> "AnswerParser":
+        self,
+        *,
+        in_reasoning: bool = False,
+        tools: Sequence[Tool] = (),
+        end_tokens: Iterable[str] = (),
+    ) -> "OutputParser":
         """A parser for one answer. Without `tools` nothing is a call."""
-        return AnswerParser(
-            self._format(bool(tools)),
-            self.thinking,
-            inside=inside,
+        return OutputParser(
+            self._tool_call_format(bool(tools)),
+            self.reasoning_format,
+            in_reasoning=in_reasoning,
             tools=tools,
             end_tokens=end_tokens,
         )
 
-    def _format(self, with_tools: bool) -> ToolFormat | None:
+    def _tool_call_format(self, with_tools: bool) -> ToolCallFormat | None:
         return (
-            self.tool_format
-            if self.tool_format and (with_tools or self.tool_format.always)
+            self.tool_call_format
+            if self.tool_call_format and (with_tools or self.tool_call_format.always)
             else None
         )
 
 
-class AnswerParser:
+class OutputParser:
     """Makes deltas of one answer. What they are together does not depend on how its text was cut.
 
     Text that is not what it seemed to be, such as a call without a name, is content; nothing but
@@ -94,25 +107,29 @@ class AnswerParser:
 
     def __init__(
         self,
-        tool_format: ToolFormat | None,
-        thinking: Thinking | None = None,
+        tool_call_format: ToolCallFormat | None,
+        reasoning_format: ReasoningFormat | None = None,
         *,
-        inside: bool = False,
+        in_reasoning: bool = False,
         tools: Sequence[Tool] = (),
         end_tokens: Iterable[str] = (),
     ) -> None:
         """`inside`: the prompt ended within reasoning. `end_tokens`: texts of tokens that may end
         the answer, if they are left in it.
         """
-        self._writer = Writer(
-            tool_format.new_id if tool_format else random_id, holds_space=tool_format is not None
+        self._writer = DeltaWriter(
+            tool_call_format.new_id if tool_call_format else random_id,
+            holds_space=tool_call_format is not None,
         )
         self._stages = [
             stage
-            for stage in (self._thinking(thinking, inside), self._answer(tool_format, tools))
+            for stage in (
+                self._reasoning_stage(reasoning_format, in_reasoning),
+                self._output_stage(tool_call_format, tools),
+            )
             if stage
         ]
-        self._end_tokens = EndTokens(tuple(end_tokens))
+        self._end_tokens = EndTokenFilter(tuple(end_tokens))
 
     def push(self, text: str) -> list[Delta]:
         """The next piece of the answer's text; returns what is certain by it."""
@@ -132,26 +149,36 @@ class AnswerParser:
         if text:
             self._stages[0].push(text)
 
-    def _thinking(self, thinking: Thinking | None, inside: bool) -> "_Stage | None":
-        if thinking is None:
+    def _reasoning_stage(
+        self, reasoning_format: ReasoningFormat | None, in_reasoning: bool
+    ) -> "_Stage | None":
+        if reasoning_format is None:
             return None
-        reader = Reader()
+        reader = TextReader()
         return _Stage(
             reader,
-            split_thinking(
-                thinking, inside, reader, self._writer, lambda text: self._stages[-1].push(text)
+            split_reasoning(
+                reasoning_format,
+                in_reasoning,
+                reader,
+                self._writer,
+                lambda text: self._stages[-1].push(text),
             ),
         )
 
-    def _answer(self, tool_format: ToolFormat | None, tools: Sequence[Tool]) -> "_Stage":
-        reader = AnswerReader(self._writer, {tool.name: tool for tool in tools})
-        return _Stage(reader, tool_format.answer(reader) if tool_format else _content(reader))
+    def _output_stage(
+        self, tool_call_format: ToolCallFormat | None, tools: Sequence[Tool]
+    ) -> "_Stage":
+        reader = OutputReader(self._writer, {tool.name: tool for tool in tools})
+        return _Stage(
+            reader, tool_call_format.reader(reader) if tool_call_format else _content(reader)
+        )
 
 
 class _Stage:
     """A reader and the generator that reads from it."""
 
-    def __init__(self, reader: Reader, steps: Steps[None]) -> None:
+    def __init__(self, reader: TextReader, steps: Steps[None]) -> None:
         self._reader = reader
         self._steps = steps
 
@@ -166,6 +193,6 @@ class _Stage:
             next(self._steps)
 
 
-def _content(answer: AnswerReader) -> Steps[None]:
+def _content(reader: OutputReader) -> Steps[None]:
     """Without tools all is content."""
-    yield from answer.until((), answer.writer.content)
+    yield from reader.until((), reader.writer.content)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.errors import RequestError
-from headrace.server.described import FUNCTION_NAME
+from headrace.server.field_types import FUNCTION_NAME
 
 NAME = re.compile(FUNCTION_NAME)
 _CHOICES = ("none", "auto", "required")

@@ -4,10 +4,16 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
-from headrace.server.output_parsers.deltas import CallArguments, CallBegun, Content, Delta, merged
-from headrace.server.output_parsers.formats import FORMATS
-from headrace.server.output_parsers.parser import AnswerParser, AnswerStyle
-from headrace.server.output_parsers.thinking import THINKING
+from headrace.server.output_parsers.deltas import (
+    Content,
+    Delta,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_deltas,
+)
+from headrace.server.output_parsers.formats import TOOL_CALL_FORMATS
+from headrace.server.output_parsers.parser import OutputFormat, OutputParser
+from headrace.server.output_parsers.reasoning_formats import REASONING_FORMATS
 from headrace.server.output_parsers.tools import Tool
 
 WEATHER = Tool(
@@ -36,27 +42,29 @@ class Sample(NamedTuple):
     thinking: str | None
     text: str
     expected: Expected
-    inside: bool = False
+    in_reasoning: bool = False
 
 
-def style(format_: str | None, thinking: str | None = None) -> AnswerStyle:
+def style(format_: str | None, thinking: str | None = None) -> OutputFormat:
     """A style whose calls have ids that count from 0."""
     numbers = count()
-    found = replace(FORMATS[format_], new_id=lambda: str(next(numbers))) if format_ else None
-    return AnswerStyle(found, THINKING[thinking] if thinking else None)
+    found = (
+        replace(TOOL_CALL_FORMATS[format_], new_id=lambda: str(next(numbers))) if format_ else None
+    )
+    return OutputFormat(found, REASONING_FORMATS[thinking] if thinking else None)
 
 
-def parser(sample: Sample, **options: Any) -> AnswerParser:
+def parser(sample: Sample, **options: Any) -> OutputParser:
     tools = TOOLS if sample.format else ()
     return style(sample.format, sample.thinking).parser(
-        inside=sample.inside, tools=tools, **options
+        in_reasoning=sample.in_reasoning, tools=tools, **options
     )
 
 
-def deltas(parser: AnswerParser, pieces: list[str]) -> list[Delta]:
+def deltas(parser: OutputParser, pieces: list[str]) -> list[Delta]:
     """All that a parser makes of some pieces, neighbours of one kind as one."""
     found = [delta for piece in pieces for delta in parser.push(piece)]
-    return merged(found + parser.finish())
+    return merge_deltas(found + parser.finish())
 
 
 def summary(found: list[Delta]) -> Expected:
@@ -64,11 +72,11 @@ def summary(found: list[Delta]) -> Expected:
     result: list[list[str]] = []
     calls: list[list[str]] = []
     for delta in found:
-        if isinstance(delta, CallBegun):
+        if isinstance(delta, ToolCallStart):
             assert delta.index == len(calls)
             calls.append(["call", delta.name, ""])
             result.append(calls[-1])
-        elif isinstance(delta, CallArguments):
+        elif isinstance(delta, ToolCallArguments):
             assert delta.index == len(calls) - 1
             calls[-1][2] += delta.text
         else:
@@ -278,7 +286,7 @@ SAMPLES: list[Sample] = [
         f'Hm.</think>\n\nOk.{_V3}{_V3_CALL}<｜tool▁sep｜>get_weather\n```json\n{{"city": "Paris"}}\n```{_V3_END}\n'
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [("reasoning", "Hm."), ("content", "Ok."), PARIS, TIME],
-        inside=True,
+        in_reasoning=True,
     ),
     Sample(
         "deepseek_v31",
@@ -371,7 +379,7 @@ SAMPLES: list[Sample] = [
         "think",
         "<think>\n</think>\nYes.",
         [("reasoning", "Hm."), ("content", "Yes.")][1:],
-        inside=True,
+        in_reasoning=True,
     ),
     Sample(
         "hermes",

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from headrace.server.output_parsers.deltas import (
-    CallArguments,
-    CallBegun,
     Content,
     Delta,
     Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
 )
-from headrace.server.output_parsers.openai import ChatMessage, chat_delta, chat_finish_reason
+from headrace.server.output_parsers.openai import ChatMessageBuilder, chat_delta, chat_finish_reason
 from tests.server.output_parsers.samples import SAMPLES, Sample, parser
 
 CALL = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
@@ -27,7 +27,7 @@ def streamed(sample: Sample) -> list[dict[str, Any]]:
 
 
 def whole(*deltas: Delta) -> dict[str, Any]:
-    message = ChatMessage()
+    message = ChatMessageBuilder()
     message.add(deltas)
     return message.as_json()
 
@@ -48,7 +48,7 @@ def test_a_stream() -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_stream_is_the_whole_message(sample: Sample) -> None:
-    answer, message = parser(sample), ChatMessage()
+    answer, message = parser(sample), ChatMessageBuilder()
     message.add(answer.push(sample.text))
     message.add(answer.finish())
     content, reasoning, calls = "", "", list[Any]()
@@ -73,7 +73,7 @@ def test_a_stream_is_the_whole_message(sample: Sample) -> None:
         reasoning,
         calls,
     )
-    assert message.has_calls == bool(calls)
+    assert message.has_tool_calls == bool(calls)
 
 
 def test_whole_messages() -> None:
@@ -82,7 +82,7 @@ def test_whole_messages() -> None:
     assert whole() == frame | {"content": ""}
     assert whole(Content("a"), Content("b")) == frame | {"content": "ab"}
     assert whole(Reasoning("a")) == frame | {"content": None, "reasoning": "a"}
-    begun = (CallBegun(0, "x", "f"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}"))
+    begun = (ToolCallStart(0, "x", "f"), ToolCallArguments(0, '{"a"'), ToolCallArguments(0, ": 1}"))
     assert whole(*begun) == frame | {"content": None, "tool_calls": [call]}
     assert whole(Content("a"), *begun) == frame | {"content": "a", "tool_calls": [call]}
 

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.server.output_parsers.deltas import (
-    CallArguments,
-    CallBegun,
     Content,
     Delta,
     Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
 )
-from headrace.server.output_parsers.formats import FORMATS
-from headrace.server.output_parsers.parser import AnswerParser
-from headrace.server.output_parsers.thinking import THINKING
+from headrace.server.output_parsers.formats import TOOL_CALL_FORMATS
+from headrace.server.output_parsers.parser import OutputParser
+from headrace.server.output_parsers.reasoning_formats import REASONING_FORMATS
 from tests.server.output_parsers.samples import (
     MALFORMED,
     SAMPLES,
@@ -35,8 +35,8 @@ from tests.server.output_parsers.samples import (
 ALL = SAMPLES + MALFORMED
 
 FRAGMENTS = sorted(
-    {text for one in FORMATS.values() for text in (*one.openers, *one.markers)}
-    | {text for thinking in THINKING.values() for text in thinking.markers}
+    {text for one in TOOL_CALL_FORMATS.values() for text in (*one.openers, *one.markers)}
+    | {text for thinking in REASONING_FORMATS.values() for text in thinking.markers}
     | set(
         '{ } [ ] ( ) " \' \\ , : = ; < > \n x 1 clock functions. to= "name" "arguments" ```json'.split(
             " "
@@ -91,7 +91,7 @@ class TestWhatAnswersAre:
         for kind, *rest in sample.expected:
             assert kind != "call" or isinstance(json.loads(rest[1]), dict)
 
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
     def test_every_format_has_samples(self, name: str) -> None:
         assert [
             sample
@@ -101,11 +101,11 @@ class TestWhatAnswersAre:
 
     def test_ids(self) -> None:
         def ids(format_: str, text: str) -> list[str]:
-            answer = AnswerParser(FORMATS[format_], tools=TOOLS)
+            answer = OutputParser(TOOL_CALL_FORMATS[format_], tools=TOOLS)
             return [
                 delta.id
                 for delta in answer.push(text) + answer.finish()
-                if isinstance(delta, CallBegun)
+                if isinstance(delta, ToolCallStart)
             ]
 
         assert ids("mistral_v11", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}") == ["abcdefghi"]
@@ -119,14 +119,18 @@ class TestWhatAnswersAre:
 class TestAnyText:
     @settings(max_examples=25, deadline=None)
     @given(st.data())
-    @pytest.mark.parametrize("format_", [None, *FORMATS])
+    @pytest.mark.parametrize("format_", [None, *TOOL_CALL_FORMATS])
     def test_cuts_do_not_matter(self, format_: str | None, data: st.DataObject) -> None:
-        own = [*FORMATS[format_].openers, *FORMATS[format_].markers] if format_ else []
+        own = (
+            [*TOOL_CALL_FORMATS[format_].openers, *TOOL_CALL_FORMATS[format_].markers]
+            if format_
+            else []
+        )
         pieces = data.draw(
             st.lists(st.sampled_from(own + FRAGMENTS) | st.text(max_size=3), max_size=25)
         )
         text = "".join(pieces)
-        thinking = data.draw(st.sampled_from([None, *THINKING]))
+        thinking = data.draw(st.sampled_from([None, *REASONING_FORMATS]))
         sample = Sample(format_, thinking, text, [], data.draw(st.booleans()))
         ends = data.draw(st.sampled_from([(), ("<|call|>",), ("</s>", "<|im_end|>")]))
         at = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
@@ -243,9 +247,10 @@ class TestHowEarly:
             Sample("hermes", None, "", []),
             ['<tool_call>{"name": "f", "arguments":', ' {"', "a", '"', ": 1", "}", "}"],
         )
-        assert found[:2] == [[], [CallBegun(0, "0", "f"), CallArguments(0, '{"')]]
+        assert found[:2] == [[], [ToolCallStart(0, "0", "f"), ToolCallArguments(0, '{"')]]
         assert [
-            [delta.text for delta in step if isinstance(delta, CallArguments)] for step in found[2:]
+            [delta.text for delta in step if isinstance(delta, ToolCallArguments)]
+            for step in found[2:]
         ] == [
             ["a"],
             ['"'],
@@ -259,7 +264,7 @@ class TestHowEarly:
             Sample("hermes", None, "", []),
             ['<tool_call>{"arguments": {"a": 1}, "name": "f', '"', "}"],
         )
-        assert found == [[], [CallBegun(0, "0", "f"), CallArguments(0, '{"a": 1}')], []]
+        assert found == [[], [ToolCallStart(0, "0", "f"), ToolCallArguments(0, '{"a": 1}')], []]
 
     @pytest.mark.parametrize(
         ("format_", "before"),
@@ -274,7 +279,7 @@ class TestHowEarly:
             [before, "Pa", "r", '\\"' if format_ == "pythonic" else '"', "is"],
         )
         assert [
-            "".join(delta.text for delta in step if isinstance(delta, CallArguments))
+            "".join(delta.text for delta in step if isinstance(delta, ToolCallArguments))
             for step in found[1:]
         ] == ["Pa", "r", '\\"', "is"]
 
@@ -292,36 +297,38 @@ class TestEndTokens:
     )
     def test_only_the_last(self, text: str, left: str) -> None:
         for pieces in ([text], list(text)):
-            found = deltas(AnswerParser(None, end_tokens=("<|im_end|>", "</s>")), pieces)
+            found = deltas(OutputParser(None, end_tokens=("<|im_end|>", "</s>")), pieces)
             assert "".join(delta.text for delta in found if isinstance(delta, Content)) == left
 
     def test_a_call_needs_no_end(self) -> None:
-        answer = AnswerParser(FORMATS["llama3_json"], tools=TOOLS, end_tokens=("<|eom_id|>",))
+        answer = OutputParser(
+            TOOL_CALL_FORMATS["llama3_json"], tools=TOOLS, end_tokens=("<|eom_id|>",)
+        )
         assert summary(deltas(answer, ['{"name": "clock"}<|eom_id|>'])) == [("call", "clock", "{}")]
 
     def test_texts_that_lie_within_each_other(self) -> None:
         for text in ("x<a>", "xx<a>y", "x<a>y"):
             ends = ("<a>", "x<a>y")
             left = [
-                deltas(AnswerParser(None, end_tokens=ends), pieces)
+                deltas(OutputParser(None, end_tokens=ends), pieces)
                 for pieces in ([text], list(text))
             ]
             assert left[0] == left[1] == ([Content("x")] if text != "x<a>y" else [])
 
 
 class TestMarkers:
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
     def test_none_lies_within_another(self, name: str) -> None:
         """Otherwise what is found would depend on the cuts."""
-        texts = (*FORMATS[name].openers, *FORMATS[name].markers)
+        texts = (*TOOL_CALL_FORMATS[name].openers, *TOOL_CALL_FORMATS[name].markers)
         assert len(set(texts)) == len(texts)
         assert not [
             (a, b) for a in texts for b in texts if a != b and a in b and a != "<|tool_call|>"
         ]
 
-    @pytest.mark.parametrize("name", THINKING)
+    @pytest.mark.parametrize("name", REASONING_FORMATS)
     def test_nor_of_reasoning(self, name: str) -> None:
-        texts = THINKING[name].markers
+        texts = REASONING_FORMATS[name].markers
         assert not [(a, b) for a in texts for b in texts if a != b and a in b]
 
 
@@ -400,7 +407,7 @@ class TestWork:
             sample, text = hostile(size)[name]
             answer = parser(sample)
 
-            def read(answer: AnswerParser = answer, text: str = text) -> None:
+            def read(answer: OutputParser = answer, text: str = text) -> None:
                 nonlocal largest
                 for at in range(0, len(text), piece or len(text)):
                     answer.push(text[at : at + (piece or len(text))])
@@ -416,7 +423,10 @@ class TestWork:
         sample, text = hostile(1 << 20)[name]
         answer = parser(sample)
         found = deltas(answer, [text[at : at + 64] for at in range(0, len(text), 64)])
-        assert sum(len(delta.text) for delta in found if not isinstance(delta, CallBegun)) > 1 << 19
+        assert (
+            sum(len(delta.text) for delta in found if not isinstance(delta, ToolCallStart))
+            > 1 << 19
+        )
 
 
 def test_a_style_without_tools_reads_none() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import RequestError
-from headrace.server.output_parsers.formats import FORMATS
-from headrace.server.output_parsers.parser import AnswerStyle
-from headrace.server.output_parsers.thinking import THINKING
+from headrace.server.output_parsers.formats import TOOL_CALL_FORMATS
+from headrace.server.output_parsers.parser import OutputFormat
+from headrace.server.output_parsers.reasoning_formats import REASONING_FORMATS
 from tests.server.output_parsers.samples import TOOLS
 
 KINDS = {
@@ -132,10 +132,10 @@ class TestDetection:
     @pytest.mark.parametrize("name", TEMPLATES)
     def test_by_the_template(self, name: str) -> None:
         template, tool_format, thinking = TEMPLATES[name]
-        style = AnswerStyle.of(template)
+        style = OutputFormat.of(template)
         assert (
-            style.tool_format and style.tool_format.name,
-            style.thinking and style.thinking.name,
+            style.tool_call_format and style.tool_call_format.name,
+            style.reasoning_format and style.reasoning_format.name,
         ) == (tool_format, thinking)
 
     def test_every_one_is_detected_by_some_template(self) -> None:
@@ -143,46 +143,46 @@ class TestDetection:
             *((tool_format, thinking) for _, tool_format, thinking in TEMPLATES.values()),
             strict=True,
         )
-        assert set(formats) - {None} == FORMATS.keys()
-        assert set(thoughts) - {None} == THINKING.keys()
+        assert set(formats) - {None} == TOOL_CALL_FORMATS.keys()
+        assert set(thoughts) - {None} == REASONING_FORMATS.keys()
 
     def test_names_come_first(self) -> None:
-        assert AnswerStyle.of(HERMES, "glm45", "seed_oss") == AnswerStyle(
-            FORMATS["glm45"], THINKING["seed_oss"]
+        assert OutputFormat.of(HERMES, "glm45", "seed_oss") == OutputFormat(
+            TOOL_CALL_FORMATS["glm45"], REASONING_FORMATS["seed_oss"]
         )
-        assert AnswerStyle.of(KINDS["TOOLS_OF_HERMES"], "none", "none") == AnswerStyle()
+        assert OutputFormat.of(KINDS["TOOLS_OF_HERMES"], "none", "none") == OutputFormat()
 
     def test_unknown_names_are_refused(self) -> None:
         with pytest.raises(
             RequestError,
             match=r"no format of tool calls named 'x': use one of command, deepseek_v3,",
         ):
-            AnswerStyle.of("", "x")
+            OutputFormat.of("", "x")
         with pytest.raises(
             RequestError, match=r"no kind of reasoning named 'x': use one of command, granite"
         ):
-            AnswerStyle.of("", None, "x")
+            OutputFormat.of("", None, "x")
 
 
 class TestSpecialTokens:
     def test_where_a_marker_is_one(self) -> None:
-        style = AnswerStyle.of(KINDS["TOOLS_OF_HERMES"])
+        style = OutputFormat.of(KINDS["TOOLS_OF_HERMES"])
         assert not style.needs_special_tokens({"<|im_end|>"}, with_tools=True)
         assert style.needs_special_tokens({"<|im_end|>", "<tool_call>"}, with_tools=True)
         assert not style.needs_special_tokens({"<|im_end|>", "<tool_call>"}, with_tools=False)
         assert style.needs_special_tokens({"</think>"}, with_tools=False)
 
     def test_channels_are_read_without_tools_too(self) -> None:
-        assert AnswerStyle(FORMATS["harmony"]).needs_special_tokens(
+        assert OutputFormat(TOOL_CALL_FORMATS["harmony"]).needs_special_tokens(
             {"<|channel|>"}, with_tools=False
         )
 
     def test_a_plain_model_needs_none(self) -> None:
-        assert not AnswerStyle().needs_special_tokens({"<|im_end|>"}, with_tools=True)
+        assert not OutputFormat().needs_special_tokens({"<|im_end|>"}, with_tools=True)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "inside"),
+    ("prompt", "in_reasoning"),
     [
         ("assistant\n<think>\n", True),
         ("<think>", True),
@@ -191,13 +191,15 @@ class TestSpecialTokens:
         ("", False),
     ],
 )
-def test_whether_a_prompt_ends_within_reasoning(prompt: str, inside: bool) -> None:
-    assert AnswerStyle(None, THINKING["think"]).begins_inside(prompt) is inside
-    assert not AnswerStyle().begins_inside(prompt)
+def test_whether_a_prompt_ends_within_reasoning(prompt: str, in_reasoning: bool) -> None:
+    assert (
+        OutputFormat(None, REASONING_FORMATS["think"]).starts_in_reasoning(prompt) is in_reasoning
+    )
+    assert not OutputFormat().starts_in_reasoning(prompt)
 
 
 def test_channels_without_tools_have_no_calls() -> None:
-    answer = AnswerStyle(FORMATS["harmony"]).parser()
+    answer = OutputFormat(TOOL_CALL_FORMATS["harmony"]).parser()
     text = '<|channel|>commentary to=functions.clock<|message|>{"a": 1}<|call|>'
     assert [delta.text for delta in answer.push(text) + answer.finish()] == ['{"a": 1}']
-    assert len(AnswerStyle(FORMATS["harmony"]).parser(tools=TOOLS).push(text)) == 2
+    assert len(OutputFormat(TOOL_CALL_FORMATS["harmony"]).parser(tools=TOOLS).push(text)) == 2

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from headrace.server.output_parsers.formats import FORMATS
-from headrace.server.output_parsers.reader import SPACE
-from headrace.server.output_parsers.thinking import THINKING
+from headrace.server.output_parsers.formats import TOOL_CALL_FORMATS
+from headrace.server.output_parsers.reasoning_formats import REASONING_FORMATS
+from headrace.server.output_parsers.text_reader import SPACE
 from headrace.server.output_parsers.tool_grammar import tool_grammar
 from headrace.server.output_parsers.tools import Tool, ToolChoice
 from tests.server.output_parsers.samples import CLOCK, TOOLS, WEATHER, deltas, style, summary
@@ -95,7 +95,7 @@ class Bytes:
 
 
 def control_tokens(format_: str) -> list[str]:
-    return [*FORMATS[format_].openers, *FORMATS[format_].markers]
+    return [*TOOL_CALL_FORMATS[format_].openers, *TOOL_CALL_FORMATS[format_].markers]
 
 
 def taken(grammar: str, text: str, control: Sequence[str] = ()) -> str:
@@ -119,7 +119,7 @@ def grammar_of(
 
 
 class TestEveryFormat:
-    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     @pytest.mark.parametrize("with_control", [False, True])
     def test_what_it_writes_is_taken_and_read(self, format_: str, with_control: bool) -> None:
         control = control_tokens(format_) if with_control else []
@@ -128,11 +128,11 @@ class TestEveryFormat:
         calls = summary(deltas(style(format_).parser(tools=TOOLS), [WRITTEN[format_]]))
         assert calls == (TWO[:1] if format_ == "harmony" else TWO)
 
-    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     def test_every_beginning_of_it_goes_on(self, format_: str) -> None:
         assert taken(grammar_of(format_), WRITTEN[format_][:-1]) == "begun"
 
-    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     @pytest.mark.parametrize(
         "change", [("get_weather", "get_whether"), ("days", "dais"), ("3", "x")]
     )
@@ -145,15 +145,15 @@ class TestEveryFormat:
             == "refused"
         )
 
-    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     def test_no_content_stands_before(self, format_: str) -> None:
         assert taken(grammar_of(format_), "I ") == "refused"
 
-    @pytest.mark.parametrize("format_", sorted(FORMATS.keys() - {"harmony"}))
+    @pytest.mark.parametrize("format_", sorted(TOOL_CALL_FORMATS.keys() - {"harmony"}))
     def test_one_call_alone_where_they_are_not_parallel(self, format_: str) -> None:
         assert taken(grammar_of(format_, parallel=False), WRITTEN[format_]) == "refused"
 
-    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     def test_a_named_tool(self, format_: str) -> None:
         grammar = grammar_of(format_, ToolChoice("named", "clock"))
         assert taken(grammar, WRITTEN[format_]) == "refused"
@@ -229,7 +229,7 @@ class TestWhatAGrammarWrites:
             assert matcher.consume_token(text[-1])
         return text.decode()
 
-    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     def test_is_calls_that_keep_to_the_schema(self, format_: str) -> None:
         tools = [Tool("f", self.SCHEMA), CLOCK]
         grammar, rng = grammar_of(format_, tools=tools), Random(format_)
@@ -254,7 +254,7 @@ class TestWhatAGrammarWrites:
 
 
 class TestHostileSchemas:
-    @pytest.mark.parametrize("format_", FORMATS)
+    @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     @pytest.mark.parametrize(
         "schema",
         [
@@ -286,14 +286,14 @@ class TestReasoning:
     @pytest.mark.parametrize("control", [[], ["<think>", "</think>"]])
     def test_it_must_end_first_where_the_prompt_began_it(self, control: list[str]) -> None:
         grammar = grammar_of(
-            "hermes", thinking="think", inside=True, control_tokens=Bytes(control).control
+            "hermes", thinking="think", in_reasoning=True, control_tokens=Bytes(control).control
         )
         for text, result in (("Hm.</think>", "whole"), ("", "begun")):
             assert taken(grammar, text + WRITTEN["hermes"], control) == result
 
-    @pytest.mark.parametrize("name", THINKING)
+    @pytest.mark.parametrize("name", REASONING_FORMATS)
     def test_every_kind(self, name: str) -> None:
-        thinking = THINKING[name]
+        thinking = REASONING_FORMATS[name]
         assert (
             taken(
                 grammar_of("hermes", thinking=name),

@@ -12,11 +12,11 @@ from headrace.server.output_parsers.formats import (
     pythonic,
     xml,
 )
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 
 # In the order in which a template is asked: what is more particular comes first. All of its texts
 # must be in the template.
-_DETECTED: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
+_DETECTED: tuple[tuple[ToolCallFormat, tuple[str, ...]], ...] = (
     (harmony.FORMAT, ("<|channel|>", "<|message|>")),
     (deepseek.V3, ("<｜tool▁calls▁begin｜>", "```json")),
     (deepseek.V31, ("<｜tool▁calls▁begin｜>",)),
@@ -37,22 +37,27 @@ _DETECTED: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (llama3.FORMAT, ("<|start_header_id|>", '"parameters": ')),
 )
 
-FORMATS = {format_.name: format_ for format_, _ in _DETECTED}
+TOOL_CALL_FORMATS = {tool_call_format.name: tool_call_format for tool_call_format, _ in _DETECTED}
 """All formats by their names, which `--tool-call-parser` takes."""
 
 
-def detect_tool_format(template: str) -> ToolFormat | None:
+def detect_tool_call_format(template: str) -> ToolCallFormat | None:
     """The format of calls that a chat template writes or asks for; None where it knows no tools."""
     return next(
-        (format_ for format_, texts in _DETECTED if all(text in template for text in texts)), None
+        (
+            tool_call_format
+            for tool_call_format, texts in _DETECTED
+            if all(text in template for text in texts)
+        ),
+        None,
     )
 
 
-def named_tool_format(name: str) -> ToolFormat:
+def tool_call_format_by_name(name: str) -> ToolCallFormat:
     """A format by its name. Raises RequestError for an unknown one."""
-    if name not in FORMATS:
+    if name not in TOOL_CALL_FORMATS:
         raise RequestError(
             f"there is no format of tool calls named {name!r}: use one of "
-            f"{', '.join(sorted(FORMATS))}"
+            f"{', '.join(sorted(TOOL_CALL_FORMATS))}"
         )
-    return FORMATS[name]
+    return TOOL_CALL_FORMATS[name]

@@ -5,10 +5,10 @@ DeepSeek V3.1, and Kimi K2.
 import re
 from collections.abc import Sequence
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
-from headrace.server.output_parsers.lark import Lark
-from headrace.server.output_parsers.reader import MalformedError, Steps
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import MalformedError, Steps
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
 
 _ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -22,81 +22,83 @@ _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = (
 _WORD = re.compile(r"[A-Za-z0-9_.:\-]*")
 
 
-def _read(answer: AnswerReader, opener: str) -> Steps[None]:
+def _read(reader: OutputReader, opener: str) -> Steps[None]:
     """Read calls of either version."""
-    yield from answer.space()
-    yield from answer.expect(_BEGIN)
+    yield from reader.space()
+    yield from reader.expect(_BEGIN)
     more = True
     while more:
-        yield from answer.space()
-        name = yield from answer.word(_WORD)
-        yield from answer.space()
-        yield from answer.expect(_SEPARATOR)
-        yield from answer.space()
-        fenced = (yield from answer.peek()) != "{"
+        yield from reader.space()
+        name = yield from reader.word(_WORD)
+        yield from reader.space()
+        yield from reader.expect(_SEPARATOR)
+        yield from reader.space()
+        fenced = (yield from reader.peek()) != "{"
         if fenced:  # what stood before was the type
-            name = yield from answer.word(_WORD)
-            yield from answer.space()
-            yield from answer.expect("```json")
-            yield from answer.space()
-        yield from _arguments(answer, name, "")
+            name = yield from reader.word(_WORD)
+            yield from reader.space()
+            yield from reader.expect("```json")
+            yield from reader.space()
+        yield from _arguments(reader, name, "")
         if fenced:
-            yield from answer.next_is("```")
-            yield from answer.space()
-        yield from answer.next_is(_END)
-        yield from answer.space()
-        more = yield from answer.next_is(_BEGIN)
-    yield from answer.next_is(_ALL_END)
+            yield from reader.next_is("```")
+            yield from reader.space()
+        yield from reader.next_is(_END)
+        yield from reader.space()
+        more = yield from reader.next_is(_BEGIN)
+    yield from reader.next_is(_ALL_END)
 
 
-def _read_kimi(answer: AnswerReader, opener: str) -> Steps[None]:
+def _read_kimi(reader: OutputReader, opener: str) -> Steps[None]:
     """Read calls as Kimi K2 has them: `functions.name:number` is the id."""
-    yield from answer.space()
-    yield from answer.expect(_KIMI_BEGIN)
+    yield from reader.space()
+    yield from reader.expect(_KIMI_BEGIN)
     more = True
     while more:
-        yield from answer.space()
-        call_id = yield from answer.word(_WORD)
-        yield from answer.space()
-        yield from answer.expect(_KIMI_ARGUMENTS)
-        yield from answer.space()
-        yield from _arguments(answer, call_id.removeprefix("functions.").partition(":")[0], call_id)
-        yield from answer.next_is(_KIMI_END)
-        yield from answer.space()
-        more = yield from answer.next_is(_KIMI_BEGIN)
-    yield from answer.next_is(_KIMI_ALL_END)
+        yield from reader.space()
+        call_id = yield from reader.word(_WORD)
+        yield from reader.space()
+        yield from reader.expect(_KIMI_ARGUMENTS)
+        yield from reader.space()
+        yield from _arguments(reader, call_id.removeprefix("functions.").partition(":")[0], call_id)
+        yield from reader.next_is(_KIMI_END)
+        yield from reader.space()
+        more = yield from reader.next_is(_KIMI_BEGIN)
+    yield from reader.next_is(_KIMI_ALL_END)
 
 
-def _arguments(answer: AnswerReader, name: str, call_id: str) -> Steps[None]:
-    if (yield from answer.peek()) != "{":
+def _arguments(reader: OutputReader, name: str, call_id: str) -> Steps[None]:
+    if (yield from reader.peek()) != "{":
         raise MalformedError
-    answer.begin_call(name, call_id)
-    yield from answer.value(answer.arguments)
-    yield from answer.space()
+    reader.begin_call(name, call_id)
+    yield from reader.value(reader.arguments)
+    yield from reader.space()
 
 
-def _fenced(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+def _fenced(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     return _grammar(
-        lark, tools, many, _BEGIN + "function" + _SEPARATOR, "\n```json\n", "\n```" + _END
+        lark, tools, parallel, _BEGIN + "function" + _SEPARATOR, "\n```json\n", "\n```" + _END
     )
 
 
-def _plain(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
-    return _grammar(lark, tools, many, _BEGIN, _SEPARATOR, _END)
+def _plain(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    return _grammar(lark, tools, parallel, _BEGIN, _SEPARATOR, _END)
 
 
 def _grammar(
-    lark: Lark, tools: Sequence[Tool], many: bool, before: str, between: str, after: str
+    lark: LarkGrammar, tools: Sequence[Tool], parallel: bool, before: str, between: str, after: str
 ) -> str:
     call = lark.either(
         f"{lark.text(before + tool.name + between)} {lark.json(tool.parameters)} {lark.text(after)}"
         for tool in tools
     )
     separator = "\n" if between.endswith("\n") else ""
-    return f"{lark.text(_ALL_BEGIN)} {lark.repeated(call, separator, many)} {lark.text(_ALL_END)}"
+    return (
+        f"{lark.text(_ALL_BEGIN)} {lark.repeated(call, separator, parallel)} {lark.text(_ALL_END)}"
+    )
 
 
-def _kimi(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+def _kimi(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     number = lark.rule("/[0-9]{1,4}/")
     begin, between, end = (
         lark.text(_KIMI_BEGIN + "functions."),
@@ -108,15 +110,13 @@ def _kimi(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
         f"{lark.json(tool.parameters)} {end}"
         for tool in tools
     )
-    return (
-        f"{lark.text(_KIMI_ALL_BEGIN)} {lark.repeated(call, '', many)} {lark.text(_KIMI_ALL_END)}"
-    )
+    return f"{lark.text(_KIMI_ALL_BEGIN)} {lark.repeated(call, '', parallel)} {lark.text(_KIMI_ALL_END)}"
 
 
 _MARKERS = (_ALL_END, _BEGIN, _SEPARATOR, _END)
-V3 = ToolFormat("deepseek_v3", (_ALL_BEGIN,), _read, _fenced, _MARKERS)
-V31 = ToolFormat("deepseek_v31", (_ALL_BEGIN,), _read, _plain, _MARKERS)
-KIMI = ToolFormat(
+V3 = ToolCallFormat("deepseek_v3", (_ALL_BEGIN,), _read, _fenced, _MARKERS)
+V31 = ToolCallFormat("deepseek_v31", (_ALL_BEGIN,), _read, _plain, _MARKERS)
+KIMI = ToolCallFormat(
     "kimi_k2",
     (_KIMI_ALL_BEGIN,),
     _read_kimi,

@@ -9,10 +9,10 @@ in any channel.
 import re
 from collections.abc import Callable, Sequence
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
-from headrace.server.output_parsers.lark import Lark
-from headrace.server.output_parsers.reader import MalformedError, Steps
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import MalformedError, Steps
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -25,24 +25,24 @@ _FUNCTION = "to=functions."
 class _Messages:
     """The messages of one answer, which follows `<|start|>assistant`."""
 
-    def __init__(self, answer: AnswerReader) -> None:
-        self.take: Callable[[str], object] = answer.writer.content
+    def __init__(self, reader: OutputReader) -> None:
+        self.take: Callable[[str], object] = reader.writer.content
         """What becomes of the text of the message; text outside of messages is content."""
-        self._answer = answer
+        self._reader = reader
 
     def read(self) -> Steps[None]:
         """Read all of them."""
-        answer = self._answer
-        yield from answer.space()
-        if (yield from answer.next_is(_RECIPIENT)):
-            yield from answer.attempt(_RECIPIENT, self._begin(_START, _RECIPIENT))
+        reader = self._reader
+        yield from reader.space()
+        if (yield from reader.next_is(_RECIPIENT)):
+            yield from reader.attempt(_RECIPIENT, self._begin(_START, _RECIPIENT))
         while marker := (
-            yield from answer.until((_START, _CHANNEL, *_ENDS), lambda text: self.take(text))
+            yield from reader.until((_START, _CHANNEL, *_ENDS), lambda text: self.take(text))
         ):
-            answer.writer.boundary()
-            self.take = answer.writer.content
+            reader.writer.boundary()
+            self.take = reader.writer.content
             if marker not in _ENDS:
-                yield from answer.attempt(marker, self._begin(marker, ""))
+                yield from reader.attempt(marker, self._begin(marker, ""))
 
     def _begin(self, marker: str, before: str) -> Steps[None]:
         """Read a header behind its first marker and `before`, and a call where the message is
@@ -50,43 +50,43 @@ class _Messages:
         """
         channel = recipient = ""
         while marker != _MESSAGE:
-            words = (before + (yield from self._answer.word(_HEADER))).split()
+            words = (before + (yield from self._reader.word(_HEADER))).split()
             before = ""
             recipient = next((word for word in words if word.startswith(_RECIPIENT)), recipient)
             if marker == _CHANNEL and words:
                 channel = words[0]
-            marker = yield from self._answer.one_of((_START, _CHANNEL, _CONSTRAIN, _MESSAGE))
+            marker = yield from self._reader.one_of((_START, _CHANNEL, _CONSTRAIN, _MESSAGE))
             if not marker:
                 raise MalformedError
-        if self._answer.tools and recipient.startswith(_FUNCTION):
-            yield from _call(self._answer, recipient.removeprefix(_FUNCTION))
+        if self._reader.tools and recipient.startswith(_FUNCTION):
+            yield from _call(self._reader, recipient.removeprefix(_FUNCTION))
         else:
-            self._answer.writer.boundary(new_line=True)
+            self._reader.writer.boundary(new_line=True)
             self.take = (
-                self._answer.writer.reasoning
+                self._reader.writer.reasoning
                 if channel == "analysis"
-                else self._answer.writer.content
+                else self._reader.writer.content
             )
 
 
-def _call(answer: AnswerReader, name: str) -> Steps[None]:
-    yield from answer.space()
-    first = yield from answer.peek()
+def _call(reader: OutputReader, name: str) -> Steps[None]:
+    yield from reader.space()
+    first = yield from reader.peek()
     if first == "{":
-        answer.begin_call(name)
-        yield from answer.value(answer.arguments)
+        reader.begin_call(name)
+        yield from reader.value(reader.arguments)
     elif first in ("", "<"):
-        answer.begin_call(name)
-        answer.arguments("{}")
+        reader.begin_call(name)
+        reader.arguments("{}")
     else:
         raise MalformedError
 
 
-def _read(answer: AnswerReader, opener: str) -> Steps[None]:
-    return (yield from _Messages(answer).read())
+def _read(reader: OutputReader, opener: str) -> Steps[None]:
+    return (yield from _Messages(reader).read())
 
 
-def _grammar(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     """One call, whatever `many` says: `<|call|>` behind it ends the answer. The model may reason
     before.
     """
@@ -104,6 +104,6 @@ def _grammar(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
     return f"({reasoning})? {call}"
 
 
-FORMAT = ToolFormat(
+FORMAT = ToolCallFormat(
     "harmony", (_CHANNEL,), _read, _grammar, (_START, _CONSTRAIN, _MESSAGE, *_ENDS), always=True
 )

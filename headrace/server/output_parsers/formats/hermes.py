@@ -4,27 +4,29 @@ SmolLM 2 and 3.
 
 from collections.abc import Sequence
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
 from headrace.server.output_parsers.formats.json_calls import call_grammar, read_call, read_list
-from headrace.server.output_parsers.lark import Lark
-from headrace.server.output_parsers.reader import Steps
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import Steps
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
 
 
-def _read(answer: AnswerReader, opener: str) -> Steps[None]:
+def _read(reader: OutputReader, opener: str) -> Steps[None]:
     """Read a call, or a list of calls, as SmolLM2 writes them."""
-    yield from answer.space()
-    if (yield from answer.peek()) == "[":
-        yield from read_list(answer)
+    yield from reader.space()
+    if (yield from reader.peek()) == "[":
+        yield from read_list(reader)
     else:
-        yield from read_call(answer)
-    yield from answer.space()
-    yield from answer.next_is("</tool_call>")
+        yield from read_call(reader)
+    yield from reader.space()
+    yield from reader.next_is("</tool_call>")
 
 
-def _grammar(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
-    return lark.repeated(call_grammar(lark, tools, "<tool_call>\n", "\n</tool_call>"), "\n", many)
+def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    return lark.repeated(
+        call_grammar(lark, tools, "<tool_call>\n", "\n</tool_call>"), "\n", parallel
+    )
 
 
-FORMAT = ToolFormat("hermes", ("<tool_call>",), _read, _grammar, markers=("</tool_call>",))
+FORMAT = ToolCallFormat("hermes", ("<tool_call>",), _read, _grammar, markers=("</tool_call>",))

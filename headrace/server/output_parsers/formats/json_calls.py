@@ -3,61 +3,61 @@
 import json
 from collections.abc import Sequence
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
-from headrace.server.output_parsers.lark import Lark
-from headrace.server.output_parsers.reader import MalformedError, Steps
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import MalformedError, Steps
 from headrace.server.output_parsers.tools import Tool
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def read_call(answer: AnswerReader, known_only: bool = False) -> Steps[None]:
+def read_call(reader: OutputReader, known_only: bool = False) -> Steps[None]:
     """Read `{"name": ..., "arguments": {...}}`, in any order and with further keys; no arguments
     are an empty object.
 
     With `known_only`, it must be a tool of the request. Raises MalformedError.
     """
-    call = _Call(answer, known_only)
-    yield from answer.expect("{")
+    call = _Call(reader, known_only)
+    yield from reader.expect("{")
     while True:
-        yield from answer.space()
-        key = yield from answer.string()
-        yield from answer.space()
-        yield from answer.expect(":")
-        yield from answer.space()
+        yield from reader.space()
+        key = yield from reader.string()
+        yield from reader.space()
+        yield from reader.expect(":")
+        yield from reader.space()
         if key in _NAMES and call.name is None:
-            call.named((yield from answer.string()))
+            call.named((yield from reader.string()))
         elif key in _ARGUMENTS and not call.has_arguments:
             yield from call.read_arguments()
         else:
-            yield from answer.value(_ignore)
-        yield from answer.space()
-        if not (yield from answer.next_is(",")):
+            yield from reader.value(_ignore)
+        yield from reader.space()
+        if not (yield from reader.next_is(",")):
             break
-    yield from answer.expect("}")
+    yield from reader.expect("}")
     call.finish()
 
 
-def read_calls(answer: AnswerReader, separator: str, known_only: bool = False) -> Steps[None]:
+def read_calls(reader: OutputReader, separator: str, known_only: bool = False) -> Steps[None]:
     """Read some calls, with `separator` and white space between them. Raises MalformedError."""
     while True:
-        yield from answer.space()
-        yield from read_call(answer, known_only)
-        yield from answer.space()
-        if not (yield from answer.next_is(separator)):
+        yield from reader.space()
+        yield from read_call(reader, known_only)
+        yield from reader.space()
+        if not (yield from reader.next_is(separator)):
             return
 
 
-def read_list(answer: AnswerReader) -> Steps[None]:
+def read_list(reader: OutputReader) -> Steps[None]:
     """Read a JSON list of calls. Raises MalformedError."""
-    yield from answer.expect("[")
-    yield from read_calls(answer, ",")
-    yield from answer.expect("]")
+    yield from reader.expect("[")
+    yield from read_calls(reader, ",")
+    yield from reader.expect("]")
 
 
 def call_grammar(
-    lark: Lark,
+    lark: LarkGrammar,
     tools: Sequence[Tool],
     before: str,
     after: str,
@@ -73,9 +73,9 @@ def call_grammar(
 
 
 def list_grammar(
-    lark: Lark,
+    lark: LarkGrammar,
     tools: Sequence[Tool],
-    many: bool,
+    parallel: bool,
     before: str,
     after: str,
     name: str = "name",
@@ -83,7 +83,9 @@ def list_grammar(
 ) -> str:
     """A list of calls between two texts."""
     call = call_grammar(lark, tools, "", "", name, arguments)
-    return f"{lark.text(before + '[')} {lark.repeated(call, ', ', many)} {lark.text(']' + after)}"
+    return (
+        f"{lark.text(before + '[')} {lark.repeated(call, ', ', parallel)} {lark.text(']' + after)}"
+    )
 
 
 def _head(tool: str, name: str, arguments: str) -> str:
@@ -97,29 +99,29 @@ def _ignore(_: str) -> None:
 class _Call:
     """One call, whose arguments wait for its name."""
 
-    def __init__(self, answer: AnswerReader, known_only: bool) -> None:
+    def __init__(self, reader: OutputReader, known_only: bool) -> None:
         self.name: str | None = None
         self.has_arguments = False
-        self._answer = answer
+        self._reader = reader
         self._known_only = known_only
         self._waiting: list[str] = []
 
     def named(self, name: str) -> None:
-        if self._known_only and name not in self._answer.tools:
+        if self._known_only and name not in self._reader.tools:
             raise MalformedError
         self.name = name
         if self.has_arguments:
             self._begin(name)
 
     def read_arguments(self) -> Steps[None]:
-        if (yield from self._answer.peek()) != "{":
+        if (yield from self._reader.peek()) != "{":
             raise MalformedError
         self.has_arguments = True
         if self.name is None:
-            yield from self._answer.value(self._waiting.append)
+            yield from self._reader.value(self._waiting.append)
         else:
             self._begin(self.name)
-            yield from self._answer.value(self._answer.arguments)
+            yield from self._reader.value(self._reader.arguments)
 
     def finish(self) -> None:
         if self.name is None:
@@ -129,5 +131,5 @@ class _Call:
             self._begin(self.name)
 
     def _begin(self, name: str) -> None:
-        self._answer.begin_call(name)
-        self._answer.arguments("".join(self._waiting))
+        self._reader.begin_call(name)
+        self._reader.arguments("".join(self._waiting))

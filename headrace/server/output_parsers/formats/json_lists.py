@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
 from headrace.server.output_parsers.formats.json_calls import list_grammar, read_list
-from headrace.server.output_parsers.reader import Steps
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import Steps
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 
 
 def _list_format(
@@ -15,14 +15,14 @@ def _list_format(
     closes: bool,
     name_key: str = "name",
     arguments: str = "arguments",
-) -> ToolFormat:
+) -> ToolCallFormat:
     """`closes`: whether the model writes the closer, too."""
 
-    def read(answer: AnswerReader, opener: str) -> Steps[None]:
-        yield from answer.space()
-        yield from read_list(answer)
-        yield from answer.space()
-        yield from answer.next_is(closer)
+    def read(reader: OutputReader, opener: str) -> Steps[None]:
+        yield from reader.space()
+        yield from read_list(reader)
+        yield from reader.space()
+        yield from reader.next_is(closer)
 
     grammar = partial(
         list_grammar,
@@ -31,7 +31,7 @@ def _list_format(
         name=name_key,
         arguments=arguments,
     )
-    return ToolFormat(name, (opener,), read, grammar, markers=(closer,))
+    return ToolCallFormat(name, (opener,), read, grammar, markers=(closer,))
 
 
 GRANITE = _list_format("granite", "<|tool_call|>", "<|/tool_call|>", closes=False)

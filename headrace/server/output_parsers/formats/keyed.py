@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
-from headrace.server.output_parsers.lark import Lark
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
 from headrace.server.output_parsers.tools import Tool
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -18,11 +18,11 @@ class KeyedArguments:
     are whole.
     """
 
-    def __init__(self, answer: AnswerReader, name: str) -> None:
-        answer.begin_call(name)
-        answer.arguments("{")
-        self._answer = answer
-        self._tool = answer.tools.get(name, Tool(name))
+    def __init__(self, reader: OutputReader, name: str) -> None:
+        reader.begin_call(name)
+        reader.arguments("{")
+        self._reader = reader
+        self._tool = reader.tools.get(name, Tool(name))
         self._separator = ""
         self._types: frozenset[str] = frozenset()
         self._value: list[str] = []
@@ -30,38 +30,40 @@ class KeyedArguments:
     def key(self, key: str) -> None:
         """An argument begins."""
         self._types = self._tool.parameter_types(key)
-        self._answer.arguments(f"{self._separator}{_json(key)}: " + ('"' if self._is_text else ""))
+        self._reader.arguments(f"{self._separator}{_json(key)}: " + ('"' if self._is_text else ""))
         self._separator = ", "
         self._value.clear()
 
     def text(self, text: str) -> None:
         """More of its value."""
         if self._is_text:
-            self._answer.arguments(_json(text)[1:-1])
+            self._reader.arguments(_json(text)[1:-1])
         else:
             self._value.append(text)
 
     def end_value(self) -> None:
         """Its value is whole."""
-        self._answer.arguments(
+        self._reader.arguments(
             '"' if self._is_text else _as_json("".join(self._value), self._types)
         )
 
     def cut(self) -> None:
         """The text has ended within a value: what there is of it stays as it is."""
         if not self._is_text:
-            self._answer.arguments("".join(self._value))
+            self._reader.arguments("".join(self._value))
 
     def end(self) -> None:
         """The call is whole."""
-        self._answer.arguments("}")
+        self._reader.arguments("}")
 
     @property
     def _is_text(self) -> bool:
         return self._types == {"string"}
 
 
-def value_grammar(lark: Lark, tool: Tool, key: str, schema: Mapping[str, Any], closer: str) -> str:
+def value_grammar(
+    lark: LarkGrammar, tool: Tool, key: str, schema: Mapping[str, Any], closer: str
+) -> str:
     """A value and its closing tag. Of the texts a schema allows only `enum` and `const` are held;
     other values are JSON.
     """

@@ -7,11 +7,11 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
 from headrace.server.output_parsers.formats.json_calls import list_grammar, read_list
-from headrace.server.output_parsers.lark import Lark
-from headrace.server.output_parsers.reader import MalformedError, Steps
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import MalformedError, Steps
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
 
 _OPENER = "[TOOL_CALLS]"
@@ -26,45 +26,45 @@ def _new_id() -> str:
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 
-def _read(answer: AnswerReader, opener: str) -> Steps[None]:
+def _read(reader: OutputReader, opener: str) -> Steps[None]:
     """Read calls in any of the three forms."""
-    yield from answer.space()
-    if (yield from answer.peek()) == "[":
-        return (yield from read_list(answer))
-    name = yield from answer.word(_WORD)
-    call_id = (yield from answer.word(_WORD)) if (yield from answer.next_is(_CALL_ID)) else ""
-    yield from answer.next_is(_ARGUMENTS)
-    yield from answer.space()
-    if (yield from answer.peek()) != "{":
+    yield from reader.space()
+    if (yield from reader.peek()) == "[":
+        return (yield from read_list(reader))
+    name = yield from reader.word(_WORD)
+    call_id = (yield from reader.word(_WORD)) if (yield from reader.next_is(_CALL_ID)) else ""
+    yield from reader.next_is(_ARGUMENTS)
+    yield from reader.space()
+    if (yield from reader.peek()) != "{":
         raise MalformedError
-    answer.begin_call(name, call_id)
-    yield from answer.value(answer.arguments)
+    reader.begin_call(name, call_id)
+    yield from reader.value(reader.arguments)
 
 
-def _list(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
-    return list_grammar(lark, tools, many, _OPENER, "")
+def _list(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    return list_grammar(lark, tools, parallel, _OPENER, "")
 
 
-def _with_id(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+def _with_id(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     between = f"{lark.text(_CALL_ID)} {lark.rule('/[A-Za-z0-9]{9}/')} {lark.text(_ARGUMENTS)}"
-    return _named(lark, tools, many, between)
+    return _named(lark, tools, parallel, between)
 
 
-def _without_id(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
-    return _named(lark, tools, many, lark.text(_ARGUMENTS))
+def _without_id(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    return _named(lark, tools, parallel, lark.text(_ARGUMENTS))
 
 
-def _named(lark: Lark, tools: Sequence[Tool], many: bool, between: str) -> str:
+def _named(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool, between: str) -> str:
     call = lark.either(
         f"{lark.text(_OPENER + tool.name)} {between} {lark.json(tool.parameters)}" for tool in tools
     )
-    return lark.repeated(call, "", many)
+    return lark.repeated(call, "", parallel)
 
 
-LIST = ToolFormat("mistral", (_OPENER,), _read, _list, new_id=_new_id)
-WITH_ID = ToolFormat(
+LIST = ToolCallFormat("mistral", (_OPENER,), _read, _list, new_id=_new_id)
+WITH_ID = ToolCallFormat(
     "mistral_v11", (_OPENER,), _read, _with_id, (_CALL_ID, _ARGUMENTS), new_id=_new_id
 )
-WITHOUT_ID = ToolFormat(
+WITHOUT_ID = ToolCallFormat(
     "mistral_v13", (_OPENER,), _read, _without_id, (_CALL_ID, _ARGUMENTS), new_id=_new_id
 )

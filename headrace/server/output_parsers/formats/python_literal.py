@@ -7,7 +7,7 @@ import string
 import sys
 from collections.abc import Callable
 
-from headrace.server.output_parsers.reader import MalformedError, Reader, Steps
+from headrace.server.output_parsers.text_reader import MalformedError, Steps, TextReader
 
 _CLOSING = {"[": "]", "{": "}"}
 _WORD = re.compile(r"[A-Za-z0-9_+.\-]*")
@@ -36,7 +36,7 @@ _ESCAPES |= {character: character for character in "\\'\"/"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-def read_literal(reader: Reader, take: Callable[[str], object]) -> Steps[None]:
+def read_literal(reader: TextReader, take: Callable[[str], object]) -> Steps[None]:
     """Give a list, dictionary, string, number or constant to `take`, as JSON. Raises MalformedError
     for anything else.
     """
@@ -64,7 +64,7 @@ def read_literal(reader: Reader, take: Callable[[str], object]) -> Steps[None]:
         separator = ", "
 
 
-def _close(reader: Reader, take: Callable[[str], object], containers: list[str]) -> Steps[None]:
+def _close(reader: TextReader, take: Callable[[str], object], containers: list[str]) -> Steps[None]:
     """Behind a value: close the containers that end there, up to a comma."""
     while containers:
         yield from reader.space()
@@ -74,7 +74,7 @@ def _close(reader: Reader, take: Callable[[str], object], containers: list[str])
         take(containers.pop())
 
 
-def _key(reader: Reader, take: Callable[[str], object], first: str) -> Steps[None]:
+def _key(reader: TextReader, take: Callable[[str], object], first: str) -> Steps[None]:
     """The key of a dictionary with its colon; JSON has none but strings."""
     if first not in _IN_STRING:
         raise MalformedError
@@ -85,14 +85,14 @@ def _key(reader: Reader, take: Callable[[str], object], first: str) -> Steps[Non
     yield from reader.space()
 
 
-def _scalar(reader: Reader, take: Callable[[str], object], first: str) -> Steps[None]:
+def _scalar(reader: TextReader, take: Callable[[str], object], first: str) -> Steps[None]:
     if first in _IN_STRING:
         yield from _string(reader, take, first)
     else:
         take(_constant((yield from reader.word(_WORD))))
 
 
-def _string(reader: Reader, take: Callable[[str], object], quote: str) -> Steps[None]:
+def _string(reader: TextReader, take: Callable[[str], object], quote: str) -> Steps[None]:
     """A string in single or triple quotes."""
     yield from reader.character()
     take('"')
@@ -108,7 +108,7 @@ def _string(reader: Reader, take: Callable[[str], object], quote: str) -> Steps[
             take(_inner((yield from reader.character())))  # a quote within triple ones
 
 
-def _escape(reader: Reader) -> Steps[str]:
+def _escape(reader: TextReader) -> Steps[str]:
     """What stands behind a backslash, as JSON; an escape that Python does not know is itself."""
     kind = yield from reader.character()
     if kind not in _HEX_DIGITS:

@@ -4,52 +4,52 @@ import json
 import re
 from collections.abc import Sequence
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
 from headrace.server.output_parsers.formats.python_literal import read_literal
-from headrace.server.output_parsers.lark import Lark
-from headrace.server.output_parsers.reader import MalformedError, Steps
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import MalformedError, Steps
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
-def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolFormat:
+def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolCallFormat:
     """`listed`: calls are in a list, and bare ones may be the whole answer; otherwise each has a
     line of its own, between markers.
     """
 
-    def read(answer: AnswerReader, opened: str) -> Steps[None]:
-        yield from answer.space()
+    def read(reader: OutputReader, opened: str) -> Steps[None]:
+        yield from reader.space()
         if listed:
-            yield from answer.expect("[")
+            yield from reader.expect("[")
         more = True
         while more:
-            yield from answer.space()
-            yield from _read_call(answer, known_only=not opened)
-            gap = yield from answer.space()
+            yield from reader.space()
+            yield from _read_call(reader, known_only=not opened)
+            gap = yield from reader.space()
             more = (
-                (yield from answer.next_is(","))
+                (yield from reader.next_is(","))
                 if listed
-                else "\n" in gap and (yield from answer.peek()) not in ("", "<")
+                else "\n" in gap and (yield from reader.peek()) not in ("", "<")
             )
         if listed:
-            yield from answer.expect("]")
+            yield from reader.expect("]")
         if closer:
-            yield from answer.space()
-            yield from answer.next_is(closer)
+            yield from reader.space()
+            yield from reader.next_is(closer)
 
-    def grammar(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
+    def grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         before, separator, after = (
             (opener + "[", ", ", "]" + closer) if listed else (opener + "\n", "\n", "\n" + closer)
         )
         calls = lark.repeated(
-            lark.either(_call_grammar(lark, tool) for tool in tools), separator, many
+            lark.either(_call_grammar(lark, tool) for tool in tools), separator, parallel
         )
         return f"{lark.text(before)} {calls} {lark.text(after)}"
 
     openers = (opener,) if opener else ()
-    return ToolFormat(
+    return ToolCallFormat(
         name,
         openers,
         read,
@@ -59,40 +59,40 @@ def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolFor
     )
 
 
-def _read_call(answer: AnswerReader, known_only: bool) -> Steps[None]:
+def _read_call(reader: OutputReader, known_only: bool) -> Steps[None]:
     """Read `name(key=literal, ...)`; it begins with its first key. Raises MalformedError."""
-    name = yield from answer.word(_NAME)
-    if known_only and name not in answer.tools:
+    name = yield from reader.word(_NAME)
+    if known_only and name not in reader.tools:
         raise MalformedError
-    yield from answer.expect("(")
-    yield from answer.space()
-    if (yield from answer.next_is(")")):
-        answer.begin_call(name)
-        answer.arguments("{}")
+    yield from reader.expect("(")
+    yield from reader.space()
+    if (yield from reader.next_is(")")):
+        reader.begin_call(name)
+        reader.arguments("{}")
         return
     before = "{"
     while True:
-        key = yield from answer.word(_NAME)
-        yield from answer.space()
+        key = yield from reader.word(_NAME)
+        yield from reader.space()
         if not key:
             raise MalformedError
-        yield from answer.expect("=")
+        yield from reader.expect("=")
         if before == "{":
-            answer.begin_call(name)
-        answer.arguments(f"{before}{json.dumps(key)}: ")
-        yield from read_literal(answer, answer.arguments)
-        yield from answer.space()
-        comma = yield from answer.next_is(",")
-        yield from answer.space()
-        if (yield from answer.next_is(")")):
-            answer.arguments("}")
+            reader.begin_call(name)
+        reader.arguments(f"{before}{json.dumps(key)}: ")
+        yield from read_literal(reader, reader.arguments)
+        yield from reader.space()
+        comma = yield from reader.next_is(",")
+        yield from reader.space()
+        if (yield from reader.next_is(")")):
+            reader.arguments("}")
             return
         if not comma:
             raise MalformedError
         before = ", "
 
 
-def _call_grammar(lark: Lark, tool: Tool) -> str:
+def _call_grammar(lark: LarkGrammar, tool: Tool) -> str:
     arguments = lark.arguments(
         tool, lambda key, schema: f"{lark.text(key + '=')} {lark.json(schema)}", ", "
     )

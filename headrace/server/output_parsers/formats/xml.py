@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
 from headrace.server.output_parsers.formats.keyed import KeyedArguments, value_grammar
-from headrace.server.output_parsers.lark import Lark
-from headrace.server.output_parsers.reader import MalformedError, Steps
-from headrace.server.output_parsers.tool_format import ToolFormat
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import MalformedError, Steps
+from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
 
 _KEY = re.compile(r"[^<>\n]*")
@@ -19,35 +19,35 @@ _BREAK = "\n"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def _read(answer: AnswerReader, opener: str) -> Steps[None]:
+def _read(reader: OutputReader, opener: str) -> Steps[None]:
     """Read one call; models leave `<tool_call>` out now and then."""
     if opener != _FUNCTION:
-        yield from answer.space()
-        yield from answer.expect(_FUNCTION)
-    name = yield from answer.word(_KEY)
-    yield from answer.expect(">")
-    yield from answer.space()
-    tag = yield from answer.one_of((_PARAMETER, _END))
+        yield from reader.space()
+        yield from reader.expect(_FUNCTION)
+    name = yield from reader.word(_KEY)
+    yield from reader.expect(">")
+    yield from reader.space()
+    tag = yield from reader.one_of((_PARAMETER, _END))
     if not tag:
         raise MalformedError
-    arguments = KeyedArguments(answer, name.strip())
+    arguments = KeyedArguments(reader, name.strip())
     while tag == _PARAMETER:
-        key = yield from answer.word(_KEY)
-        yield from answer.expect(">")
+        key = yield from reader.word(_KEY)
+        yield from reader.expect(">")
         arguments.key(key.strip())
-        yield from _value(answer, arguments)
-        yield from answer.space()
-        tag = yield from answer.one_of((_PARAMETER, _END))
+        yield from _value(reader, arguments)
+        yield from reader.space()
+        tag = yield from reader.one_of((_PARAMETER, _END))
     if not tag:
         raise MalformedError
     arguments.end()
-    yield from answer.space()
-    yield from answer.next_is("</tool_call>")
+    yield from reader.space()
+    yield from reader.next_is("</tool_call>")
 
 
-def _value(answer: AnswerReader, arguments: KeyedArguments) -> Steps[None]:
+def _value(reader: OutputReader, arguments: KeyedArguments) -> Steps[None]:
     """Read a value: one line break on each side of it belongs to the tags."""
-    yield from answer.next_is("\n")
+    yield from reader.next_is("\n")
     line_break: list[str] = []
 
     def take(text: str) -> None:
@@ -55,17 +55,17 @@ def _value(answer: AnswerReader, arguments: KeyedArguments) -> Steps[None]:
             arguments.text("".join(line_break) + text.removesuffix("\n"))
             line_break[:] = ["\n"] if text.endswith("\n") else []
 
-    if not (yield from answer.until((_PARAMETER_END,), take)):
+    if not (yield from reader.until((_PARAMETER_END,), take)):
         arguments.cut()
         raise MalformedError
     arguments.end_value()
 
 
-def _grammar(lark: Lark, tools: Sequence[Tool], many: bool) -> str:
-    return lark.repeated(lark.either(_call_grammar(lark, tool) for tool in tools), "\n", many)
+def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
+    return lark.repeated(lark.either(_call_grammar(lark, tool) for tool in tools), "\n", parallel)
 
 
-def _call_grammar(lark: Lark, tool: Tool) -> str:
+def _call_grammar(lark: LarkGrammar, tool: Tool) -> str:
     def argument(key: str, schema: Mapping[str, Any]) -> str:
         before = lark.text(f"{_PARAMETER}{key}>\n")
         return f"{before} {value_grammar(lark, tool, key, schema, after)}"
@@ -78,7 +78,7 @@ def _call_grammar(lark: Lark, tool: Tool) -> str:
     return f"{lark.text(head)} {lark.arguments(tool, argument, '')} {lark.text(tail)}"
 
 
-FORMAT = ToolFormat(
+FORMAT = ToolCallFormat(
     "qwen3_xml",
     ("<tool_call>", _FUNCTION),
     _read,

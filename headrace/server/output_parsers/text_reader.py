@@ -61,7 +61,7 @@ class Markers:
 markers = lru_cache(256)(Markers)
 
 
-class Reader:
+class TextReader:
     """The text of an answer as far as it has come; what has been read of it is gone."""
 
     def __init__(self) -> None:

@@ -3,25 +3,25 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.server.output_parsers.answer_reader import AnswerReader
-from headrace.server.output_parsers.lark import Lark
-from headrace.server.output_parsers.reader import Steps
+from headrace.server.output_parsers.delta_writer import random_id
+from headrace.server.output_parsers.lark import LarkGrammar
+from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.text_reader import Steps
 from headrace.server.output_parsers.tools import Tool
-from headrace.server.output_parsers.writer import random_id
 
 
 @dataclass(frozen=True)
-class ToolFormat:
+class ToolCallFormat:
     """How a model writes calls of tools."""
 
     name: str
     openers: tuple[str, ...]
     """Texts that begin calls wherever they stand in the answer."""
-    read: Callable[[AnswerReader, str], Steps[None]]
+    read: Callable[[OutputReader, str], Steps[None]]
     """Reads calls behind an opener, which is "" where the answer begins with them; raises
     MalformedError.
     """
-    grammar: Callable[[Lark, Sequence[Tool], bool], str]
+    grammar: Callable[[LarkGrammar, Sequence[Tool], bool], str]
     """The expression of one call, or of several where the last argument says so."""
     markers: tuple[str, ...] = ()
     """Further texts of the format that a tokenizer may have as control tokens."""
@@ -36,15 +36,15 @@ class ToolFormat:
     content itself.
     """
 
-    def answer(self, answer: AnswerReader) -> Steps[None]:
+    def reader(self, reader: OutputReader) -> Steps[None]:
         """Read a whole answer."""
         if self.always:
-            return (yield from self.read(answer, ""))
+            return (yield from self.read(reader, ""))
         if self.bare:
-            answer.writer.content((yield from answer.space()))
-            first = yield from answer.peek()
+            reader.writer.content((yield from reader.space()))
+            first = yield from reader.peek()
             if first and first in self.bare:
-                yield from answer.attempt("", self.read(answer, ""))
-        while opener := (yield from answer.until(self.openers, answer.writer.content)):
-            yield from answer.attempt(opener, self.read(answer, opener))
+                yield from reader.attempt("", self.read(reader, ""))
+        while opener := (yield from reader.until(self.openers, reader.writer.content)):
+            yield from reader.attempt(opener, self.read(reader, opener))
         return None

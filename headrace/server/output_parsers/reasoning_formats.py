@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.errors import RequestError
-from headrace.server.output_parsers.reader import Reader, Steps
-from headrace.server.output_parsers.writer import Writer
+from headrace.server.output_parsers.delta_writer import DeltaWriter
+from headrace.server.output_parsers.text_reader import Steps, TextReader
 
 
 @dataclass(frozen=True)
-class Thinking:
+class ReasoningFormat:
     """The markers of a model's reasoning, which stands before its answer, and of the answer where
     that has some, too.
     """
@@ -27,7 +27,7 @@ class Thinking:
             text for text in (self.begin, self.end, self.answer_begin, self.answer_end) if text
         )
 
-    def begins_inside(self, prompt: str) -> bool:
+    def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether a prompt ends within reasoning: with the marker that begins it. The last few
         characters of the prompt will do.
         """
@@ -37,69 +37,75 @@ class Thinking:
 # In the order in which a template is asked. All of a record's texts must be in the template, of the
 # plainest only the end.
 _KNOWN = (
-    Thinking("mistral", "[THINK]", "[/THINK]"),
-    Thinking(
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat(
         "command",
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         "<|START_RESPONSE|>",
         "<|END_RESPONSE|>",
     ),
-    Thinking("seed_oss", "<seed:think>", "</seed:think>"),
-    Thinking("granite", "<think>", "</think>", "<response>", "</response>"),
-    Thinking("hunyuan", "<think>", "</think>", "<answer>", "</answer>"),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("granite", "<think>", "</think>", "<response>", "</response>"),
+    ReasoningFormat("hunyuan", "<think>", "</think>", "<answer>", "</answer>"),
 )
-_THINK = Thinking("think", "<think>", "</think>")
+_THINK = ReasoningFormat("think", "<think>", "</think>")
 
-THINKING = {thinking.name: thinking for thinking in (*_KNOWN, _THINK)}
+REASONING_FORMATS = {
+    reasoning_format.name: reasoning_format for reasoning_format in (*_KNOWN, _THINK)
+}
 """All kinds of reasoning by their names, which `--reasoning-parser` takes."""
 
 
-def detect_thinking(template: str) -> Thinking | None:
+def detect_reasoning_format(template: str) -> ReasoningFormat | None:
     """The markers of reasoning that a chat template knows; None where it knows none, or writes
     channels.
     """
     if "<|channel|>" in template and "<|message|>" in template:
         return None
     found = next(
-        (thinking for thinking in _KNOWN if all(text in template for text in thinking.markers)),
+        (
+            reasoning_format
+            for reasoning_format in _KNOWN
+            if all(text in template for text in reasoning_format.markers)
+        ),
         None,
     )
     return found or (_THINK if _THINK.end in template else None)
 
 
-def named_thinking(name: str) -> Thinking:
+def reasoning_format_by_name(name: str) -> ReasoningFormat:
     """A kind of reasoning by its name. Raises RequestError for an unknown one."""
-    if name not in THINKING:
+    if name not in REASONING_FORMATS:
         raise RequestError(
             f"there is no kind of reasoning named {name!r}: use one of "
-            f"{', '.join(sorted(THINKING))}"
+            f"{', '.join(sorted(REASONING_FORMATS))}"
         )
-    return THINKING[name]
+    return REASONING_FORMATS[name]
 
 
-def split_thinking(
-    thinking: Thinking,
-    inside: bool,
-    reader: Reader,
-    writer: Writer,
-    answer: Callable[[str], object],
+def split_reasoning(
+    reasoning_format: ReasoningFormat,
+    in_reasoning: bool,
+    reader: TextReader,
+    writer: DeltaWriter,
+    read_rest: Callable[[str], object],
 ) -> Steps[None]:
     """Write the reasoning at the beginning of a text, and give the rest to `answer`.
 
     `inside`: the text begins within the reasoning. Without an end marker all of it is reasoning.
     """
     space = yield from reader.space()
-    if (yield from reader.next_is(thinking.begin)) or inside:
+    if (yield from reader.next_is(reasoning_format.begin)) or in_reasoning:
         writer.boundary()
-        yield from reader.until((thinking.end,), writer.reasoning)
+        yield from reader.until((reasoning_format.end,), writer.reasoning)
         writer.boundary()
         space = ""
-    if thinking.answer_begin:
+    if reasoning_format.answer_begin:
         space += yield from reader.space()
-        if (yield from reader.next_is(thinking.answer_begin)):
+        if (yield from reader.next_is(reasoning_format.answer_begin)):
             writer.boundary()
-            yield from reader.until((thinking.answer_end,), answer)
+            yield from reader.until((reasoning_format.answer_end,), read_rest)
             space = ""
-    answer(space)
-    yield from reader.until((), answer)
+    read_rest(space)
+    yield from reader.until((), read_rest)

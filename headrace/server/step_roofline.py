@@ -1,8 +1,7 @@
-"""Where the engine's last step stands under the roofline of its machine (Williams et al. 2009),
-from figures that are there already.
+"""Places the engine's last step under the roofline of its machine (Williams et al. 2009).
 
-Nothing is measured for it: without an earlier measurement of the machine (`headrace doctor`,
-`headrace profile`) there is no roofline.
+Nothing is measured here. The roofline comes from an earlier measurement by `headrace doctor` or
+`headrace profile`, and is absent without one.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from headrace.program.trace import Program
 from headrace.remote.frames import Hello
 
 
-class Roofline:
+class StepRoofline:
     """The limits of one model on one machine."""
 
     def __init__(self, program: Program, hello: Hello) -> None:
@@ -26,9 +25,7 @@ class Roofline:
         self._slot_bytes = hello.kv_bytes / hello.kv_tokens
 
     def limits(self) -> dict[str, Any] | None:
-        """What was measured of the machine, in bytes and operations per second; None where nothing
-        was.
-        """
+        """Return the machine's measured bytes and operations per second, or None."""
         machine = self._machine
         if machine is None:
             return None
@@ -40,32 +37,32 @@ class Roofline:
             "rates": machine.rates,
         }
 
-    def standing(self, figures: Mapping[str, float]) -> dict[str, Any] | None:
-        """Bytes, operations and seconds of the last step, and the least seconds it could have
-        taken; None where none has run.
+    def last_step(self, figures: Mapping[str, float]) -> dict[str, Any] | None:
+        """Return the last step's bytes, operations and seconds, and its minimum seconds.
 
-        `figures`: those of a report. They do not say how the rows of the step were dealt out: the
-        same number of rows is taken for each running sequence, and the mean of their contexts.
+        Returns None if no step has run. `figures` are those of the engine's report. They lack the
+        rows of each sequence, so the rows are dealt evenly to sequences of mean context length.
         """
-        rows, running, seconds = (
-            int(figures.get("rows_last", 0)),
-            int(figures.get("running", 0)),
-            figures.get("step_seconds", 0.0),
-        )
+        rows, running = int(figures.get("rows_last", 0)), int(figures.get("running", 0))
+        seconds = figures.get("step_seconds", 0.0)
         if self._machine is None or not rows or not running or not seconds:
             return None
-        depth = int(figures["kv_bytes_used"] * (1 - figures["waste"]) / self._slot_bytes / running)
-        seqs = min(rows, running)
-        each, more = divmod(rows, seqs)
-        spread = tuple((max(0, depth - each), each + (i < more)) for i in range(seqs))
-        step = StepSize(spread, seqs, self._number_bytes)
+
+        used_bytes = figures["kv_bytes_used"] * (1 - figures["waste"])
+        depth = int(used_bytes / self._slot_bytes / running)
+        num_seqs = min(rows, running)
+        min_rows, remainder = divmod(rows, num_seqs)
+        sequences = tuple(
+            (max(0, depth - min_rows), min_rows + (i < remainder)) for i in range(num_seqs)
+        )
+        step = StepSize(sequences, num_seqs, self._number_bytes)
         flops: dict[Kind, int] = {}
         for op in self._program.ops:
             kind = op_kind(op, step)
             flops[kind] = flops.get(kind, 0) + op.flops(step)
         return {
             "rows": rows,
-            "seqs": seqs,
+            "seqs": num_seqs,
             "depth": depth,
             "bytes": sum(op.bytes(step) for op in self._program.ops),
             "flops": sum(flops.values()),

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from headrace.server.output_parsers.reader import MalformedError, Reader, Steps
+from headrace.server.output_parsers.delta_writer import DeltaWriter
+from headrace.server.output_parsers.text_reader import MalformedError, Steps, TextReader
 from headrace.server.output_parsers.tools import NAME, Tool
-from headrace.server.output_parsers.writer import Writer
 
 
-class AnswerReader(Reader):
+class OutputReader(TextReader):
     """The text of an answer, and what is made of it.
 
     A call begins once its name and the beginning of its arguments are known. What was read until
@@ -15,7 +15,7 @@ class AnswerReader(Reader):
     stays one: where its arguments go wrong they end, and the rest is content.
     """
 
-    def __init__(self, writer: Writer, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, writer: DeltaWriter, tools: Mapping[str, Tool]) -> None:
         super().__init__()
         self.tools = tools
         self.writer = writer

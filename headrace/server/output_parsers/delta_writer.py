@@ -4,14 +4,14 @@ from collections.abc import Callable
 from secrets import token_hex
 
 from headrace.server.output_parsers.deltas import (
-    CallArguments,
-    CallBegun,
     Content,
     Delta,
     Reasoning,
-    merged,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_deltas,
 )
-from headrace.server.output_parsers.reader import SPACE
+from headrace.server.output_parsers.text_reader import SPACE
 
 
 def random_id() -> str:
@@ -19,7 +19,7 @@ def random_id() -> str:
     return f"call_{token_hex(12)}"
 
 
-class Writer:
+class DeltaWriter:
     """Deltas in their order. White space beside a marker is layout, so that it is held back until
     text follows.
     """
@@ -55,13 +55,13 @@ class Writer:
     def begin_call(self, name: str, call_id: str = "") -> None:
         """A call begins. The id is the model's own, or a new one."""
         self.boundary()
-        self._deltas.append(CallBegun(self._calls, call_id or self._new_id(), name))
+        self._deltas.append(ToolCallStart(self._calls, call_id or self._new_id(), name))
         self._calls += 1
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the last call."""
         if text:
-            self._deltas.append(CallArguments(self._calls - 1, text))
+            self._deltas.append(ToolCallArguments(self._calls - 1, text))
 
     def finish(self) -> None:
         """No more text comes: white space that was held back is part of it."""
@@ -72,7 +72,7 @@ class Writer:
     def take(self) -> list[Delta]:
         """The deltas since the last call."""
         deltas, self._deltas = self._deltas, []
-        return merged(deltas)
+        return merge_deltas(deltas)
 
     def _write(self, kind: type[Content | Reasoning], text: str, holds_space: bool) -> None:
         if self._after_marker:

@@ -1,0 +1,173 @@
+"""The ASGI application: authentication, dispatch to handlers, error responses."""
+
+import hmac
+import logging
+from base64 import b64decode
+from binascii import Error as Base64Error
+from collections.abc import Iterable, Mapping
+from time import monotonic
+
+from headrace.errors import HeadraceError
+from headrace.server.errors import ApiError, anthropic_body, as_api_error
+from headrace.server.http_exchange import (
+    SSE_DONE,
+    Disconnected,
+    Handler,
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    sse_event,
+)
+from headrace.server.request_record import Observer
+from headrace.server.settings import Settings
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_PUBLIC = ("/health", "/health/live", "/health/ready")
+"""Routes that need no API key. They reveal only whether the server is healthy."""
+
+Routes = Mapping[str, Mapping[str, Handler]]
+"""Handlers by path and method."""
+
+log = logging.getLogger("headrace.server")
+
+
+class AsgiApp:
+    """Checks every request, runs its handler and turns exceptions into error responses."""
+
+    def __init__(
+        self,
+        routes: Routes,
+        prefix_routes: Mapping[str, Handler],
+        settings: Settings,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        """Set the routes; `prefix_routes` are GET routes whose paths end in a name.
+
+        `observers` are called at the end of every request.
+        """
+        self._routes = routes
+        self._prefix_routes = prefix_routes
+        self._settings = settings
+        self._observers = tuple(observers)
+        self._keys = tuple(key.encode() for key in settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one HTTP request."""
+        if scope["type"] != "http":  # a websocket; uvicorn is told to send no lifespan events
+            return
+        http = HttpExchange(scope, receive, send, self._settings)
+        start = monotonic()
+        try:
+            self._authenticate(http)
+            await self._handler(scope["path"], scope["method"])(http)
+        except Disconnected:
+            http.record.error = "client_left"
+        except Exception as error:
+            await self._respond_with_error(http, error)
+        finally:
+            http.record.seconds = monotonic() - start
+            for observer in self._observers:
+                observer(http.record)
+
+    def _authenticate(self, http: HttpExchange) -> None:
+        """Check the Host header and the API key. Raises ApiError.
+
+        The check uses the path of the request line, never a URL composed from headers.
+        """
+        if (
+            not self._keys
+            and self._settings.host in LOOPBACK
+            and _host_name(http.header("host")) not in LOOPBACK
+        ):
+            # DNS rebinding: a web page can make its own host name resolve to this machine.
+            raise ApiError(
+                403,
+                "forbidden_host",
+                "the Host header must be localhost; start the server with --api-key to allow others",
+            )
+        if self._keys and http.scope["path"] not in _PUBLIC:
+            http.api_key = self._valid_key(http)
+
+    def _valid_key(self, http: HttpExchange) -> str:
+        """Return the API key of the request. Raises ApiError if the server does not know it."""
+        given = _credentials(http).encode("utf-8", "surrogateescape")
+        # All keys are compared, so that the time does not depend on the key.
+        matches = [key for key in self._keys if hmac.compare_digest(key, given)]
+        if not matches:
+            raise ApiError(
+                401,
+                "invalid_api_key",
+                "the API key is missing or invalid; send `Authorization: Bearer KEY`",
+                kind="authentication_error",
+            )
+        return matches[0].decode()
+
+    def _handler(self, path: str, method: str) -> Handler:
+        methods = self._routes.get(path)
+        if methods is None:
+            handler = next(
+                (
+                    handler
+                    for prefix, handler in self._prefix_routes.items()
+                    if path.startswith(prefix)
+                ),
+                None,
+            )
+            if handler is None:
+                raise ApiError(
+                    404, "not_found", "the route does not exist; /openapi.json lists all routes"
+                )
+            methods = {"GET": handler}
+        if method not in methods:
+            allowed = ", ".join(methods)
+            error = ApiError(405, "method_not_allowed", f"the method must be {allowed}")
+            error.headers["allow"] = allowed
+            raise error
+        return methods[method]
+
+    async def _respond_with_error(self, http: HttpExchange, error: Exception) -> None:
+        api_error = as_api_error(error)
+        path = http.scope["path"]
+        http.record.error = api_error.code
+        if api_error.status == 500:
+            log.error("request to %r failed", path, exc_info=error)
+        elif api_error.status > 500:
+            reason = error if isinstance(error, HeadraceError) else api_error.message
+            log.warning("%s: %s", api_error.code, reason)
+        if not http.response_started:
+            body = anthropic_body(api_error) if path.startswith("/v1/messages") else api_error.body
+            await http.respond(body, api_error.status, api_error.headers)
+
+
+def sse_error(error: Exception) -> bytes:
+    """Encode an error as the last events of a stream whose status has already been sent."""
+    api_error = as_api_error(error)
+    if api_error.status == 500:
+        log.error("stream failed", exc_info=error)
+    return sse_event(api_error.body) + SSE_DONE
+
+
+def _host_name(host: str | None) -> str:
+    """Return the name in a Host header, without the port."""
+    name = (host or "").strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0]
+
+
+def _credentials(http: HttpExchange) -> str:
+    """Return the API key in the headers, or "".
+
+    OpenAI's clients send a bearer token, Anthropic's send `x-api-key`, and browsers send the
+    password that they asked the user for.
+    """
+    scheme, _, rest = (http.header("authorization") or "").partition(" ")
+    if scheme.lower() == "bearer":
+        return rest.strip()
+    if scheme.lower() == "basic":
+        try:
+            return b64decode(rest, validate=True).decode().partition(":")[2]
+        except (Base64Error, UnicodeDecodeError):
+            return ""
+    return http.header("x-api-key") or ""

@@ -1,0 +1,225 @@
+"""HTTP over bare ASGI: bounded request bodies, JSON, server-sent events, disconnects."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import aclosing, suppress
+from time import monotonic
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.server.errors import ApiError, invalid
+from headrace.server.request_record import RequestRecord
+from headrace.server.settings import Settings
+
+# The four types of ASGI 3.
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_T = TypeVar("_T")
+SSE_DONE = b"data: [DONE]\n\n"
+"""The last event of a stream of OpenAI's API."""
+_SSE_PING = b": ping\n\n"
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would buffer the stream otherwise
+}
+_encoder = msgspec.json.Encoder()
+
+
+class Disconnected(Exception):
+    """The client closed the connection."""
+
+
+class HttpExchange:
+    """One HTTP request and its response.
+
+    The response is sent by one call of `respond`, `respond_bytes`, `respond_not_modified`,
+    `stream_events` or `stream_bytes`.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
+        self.scope = scope
+        # Reversed, so that the first of several headers with one name counts.
+        self._headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
+        self.record = RequestRecord.of(scope["method"], scope["path"], self._headers)
+        self.api_key: str | None = None
+        self.response_started = False
+        """Whether the status has been sent."""
+        self._receive = receive
+        self._send = send
+        self._settings = settings
+        self._last_sent = monotonic()
+
+    def header(self, name: str) -> str | None:
+        """Return a header of the request; `name` is in lower case."""
+        return self._headers.get(name)
+
+    async def read(self, record_type: type[_T]) -> _T:
+        """Read the JSON body as a record. Raises ApiError, with the field if one is wrong."""
+        # A body without a content type counts as JSON, unless a web page sent it: a browser lets
+        # other sites send such a body, but asks this server first before it sends JSON.
+        default_type = "" if self.header("origin") else "application/json"
+        body = await self.read_body("application/json", default_type)
+        try:
+            return msgspec.json.decode(body, type=record_type)
+        except msgspec.ValidationError as error:
+            raise _field_error(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+
+    async def read_body(self, content_type: str, default_type: str = "") -> bytes:
+        """Read the body, which must have this content type. Raises ApiError.
+
+        A body without a content type counts as `default_type`.
+        """
+        given_type = (self.header("content-type") or default_type).partition(";")[0]
+        if given_type.strip().lower() != content_type:
+            raise ApiError(
+                415, "unsupported_media_type", f"content-type of the body must be {content_type}"
+            )
+        if self.header("content-encoding") not in (None, "identity"):
+            raise ApiError(
+                415, "unsupported_media_type", "the body is compressed; send it uncompressed"
+            )
+
+        timeout = self._settings.receive_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._receive_body()
+        except TimeoutError:
+            error = ApiError(
+                408, "request_timeout", f"the body did not arrive within {timeout:g} s"
+            )
+            error.headers["connection"] = "close"
+            raise error from None
+
+    async def _receive_body(self) -> bytes:
+        parts, size, max_size = [], 0, self._settings.max_body_bytes
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            part = message.get("body", b"")
+            size += len(part)
+            if size > max_size:
+                raise ApiError(
+                    413, "request_too_large", f"the body is longer than {max_size:,} bytes"
+                )
+            parts.append(part)
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    async def while_connected(self, work: Awaitable[_T]) -> _T:
+        """Await `work`; if the client disconnects, cancel it and raise Disconnected."""
+        task = asyncio.ensure_future(work)
+        disconnect = asyncio.ensure_future(self._wait_for_disconnect())
+        try:
+            await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Disconnected
+            return task.result()
+        finally:
+            disconnect.cancel()
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def respond(
+        self, value: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send a JSON response."""
+        await self.respond_bytes(_encoder.encode(value), "application/json", status, headers)
+
+    async def respond_bytes(
+        self,
+        body: bytes,
+        content_type: str,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Send a response with this body."""
+        own_headers = {"content-type": content_type, "content-length": str(len(body))}
+        await self._start_response(status, own_headers | dict(headers or {}))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_not_modified(self, headers: Mapping[str, str]) -> None:
+        """Send status 304: the client's copy is up to date."""
+        await self._start_response(304, headers)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def stream_events(self, events: AsyncGenerator[bytes], keepalive_seconds: float) -> None:
+        """Stream server-sent events. Raises Disconnected.
+
+        After `keepalive_seconds` without an event, a comment keeps proxies from closing the
+        connection.
+        """
+        pinging = asyncio.ensure_future(self._ping(keepalive_seconds))
+        try:
+            await self.stream_bytes(events, _SSE_HEADERS)
+        finally:
+            pinging.cancel()
+
+    async def stream_bytes(self, parts: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+        """Send each part of the body as soon as it exists. Raises Disconnected."""
+        await self._start_response(200, headers)
+        await self.while_connected(self._send_parts(parts))
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _send_parts(self, parts: AsyncGenerator[bytes]) -> None:
+        async with aclosing(parts):
+            async for part in parts:
+                self._last_sent = monotonic()
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def _ping(self, keepalive_seconds: float) -> None:
+        while True:
+            await asyncio.sleep(keepalive_seconds)
+            if monotonic() - self._last_sent >= keepalive_seconds:
+                ping = {"type": "http.response.body", "body": _SSE_PING, "more_body": True}
+                await self._send(ping)
+
+    async def _start_response(self, status: int, headers: Mapping[str, str]) -> None:
+        self.response_started = True
+        self.record.status = status
+        pairs = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+        ]
+        pairs.append((b"x-request-id", self.record.id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+Handler = Callable[[HttpExchange], Awaitable[None]]
+
+
+def _field_error(error: msgspec.ValidationError) -> ApiError:
+    """Name the wrong field of a body, as in `messages[0].role: Expected ...`."""
+    message, _, place = str(error).partition(" - at ")
+    # The place is `$.field`; the place of a wrong key is "`key` in `$.field`".
+    path = place.rpartition("`$")[2].rstrip("`")
+    param = path.lstrip(".").partition(".")[0].partition("[")[0] or None
+    if not path and "missing required field" in message:
+        param = message.rpartition("field `")[2].rstrip("`")
+    return invalid(f"{path.lstrip('.') or 'the body'}: {message}", param, "invalid_value")
+
+
+def sse_event(value: object) -> bytes:
+    """Encode a value as a server-sent event."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def named_sse_event(name: str, fields: Mapping[str, object]) -> bytes:
+    """Encode fields as an event with a name, which is repeated in the field `type`."""
+    data = _encoder.encode({"type": name, **fields})
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)

@@ -1,0 +1,76 @@
+"""Makes `StructuredOutputs` from the fields by which OpenAI's and vLLM's clients restrict text."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from headrace.errors import RequestError
+from headrace.server.errors import invalid
+from headrace.server.openai_records import Sampling, Structured
+from headrace.structured_outputs import StructuredOutputs
+
+
+def structured_outputs(request: Sampling) -> StructuredOutputs | None:
+    """Return the restriction of the text, or None. Raises ApiError, which names the wrong field."""
+    by_field = {"response_format": response_format(request.response_format, "response_format")}
+    for field, record in _records(request).items():
+        with errors_name(field):
+            by_field[field] = StructuredOutputs(
+                json=record.json,
+                json_object=bool(record.json_object),
+                regex=record.regex,
+                choice=record.choice,
+                grammar=record.grammar,
+            )
+    given = [field for field, restriction in by_field.items() if restriction is not None]
+    if len(given) > 1:
+        raise invalid(f"{' and '.join(given)} both restrict the text; give only one", given[1])
+    return by_field[given[0]] if given else None
+
+
+def _records(request: Sampling) -> dict[str, Structured]:
+    """Return the given fields that are restrictions; `guided_*` are vLLM's older names."""
+    records = {}
+    if request.structured_outputs is not None:
+        records["structured_outputs"] = request.structured_outputs
+    if request.guided_json is not None:
+        records["guided_json"] = Structured(json=request.guided_json)
+    if request.guided_regex is not None:
+        records["guided_regex"] = Structured(regex=request.guided_regex)
+    if request.guided_choice is not None:
+        records["guided_choice"] = Structured(choice=request.guided_choice)
+    if request.guided_grammar is not None:
+        records["guided_grammar"] = Structured(grammar=request.guided_grammar)
+    return records
+
+
+def response_format(value: Mapping[str, Any] | None, param: str) -> StructuredOutputs | None:
+    """Read `response_format` of chat completions, or `text.format` of the Responses API.
+
+    In the latter the schema stands next to the type. Raises ApiError, which names `param`.
+    """
+    kind = "text" if value is None else value.get("type")
+    if value is None or kind == "text":
+        return None
+    with errors_name(param):
+        if kind == "json_object":
+            return StructuredOutputs(json_object=True)
+        if kind != "json_schema":
+            raise RequestError(f"{param}.type must be text, json_object or json_schema")
+        inner = value.get("json_schema", value)
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if not isinstance(schema, Mapping):
+            raise RequestError(f"{param} of type json_schema must have a schema, an object")
+        return StructuredOutputs(json=schema)
+
+
+@contextmanager
+def errors_name(param: str) -> Iterator[None]:
+    """Turn a RequestError into an ApiError that names the field `param`."""
+    try:
+        yield
+    except RequestError as error:
+        message = str(error)
+        raise invalid(
+            message if message.startswith(param) else f"{param}: {message}", param
+        ) from None

@@ -1,0 +1,74 @@
+"""Loads the tokenizer and prompt templates of a model while its engine starts."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from headrace.checkpoint.fingerprint import fingerprint
+from headrace.config import EngineConfig
+from headrace.errors import HeadraceError
+from headrace.loader.load import open_model, read_prompts
+from headrace.model import trace_model
+from headrace.prompts import PromptReader
+from headrace.remote.engine import ServedEngine
+from headrace.remote.errors import EngineDeadError, EngineStartError
+from headrace.server.metrics import Metrics
+from headrace.server.output_parsers.parser import OutputFormat
+from headrace.server.settings import Settings
+from headrace.server.state import ServerState
+from headrace.server.step_roofline import StepRoofline
+
+
+@asynccontextmanager
+async def start_server(
+    model: str, config: EngineConfig, settings: Settings, engine: ServedEngine
+) -> AsyncIterator[ServerState]:
+    """Start the engine and yield the state of the routes; everything is closed with the context.
+
+    Raises the errors of `load_model`, and EngineStartError.
+    """
+    starting = asyncio.ensure_future(engine.start())
+    prompt_reader: PromptReader | None = None
+    try:
+        checkpoint = await asyncio.to_thread(open_model, model, config)
+        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer)
+        prompt_reader = read_prompts(model, checkpoint, tokenizer)
+        advised = {} if settings.ignore_advised_sampling else checkpoint.advised_sampling()
+        templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
+        output_format = OutputFormat.of(
+            templates, settings.tool_call_parser, settings.reasoning_parser
+        )
+        program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
+        model_fingerprint = ""
+        if settings.worker:
+            model_fingerprint = await asyncio.to_thread(fingerprint, checkpoint, tokenizer)
+        del checkpoint  # closes its files
+
+        await _wait_for_engine(starting, engine)
+        assert engine.hello is not None, "a started engine has sent its Hello"
+        roofline = await asyncio.to_thread(StepRoofline, program, engine.hello)
+        yield ServerState(
+            settings=settings,
+            engine=engine,
+            prompt_reader=prompt_reader,
+            tokenizer=tokenizer,
+            advised_sampling=advised,
+            output_format=output_format,
+            metrics=Metrics(lambda: engine.report.figures, lambda: engine.restarts),
+            roofline=roofline,
+            fingerprint=model_fingerprint,
+        )
+    finally:
+        starting.cancel()
+        with suppress(asyncio.CancelledError, HeadraceError):
+            await starting
+        await engine.close()
+        if prompt_reader:
+            prompt_reader.close()
+
+
+async def _wait_for_engine(starting: asyncio.Future[None], engine: ServedEngine) -> None:
+    try:
+        await starting
+    except EngineDeadError as error:
+        raise EngineStartError(str(error), engine.exit_code) from None

@@ -1,0 +1,260 @@
+"""The state that all routes share: model name, prompt reader, engine, admitted requests."""
+
+import asyncio
+import reprlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.errors import RequestError
+from headrace.prompts import PromptReader, TokenizedPrompt
+from headrace.remote import frames
+from headrace.remote.engine import ServedEngine
+from headrace.remote.errors import NotReadyError
+from headrace.remote.stream import Stream
+from headrace.request import PoolingParams, RequestOptions, SamplingParams
+from headrace.server.errors import (
+    ApiError,
+    context_exceeded,
+    invalid,
+    prompt_too_long,
+)
+from headrace.server.http_exchange import HttpExchange
+from headrace.server.metrics import Metrics
+from headrace.server.output_parsers.parser import OutputFormat
+from headrace.server.settings import Settings
+from headrace.server.step_roofline import StepRoofline
+
+_T = TypeVar("_T")
+
+
+class ServerState:
+    """One served model: everything that a route handler needs besides the request itself."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        engine: ServedEngine,
+        prompt_reader: PromptReader,
+        tokenizer: Tokenizer,
+        advised_sampling: Mapping[str, Any],
+        output_format: OutputFormat,
+        metrics: Metrics,
+        roofline: StepRoofline,
+        fingerprint: str = "",
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.prompt_reader = prompt_reader
+        self.tokenizer = tokenizer
+        self.advised_sampling = advised_sampling
+        """Fields of `SamplingParams` that the model's authors advise: the server's defaults."""
+        self.output_format = output_format
+        """The syntax in which the model writes reasoning and tool calls."""
+        self.metrics = metrics
+        self.roofline = roofline
+        self.fingerprint = fingerprint
+        """Identifies the model to the frontend of a worker (`headrace.checkpoint.fingerprint`)."""
+
+        self.control_tokens = {
+            tokenizer.token_bytes(token).decode(errors="replace"): token
+            for token in tokenizer.special_ids
+        }
+        """Token ids by text."""
+        self.end_tokens = tuple(
+            tokenizer.token_bytes(token).decode(errors="replace")
+            for token in sorted(tokenizer.eos_ids)
+        )
+        """Texts of the tokens that end an output."""
+
+        self.started = int(time.time())
+        """Seconds since the epoch."""
+        self.boot_id = uuid4().hex
+        """A random id by which a frontend notices that this process was restarted."""
+        self.draining = False
+        """Whether the server refuses new requests because it is shutting down."""
+        self.num_stats_streams = 0
+        """Open streams of statistics, usually one for each open web page."""
+        self._num_sequences = 0
+        self._requests_by_key: Counter[str] = Counter()
+
+    @property
+    def max_sequences(self) -> int:
+        """Maximum number of sequences that run or wait."""
+        hello = self.engine.hello
+        return (hello.max_num_seqs if hello else 0) + self.settings.max_waiting
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of admitted sequences that have not ended."""
+        return self._num_sequences
+
+    def resolve_adapter(self, model: str | None) -> str | None:
+        """Return the adapter that a request names as its model, or None for the model itself.
+
+        Raises ApiError if no model and no adapter has this name.
+        """
+        if model is None or model in ("", self.settings.model_name):
+            return None
+        if model in self.engine.adapters:
+            return model
+        known = ", ".join([self.settings.model_name, *self.engine.adapters])
+        raise ApiError(
+            404,
+            "model_not_found",
+            f"model {reprlib.repr(model)} does not exist; use {known}",
+            param="model",
+        )
+
+    @contextmanager
+    def admit(self, http: HttpExchange, num_sequences: int) -> Iterator[None]:
+        """Count a request as in progress, before any work is done for it.
+
+        Raises NotReadyError, or ApiError if too many requests are in progress.
+        """
+        if self.draining:
+            raise NotReadyError("closed", "")
+        if not self.engine.ready:
+            raise NotReadyError(self.engine.state, "")
+        if self._num_sequences + num_sequences > self.max_sequences:
+            raise ApiError(
+                503,
+                "server_overloaded",
+                "the queue is full; send the request again later",
+                kind="server_error",
+                retry_after=1,
+            )
+        key = http.api_key or ""
+        max_per_key = self.settings.max_per_key
+        if max_per_key and self._requests_by_key[key] >= max_per_key:
+            raise ApiError(
+                429,
+                "rate_limit_exceeded",
+                f"this API key already has {max_per_key:,} requests in progress; "
+                "send the request again later",
+                kind="rate_limit_error",
+                retry_after=1,
+            )
+
+        self._num_sequences += num_sequences
+        self._requests_by_key[key] += 1
+        try:
+            yield
+        finally:
+            self._num_sequences -= num_sequences
+            self._requests_by_key[key] -= 1
+            if not self._requests_by_key[key]:
+                del self._requests_by_key[key]
+
+    async def run_in_thread(self, work: Callable[[], _T]) -> _T:
+        """Run slow work, such as tokenization, without blocking the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    async def tokenize(
+        self, read: Callable[[], TokenizedPrompt], param: str, max_tokens: int | None = None
+    ) -> list[int]:
+        """Run `read` in a thread and return the prompt's token ids.
+
+        Raises ApiError, which names the field `param`, if the prompt is invalid or leaves no
+        space for `max_tokens` of output (one token if None).
+        """
+        try:
+            ids = list((await self.run_in_thread(read)).token_ids)
+        except RequestError as error:
+            if "context" in str(error):
+                raise context_exceeded(
+                    str(error), self.prompt_reader.max_model_len, param
+                ) from None
+            raise invalid(str(error), param) from None
+        max_model_len = self.prompt_reader.max_model_len
+        if len(ids) + (1 if max_tokens is None else max_tokens) > max_model_len:
+            raise prompt_too_long(len(ids), max_tokens, max_model_len, param)
+        return ids
+
+    def _cache_salt(self, http: HttpExchange, salt: str | None) -> str | None:
+        """Separate the prefix caches of API keys, if there are several; `salt` divides further."""
+        if len(self.settings.api_keys) < 2:
+            return salt
+        key = blake2b((http.api_key or "").encode()).digest()
+        return blake2b((salt or "").encode(), key=key, digest_size=16).hexdigest()
+
+    @asynccontextmanager
+    async def submit(
+        self,
+        http: HttpExchange,
+        prompts: list[list[int]],
+        params: SamplingParams | None,
+        options: RequestOptions,
+        *,
+        pooling: PoolingParams | None = None,
+    ) -> AsyncIterator[list[Stream]]:
+        """Submit prompts to the engine; yields one stream for each.
+
+        Requests that have not ended are aborted when the context is left.
+        """
+        options = replace(
+            options,
+            timeout=self.settings.request_timeout,
+            cache_salt=self._cache_salt(http, options.cache_salt),
+        )
+        streams: list[Stream] = []
+        record = http.record
+        record.model = options.adapter or self.settings.model_name
+        record.prompt_tokens = sum(map(len, prompts))
+        try:
+            for token_ids in prompts:
+                submission = self.engine.submit(token_ids, params, options, pooling=pooling)
+                streams.append(await http.while_connected(submission))
+            yield streams
+        finally:
+            for stream in streams:
+                stream.close()
+                record.add_stream(stream)
+
+
+async def merge_streams(
+    streams: list[Stream],
+) -> AsyncIterator[tuple[int, frames.News | frames.Ended]]:
+    """Yield the events of several streams in order of arrival, each with its stream's index."""
+    if len(streams) == 1:
+        async for event in streams[0]:
+            yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, frames.News | frames.Ended] | Exception] = asyncio.Queue()
+
+    async def pump(index: int, stream: Stream) -> None:
+        try:
+            async for event in stream:
+                queue.put_nowait((index, event))
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            num_open -= isinstance(item[1], frames.Ended)
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def timeout_error() -> ApiError:
+    """Make the error of a request that exceeded the server's time limit."""
+    return ApiError(504, "timeout", "the request took longer than this server allows")
+
+
+def unsigned_seed(seed: int | None) -> int | None:
+    """Map OpenAI's seed, which may be negative, to an unsigned 64-bit seed."""
+    return None if seed is None else seed % 2**64
