@@ -19,13 +19,13 @@ import numpy as np
 from headrace.batch import RaggedBatch
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
-from headrace.convert.batches import piece_batch
-from headrace.convert.matrices import quantisable, quantised
+from headrace.convert.matrices import quantisable, quantised_matrix
 from headrace.convert.quality import Scorer
+from headrace.convert.sequence_batch import sequence_batch
 from headrace.planner.host import usable_cores
+from headrace.quant.format_names import named_format
 from headrace.quant.formats import StoredTensor
-from headrace.quant.named import named_format
-from headrace.quant.spec import TableRows, encoded
+from headrace.quant.spec import TableRows, encode_numbers
 
 DEPTH, STEPS = 64, 16
 """Tokens before the ones that are decoded, and how many of these make a turn."""
@@ -37,9 +37,11 @@ def filled(tensor: StoredTensor, name: str) -> StoredTensor:
     codes = rng.integers(0, 256, (rows, cols), np.uint8)
     if to.codebook in ("e4m3", "e5m2"):
         codes &= 0xBF  # all of them finite
-    scales = encoded(np.full((rows, to.num_scales(cols)), 1e-3, np.float32), to.scale)
+    scales = encode_numbers(np.full((rows, to.num_scales(cols)), 1e-3, np.float32), to.scale)
     zeros = np.full(scales.shape, 1 << to.bits - 1, np.uint8) if to.zero_type else None
-    return quantised(tensor, to, [TableRows(codes & np.uint8((1 << to.bits) - 1), scales, zeros)])
+    return quantised_matrix(
+        tensor, to, [TableRows(codes & np.uint8((1 << to.bits) - 1), scales, zeros)]
+    )
 
 
 def in_format(checkpoint: Checkpoint, name: str) -> Mapping[str, StoredTensor]:
@@ -94,11 +96,11 @@ def main() -> None:
     prompt = list(range(DEPTH + 1))
     speeds: dict[str, list[float]] = {name: [] for name in scorers}
     for name, scorer in scorers.items():  # the keys and values that the steps read
-        scorer.executable.launch(piece_batch(prompt, 0, DEPTH, 1, 5, groups[name])).wait()
+        scorer.executable.launch(sequence_batch(prompt, 0, DEPTH, 1, 5, groups[name])).wait()
     for _ in range(args.rounds):
         for name, scorer in scorers.items():
             speeds[name].append(
-                turn(scorer, piece_batch(prompt, DEPTH, DEPTH + 1, 1, 5, groups[name]))
+                turn(scorer, sequence_batch(prompt, DEPTH, DEPTH + 1, 1, 5, groups[name]))
             )
     paces = {
         name: statistics.median(speeds[name]) * scorer.executable.program.weight_bytes

@@ -28,7 +28,7 @@ from worker import WORKLOADS
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.convert.folder.writer import plan_folder, write_folder
-from headrace.convert.source_model import open_original
+from headrace.convert.source_model import open_source_model
 from headrace.errors import HeadraceError
 from headrace.planner import host
 
@@ -110,7 +110,7 @@ def bf16_folder(path: Path, out: Path) -> Path:
     """
     folder = out / f"{path.stem}-as-bf16"
     if not folder.exists():
-        original = open_original(path)
+        original = open_source_model(path)
         write_folder(
             original,
             folder,

@@ -10,7 +10,7 @@ from harness import Bench, Column, main, verdict
 from native import LinearPlan
 
 from headrace.program.op import Kind
-from headrace.quant.named import named_format
+from headrace.quant.format_names import named_format
 from tests.backend.stored import random_stored
 from tests.tables import random_codes
 

@@ -28,7 +28,7 @@ def assemble(
     that has no place or no meaning.
     """
     layout = layout.of(stored.keys())
-    places = located(spec, layout)
+    places = locate_tensors(spec, layout)
     needed = _shapes(spec, places)
     tensors: dict[str, StoredTensor] = {}
     for name, (shape, place, numbers) in places.items():
@@ -47,10 +47,10 @@ def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]
     """The tensors that a file of a model has to have: [rows, cols], or the length of one that holds
     vectors.
     """
-    return _shapes(spec, located(spec, layout))
+    return _shapes(spec, locate_tensors(spec, layout))
 
 
-def located(spec: ModelSpec, layout: Layout) -> dict[str, Located]:
+def locate_tensors(spec: ModelSpec, layout: Layout) -> dict[str, Located]:
     """Every tensor that the equations ask for, by our name: its shape, where the file has it, and
     the numbers in its name.
     """

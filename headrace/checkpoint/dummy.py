@@ -19,7 +19,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def is_bare(path: Path) -> bool:
+def is_config_only(path: Path) -> bool:
     """Whether this is a `config.json`, or a folder that has one and no weights."""
     if not path.is_dir():
         return path.name == "config.json"
@@ -27,7 +27,7 @@ def is_bare(path: Path) -> bool:
     return "config.json" in names and not any(name.endswith(_WEIGHTS) for name in names)
 
 
-def open_config(path: Path) -> Checkpoint:
+def open_dummy_checkpoint(path: Path) -> Checkpoint:
     """The model that a `config.json` describes, its matrices in the format that the file names.
 
     Raises UnsupportedModelError naming the field, FormatError for a missing or malformed one.
@@ -36,10 +36,10 @@ def open_config(path: Path) -> Checkpoint:
     named = folder.config.get("dtype") or folder.config.get("torch_dtype")
     spec = replace(checked(folder.spec, folder.path.name), name=model_name(folder.path))
     chosen = FORMATS[_DTYPES.get(str(named), "BF16")]
-    return Checkpoint(path, spec, imagined_tensors(spec, chosen), None, folder.path)
+    return Checkpoint(path, spec, dummy_tensors(spec, chosen), None, folder.path)
 
 
-def imagined_tensors(spec: ModelSpec, format: Format) -> dict[str, StoredTensor]:
+def dummy_tensors(spec: ModelSpec, format: Format) -> dict[str, StoredTensor]:
     """Every tensor of a model: matrices in this format where their rows are whole blocks of it,
     else in BF16, and vectors in F32.
     """

@@ -44,7 +44,7 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
 
 def calibration_pieces(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[list[int]]:
     """The tokens of the text. Raises RequestError where it has none."""
-    from headrace.convert.quality import pieces_of
+    from headrace.convert.quality import split_pieces
     from headrace.convert.texts import read_text
 
     ids = checkpoint.load_tokenizer().encode(
@@ -52,4 +52,4 @@ def calibration_pieces(args: argparse.Namespace, checkpoint: "Checkpoint") -> li
     )
     if not ids:
         raise RequestError("a text to calibrate with has one token at least")
-    return pieces_of(ids, min(args.length, checkpoint.spec.max_context), args.calibration_tokens)
+    return split_pieces(ids, min(args.length, checkpoint.spec.max_context), args.calibration_tokens)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from headrace.checkpoint.load import Checkpoint
-    from headrace.convert.source_model import Original
+    from headrace.convert.source_model import SourceModel
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from headrace.checkpoint.source import resolve
-    from headrace.convert.output import check_new
-    from headrace.convert.source_model import open_original
+    from headrace.convert.destination import check_destination
+    from headrace.convert.source_model import open_source_model
 
-    check_new(args.out)
-    original = open_original(resolve(args.model))
+    check_destination(args.out)
+    original = open_source_model(resolve(args.model))
     with Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as bar:
@@ -66,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _size(original: "Original") -> int:
+def _size(original: "SourceModel") -> int:
     return sum(tensor.nbytes for tensor in original.tensors.values())
 
 
-def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
+def _to_gguf(args: argparse.Namespace, original: "SourceModel", bar: "Progress") -> None:
     from headrace.convert.gguf.writer import plan_gguf, write_gguf
     from headrace.convert.matrices import quantisable
-    from headrace.convert.methods import prepared
+    from headrace.convert.methods import prepare_model
     from headrace.planner.host import usable_cores
 
     checkpoint, mixture, threads = (
@@ -83,18 +83,18 @@ def _to_gguf(args: argparse.Namespace, original: "Original", bar: "Progress") ->
     )
     plan, names = plan_gguf(original, mixture), quantisable(checkpoint.spec, checkpoint.tensors)
     pieces, tell = _calibration(args, checkpoint, bar)
-    model = prepared(
+    model = prepare_model(
         args.method, checkpoint.spec, checkpoint.tensors, names, mixture, pieces, threads, tell
     )
     write_gguf(original, args.out, plan, model.importance, _told(bar, f"to {mixture}"))
 
 
-def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") -> None:
-    from headrace.convert.folder.writer import packing_of, plan_folder, write_folder
+def _to_folder(args: argparse.Namespace, original: "SourceModel", bar: "Progress") -> None:
+    from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
     from headrace.convert.matrices import quantisable
-    from headrace.convert.methods import prepared, quantised_matrices
+    from headrace.convert.methods import prepare_model, quantise_matrices
     from headrace.planner.host import usable_cores
-    from headrace.quant.named import named_format
+    from headrace.quant.format_names import named_format
     from headrace.quant.spec import PLAIN
 
     checkpoint, threads = original.checkpoint, args.threads or usable_cores()
@@ -103,15 +103,17 @@ def _to_folder(args: argparse.Namespace, original: "Original", bar: "Progress") 
         write_folder(original, args.out, plan, checkpoint.tensors, ())
         return
     to = named_format(args.to)
-    plan = plan_folder(original, packing_of(to), quantisable(checkpoint.spec, checkpoint.tensors))
+    plan = plan_folder(
+        original, matrix_writer(to), quantisable(checkpoint.spec, checkpoint.tensors)
+    )
     if not plan.names:
         raise RequestError(f"{args.model} has no matrix that a folder can have quantised")
     plan.planned()
     pieces, tell = _calibration(args, checkpoint, bar)
-    model = prepared(
+    model = prepare_model(
         args.method, checkpoint.spec, checkpoint.tensors, plan.names, to, pieces, threads, tell
     )
-    results = quantised_matrices(
+    results = quantise_matrices(
         args.method, checkpoint.spec, model, plan.names, to, pieces, threads
     )
     write_folder(

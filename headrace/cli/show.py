@@ -52,7 +52,7 @@ def describe(model: str, options: "Mapping[str, Any]" = _ALONE) -> dict[str, Any
     and those in `arguments.PARALLEL`.
     """
     from headrace.backend import lower_program
-    from headrace.checkpoint.dummy import imagined_tensors, is_bare, open_config
+    from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_checkpoint
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.loader.backend_choice import choose
@@ -61,8 +61,8 @@ def describe(model: str, options: "Mapping[str, Any]" = _ALONE) -> dict[str, Any
     from headrace.quant.formats import FORMATS
 
     path = resolve(model)
-    bare = is_bare(path)
-    checkpoint = open_config(path) if bare else open_checkpoint(path)
+    bare = is_config_only(path)
+    checkpoint = open_dummy_checkpoint(path) if bare else open_checkpoint(path)
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
     traced, config = trace_model(spec, checkpoint.tensors), engine_config(options)
     choice = choose(config, checkpoint)
@@ -94,7 +94,7 @@ def describe(model: str, options: "Mapping[str, Any]" = _ALONE) -> dict[str, Any
         "bytes": formats.total(),
         "bytes_in_memory": program.weight_bytes,
         "bytes_in_format": {
-            name: sum(t.nbytes for t in imagined_tensors(spec, FORMATS[name]).values())
+            name: sum(t.nbytes for t in dummy_tensors(spec, FORMATS[name]).values())
             for name in _FORMATS
             if bare
         },

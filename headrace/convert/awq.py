@@ -1,90 +1,88 @@
-"""AWQ (Lin et al. 2023): the columns that read large activations are scaled up before they are
-rounded, so that their errors shrink.
+"""AWQ (Lin et al. 2023): scale up the columns that read large activations before rounding.
 
-A column times s, and its input divided by s, leaves the model as it is, while the column's error in
-the output becomes smaller by about s. Of the powers s = a^alpha of the activations a, with alpha
-from 0 to 1, the one is taken whose rounded matrices miss their outputs by the least. a is the root
-of the mean square of a column; the paper takes the mean magnitude. The ranges of groups are then
-clipped where that lessens the errors of columns times their mean squares.
+A column times s, with its input divided by s, leaves the model as it is, but the column's
+rounding error in the output shrinks by about s. The factors are s = a^alpha for the
+activations a of a column. Of 21 alphas from 0 to 1, the one with the smallest output error is
+taken. a is the root mean square of a column; the paper takes the mean magnitude. The ranges of
+groups are clipped if that lowers the errors of columns, weighted by their mean squares.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headrace.convert.calibrate import input_products
-from headrace.convert.matrices import Tell, chunks
+from headrace.convert.activation_stats import input_products
+from headrace.convert.matrices import ProgressCallback, row_chunks
 from headrace.convert.scaling import ScalingGroup, Scalings, scaling_groups
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
+from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import QuantSpec, dequantise_rows
 
-Floats = NDArray[np.float32]
-
 _ALPHAS = np.linspace(0, 1, 21, dtype=np.float32)
-_LEAST = np.float32(1e-4)
-"""Of the geometric mean of activations: what a column counts that has less, or nothing."""
+_MIN_ACTIVATION = np.float32(1e-4)
+"""Lower bound of a column's activation, relative to the geometric mean of all."""
 
 
 def awq(
     spec: ModelSpec,
     tensors: Mapping[str, StoredTensor],
     names: list[str],
-    to: QuantSpec,
+    target: QuantSpec,
     pieces: list[list[int]],
     threads: int,
-    tell: Tell,
+    on_progress: ProgressCallback,
 ) -> tuple[Scalings, dict[str, Floats]]:
-    """The scalings, and for the matrices the mean squares of what their columns read once it is
-    scaled [cols].
+    """Choose the scalings, and compute the mean squares [cols] of the scaled inputs by matrix.
 
-    Matrices whose input nothing can scale have the mean squares alone, the last ones of experts
-    nothing.
+    A matrix whose input cannot be scaled has mean squares only; down projections of experts
+    have neither.
     """
     groups = scaling_groups(trace_model(spec, tensors), names)
     group_of = {name: group for group in groups for name in group.readers}
     scalings = Scalings()
     mean_squares: dict[str, Floats] = {}
-    for products, readers in input_products(spec, tensors, pieces, names, threads, tell):
+
+    for products, readers in input_products(spec, tensors, names, pieces, threads, on_progress):
         scale = np.ones(len(products), np.float32)
         if group := group_of.get(readers[0]):
-            factors = _best_factors(group, products, [tensors[name] for name in readers], to)
+            factors = _best_factors(group, products, [tensors[name] for name in readers], target)
             scalings.add(group, factors)
             scale = factors[group.columns]
-        mean_squares.update(
-            dict.fromkeys(readers, (np.diag(products) / np.square(scale)).astype(np.float32))
-        )
+        squares = (np.diag(products) / np.square(scale)).astype(np.float32)
+        mean_squares.update(dict.fromkeys(readers, squares))
     return scalings, mean_squares
 
 
 def _best_factors(
-    group: ScalingGroup, products: Floats, matrices: list[StoredTensor], to: QuantSpec
+    group: ScalingGroup, products: Floats, matrices: list[StoredTensor], target: QuantSpec
 ) -> Floats:
-    """The factors whose rounded matrices have the least error tr(dW H dW^T) in sum, with H the mean
-    products X^T X of their input.
+    """The factors with the smallest sum of tr(dW H dW^T) over the matrices.
+
+    dW is the rounding error of a matrix, H the mean products X^T X of its input.
     """
     activations = np.sqrt(
         np.bincount(group.columns, np.diag(products)) / np.bincount(group.columns)
     ).astype(np.float32)
-    seen = activations[activations > 0]
-    if not len(seen):
+    nonzero = activations[activations > 0]
+    if not len(nonzero):
         return np.ones_like(activations)
-    relative = np.maximum(activations / np.exp(np.log(seen).mean()), _LEAST)
+    relative = np.maximum(activations / np.exp(np.log(nonzero).mean()), _MIN_ACTIVATION)
+
     candidates: list[Floats] = [relative**alpha for alpha in _ALPHAS]
     errors = np.zeros(len(candidates))
     for matrix in matrices:
-        for weights in chunks(matrix):
+        for weights in row_chunks(matrix):
             errors += [
-                _error(weights, factors[group.columns], products, to) for factors in candidates
+                _output_error(weights, factors[group.columns], products, target)
+                for factors in candidates
             ]
     return candidates[int(errors.argmin())]
 
 
-def _error(weights: Floats, scale: Floats, products: Floats, to: QuantSpec) -> float:
-    difference = (
-        dequantise_rows(to, round_to_nearest(weights * scale, to, clip=False)) / scale - weights
-    )
+def _output_error(weights: Floats, scale: Floats, products: Floats, target: QuantSpec) -> float:
+    rounded = round_to_nearest(weights * scale, target, clip=False)
+    difference = dequantise_rows(target, rounded) / scale - weights
     return float(np.einsum("rc,rc->", difference @ products, difference))

@@ -1,32 +1,36 @@
-"""GPTQ (Frantar et al. 2022): columns are rounded one after the other, and each one's error is made
-up for by those that follow.
+"""GPTQ (Frantar et al. 2022): round one column after another, and let later columns compensate.
 
-With X the inputs of a matrix, its output changes by the quadratic form of H = X^T X. The columns
-that matter most, by the diagonal of H, are rounded first ("act order"), while the ranges of groups
-are those of the columns as they lie ("static groups"), so that nothing of the order is left in the
-result. Ranges are clipped where that lessens the squared errors of columns times the diagonal of H.
+With X the inputs of a matrix, an error dW of the matrix changes its output by the quadratic
+form of H = X^T X. The columns with the largest diagonal of H are rounded first ("act order"),
+but the ranges of groups are those of neighbouring columns ("static groups"), so the result
+needs no column order. Ranges are clipped if that lowers the squared errors of columns, weighted
+by the diagonal of H.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headrace.quant.rounding import best_range, in_groups, nearest_codes, table_rows, values_of
+from headrace.quant.arrays import Floats
+from headrace.quant.rounding import (
+    best_range,
+    dequantise_groups,
+    in_groups,
+    nearest_codes,
+    to_table_rows,
+)
 from headrace.quant.spec import QuantSpec, TableRows
 
-Floats = NDArray[np.float32]
-
 DAMPING = 0.01
-"""Of the mean of the diagonal of H, added to all of it: what keeps it invertible."""
+"""Added to the diagonal of H, as a part of its mean, so that H is invertible."""
 _BLOCK = 128
-"""Columns whose errors are spread over each other at once, and over all others afterwards."""
+"""Columns that compensate each other's errors at once; later columns follow in one product."""
 
 
 def gptq(
     weights: Floats, products: Floats, spec: QuantSpec, *, damping: float = DAMPING
 ) -> TableRows:
-    """The codes of a matrix [rows, cols] whose inputs have these mean products X^T X [cols, cols].
+    """Round a matrix [rows, cols] to codes, given the mean products X^T X [cols, cols].
 
-    Raises numpy.linalg.LinAlgError where these are not positive definite with the damping.
+    Raises numpy.linalg.LinAlgError if the damped products are not positive definite.
     """
     rows, cols = weights.shape
     h = products.astype(np.float64)
@@ -34,13 +38,15 @@ def gptq(
     weights = np.where(unused, np.float32(0), weights)
     importance = in_groups(np.diag(products)[None], spec)[0]
     scales, zeros = best_range(in_groups(weights, spec), spec, clip=True, importance=importance)
+
     h[unused, unused] = 1
     h[np.diag_indices(cols)] += damping * np.mean(np.diag(h))
     order = np.argsort(-np.diag(h), kind="stable")
-    # The upper Cholesky factor of the inverse: row i says how the error of column i is spread over
-    # those after it.
+    # The upper Cholesky factor of the inverse: row i spreads the error of column i over the
+    # columns after it.
     spread = np.linalg.cholesky(np.linalg.inv(h[np.ix_(order, order)])).T.astype(np.float32)
-    left = weights[:, order]
+
+    remaining = weights[:, order]
     group = (np.arange(cols) // (spec.group or cols))[order]
     codes = np.empty((rows, cols), np.uint8)
     for first in range(0, cols, _BLOCK):
@@ -48,10 +54,11 @@ def gptq(
         errors = np.empty((rows, last - first), np.float32)
         for i in range(first, last):
             scale, zero = scales[:, group[i]], None if zeros is None else zeros[:, group[i]]
-            code = nearest_codes(left[:, i, None], scale, zero, spec)
+            code = nearest_codes(remaining[:, i, None], scale, zero, spec)
             codes[:, order[i]] = code[:, 0]
-            error = (left[:, i] - values_of(code, scale, zero, spec)[:, 0]) / spread[i, i]
-            left[:, i + 1 : last] -= error[:, None] * spread[i, i + 1 : last]
+            rounded = dequantise_groups(code, scale, zero, spec)[:, 0]
+            error = (remaining[:, i] - rounded) / spread[i, i]
+            remaining[:, i + 1 : last] -= error[:, None] * spread[i, i + 1 : last]
             errors[:, i - first] = error
-        left[:, last:] -= errors @ spread[first:last, last:]
-    return table_rows(codes, scales, zeros, spec)
+        remaining[:, last:] -= errors @ spread[first:last, last:]
+    return to_table_rows(codes, scales, zeros, spec)

@@ -1,6 +1,4 @@
-"""How much of its output each layer loses to quantisation, by itself: which layers are worth more
-bits.
-"""
+"""The output error that quantisation causes in each layer, to find layers worth more bits."""
 
 import math
 import re
@@ -9,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from headrace.convert.calibrate import input_products
-from headrace.convert.matrices import Tell, chunks
+from headrace.convert.activation_stats import input_products
+from headrace.convert.matrices import ProgressCallback, row_chunks
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
 
@@ -24,28 +22,28 @@ def layer_errors(
     names: list[str],
     pieces: list[list[int]],
     threads: int,
-    tell: Tell,
+    on_progress: ProgressCallback,
 ) -> dict[int, float]:
-    """For each layer, |X dW^T| / |X W^T| over its matrices: the error of their outputs where all
-    that they read is right.
+    """Compute |X dW^T| / |X W^T| over the matrices of each layer, by layer.
 
-    X is what the matrices of `tensors` read while these read the pieces of a text, and dW is how
-    far those of `quantised` are from them. Last matrices of experts do not count. `tell` hears how
-    much is done, from 0 to 1.
+    W are the matrices of `tensors`, X their inputs for the pieces of text, and dW the
+    difference between `quantised` and W. Errors of earlier layers are not in X. Down
+    projections of experts are left out.
     """
-    lost: defaultdict[int, float] = defaultdict(float)
-    whole: defaultdict[int, float] = defaultdict(float)
-    for products, readers in input_products(spec, tensors, pieces, names, threads, tell):
+    error_squares: defaultdict[int, float] = defaultdict(float)
+    output_squares: defaultdict[int, float] = defaultdict(float)
+    for products, readers in input_products(spec, tensors, names, pieces, threads, on_progress):
         for name in readers:
-            found = _LAYER.match(name)
-            layer = int(found[1]) if found else -1
-            for weights, rounded in zip(
-                chunks(tensors[name]), chunks(quantised[name]), strict=True
-            ):
+            match = _LAYER.match(name)
+            layer = int(match[1]) if match else -1
+            chunks = zip(row_chunks(tensors[name]), row_chunks(quantised[name]), strict=True)
+            for weights, rounded in chunks:
                 difference = rounded - weights
-                lost[layer] += float(np.einsum("rc,rc->", difference @ products, difference))
-                whole[layer] += float(np.einsum("rc,rc->", weights @ products, weights))
+                error = np.einsum("rc,rc->", difference @ products, difference)
+                error_squares[layer] += float(error)
+                output = np.einsum("rc,rc->", weights @ products, weights)
+                output_squares[layer] += float(output)
     return {
-        layer: math.sqrt(lost[layer] / whole[layer]) if whole[layer] else 0.0
-        for layer in sorted(whole)
+        layer: math.sqrt(error_squares[layer] / squares) if squares else 0.0
+        for layer, squares in sorted(output_squares.items())
     }

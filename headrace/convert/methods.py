@@ -1,100 +1,101 @@
-"""The methods by which matrices are quantised: what a text shows before, and then one matrix after
-the other.
-"""
+"""Quantisation methods: a preparation that may read a text, then one matrix after another."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from headrace.convert.activation_stats import input_column_stats, input_products, update_squares
 from headrace.convert.awq import awq
-from headrace.convert.calibrate import input_columns, input_products, squares
 from headrace.convert.gptq import gptq
-from headrace.convert.matrices import Target, Tell, expert_matrices, quantised, round_matrix
+from headrace.convert.matrices import (
+    ProgressCallback,
+    Target,
+    expert_matrices,
+    quantised_matrix,
+    round_matrix,
+)
 from headrace.convert.smoothquant import smoothquant
 from headrace.errors import RequestError
 from headrace.model.spec import ModelSpec
+from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import QuantSpec
 
 Matrices = Iterator[tuple[str, StoredTensor]]
 
 
-class Prepared(NamedTuple):
+class PreparedModel(NamedTuple):
     """A model before its matrices are rounded."""
 
     tensors: Mapping[str, StoredTensor]
-    """All of them; what is scaled is so when it is read, or float32 where it is not to be
-    quantised.
+    """All tensors. Scaled matrices that will be quantised apply their factors when they are
+    read; other scaled tensors are float32.
     """
-    importance: Mapping[str, NDArray[np.float32]]
-    """What errors of the columns of a matrix count where its ranges are clipped [cols]; all the
-    same where it has none.
-    """
+    importance: Mapping[str, Floats]
+    """Weights of the squared errors of a matrix's columns [cols]; missing if all are equal."""
 
 
-def prepared(
+def prepare_model(
     method: str,
     spec: ModelSpec,
     tensors: Mapping[str, StoredTensor],
     names: list[str],
-    to: Target,
+    target: Target,
     pieces: list[list[int]],
     threads: int,
-    tell: Tell,
-) -> Prepared:
-    """The model as a method rounds it, with pieces of a text to calibrate with; `tell` hears how
-    much is done, from 0 to 1.
+    on_progress: ProgressCallback,
+) -> PreparedModel:
+    """Prepare the named matrices for a method, with pieces of a calibration text.
 
-    Raises RequestError for a method that does not go with blocks of GGUF files.
+    Raises RequestError if the method cannot round to blocks of GGUF files.
     """
     if method == "imatrix":
-        found = input_columns(squares, spec, tensors, pieces, names, threads, tell)
-        return Prepared(tensors, {name: total for total, readers in found for name in readers})
-    if not isinstance(to, QuantSpec):
+        stats = input_column_stats(
+            update_squares, spec, tensors, names, pieces, threads, on_progress
+        )
+        importance = {name: squares for squares, readers in stats for name in readers}
+        return PreparedModel(tensors, importance)
+    if not isinstance(target, QuantSpec):
         if method != "rtn":
             raise RequestError(
-                f"--method {method} does not go with {to}: blocks of GGUF files are "
-                "rounded by rtn or imatrix"
+                f"--method '{method}' cannot round to {target}, a block format of GGUF; "
+                "use rtn or imatrix"
             )
-        return Prepared(tensors, {})
+        return PreparedModel(tensors, {})
     if method == "awq":
-        scalings, importance = awq(spec, tensors, names, to, pieces, threads, tell)
-        return Prepared(scalings.applied(tensors, names), importance)
+        scalings, importance = awq(spec, tensors, names, target, pieces, threads, on_progress)
+        return PreparedModel(scalings.apply_all(tensors, names), importance)
     if method == "smoothquant":
-        return Prepared(
-            smoothquant(spec, tensors, names, pieces, threads, tell).applied(tensors, names), {}
-        )
-    return Prepared(tensors, {})
+        scalings = smoothquant(spec, tensors, names, pieces, threads, on_progress)
+        return PreparedModel(scalings.apply_all(tensors, names), {})
+    return PreparedModel(tensors, {})
 
 
-def quantised_matrices(
+def quantise_matrices(
     method: str,
     spec: ModelSpec,
-    model: Prepared,
+    model: PreparedModel,
     names: list[str],
-    to: Target,
+    target: Target,
     pieces: list[list[int]],
     threads: int,
 ) -> Matrices:
-    """The named matrices, one after the other, in an order of the method's own; those of experts
-    are never quantised by GPTQ.
+    """Yield the named matrices, quantised, in the method's order.
+
+    GPTQ rounds the matrices of experts to the nearest.
     """
-    left = names
-    if method == "gptq" and isinstance(to, QuantSpec):
+    to_nearest = names
+    if method == "gptq" and isinstance(target, QuantSpec):
         experts = expert_matrices(spec, model.tensors)
-        ours, left = (
-            [name for name in names if name not in experts],
-            [name for name in names if name in experts],
-        )
+        to_nearest = [name for name in names if name in experts]
+        by_gptq = [name for name in names if name not in experts]
         for products, readers in input_products(
-            spec, model.tensors, pieces, ours, threads, lambda done: None
+            spec, model.tensors, by_gptq, pieces, threads, lambda done: None
         ):
             for name in readers:
                 tensor = model.tensors[name]
-                yield name, quantised(tensor, to, [gptq(tensor.dequantise(), products, to)])
+                rows = gptq(tensor.dequantise(), products, target)
+                yield name, quantised_matrix(tensor, target, [rows])
                 tensor.release()
-    for name in left:
-        yield name, round_matrix(model.tensors[name], to, model.importance.get(name))
+    for name in to_nearest:
+        yield name, round_matrix(model.tensors[name], target, model.importance.get(name))
         model.tensors[name].release()

@@ -1,10 +1,12 @@
-"""What a model says of a text, and how far that is from what another says: the measures of
-quantisation.
+"""Measures of quantisation: how well a model predicts a text, and how it differs from another.
 
-Texts are cut into pieces, each from an empty cache. NLL is the mean negative log-likelihood of a
-token given those before it in its piece, in nats, and perplexity its exponential. KL is the
-divergence KL(reference, model) of the distributions of the next token: the mean and the 99th
-percentile over all places. Agreement is how often both hold the same token for the likeliest.
+Texts are cut into pieces, and each piece is read with an empty KV cache.
+
+* NLL is the mean negative log-likelihood of a token given its predecessors in the piece, in
+  nats. Perplexity is exp(NLL).
+* KL is the divergence KL(reference, model) of the distributions of the next token: its mean
+  and its 99th percentile over all positions.
+* Agreement is the share of positions at which both models have the same likeliest token.
 """
 
 import math
@@ -13,24 +15,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.backend import Executable, compile_program, forward
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig
-from headrace.convert.batches import num_blocks, piece_batch
+from headrace.convert.sequence_batch import num_blocks, sequence_batch
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
+from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 _ROWS = 64
-"""Rows whose logits are there at a time."""
-_PREFILLS, _STEPS = 3, 30
-"""Steps whose median is a speed."""
-
-Floats = NDArray[np.float32]
+"""Rows whose logits are in memory at a time."""
+_PREFILL_RUNS, _DECODE_RUNS = 3, 30
+"""Runs whose median gives a speed."""
 
 
 @frozen
@@ -38,15 +38,15 @@ class Quality:
     """How well a model predicts a text."""
 
     tokens: int
-    """Places that count."""
+    """Predicted tokens."""
     nll: float
     nll_error: float
-    """Standard error of the mean."""
+    """Standard error of `nll`."""
     kl: float | None = None
-    """Mean divergence from the reference, in nats; None without one."""
+    """Mean divergence from the reference, in nats; None without a reference."""
     kl_99: float | None = None
     agreement: float | None = None
-    """Part of the places where the likeliest token is the reference's."""
+    """From 0 to 1."""
 
     @property
     def perplexity(self) -> float:
@@ -54,7 +54,7 @@ class Quality:
 
 
 class Scorer:
-    """A compiled model that reads pieces of text, of at most `length` tokens."""
+    """A compiled model that reads pieces of text of up to `length` tokens."""
 
     def __init__(
         self,
@@ -75,89 +75,85 @@ class Scorer:
         )
 
     def log_probabilities(self, piece: Sequence[int]) -> Iterator[Floats]:
-        """The log-probabilities of the token after each, some rows at a time [rows, vocabulary]."""
+        """Yield the log-probabilities of each next token, by chunks [rows, vocabulary]."""
         for first in range(0, len(piece), _ROWS):
-            logits = forward(
-                self.executable, self._batch(piece, first, min(first + _ROWS, len(piece)))
-            ).logits
+            batch = self._batch(piece, first, min(first + _ROWS, len(piece)))
+            logits = forward(self.executable, batch).logits
             assert logits is not None
             shifted = logits - logits.max(axis=1, keepdims=True)
-            yield shifted - np.log(
-                np.exp(shifted, dtype=np.float64).sum(axis=1, keepdims=True)
-            ).astype(np.float32)
+            sums = np.exp(shifted, dtype=np.float64).sum(axis=1, keepdims=True)
+            yield shifted - np.log(sums).astype(np.float32)
 
     def speed(self, piece: Sequence[int]) -> tuple[float, float]:
-        """Tokens/s of a piece at once, and of single steps at its end: medians of a few."""
-        prefill, decode = (
-            self._batch(piece, 0, len(piece), 1),
-            self._batch(piece, len(piece) - 1, len(piece)),
-        )
-        seconds = []
-        for batch, times in ((prefill, _PREFILLS), (decode, _STEPS)):
-            taken = []
-            for _ in range(times):
-                begun = time.perf_counter()
-                self.executable.launch(batch).wait()
-                taken.append(time.perf_counter() - begun)
-            seconds.append(statistics.median(taken))
-        return len(piece) / seconds[0], 1 / seconds[1]
+        """Measure tokens/s of prefill, and of decoding after the piece: medians of some runs."""
+        prefill = self._batch(piece, 0, len(piece), 1)
+        decode = self._batch(piece, len(piece) - 1, len(piece))
+        prefill_seconds = self._median_seconds(prefill, _PREFILL_RUNS)
+        decode_seconds = self._median_seconds(decode, _DECODE_RUNS)
+        return len(piece) / prefill_seconds, 1 / decode_seconds
 
     def close(self) -> None:
         self.executable.close()
 
+    def _median_seconds(self, batch: RaggedBatch, runs: int) -> float:
+        seconds = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            self.executable.launch(batch).wait()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+
     def _batch(
         self, piece: Sequence[int], first: int, end: int, num_logits: int = _ROWS
     ) -> RaggedBatch:
-        return piece_batch(piece, first, end, num_logits, self._blocks, self._groups)
+        return sequence_batch(piece, first, end, num_logits, self._blocks, self._groups)
 
 
-def pieces_of(ids: Sequence[int], length: int, tokens: int) -> list[list[int]]:
-    """The tokens of a text in pieces of `length`, as many as make `tokens`, or one that is
-    shorter.
-    """
+def split_pieces(ids: Sequence[int], length: int, tokens: int) -> list[list[int]]:
+    """Cut a text into pieces of `length` tokens with `tokens` in all, or one shorter piece."""
     count = max(1, min(tokens, len(ids)) // length)
     return [list(ids[i * length : (i + 1) * length]) for i in range(count)]
 
 
-class Judge:
-    """Adds up what a model says of pieces of text, beside what the reference says of them."""
+class QualityMeter:
+    """Accumulates a model's predictions of pieces of text, next to those of a reference model."""
 
     def __init__(self) -> None:
         self._losses: list[Floats] = []
         self._divergences: list[Floats] = []
-        self._agreed = 0
+        self._num_agreed = 0
 
     def add(
-        self, piece: Sequence[int], said: Iterator[Floats], by_reference: Iterator[Floats] | None
+        self, piece: Sequence[int], predicted: Iterator[Floats], reference: Iterator[Floats] | None
     ) -> None:
-        """A piece, with log-probabilities as `Scorer` gives them. The last token has none after it
-        that could be right.
+        """Add a piece, with log-probabilities from `Scorer.log_probabilities`.
+
+        The prediction after the last token has no correct token and does not count.
         """
-        at = 0
-        for q in said:
-            rows = min(len(q), len(piece) - 1 - at)
-            wanted = np.asarray(piece[at + 1 : at + 1 + rows])
-            self._losses.append(-q[np.arange(rows), wanted])
-            if by_reference is not None:
-                p = next(by_reference)[:rows]
-                self._divergences.append(
-                    (np.exp(p) * (p - q[:rows])).sum(axis=1, dtype=np.float64).astype(np.float32)
-                )
-                self._agreed += int((p.argmax(axis=1) == q[:rows].argmax(axis=1)).sum())
-            at += len(q)
+        position = 0
+        for q in predicted:
+            rows = min(len(q), len(piece) - 1 - position)
+            correct = np.asarray(piece[position + 1 : position + 1 + rows])
+            self._losses.append(-q[np.arange(rows), correct])
+            if reference is not None:
+                p = next(reference)[:rows]
+                divergences = (np.exp(p) * (p - q[:rows])).sum(axis=1, dtype=np.float64)
+                self._divergences.append(divergences.astype(np.float32))
+                self._num_agreed += int((p.argmax(axis=1) == q[:rows].argmax(axis=1)).sum())
+            position += len(q)
 
     def quality(self) -> Quality:
-        """All that was added."""
+        """The quality over all added pieces."""
         losses = np.concatenate(self._losses)
         nll, error = float(losses.mean()), float(losses.std() / math.sqrt(len(losses)))
         if not self._divergences:
-            return Quality(len(losses), nll, error)
+            return Quality(tokens=len(losses), nll=nll, nll_error=error)
         kl = np.concatenate(self._divergences)
         return Quality(
-            len(losses),
-            nll,
-            error,
-            float(kl.mean()),
-            float(np.quantile(kl, 0.99)),
-            self._agreed / len(losses),
+            tokens=len(losses),
+            nll=nll,
+            nll_error=error,
+            kl=float(kl.mean()),
+            kl_99=float(np.quantile(kl, 0.99)),
+            agreement=self._num_agreed / len(losses),
         )

@@ -1,27 +1,24 @@
-"""SmoothQuant (Xiao et al. 2022): what is hard to quantise in activations goes to the weights in
-part.
+"""SmoothQuant (Xiao et al. 2022): move a part of the range of activations into the weights.
 
-Activations of 8 bits by row suffer from single columns that are much larger than all others. Column
-j is divided by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and the matrices that read it have
-theirs multiplied by that.
+Activations of 8 bits by row suffer if single columns are much larger than all others. Column j
+is divided by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and the matrices that read it have
+their column j multiplied by s_j.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headrace.convert.calibrate import input_columns, maxima
-from headrace.convert.matrices import Tell, chunks
+from headrace.convert.activation_stats import input_column_stats, update_maxima
+from headrace.convert.matrices import ProgressCallback, row_chunks
 from headrace.convert.scaling import ScalingGroup, Scalings, scaling_groups
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
+from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 
-Floats = NDArray[np.float32]
-
 ALPHA = 0.5
-"""How much of the difficulty goes to the weights: 0 none, 1 all."""
+"""Migration strength: 0 leaves the range in the activations, 1 moves all of it."""
 
 
 def smoothquant(
@@ -30,25 +27,25 @@ def smoothquant(
     names: list[str],
     pieces: list[list[int]],
     threads: int,
-    tell: Tell,
+    on_progress: ProgressCallback,
     alpha: float = ALPHA,
 ) -> Scalings:
-    """The scalings for the inputs of the named matrices."""
+    """Choose the scalings of the inputs of the named matrices."""
     groups = scaling_groups(trace_model(spec, tensors), names)
     group_of = {name: group for group in groups for name in group.readers}
     scalings = Scalings()
-    for activations, readers in input_columns(maxima, spec, tensors, pieces, names, threads, tell):
+
+    maxima = input_column_stats(update_maxima, spec, tensors, names, pieces, threads, on_progress)
+    for activations, readers in maxima:
         if group := group_of.get(readers[0]):
-            weights = np.max(
-                [np.abs(chunk).max(axis=0) for name in readers for chunk in chunks(tensors[name])],
-                axis=0,
-            )
+            chunks = (chunk for name in readers for chunk in row_chunks(tensors[name]))
+            weights = np.max([np.abs(chunk).max(axis=0) for chunk in chunks], axis=0)
             scalings.add(group, _factors(group, activations, weights, alpha))
     return scalings
 
 
 def _factors(group: ScalingGroup, activations: Floats, weights: Floats, alpha: float) -> Floats:
-    """Those of the largest magnitudes in each column; 1 where either has none."""
+    """The factors from the maximum magnitudes of the columns; 1 for a column that is zero."""
     x, w = (np.zeros(group.columns.max() + 1, np.float32) for _ in range(2))
     np.maximum.at(x, group.columns, activations)
     np.maximum.at(w, group.columns, weights)

@@ -1,4 +1,4 @@
-"""A model that is to be converted, as its file has it: under the file's names, beside ours."""
+"""The model that a conversion reads: its tensors by the names of its file and by our names."""
 
 import os
 from collections.abc import Mapping
@@ -7,63 +7,67 @@ from pathlib import Path
 from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.convert.disassemble import Stored, disassembled
+from headrace.convert.file_tensors import FileTensor, file_tensors
 from headrace.errors import UnsupportedModelError
 from headrace.model import FAMILIES
 from headrace.model.family import GgufLayout, Layout
+from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
-_UNDER = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}
-"""Families whose GGUF files go by the name of another, which computes the same."""
+_GGUF_FAMILY = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}
+"""Families whose GGUF files have the architecture name of an equivalent family."""
 
 
 @frozen(eq=False)
-class Original:
+class SourceModel:
     """An opened model."""
 
     checkpoint: Checkpoint
     is_folder: bool
     tensors: Mapping[str, StoredTensor]
-    """By the file's names, and in its shapes; those that belong together are one."""
+    """By the file's names and in its shapes; the parts of a quantised tensor are joined."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
 
     @property
     def head(self) -> str:
-        """The module that makes logits, in a folder: also of a model whose embedding is its
-        matrix.
-        """
-        layout = FAMILIES[self.checkpoint.spec.architecture].config
+        """A folder's name for the module that makes logits, tied to the embedding or not."""
+        layout = FAMILIES[self.spec.architecture].config
         return layout.tensors["head"].name.removesuffix(".weight") if layout else ""
 
-    def stored(self, *, as_folder: bool) -> dict[str, Stored]:
-        """The tensors of a file of either kind. Raises UnsupportedModelError where the family comes
-        in no such file.
+    def file_tensors(self, *, as_folder: bool) -> dict[str, FileTensor]:
+        """List the tensors of a folder or GGUF file of this model.
+
+        Raises UnsupportedModelError if the family has no files of this kind.
         """
-        architecture = self.checkpoint.spec.architecture
+        architecture = self.spec.architecture
         layout: Layout | None = (
             FAMILIES[architecture].config if as_folder else gguf_layout(architecture)
         )
         if layout is None:
-            raise UnsupportedModelError(f"a model of the family {architecture} comes in no folder")
-        return disassembled(
-            self.checkpoint.spec, layout, self.tensors if as_folder == self.is_folder else ()
-        )
+            raise UnsupportedModelError(
+                f"the family {architecture} has no folder format; convert the model to GGUF"
+            )
+        names = self.tensors if as_folder == self.is_folder else ()
+        return file_tensors(self.spec, layout, names)
 
 
 def gguf_layout(architecture: str) -> GgufLayout:
-    """How GGUF files have the models of a family. Raises UnsupportedModelError where there are
-    none.
-    """
-    layout = FAMILIES[_UNDER.get(architecture, architecture)].gguf
+    """The layout of a family's GGUF files. Raises UnsupportedModelError if there is none."""
+    layout = FAMILIES[_GGUF_FAMILY.get(architecture, architecture)].gguf
     if layout is None:
-        raise UnsupportedModelError(f"a model of the family {architecture} comes in no GGUF file")
+        raise UnsupportedModelError(
+            f"the family {architecture} has no GGUF format; convert the model to a folder"
+        )
     return layout
 
 
-def open_original(path: Path) -> Original:
-    """Open a model as `open_checkpoint` does, and raise what it raises."""
+def open_source_model(path: Path) -> SourceModel:
+    """Open a GGUF file or a folder. Raises as `open_checkpoint`."""
     checkpoint = open_checkpoint(path)
     is_folder = os.path.isdir(path)
-    return Original(
-        checkpoint, is_folder, open_folder(path).tensors() if is_folder else read_gguf(path).tensors
-    )
+    tensors = open_folder(path).tensors() if is_folder else read_gguf(path).tensors
+    return SourceModel(checkpoint, is_folder, tensors)

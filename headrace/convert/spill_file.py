@@ -1,20 +1,19 @@
-"""Rows of numbers that are kept on disk, to be read again and again."""
+"""Arrays on disk that are read several times."""
 
 import tempfile
 from collections.abc import Iterator
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError
+from headrace.quant.arrays import Floats
 
-Floats = NDArray[np.float32]
 
+class SpillFile:
+    """Blocks of float32 rows in a temporary file, which is removed when it is closed.
 
-class Remembered:
-    """Blocks of rows in a temporary file: the log-probabilities of a whole text would fill the
-    memory of a small machine.
+    The log-probabilities of a whole text can exceed the memory of a small machine.
     """
 
     def __init__(self) -> None:
@@ -31,13 +30,13 @@ class Remembered:
         return len(self._shapes)
 
     def __iter__(self) -> Iterator[Floats]:
-        """All blocks, in their order."""
+        """Yield all blocks in the order in which they were added."""
         self._file.seek(0)
         for shape in self._shapes:
             yield np.frombuffer(self._file.read(4 * int(np.prod(shape))), np.float32).reshape(shape)
 
     def add(self, rows: Floats) -> None:
-        """Add a block. Raises HeadraceError where the disk refuses."""
+        """Append a block. Raises HeadraceError if the disk refuses."""
         try:
             self._file.seek(0, 2)
             self._file.write(np.ascontiguousarray(rows, np.float32).tobytes())

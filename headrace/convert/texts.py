@@ -1,42 +1,43 @@
-"""Texts to calibrate with and to judge by: a file, or the language reference that comes with every
-Python.
-"""
+"""Texts for calibration and evaluation: a file, or the language reference of this Python."""
 
 from pathlib import Path
 from typing import Literal
 
 from headrace.errors import RequestError
 
-_EVERY = 4
-"""One of so many topics is kept to judge by; the others are to calibrate with, so that no text
-serves both.
+_EVALUATION_SHARE = 4
+"""Every fourth topic of the reference is for evaluation, the others for calibration, so that
+no text serves both.
 """
 
+TextUse = Literal["calibration", "evaluation"]
 
-def read_text(file: Path | None, use: Literal["calibration", "evaluation"]) -> str:
-    """The text of a file, or Python's language reference: other parts of it for each use. Raises
-    RequestError, which names the file.
+
+def read_text(file: Path | None, use: TextUse) -> str:
+    """Read a file or, without one, the topics of Python's language reference for this use.
+
+    Raises RequestError, which names the file.
     """
     if file is None:
         return _reference(use)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(
-            f"{file}: {error.strerror if isinstance(error, OSError) else 'is no text in UTF-8'}"
-        ) from None
+        reason = error.strerror if isinstance(error, OSError) else "is not a text in UTF-8"
+        raise RequestError(f"{file}: {reason}") from None
 
 
-def _reference(use: Literal["calibration", "evaluation"]) -> str:
+def _reference(use: TextUse) -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise RequestError(
-            "this Python comes without its language reference: give a text by --text FILE"
+            "this Python has no language reference; name a text with --text FILE"
         ) from None
+    is_evaluation = use == "evaluation"
     chosen = [
         topics[name]
         for i, name in enumerate(sorted(topics))
-        if (i % _EVERY == 0) == (use == "evaluation")
+        if (i % _EVALUATION_SHARE == 0) == is_evaluation
     ]
     return "\n\n".join(chosen)

@@ -11,16 +11,16 @@ from headrace.checkpoint.source import resolve
 from headrace.cli.calibrating import calibration_pieces
 from headrace.convert.layer_errors import layer_errors
 from headrace.convert.matrices import Target, quantisable
-from headrace.convert.methods import prepared, quantised_matrices
-from headrace.convert.quality import Judge, Quality, Scorer, pieces_of
-from headrace.convert.spill_file import Remembered
+from headrace.convert.methods import prepare_model, quantise_matrices
+from headrace.convert.quality import Quality, QualityMeter, Scorer, split_pieces
+from headrace.convert.spill_file import SpillFile
 from headrace.convert.texts import read_text
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.options import engine_config
 from headrace.planner.host import usable_cores
 from headrace.quant.encode import ENCODERS
-from headrace.quant.named import named_format
+from headrace.quant.format_names import named_format
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -92,13 +92,13 @@ class Evaluation:
         )
         if len(ids) < 2:
             raise RequestError("a text to judge by has two tokens at least")
-        self._pieces = pieces_of(ids, self._length, args.tokens)
+        self._pieces = split_pieces(ids, self._length, args.tokens)
         self._names = quantisable(self._checkpoint.spec, self._checkpoint.tensors)
 
     def rows(self) -> list[Row]:
         """The model as it is, then each of its formats."""
         tensors = self._checkpoint.tensors
-        with Remembered() as said:
+        with SpillFile() as said:
             if self._args.reference or self._formats:
                 scorer = self._reference()
                 for piece in self._bar.track(self._pieces, description="the reference"):
@@ -121,7 +121,7 @@ class Evaluation:
     ) -> tuple[dict[str, "StoredTensor"], dict[int, float]]:
         """All tensors with the matrices in this format, and what each layer loses."""
         spec, names, method = self._checkpoint.spec, self._names, self._args.method
-        model = prepared(
+        model = prepare_model(
             method,
             spec,
             self._checkpoint.tensors,
@@ -131,7 +131,7 @@ class Evaluation:
             self._threads,
             self._told(f"{name}: {method}"),
         )
-        matrices = quantised_matrices(method, spec, model, names, to, calibration, self._threads)
+        matrices = quantise_matrices(method, spec, model, names, to, calibration, self._threads)
         result = dict(model.tensors)
         result.update(self._bar.track(matrices, total=len(names), description=f"to {name}"))
         if not self._args.by_layer:
@@ -181,11 +181,11 @@ class Evaluation:
         self,
         name: str,
         tensors: Mapping[str, "StoredTensor"],
-        said: Remembered,
+        said: SpillFile,
         errors: Mapping[int, float],
     ) -> Row:
         """How one model does; `said` is what the reference said, if there is one."""
-        scorer, judge = self._scorer(self._checkpoint, tensors), Judge()
+        scorer, judge = self._scorer(self._checkpoint, tensors), QualityMeter()
         by_reference = iter(said) if len(said) else None
         for piece in self._bar.track(self._pieces, description=name):
             judge.add(piece, scorer.log_probabilities(piece), by_reference)

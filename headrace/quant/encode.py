@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.quant import encode_k
-from headrace.quant.fit import Grid, Integers, Table, fit_range, fit_scale, inverse
-from headrace.quant.packing import (
+from headrace.quant.block_layout import (
     Bytes,
     Floats,
     as_half,
@@ -23,10 +22,11 @@ from headrace.quant.packing import (
     packed,
     stored_scale,
 )
-from headrace.quant.spec import CODEBOOKS, Number, encoded
+from headrace.quant.fit import Grid, Integers, Table, fit_range, fit_scale, inverse
+from headrace.quant.spec import CODEBOOKS, Number, encode_numbers
 
 _CHUNK_VALUES = 1 << 16
-"""Values encoded at a time: what is computed of them stays in cache."""
+"""Values encode_numbers at a time: what is computed of them stays in cache."""
 _MOST = np.float32(1e9)
 """Values beyond are taken for it: no format with scales in float16 reaches so far, and its square
 is still a float32.
@@ -92,7 +92,7 @@ def _numbers(number: Number, most: np.float32) -> Encoder:
     """Values one by one; those beyond `most` become it."""
 
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
-        return encoded(np.clip(blocks, -most, most), number).view(np.uint8)
+        return encode_numbers(np.clip(blocks, -most, most), number).view(np.uint8)
 
     return Encoder(1, convert)
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headrace.quant.block_layout import Bytes, Floats, columns, half, in_rows, packed, stored_scale
 from headrace.quant.fit import Grid, Integers, Table, fit_range, fit_scale, inverse
-from headrace.quant.packing import Bytes, Floats, columns, half, in_rows, packed, stored_scale
 from headrace.quant.spec import CODEBOOKS
 
 

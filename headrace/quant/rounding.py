@@ -7,7 +7,7 @@ searched for by the squared error, with the scales as they will be stored.
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, encoded, floats
+from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, encode_numbers, floats
 
 Floats = NDArray[np.float32]
 
@@ -35,7 +35,7 @@ def round_to_nearest(
         importance=None if importance is None else in_groups(importance[None], spec)[0],
     )
     codes = nearest_codes(grouped, scales, zeros, spec).reshape(rows, -1)[:, :cols]
-    return table_rows(codes, scales, zeros, spec)
+    return to_table_rows(codes, scales, zeros, spec)
 
 
 def in_groups(weights: Floats, spec: QuantSpec) -> Floats:  # [rows, groups, columns of a group]
@@ -89,7 +89,7 @@ def nearest_codes(
     return np.clip(codes, 0, (1 << spec.bits) - 1).astype(np.uint8)
 
 
-def values_of(
+def dequantise_groups(
     codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> Floats:
     """What codes [..., groups, columns] stand for."""
@@ -103,14 +103,14 @@ def values_of(
     )
 
 
-def table_rows(
+def to_table_rows(
     codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> TableRows:
     """Codes with their tables as they are stored."""
     return TableRows(
         codes,
-        encoded(scales, spec.scale),
-        None if zeros is None else encoded(zeros, spec.zero_type),
+        encode_numbers(scales, spec.scale),
+        None if zeros is None else encode_numbers(zeros, spec.zero_type),
     )
 
 
@@ -121,7 +121,7 @@ def _errors(
     spec: QuantSpec,
     importance: Floats | None,
 ) -> Floats:
-    difference = grouped - values_of(
+    difference = grouped - dequantise_groups(
         nearest_codes(grouped, scales, zeros, spec), scales, zeros, spec
     )
     result: Floats = np.einsum(
@@ -147,7 +147,7 @@ def _range(grouped: Floats, spec: QuantSpec, factor: np.float32) -> tuple[Floats
 
 def _stored(numbers: Floats, number: str | None) -> Floats:
     assert number in NUMBERS, f"{number} is no number of a table"
-    return floats(encoded(np.ascontiguousarray(numbers, np.float32), number), number)
+    return floats(encode_numbers(np.ascontiguousarray(numbers, np.float32), number), number)
 
 
 def _nearest_values(scaled: Floats, spec: QuantSpec) -> NDArray[np.uint8]:

@@ -201,7 +201,7 @@ def floats(numbers: NDArray[np.generic], number: ScaleType | None) -> NDArray[np
     return numbers.astype(np.float32)
 
 
-def encoded(values: NDArray[np.float32], number: ScaleType | None) -> NDArray[np.generic]:
+def encode_numbers(values: NDArray[np.float32], number: ScaleType | None) -> NDArray[np.generic]:
     """Floats as numbers of a table, rounded to the nearest; those beyond float16 become its
     largest.
     """

@@ -10,11 +10,11 @@ import sys
 import numpy as np
 
 from headrace.convert.matrices import quantisable
-from headrace.convert.quality import Judge, Quality, Scorer, pieces_of
+from headrace.convert.quality import Quality, QualityMeter, Scorer, split_pieces
 from headrace.convert.scaling import Scalings, scaling_groups
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
-from headrace.quant.named import LLM_INT8, W8A8
+from headrace.quant.format_names import LLM_INT8, W8A8
 from tests.convert.whole import quantise
 from tests.tiny import Tensors
 
@@ -35,20 +35,20 @@ def with_outliers(
     """
     rng, scalings = np.random.default_rng(seed), Scalings()
     for group in scaling_groups(trace_model(spec, tensors), quantisable(spec, tensors)):
-        if all(len(tensors[name].shape) == 1 for name in group.makers):
+        if all(len(tensors[name].shape) == 1 for name in group.producers):
             factors = np.ones(len(group.columns), np.float32)
             factors[rng.permutation(len(factors))[: len(factors) // EVERY]] = 1 / FACTOR
             scalings.add(group, factors)
     if not same_function:
         scalings.columns.clear()
-    return scalings.applied(tensors, ())
+    return scalings.apply_all(tensors, ())
 
 
 def judged(
     spec: ModelSpec, reference: Tensors, tensors: Tensors, pieces: list[list[int]], threads: int = 1
 ) -> Quality:
     """How far a model is from the reference on pieces of text."""
-    judge = Judge()
+    judge = QualityMeter()
     truth, ours = (
         Scorer(spec, each, max(map(len, pieces)), "cpu", threads) for each in (reference, tensors)
     )
@@ -69,12 +69,12 @@ def main(model: str, calibration_tokens: int = 4096, tokens: int = 1024, length:
     checkpoint = open_checkpoint(resolve(model))
     spec, tensors = checkpoint.spec, dict(checkpoint.tensors)
     encode = checkpoint.load_tokenizer().encode
-    calibration = pieces_of(
+    calibration = split_pieces(
         encode(read_text(None, "calibration"), add_special=False, parse_special=False),
         length,
         calibration_tokens,
     )
-    pieces = pieces_of(
+    pieces = split_pieces(
         encode(read_text(None, "evaluation"), add_special=False, parse_special=False),
         length,
         tokens,

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from headrace.convert.activation_stats import input_products
 from headrace.convert.awq import awq
-from headrace.convert.calibrate import input_products
 from headrace.convert.matrices import quantisable
 from headrace.convert.scaling import Scalings
-from headrace.quant.named import named_format
+from headrace.quant.format_names import named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import dequantise_rows
 from tests.convert.outliers import judged, with_outliers
@@ -29,7 +29,7 @@ def test_outputs_are_nearer_than_those_of_rounding() -> None:
     to, names = named_format("int4-g32"), quantisable(SPEC, TENSORS)
     scalings, mean_squares = awq(SPEC, TENSORS, names, to, PIECES, 1, lambda done: None)
     ratios = []
-    for products, readers in input_products(SPEC, TENSORS, PIECES, names, 1, lambda done: None):
+    for products, readers in input_products(SPEC, TENSORS, names, PIECES, 1, lambda done: None):
         errors = []
         for chosen in (Scalings(), scalings):
             error = 0.0

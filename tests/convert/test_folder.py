@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.load import open_checkpoint
-from headrace.convert.folder.writer import packing_of, plan_folder, write_folder
+from headrace.convert.destination import check_destination
+from headrace.convert.folder.matrix_writer import pack_bits
+from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
 from headrace.convert.matrices import quantisable
-from headrace.convert.output import check_new
-from headrace.convert.packing import pack_bits
-from headrace.convert.source_model import Original, open_original
+from headrace.convert.source_model import SourceModel, open_source_model
 from headrace.errors import HeadraceError, RequestError, UnsupportedModelError
+from headrace.quant.format_names import named_format
 from headrace.quant.formats import StoredTensor
-from headrace.quant.named import named_format
 from tests.convert.whole import quantise
 from tests.families import save_model
 from tests.llama_cpp import fixtures
@@ -46,11 +46,11 @@ OTHERS = {
 }
 
 
-def written(folder: Path, name: str, out: Path) -> tuple[Original, dict[str, StoredTensor]]:
+def written(folder: Path, name: str, out: Path) -> tuple[SourceModel, dict[str, StoredTensor]]:
     """A folder converted to a format, to the nearest; gives the original and what its matrices were
     rounded to, by our names.
     """
-    original, packing = open_original(folder), packing_of(named_format(name))
+    original, packing = open_source_model(folder), matrix_writer(named_format(name))
     tensors = original.checkpoint.tensors
     plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
     made = quantise("rtn", original.checkpoint.spec, tensors, plan.names, named_format(name))
@@ -59,7 +59,7 @@ def written(folder: Path, name: str, out: Path) -> tuple[Original, dict[str, Sto
     return original, {ours: made[ours] for ours in plan.names}
 
 
-def check_same(original: Original, made: dict[str, StoredTensor], out: Path) -> None:
+def check_same(original: SourceModel, made: dict[str, StoredTensor], out: Path) -> None:
     found = open_checkpoint(out)
     assert (
         found.spec == original.checkpoint.spec or found.spec.name != original.checkpoint.spec.name
@@ -139,7 +139,7 @@ def test_what_else_lies_in_the_folder(llama: Path, tmp_path: Path) -> None:
     ("dtype", "name"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")]
 )
 def test_plain_numbers(llama: Path, dtype: str, name: str, tmp_path: Path) -> None:
-    original = open_original(llama)
+    original = open_source_model(llama)
     write_folder(
         original,
         tmp_path / "out",
@@ -159,9 +159,9 @@ def test_what_no_config_describes(tmp_path: Path) -> None:
     """A GGUF file whose rotary factors are a tensor of its own: which rule they came from is not in
     it.
     """
-    original = open_original(fixtures.unpack("llama3-gqa", tmp_path))
+    original = open_source_model(fixtures.unpack("llama3-gqa", tmp_path))
     assert original.checkpoint.spec.rope and original.checkpoint.spec.rope.factors
-    with pytest.raises(UnsupportedModelError, match=r"rope would be .* convert it to a GGUF file"):
+    with pytest.raises(UnsupportedModelError, match=r"rope would be .* convert it to GGUF"):
         plan_folder(original, None, (), "BF16")
 
 
@@ -176,7 +176,7 @@ def test_a_quantised_folder_is_converted_again(llama: Path, tmp_path: Path) -> N
 def test_groups_that_do_not_divide(llama: Path, name: str, tmp_path: Path) -> None:
     with pytest.raises(
         RequestError,
-        match=r"tensor model\.layers\.0\.\S+ has (64|96) columns, no multiple of the \d+ .*take "
+        match=r"tensor model\.layers\.0\.\S+ has (64|96) columns, not a multiple of the \d+ .*choose "
         r"groups of",
     ):
         written(llama, name, tmp_path / "out")
@@ -186,14 +186,14 @@ def test_groups_that_do_not_divide(llama: Path, name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["nf4-row", "iq4_nl-g32", "e5m2-row"])
 def test_formats_that_no_folder_has(name: str) -> None:
     with pytest.raises(RequestError, match="has no format for"):
-        packing_of(named_format(name))
+        matrix_writer(named_format(name))
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
 def test_nothing_is_left_of_an_interrupted_conversion(
     llama: Path, tmp_path: Path, failure: type[BaseException]
 ) -> None:
-    original, packing = open_original(llama), packing_of(named_format("int4-g32"))
+    original, packing = open_source_model(llama), matrix_writer(named_format("int4-g32"))
     tensors = original.checkpoint.tensors
     plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
     made = quantise("rtn", original.checkpoint.spec, tensors, plan.names, named_format("int4-g32"))
@@ -222,11 +222,11 @@ def test_a_disk_that_refuses(llama: Path, tmp_path: Path) -> None:
 def test_where_nothing_new_can_be(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for place, message in (
-        (tmp_path / "there", "is there already"),
-        (tmp_path / "no/such", "nothing can be written there"),
+        (tmp_path / "there", "exists"),
+        (tmp_path / "no/such", "cannot be written"),
     ):
         with pytest.raises(RequestError, match=message):
-            check_new(place)
+            check_destination(place)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

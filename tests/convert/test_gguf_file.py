@@ -13,8 +13,8 @@ from headrace.checkpoint.source import resolve
 from headrace.cli.main import main
 from headrace.convert.gguf.writer import plan_gguf, write_gguf
 from headrace.convert.matrices import quantisable
-from headrace.convert.methods import prepared
-from headrace.convert.source_model import open_original
+from headrace.convert.methods import prepare_model
+from headrace.convert.source_model import open_source_model
 from headrace.errors import RequestError
 from headrace.quant.encode import encode
 from tests.llama_cpp import fixtures
@@ -25,7 +25,7 @@ CHANGED = {"general.file_type", "general.quantization_version"}
 
 def written(source: Path, mixture: str, out: Path) -> list[float]:
     """Convert a file to the nearest; gives how much was done, as it was told."""
-    original, told = open_original(source), list[float]()
+    original, told = open_source_model(source), list[float]()
     write_gguf(original, out, plan_gguf(original, mixture), {}, told.append)
     return told
 
@@ -79,14 +79,14 @@ def test_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_columns_that_count_more_are_nearer(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", "IQ4_XS")
-    original = open_original(tmp_path / "model.gguf")
+    original = open_source_model(tmp_path / "model.gguf")
     checkpoint = original.checkpoint
     names = quantisable(checkpoint.spec, checkpoint.tensors)
     pieces = [
         np.random.default_rng(i).integers(0, checkpoint.spec.vocab_size, 30).tolist()
         for i in range(4)
     ]
-    model = prepared(
+    model = prepare_model(
         "imatrix", checkpoint.spec, checkpoint.tensors, names, "Q4_0", pieces, 1, lambda done: None
     )
     assert model.importance.keys() <= set(names) and len(model.importance) > 3
@@ -109,7 +109,7 @@ def test_columns_that_count_more_are_nearer(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_an_interrupted_conversion(tmp_path: Path) -> None:
-    original = open_original(resolve("smollm2"))
+    original = open_source_model(resolve("smollm2"))
 
     def interrupt(done: float) -> None:
         assert len(list(tmp_path.iterdir())) == 1
@@ -123,7 +123,7 @@ def test_nothing_is_left_of_an_interrupted_conversion(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--to", "Q9"], "is no mixture of formats"),
+        (["--to", "Q9"], "unknown mixture of formats"),
         (["--to", "Q4_0", "--method", "awq"], "rtn or imatrix"),
     ],
 )

@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.gguf import RawValue, read_gguf
 from headrace.checkpoint.source import resolve
-from headrace.convert.gguf.header import f32, flag, gguf_plan, numbers, raw, string, strings, u32
-from headrace.convert.tensor_file import Plan, PlannedTensor, TensorFile
+from headrace.convert.gguf.header import (
+    f32,
+    flag,
+    gguf_file_layout,
+    numbers,
+    raw,
+    string,
+    strings,
+    u32,
+)
+from headrace.convert.tensor_writer import FileLayout, PlannedTensor, TensorWriter
 from headrace.errors import FormatError
 from headrace.quant.formats import FORMATS
 
@@ -42,9 +51,9 @@ def planned(name: str, form: str, shape: tuple[int, ...]) -> PlannedTensor:
     return PlannedTensor(name, form, shape, int(np.prod(shape)) // stored.block * stored.nbytes)
 
 
-def write(path: Path, plan: Plan, tensors: dict[str, Any]) -> None:
+def write(path: Path, plan: FileLayout, tensors: dict[str, Any]) -> None:
     path.unlink(missing_ok=True)
-    file = TensorFile(path, plan)
+    file = TensorWriter(path, plan)
     for name in reversed(tensors):
         file.write(name, [tensors[name]])
     file.close()
@@ -75,7 +84,7 @@ def test_what_is_written_is_read_again(
         tensor.name: np.random.default_rng(i).integers(0, 256, tensor.nbytes, np.uint8)
         for i, tensor in enumerate(tensors)
     }
-    plan = gguf_plan(metadata, tensors)
+    plan = gguf_file_layout(metadata, tensors)
     write(made, plan, data)
     assert made.stat().st_size == plan.size
     assert all(start % (alignment or 32) == 0 for start, _ in plan.places.values())
@@ -111,7 +120,7 @@ def test_the_gguf_package_reads_the_same(tmp_path: Path) -> None:
         tensor.name: np.random.default_rng(1).integers(0, 256, tensor.nbytes, np.uint8)
         for tensor in tensors
     }
-    write(tmp_path / "made.gguf", gguf_plan(metadata, tensors), data)
+    write(tmp_path / "made.gguf", gguf_file_layout(metadata, tensors), data)
     ours, oracle = read_gguf(tmp_path / "made.gguf"), gguf.GGUFReader(tmp_path / "made.gguf")
     assert [key for key in oracle.fields if not key.startswith("GGUF.")] == list(metadata)
     assert {key: oracle.fields[key].contents() for key in metadata} == {
@@ -132,7 +141,7 @@ def test_the_default_model_is_written_unchanged(tmp_path: Path) -> None:
         PlannedTensor(each.name, each.format.name, each.shape, each.nbytes)
         for each in theirs.tensors.values()
     ]
-    plan = gguf_plan({key: theirs.metadata.raw(key) for key in theirs.metadata}, tensors)
+    plan = gguf_file_layout({key: theirs.metadata.raw(key) for key in theirs.metadata}, tensors)
     write(
         tmp_path / "again.gguf",
         plan,
@@ -155,11 +164,13 @@ def test_a_value_is_replaced_in_its_place(tmp_path: Path) -> None:
         "general.file_type": u32(7),
         "nested": RawValue(9, np.array([9, 0, 0], "<u4").tobytes()),
     }
-    write(tmp_path / "a.gguf", gguf_plan(kept, []), {})
+    write(tmp_path / "a.gguf", gguf_file_layout(kept, []), {})
     found = read_gguf(tmp_path / "a.gguf").metadata
     write(
         tmp_path / "b.gguf",
-        gguf_plan({key: found.raw(key) for key in found} | {"general.file_type": u32(15)}, []),
+        gguf_file_layout(
+            {key: found.raw(key) for key in found} | {"general.file_type": u32(15)}, []
+        ),
         {},
     )
     again = read_gguf(tmp_path / "b.gguf").metadata
@@ -169,8 +180,8 @@ def test_a_value_is_replaced_in_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (PlannedTensor("w", "F8_E4M3", (2, 32), 64), "w: GGUF files have no format F8_E4M3"),
-        (PlannedTensor("w", "-", (2, 32), 64), "w: GGUF files have no format -"),
+        (PlannedTensor("w", "F8_E4M3", (2, 32), 64), "w: GGUF has no format F8_E4M3"),
+        (PlannedTensor("w", "-", (2, 32), 64), "w: GGUF has no format -"),
         (PlannedTensor("w", "F32", (), 4), r"w: .* shape \[\]"),
         (PlannedTensor("w", "F32", (2, 0), 0), r"w: .* shape \[2, 0\]"),
         (PlannedTensor("w", "F32", (1, 1, 1, 1, 1), 4), r"w: .* shape \[1, 1, 1, 1, 1\]"),
@@ -179,23 +190,23 @@ def test_a_value_is_replaced_in_its_place(tmp_path: Path) -> None:
 )
 def test_tensors_that_no_file_holds(tensor: PlannedTensor, message: str) -> None:
     with pytest.raises(FormatError, match=message):
-        gguf_plan({}, [tensor])
+        gguf_file_layout({}, [tensor])
 
 
 def test_names_are_there_once() -> None:
-    with pytest.raises(FormatError, match=r"tensor w: two have this name"):
-        gguf_plan({}, [planned("w", "F32", (1,)), planned("w", "F16", (2,))])
+    with pytest.raises(FormatError, match=r"tensor w: the name occurs twice"):
+        gguf_file_layout({}, [planned("w", "F32", (1,)), planned("w", "F16", (2,))])
 
 
 def test_values_get_the_type_that_goes_with_them() -> None:
     array = np.array([1, -2], np.int32)
     made = [raw(value) for value in (True, 7, 0.5, "é", ["a", ""], array)]
     assert made == [flag(True), u32(7), f32(0.5), string("é"), strings(["a", ""]), numbers(array)]
-    with pytest.raises(TypeError, match="like None"):
+    with pytest.raises(TypeError, match="the value None"):
         raw(None)
 
 
 @pytest.mark.parametrize("alignment", [0, 4, 48, 1 << 17])
 def test_alignments_that_are_none(alignment: int) -> None:
     with pytest.raises(FormatError, match=r"general\.alignment"):
-        gguf_plan({"general.alignment": u32(alignment)}, [])
+        gguf_file_layout({"general.alignment": u32(alignment)}, [])

@@ -28,7 +28,7 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.pretokenizers import PRE_TOKENIZERS
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checkpoint.tokenizer_gguf import tokenizer_from_gguf
-from headrace.convert.gguf.header import gguf_plan, raw
+from headrace.convert.gguf.header import gguf_file_layout, raw
 from headrace.convert.gguf.tokenizer import tokenizer_values
 from headrace.errors import FormatError, HeadraceError, UnsupportedModelError
 from tests.tiny import tiny_model
@@ -40,7 +40,9 @@ SPEC = replace(tiny_model(0)[0], vocab_size=800)
 
 
 def read(metadata: dict[str, Any], path: Path) -> Metadata:
-    path.write_bytes(gguf_plan({key: raw(value) for key, value in metadata.items()}, []).header)
+    path.write_bytes(
+        gguf_file_layout({key: raw(value) for key, value in metadata.items()}, []).header
+    )
     return read_gguf(path).metadata
 
 
@@ -232,7 +234,7 @@ class TestByteLevel:
             7,
         )
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 7, 9]}))
-        with pytest.raises(UnsupportedModelError, match=r"eos_ids would be .*, and is .*9"):
+        with pytest.raises(UnsupportedModelError, match=r"eos_ids would be .* instead of .*9"):
             tokenizer_values(checkpoint)
 
     def test_templates(self, tmp_path: Path) -> None:
@@ -286,7 +288,7 @@ class TestSentencePiece:
         checkpoint = save(
             tmp_path, json.dumps(sentencepiece | {"post_processor": None}), eos_token="</s>"
         )
-        with pytest.raises(UnsupportedModelError, match="bos_id would be 1, and is None"):
+        with pytest.raises(UnsupportedModelError, match="bos_id would be 1 instead of None"):
             tokenizer_values(checkpoint)
 
     def test_a_space_before_the_first_text_alone(
@@ -296,14 +298,16 @@ class TestSentencePiece:
         space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
         state = sentencepiece | {"normalizer": None, "pre_tokenizer": space}
         with pytest.raises(
-            UnsupportedModelError, match=r"there '.*' would be other tokens.*convert_hf_to_gguf"
+            UnsupportedModelError, match=r"'.*' would become other tokens.*convert_hf_to_gguf"
         ):
             tokenizer_values(save(tmp_path, json.dumps(state), bos_token="<s>", eos_token="</s>"))
 
 
 class TestRefused:
     def test_more_tokens_than_rows(self, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedModelError, match="a token 499, and the embedding 400 rows"):
+        with pytest.raises(
+            UnsupportedModelError, match="a token 499, but the embedding has 400 rows"
+        ):
             tokenizer_values(save(tmp_path, byte_level(), 400))
 
     @pytest.mark.parametrize(
@@ -320,7 +324,8 @@ class TestRefused:
         for part, value in change.items():
             setattr(backend, part, value)
         with pytest.raises(
-            UnsupportedModelError, match="its pre-tokenizer and normalizer together are none"
+            UnsupportedModelError,
+            match="its pre-tokenizer with its normalizer matches no known rule",
         ):
             tokenizer_values(save(tmp_path, backend))
 
@@ -329,7 +334,7 @@ class TestRefused:
         backend.post_processor = processors.TemplateProcessing(
             single="<|im_end|> $A", special_tokens=[("<|im_end|>", 2)]
         )
-        with pytest.raises(UnsupportedModelError, match="other tokens around a text"):
+        with pytest.raises(UnsupportedModelError, match="surrounds a text with tokens other"):
             tokenizer_values(save(tmp_path, backend, bos_token="<|begin|>"))
 
     def test_other_models(self, tmp_path: Path) -> None:

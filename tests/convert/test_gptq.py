@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.convert.calibrate import input_products
+from headrace.convert.activation_stats import input_products
 from headrace.convert.gptq import gptq
 from headrace.convert.matrices import quantisable
-from headrace.quant.named import named_format
+from headrace.quant.format_names import named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import QuantSpec, dequantise_rows
 from tests.convert.whole import quantise
@@ -78,9 +78,9 @@ def test_sums_are_those_of_what_the_matrices_read() -> None:
     the text is read.
     """
     names = quantisable(SPEC, TENSORS)
-    whole = list(input_products(SPEC, TENSORS, PIECES, names, 1, lambda done: None))
+    whole = list(input_products(SPEC, TENSORS, names, PIECES, 1, lambda done: None))
     told: list[float] = []
-    parts = list(input_products(SPEC, TENSORS, PIECES, names, 1, told.append, memory=4 * 64 * 64))
+    parts = list(input_products(SPEC, TENSORS, names, PIECES, 1, told.append, memory=4 * 64 * 64))
     assert sorted(name for _, readers in whole for name in readers) == sorted(names)
     assert [readers for _, readers in whole] == [readers for _, readers in parts] and len(
         whole

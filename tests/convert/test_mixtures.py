@@ -2,7 +2,7 @@ import pytest
 
 from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.source import resolve
-from headrace.convert.gguf.mixtures import MIXTURES, MixtureFacts, facts_of, tensor_types
+from headrace.convert.gguf.mixtures import MIXTURES, MixtureFacts, mixture_facts, tensor_types
 from headrace.errors import RequestError
 from headrace.model.fields import JsonFields
 from tests.llama_cpp import mixed
@@ -96,12 +96,14 @@ def test_routers_biases_and_vectors_stay() -> None:
 
 
 def test_an_unknown_mixture_is_refused() -> None:
-    with pytest.raises(RequestError, match="'Q9_K' is no mixture of formats; known: F32, F16"):
+    with pytest.raises(
+        RequestError, match="unknown mixture of formats 'Q9_K'; use one of F32, F16"
+    ):
         tensor_types("Q9_K", SHAPES, FACTS)
 
 
 def test_facts_are_in_the_metadata() -> None:
-    assert facts_of(read_gguf(resolve("smollm2", progress=False)).metadata) == MixtureFacts(
+    assert mixture_facts(read_gguf(resolve("smollm2", progress=False)).metadata) == MixtureFacts(
         "llama", 30, 3
     )
     fields = {
@@ -109,4 +111,4 @@ def test_facts_are_in_the_metadata() -> None:
         "gpt2.block_count": 12,
         "gpt2.attention.head_count": 12,
     }
-    assert facts_of(JsonFields(fields, "made")) == MixtureFacts("gpt2", 12, 1)
+    assert mixture_facts(JsonFields(fields, "made")) == MixtureFacts("gpt2", 12, 1)

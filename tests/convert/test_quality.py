@@ -11,11 +11,11 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.convert.matrices import quantisable
-from headrace.convert.quality import Judge, Scorer, pieces_of
-from headrace.convert.spill_file import Remembered
+from headrace.convert.quality import QualityMeter, Scorer, split_pieces
+from headrace.convert.spill_file import SpillFile
 from headrace.convert.texts import read_text
 from headrace.errors import HeadraceError, RequestError
-from headrace.quant.named import named_format
+from headrace.quant.format_names import named_format
 from tests.convert.whole import quantise
 from tests.families import save_model
 from tests.tiny import tiny_model
@@ -29,7 +29,7 @@ def test_a_disk_that_refuses() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
     try:
         with (
-            Remembered() as rows,
+            SpillFile() as rows,
             pytest.raises(HeadraceError, match=r"a temporary file in .*: File too large"),
         ):
             rows.add(np.zeros((100, 100), np.float32))
@@ -54,7 +54,7 @@ def test_measures_are_their_definitions() -> None:
     names = quantisable(SPEC, TENSORS)
     p = said(TENSORS)
     q = said(quantise("rtn", SPEC, TENSORS, names, named_format("int3-g32")))
-    judge = Judge()
+    judge = QualityMeter()
     for piece, mine, other in zip(PIECES, q, p, strict=True):
         judge.add(piece, iter([mine[:64], mine[64:]]), iter([other[:64], other[64:]]))
     quality = judge.quality()
@@ -81,7 +81,7 @@ def test_finer_formats_are_nearer() -> None:
     names, truth = quantisable(SPEC, TENSORS), said(TENSORS)
 
     def divergence(name: str) -> float:
-        judge = Judge()
+        judge = QualityMeter()
         for piece, mine, other in zip(
             PIECES,
             said(quantise("rtn", SPEC, TENSORS, names, named_format(name))),
@@ -108,9 +108,9 @@ def test_what_is_quantised() -> None:
 
 
 def test_pieces_of_a_text() -> None:
-    assert pieces_of(range(10), 4, 100) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert pieces_of(range(10), 4, 4) == [[0, 1, 2, 3]]
-    assert pieces_of(range(3), 4, 100) == [[0, 1, 2]]
+    assert split_pieces(range(10), 4, 100) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert split_pieces(range(10), 4, 4) == [[0, 1, 2, 3]]
+    assert split_pieces(range(3), 4, 100) == [[0, 1, 2]]
 
 
 def test_texts(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_what_is_remembered_comes_back_as_often_as_asked() -> None:
     blocks = [
         np.random.default_rng(i).standard_normal((i + 1, 5)).astype(np.float32) for i in range(4)
     ]
-    with Remembered() as kept:
+    with SpillFile() as kept:
         for block in blocks:
             kept.add(block)
         for _ in range(2):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from headrace.backend import forward
 from headrace.backend.reference import executable as reference
 from headrace.config import KvConfig
-from headrace.convert.batches import num_blocks, piece_batch
 from headrace.convert.matrices import quantisable
 from headrace.convert.scaling import ScalingGroup, Scalings, scaling_groups
+from headrace.convert.sequence_batch import num_blocks, sequence_batch
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
@@ -27,7 +27,7 @@ def logits(spec: ModelSpec, tensors: Tensors) -> np.ndarray:
     """By the reference backend, with keys and values in float32."""
     program, blocks = trace_model(spec, tensors), num_blocks(len(PIECE))
     kv = KvConfig((blocks,) * len(program.kv_groups), dtype="f32")
-    batch = piece_batch(
+    batch = sequence_batch(
         [token % spec.vocab_size for token in PIECE],
         0,
         len(PIECE),
@@ -55,7 +55,7 @@ def scaled(
         exponents = rng.uniform(-4, 4, group.columns.max() + 1)
         scalings.add(group, np.exp2(np.rint(exponents) if powers else exponents).astype(np.float32))
     changed = scalings.rows.keys() | scalings.columns.keys()
-    return scalings.applied(
+    return scalings.apply_all(
         tensors, [name for i, name in enumerate(sorted(changed)) if i % 2]
     ), changed
 
@@ -85,7 +85,7 @@ def kinds(name: str) -> Counter[tuple[str, ...]]:
     """The groups of a variant by the last parts of what makes their values."""
     spec = spec_of(name)
     return Counter(
-        tuple(maker.rpartition(".")[2] for maker in group.makers)
+        tuple(producer.rpartition(".")[2] for producer in group.producers)
         for group in groups_of(spec, random_tensors(spec, 3))
     )
 
@@ -120,7 +120,7 @@ def test_what_can_be_scaled() -> None:
 def test_relu_lets_factors_through() -> None:
     spec, tensors = tiny_model(1, gated_mlp=False, activation="relu")
     groups = groups_of(spec, tensors)
-    assert sum(group.makers[0].endswith(".up") for group in groups) == spec.num_layers
+    assert sum(group.producers[0].endswith(".up") for group in groups) == spec.num_layers
     other, _ = scaled(tensors, groups, 2, powers=True)
     assert np.array_equal(logits(spec, other), logits(spec, tensors))
 
@@ -130,7 +130,7 @@ def test_experts_and_routers_are_scaled_with_their_norm() -> None:
     group = next(
         group
         for group in groups_of(spec, random_tensors(spec, 3))
-        if group.makers == ("layers.0.mlp_norm",)
+        if group.producers == ("layers.0.mlp_norm",)
     )
     assert (
         sorted(name.rpartition(".")[2] for name in group.readers)
@@ -140,7 +140,7 @@ def test_experts_and_routers_are_scaled_with_their_norm() -> None:
 
 def test_query_heads_share_the_factors_of_their_kv_head() -> None:
     spec, tensors = tiny_model(1, layers=1, dim=24, heads=6, kv_heads=2, vocab=20)
-    group = next(group for group in groups_of(spec, tensors) if group.makers == ("layers.0.v",))
+    group = next(group for group in groups_of(spec, tensors) if group.producers == ("layers.0.v",))
     assert group.columns.tolist() == [0, 1, 2, 3] * 3 + [4, 5, 6, 7] * 3
 
 
@@ -169,7 +169,7 @@ def test_factors_are_those_of_rows_and_columns(
         * (rows[:, None] if sides != "columns" else 1)
         * (columns if sides != "rows" else 1)
     )
-    ours = scalings.of(tensor)
+    ours = scalings.apply(tensor)
     np.testing.assert_allclose(ours.dequantise(), want, rtol=1e-6)
     wanted = rng.integers(0, tensor.rows, 5)
     np.testing.assert_allclose(ours.dequantise_rows(wanted), want[wanted], rtol=1e-6)
@@ -178,5 +178,5 @@ def test_factors_are_those_of_rows_and_columns(
 def test_vectors_are_scaled_number_by_number() -> None:
     scalings = Scalings()
     scalings.add(ScalingGroup((), ("n",), np.arange(3)), np.array([2, 4, 0.5], np.float32))
-    result = scalings.applied({"n": StoredTensor.from_floats("n", np.ones(3, np.float32))}, ())
+    result = scalings.apply_all({"n": StoredTensor.from_floats("n", np.ones(3, np.float32))}, ())
     assert result["n"].shape == (3,) and result["n"].dequantise().tolist() == [0.5, 0.25, 2]

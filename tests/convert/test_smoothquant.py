@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.convert.calibrate import input_columns, maxima
-from headrace.convert.matrices import quantisable, quantised
+from headrace.convert.activation_stats import input_column_stats, update_maxima
+from headrace.convert.matrices import quantisable, quantised_matrix
 from headrace.convert.smoothquant import smoothquant
 from headrace.errors import FormatError
+from headrace.quant.format_names import LLM_INT8, W8A8, named_format
 from headrace.quant.formats import StoredTensor
-from headrace.quant.named import LLM_INT8, W8A8, named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import dequantise_rows
 from tests.convert.outliers import FACTOR, judged, with_outliers
@@ -31,7 +31,7 @@ def test_w8a8_is_what_its_codes_stand_for(rows: int, cols: int, seed: int) -> No
     weights = np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32)
     weights[0] = 0
     codes = round_to_nearest(weights, W8A8)
-    stored = quantised(StoredTensor.from_floats("w", weights), W8A8, [codes])
+    stored = quantised_matrix(StoredTensor.from_floats("w", weights), W8A8, [codes])
     assert stored.format.name == "I8_ROW"
     values = stored.dequantise()
     np.testing.assert_array_equal(values, dequantise_rows(W8A8, codes))
@@ -43,7 +43,7 @@ def test_w8a8_is_what_its_codes_stand_for(rows: int, cols: int, seed: int) -> No
 def test_maxima_are_those_of_what_the_matrices_read() -> None:
     """Of the first layer, which reads the normed embeddings of the tokens."""
     told: list[float] = []
-    found = input_columns(maxima, SPEC, TENSORS, PIECES, NAMES, 1, told.append)
+    found = input_column_stats(update_maxima, SPEC, TENSORS, NAMES, PIECES, 1, told.append)
     assert len(found) == 2 * 4 and sorted(name for _, names in found for name in names) == sorted(
         NAMES
     )
@@ -60,13 +60,15 @@ def test_maxima_are_those_of_what_the_matrices_read() -> None:
 
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
 def test_factors_are_their_definition(alpha: float) -> None:
-    """For what a norm makes; and what is read afterwards has the maxima that the weights
+    """For what a norm makes; and what is read afterwards has the update_maxima that the weights
     leave it.
     """
     scalings = smoothquant(SPEC, TENSORS, NAMES, PIECES, 1, lambda done: None, alpha)
     largest = next(
         x
-        for x, names in input_columns(maxima, SPEC, TENSORS, PIECES, NAMES, 1, lambda done: None)
+        for x, names in input_column_stats(
+            update_maxima, SPEC, TENSORS, NAMES, PIECES, 1, lambda done: None
+        )
         if "layers.1.gate" in names
     )
     weights = np.maximum(
@@ -135,7 +137,9 @@ def test_outliers_are_there() -> None:
 def first_maxima(tensors: dict[str, StoredTensor]) -> np.ndarray:
     return next(
         x
-        for x, names in input_columns(maxima, SPEC, tensors, PIECES, NAMES, 1, lambda done: None)
+        for x, names in input_column_stats(
+            update_maxima, SPEC, tensors, NAMES, PIECES, 1, lambda done: None
+        )
         if "layers.0.q" in names
     )
 

@@ -13,9 +13,9 @@ import gguf
 import numpy as np
 
 from headrace.checkpoint.gguf import read_gguf
-from headrace.convert.gguf.header import gguf_plan, u32
-from headrace.convert.gguf.mixtures import MIXTURES, MixtureFacts, facts_of, tensor_types
-from headrace.convert.tensor_file import PlannedTensor, TensorFile
+from headrace.convert.gguf.header import gguf_file_layout, u32
+from headrace.convert.gguf.mixtures import MIXTURES, MixtureFacts, mixture_facts, tensor_types
+from headrace.convert.tensor_writer import PlannedTensor, TensorWriter
 from tests.llama_cpp.fixtures import FOLDER, unpack
 
 WORKER = Path(__file__).with_name("quantise_worker.py")
@@ -92,7 +92,7 @@ def find(model: Model, python: str, environment: Mapping[str, str], scratch: Pat
         if done
     }
     assert types.keys() >= results.keys() - {"Q2_K_S"}, types.keys()
-    return Found(facts_of(read_gguf(source).metadata), shapes, types)
+    return Found(mixture_facts(read_gguf(source).metadata), shapes, types)
 
 
 def keep(package: str, found: Mapping[str, Found]) -> None:
@@ -173,7 +173,7 @@ def _write(model: Model, path: Path, scratch: Path) -> dict[str, tuple[int, ...]
         for tensor, shape in shapes.items()
     ]
     path.unlink(missing_ok=True)
-    file = TensorFile(path, gguf_plan(metadata, tensors))
+    file = TensorWriter(path, gguf_file_layout(metadata, tensors))
     for each in tensors:
         file.write(each.name, [np.zeros(each.nbytes, np.uint8)])
     file.close()

@@ -104,13 +104,13 @@ UNSAID = {
 llama.cpp says the same of it as we.
 """
 REFUSED = {
-    "llama-dynamic": "rope would have other frequencies than by the rule dynamic",
+    "llama-dynamic": "rope would not have the frequencies of the rule dynamic",
     "qwen2-window": r"qwen2\.attention\.sliding_window = 7",
-    "qwen3-moe-mixed": "normalised would be True, and is False",
-    "deepseek-v2-biases": "qkv_bias would be False, and is True",
-    "deepseek-v3-half-split": "is_half_split would be False, and is True",
-    "gpt-oss-full": r"windows would be \(128, 0, 128\), and is \(\)",
-    "gpt-j": "a model of the family gptj comes in no GGUF file",
+    "qwen3-moe-mixed": "normalised would be True instead of False",
+    "deepseek-v2-biases": "qkv_bias would be False instead of True",
+    "deepseek-v3-half-split": "is_half_split would be False instead of True",
+    "gpt-oss-full": r"windows would be \(128, 0, 128\) instead of \(\)",
+    "gpt-j": "the family gptj has no GGUF format",
 }
 """What we do not convert to a GGUF file, and what we say of it."""
 

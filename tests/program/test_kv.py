@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.checkpoint.dummy import imagined_tensors
+from headrace.checkpoint.dummy import dummy_tensors
 from headrace.config import KvConfig
 from headrace.kv.manager import KvManager
 from headrace.model import trace_model
@@ -50,7 +50,7 @@ def test_bytes_of_a_token_are_those_of_the_formula(name: str, kv_heads: int, num
     spec = spec_of(name)
     if spec.mla:
         spec = replace(spec, mla=replace(spec.mla, is_absorbed=True))
-    groups = trace_model(spec, imagined_tensors(spec, FORMATS["F32"])).kv_groups
+    groups = trace_model(spec, dummy_tensors(spec, FORMATS["F32"])).kv_groups
     for dtype, size in (("f32", 4), ("bf16", 2)):
         assert token_bytes(groups, dtype) == spec.num_layers * kv_heads * numbers * size
 

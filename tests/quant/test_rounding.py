@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from headrace.quant.formats import StoredTensor, plain_table
 from headrace.quant.rounding import (
     best_range,
+    dequantise_groups,
     in_groups,
     nearest_codes,
     round_to_nearest,
-    values_of,
 )
 from headrace.quant.spec import QuantSpec, dequantise_rows
 from tests.tables import KINDS
@@ -39,7 +39,7 @@ def test_no_value_is_further_off_than_half_a_step(
     weights = weights_of(seed, rows, groups * (spec.group or 64))
     grouped = in_groups(weights, spec)
     scales, zeros = best_range(grouped, spec, clip=False)
-    rounded = values_of(nearest_codes(grouped, scales, zeros, spec), scales, zeros, spec)
+    rounded = dequantise_groups(nearest_codes(grouped, scales, zeros, spec), scales, zeros, spec)
     values = np.sort(spec.values[np.isfinite(spec.values)])
     gap = np.diff(values).max()
     # A scale is rounded, by 2^-8 at most, and a zero point by half a step: so far the ends of a
@@ -77,9 +77,9 @@ def test_values_of_the_format_are_their_own_nearest(kind: str) -> None:
         "point": np.full((4, 2), 3, np.float32),
         "minimum": np.full((4, 2), -0.5, np.float32),
     }[spec.zero]
-    values = values_of(codes, scales, zeros, spec)
+    values = dequantise_groups(codes, scales, zeros, spec)
     again = nearest_codes(values, scales, zeros, spec)
-    np.testing.assert_array_equal(values_of(again, scales, zeros, spec), values)
+    np.testing.assert_array_equal(dequantise_groups(again, scales, zeros, spec), values)
 
 
 def test_a_scale_around_the_middle_with_a_minimum_is_caught() -> None:

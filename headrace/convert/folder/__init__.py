@@ -1,1 +1,1 @@
-"""Writes folders in Hugging Face layout."""
+"""Writes models as Hugging Face folders."""

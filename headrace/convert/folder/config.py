@@ -1,5 +1,5 @@
-"""A model that has no folder yet, as one: `config.json` and the files of its tokenizer, from what
-its GGUF file says.
+"""The JSON files of a folder for a model that comes from a GGUF file: `config.json`,
+tokenizer, generation.
 """
 
 import json
@@ -16,25 +16,25 @@ from headrace.model.spec import ModelSpec, RopeSpec
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 
 
-def described_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
-    """Write the files of the tokenizer, and give `config.json`. Raises UnsupportedModelError as
-    `config_of` does.
+def write_config_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
+    """Write the files of the tokenizer, and return the content of `config.json`.
+
+    Raises UnsupportedModelError as `config_json`.
     """
-    config = config_of(checkpoint.spec)
+    config = config_json(checkpoint.spec)
     tokenizer = checkpoint.load_tokenizer()
-    named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    described = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": checkpoint.spec.max_context,
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(
-        folder / "tokenizer_config.json",
-        described | {name: token for name, token in named.items() if token},
-    )
+    special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    tokenizer_config |= {name: token for name, token in special.items() if token}
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": sorted(tokenizer.eos_ids) or None}
     _write_json(folder / "generation_config.json", ids)
+
     if checkpoint.chat_template:
         (folder / "chat_template.jinja").write_text(checkpoint.chat_template, encoding="utf-8")
     if checkpoint.tool_template:
@@ -44,46 +44,39 @@ def described_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     return config | {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
-def config_of(spec: ModelSpec) -> dict[str, Any]:
-    """The `config.json` of a model, from which the same model is read.
+def config_json(spec: ModelSpec) -> dict[str, Any]:
+    """Make the `config.json` of a model, and check that it gives the same
+    specification.
 
-    Raises UnsupportedModelError where that is not so: what a family has of its own is only in its
-    own files.
+    Raises UnsupportedModelError if it does not: some families need fields that only
+    their own files have.
     """
     layout = FAMILIES[spec.architecture].config
     if layout is None:
         raise UnsupportedModelError(
-            f"a model of the family {spec.architecture} comes in no folder: convert it to "
-            "a GGUF file"
+            f"the family {spec.architecture} has no folder format; convert the model to GGUF"
         )
     config = {layout.fields.get(name, name): value for name, value in _usual(spec, layout).items()}
     try:
-        found = layout.spec(JsonFields(config, "config.json").named(layout.fields))
+        result = layout.spec(JsonFields(config, "config.json").named(layout.fields))
     except HeadraceError as error:
         raise _refusal(spec, str(error)) from error
-    different = [
-        name
-        for name, value in vars(found).items()
-        if name != "name" and value != getattr(spec, name)
-    ]
-    if different:
-        raise _refusal(
-            spec,
-            f"{different[0]} would be {getattr(found, different[0])}, and is "
-            f"{getattr(spec, different[0])}",
-        )
+    for name, value in vars(result).items():
+        expected = getattr(spec, name)
+        if name != "name" and value != expected:
+            raise _refusal(spec, f"{name} would be {value} instead of {expected}")
     return config
 
 
-def _refusal(spec: ModelSpec, why: str) -> UnsupportedModelError:
+def _refusal(spec: ModelSpec, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"this {spec.architecture} model cannot be described in a folder ({why}): convert "
-        "it to a GGUF file"
+        f"a config.json cannot describe this {spec.architecture} model ({reason}); "
+        "convert it to GGUF"
     )
 
 
 def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
-    """The fields that most families have, under the names that these have for them."""
+    """The fields that most families have, under the family's names."""
     windows = set(spec.windows)
     return {
         "architectures": [layout.architectures[0]],

@@ -1,5 +1,5 @@
-"""Writing a model as a Hugging Face folder: safetensors, `config.json`, and whatever else a folder
-had that is no weight.
+"""Writes a model as a Hugging Face folder: safetensors, `config.json` and the source's other
+files.
 """
 
 import json
@@ -13,196 +13,201 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.files import list_names, member, read_json
-from headrace.convert.bitsandbytes import BitsAndBytes, LlmInt8
-from headrace.convert.compressed_tensors import CompressedTensors
-from headrace.convert.disassemble import Stored
-from headrace.convert.folder.config import config_of, described_files
-from headrace.convert.folder.safetensors_plan import safetensors_plan
-from headrace.convert.output import check_room, unfinished
-from headrace.convert.packing import Packing
-from headrace.convert.source_model import Original
-from headrace.convert.tensor_file import PlannedTensor, TensorFile
+from headrace.convert.destination import atomic_output, check_disk_space
+from headrace.convert.file_tensors import FileTensor
+from headrace.convert.folder.bitsandbytes import BitsAndBytes, LlmInt8
+from headrace.convert.folder.compressed_tensors import CompressedTensors
+from headrace.convert.folder.config import config_json, write_config_files
+from headrace.convert.folder.header import safetensors_layout
+from headrace.convert.folder.matrix_writer import MatrixWriter
+from headrace.convert.source_model import SourceModel
+from headrace.convert.tensor_writer import PlannedTensor, TensorWriter
 from headrace.errors import UnsupportedModelError
 from headrace.quant.formats import FORMATS, StoredTensor
-from headrace.quant.spec import PLAIN, QuantSpec, encoded
+from headrace.quant.spec import PLAIN, QuantSpec, encode_numbers
 from headrace.record import frozen
 
 _CONFIG = "config.json"
 _WEIGHTS = (
-    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
-    *(".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"),
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
 )
+_TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CHUNK_VALUES = 1 << 24
-"""Numbers that are float32 at a time."""
+"""Numbers of a tensor that are float32 at a time."""
 
 
-@frozen(eq=False)
+@frozen(eq=False, kw_only=True)
 class FolderPlan:
-    """What a folder will have, by its own names."""
+    """The tensors that a folder will have, by the folder's names."""
 
-    quantised: Mapping[str, Stored]
-    plain: Mapping[str, tuple[Stored, PlannedTensor]]
-    """All others."""
-    packing: Packing | None
+    quantised: Mapping[str, FileTensor]
+    plain: Mapping[str, tuple[FileTensor, PlannedTensor]]
+    matrix_writer: MatrixWriter | None
+    """None if no matrix is quantised."""
     dtype: str | None
-    """What all plain numbers are, where they are all the same."""
+    """The type of all plain numbers; None keeps each tensor's type."""
 
     @property
     def names(self) -> list[str]:
-        """The matrices of ours that have to come quantised."""
-        return [share.name for stored in self.quantised.values() for share in stored.shares]
+        """The model's names of the matrices that must be quantised."""
+        return [part.name for tensor in self.quantised.values() for part in tensor.slices]
 
     def planned(self) -> list[PlannedTensor]:
-        """All tensors of the file. Raises RequestError for a matrix that does not fit the
-        format.
-        """
+        """Plan all tensors. Raises RequestError for a matrix that does not fit the format."""
         result = []
-        for name, stored in self.quantised.items():
-            assert self.packing
-            result += self.packing.planned(name, *stored.shape)
+        for name, tensor in self.quantised.items():
+            assert self.matrix_writer
+            rows, cols = tensor.shape
+            result += self.matrix_writer.planned(name, rows, cols)
         return result + [planned for _, planned in self.plain.values()]
 
 
-def packing_of(to: QuantSpec) -> Packing:
-    """The writer of the files that have a format. Raises RequestError for one that no folder
-    has.
-    """
-    if to.has_wide_outliers:
+def matrix_writer(target: QuantSpec) -> MatrixWriter:
+    """Choose the writer of a format. Raises RequestError if folders cannot have the format."""
+    if target.has_wide_outliers:
         return LlmInt8()
-    return BitsAndBytes(to) if to.codebook in ("nf4", "fp4") else CompressedTensors(to)
+    if target.codebook in ("nf4", "fp4"):
+        return BitsAndBytes(target)
+    return CompressedTensors(target)
 
 
 def plan_folder(
-    original: Original, packing: Packing | None, names: Collection[str], dtype: str | None = None
+    source: SourceModel,
+    writer: MatrixWriter | None,
+    names: Collection[str],
+    dtype: str | None = None,
 ) -> FolderPlan:
-    """Quantise those of our matrices `names` that lie in a matrix of the folder by themselves or
-    together, row by row.
+    """Plan a folder in which the named matrices of the model are quantised.
 
-    All others are in `dtype`, or as they are in the original; what is quantised there becomes BF16.
-    Raises UnsupportedModelError for a GGUF file whose model no `config.json` describes, or whose
-    experts a folder would have in one tensor.
+    A matrix of the folder is quantised if it holds named matrices only, row by row. All other
+    tensors have `dtype`, or the source's type, or BF16 if the source has them quantised. Raises
+    UnsupportedModelError if `config.json` cannot describe the model of a GGUF file, or if a
+    folder would join its experts in one tensor.
     """
-    if not original.is_folder:
-        config_of(original.checkpoint.spec)
-    quantised: dict[str, Stored] = {}
-    plain: dict[str, tuple[Stored, PlannedTensor]] = {}
-    for name, stored in original.stored(as_folder=True).items():
-        source = original.tensors.get(name) if original.is_folder else None
-        shape = source.shape if source else stored.shape
-        if source is None and any(".experts." in share.name for share in stored.shares[1:]):
+    if not source.is_folder:
+        config_json(source.spec)
+    quantised: dict[str, FileTensor] = {}
+    plain: dict[str, tuple[FileTensor, PlannedTensor]] = {}
+    for name, tensor in source.file_tensors(as_folder=True).items():
+        stored = source.tensors.get(name) if source.is_folder else None
+        shape = stored.shape if stored else tensor.shape
+        if stored is None and any(".experts." in part.name for part in tensor.slices[1:]):
             raise UnsupportedModelError(
-                f"tensor {name} would hold several experts, in a shape that only the "
-                "folder of such a model says"
+                f"tensor {name} would join several experts, in a shape that only an existing "
+                "folder shows; convert the model to GGUF"
             )
-        is_rows = len(shape) == 2 and not stored.is_transposed
-        if packing and is_rows and all(share.name in names for share in stored.shares):
-            quantised[name] = stored
+        has_rows = len(shape) == 2 and not tensor.is_transposed
+        if writer and has_rows and all(part.name in names for part in tensor.slices):
+            quantised[name] = tensor
         else:
-            kept = source.format.name if source and source.format.name in PLAIN else "BF16"
+            kept = stored.format.name if stored and stored.format.name in PLAIN else "BF16"
             nbytes = FORMATS[dtype or kept].nbytes * math.prod(shape)
-            plain[name] = stored, PlannedTensor(name, dtype or kept, shape, nbytes)
-    return FolderPlan(quantised, plain, packing, dtype)
+            plain[name] = tensor, PlannedTensor(name, dtype or kept, shape, nbytes)
+    return FolderPlan(quantised=quantised, plain=plain, matrix_writer=writer, dtype=dtype)
 
 
 def write_folder(
-    original: Original,
+    source: SourceModel,
     out: Path,
     plan: FolderPlan,
     tensors: Mapping[str, StoredTensor],
     results: Iterable[tuple[str, StoredTensor]],
 ) -> None:
-    """Write it: `tensors` are ours, of which `results` are those that were quantised, in any order.
+    """Write the folder from the model's `tensors`; `results` are its quantised matrices.
 
-    Raises HeadraceError where the disk refuses, and what `results` raises; nothing is left at `out`
-    then.
+    Raises HeadraceError if the disk refuses, and whatever `results` raises; nothing remains at
+    `out` then.
     """
-    layout = safetensors_plan(plan.planned())
-    check_room(out, layout.size)
-    with unfinished(out) as folder:
+    layout = safetensors_layout(plan.planned())
+    check_disk_space(out, layout.size)
+    with atomic_output(out) as folder:
         folder.mkdir()
-        checkpoint = original.checkpoint
+        checkpoint = source.checkpoint
         config = (
-            copied_files(checkpoint.path, folder)
-            if original.is_folder
-            else described_files(checkpoint, folder)
+            copy_model_files(checkpoint.path, folder)
+            if source.is_folder
+            else write_config_files(checkpoint, folder)
         )
-        if plan.packing:
-            left = {
+        if plan.matrix_writer:
+            plain_modules = {
                 name.removesuffix(".weight")
                 for name, (_, planned) in plan.plain.items()
                 if len(planned.shape) == 2
-            } | {original.head}
-            config["quantization_config"] = plan.packing.config(sorted(left))
+            }
+            modules = sorted(plain_modules | {source.head})
+            config["quantization_config"] = plan.matrix_writer.config(modules)
         if plan.dtype:
-            config["dtype" if "dtype" in config else "torch_dtype"] = _DTYPES[plan.dtype]
+            config["dtype" if "dtype" in config else "torch_dtype"] = _TORCH_DTYPES[plan.dtype]
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        file = TensorFile(folder / "model.safetensors", layout)
-        for name, (stored, planned) in plan.plain.items():
-            file.write(name, _numbers(stored, tensors, planned.format))
-        for name, parts in _whole(plan.quantised, results):
-            assert plan.packing
-            for part, numbers in plan.packing.packed(name, parts).items():
+
+        file = TensorWriter(folder / "model.safetensors", layout)
+        for name, (tensor, planned) in plan.plain.items():
+            file.write(name, _numbers(tensor, tensors, planned.format))
+        for name, parts in _joined_matrices(plan.quantised, results):
+            assert plan.matrix_writer
+            for part, numbers in plan.matrix_writer.packed(name, parts).items():
                 file.write(part, [numbers])
         file.close()
 
 
-def copied_files(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy what is no weight from a folder to another; gives its `config.json`, without the
-    quantisation that it had.
+def copy_model_files(source: Path, folder: Path) -> dict[str, Any]:
+    """Copy all files but weights and `config.json`, whose content is returned.
+
+    The returned configuration has no `quantization_config`.
     """
     for name in list_names(source):
         path = source / name
         if name == "additional_chat_templates" and path.is_dir():
             shutil.copytree(path, folder / name)
-        elif (
-            name != _CONFIG
-            and not name.endswith(_WEIGHTS)
-            and not name.startswith(".")
-            and path.is_file()
-        ):
+            continue
+        is_copied = name != _CONFIG and not name.endswith(_WEIGHTS) and not name.startswith(".")
+        if is_copied and path.is_file():
             shutil.copyfile(member(source, name), folder / name)
-    return {
-        key: value
-        for key, value in read_json(member(source, _CONFIG)).items()
-        if key != "quantization_config"
-    }
+    config = read_json(member(source, _CONFIG))
+    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def _numbers(
-    stored: Stored, tensors: Mapping[str, StoredTensor], dtype: str
+    tensor: FileTensor, tensors: Mapping[str, StoredTensor], dtype: str
 ) -> Iterator[NDArray[Any]]:
-    """A tensor as plain numbers, some rows at a time."""
-    rows = stored.shape[0]
-    step = (
-        rows
-        if len(stored.shape) == 1 or stored.is_transposed
-        else max(1, _CHUNK_VALUES // stored.shape[1])
-    )
+    """Yield a tensor as plain numbers, some rows at a time."""
+    rows = step = tensor.shape[0]
+    if len(tensor.shape) == 2 and not tensor.is_transposed:
+        step = max(1, _CHUNK_VALUES // tensor.shape[1])
     for first in range(0, rows, step):
-        yield encoded(stored.values(tensors, first, min(first + step, rows)), PLAIN[dtype])
+        values = tensor.values(tensors, first, min(first + step, rows))
+        yield encode_numbers(values, PLAIN[dtype])
 
 
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def _whole(
-    wanted: Mapping[str, Stored], results: Iterable[tuple[str, StoredTensor]]
+def _joined_matrices(
+    planned: Mapping[str, FileTensor], results: Iterable[tuple[str, StoredTensor]]
 ) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-    """The parts of the folder's matrices, each as soon as all of ours that it holds are there."""
-    home = {share.name: name for name, stored in wanted.items() for share in stored.shares}
-    waiting: dict[str, dict[str, StoredTensor]] = {name: {} for name in wanted}
-    for ours, tensor in results:
-        name = home[ours]
-        waiting[name][ours] = tensor
-        if len(waiting[name]) == len(wanted[name].shares):
-            yield name, _joined(wanted[name], waiting.pop(name))
+    """Yield the parts of each of the folder's matrices when all of its slices are quantised."""
+    file_names = {part.name: name for name, tensor in planned.items() for part in tensor.slices}
+    waiting: dict[str, dict[str, StoredTensor]] = {name: {} for name in planned}
+    for model_name, matrix in results:
+        name = file_names[model_name]
+        waiting[name][model_name] = matrix
+        if len(waiting[name]) == len(planned[name].slices):
+            yield name, _join(planned[name], waiting.pop(name))
     assert not waiting, f"not quantised: {', '.join(waiting)}"
 
 
-def _joined(stored: Stored, tensors: Mapping[str, StoredTensor]) -> dict[str, NDArray[Any]]:
+def _join(tensor: FileTensor, matrices: dict[str, StoredTensor]) -> dict[str, NDArray[Any]]:
     result: dict[str, NDArray[Any]] = {}
-    for share in stored.shares:
-        for key, part in tensors[share.name].parts.items():
-            whole = result.setdefault(key, np.empty((stored.shape[0], *part.shape[1:]), part.dtype))
-            whole[share.rows] = part
+    for slice_ in tensor.slices:
+        for key, part in matrices[slice_.name].parts.items():
+            shape = (tensor.shape[0], *part.shape[1:])
+            whole = result.setdefault(key, np.empty(shape, part.dtype))
+            whole[slice_.rows] = part
     return result

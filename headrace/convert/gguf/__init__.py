@@ -1,1 +1,1 @@
-"""Writes GGUF files."""
+"""Writes models as GGUF files."""

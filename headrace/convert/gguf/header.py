@@ -1,7 +1,7 @@
-"""What a GGUF file begins with: version 3, little endian (ggml, `docs/gguf.md`).
+"""The header of a GGUF file: version 3, little endian (ggml, `docs/gguf.md`).
 
-Key-values come by their keys, in the order of the file: those of an open file byte by byte
-(`Metadata.raw`), others made here.
+Key-values are written in the order of their mapping. Values of an open file are copied
+byte by byte (`Metadata.raw`); others are encoded here.
 """
 
 import math
@@ -22,12 +22,12 @@ from headrace.checkpoint.gguf import (
     TENSOR_TYPES,
     RawValue,
 )
-from headrace.convert.tensor_file import Plan, PlannedTensor
+from headrace.convert.tensor_writer import ByteRange, FileLayout, PlannedTensor
 from headrace.errors import FormatError
 
 _VERSION = 3
 _ALIGNMENT = 32
-"""Of tensors, where `general.alignment` does not say another."""
+"""Default alignment of tensors in bytes; `general.alignment` overrides it."""
 _MAX_NAME_BYTES = 63
 """Of a tensor's name: ggml ends it with a zero in 64 bytes (`GGML_MAX_NAME`)."""
 _KINDS = {np.dtype(name): kind for kind, name in SCALARS.items() if kind != BOOL}
@@ -35,39 +35,35 @@ _TYPE_NUMBERS = {name: number for number, name in TENSOR_TYPES.items() if name !
 
 
 def u32(value: int) -> RawValue:
-    """An unsigned integer of 32 bits."""
     return _scalar(value, "<u4")
 
 
 def f32(value: float) -> RawValue:
-    """A float of 32 bits."""
     return _scalar(value, "<f4")
 
 
 def flag(value: bool) -> RawValue:
-    """True or false."""
     return RawValue(BOOL, bytes([value]))
 
 
 def string(value: str) -> RawValue:
-    """A string, in UTF-8."""
     return RawValue(STRING, _text(value))
 
 
 def strings(values: Sequence[str]) -> RawValue:
-    """An array of strings."""
+    """Encode an array of strings."""
     return RawValue(ARRAY, struct.pack("<IQ", STRING, len(values)) + b"".join(map(_text, values)))
 
 
 def numbers(values: NDArray[Any]) -> RawValue:
-    """An array of numbers, of the array's own type: int32, float32 and the others that GGUF has."""
+    """Encode an array of numbers in the array's type, int32 or float32 for example."""
     little = values.astype(values.dtype.newbyteorder("<"))
     return RawValue(ARRAY, struct.pack("<IQ", _KINDS[little.dtype], len(values)) + little.tobytes())
 
 
 def raw(value: object) -> RawValue:
-    """A value in the type that goes with it: integers and floats of 32 bits, a list as an array of
-    strings.
+    """Encode a value in the type that fits it; integers and floats get 32 bits, a list
+    becomes strings.
     """
     match value:
         case bool():
@@ -82,25 +78,29 @@ def raw(value: object) -> RawValue:
             return strings(value)
         case np.ndarray():
             return numbers(value)
-    raise TypeError(f"no GGUF file has a value like {value!r}")
+    raise TypeError(f"GGUF has no type for the value {value!r}")
 
 
-def gguf_plan(metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]) -> Plan:
-    """The header of a file with these key-values and tensors, in this order, and where its tensors
-    will lie.
+def gguf_file_layout(
+    metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]
+) -> FileLayout:
+    """Make the header of a file with these key-values and tensors, in this order.
 
-    Raises FormatError, which names the tensor, for one that no GGUF file can hold: of a format that
-    ggml does not have, of more than four dimensions, with too long a name, or with the name of
-    another.
+    Raises FormatError, which names the tensor, for a tensor that GGUF cannot hold: an
+    unknown format, more than four dimensions, too long a name, or a name that occurs
+    twice.
     """
     alignment = _alignment(metadata)
-    records, offsets, end = [], {}, 0
+    records: list[bytes] = []
+    offsets: dict[str, ByteRange] = {}
+    end = 0
     for tensor in tensors:
         if tensor.name in offsets:
-            raise FormatError(f"tensor {tensor.name}: two have this name")
+            raise FormatError(f"tensor {tensor.name}: the name occurs twice")
         records.append(_record(tensor, end))
-        offsets[tensor.name] = (end, tensor.nbytes)
+        offsets[tensor.name] = ByteRange(end, tensor.nbytes)
         end += _padded(tensor.nbytes, alignment)
+
     entries = [
         _text(key) + struct.pack("<I", value.kind) + value.data for key, value in metadata.items()
     ]
@@ -111,8 +111,10 @@ def gguf_plan(metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]
         + b"".join(records)
     )
     header = head.ljust(_padded(len(head), alignment), b"\0")
-    places = {name: (len(header) + offset, nbytes) for name, (offset, nbytes) in offsets.items()}
-    return Plan(header, places, len(header) + end)
+    places = {
+        name: ByteRange(len(header) + offset, nbytes) for name, (offset, nbytes) in offsets.items()
+    }
+    return FileLayout(header, places, len(header) + end)
 
 
 def _scalar(value: float, dtype: str) -> RawValue:
@@ -140,16 +142,18 @@ def _alignment(metadata: Mapping[str, RawValue]) -> int:
 
 
 def _record(tensor: PlannedTensor, offset: int) -> bytes:
-    """The entry of a tensor in the header; `offset` counts from the first tensor. Dimensions are in
-    ggml's order, columns first.
+    """Encode the header's entry of a tensor; `offset` counts from the first tensor.
+
+    Dimensions are in ggml's order, columns first.
     """
     if tensor.format not in _TYPE_NUMBERS:
-        raise FormatError(f"tensor {tensor.name}: GGUF files have no format {tensor.format}")
+        raise FormatError(f"tensor {tensor.name}: GGUF has no format {tensor.format}")
     if not 1 <= len(tensor.shape) <= MAX_DIMS or math.prod(tensor.shape) == 0:
         raise FormatError(
-            f"tensor {tensor.name}: a GGUF file holds none of shape {list(tensor.shape)}"
+            f"tensor {tensor.name}: GGUF cannot hold shape {list(tensor.shape)}; a tensor has "
+            f"1 to {MAX_DIMS} dimensions, all above 0"
         )
     if len(tensor.name.encode()) > _MAX_NAME_BYTES:
-        raise FormatError(f"tensor {tensor.name}: its name has more than {_MAX_NAME_BYTES} bytes")
+        raise FormatError(f"tensor {tensor.name}: the name has more than {_MAX_NAME_BYTES} bytes")
     dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
     return _text(tensor.name) + dims + struct.pack("<IQ", _TYPE_NUMBERS[tensor.format], offset)

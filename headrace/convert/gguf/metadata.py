@@ -1,5 +1,5 @@
-"""A model that has no GGUF file yet, as one: the key-values of such files (ggml, `docs/gguf.md`),
-from the specification of the model.
+"""The key-values of a GGUF file (ggml, `docs/gguf.md`) for a model that comes from a
+folder.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.convert.disassemble import Stored
+from headrace.convert.file_tensors import FileTensor
 from headrace.convert.source_model import gguf_layout
 from headrace.errors import HeadraceError, UnsupportedModelError
 from headrace.model.fields import JsonFields
@@ -19,55 +19,58 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
 _SHARED = {"name", "architecture", "rope", "window_rope"}
-"""Fields of a specification that are compared by what they mean, or not at all: families share the
-architectures of GGUF files.
+"""Fields that are compared by meaning or not at all: families share architecture names
+of GGUF.
 """
 _PRECISION = 1e-6
-"""Relative, of constants and rotary frequencies, which files have in float32."""
+"""Relative precision of constants and rotary frequencies, which files have in float32."""
 
 
 @frozen(eq=False)
-class Described:
-    """What a file says of a model."""
+class GgufDescription:
+    """The description of a model in a GGUF file."""
 
     values: Mapping[str, Any]
-    """Key-values; integers are of 32 bits, and so are floats."""
+    """Key-values; integers and floats have 32 bits."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors, rows first; what belongs to experts or heads one by one has these first."""
-    factors: Mapping[str, StoredTensor]
-    """Of these tensors those that are rotary factors: they follow from the specification."""
+    """Of all tensors, rows first; tensors of several experts or heads have their number
+    first.
+    """
+    rope_factors: Mapping[str, StoredTensor]
+    """The rotary factors among the tensors, which follow from the specification."""
 
 
-def described(spec: ModelSpec, stored: Mapping[str, Stored]) -> Described:
-    """The description of a model whose tensors are these, from which the same model is read.
+def describe_model(spec: ModelSpec, tensors: Mapping[str, FileTensor]) -> GgufDescription:
+    """Describe a model with these tensors, and check that the description gives the
+    same specification.
 
-    Raises UnsupportedModelError, which names what differs, where that is not so.
+    Raises UnsupportedModelError, which names the field that differs.
     """
     layout = gguf_layout(spec.architecture)
     name = layout.architectures[0]
-    factors = _rope_factors(spec)
-    shapes = {tensor: _shape(spec, parts) for tensor, parts in stored.items()} | {
-        key: each.shape for key, each in factors.items()
-    }
+    rope_factors = _rope_factors(spec)
+    shapes = {key: _shape(spec, tensor) for key, tensor in tensors.items()}
+    shapes |= {key: factors.shape for key, factors in rope_factors.items()}
+
     keys = _usual(spec) | _rope(spec) | _experts(spec) | _own(spec, name)
     values = {"general.architecture": name, "general.type": "model", "general.name": spec.name}
     values |= {f"{name}.{key}": value for key, value in keys.items()}
-    there = {
-        tensor: factors.get(tensor) or _nothing(tensor, shape) for tensor, shape in shapes.items()
-    }
+
+    # Read the description again, with zeros for weights.
+    dummies = {key: rope_factors.get(key) or _zeros(key, shape) for key, shape in shapes.items()}
     try:
-        found = layout.spec(JsonFields(values, "the GGUF file"), there)
+        result = layout.spec(JsonFields(values, "the GGUF file"), dummies)
     except HeadraceError as error:
         raise _refusal(spec, str(error)) from error
-    if different := _different(spec, found):
-        raise _refusal(spec, different)
-    return Described(values, shapes, factors)
+    if difference := _difference(spec, result):
+        raise _refusal(spec, difference)
+    return GgufDescription(values, shapes, rope_factors)
 
 
-def _refusal(spec: ModelSpec, why: str) -> UnsupportedModelError:
-    advice = "llama.cpp's convert_hf_to_gguf.py may know more of it"
+def _refusal(spec: ModelSpec, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"this {spec.architecture} model cannot be described in a GGUF file ({why}): {advice}"
+        f"a GGUF file cannot describe this {spec.architecture} model ({reason}); "
+        "try llama.cpp's convert_hf_to_gguf.py"
     )
 
 
@@ -115,33 +118,33 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
     if spec.mla and rope.scaling == "yarn" and rope.mscale_all_dim:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope.mscale_all_dim
     elif rope.scaling in ("yarn", "longrope"):
-        usual = yarn_temperature(rope.factor) if rope.scaling == "yarn" else 1.0
-        stretch = inverse_frequencies(rope, spec.max_context, spec.max_context)[1] / usual
-        keys |= {"rope.scaling.attn_factor": stretch} if not math.isclose(stretch, 1.0) else {}
+        default = yarn_temperature(rope.factor) if rope.scaling == "yarn" else 1.0
+        factor = inverse_frequencies(rope, spec.max_context, spec.max_context)[1] / default
+        if not math.isclose(factor, 1.0):
+            keys["rope.scaling.attn_factor"] = factor
     return keys
 
 
 def _rope_factors(spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The rotary factors that files have as tensors; those of llama3 are what its rule makes of the
+    """The rotary factors that files have as tensors; for llama3, from its rule for
     frequencies.
     """
     rope = spec.rope
     if rope and rope.scaling == "llama3":
-        plain, stretched = (
-            inverse_frequencies(each, spec.max_context, 0)[0]
-            for each in (RopeSpec(rope.dim, rope.theta), rope)
-        )
-        found: dict[str, Any] = {"rope_freqs.weight": plain / stretched}
+        unscaled = RopeSpec(rope.dim, rope.theta)
+        plain = inverse_frequencies(unscaled, spec.max_context, 0)[0]
+        scaled = inverse_frequencies(rope, spec.max_context, 0)[0]
+        factors: dict[str, Any] = {"rope_freqs.weight": plain / scaled}
     elif rope and rope.scaling == "longrope":
-        found = {
+        factors = {
             "rope_factors_long.weight": rope.long_factors,
             "rope_factors_short.weight": rope.factors,
         }
     else:
-        found = {}
+        factors = {}
     return {
-        name: StoredTensor.from_floats(name, np.array(factors, np.float32))
-        for name, factors in found.items()
+        name: StoredTensor.from_floats(name, np.array(values, np.float32))
+        for name, values in factors.items()
     }
 
 
@@ -154,13 +157,13 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
         "expert_used_count": experts.top_k,
         "expert_feed_forward_length": experts.ffn_dim,
     }
-    return keys | (
-        {"expert_shared_feed_forward_length": experts.shared_ffn_dim} if experts.shared_gate else {}
-    )
+    if experts.shared_gate:
+        keys["expert_shared_feed_forward_length"] = experts.shared_ffn_dim
+    return keys
 
 
 def _own(spec: ModelSpec, name: str) -> dict[str, Any]:
-    """The keys that an architecture has of its own, or in place of the usual ones."""
+    """The keys of one architecture, new ones or replacements of the usual ones."""
     match name:
         case "granite":
             return {
@@ -174,24 +177,24 @@ def _own(spec: ModelSpec, name: str) -> dict[str, Any]:
         case "gptneox" | "stablelm":
             return {"use_parallel_residual": spec.block != "sequential"}
         case "deepseek2":
-            return _latent(spec)
+            return _mla(spec)
     return {}
 
 
-def _latent(spec: ModelSpec) -> dict[str, Any]:
-    """Attention by latent rows is described in its absorbed form: one KV head."""
-    latent, rope, experts = spec.mla, spec.rope, spec.experts
-    assert latent and rope
+def _mla(spec: ModelSpec) -> dict[str, Any]:
+    """The keys of multi-head latent attention in its absorbed form, which has one KV head."""
+    mla, rope, experts = spec.mla, spec.rope, spec.experts
+    assert mla and rope
     keys: dict[str, Any] = {
         "attention.head_count_kv": 1,
-        "attention.kv_lora_rank": latent.kv_rank,
-        "attention.key_length": latent.kv_rank + rope.dim,
-        "attention.value_length": latent.kv_rank,
+        "attention.kv_lora_rank": mla.kv_rank,
+        "attention.key_length": mla.kv_rank + rope.dim,
+        "attention.value_length": mla.kv_rank,
         "attention.key_length_mla": spec.head_dim,
-        "attention.value_length_mla": latent.value_dim,
+        "attention.value_length_mla": mla.value_dim,
     }
-    if latent.query_rank:
-        keys["attention.q_lora_rank"] = latent.query_rank
+    if mla.query_rank:
+        keys["attention.q_lora_rank"] = mla.query_rank
     if experts:
         keys |= {
             "leading_dense_block_count": len(experts.dense_layers),
@@ -205,53 +208,49 @@ def _latent(spec: ModelSpec) -> dict[str, Any]:
     return keys
 
 
-def _shape(spec: ModelSpec, stored: Stored) -> tuple[int, ...]:
-    """The shape of a tensor in a file: of what experts, or heads, have one by one, with their
-    number first.
+def _shape(spec: ModelSpec, tensor: FileTensor) -> tuple[int, ...]:
+    """The shape of a tensor in a file: for several experts or heads, with their number
+    first.
     """
-    of_heads = (
-        {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads} if spec.qk_norm == "heads" else {}
-    )
-    names = [share.name for share in stored.shares]
-    count = of_heads.get(names[0].rpartition(".")[2], 0)
+    names = [part.name for part in tensor.slices]
+    count = 0
     if ".experts." in names[0] or ".heads." in names[0]:
         count = len({name.split(".")[3] for name in names})
-    return (count, stored.shape[0] // count, *stored.shape[1:]) if count else stored.shape
+    elif spec.qk_norm == "heads":
+        heads = {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads}
+        count = heads.get(names[0].rpartition(".")[2], 0)
+    return (count, tensor.shape[0] // count, *tensor.shape[1:]) if count else tensor.shape
 
 
-def _nothing(name: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A tensor of zeros, which take no memory."""
+def _zeros(name: str, shape: tuple[int, ...]) -> StoredTensor:
+    """A tensor of zeros that takes no memory."""
     codes = np.broadcast_to(np.zeros((), np.uint8), (math.prod(shape[:-1]), shape[-1], 4))
     return StoredTensor(name, FORMATS["F32"], shape, {"codes": codes})
 
 
-def _different(spec: ModelSpec, found: ModelSpec) -> str:
-    """What is different in a specification that was read, in words; nothing where it is the
-    same.
-    """
-    if fields := _different_field(spec, found, _SHARED):
-        return "{} would be {}, and is {}".format(*fields)
+def _difference(spec: ModelSpec, result: ModelSpec) -> str:
+    """Describe the first difference of two specifications; "" if there is none."""
+    if different := _different_field(spec, result, _SHARED):
+        field, value, expected = different
+        return f"{field} would be {value} instead of {expected}"
     for name in ("rope", "window_rope"):
         rope: RopeSpec | None = getattr(spec, name)
-        if not _same_rope(rope, getattr(found, name), spec.max_context):
-            return (
-                f"{name} would have other frequencies than by the rule "
-                f"{rope.scaling if rope else 'none'}"
-            )
+        if not _same_rope(rope, getattr(result, name), spec.max_context):
+            rule = rope.scaling if rope else "none"
+            return f"{name} would not have the frequencies of the rule {rule}"
     return ""
 
 
 def _different_field(a: Any, b: Any, ignored: Collection[str] = ()) -> tuple[str, Any, Any] | None:
-    """The first field in which two records differ, with what it is in the second and in the
-    first.
-    """
+    """The first field in which two records differ, with its value in `b` and in `a`."""
     for name, value in vars(a).items():
         other = getattr(b, name)
         if name in ignored or value == other:
             continue
         if hasattr(value, "__dataclass_fields__") and type(value) is type(other):
             if inner := _different_field(value, other):
-                return f"{name}.{inner[0]}", *inner[1:]
+                field, theirs, ours = inner
+                return f"{name}.{field}", theirs, ours
         elif not (
             isinstance(value, float)
             and isinstance(other, float)
@@ -262,12 +261,12 @@ def _different_field(a: Any, b: Any, ignored: Collection[str] = ()) -> tuple[str
 
 
 def _same_rope(a: RopeSpec | None, b: RopeSpec | None, max_context: int) -> bool:
-    """Whether two rotary embeddings have the same frequencies in short texts and in long ones."""
+    """Whether two rotary embeddings have the same frequencies in short and long texts."""
     if a is None or b is None or a.dim != b.dim:
         return a is b
 
     def numbers(rope: RopeSpec) -> NDArray[np.float64]:
-        found = [inverse_frequencies(rope, max_context, context) for context in (1, max_context)]
-        return np.array([[*frequencies, factor] for frequencies, factor in found])
+        both = [inverse_frequencies(rope, max_context, context) for context in (1, max_context)]
+        return np.array([[*frequencies, factor] for frequencies, factor in both])
 
     return np.allclose(numbers(a), numbers(b), _PRECISION, 0)

@@ -1,9 +1,9 @@
-"""The mixtures of formats in which GGUF files are published: which format each tensor of a model
-gets.
+"""The mixtures of formats in which GGUF files are published: each tensor's format.
 
-Names and rules are those of llama.cpp (`src/llama-quant.cpp`, `llama_tensor_get_type`), which gives
-more bits to what a model is most sensitive to: logits, values of attention, the projection down of
-the first and last layers. A mixture of our own is MXFP4, for models without experts.
+Names and rules are llama.cpp's (`src/llama-quant.cpp`, `llama_tensor_get_type`). It
+gives more bits to the tensors that a model is most sensitive to: logits, values of
+attention, and the down projections of the first and last layers. MXFP4 is our own
+mixture, for models without experts.
 """
 
 import re
@@ -17,11 +17,11 @@ from headrace.record import frozen
 
 
 class Mixture(NamedTuple):
-    """What most matrices of a mixture are."""
+    """The main format of a mixture."""
 
     format: str
     file_type: int
-    """The number that files say it by, `general.file_type` (`enum llama_ftype` in llama.h)."""
+    """Its number in files: `general.file_type` (`enum llama_ftype` in llama.h)."""
 
 
 MIXTURES = {
@@ -54,33 +54,32 @@ MIXTURES = {
 
 _LOGITS, _TOKENS = "output.weight", "token_embd.weight"
 _VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
-"""Matrices that make values of attention, by themselves or with others."""
+"""Ends of names of the matrices that make values of attention."""
 _KEPT = ("_norm.weight", "ffn_gate_inp.weight")
-"""Parts of names of matrices that stay in float32: norms of heads, and routers."""
+"""Parts of names of the matrices that stay in float32: norms of heads, and routers."""
 _KEPT_WHOLE = ("position_embd.weight", "token_types.weight")
 
 _LONG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0")
-"""Formats whose blocks have 256 columns; those of all others that are quantised have 32."""
+"""Formats with blocks of 256 columns; other quantised formats have 32."""
 _SHORT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
-"""What takes the place of a format for rows that are no multiple of 256; of the others, Q4_0 does.
-"""
+"""Replacements of formats for rows that are no multiple of 256; Q4_0 replaces all others."""
 
 
 @frozen
 class MixtureFacts:
-    """What the rules ask of a model."""
+    """The facts about a model that the rules depend on."""
 
     architecture: str
-    """As GGUF files call it."""
+    """In GGUF's spelling."""
     layers: int
     heads_per_kv_head: int = 1
     experts: int = 0
-    """Of a layer."""
+    """Experts of a layer; 0 for a dense model."""
 
     @property
     def has_few_values(self) -> bool:
-        """Whether llama.cpp counts it among the models of 70B parameters, whose values are few for
-        their size.
+        """Whether llama.cpp takes it for a 70B model, whose value matrices are small
+        for its size.
         """
         grouped = self.architecture == "qwen2" or (
             self.architecture == "llama" and self.heads_per_kv_head > 1
@@ -88,59 +87,57 @@ class MixtureFacts:
         return grouped and self.layers == 80
 
 
-def facts_of(metadata: Fields) -> MixtureFacts:
-    """What the metadata of a GGUF file say. Raises FormatError where they do not."""
+def mixture_facts(metadata: Fields) -> MixtureFacts:
+    """Read the facts from the metadata of a GGUF file. Raises FormatError."""
     name = metadata.string("general.architecture")
     heads = metadata.integer(f"{name}.attention.head_count")
     kv_heads = metadata.integer(f"{name}.attention.head_count_kv", heads)
-    layers, experts = (
-        metadata.integer(f"{name}.block_count"),
-        metadata.integer(f"{name}.expert_count", 0),
-    )
+    layers = metadata.integer(f"{name}.block_count")
+    experts = metadata.integer(f"{name}.expert_count", 0)
     return MixtureFacts(name, layers, heads // max(kv_heads, 1), experts)
 
 
 def tensor_types(
     mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: MixtureFacts
 ) -> dict[str, str]:
-    """The format of every tensor of a model, from their GGUF names and their shapes, rows first.
+    """Choose the format of every tensor by its GGUF name and its shape, rows first.
 
-    A model that has no matrix for logits makes them with its embeddings. Raises RequestError for a
-    mixture that is none.
+    A model without a matrix for logits makes them with its embeddings. Raises
+    RequestError for an unknown mixture.
     """
     if mixture not in MIXTURES:
         raise RequestError(
-            f"{mixture[:40]!r} is no mixture of formats; known: {', '.join(MIXTURES)}"
+            f"unknown mixture of formats {mixture[:40]!r}; use one of {', '.join(MIXTURES)}"
         )
     logits = _LOGITS if _LOGITS in shapes else _TOKENS
     values = sorted((name for name in shapes if name.endswith(_VALUES)), key=_layer)
     order = {name: index for index, name in enumerate(values)}
-    found = {}
+    main_format = MIXTURES[mixture].format
+
+    types = {}
     for name, shape in shapes.items():
         if not _is_quantised(name, shape):
-            found[name] = "F32"
-        elif (most := MIXTURES[mixture].format) in PLAIN:
-            found[name] = most
+            types[name] = "F32"
+            continue
+        if main_format in PLAIN:
+            types[name] = main_format
+            continue
+        if name == logits:
+            preferred = _logits_type(mixture, shape[-1], facts)
+        elif mixture in ("MXFP4", "MXFP4_MOE"):
+            is_dense = mixture == "MXFP4_MOE" and len(shape) < 3
+            preferred = "Q8_0" if name == _TOKENS or is_dense else "MXFP4"
+        elif name in order:
+            preferred = _value_type(mixture, order[name], len(order), facts)
         else:
-            if name == logits:
-                wanted = _logits_type(mixture, shape[-1], facts)
-            elif mixture in ("MXFP4", "MXFP4_MOE"):
-                wanted = (
-                    "Q8_0"
-                    if name == _TOKENS or (mixture == "MXFP4_MOE" and len(shape) < 3)
-                    else "MXFP4"
-                )
-            elif name in order:
-                wanted = _value_type(mixture, order[name], len(order), facts)
-            else:
-                wanted = _other_type(mixture, name, facts)
-            found[name] = _that_fits(wanted, shape[-1])
-    return found
+            preferred = _other_type(mixture, name, facts)
+        types[name] = _fitting(preferred, shape[-1])
+    return types
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix of some size. llama.cpp does not count dimensions of 1 before
-    the last that is larger.
+    """Whether a tensor is a matrix in llama.cpp's view: leading dimensions of 1 do not
+    count.
     """
     is_matrix = any(size > 1 for size in shape[:-1])
     return (
@@ -151,50 +148,50 @@ def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _that_fits(wanted: str, cols: int) -> str:
-    if wanted in _LONG_BLOCKS and cols % 256:
-        wanted = _SHORT_BLOCKS.get(wanted, "Q4_0")
-    return "F16" if cols % 32 else wanted
+def _fitting(preferred: str, cols: int) -> str:
+    """The preferred format, or one whose blocks divide the columns."""
+    if preferred in _LONG_BLOCKS and cols % 256:
+        preferred = _SHORT_BLOCKS.get(preferred, "Q4_0")
+    return "F16" if cols % 32 else preferred
 
 
 def _layer(name: str) -> int:
-    found = re.match(r"blk\.(\d+)\.", name)
-    return int(found[1]) if found else 0
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else 0
 
 
 def _has_more(layer: int, layers: int) -> bool:
-    """Whether a layer is among those with more bits: the first eighth, the last, and a third of the
-    others.
+    """Whether a layer gets more bits: the first eighth, the last eighth, and a third of
+    the rest.
     """
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
 def _logits_type(mixture: str, cols: int, facts: MixtureFacts) -> str:
-    most = MIXTURES[mixture].format
-    misfit = cols % (256 if most in _LONG_BLOCKS else 32)
-    return (
-        "Q8_0" if most in ("Q8_0", "MXFP4") or facts.architecture == "falcon" or misfit else "Q6_K"
-    )
+    main_format = MIXTURES[mixture].format
+    misfit = cols % (256 if main_format in _LONG_BLOCKS else 32)
+    needs_8_bits = main_format in ("Q8_0", "MXFP4") or facts.architecture == "falcon" or misfit
+    return "Q8_0" if needs_8_bits else "Q6_K"
 
 
 def _value_type(mixture: str, index: int, count: int, facts: MixtureFacts) -> str:
-    """The format of one of `count` matrices that make values, in the order of layers."""
-    found = MIXTURES[mixture].format
+    """The format of the value matrix number `index`, in the order of layers, of `count`."""
+    chosen = MIXTURES[mixture].format
     if facts.experts == 8:
         return "Q8_0"
     if mixture == "Q2_K":
-        found = "Q4_K" if facts.heads_per_kv_head >= 4 else "Q3_K"
+        chosen = "Q4_K" if facts.heads_per_kv_head >= 4 else "Q3_K"
     elif mixture == "Q2_K_S" and facts.heads_per_kv_head >= 4:
-        found = "Q4_K"
+        chosen = "Q4_K"
     elif mixture in ("IQ4_NL", "IQ4_XS") and facts.heads_per_kv_head >= 4:
-        found = "Q5_K"
+        chosen = "Q5_K"
     elif mixture == "Q3_K_M":
-        found = "Q5_K" if index < 2 else "Q4_K"
+        chosen = "Q5_K" if index < 2 else "Q4_K"
     elif mixture == "Q3_K_L" or (mixture == "Q4_K_S" and index < 4):
-        found = "Q5_K"
+        chosen = "Q5_K"
     elif mixture in ("Q4_K_M", "Q5_K_M") and _has_more(index, count):
-        found = "Q6_K"
-    return "Q5_K" if facts.has_few_values and found in ("Q3_K", "Q4_K") else found
+        chosen = "Q6_K"
+    return "Q5_K" if facts.has_few_values and chosen in ("Q3_K", "Q4_K") else chosen
 
 
 def _other_type(mixture: str, name: str, facts: MixtureFacts) -> str:
@@ -210,7 +207,7 @@ def _other_type(mixture: str, name: str, facts: MixtureFacts) -> str:
 
 
 def _down_type(mixture: str, layer: int, facts: MixtureFacts) -> str:
-    """The format of the matrices of a layer that project down, those of experts included."""
+    """The format of a layer's down projections, including those of experts."""
     falcon, layers = facts.architecture == "falcon", facts.layers
     first, more = layer < layers // 8, _has_more(layer, layers)
     match mixture:

@@ -1,121 +1,164 @@
-"""Writing a model as a GGUF file: its key-values (`gguf_contents.py`), and its tensors in the
-formats of a mixture.
-"""
+"""Writes a model as a GGUF file: its key-values, and its tensors in the formats of a mixture."""
 
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from headrace.convert.disassemble import Stored
-from headrace.convert.gguf.contents import Contents, contents_of, metadata_of
-from headrace.convert.gguf.header import gguf_plan, u32
-from headrace.convert.gguf.mixtures import MIXTURES, facts_of, tensor_types
-from headrace.convert.matrices import Tell, encoded_rows
-from headrace.convert.output import check_room, unfinished
-from headrace.convert.source_model import Original
-from headrace.convert.tensor_file import PlannedTensor, TensorFile
+from headrace.checkpoint.gguf import Metadata, RawValue
+from headrace.convert.destination import atomic_output, check_disk_space
+from headrace.convert.file_tensors import FileTensor
+from headrace.convert.gguf.header import gguf_file_layout, raw, u32
+from headrace.convert.gguf.metadata import describe_model
+from headrace.convert.gguf.mixtures import MIXTURES, mixture_facts, tensor_types
+from headrace.convert.matrices import ProgressCallback, encode_rows
+from headrace.convert.source_model import SourceModel
+from headrace.convert.tensor_writer import PlannedTensor, TensorWriter
+from headrace.errors import FormatError
+from headrace.model.fields import Fields, JsonFields
+from headrace.quant.arrays import Floats
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
 _CHUNK_VALUES = 1 << 22
 """Numbers that are encoded at a time."""
 _QUANTISATION_VERSION = 2
-"""Of ggml's block formats (`GGML_QNT_VERSION`)."""
+"""Version of ggml's block formats (`GGML_QNT_VERSION`)."""
+
+
+@frozen(eq=False)
+class GgufContents:
+    """The content of a file before its tensors have formats."""
+
+    fields: Fields
+    """The key-values; for the model of a folder, without the tokenizer's."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of all tensors, rows first, by the file's names and in the file's order."""
+    tensors: Mapping[str, StoredTensor]
+    """Tensors that can be written as they are: all of a GGUF file, or a folder's rotary factors."""
 
 
 @frozen(eq=False)
 class GgufPlan:
-    """What a file will have."""
+    """The content of a file, with the format of each tensor."""
 
     mixture: str
-    contents: Contents
+    contents: GgufContents
     tensors: Mapping[str, PlannedTensor]
-    """In the order of the original, or, where that is a folder, of the program."""
+    """In the order of the source file; for the model of a folder, in program order."""
 
 
-def plan_gguf(original: Original, mixture: str) -> GgufPlan:
-    """The plan of a file in one of `MIXTURES`.
+def gguf_contents(source: SourceModel) -> GgufContents:
+    """Make the contents from a GGUF file, or from the specification of a folder's model.
 
-    Raises UnsupportedModelError for a folder whose model no GGUF file describes, RequestError for a
-    mixture that is none.
+    Raises UnsupportedModelError if a GGUF file cannot describe the model.
     """
-    contents = contents_of(original)
-    types = tensor_types(mixture, contents.shapes, facts_of(contents.fields))
-    return GgufPlan(
-        mixture,
-        contents,
-        {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()},
-    )
+    metadata = source.checkpoint.tokenizer_source
+    if isinstance(metadata, Metadata):
+        shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
+        return GgufContents(metadata, shapes, source.tensors)
+    description = describe_model(source.spec, source.file_tensors(as_folder=False))
+    fields = JsonFields(description.values, "the GGUF file")
+    return GgufContents(fields, description.shapes, description.rope_factors)
 
 
-def _planned(name: str, shape: tuple[int, ...], kind: str) -> PlannedTensor:
-    stored = FORMATS[kind]
-    return PlannedTensor(name, kind, shape, math.prod(shape) // stored.block * stored.nbytes)
+def plan_gguf(source: SourceModel, mixture: str) -> GgufPlan:
+    """Plan a file in one of `MIXTURES`.
+
+    Raises UnsupportedModelError if a GGUF file cannot describe the model of a folder, and
+    RequestError for an unknown mixture.
+    """
+    contents = gguf_contents(source)
+    types = tensor_types(mixture, contents.shapes, mixture_facts(contents.fields))
+    tensors = {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()}
+    return GgufPlan(mixture, contents, tensors)
+
+
+def _planned(name: str, shape: tuple[int, ...], tensor_type: str) -> PlannedTensor:
+    stored = FORMATS[tensor_type]
+    nbytes = math.prod(shape) // stored.block * stored.nbytes
+    return PlannedTensor(name, tensor_type, shape, nbytes)
 
 
 def write_gguf(
-    original: Original,
+    source: SourceModel,
     out: Path,
     plan: GgufPlan,
-    importance: Mapping[str, NDArray[np.float32]],
-    tell: Tell,
+    importance: Mapping[str, Floats],
+    on_progress: ProgressCallback,
 ) -> None:
-    """Write it; `tell` hears how much is done, from 0 to 1.
+    """Write the file.
 
-    `importance` is what errors in the columns of a matrix of ours count [cols]; all the same where
-    it has none. What has its format already is copied. Raises HeadraceError where the disk refuses,
-    RequestError naming a tensor with a number that is not finite, UnsupportedModelError for a
-    folder's tokenizer that no GGUF file describes; nothing is left at `out` then.
+    `importance` [cols] weights the squared errors of a matrix's columns, by the model's names;
+    without it they are equal. Tensors that have their format already are copied. Raises
+    HeadraceError if the disk refuses, RequestError, which names the tensor, for a value that is
+    not finite, and UnsupportedModelError if a GGUF file cannot describe the tokenizer of a
+    folder; nothing remains at `out` then.
     """
-    values = metadata_of(original, plan.contents) | {
+    metadata = _metadata(source, plan.contents) | {
         "general.file_type": u32(MIXTURES[plan.mixture].file_type),
         "general.quantization_version": u32(_QUANTISATION_VERSION),
     }
-    header = gguf_plan(values, plan.tensors.values())
-    check_room(out, header.size)
-    ours, tensors = original.stored(as_folder=False), original.checkpoint.tensors
+    layout = gguf_file_layout(metadata, plan.tensors.values())
+    check_disk_space(out, layout.size)
+
+    file_tensors = source.file_tensors(as_folder=False)
+    model_tensors = source.checkpoint.tensors
     total, done = sum(tensor.nbytes for tensor in plan.tensors.values()), 0
-    with unfinished(out) as place:
-        file = TensorFile(place, header)
+    with atomic_output(out) as scratch:
+        file = TensorWriter(scratch, layout)
         for name, planned in plan.tensors.items():
-            source, stored = plan.contents.tensors.get(name), ours.get(name)
-            if source and source.format.name == planned.format:
-                file.write(name, [source.parts["codes"]])
+            stored, tensor = plan.contents.tensors.get(name), file_tensors.get(name)
+            if stored and stored.format.name == planned.format:
+                file.write(name, [stored.parts["codes"]])
+            elif tensor:
+                weights = importance.get(tensor.slices[0].name)
+                file.write(name, _blocks(tensor, planned, model_tensors, weights))
             elif stored:
-                file.write(
-                    name, _blocks(stored, planned, tensors, importance.get(stored.shares[0].name))
-                )
-            elif source:
-                file.write(
-                    name,
-                    [
-                        encoded_rows(
-                            name, planned.format, source.dequantise().reshape(-1, source.cols)
-                        )
-                    ],
-                )
-            if source:
-                source.release()
-            for share in stored.shares if stored else ():
-                tensors[share.name].release()
+                values = stored.dequantise().reshape(-1, stored.cols)
+                file.write(name, [encode_rows(name, planned.format, values)])
+
+            if stored:
+                stored.release()
+            for part in tensor.slices if tensor else ():
+                model_tensors[part.name].release()
             done += planned.nbytes
-            tell(done / total)
+            on_progress(done / total)
         file.close()
 
 
+def _metadata(source: SourceModel, contents: GgufContents) -> dict[str, RawValue]:
+    """Make all key-values in the encoding of the file.
+
+    Raises UnsupportedModelError if a GGUF file cannot describe the tokenizer of a folder, and
+    FormatError for text that is not Unicode.
+    """
+    metadata = source.checkpoint.tokenizer_source
+    if isinstance(metadata, Metadata):
+        return {key: metadata.raw(key) for key in metadata}
+    from headrace.convert.gguf.tokenizer import tokenizer_values
+
+    values: dict[str, Any] = {**contents.fields, **tokenizer_values(source.checkpoint)}
+    result = {}
+    for key, value in values.items():
+        try:
+            result[key] = raw(value)
+        except UnicodeEncodeError as error:
+            raise FormatError(f"{key} is not valid Unicode: {error.reason}") from error
+    return result
+
+
 def _blocks(
-    stored: Stored,
+    tensor: FileTensor,
     planned: PlannedTensor,
-    tensors: Mapping[str, StoredTensor],
-    importance: NDArray[np.float32] | None,
+    model_tensors: Mapping[str, StoredTensor],
+    importance: Floats | None,
 ) -> Iterator[NDArray[Any]]:
-    """A tensor in its new format, some rows at a time."""
-    rows, cols = (1, stored.shape[0]) if len(stored.shape) == 1 else stored.shape
-    step = rows if stored.is_transposed else max(1, _CHUNK_VALUES // cols)
+    """Yield a tensor in its new format, some rows at a time."""
+    rows, cols = (1, tensor.shape[0]) if len(tensor.shape) == 1 else tensor.shape
+    step = rows if tensor.is_transposed else max(1, _CHUNK_VALUES // cols)
     for first in range(0, rows, step):
-        values = stored.values(tensors, first, min(first + step, rows))
-        yield encoded_rows(planned.name, planned.format, values.reshape(-1, cols), importance)
+        values = tensor.values(model_tensors, first, min(first + step, rows))
+        yield encode_rows(planned.name, planned.format, values.reshape(-1, cols), importance)

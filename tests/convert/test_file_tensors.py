@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.assemble import assemble, stored_shapes
-from headrace.convert.disassemble import disassembled
+from headrace.convert.file_tensors import file_tensors
 from headrace.model import FAMILIES
 from headrace.quant.formats import StoredTensor
 from tests.families import VARIANTS, spec_of
@@ -28,7 +28,7 @@ def test_back_to_the_file(variant: str, kind: str) -> None:
         for name, shape in stored_shapes(spec, layout).items()
     }
     tensors = assemble(spec, layout, stored, "x")
-    found = disassembled(spec, layout, stored)
+    found = file_tensors(spec, layout, stored)
     assert found.keys() == stored.keys()
     for name, tensor in stored.items():
         whole = tensor.dequantise()

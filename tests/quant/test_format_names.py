@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.errors import RequestError
-from headrace.quant.named import named_format
+from headrace.quant.format_names import named_format
 from headrace.quant.spec import QuantSpec
 
 NAMES = {

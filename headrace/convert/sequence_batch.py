@@ -1,6 +1,4 @@
-"""Batches of one sequence, whose slots are its positions: pieces of a text, each in a cache of its
-own.
-"""
+"""Batches of one sequence, in which a token's KV slot is its position."""
 
 from collections.abc import Sequence
 
@@ -11,20 +9,21 @@ from headrace.config import KvConfig
 
 
 def num_blocks(length: int) -> int:
-    """KV blocks of a piece of so many tokens."""
+    """KV blocks of a sequence with this number of tokens."""
     return -(-length // KvConfig.block_size)
 
 
-def piece_batch(
-    piece: Sequence[int], first: int, end: int, num_logits: int, blocks: int, num_groups: int
+def sequence_batch(
+    tokens: Sequence[int], first: int, end: int, num_logits: int, blocks: int, num_groups: int
 ) -> RaggedBatch:
-    """Tokens `first` to `end` of a piece, whose last `num_logits` rows have logits; the table has
-    `blocks` in each group of layers.
+    """Make the batch of tokens `first` to `end`; its last `num_logits` rows have logits.
+
+    `blocks` is the width of the block table in each of the `num_groups` KV groups.
     """
     positions, rows = ints(list(range(first, end))), end - first
     logit_rows = ints(list(range(max(0, rows - num_logits), rows)))
     return RaggedBatch(
-        tokens=ints(list(piece[first:end])),
+        tokens=ints(list(tokens[first:end])),
         positions=positions,
         row_start=ints([0, rows]),
         context_len=ints([first]),

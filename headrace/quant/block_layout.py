@@ -5,7 +5,7 @@ share.
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.quant.spec import encoded
+from headrace.quant.spec import encode_numbers
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -35,7 +35,7 @@ def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
 
 def as_half(numbers: Floats) -> Floats:
     """Numbers as float16 has them: those beyond it become its largest."""
-    return encoded(numbers, "f16").astype(np.float32)
+    return encode_numbers(numbers, "f16").astype(np.float32)
 
 
 def stored_scale(scales: Floats, least: float = 0) -> Floats:

@@ -16,10 +16,9 @@ from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.convert.folder.writer import plan_folder, write_folder
-from headrace.convert.gguf.contents import contents_of
 from headrace.convert.gguf.mixtures import MIXTURES
-from headrace.convert.gguf.writer import plan_gguf
-from headrace.convert.source_model import open_original
+from headrace.convert.gguf.writer import gguf_contents, plan_gguf
+from headrace.convert.source_model import open_source_model
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
 from tests.convert.whole import to_gguf
@@ -38,7 +37,7 @@ MODELS: dict[str, Callable[[Path], Any]] = {
     },
 }
 UNEVEN = {
-    name: "rope would have other frequencies than by the rule yarn"
+    name: "rope would not have the frequencies of the rule yarn"
     for name in ("deepseek-v2", "deepseek-v3")
 }
 """Other `mscale` than `mscale_all_dim`, which no key says."""
@@ -83,7 +82,10 @@ def is_near(found: Any, value: Any) -> bool:
 def test_keys_and_tensors_as_llama_cpp_converts_them(name: str, tmp_path: Path) -> None:
     """What it writes is written, with the same values, but for what follows from the rest."""
     save_coarse(name, tmp_path / "model")
-    ours, theirs = contents_of(open_original(tmp_path / "model")), read_gguf(unpack(name, tmp_path))
+    ours, theirs = (
+        gguf_contents(open_source_model(tmp_path / "model")),
+        read_gguf(unpack(name, tmp_path)),
+    )
     prefix = theirs.metadata.string("general.architecture") + "."
     assert ours.fields["general.architecture"] == prefix[:-1]
     values = {
@@ -175,9 +177,9 @@ def test_yarn(scaling: Mapping[str, Any], keys: Mapping[str, float], tmp_path: P
 def test_yarn_whose_limits_are_not_rounded(tmp_path: Path) -> None:
     folder = changed(tmp_path / "model", rope_scaling=YARN | {"truncate": False}, rope_theta=1e4)
     with pytest.raises(
-        UnsupportedModelError, match=r"by the rule yarn\): llama\.cpp's convert_hf_to_gguf\.py"
+        UnsupportedModelError, match=r"of the rule yarn\); try llama\.cpp's convert_hf_to_gguf\.py"
     ):
-        plan_gguf(open_original(folder), "F16")
+        plan_gguf(open_source_model(folder), "F16")
 
 
 def test_what_a_family_has_no_key_for(tmp_path: Path) -> None:
@@ -187,9 +189,9 @@ def test_what_a_family_has_no_key_for(tmp_path: Path) -> None:
         json.dumps(config | {"architectures": ["Gemma2ForCausalLM"]})
     )
     with pytest.raises(
-        UnsupportedModelError, match=r"attention_scale would be 0\.17\d*, and is 0\.24"
+        UnsupportedModelError, match=r"attention_scale would be 0\.17\d* instead of 0\.24"
     ):
-        plan_gguf(open_original(tmp_path / "gemma"), "F16")
+        plan_gguf(open_source_model(tmp_path / "gemma"), "F16")
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
@@ -219,13 +221,13 @@ def test_more_tokens_than_the_embedding_has_rows(tmp_path: Path) -> None:
         decoders.ByteLevel(),
     )
     backend.save(str(tmp_path / "model/tokenizer.json"))
-    with pytest.raises(UnsupportedModelError, match="a token 101, and the embedding 101 rows"):
+    with pytest.raises(UnsupportedModelError, match="a token 101, but the embedding has 101 rows"):
         to_gguf(tmp_path / "model", tmp_path / "made.gguf")
 
 
 def test_the_default_model_comes_back_from_a_folder(tmp_path: Path) -> None:
     source = resolve("smollm2", progress=False)
-    original = open_original(source)
+    original = open_source_model(source)
     write_folder(
         original,
         tmp_path / "folder",

@@ -1,8 +1,9 @@
-"""Folders that the compressed-tensors library reads, and with it transformers: the formats are told
-in `checkpoint/quantisation/compressed_tensors.py`.
+"""Writer of matrices for compressed-tensors, the library with which vLLM and
+transformers read them. `checkpoint/quantisation/compressed_tensors.py` describes the
+formats.
 
-Integers are `pack-quantized`, to be multiplied with whatever activations there are; int8 by row
-with int8 activations by token (W8A8) is `int-quantized`; e4m3 is `float-quantized`.
+Integers are `pack-quantized`, which leaves the activations open. int8 by row with int8
+activations by token (W8A8) is `int-quantized`, e4m3 is `float-quantized`.
 """
 
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.convert.packing import Parts, check_groups, pack_bits
-from headrace.convert.tensor_file import PlannedTensor
+from headrace.convert.folder.matrix_writer import Parts, check_groups, pack_bits
+from headrace.convert.tensor_writer import PlannedTensor
 from headrace.errors import RequestError
-from headrace.quant.named import W8A8
+from headrace.quant.arrays import Bytes
+from headrace.quant.format_names import W8A8
 from headrace.quant.spec import NUMBERS, PLAIN, QuantSpec
 from headrace.record import frozen
 
@@ -23,17 +25,17 @@ _DTYPES = {number: name for name, number in PLAIN.items()}
 
 @frozen
 class CompressedTensors:
-    """A writer of integers of 2, 3, 4 and 8 bits, of W8A8, and of e4m3."""
+    """Writes integers of 2, 3, 4 and 8 bits, W8A8, and e4m3."""
 
     spec: QuantSpec
 
     def __post_init__(self) -> None:
         if self.spec.codebook not in ("integer", "e4m3") or self.spec.zero == "minimum":
             raise RequestError(
-                f"compressed-tensors has no format for {self.spec.name}; it has integers and e4m3"
+                f"compressed-tensors has no format for {self.spec.name}; use integers or e4m3"
             )
 
-    def config(self, left: Sequence[str]) -> dict[str, Any]:
+    def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
         spec = self.spec
         weights = {
             "num_bits": spec.bits,
@@ -59,7 +61,7 @@ class CompressedTensors:
                     "input_activations": activations,
                 }
             },
-            "ignore": list(left),
+            "ignore": list(plain_modules),
             "kv_cache_scheme": None,
         }
 
@@ -76,21 +78,17 @@ class CompressedTensors:
     def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
         check_groups(self.spec, name, cols)
         assert self.spec.scale in NUMBERS
-        scale = _DTYPES[self.spec.scale]
         per_row, bits = self.spec.num_scales(cols), self.spec.bits
         scales = PlannedTensor(
-            f"{name}_scale",
-            scale,
-            (rows, per_row),
-            rows * per_row * NUMBERS[self.spec.scale].itemsize,
+            name=f"{name}_scale",
+            format=_DTYPES[self.spec.scale],
+            shape=(rows, per_row),
+            nbytes=rows * per_row * NUMBERS[self.spec.scale].itemsize,
         )
         if self._format != "pack-quantized":
-            return [
-                PlannedTensor(
-                    name, "I8" if self._is_w8a8 else "F8_E4M3", (rows, cols), rows * cols
-                ),
-                scales,
-            ]
+            dtype = "I8" if self._is_w8a8 else "F8_E4M3"
+            return [PlannedTensor(name, dtype, (rows, cols), rows * cols), scales]
+
         shapes = {f"{name}_packed": (rows, -(-cols * bits // 32))}
         if self.spec.zero == "point":
             shapes[f"{name}_zero_point"] = (-(-rows * bits // 32), per_row)
@@ -103,16 +101,16 @@ class CompressedTensors:
     def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
         if self._is_w8a8:
             return {name: parts["codes"], f"{name}_scale": parts["row_scales"]}
-        codes: NDArray[np.uint8] = parts["codes"]
-        scales: dict[str, NDArray[Any]] = {f"{name}_scale": parts["scales"]}
+        codes: Bytes = parts["codes"]
         if self._format != "pack-quantized":
-            return {name: codes, **scales}
+            return {name: codes, f"{name}_scale": parts["scales"]}
         result: dict[str, NDArray[Any]] = {
             f"{name}_packed": pack_bits(codes, self.spec.bits),
-            **scales,
+            f"{name}_scale": parts["scales"],
+            f"{name}_shape": np.array(codes.shape, np.int64),
         }
-        result[f"{name}_shape"] = np.array(codes.shape, np.int64)
         if "zeros" in parts:
-            down = pack_bits(np.ascontiguousarray(parts["zeros"].T), self.spec.bits)
-            result[f"{name}_zero_point"] = np.ascontiguousarray(down.T)
+            # Zero points are packed down the rows.
+            columns = pack_bits(np.ascontiguousarray(parts["zeros"].T), self.spec.bits)
+            result[f"{name}_zero_point"] = np.ascontiguousarray(columns.T)
         return result

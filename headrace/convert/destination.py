@@ -1,0 +1,62 @@
+"""The place of a converted model: it appears when it is complete, never before."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace.errors import HeadraceError, RequestError
+
+
+def check_destination(out: Path) -> None:
+    """Raise RequestError if `out` exists or its folder cannot be written."""
+    parent = out.absolute().parent
+    if os.path.lexists(out):
+        raise RequestError(f"{out} exists; remove it, or name another place")
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RequestError(
+            f"{out} cannot be written; name a place in a folder that exists and that you may write"
+        )
+
+
+def check_disk_space(out: Path, nbytes: int) -> None:
+    """Raise RequestError if the disk has less free space than `nbytes`."""
+    free = shutil.disk_usage(out.absolute().parent).free
+    if nbytes > free:
+        raise RequestError(
+            f"{out} needs {nbytes / 1e9:,.2f} GB, but the disk has {free / 1e9:,.2f} GB free; "
+            "free some space, or name a place on another disk"
+        )
+
+
+@contextmanager
+def atomic_output(out: Path) -> Iterator[Path]:
+    """Yield a path for a file or folder that is renamed to `out` at the end.
+
+    After an error or an interruption, nothing remains. Raises HeadraceError if the disk
+    refuses.
+    """
+    scratch = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+    try:
+        try:
+            yield scratch
+            for path in (*scratch.glob("*"), scratch):
+                _sync(path)
+            os.rename(scratch, out)
+        except OSError as error:
+            raise HeadraceError(f"{out}: {error.strerror or error}") from error
+    finally:
+        if scratch.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+        else:
+            scratch.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Write a file or folder to the disk, so that a crash cannot leave a name without content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,72 @@
+"""Quantised matrices in folders of safetensors: the protocol of their formats' writers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.convert.tensor_writer import PlannedTensor
+from headrace.errors import RequestError
+from headrace.quant.arrays import Bytes
+from headrace.quant.spec import QuantSpec
+
+Parts = Mapping[str, NDArray[Any]]
+"""The parts of a quantised matrix by its `Format`: `codes` uint8 [rows, cols], `scales` [rows,
+scales of a row] and perhaps `zeros` in the shape of the scales; of W8A8, int8 `codes` and
+`row_scales`.
+"""
+
+_CHUNK_BITS = 1 << 24
+"""Bits that are unpacked to bytes at a time."""
+
+
+class MatrixWriter(Protocol):
+    """Writes the matrices of one quantisation method.
+
+    A matrix `X.weight` becomes several tensors of the file, whose names begin with `X.`.
+    """
+
+    def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
+        """Make the `quantization_config` of a model; `plain_modules` are not quantised."""
+        ...
+
+    def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
+        """Plan the tensors of a matrix.
+
+        Raises RequestError, which names the matrix, if its columns do not fit the format.
+        """
+        ...
+
+    def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
+        """Make the planned tensors of a matrix."""
+        ...
+
+
+def check_groups(spec: QuantSpec, name: str, cols: int) -> None:
+    """Raise RequestError if the columns are not whole groups, which these formats need."""
+    if spec.group and cols % spec.group:
+        fitting = [group for group in (256, 192, 128, 96, 64, 32, 16) if cols % group == 0]
+        groups = f"groups of {' or '.join(map(str, fitting))}, or " if fitting else ""
+        raise RequestError(
+            f"tensor {name} has {cols:,} columns, not a multiple of the {spec.group} that "
+            f"share a scale; choose {groups}whole rows"
+        )
+
+
+def pack_bits(codes: Bytes, bits: int) -> NDArray[np.int32]:
+    """Pack codes [rows, cols] into words of 32 bits [rows, words], lowest bits first, without
+    gaps.
+    """
+    rows, cols = codes.shape
+    words = -(-cols * bits // 32)
+    padding = ((0, 0), (0, 32 * words - cols * bits))
+    result = np.empty((rows, words), np.int32)
+    step = max(1, _CHUNK_BITS // max(1, cols * bits))
+    for first in range(0, rows, step):
+        chunk = codes[first : first + step, :, None]
+        unpacked = np.unpackbits(chunk, axis=2, count=bits, bitorder="little")
+        flat = unpacked.reshape(len(chunk), cols * bits)
+        packed = np.packbits(np.pad(flat, padding), axis=1, bitorder="little")
+        result[first : first + step] = packed.view("<i4")
+    return result

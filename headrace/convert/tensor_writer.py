@@ -1,0 +1,63 @@
+"""Writing files of tensors: a header with the places of all tensors, then tensors in any order."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.record import frozen
+
+
+@frozen
+class PlannedTensor:
+    """A tensor of a file that is not written yet."""
+
+    name: str
+    format: str
+    """The file's name for it: Q4_K or F32 in GGUF, I32 or F8_E4M3 in safetensors."""
+    shape: tuple[int, ...]
+    """In NumPy's order, rows first."""
+    nbytes: int
+
+
+class ByteRange(NamedTuple):
+    """The place of a tensor in a file."""
+
+    start: int
+    nbytes: int
+
+
+@frozen
+class FileLayout:
+    """The header of a file, and the places of its tensors."""
+
+    header: bytes
+    places: Mapping[str, ByteRange]
+    size: int
+    """Bytes of the file."""
+
+
+class TensorWriter:
+    """Writes the tensors of a file, each once, in any order. Raises OSError as files do."""
+
+    def __init__(self, path: Path, layout: FileLayout) -> None:
+        self._file = path.open("xb")
+        self._missing = dict(layout.places)
+        self._file.write(layout.header)
+        self._file.truncate(layout.size)
+
+    def write(self, name: str, chunks: Iterable[NDArray[Any]]) -> None:
+        """Write the bytes of a tensor, chunk by chunk."""
+        start, nbytes = self._missing.pop(name)
+        self._file.seek(start)
+        for chunk in chunks:
+            np.ascontiguousarray(chunk).tofile(self._file)
+        written = self._file.tell() - start
+        assert written == nbytes, f"{name}: {written:,} bytes, expected {nbytes:,}"
+
+    def close(self) -> None:
+        """Close the file. All tensors must be written."""
+        self._file.close()
+        assert not self._missing, f"not written: {', '.join(self._missing)}"
