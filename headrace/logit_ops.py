@@ -67,13 +67,13 @@ class ShiftedSampleOps(Sequence[SampleOp]):
         # `_replace` takes three times as long
         return [
             SampleOp(
-                op.row,
-                op.position + self.shift,
-                op.sampler,
-                op.draft,
-                op.num_logprobs,
-                op.method,
-                op.masks,
+                row=op.row,
+                position=op.position + self.shift,
+                sampler=op.sampler,
+                draft=op.draft,
+                num_logprobs=op.num_logprobs,
+                method=op.method,
+                masks=op.masks,
             )
             for op in self.ops
         ]

@@ -60,11 +60,11 @@ def draft_engine(
         config.get("attention_window", 0),
         config.get("attention_sinks", EngineConfig.attention_sinks),
     )
-    program = trace_model(spec, tensors).with_window(*sees).pooling()
+    program = trace_model(spec, tensors).with_window(*sees).with_pooled()
     kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
     target = compile_program(
         backend,
-        program.keeping_hidden() if "medusa" in methods else program,
+        program.with_hidden() if "medusa" in methods else program,
         tensors,
         kv,
         config.get("threads", 1),

@@ -303,6 +303,41 @@ class TestSafety:
         assert made == ["ImmutableSandboxedEnvironment"]
 
 
+BY_POSITION = {
+    "headrace/acceptors/",
+    "headrace/backend/cuda/",
+    "headrace/checkpoint/",
+    "headrace/cli/",
+    "headrace/convert/",
+    "headrace/engine/",
+    "headrace/grammar/",
+    "headrace/loader/",
+    "headrace/measure/",
+    "headrace/parallel/",
+    "headrace/planner/",
+    "headrace/quant/",
+    "headrace/scaleout/",
+    "headrace/server/",
+    "headrace/speculation/",
+}
+"""Folders and files that may still build large records by position: a list that only shrinks."""
+
+
+class TestRecords:
+    def test_large_records_are_built_by_keyword(self) -> None:
+        """A record of more than four fields takes at most two positional arguments, none starred."""
+        large = {name for name, fields in record_fields().items() if len(fields) > 4}
+        assert large
+        found = [
+            f"{name_of(file)}:{call.lineno}: {name}"
+            for file in FILES
+            if not name_of(file).startswith(tuple(BY_POSITION))
+            for name, call in calls_of_classes(file)
+            if name in large and (len(call.args) > 2 or has_star(call))
+        ]
+        assert not found
+
+
 class TestSizes:
     def test_python_files(self) -> None:
         too_long = [f"{name_of(f)}: {n} lines" for f in PYTHON_FILES if (n := num_lines(f)) > 800]
@@ -339,6 +374,79 @@ class TestDependencies:
             for word in re.findall(r"[\w-]+", cell)
         }
         assert not set(listed) - explained
+
+
+def record_fields() -> dict[str, list[str]]:
+    """The fields of each NamedTuple and dataclass of the package, by its dotted name."""
+    classes = {
+        f"{module_of(file)}.{node.name}": (file, node)
+        for file in FILES
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def fields(name: str) -> list[str]:
+        file, node = classes[name]
+        bases = (dotted_name(base, file) for base in node.bases)
+        inherited = chain.from_iterable(fields(base) for base in bases if base in classes)
+        return [
+            *inherited,
+            *(
+                line.target.id
+                for line in node.body
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+            ),
+        ]
+
+    return {name: fields(name) for name, (_, node) in classes.items() if is_record(node)}
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    bases = {ast.unparse(base) for base in node.bases}
+    decorators = {ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list}
+    return "NamedTuple" in bases or bool(decorators & {"frozen", "dataclass"})
+
+
+def has_star(call: ast.Call) -> bool:
+    return any(isinstance(argument, ast.Starred) for argument in call.args)
+
+
+def calls_of_classes(file: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Calls in a file, with the dotted name of the called class; `cls` is the class around it."""
+
+    def visit(node: ast.AST, cls: str) -> Iterator[tuple[str, ast.Call]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Call):
+                yield (
+                    dotted_name(child.func, file) if ast.unparse(child.func) != "cls" else cls,
+                    child,
+                )
+            inside = f"{module_of(file)}.{child.name}" if isinstance(child, ast.ClassDef) else cls
+            yield from visit(child, inside)
+
+    yield from visit(tree(file), "")
+
+
+def dotted_name(node: ast.expr, file: Path) -> str:
+    """The full name of a class as a file names it: `moe.Route` is headrace.program.moe.Route."""
+    first, _, rest = ast.unparse(node).removesuffix("._make").partition(".")
+    origin = imported_names(file).get(first, f"{module_of(file)}.{first}")
+    return f"{origin}.{rest}" if rest else origin
+
+
+@cache
+def imported_names(file: Path) -> dict[str, str]:
+    """Names that a file imports from the package, each with its full name."""
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def num_lines(file: Path) -> int:

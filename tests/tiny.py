@@ -166,7 +166,7 @@ def tiny_executable(
 ) -> Executable:
     """The model, compiled."""
     spec, tensors = model
-    return compile_program(backend, trace_model(spec, tensors).pooling(), tensors, kv, threads)
+    return compile_program(backend, trace_model(spec, tensors).with_pooled(), tensors, kv, threads)
 
 
 def tiny_engine(
@@ -207,7 +207,7 @@ def tiny_engine(
     program = (
         trace_model(spec, tensors)
         .with_window(options.attention_window, options.attention_sinks)
-        .pooling()
+        .with_pooled()
     )
     groups = program.kv_groups
     kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_dtype)

@@ -98,8 +98,8 @@ def target_program(config: EngineConfig, target: Checkpoint) -> Program:
     """The program of the model that others draft for, which pools rows; for heads it gives back its
     hidden rows.
     """
-    program = own_program(config, target).pooling()
-    return program.keeping_hidden() if "medusa" in asked_for(config) else program
+    program = own_program(config, target).with_pooled()
+    return program.with_hidden() if "medusa" in asked_for(config) else program
 
 
 def compile_draft_models(

@@ -99,11 +99,11 @@ class _Shapes(Tracer):
 
     def weight(self, name: str, rows: int, cols: int) -> Weight:
         self.found[name] = (rows, cols)
-        return Weight(name, rows, cols, 0)
+        return Weight(name=name, rows=rows, cols=cols, nbytes=0)
 
     def vector(self, name: str, size: int) -> Weight:
         self.found[name] = (size,)
-        return Weight(name, 1, size, 0)
+        return Weight(name=name, rows=1, cols=size, nbytes=0)
 
 
 def _family(spec: ModelSpec) -> Family:

@@ -38,9 +38,9 @@ def _config(
     temperature = yarn_temperature(rope.factor, scaling.optional_number("mscale_all_dim") or 0.0)
     bias, width = config.flag("attention_bias", False), config.integer("moe_intermediate_size", 0)
     experts = ExpertSpec(
-        config.integer("n_routed_experts"),
-        config.integer("num_experts_per_tok"),
-        width,
+        num_experts=config.integer("n_routed_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        ffn_dim=width,
         factor=config.number("routed_scaling_factor", 1.0),
         shared_ffn_dim=width * config.integer("n_shared_experts", shared),
         dense_layers=tuple(
@@ -48,9 +48,9 @@ def _config(
         ),
     )
     mla = MlaSpec(
-        config.integer("kv_lora_rank", 512),
-        config.integer("v_head_dim", 128),
-        config.integer("q_lora_rank", 0),
+        kv_rank=config.integer("kv_lora_rank", 512),
+        value_dim=config.integer("v_head_dim", 128),
+        query_rank=config.integer("q_lora_rank", 0),
     )
     spec = replace(spec, head_dim=nope + pe, mla=mla, qkv_bias=bias, output_bias=bias)
     return replace(spec, attention_scale=temperature**2 * max(spec.head_dim, 1) ** -0.5), experts
@@ -115,10 +115,10 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
     )
     value_dim = integer("attention.value_length_mla", integer("attention.value_length"))
     mla = MlaSpec(
-        integer("attention.kv_lora_rank"),
-        value_dim,
-        integer("attention.q_lora_rank", 0),
-        spec.norm_eps,
+        kv_rank=integer("attention.kv_lora_rank"),
+        value_dim=value_dim,
+        query_rank=integer("attention.q_lora_rank", 0),
+        norm_eps=spec.norm_eps,
     )
     # Converters write a tenth of the weight; with one, cosines and sines keep their size.
     weight = 10 * fields.number("deepseek2.rope.scaling.yarn_log_multiplier", 0.0)

@@ -222,9 +222,15 @@ def rope(
         case "default":
             return RopeSpec(dim, theta)
         case "linear":
-            return RopeSpec(dim, theta, "linear", values.number("factor"))
+            return RopeSpec(dim=dim, theta=theta, scaling="linear", factor=values.number("factor"))
         case "dynamic":
-            return RopeSpec(dim, theta, "dynamic", values.number("factor"), max_context)
+            return RopeSpec(
+                dim=dim,
+                theta=theta,
+                scaling="dynamic",
+                factor=values.number("factor"),
+                original_context=max_context,
+            )
         case "llama3":
             return _llama3(values, dim, theta, original)
         case "yarn":
@@ -239,11 +245,11 @@ def rope(
 def _llama3(values: Fields, head_dim: int, theta: float, original: int) -> RopeSpec:
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
     return RopeSpec(
-        head_dim,
-        theta,
-        "llama3",
-        values.number("factor"),
-        original,
+        dim=head_dim,
+        theta=theta,
+        scaling="llama3",
+        factor=values.number("factor"),
+        original_context=original,
         low_freq_factor=low,
         high_freq_factor=high,
     )
@@ -251,11 +257,11 @@ def _llama3(values: Fields, head_dim: int, theta: float, original: int) -> RopeS
 
 def _yarn(values: Fields, head_dim: int, theta: float, original: int, max_context: int) -> RopeSpec:
     return RopeSpec(
-        head_dim,
-        theta,
-        "yarn",
-        values.number("factor", max_context / max(original, 1)),
-        original,
+        dim=head_dim,
+        theta=theta,
+        scaling="yarn",
+        factor=values.number("factor", max_context / max(original, 1)),
+        original_context=original,
         beta_fast=values.number("beta_fast", 32.0) or 32.0,
         beta_slow=values.number("beta_slow", 1.0) or 1.0,
         truncate=values.flag("truncate", True),
@@ -270,11 +276,11 @@ def _longrope(values: Fields, dim: int, theta: float, original: int, max_context
     temperature = values.optional_number("attention_factor")
     short, long = values.number_list("short_factor"), values.number_list("long_factor")
     return RopeSpec(
-        dim,
-        theta,
-        "longrope",
-        factor,
-        original,
+        dim=dim,
+        theta=theta,
+        scaling="longrope",
+        factor=factor,
+        original_context=original,
         attention_factor=temperature,
         factors=short,
         long_factors=long,

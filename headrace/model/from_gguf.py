@@ -148,9 +148,9 @@ def experts(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec
     of a row.
     """
     return ExpertSpec(
-        fields.integer(f"{architecture}.expert_count"),
-        fields.integer(f"{architecture}.expert_used_count"),
-        fields.integer(f"{architecture}.expert_feed_forward_length", spec.ffn_dim),
+        num_experts=fields.integer(f"{architecture}.expert_count"),
+        top_k=fields.integer(f"{architecture}.expert_used_count"),
+        ffn_dim=fields.integer(f"{architecture}.expert_feed_forward_length", spec.ffn_dim),
         dense_layers=tuple(
             i
             for i in range(min(spec.num_layers, 1 << 16))
@@ -172,9 +172,9 @@ def longrope(
     original = fields.integer(f"{prefix}.original_context_length", spec.max_context)
     temperature = fields.positive(f"{prefix}.attn_factor", 1.0)
     return RopeSpec(
-        spec.rope.dim,
-        spec.rope.theta,
-        "longrope",
+        dim=spec.rope.dim,
+        theta=spec.rope.theta,
+        scaling="longrope",
         original_context=original,
         attention_factor=temperature,
         factors=_factors(fields, short),
@@ -221,10 +221,10 @@ def rope(fields: Fields, tensors: Tensors, architecture: str, head_dim: int) -> 
     factors = _factors(fields, stored) if stored else ()
     if scaling == "yarn":
         return RopeSpec(
-            dim,
-            theta,
-            "yarn",
-            factor,
+            dim=dim,
+            theta=theta,
+            scaling="yarn",
+            factor=factor,
             original_context=fields.integer(f"{prefix}.scaling.original_context_length", 0),
             beta_fast=fields.number(f"{prefix}.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.number(f"{prefix}.scaling.yarn_beta_slow", 1.0),
@@ -234,7 +234,7 @@ def rope(fields: Fields, tensors: Tensors, architecture: str, head_dim: int) -> 
     if stretch != 1.0 and not has_both:  # those of longrope come with one
         raise fields.unsupported(f"{prefix}.scaling.attn_factor", " without yarn")
     if scaling == "linear":
-        return RopeSpec(dim, theta, "linear", factor, factors=factors)
+        return RopeSpec(dim=dim, theta=theta, scaling="linear", factor=factor, factors=factors)
     if scaling == "none":
         return RopeSpec(dim, theta, factors=factors)
     raise fields.unsupported(f"{prefix}.scaling.type")

@@ -23,7 +23,14 @@ def _config(config: Fields) -> ModelSpec:
     )
     rope = from_config.rope(config, head_dim, context, theta=150_000.0)
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
-        rope = RopeSpec(head_dim, rope.theta, "yarn", 32.0, 4096, truncate=False)
+        rope = RopeSpec(
+            dim=head_dim,
+            theta=rope.theta,
+            scaling="yarn",
+            factor=32.0,
+            original_context=4096,
+            truncate=False,
+        )
     spec = from_config.decoder(
         *(config, "gpt_oss"),
         max_context=context,
@@ -36,9 +43,9 @@ def _config(config: Fields) -> ModelSpec:
     windows = from_config.layer_windows(config, config.integer("sliding_window", 128), 2)
     bias = config.flag("attention_bias", True)
     experts = ExpertSpec(
-        config.integer("num_local_experts", 128),
-        config.integer("num_experts_per_tok", 4),
-        spec.ffn_dim,
+        num_experts=config.integer("num_local_experts", 128),
+        top_k=config.integer("num_experts_per_tok", 4),
+        ffn_dim=spec.ffn_dim,
     )
     return _with_experts(replace(spec, qkv_bias=bias, output_bias=bias), windows, experts)
 

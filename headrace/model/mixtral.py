@@ -24,9 +24,9 @@ def _config_spec(config: Fields) -> ModelSpec:
         computed=("num_local_experts",),
     )
     experts = ExpertSpec(
-        config.integer("num_local_experts", 8),
-        config.integer("num_experts_per_tok", 2),
-        spec.ffn_dim,
+        num_experts=config.integer("num_local_experts", 8),
+        top_k=config.integer("num_experts_per_tok", 2),
+        ffn_dim=spec.ffn_dim,
     )
     return replace(spec, experts=experts)
 

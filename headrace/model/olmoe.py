@@ -20,9 +20,9 @@ def _config_spec(config: Fields) -> ModelSpec:
         computed=("num_experts", "num_local_experts"),
     )
     experts = ExpertSpec(
-        config.integer("num_experts", config.integer("num_local_experts", 64)),
-        config.integer("num_experts_per_tok", 8),
-        spec.ffn_dim,
+        num_experts=config.integer("num_experts", config.integer("num_local_experts", 64)),
+        top_k=config.integer("num_experts_per_tok", 8),
+        ffn_dim=spec.ffn_dim,
         normalised=config.flag("norm_topk_prob", False),
     )
     return replace(spec, qk_norm="row", experts=experts)

@@ -16,9 +16,9 @@ _COMPUTED = ("num_experts", "num_local_experts")
 def _with_experts(config: Fields, spec: ModelSpec, shared: int) -> ModelSpec:
     count = config.integer("num_experts", config.integer("num_local_experts", 0))
     experts = ExpertSpec(
-        count,
-        config.integer("num_experts_per_tok"),
-        config.integer("moe_intermediate_size"),
+        num_experts=count,
+        top_k=config.integer("num_experts_per_tok"),
+        ffn_dim=config.integer("moe_intermediate_size"),
         normalised=config.flag("norm_topk_prob", False),
         shared_ffn_dim=shared,
         shared_gate=shared > 0,

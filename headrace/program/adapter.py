@@ -1,6 +1,4 @@
-"""Low-rank adapters: what is added to the products of a model with its weights (LoRA, Hu et al.
-2021).
-"""
+"""Low-rank adapters (LoRA, Hu et al. 2021)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,9 +9,11 @@ from numpy.typing import NDArray
 
 from headrace.program.trace import Program
 
+_BF16_BYTES = 2
+
 
 class LowRank(NamedTuple):
-    """To x @ weight.T of a weight [rows, cols] it adds scale * x @ down.T @ up.T."""
+    """Adds scale * x @ down.T @ up.T to the product x @ weight.T of a weight [rows, cols]."""
 
     down: NDArray[np.float32]  # [rank, cols]
     up: NDArray[np.float32]  # [rows, rank]
@@ -21,20 +21,22 @@ class LowRank(NamedTuple):
 
 
 Adapter = Mapping[str, LowRank]
-"""The matrices of an adapter, by the names of the weights that they go with."""
+"""The low-rank matrices of an adapter, by the name of the weight that they belong to."""
 
 
 def adapted(program: Program, adapter: Adapter) -> Program:
-    """The same program with the bytes of the adapter, in bf16, beside those of the weights: what a
-    step reads where all rows have it.
+    """The program of a step in which all rows use the adapter.
+
+    The bytes of each adapted weight include the bytes of the adapter's matrices in bf16.
     """
-    weights = {name: program.weights[name] for name in adapter}
-    more = {
-        name: replace(weight, nbytes=weight.nbytes + _nbytes(adapter[name]))
-        for name, weight in weights.items()
+    adapted_weights = {
+        name: replace(
+            program.weights[name], nbytes=program.weights[name].nbytes + _num_bytes(matrices)
+        )
+        for name, matrices in adapter.items()
     }
-    return program.with_weights(program.weights | more)
+    return program.with_weights(program.weights | adapted_weights)
 
 
-def _nbytes(matrices: LowRank) -> int:
-    return 2 * (matrices.down.size + matrices.up.size)
+def _num_bytes(matrices: LowRank) -> int:
+    return _BF16_BYTES * (matrices.down.size + matrices.up.size)

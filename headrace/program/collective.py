@@ -1,4 +1,8 @@
-"""The ops by which ranks exchange rows; what they move over a link is said beside them."""
+"""Ops of a program that several ranks share: collectives, and ops on a rank's part of a model.
+
+A program contains them after it was rewritten for a rank (headrace/parallel). `link_bytes` counts
+the bytes that a rank receives.
+"""
 
 from headrace.program.moe import Experts
 from headrace.program.op import Op, StepSize, Value, Weight
@@ -6,22 +10,21 @@ from headrace.program.ops import Norm
 from headrace.record import frozen
 
 Columns = tuple[int, int]
-"""The first column of a part, and the one behind its last."""
+"""A range of columns (or of tokens, or of experts): the first, and the last plus one."""
 LINK_BYTES = 4
-"""Of a number that ranks exchange: activations are float32."""
+"""Bytes of a number that ranks exchange: activations are float32."""
 
 
 @frozen
 class Collective(Op):
-    """Base of the ops that ranks run together. All of a group run the same ones, in the same
-    order.
-    """
+    """Base class of ops that ranks run together, each rank of a group in the same order."""
 
 
 @frozen
 class AllGather(Collective):
-    """out = the columns of x of all ranks; `parts` says where those of each lie. Where two ranks
-    have a column it is the first one's.
+    """out = the columns of x of all ranks
+
+    `parts` has the columns of each rank. Columns of two ranks are taken from the first of them.
     """
 
     out: Value
@@ -30,23 +33,21 @@ class AllGather(Collective):
     parts: tuple[Columns, ...]
 
     def link_bytes(self, step: StepSize) -> int:
-        others = sum(
-            last - first for rank, (first, last) in enumerate(self.parts) if rank != self.rank
+        num_columns = sum(
+            end - first for rank, (first, end) in enumerate(self.parts) if rank != self.rank
         )
-        return LINK_BYTES * self.out.num_rows(step) * others
+        return LINK_BYTES * self.out.num_rows(step) * num_columns
 
 
 @frozen
 class EmbedPart(Op):
-    """out[t] = weight[token[t] - first], for tokens of this rank's part of the vocabulary; 0 for
-    others.
-    """
+    """out[t] = weight[token[t] - first], or 0 if token[t] is not in this part of the vocabulary"""
 
     out: Value
     weight: Weight
     first: int
     vocab: int
-    """Tokens of the whole vocabulary."""
+    """Number of tokens in the whole vocabulary."""
 
     def bytes(self, step: StepSize) -> int:
         return min(step.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
@@ -54,8 +55,9 @@ class EmbedPart(Op):
 
 @frozen
 class OwnedRows(Collective):
-    """out[t] = x[t] of the rank whose part of the vocabulary has token[t]: a row is taken from its
-    owner and never summed.
+    """out[t] = x[t] of the rank whose part of the vocabulary contains token[t]
+
+    Rows are copied from their owner and never summed, so their bits do not change.
     """
 
     out: Value
@@ -78,8 +80,9 @@ class TakeColumns(Op):
 
 @frozen
 class ColumnsToRows(Collective):
-    """out[t] = the columns of x[t] of all ranks, for the rows t that are this rank's (`row_share`);
-    other rows mean nothing.
+    """out[t] = the columns of x[t] of all ranks, for this rank's rows t (`row_share`)
+
+    All other rows of out are undefined.
     """
 
     out: Value
@@ -88,25 +91,25 @@ class ColumnsToRows(Collective):
     parts: tuple[Columns, ...]
 
     def link_bytes(self, step: StepSize) -> int:
-        first, last = row_share(self.out.num_rows(step), self.rank, len(self.parts))
-        return LINK_BYTES * (last - first) * (self.out.width - self.x.width)
+        first, end = row_share(self.out.num_rows(step), self.rank, len(self.parts))
+        return LINK_BYTES * (end - first) * (self.out.width - self.x.width)
 
 
 @frozen
 class NormShare(Norm):
-    """A norm of the rows that are this rank's."""
+    """A norm of this rank's rows (`row_share`)"""
 
     rank: int = 0
     ranks: int = 1
 
     def flops(self, step: StepSize) -> int:
-        first, last = row_share(self.out.num_rows(step), self.rank, self.ranks)
-        return super().flops(step) * (last - first) // max(1, self.out.num_rows(step))
+        first, end = row_share(self.out.num_rows(step), self.rank, self.ranks)
+        return super().flops(step) * (end - first) // max(1, self.out.num_rows(step))
 
 
 @frozen
 class GatherShares(Collective):
-    """out[t] = x[t] of the rank whose row t is."""
+    """out[t] = x[t] of the rank that has row t (`row_share`)"""
 
     out: Value
     x: Value
@@ -115,40 +118,37 @@ class GatherShares(Collective):
 
     def link_bytes(self, step: StepSize) -> int:
         rows = self.out.num_rows(step)
-        first, last = row_share(rows, self.rank, self.ranks)
-        return LINK_BYTES * (rows - (last - first)) * self.out.width
+        first, end = row_share(rows, self.rank, self.ranks)
+        return LINK_BYTES * (rows - (end - first)) * self.out.width
 
 
 def row_share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The first of so many rows that are a rank's, and the one behind its last: as many as others
-    have, or one more.
-    """
+    """The first of a rank's rows, and the last plus one. Shares differ by at most one row."""
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
 @frozen
 class ExpertPart(Experts):
-    """out[t, choice] = down_e(glu(gate_e x, up_e x)) of the experts e of row t that are here, from
-    number `first` on.
+    """out[t, choice] = down_e(glu(gate_e x, up_e x)), if this rank has the chosen expert e
 
-    What is there of experts that are elsewhere means nothing.
+    The rank's experts are numbered from `first` on. All other choices of out are undefined.
     """
 
     first: int = 0
     num_experts: int = 0
-    """Of all ranks."""
+    """Number of experts on all ranks."""
 
     def distinct_experts(self, rows: int) -> float:
         return len(self.gate) * (1 - (1 - self.top_k / self.num_experts) ** rows)
 
     def flops(self, step: StepSize) -> int:
-        """In the mean, where every row is as likely to go to any expert."""
+        """The expected number of operations, if all experts are equally likely."""
         return super().flops(step) * len(self.gate) // self.num_experts
 
 
 @frozen
 class OwnedExperts(Collective):
-    """out[t, choice] = x[t, choice] of the rank that has the expert which is row t's choice."""
+    """out[t, choice] = x[t, choice] of the rank that has the chosen expert"""
 
     out: Value
     x: Value
@@ -162,9 +162,7 @@ class OwnedExperts(Collective):
 
 @frozen
 class Combine(Op):
-    """out[t] = sum over the choices of row t, in the order of its routing, of weight * x[t,
-    choice]
-    """
+    """out[t] = sum over the choices of row t, in the order of its routing, of weight * x[t, choice]"""
 
     out: Value
     x: Value
@@ -176,20 +174,18 @@ class Combine(Op):
 
 @frozen
 class Send(Collective):
-    """x goes to the rank of this number of the next stage."""
+    """Sends x to the rank with this rank's number in another stage of the pipeline"""
 
     x: Value
-    stage: int
-    """That it goes to."""
+    stage: int  # destination
 
 
 @frozen
 class Receive(Collective):
-    """out = what the rank of this number of the stage before has sent."""
+    """out = the value that the rank with this rank's number sends from another stage"""
 
     out: Value
-    stage: int
-    """That it comes from."""
+    stage: int  # source
 
     def link_bytes(self, step: StepSize) -> int:
         return LINK_BYTES * self.out.num_rows(step) * self.out.width

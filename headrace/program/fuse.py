@@ -1,13 +1,18 @@
-"""Rewrites neighbouring ops into fused ones. The result computes the same numbers up to rounding.
+"""Joins neighbouring ops into fused ops, which compute the same numbers up to rounding.
 
-Four rules join ops: linear x 3 + rope x 2 + kv_write -> QkvRopeWrite; linear x 2 + glu ->
-GluLinear; linear + activate -> LinearActivate; linear + add -> LinearAdd. Then every value that
-only linear ops read becomes packed, so that norm, attention and glu write what the next kernel
-reads.
+There are four rules:
+
+* linear x 3 + rope x 2 + kv_write -> QkvRopeWrite
+* linear x 2 + glu -> GluLinear
+* linear + activate -> LinearActivate
+* linear + add -> LinearAdd
+
+Then every value that only linear ops read is marked as packed: norm, attention and glu write it in
+the form that the next kernel reads.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,144 +33,156 @@ from headrace.program.ops import (
 from headrace.program.trace import Program
 
 LINEAR_OPS = (Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear)
-"""Ops that read their `x` through weights only."""
+"""Ops that use their `x` only in products with weights."""
 
 
 class _Rewrite(NamedTuple):
-    """`new` takes the place of `at`, and the ops `absorbed` go."""
+    """Replaces `op` by `fused`, and removes the ops that are absorbed."""
 
-    at: Op
-    new: Op
+    op: Op
+    fused: Op
     absorbed: list[Op]
 
 
-def fuse(program: Program, loose: Collection[int] = ()) -> Program:
-    """The same program in fewer, larger ops; values that are to stay `loose`, by id, are not packed
-    by the op that writes them.
+def fuse(program: Program, unpacked: Collection[int] = ()) -> Program:
+    """The same program with fused ops and packed values.
+
+    `unpacked`: ids of values that stay float32 even if only linear ops read them.
     """
     ops = list(program.ops)
-    for rule in (_qkv, _glu, _activate, _add):
-        ops = _apply(ops, rule(ops, _Flow(ops)))
-    return replace(
-        program, ops=tuple(_pack(ops, {value.id for value in program.results} | set(loose)))
-    )
+    for rule in (_fuse_qkv, _fuse_glu, _fuse_activate, _fuse_add):
+        ops = _apply(rule, ops)
+    results = {value.id for value in program.results}
+    return replace(program, ops=tuple(_pack(ops, results | set(unpacked))))
 
 
-class _Flow:
-    """Which op writes a value, and how often it is read."""
+class _Uses:
+    """The op that writes each value, and the number of ops that read it."""
 
     def __init__(self, ops: list[Op]) -> None:
         self.writer = {out.id: op for op in ops if (out := op.output()) is not None}
-        self.reads = Counter(value.id for op in ops for value in op.inputs())
+        self.num_reads = Counter(value.id for op in ops for value in op.inputs())
 
     def sole_linear(self, value: Value) -> Linear | None:
-        """The linear op that writes a value which is read only once."""
+        """The linear op that writes the value, if the value is read once."""
         op = self.writer[value.id]
-        return op if isinstance(op, Linear) and self.reads[value.id] == 1 else None
+        return op if isinstance(op, Linear) and self.num_reads[value.id] == 1 else None
 
     def sole_rope(self, value: Value) -> tuple[Rope, Linear] | None:
-        """The rope that writes a value which is read only once, and the linear op that the rope
-        alone reads.
-        """
+        """The rope that writes the value and the linear op before it, if both are read once."""
         op = self.writer[value.id]
-        if not isinstance(op, Rope) or self.reads[value.id] != 1:
+        if not isinstance(op, Rope) or self.num_reads[value.id] != 1:
             return None
         linear = self.sole_linear(op.x)
         return (op, linear) if linear else None
 
 
-def _apply(ops: list[Op], rewrites: Iterable[_Rewrite]) -> list[Op]:
-    found = list(rewrites)
-    new = {id(r.at): r.new for r in found}
-    gone = {id(op) for r in found for op in r.absorbed}
-    return [new.get(id(op), op) for op in ops if id(op) not in gone]
+_Rule = Callable[[list[Op], _Uses], Iterator[_Rewrite]]
 
 
-def _qkv(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
-    attention = {op.layer: op for op in ops if isinstance(op, Attention)}
+def _apply(rule: _Rule, ops: list[Op]) -> list[Op]:
+    rewrites = list(rule(ops, _Uses(ops)))
+    fused = {id(rewrite.op): rewrite.fused for rewrite in rewrites}
+    absorbed = {id(op) for rewrite in rewrites for op in rewrite.absorbed}
+    return [fused.get(id(op), op) for op in ops if id(op) not in absorbed]
+
+
+def _fuse_qkv(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
+    attention_of_layer = {op.layer: op for op in ops if isinstance(op, Attention)}
     for write in ops:
-        if (
-            not isinstance(write, KvWrite)
-            or not write.v
-            or not (reader := attention.get(write.layer))
-        ):
+        if not isinstance(write, KvWrite) or write.v is None:
             continue
-        q, k, v = flow.sole_rope(reader.q), flow.sole_rope(write.k), flow.sole_linear(write.v)
+        attention = attention_of_layer.get(write.layer)
+        if attention is None:
+            continue
+        q, k, v = uses.sole_rope(attention.q), uses.sole_rope(write.k), uses.sole_linear(write.v)
         if not (q and k and v):
             continue
+
         (q_rope, q_linear), (k_rope, k_linear) = q, k
-        same_input = q_linear.x == k_linear.x == v.x and q_rope.angles == k_rope.angles
-        if same_input and q_rope.head_dim == k_rope.head_dim == reader.head_dim == reader.value_dim:
-            weights = (
-                q_linear.weight,
-                k_linear.weight,
-                v.weight,
-                q_linear.bias,
-                k_linear.bias,
-                v.bias,
-            )
+        has_one_input = q_linear.x == k_linear.x == v.x and q_rope.angles == k_rope.angles
+        head_dims = {q_rope.head_dim, k_rope.head_dim, attention.head_dim, attention.value_dim}
+        if has_one_input and len(head_dims) == 1:
             fused = QkvRopeWrite(
-                q_rope.out, v.x, q_rope.angles, *weights, write.layer, q_rope.head_dim
+                out=q_rope.out,
+                x=v.x,
+                angles=q_rope.angles,
+                q=q_linear.weight,
+                k=k_linear.weight,
+                v=v.weight,
+                q_bias=q_linear.bias,
+                k_bias=k_linear.bias,
+                v_bias=v.bias,
+                layer=write.layer,
+                head_dim=q_rope.head_dim,
             )
             yield _Rewrite(write, fused, [*q, *k, v])
 
 
-def _glu(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
+def _fuse_glu(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
     for op in ops:
-        if (
-            isinstance(op, Glu)
-            and (gate := flow.sole_linear(op.gate))
-            and (up := flow.sole_linear(op.up))
-            and gate.x == up.x
-        ):
-            yield _Rewrite(
-                op,
-                GluLinear(
-                    op.out, gate.x, gate.weight, up.weight, op.activation, gate.bias, up.bias
-                ),
-                [gate, up],
+        if not isinstance(op, Glu):
+            continue
+        gate, up = uses.sole_linear(op.gate), uses.sole_linear(op.up)
+        if gate and up and gate.x == up.x:
+            fused = GluLinear(
+                out=op.out,
+                x=gate.x,
+                gate=gate.weight,
+                up=up.weight,
+                activation=op.activation,
+                gate_bias=gate.bias,
+                up_bias=up.bias,
             )
+            yield _Rewrite(op, fused, [gate, up])
 
 
-def _activate(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
+def _fuse_activate(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
     for op in ops:
-        if isinstance(op, Activate) and (linear := flow.sole_linear(op.x)):
-            yield _Rewrite(
-                op,
-                LinearActivate(op.out, linear.x, linear.weight, op.activation, linear.bias),
-                [linear],
+        if isinstance(op, Activate) and (linear := uses.sole_linear(op.x)):
+            fused = LinearActivate(
+                out=op.out,
+                x=linear.x,
+                weight=linear.weight,
+                activation=op.activation,
+                bias=linear.bias,
             )
+            yield _Rewrite(op, fused, [linear])
 
 
-def _add(ops: list[Op], flow: _Flow) -> Iterator[_Rewrite]:
+def _fuse_add(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
     for op in ops:
-        if isinstance(op, Add):
-            for residual, y in ((op.x, op.y), (op.y, op.x)):
-                if linear := flow.sole_linear(y):
-                    yield _Rewrite(
-                        op,
-                        LinearAdd(op.out, linear.x, residual, linear.weight, linear.bias),
-                        [linear],
-                    )
-                    break
+        if not isinstance(op, Add):
+            continue
+        for residual, y in ((op.x, op.y), (op.y, op.x)):
+            if linear := uses.sole_linear(y):
+                fused = LinearAdd(
+                    out=op.out,
+                    x=linear.x,
+                    residual=residual,
+                    weight=linear.weight,
+                    bias=linear.bias,
+                )
+                yield _Rewrite(op, fused, [linear])
+                break
 
 
-def _pack(ops: list[Op], results: set[int]) -> list[Op]:
-    """Marks as packed every value that is read only as the `x` of linear ops; `results` are read in
-    other ways too.
-    """
-    as_x = Counter(op.x.id for op in ops if isinstance(op, LINEAR_OPS))
-    reads = _Flow(ops).reads
-    packed = {value for value, n in as_x.items() if reads[value] == n and value not in results}
+def _pack(ops: list[Op], unpacked: set[int]) -> list[Op]:
+    """Mark every value as packed that is read only as the `x` of linear ops."""
+    num_reads = _Uses(ops).num_reads
+    num_linear_reads = Counter(op.x.id for op in ops if isinstance(op, LINEAR_OPS))
+    packed = {
+        value
+        for value, reads in num_linear_reads.items()
+        if num_reads[value] == reads and value not in unpacked
+    }
 
     def mark(op: Op) -> Op:
         values = {
-            name: v for name, v in vars(op).items() if isinstance(v, Value) and v.id in packed
+            name: replace(value, packed=True)
+            for name, value in vars(op).items()
+            if isinstance(value, Value) and value.id in packed
         }
-        return (
-            replace(op, **{name: replace(v, packed=True) for name, v in values.items()})
-            if values
-            else op
-        )
+        return replace(op, **values) if values else op
 
     return [mark(op) for op in ops]

@@ -1,6 +1,4 @@
-"""What layers keep of a token, and for how long: layers that keep alike and see alike form a group,
-which has blocks of its own.
-"""
+"""KV groups: layers that store the same numbers of a token, and drop them at the same time."""
 
 from headrace.backend_traits import KvDtype
 from headrace.quant import kv
@@ -9,10 +7,10 @@ from headrace.record import frozen
 
 @frozen
 class KvLayout:
-    """What one layer keeps of a token: a key and a value for each of some heads.
+    """The keys and values that one layer stores of a token.
 
-    A layer whose values are part of its keys has `value_dim` 0: the latent row of MLA (DeepSeek-V2,
-    2024) is one head with a key of the latent and the rotated numbers.
+    If the values are a part of the keys, `value_dim` is 0. The latent row of MLA (DeepSeek-V2,
+    2024) is stored so: one head whose key is the latent and the rotated numbers.
     """
 
     num_heads: int
@@ -21,58 +19,52 @@ class KvLayout:
 
     @property
     def numbers(self) -> int:
-        """Numbers of one token."""
+        """Numbers stored for one token."""
         return self.num_heads * (self.key_dim + self.value_dim)
 
 
 @frozen
 class KvGroup:
-    """Layers of one layout that see alike."""
+    """Layers with one KV layout and one attention window. A group has its own KV blocks."""
 
     layers: tuple[int, ...]
     layout: KvLayout
     window: int = 0
-    """Positions that a row sees, its own included; 0: all up to its own."""
+    """Positions that a row sees, including its own; 0: all positions up to its own."""
     num_sink_tokens: int = 0
-    """Positions at the beginning that a row sees beside its window."""
+    """First positions of a sequence, which every row sees in addition to its window."""
 
     @property
     def numbers(self) -> int:
-        """Numbers of one token, all layers."""
+        """Numbers stored for one token in all layers."""
         return len(self.layers) * self.layout.numbers
 
     def block_bytes(self, dtype: KvDtype, block_size: int) -> int:
-        """Bytes of a block of so many tokens, all layers and heads."""
-        bytes_per_block = (
-            len(self.layers)
-            * self.layout.num_heads
-            * kv.block_bytes(dtype, self.layout.key_dim, self.layout.value_dim)
-        )
-        return bytes_per_block * block_size // kv.BLOCK_SIZE
+        """Bytes of a block of `block_size` tokens, for all layers and heads."""
+        layout = self.layout
+        head_bytes = kv.block_bytes(dtype, layout.key_dim, layout.value_dim)
+        return len(self.layers) * layout.num_heads * head_bytes * block_size // kv.BLOCK_SIZE
 
     def num_blocks(self, num_tokens: int, max_rows: int, block_size: int) -> int:
-        """Most blocks that a sequence of `num_tokens` tokens holds at once, where a step has at
-        most `max_rows` rows of it.
+        """Max blocks that a sequence of `num_tokens` tokens holds at once.
 
-        Behind a window those are the blocks that the rows of a step, and what the first of them
-        sees, can touch, and those of sinks.
+        A step computes at most `max_rows` rows of it. With a window, the sequence holds the blocks
+        of its sink tokens, and the blocks that the rows of one step write or see.
         """
-        whole, sinks = -(-num_tokens // block_size), -(-self.num_sink_tokens // block_size)
-        return (
-            min(whole, sinks + (self.window + max_rows + block_size - 3) // block_size + 1)
-            if self.window
-            else whole
-        )
+        num_blocks = -(-num_tokens // block_size)
+        if not self.window:
+            return num_blocks
+        sink_blocks = -(-self.num_sink_tokens // block_size)
+        window_blocks = (self.window + max_rows + block_size - 3) // block_size + 1
+        return min(num_blocks, sink_blocks + window_blocks)
 
 
 def number_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> float:
-    """Bytes of one stored key or value number, its share of scales and padding included, in the
-    mean over the groups.
-    """
+    """Mean bytes of a stored key or value number, including its share of scales and padding."""
     block_bytes = sum(group.block_bytes(dtype, kv.BLOCK_SIZE) for group in groups)
     return block_bytes / (kv.BLOCK_SIZE * sum(group.numbers for group in groups))
 
 
 def token_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> int:
-    """Bytes of one token in all groups, its share of scales and padding included."""
+    """Bytes of a token in all groups, including its share of scales and padding."""
     return -(-sum(group.block_bytes(dtype, kv.BLOCK_SIZE) for group in groups) // kv.BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""The ops of mixtures of experts; they say what they cost as those in `ops.py` do."""
+"""The ops of mixtures of experts (Shazeer et al. 2017), with costs as in `ops.py`."""
 
 from typing import Literal
 
@@ -9,15 +9,15 @@ from headrace.record import frozen
 
 @frozen
 class Route(Op):
-    """Which experts a row goes to, and with what weights: out[t] = `top_k` expert numbers, best
-    first, then their weights.
+    """out[t] = [expert, ..., weight, ...]: the `top_k` experts of row t, best first, and weights.
 
-    Scores are the softmax or the sigmoid of the row's logits. The best by score plus `bias` are
-    chosen, of equal ones the lower number; with `groups`, among those of the `top_groups` adjacent
-    groups of experts alone whose best (`softmax`) or best two (`sigmoid`) are highest in sum
-    (DeepSeek-V2 and V3, 2024). Their scores are the weights: to a sum of 1 where they are to be
-    `normalised`, and then times `factor`. A row with a logit that is not finite goes to the first
-    experts, with weights that are not numbers.
+    The scores are the softmax or the sigmoid of the row's logits x[t]. The row goes to the experts
+    with the highest score plus `bias`; of equal ones the lower number wins. With `groups` of
+    adjacent experts, only the best `top_groups` groups take part: a group ranks by its best expert
+    (`softmax`) or by the sum of its best two (`sigmoid`) (DeepSeek-V2 and V3, 2024).
+
+    The weights are the scores, divided by their sum if `normalised`, times `factor`. A row with a
+    logit that is not finite goes to the first experts, with NaN as weights.
     """
 
     out: Value
@@ -31,9 +31,7 @@ class Route(Op):
     bias: Weight | None = None
 
     def flops(self, step: StepSize) -> int:
-        """Those of the scores, of the sums for groups, and of the weights; the choice is
-        comparisons.
-        """
+        """Operations for scores, sums of groups and weights; the choice has only comparisons."""
         scores = {"softmax": 5, "sigmoid": 3}[self.scoring] + (self.bias is not None)
         sums = 2 * self.groups if self.groups > 1 and self.scoring == "sigmoid" else 0
         weights = (1 + 2 * self.normalised) * self.top_k
@@ -42,11 +40,10 @@ class Route(Op):
 
 @frozen
 class Experts(Op):
-    """out[t] = sum over the experts e of row t, in the order of its routing, of weight *
-    down_e(glu(gate_e x, up_e x)).
+    """out[t] = sum over the experts e of row t of weight_e * down_e(glu(gate_e x, up_e x)).
 
-    A mixture of gated units (Shazeer et al. 2017; Jiang et al. 2024). An expert's weights are read
-    if a row goes there, once for all.
+    The sum has the order of the routing. The weights of an expert are read once if any row goes to
+    it, else not at all (Jiang et al. 2024).
     """
 
     out: Value
@@ -65,9 +62,7 @@ class Experts(Op):
         return self.routing.width // 2
 
     def distinct_experts(self, rows: int) -> float:
-        """Experts that so many rows go to, in the mean, where every row is as likely to go to any
-        of them.
-        """
+        """Expected number of experts that `rows` rows go to, if all experts are equally likely."""
         return len(self.gate) * (1 - (1 - self.top_k / len(self.gate)) ** rows)
 
     def flops(self, step: StepSize) -> int:
@@ -83,7 +78,7 @@ class Experts(Op):
 
 @frozen
 class GateRows(Op):
-    """out[t] = x[t] / (1 + exp(-gate[t])), where a gate is one number for its row"""
+    """out[t] = x[t] / (1 + exp(-gate[t])), with one gate for each row"""
 
     out: Value
     x: Value

@@ -1,4 +1,4 @@
-"""Ops, the values and weights that they read and write, and the step size that costs depend on."""
+"""Ops, the values and weights that they use, and the step size that their costs depend on."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple, Self
 from headrace.record import frozen
 
 Kind = Literal["int8", "bf16", "f32"]
-"""Number formats of multiply-adds: VNNI and its like, BF16 dot products, float32 FMA."""
+"""Number formats of multiply-adds: int8 dot products (VNNI), bf16 dot products, float32 FMA."""
 RowKind = Literal["step", "gathered", "logit", "pooled"]
-"""Which rows of a step a value has: all; those that are gathered, of which the first have logits
-and the others are pooled; or one of these two kinds alone.
+"""The rows of a value: all rows of the step, or the gathered rows, which are the logit rows
+followed by the pooled rows, or one of these two kinds alone.
 """
 
 
@@ -30,14 +30,15 @@ class StepSize(NamedTuple):
 
 @frozen
 class Value:
-    """A matrix of rows. A packed value is read by linear ops alone, so a
-    backend may keep it in the form that its kernels read (quantised, say) and never as float32.
-    """
+    """A matrix [rows, width] that one op writes and others read."""
 
     id: int
     width: int
     rows: RowKind
     packed: bool = False
+    """Whether only linear ops read it, so that a backend may keep it in the form that its kernels
+    read (quantised, for example) and never as float32.
+    """
 
     def num_rows(self, step: StepSize) -> int:
         match self.rows:
@@ -53,7 +54,7 @@ class Value:
 
 @frozen
 class Weight:
-    """A reference to a stored tensor [rows, cols], or [cols] with rows = 1."""
+    """A reference to a stored tensor [rows, cols]; a vector [cols] has rows = 1."""
 
     name: str
     rows: int
@@ -66,11 +67,11 @@ class Weight:
 
 @frozen
 class Op:
-    """Base of all ops. By convention the output field is called `out`."""
+    """Base class of all ops. The field of the output value is called `out`."""
 
     @property
     def name(self) -> str:
-        """What profiles call it: `qkv_rope_write`."""
+        """The op's name in profiles: `qkv_rope_write` for QkvRopeWrite."""
         return re.sub(r"\B[A-Z]", r"_\g<0>", type(self).__name__).lower()
 
     def inputs(self) -> list[Value]:
@@ -83,32 +84,35 @@ class Op:
         return [*self.matrices(), *self.vectors()]
 
     def matrices(self) -> list[Weight]:
-        """The weights that rows are multiplied with or taken from."""
+        """The weights that rows are multiplied with or copied from."""
         return [
-            w
+            weight
             for name, value in vars(self).items()
             if not _is_bias(name)
-            for w in _weights_in(value)
+            for weight in _weights_in(value)
         ]
 
     def vectors(self) -> list[Weight]:
-        """The weights that are added to or multiplied with whole rows, number by number."""
+        """The weights that are added to rows or multiplied with them element by element."""
         return [
-            w for name, value in vars(self).items() if _is_bias(name) for w in _weights_in(value)
+            weight
+            for name, value in vars(self).items()
+            if _is_bias(name)
+            for weight in _weights_in(value)
         ]
 
     def with_weights(self, new: Mapping[str, Weight]) -> Self:
-        """The same op with each of its weights replaced by the new one of that name."""
+        """A copy in which each weight is replaced by the new weight with its name."""
         return replace(self, **{name: _replaced(value, new) for name, value in vars(self).items()})
 
     def flops(self, step: StepSize) -> int:
         return 0
 
     def bytes(self, step: StepSize) -> int:
-        return sum(w.nbytes for w in self.weights())
+        return sum(weight.nbytes for weight in self.weights())
 
     def link_bytes(self, step: StepSize) -> int:
-        """Bytes that this rank receives from others: see `collective.py`."""
+        """Bytes that this rank receives from other ranks (`collective.py`)."""
         return 0
 
 
@@ -116,16 +120,18 @@ def _is_bias(field: str) -> bool:
     return field.endswith("bias")
 
 
-def _weights_in(value: object) -> Iterator[Weight]:
-    """The weights that a field of an op holds: none, one, or those of a tuple."""
-    if isinstance(value, Weight):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
+def _weights_in(field: object) -> Iterator[Weight]:
+    """The weights in a field of an op, which may be a weight or a tuple of weights."""
+    if isinstance(field, Weight):
+        yield field
+    elif isinstance(field, tuple):
+        for part in field:
             yield from _weights_in(part)
 
 
-def _replaced(value: Any, new: Mapping[str, Weight]) -> Any:
-    if isinstance(value, Weight):
-        return new[value.name]
-    return tuple(_replaced(part, new) for part in value) if isinstance(value, tuple) else value
+def _replaced(field: Any, new: Mapping[str, Weight]) -> Any:
+    if isinstance(field, Weight):
+        return new[field.name]
+    if isinstance(field, tuple):
+        return tuple(_replaced(part, new) for part in field)
+    return field

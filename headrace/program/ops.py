@@ -1,23 +1,23 @@
-"""The op vocabulary: what each op reads, writes and costs.
+"""The ops of a program: their equations, weights and costs (`moe.py` has the ops of experts).
 
-Every op is one line of equations over row matrices of float32, and says what it costs in a step of
-a given size (those of experts are in `moe.py`). The planner, the profiler and the benchmarks
-read these figures; there is no other copy of the arithmetic. tests/program/test_costs.py holds each
-to what the reference backend is seen to do. They are least costs, of which limits are made:
+The equations are over row matrices of float32. The costs are the only copy of this arithmetic: the
+planner, the profiler and the benchmarks read it here, and tests/program/test_costs.py compares each
+cost with the operations of the reference backend. Costs are lower bounds, since limits follow from
+them:
 
-* `flops` of an op with products (with weights, keys or values) counts two for each multiply-add.
-  What such an op does besides, number by number (a bias, a residual, a rotation, silu, softmax),
-  hides behind the products and does not count.
+* `flops` of an op with products (with weights, keys or values) counts two for each multiply-add,
+  and nothing else. Its element-wise work (bias, residual, rotation, silu, softmax) overlaps with
+  the products.
 * `flops` of any other op counts one for each sum, product, quotient, root, exponential, sine and
-  cosine of a number of its rows. What it computes once for a whole row, like the mean square of a
-  norm, counts only for the numbers that go into it.
-* `bytes` counts what an op must read from memory or write to it: each weight once, however many
-  rows read it; the rows of an embedding for as many different tokens as there may be; the keys and
-  values that it writes; those that the rows of a sequence see, once for all of these rows and all
-  heads that share a KV head. Activations and tables do not count: they live in the caches.
+  cosine of a number of its rows. A value computed once per row, such as the mean square of a norm,
+  counts only for the numbers that it is made of.
+* `bytes` counts memory traffic: each weight once, however many rows use it; one embedding row for
+  each possible distinct token; the keys and values that the op writes; and the keys and values that
+  a sequence's rows see, once for all of these rows and for all heads that share a KV head.
+  Activations and tables do not count, because they stay in the caches.
 
-All rows of a sequence count as one chain. Rows of a draft tree see less, so that their attention
-costs at most what is said here.
+The costs treat all rows of a sequence as one chain. Rows of a draft tree see fewer tokens, so their
+attention costs at most this much.
 """
 
 from typing import Literal
@@ -26,14 +26,14 @@ from headrace.program.op import Op, StepSize, Value, Weight
 from headrace.record import frozen
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
-"""What makes a gate of a number. `silu` is x / (1 + exp(-x)); `gelu` that with the normal
-distribution in place of the logistic one, and `gelu_tanh` an approximation of it (Hendrycks and
-Gimpel 2016); `clamped_swiglu` belongs to gates alone (gpt-oss 2025): of a gate of at most 7 and an
-up of -7 to 7, gate / (1 + exp(-1.702 gate)) * (up + 1).
+"""Element-wise functions. `silu` is x / (1 + exp(-x)). `gelu` is x times the normal distribution
+function of x, and `gelu_tanh` its approximation by tanh (Hendrycks and Gimpel 2016).
+`clamped_swiglu` (gpt-oss 2025) needs a gate and an up: with the gate clamped to at most 7 and the
+up to -7..7, it is gate / (1 + exp(-1.702 gate)) * (up + 1).
 """
 NormKind = Literal["rms", "layer"]
-"""RMSNorm (Zhang and Sennrich 2019) divides by the root of the mean square; LayerNorm (Ba et al.
-2016) takes the mean off first.
+"""`rms` divides by the root of the mean square (Zhang and Sennrich 2019); `layer` subtracts the
+mean first (Ba et al. 2016).
 """
 
 _ACTIVATION_FLOPS: dict[Activation, int] = {
@@ -46,8 +46,8 @@ _ACTIVATION_FLOPS: dict[Activation, int] = {
 
 
 def matmul_flops(rows: int, *weights: Weight) -> int:
-    """Those of so many rows times each of the weights."""
-    return 2 * rows * sum(w.rows * w.cols for w in weights)
+    """Operations of the products of `rows` rows with each of the weights."""
+    return 2 * rows * sum(weight.rows * weight.cols for weight in weights)
 
 
 @frozen
@@ -63,8 +63,9 @@ class Embed(Op):
 
 @frozen
 class EmbedPosition(Op):
-    """out[t] = weight[position[t]]: learned positions (GPT-2, 2019). A position beyond the last is
-    that.
+    """out[t] = weight[position[t]]: learned positions (GPT-2, 2019).
+
+    A position beyond the last row of the weight takes the last row.
     """
 
     out: Value
@@ -78,16 +79,14 @@ class EmbedPosition(Op):
 
 @frozen
 class Input(Op):
-    """out[t] = the row that the caller gives"""
+    """out[t] = input[t], a row that the caller puts into the batch"""
 
     out: Value
 
 
 @frozen
 class RopeAngles(Op):
-    """out[t] = cos and sin of position[t] * inverse_frequencies, times `scale`: dim / 2 cosines,
-    then dim / 2 sines.
-    """
+    """out[t] = scale * [cos(a), sin(a)], with the angles a = position[t] * inverse_frequencies"""
 
     out: Value
     inverse_frequencies: tuple[float, ...]
@@ -99,12 +98,11 @@ class RopeAngles(Op):
 
 @frozen
 class Norm(Op):
-    """out = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; LayerNorm has
-    x - mean(x) in place of x.
+    """out = x / sqrt(mean(x^2) + eps) * weight + bias, for each `size` columns of a row.
 
-    A weight and a bias have one number for each of the `size` columns, which all groups of columns
-    share, or for each of all. Of gathered rows it may take those that have logits, or those that
-    are pooled.
+    A LayerNorm has x - mean(x) in place of x. Weight and bias have either `size` numbers, which all
+    groups of columns share, or a number for each column. If x has the gathered rows, out may have
+    only the logit rows or only the pooled rows.
     """
 
     out: Value
@@ -122,11 +120,8 @@ class Norm(Op):
         return [self.weight, self.bias] if self.bias else [self.weight]
 
     def flops(self, step: StepSize) -> int:
-        return (
-            ({"rms": 4, "layer": 6}[self.kind] + (self.bias is not None))
-            * self.out.num_rows(step)
-            * self.x.width
-        )
+        flops_per_number = {"rms": 4, "layer": 6}[self.kind] + (self.bias is not None)
+        return flops_per_number * self.out.num_rows(step) * self.x.width
 
 
 @frozen
@@ -172,11 +167,10 @@ class LinearActivate(Op):
 
 @frozen
 class HeadLinear(Op):
-    """out[t, head] = x[t, head] @ heads[head].T, each head with a matrix of its own; x may also be
-    one head that all share.
+    """out[t, head] = x[t, head] @ heads[head].T; x may also have one head that all share.
 
-    DeepSeek-V2 (2024) makes keys and values of a latent row so, or, of queries, what is multiplied
-    with the latent row itself.
+    DeepSeek-V2 (2024) computes keys and values from a latent row in this way. Its absorbed form
+    computes queries that are multiplied with the latent row itself.
     """
 
     out: Value
@@ -189,9 +183,7 @@ class HeadLinear(Op):
 
 @frozen
 class ConcatHeads(Op):
-    """out[t, head] = the numbers of x[t, head], then those of y[t, head]; either may also be one
-    head that all share.
-    """
+    """out[t, head] = [x[t, head], y[t, head]]; x and y may also have one head that all share."""
 
     out: Value
     x: Value
@@ -203,8 +195,9 @@ class ConcatHeads(Op):
 
 @frozen
 class Rope(Op):
-    """Rotates the first pairs (2i, 2i + 1) of every head, as many as there are angles, by the row's
-    angles (Su et al. 2021).
+    """out = x with each pair (2i, 2i + 1) of a head rotated by angle i of the row (Su et al. 2021).
+
+    A head may have more numbers than two for each angle; the remaining numbers are copied.
     """
 
     out: Value
@@ -219,7 +212,7 @@ class Rope(Op):
 
 @frozen
 class KvWrite(Op):
-    """KV[layer][slot[t]] = k[t], v[t]; only k[t] where values are part of the keys"""
+    """KV[layer][slot[t]] = k[t], v[t]; without v, the values are a part of the keys"""
 
     k: Value
     v: Value | None
@@ -254,15 +247,18 @@ class QkvRopeWrite(Op):
 
 @frozen
 class Attention(Op):
-    """Softmax attention of every head over the row's visible slots; `num_heads / num_kv_heads`
-    heads share a KV head.
+    """out[t, head] = softmax(scores) @ values, over the KV slots that row t sees.
 
-    A score is q . k * scale, and then, where these are given: `softcap` * tanh(score / `softcap`)
-    (Gemma 2, 2024); minus the head's `slope` for each position that the key lies back (ALiBi, Press
-    et al. 2022). `sinks` [num_heads] are scores of a key without value (gpt-oss, 2025). `window` >
-    0: a row sees itself and the window - 1 positions before it, and besides these the first
-    `num_sink_tokens` positions of all (StreamingLLM, Xiao et al. 2023). Where values are part of
-    the keys (`is_latent`), they are the first `value_dim` numbers.
+    A score is q . k * scale; `num_heads / num_kv_heads` heads share a KV head. Then, in this order:
+
+    * `softcap`: softcap * tanh(score / softcap) (Gemma 2, 2024);
+    * `slopes`: minus the head's slope for each position between key and row (ALiBi, Press et al.
+      2022);
+    * `sinks` [num_heads]: the score of an additional key without a value (gpt-oss, 2025).
+
+    With a `window`, a row sees itself, the window - 1 positions before it and the first
+    `num_sink_tokens` positions of the sequence (StreamingLLM, Xiao et al. 2023). If `is_latent`,
+    the values are the first `value_dim` numbers of the keys.
     """
 
     out: Value
@@ -287,9 +283,7 @@ class Attention(Op):
         return [self.sinks] if self.sinks else []
 
     def _visible(self, position: int, rows: int = 1) -> int:
-        """Positions that a row sees, or that so many rows see between them, the last of them at
-        `position`.
-        """
+        """Number of positions that at least one of `rows` rows sees; the last is at `position`."""
         before = max(0, position + 2 - rows - self.window) if self.window else 0
         return position + 1 - before + min(before, self.num_sink_tokens)
 
@@ -298,7 +292,7 @@ class Attention(Op):
         return 2 * pairs * self.num_heads * (self.head_dim + self.value_dim)
 
     def bytes(self, step: StepSize) -> int:
-        """K and V of every visible slot, read once for all rows and heads of a sequence."""
+        """Keys and values of every visible slot, once for all rows and heads of a sequence."""
         slots = sum(self._visible(context + rows - 1, rows) for context, rows in step.seqs)
         numbers = self.head_dim + (0 if self.is_latent else self.value_dim)
         return super().bytes(step) + int(slots * self.num_kv_heads * numbers * step.kv_bytes)
@@ -383,7 +377,7 @@ class Add(Op):
 
 @frozen
 class GatherRows(Op):
-    """out = the rows of x whose logits are wanted, and behind them those that are pooled"""
+    """out = [logit rows of x, pooled rows of x]"""
 
     out: Value
     x: Value

@@ -1,4 +1,4 @@
-"""Running a model function once over symbolic values gives its program."""
+"""Programs, and the tracer that records one from a model function."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,58 +36,63 @@ from headrace.record import frozen
 
 @frozen
 class Program:
-    """A flat list of ops, each value written once and before it is read; the row count is bound at
-    run time.
+    """A flat list of ops. The number of rows is bound at run time.
+
+    Each value is written once, and before any op reads it.
     """
 
     ops: tuple[Op, ...]
     logits: Value | None
-    """None in a stage of a pipeline that is not the last."""
+    """None in a pipeline stage that is not the last."""
     hidden: Value | None = None
-    """What the logits are computed from, where it is to be kept."""
+    """The rows that the logits are computed from, if the caller needs them (`with_hidden`)."""
     pooled: Value | None = None
-    """The same of the pooled rows, of a program that has them."""
+    """The pooled rows after the last norm, if the caller needs them (`with_pooled`)."""
     shared_kv_groups: tuple[KvGroup, ...] | None = None
-    """Of a program that is one of several ranks': the groups of the whole model, in their order,
-    with what of them is this rank's.
+    """In the program of a rank: the KV groups of the whole model in their order, each with the
+    rank's share of layers and heads.
     """
 
-    def keeping_hidden(self) -> "Program":
-        """The same program, which also gives back the rows before its head. Not of one that was
-        fused: there they are packed.
+    def with_hidden(self) -> "Program":
+        """The program with the rows before its head as a further result.
+
+        A fused program cannot have it, because its rows are packed.
         """
         head = self._head()
-        assert not head.x.packed, "a fused program has no such rows: ask for them before"
+        assert not head.x.packed, "hidden rows of a fused program are packed; add them before"
         return replace(self, hidden=head.x)
 
-    def pooling(self) -> "Program":
-        """The same program, which also gives back the pooled rows, behind the last norm; its head
-        runs on the logit rows alone.
+    def with_pooled(self) -> "Program":
+        """The program with the pooled rows after the last norm as a further result.
+
+        The head still runs on the logit rows alone.
         """
         rows = self._head().x
-        last = next(op for op in self.ops if op.output() == rows)
-        assert isinstance(last, Norm) and last.x.rows == "gathered", (
-            "rows are pooled behind the last norm of a model"
+        last_norm = next(op for op in self.ops if op.output() == rows)
+        assert isinstance(last_norm, Norm) and last_norm.x.rows == "gathered", (
+            "pooled rows come from the last norm of a model"
         )
-        pooled = replace(
-            last.out, id=1 + max(out.id for op in self.ops if (out := op.output())), rows="pooled"
-        )
-        return replace(self, ops=(*self.ops, replace(last, out=pooled)), pooled=pooled)
+        new_id = 1 + max(out.id for op in self.ops if (out := op.output()))
+        pooled = replace(last_norm.out, id=new_id, rows="pooled")
+        return replace(self, ops=(*self.ops, replace(last_norm, out=pooled)), pooled=pooled)
 
     def with_window(self, window: int, num_sink_tokens: int) -> "Program":
-        """The same program with such a window, beside these sinks, in all layers that see
-        everything; 0: as it is.
+        """The program with this window and these sink tokens in all layers that have no window.
+
+        A window of 0 changes nothing.
         """
+        if not window:
+            return self
 
         def limited(op: Op) -> Op:
             if not isinstance(op, Attention) or op.window:
                 return op
             return replace(op, window=window, num_sink_tokens=num_sink_tokens)
 
-        return replace(self, ops=tuple(map(limited, self.ops))) if window else self
+        return replace(self, ops=tuple(map(limited, self.ops)))
 
     def _head(self) -> Linear:
-        """The product that makes logits of rows."""
+        """The linear op that computes the logits, before any scale or soft cap."""
         assert self.logits, "a stage without logits has no head"
         writer = {out.id: op for op in self.ops if (out := op.output())}
         head = writer[self.logits.id]
@@ -98,39 +103,37 @@ class Program:
 
     @property
     def results(self) -> list[Value]:
-        """What the program gives back."""
         return [value for value in (self.logits, self.hidden, self.pooled) if value]
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """The KV that the program reads and writes: its layers by what they keep and see, in the
-        order of their first layers.
-        """
+        """The KV that the program uses: its layers by layout and window, in order of first layer."""
         if self.shared_kv_groups is not None:
             return self.shared_kv_groups
-        attention = [op for op in self.ops if isinstance(op, Attention)]
-        layouts = {
-            op.layer: KvLayout(op.num_kv_heads, op.head_dim, 0 if op.is_latent else op.value_dim)
-            for op in attention
-        }
-        kinds = {op.layer: (layouts[op.layer], op.window, op.num_sink_tokens) for op in attention}
-        alike = {
-            kind: tuple(layer for layer in kinds if kinds[layer] == kind) for kind in kinds.values()
-        }
-        return tuple(KvGroup(layers, *kind) for kind, layers in alike.items())
+
+        layers_of_kind: dict[tuple[KvLayout, int, int], list[int]] = {}
+        for op in self.ops:
+            if isinstance(op, Attention):
+                value_dim = 0 if op.is_latent else op.value_dim
+                layout = KvLayout(op.num_kv_heads, op.head_dim, value_dim)
+                kind = (layout, op.window, op.num_sink_tokens)
+                layers_of_kind.setdefault(kind, []).append(op.layer)
+        return tuple(
+            KvGroup(tuple(layers), layout, window, num_sink_tokens)
+            for (layout, window, num_sink_tokens), layers in layers_of_kind.items()
+        )
 
     @property
     def attention_crossover(self) -> float:
-        """Context with which attention takes a row of a prompt about as long as all the rest,
-        before any window ends.
+        """Context length at which attention takes as long for a prompt row as all other ops.
 
-        Attention computes in bf16, the rest mostly in int8, of which a processor does twice as many
-        operations in the same time.
+        The estimate ignores windows. Attention computes in bf16 and the other ops mostly in int8,
+        which is twice as fast on a processor.
         """
         row = StepSize(((0, 1),), 0, 0)
         attention = sum(op.flops(row) for op in self.ops if isinstance(op, Attention))
-        rest = sum(op.flops(row) for op in self.ops) - attention
-        return rest / (2 * attention)
+        others = sum(op.flops(row) for op in self.ops) - attention
+        return others / (2 * attention)
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -143,19 +146,17 @@ class Program:
         return sum(weight.nbytes for weight in self.weights.values())
 
     def with_weights(self, new: Mapping[str, Weight]) -> "Program":
-        """The same program with each weight replaced by the new one of that name."""
+        """The program with each weight replaced by the new weight with its name."""
         return replace(self, ops=tuple(op.with_weights(new) for op in self.ops))
 
     def last_use(self) -> dict[int, int]:
-        """Index of the last op that reads each value (by id); what the program gives back outlives
-        all ops.
-        """
+        """Index of the last op that reads each value, by id; for results, the number of ops."""
         last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
         return last | {value.id: len(self.ops) for value in self.results}
 
 
 class Tracer:
-    """The op vocabulary as functions. Each call appends an op and returns its symbolic result."""
+    """Functions for the ops. Each call records an op and returns the value that it writes."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.ops: list[Op] = []
@@ -163,18 +164,20 @@ class Tracer:
         self._ids = count()
 
     def weight(self, name: str, rows: int, cols: int) -> Weight:
-        """The named tensor, held against the shape that the equations need. Raises FormatError."""
+        """The named matrix. Raises FormatError if it does not exist with this shape."""
         if name not in self._tensors:
-            raise FormatError(f"the checkpoint has no tensor {name!r}")
+            raise FormatError(f"tensor {name!r} is missing from the checkpoint")
         tensor = self._tensors[name]
         if (tensor.rows, tensor.cols) != (rows, cols):
             raise FormatError(
-                f"tensor {name!r} has shape {tensor.shape}, and the model needs {(rows, cols)}"
+                f"tensor {name!r} has shape {tensor.shape}, but the model needs {(rows, cols)}"
             )
-        return Weight(name, rows, cols, tensor.nbytes, _kind(tensor.format))
+        return Weight(
+            name=name, rows=rows, cols=cols, nbytes=tensor.nbytes, kind=_kind(tensor.format)
+        )
 
     def vector(self, name: str, size: int) -> Weight:
-        """The named vector, as a weight of one row. Raises FormatError."""
+        """The named vector, as a weight with one row. Raises FormatError like `weight`."""
         return self.weight(name, 1, size)
 
     def _value(self, width: int, rows: RowKind) -> Value:
@@ -211,11 +214,13 @@ class Tracer:
         size: int | None = None,
         rows: RowKind | None = None,
     ) -> Value:
-        """`size`: columns that are taken together; all where it is not given. `rows`: which of
-        gathered rows; all of them.
+        """`size`: columns that are normalised together (default: all); `rows`: the rows of the
+        result, if they are fewer than the rows of x.
         """
         out = self._value(x.width, rows or x.rows)
-        self.ops.append(Norm(out, x, weight, eps, kind, size or x.width, bias))
+        self.ops.append(
+            Norm(out=out, x=x, weight=weight, eps=eps, kind=kind, size=size or x.width, bias=bias)
+        )
         return out
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
@@ -224,17 +229,17 @@ class Tracer:
         return out
 
     def head_linear(self, x: Value, heads: tuple[Weight, ...]) -> Value:
-        """One matrix for each head, all of one shape; `x` has those heads, or one that they
-        share.
-        """
+        """`heads`: a matrix of one shape for each head; `x` has these heads, or a shared one."""
         out = self._value(sum(weight.rows for weight in heads), x.rows)
         self.ops.append(HeadLinear(out, x, heads))
         return out
 
     def concat_heads(self, x: Value, y: Value, num_heads: int, x_dim: int, y_dim: int) -> Value:
-        """`x` and `y` have so many heads of these sizes, or one that all share."""
+        """`x` and `y` have `num_heads` heads of these sizes, or a shared one."""
         out = self._value(num_heads * (x_dim + y_dim), x.rows)
-        self.ops.append(ConcatHeads(out, x, y, num_heads, x_dim, y_dim))
+        self.ops.append(
+            ConcatHeads(out=out, x=x, y=y, num_heads=num_heads, x_dim=x_dim, y_dim=y_dim)
+        )
         return out
 
     def rope(self, x: Value, angles: Value, head_dim: int) -> Value:
@@ -261,24 +266,25 @@ class Tracer:
         is_latent: bool = False,
         num_sink_tokens: int = 0,
     ) -> Value:
-        """`scale`: 1 / sqrt(head_dim) where it is not given; `value_dim`: head_dim."""
+        """`scale`: 1 / sqrt(head_dim) by default; `value_dim`: head_dim by default."""
         num_heads, value_dim = q.width // head_dim, value_dim or head_dim
-        scale = head_dim**-0.5 if scale is None else scale
         out = self._value(num_heads * value_dim, q.rows)
-        shape = (num_heads, num_kv_heads, head_dim, value_dim)
         self.ops.append(
             Attention(
-                out,
-                q,
-                layer,
-                *shape,
-                scale,
-                window,
-                softcap,
-                slopes,
-                sinks,
-                is_latent,
-                num_sink_tokens,
+                out=out,
+                q=q,
+                layer=layer,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                scale=head_dim**-0.5 if scale is None else scale,
+                window=window,
+                softcap=softcap,
+                slopes=slopes,
+                sinks=sinks,
+                is_latent=is_latent,
+                num_sink_tokens=num_sink_tokens,
             )
         )
         return out
@@ -304,11 +310,24 @@ class Tracer:
         groups: tuple[int, int] = (1, 1),
         bias: Weight | None = None,
     ) -> Value:
-        """`x`: a logit for each expert; `groups`: how many there are, and in how many a row may go
-        to experts.
+        """`x`: a logit for each expert; `groups`: the number of groups of experts, and the number
+        of groups that a row may use.
         """
         out = self._value(2 * top_k, x.rows)
-        self.ops.append(Route(out, x, top_k, scoring, normalised, factor, *groups, bias))
+        num_groups, top_groups = groups
+        self.ops.append(
+            Route(
+                out=out,
+                x=x,
+                top_k=top_k,
+                scoring=scoring,
+                normalised=normalised,
+                factor=factor,
+                groups=num_groups,
+                top_groups=top_groups,
+                bias=bias,
+            )
+        )
         return out
 
     def experts(
@@ -321,9 +340,23 @@ class Tracer:
         activation: Activation = "silu",
         biases: tuple[tuple[Weight, ...], ...] = ((), (), ()),
     ) -> Value:
-        """One weight for each expert; `biases`: those of gate, up and down."""
+        """`gate`, `up`, `down`: a weight for each expert; `biases`: the biases of these three."""
         out = self._value(x.width, x.rows)
-        self.ops.append(Experts(out, x, routing, gate, up, down, activation, *biases))
+        gate_bias, up_bias, down_bias = biases
+        self.ops.append(
+            Experts(
+                out=out,
+                x=x,
+                routing=routing,
+                gate=gate,
+                up=up,
+                down=down,
+                activation=activation,
+                gate_bias=gate_bias,
+                up_bias=up_bias,
+                down_bias=down_bias,
+            )
+        )
         return out
 
     def gate_rows(self, x: Value, gate: Value) -> Value:
@@ -355,12 +388,15 @@ class Tracer:
 def _kind(stored: Format) -> Kind:
     if stored.needs_floats:
         return "f32"
-    return "int8" if stored.quantised else "bf16" if stored.name == "BF16" else "f32"
+    if stored.quantised:
+        return "int8"
+    return "bf16" if stored.name == "BF16" else "f32"
 
 
 def trace(forward: Callable[[Tracer], Value], tensors: Mapping[str, StoredTensor]) -> Program:
-    """The program of `forward`, which returns the logits. Raises FormatError for a missing or
-    misshapen tensor.
+    """The program of `forward`, which returns the logits.
+
+    Raises FormatError if a tensor is missing or has another shape.
     """
     tracer = Tracer(tensors)
     logits = forward(tracer)

@@ -57,7 +57,7 @@ def test_hidden_rows_are_those_before_the_head_and_change_nothing(backend: str) 
     spec, tensors = tiny_model(8)
     program = trace_model(spec, tensors)
     plain, keeping = (
-        compile_program(backend, p, tensors, KV, 1) for p in (program, program.keeping_hidden())
+        compile_program(backend, p, tensors, KV, 1) for p in (program, program.with_hidden())
     )
     for batch in random_steps(np.random.default_rng(1), spec.vocab_size, trees=False):
         rows = forward(keeping, batch)

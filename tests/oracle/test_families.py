@@ -42,7 +42,7 @@ def our_rows(
 def rows_of_ours(
     spec: ModelSpec, tensors: Tensors, tokens: list[int], kv_groups: int, backend: str
 ) -> tuple[Rows, Rows]:
-    program = trace_model(spec, tensors).pooling()
+    program = trace_model(spec, tensors).with_pooled()
     assert len(program.kv_groups) == kv_groups
     blocks = [*range(0, 10, 2), *range(9, 0, -2)]
     executable = compile_program(

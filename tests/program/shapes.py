@@ -38,7 +38,9 @@ def decoder(shape: dict[str, Any]) -> tuple[Program, Tensors]:
         "vocab": VOCAB,
     }
     spec, tensors = tiny_model(0, window=shape["window"], format=shape["format"], **sizes)
-    return trace_model(replace(spec, rope=RopeSpec(shape["rotated"])), tensors).pooling(), tensors
+    return trace_model(
+        replace(spec, rope=RopeSpec(shape["rotated"])), tensors
+    ).with_pooled(), tensors
 
 
 def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:

@@ -196,7 +196,7 @@ def test_what_only_linear_ops_read_is_packed(keeps_hidden: bool) -> None:
                 "format": "F32",
             }
         )
-        program = fuse(program.keeping_hidden() if keeps_hidden else program)
+        program = fuse(program.with_hidden() if keeps_hidden else program)
         linear = {Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear}
         values = [
             (value, name == "x" and type(op) in linear)

@@ -93,10 +93,10 @@ class TestProgram:
         program = trace_model(*tiny_model(0))
         head = program.ops[-1]
         assert isinstance(head, Linear) and program.hidden is None
-        assert program.keeping_hidden() == replace(program, hidden=head.x)
+        assert program.with_hidden() == replace(program, hidden=head.x)
 
     def test_the_last_use_of_each_value(self) -> None:
-        program = trace_model(*tiny_model(0)).keeping_hidden()
+        program = trace_model(*tiny_model(0)).with_hidden()
         last = {
             value.id: [i for i, op in enumerate(program.ops) if value in op.inputs()]
             for op in program.ops

@@ -73,7 +73,7 @@ def test_heads_fitted_to_the_model_draft_right_tokens() -> None:
     """
     watcher = Watcher()
     target = tiny_executable(MODEL, "cpu", KvConfig((8,), 32, "f32"))
-    hidden_program = trace_model(*MODEL).keeping_hidden()
+    hidden_program = trace_model(*MODEL).with_hidden()
     engine = tiny_engine(
         MODEL,
         "cpu",

@@ -139,7 +139,7 @@ def late_engine(which: int, prepared: bool, **config: Any) -> tuple[Engine, Late
     """An engine on a device that is late, with graphs of its steps where it is prepared."""
     spec, tensors = model(which)
     stream = LateStream()
-    program = trace_model(spec, tensors).pooling()
+    program = trace_model(spec, tensors).with_pooled()
     kv = KvConfig((60,) * len(program.kv_groups), 4, "bf16")
     executable = CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
     if prepared:

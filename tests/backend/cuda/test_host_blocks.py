@@ -290,7 +290,7 @@ REQUESTS: list[Ask] = [
 def executable_over(stream: Any, which: int, kv_dtype: KvDtype, slots: int) -> CudaExecutable:
     """With so many slots in blocks of four."""
     spec, tensors = model(which)
-    program = trace_model(spec, tensors).pooling()
+    program = trace_model(spec, tensors).with_pooled()
     kv = KvConfig((slots // 4,) * len(program.kv_groups), 4, kv_dtype)
     return CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
 

@@ -134,7 +134,7 @@ def test_weights_and_kv_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
 def test_what_is_set_aside_is_enough_for_the_largest_step(which: int, kv_dtype: Any) -> None:
     spec, tensors = model(which)
-    program = trace_model(spec, tensors).pooling()
+    program = trace_model(spec, tensors).with_pooled()
     kv = KvConfig((8,) * len(program.kv_groups), 64, kv_dtype)
     executable = cuda.compile(program, tensors, kv, 1)
     assert isinstance(executable, CudaExecutable)
