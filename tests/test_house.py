@@ -8,8 +8,11 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
+
+import pytest
 
 from headrace.backend_traits import BACKENDS
 
@@ -58,6 +61,23 @@ def own_imports(file: Path) -> set[str]:
     return {
         name.removeprefix("headrace.") for name in imports(file) if name.startswith("headrace.")
     }
+
+
+def runtime_imports(file: Path) -> set[str]:
+    """Imported modules of Headrace, those inside functions included and type-only ones not."""
+
+    def visit(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                yield from (f"{child.module}.{alias.name}" for alias in child.names)
+                yield child.module or ""
+            yield from visit(child)
+
+    return set(visit(tree(file)))
 
 
 def part_of(file: Path) -> str:
@@ -191,6 +211,18 @@ class TestImports:
 
         for part in ALLOWED:
             visit(part, ())
+
+    def test_modules_have_no_import_cycle(self) -> None:
+        """Imports under `if TYPE_CHECKING` do not count; those inside functions do."""
+        modules = {module_of(file): file for file in FILES}
+        graph = {name: runtime_imports(file) & modules.keys() for name, file in modules.items()}
+        for name, imported in graph.items():
+            # A module may import its own package, which Python has imported before the module.
+            imported -= {parent for parent in imported if f"{name}.".startswith(f"{parent}.")}
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail(" -> ".join(error.args[1]))
 
     def test_proposers_do_not_know_each_other(self) -> None:
         """They may share files that hold none."""

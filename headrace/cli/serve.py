@@ -197,13 +197,13 @@ def _serve_replicas(args: argparse.Namespace) -> int:
 
 def follow_where_not_first(args: argparse.Namespace) -> None:
     """Before this process serves: it may be another rank than the first
-    (`assembly.ranks.follow_where_not_first`).
+    (`loader.ranks.follow_if_not_rank_0`).
     """
     sizes = {name: getattr(args, name) for name in PARALLEL}
     if sizes != {name: _DEFAULTS[name] for name in PARALLEL}:
         from headrace.loader import options, ranks
 
-        ranks.follow_where_not_first(options.engine_config(sizes))
+        ranks.follow_if_not_rank_0(options.engine_config(sizes))
 
 
 def _options(args: argparse.Namespace) -> EngineConfig:

@@ -147,7 +147,7 @@ def _ranks(
     """What each rank has of the model, and what it receives in a step of one row and in one of 512;
     empty for a single rank.
     """
-    from headrace.loader.ranks import mesh_of, rank_programs
+    from headrace.parallel.config import mesh_of, rank_programs
     from headrace.program.kv import token_bytes
     from headrace.program.op import StepSize
 

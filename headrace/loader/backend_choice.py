@@ -12,7 +12,7 @@ from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError, UnsupportedModelError
 from headrace.loader.drafts import DraftCheckpoints, target_program
 from headrace.loader.memory import fit_memory
-from headrace.loader.ranks import mesh_of
+from headrace.parallel.config import mesh_of
 from headrace.planner import gpu
 from headrace.planner.gpu import GpuHost
 

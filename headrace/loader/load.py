@@ -16,7 +16,8 @@ from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.loader.memory import draft_rows, fit_memory, most_logit_rows, step_rows
-from headrace.loader.ranks import compile_ranks, follow_where_not_first, mesh_of, threads_of
+from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
+from headrace.parallel.config import mesh_of, threads_per_rank
 from headrace.prompts import PromptReader
 from headrace.speculation.proposers import make_proposers
 
@@ -37,10 +38,10 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
     """Find a model, download it if need be, and make an engine of it, and a reader of its prompts.
 
     In a process that the environment makes another rank than the first it does not return: see
-    `ranks.follow_where_not_first`. Raises ModelError (missing, malformed, unknown), RequestError
+    `ranks.follow_if_not_rank_0`. Raises ModelError (missing, malformed, unknown), RequestError
     (an option the model cannot have) or MemoryLimitError.
     """
-    follow_where_not_first(config)
+    follow_if_not_rank_0(config)
     checkpoint = open_model(model, config)
     renderer = _renderer(checkpoint)  # in a process of its own, beside all that follows
     try:
@@ -109,7 +110,7 @@ def load_engine(
     config = with_backend(config, checkpoint, draft_checkpoints)
     program = target_program(config, checkpoint)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, max_model_len)
-    threads = threads_of(config, mesh)
+    threads = threads_per_rank(config, mesh)
     ranks = (
         compile_ranks(model, config, mesh, checkpoint, program, kv, launcher)
         if mesh.ranks > 1

@@ -8,7 +8,7 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.loader.drafts import DraftCheckpoints, own_program
 from headrace.loader.kv_size import KvUse, Memory, size_kv
-from headrace.loader.ranks import is_spread, mesh_of, rank_programs
+from headrace.parallel.config import is_multi_host, mesh_of, rank_programs
 from headrace.planner.host import available_memory
 from headrace.program.trace import Program
 from headrace.speculation.proposers.draft_model import max_rows
@@ -83,10 +83,8 @@ def fit_memory(
     hold the largest. No weight is read. Raises MemoryLimitError where they do not fit in the memory
     that is available.
     """
-    programs, spread = (
-        rank_programs(config, program, checkpoint.tensors),
-        is_spread(mesh_of(config)),
-    )
+    programs = rank_programs(config, program, checkpoint.tensors)
+    spread = is_multi_host(mesh_of(config))
     shares = [own.weight_bytes for own in programs]
     weights = (max(shares) if spread else sum(shares)) + draft_checkpoints.weight_bytes(
         config.backend, checkpoint.spec

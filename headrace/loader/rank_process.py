@@ -16,36 +16,30 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from headrace.config import EngineConfig, KvConfig
 from headrace.errors import HeadraceError
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.loader.load import open_model
 from headrace.loader.options import engine_config
-from headrace.loader.ranks import mesh_of
 from headrace.parallel.collectives import Exchange
+from headrace.parallel.config import mesh_of
 from headrace.parallel.hosts import LOST
 from headrace.parallel.rank import Rank, RankConfig
+from headrace.parallel.setup import kv_config_of
 from headrace.parallel.transport import GlooCarrier
 from headrace.parallel.worker import REPLY, Channel, follow
 
 _PR_SET_PDEATHSIG = 1
 
 
-def setup_of(model: str, config: EngineConfig, rank: RankConfig) -> dict[str, Any]:
-    """What a process is told to make its rank, fit for JSON."""
-    own = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    kv = (rank.kv.num_blocks, rank.kv.block_size, rank.kv.dtype)
-    return {"model": model, "config": own, "rank": rank.rank, "kv": kv, "threads": rank.threads}
-
-
 def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
     """The rank of a setup, with all that is attached to it. Raises as `load_model`."""
     config = engine_config(setup["config"])
-    (num_blocks, block_size, dtype), mesh = setup["kv"], mesh_of(config)
-    kv = KvConfig(tuple(num_blocks), block_size, dtype)
+    mesh = mesh_of(config)
     checkpoint = open_model(setup["model"], config)
     carrier = GlooCarrier(mesh, setup["rank"])
-    rank_config = RankConfig(mesh, setup["rank"], kv, setup["threads"], config.activations)
+    rank_config = RankConfig(
+        mesh, setup["rank"], kv_config_of(setup), setup["threads"], config.activations
+    )
     rank = Rank(
         rank_config, target_program(config, checkpoint), checkpoint.tensors, Exchange(carrier)
     )

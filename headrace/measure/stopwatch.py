@@ -10,8 +10,9 @@ from headrace.batch import KvRows, RaggedBatch, StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.loader.drafts import target_program
-from headrace.loader.ranks import compile_ranks, mesh_of, threads_of
+from headrace.loader.ranks import compile_ranks
 from headrace.model import trace_model
+from headrace.parallel.config import mesh_of, threads_per_rank
 from headrace.planner.profile import Phase
 from headrace.planner.roofline import PREFILL_CHUNK
 from headrace.program.op import StepSize
@@ -39,7 +40,7 @@ class Stopwatch:
         self._num_groups, self._block_size = len(program.kv_groups), config.traits.kv_block_size
         kv, threads = (
             KvConfig((blocks,) * self._num_groups, self._block_size, config.kv_dtype),
-            threads_of(config, mesh),
+            threads_per_rank(config, mesh),
         )
         self.executable: Executable
         if mesh.ranks > 1:

@@ -12,7 +12,7 @@ from ray.serve.schema import LoggingConfig
 
 from headrace.errors import RequestError
 from headrace.loader.options import engine_config
-from headrace.loader.ranks import mesh_of
+from headrace.parallel.config import mesh_of
 from headrace.remote import frames
 from headrace.request import check_names
 from headrace.scaleout.ray_cluster import Scale

@@ -14,7 +14,7 @@ import ray
 from ray.util import get_current_placement_group, get_node_ip_address, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headrace.loader.ranks import PROCESS
+from headrace.loader.ranks import RANK_COMMAND
 from headrace.parallel.hosts import HostLauncher, Placement, follow_rank_0
 
 
@@ -63,7 +63,9 @@ class Follower:
 
     def follow(self, rank: int, num_ranks: int, address: str, port: int) -> int:
         """Follow rank 0, which has a store there, to its end; returns the exit code."""
-        return follow_rank_0(Placement(rank, num_ranks, address, port, has_store=False), PROCESS)
+        return follow_rank_0(
+            Placement(rank, num_ranks, address, port, has_store=False), RANK_COMMAND
+        )
 
 
 def _free_port(address: str) -> int:

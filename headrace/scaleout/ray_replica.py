@@ -13,7 +13,7 @@ from headrace.checkpoint.fingerprint import fingerprint
 from headrace.config import EngineConfig
 from headrace.errors import ClosedError, HeadraceError
 from headrace.loader.load import open_model
-from headrace.loader.ranks import mesh_of
+from headrace.parallel.config import mesh_of
 from headrace.remote import frames
 from headrace.remote.host import EngineHost, open_engine
 from headrace.remote.replica_status import ReplicaStatus, encode_status

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.loader.load import open_model
-from headrace.loader.ranks import mesh_of, threads_of
+from headrace.parallel.config import mesh_of, threads_per_rank
 from headrace.remote import frames
 from headrace.remote.errors import EngineDeadError
 from headrace.scaleout.fleet import Fleet
@@ -39,7 +39,9 @@ def serve_replicas(
         model, config
     )  # what is wrong with it is said before Ray is started; and no two replicas fetch it
     mesh, most = mesh_of(config), max(scale.replicas, scale.max_replicas)
-    config = replace(config, threads=config.threads or max(1, threads_of(config, mesh) // most))
+    config = replace(
+        config, threads=config.threads or max(1, threads_per_rank(config, mesh) // most)
+    )
     with ray_cluster(most * config.threads * mesh.ranks) as is_ours:
         from headrace.scaleout.ray_app import replicas
         from headrace.scaleout.ray_dispatcher import RayDispatcher

@@ -146,8 +146,8 @@ def test_as_many_ranks_as_there_are_processes(model: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
-        done.stderr == "headrace: the environment has 3 ranks, and tensor_parallel_size 2 x "
-        "pipeline_parallel_size 1 makes 2\n"
+        done.stderr == "headrace: the environment has 3 ranks, but tensor_parallel_size 2 x "
+        "pipeline_parallel_size 1 is 2; start one process per rank\n"
     )
 
 

@@ -1,0 +1,23 @@
+"""The setup message: rank 0 sends it to each other rank's process, as JSON, before any command."""
+
+from dataclasses import fields
+from typing import Any
+
+from headrace.config import EngineConfig, KvConfig
+from headrace.parallel.rank import RankConfig
+
+
+def setup_of(model: str, config: EngineConfig, rank: RankConfig) -> dict[str, Any]:
+    """Return the setup of a rank, as values that JSON can hold."""
+    return {
+        "model": model,
+        "config": {field.name: getattr(config, field.name) for field in fields(config)},
+        "rank": rank.rank,
+        "kv": (rank.kv.num_blocks, rank.kv.block_size, rank.kv.dtype),
+        "threads": rank.threads,
+    }
+
+
+def kv_config_of(setup: dict[str, Any]) -> KvConfig:
+    num_blocks, block_size, dtype = setup["kv"]
+    return KvConfig(tuple(num_blocks), block_size, dtype)
