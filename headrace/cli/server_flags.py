@@ -152,7 +152,7 @@ def model_name(model: str) -> str:
 
 def announce(served: "ServerState", port: int, *more: str) -> None:
     """Say what is served, and how to ask; `more`: further lines."""
-    hello, settings = served.engine.hello, served.settings
+    hello, settings = served.engine.info, served.settings
     assert hello is not None
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http://{host}:{port}"

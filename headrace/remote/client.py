@@ -23,12 +23,6 @@ from headrace.remote.heartbeat import Heartbeat, cpu_ticks
 from headrace.remote.quarantine import Quarantine
 from headrace.remote.start import StartedEngine, start_engine
 from headrace.remote.stream import Stream
-from headrace.request import (
-    DEFAULT_OPTIONS,
-    PoolingParams,
-    RequestOptions,
-    SamplingParams,
-)
 
 STALE = 2.0
 """Seconds without a pulse, and without having run, after which an engine is taken to be stopped."""
@@ -47,7 +41,7 @@ log = logging.getLogger("headrace.server")
 
 
 class EngineClient:
-    """The engine process, whichever one runs: a `ServedEngine`."""
+    """The engine process, whichever one runs: a `RemoteEngine`."""
 
     def __init__(
         self,
@@ -60,7 +54,7 @@ class EngineClient:
         """`stall_seconds`: for how long a step may run before the engine is started again;
         `started`: the first process, if it is there.
         """
-        self.hello: frames.Hello | None = None
+        self.info: frames.EngineInfo | None = None
         self.report = frames.Report({}, {}, {})
         self.state: State = "loading"
         self.restarts = 0
@@ -103,35 +97,19 @@ class EngineClient:
         if self.state != "ready":
             raise EngineDeadError(self._why)
 
-    async def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams | None = None,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        *,
-        pooling: PoolingParams | None = None,
-        output_token_ids: list[list[int]] | None = None,
-    ) -> Stream:
+    async def submit(self, request: frames.Add) -> Stream:
         """Send a request, and return the stream of what comes of it once the engine has taken it.
 
         Raises RefusedError where the engine cannot serve it, NotReadyError where there is no
         engine, EngineDeadError if it ends meanwhile.
         """
-        asked = frames.Add(
-            id="",
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            pooling=pooling,
-            options=options,
-            output_token_ids=output_token_ids or [],
-        )
-        await self._quarantine.enter(asked)
+        await self._quarantine.enter(request)
         try:
-            stream = self._open(asked)
+            stream = self._open(request)
         except NotReadyError:
-            self._quarantine.left(asked)
+            self._quarantine.left(request)
             raise
-        self._send(msgspec.structs.replace(asked, id=stream.id))
+        self._send(msgspec.structs.replace(request, id=stream.id))
         try:
             await stream.accepted()
         except BaseException:
@@ -207,7 +185,7 @@ class EngineClient:
                 [stream.asked for stream in self._streams.values() if stream.asked]
             )
             self._fail_all(EngineDeadError(why))
-            if self.hello is None or not self._may_restart():
+            if self.info is None or not self._may_restart():
                 self._become("dead", why)
                 return
             log.error("the engine ended: %s; it is started again", why)
@@ -247,8 +225,8 @@ class EngineClient:
                 match event:
                     case frames.Report():
                         self.report = event
-                    case frames.Hello():
-                        self.hello = event
+                    case frames.EngineInfo():
+                        self.info = event
                         self._become("ready")
                     case frames.Refused("", _, message):
                         self.exit_code = 1
@@ -259,7 +237,9 @@ class EngineClient:
         self.exit_code = code if code > 0 else 1
         return self._why or (f"signal {-code}" if code < 0 else f"exit code {code}")
 
-    def _hand_out(self, event: frames.Answer | frames.Refused | frames.News | frames.Ended) -> None:
+    def _hand_out(
+        self, event: frames.Answer | frames.Refused | frames.StepOutput | frames.Ended
+    ) -> None:
         """An event of a request that is not there any more is dropped."""
         stream = self._streams.get(event.id)
         is_last = stream and not stream.put(event)

@@ -7,21 +7,15 @@ from typing import Literal, Protocol
 
 from headrace.remote import frames
 from headrace.remote.stream import Stream
-from headrace.request import (
-    DEFAULT_OPTIONS,
-    PoolingParams,
-    RequestOptions,
-    SamplingParams,
-)
 
 State = Literal["loading", "ready", "stalled", "dead", "closed"]
 
 
-class ServedEngine(Protocol):
+class RemoteEngine(Protocol):
     """An engine, or several that look like one."""
 
     @property
-    def hello(self) -> frames.Hello | None:
+    def info(self) -> frames.EngineInfo | None:
         """What it said of itself; None before it was ready for the first time."""
 
     @property
@@ -57,15 +51,7 @@ class ServedEngine(Protocol):
         cannot be.
         """
 
-    async def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams | None = None,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        *,
-        pooling: PoolingParams | None = None,
-        output_token_ids: list[list[int]] | None = None,
-    ) -> Stream:
+    async def submit(self, request: frames.Add) -> Stream:
         """Send a request, and return the stream of what comes of it once it was taken.
 
         Raises RefusedError where it cannot be served, NotReadyError where there is no engine,

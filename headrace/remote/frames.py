@@ -31,7 +31,7 @@ ErrorKind = Literal["request", "not_finite", "closed", "internal", "quarantined"
 
 class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Load a model with adapters, whose paths are given by name: the first frame. The answer is
-    `Hello`, or `Refused` under no id.
+    `EngineInfo`, or `Refused` under no id.
     """
 
     model: str
@@ -39,15 +39,14 @@ class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
     adapters: dict[str, str]
 
 
-class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Check a request and queue it: see `Engine.check` for its fields. The answer is `Accepted` or
-    `Refused`.
-    """
+class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
+    """Check a request and queue it: see `Engine.check`. The reply is `Accepted` or `Refused`."""
 
-    id: str
+    id: str = ""
+    """Chosen by the `RemoteEngine` that the request is submitted to."""
     prompt_token_ids: list[int]
-    params: SamplingParams | None
-    pooling: PoolingParams | None
+    params: SamplingParams | None = None
+    pooling: PoolingParams | None = None
     options: RequestOptions = DEFAULT_OPTIONS
     output_token_ids: list[list[int]] = []
     """The tokens that each continuation has already, where another engine began it."""
@@ -83,7 +82,7 @@ class MapBlocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
 Command = Add | Abort | LoadAdapter | UnloadAdapter | MapBlocks
 
 
-class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The engine is ready."""
 
     architecture: str
@@ -118,7 +117,7 @@ class Refused(msgspec.Struct, array_like=True, tag=True, frozen=True):
     message: str
 
 
-class News(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """What a step brought to one continuation of a request: see `request.Update`."""
 
     id: str
@@ -189,7 +188,7 @@ class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     groups: list[GroupBlocks]
 
 
-Event = Hello | Accepted | Refused | News | Ended | Report | Blocks
+Event = EngineInfo | Accepted | Refused | StepOutput | Ended | Report | Blocks
 Answer = Accepted | Blocks
 """What comes of a command that is not refused."""
 

@@ -71,7 +71,7 @@ class _Sink:
     def _tell(self, item: Update) -> None:
         if item.token_ids or item.text or item.finish_reason:
             news = (item.text, item.token_ids, item.logprobs, item.finish_reason, item.stop_reason)
-            self._put(frames.News(self._id, item.index, *news))
+            self._put(frames.StepOutput(self._id, item.index, *news))
         if item.result:
             self._put(ended(self._id, item.result))
 
@@ -84,7 +84,7 @@ class EngineHost:
         self.engine = engine
         self._spec = spec
         self._put = put
-        self.hello = hello(engine, spec)
+        self.info = engine_info(engine, spec)
         """What can be known of the engine once it is ready."""
 
     def report(self) -> frames.Report:
@@ -217,10 +217,10 @@ def _runs(blocks: Sequence[int]) -> list[int]:
     return [int(n) for pair in zip(ids[starts], lengths, strict=True) for n in pair]
 
 
-def hello(engine: Engine, spec: ModelSpec) -> frames.Hello:
+def engine_info(engine: Engine, spec: ModelSpec) -> frames.EngineInfo:
     """What the API process is told once the engine is ready."""
     limits, config, stats = engine.limits, engine.config, engine.stats()
-    return frames.Hello(
+    return frames.EngineInfo(
         architecture=spec.architecture,
         vocab_size=limits.vocab_size,
         dim=spec.dim,

@@ -46,10 +46,10 @@ def merged(events: list[frames.Event]) -> list[frames.Event]:
     """The same events, with all that is new of one continuation told at once, where the first of it
     was told.
     """
-    told: list[frames.Event | list[frames.News]] = []
-    news: dict[tuple[str, int], list[frames.News]] = {}
+    told: list[frames.Event | list[frames.StepOutput]] = []
+    news: dict[tuple[str, int], list[frames.StepOutput]] = {}
     for event in events:
-        if not isinstance(event, frames.News):
+        if not isinstance(event, frames.StepOutput):
             told.append(event)
         elif known := news.get((event.id, event.index)):
             known.append(event)
@@ -58,12 +58,12 @@ def merged(events: list[frames.Event]) -> list[frames.Event]:
     return [_joined(one) if isinstance(one, list) else one for one in told]
 
 
-def _joined(news: list[frames.News]) -> frames.News:
+def _joined(news: list[frames.StepOutput]) -> frames.StepOutput:
     """What is new of one continuation, as one."""
     if len(news) == 1:
         return news[0]
     last = news[-1]
-    return frames.News(
+    return frames.StepOutput(
         last.id,
         last.index,
         "".join([one.text for one in news]),

@@ -149,7 +149,7 @@ def main(*arguments: str) -> None:
     outbox = Outbox()
     host = EngineHost(engine, spec, outbox.put)
     with suppress(BrokenPipeError):  # the API process has gone
-        connection.sendall(frames.encode(host.hello))
+        connection.sendall(frames.encode(host.info))
         EngineServer(host, outbox, connection, incoming, heartbeat).serve()
 
 

@@ -14,7 +14,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     draining: bool
     """Whether it takes no more requests, and ends once those under way have ended."""
-    hello: frames.Hello
+    info: frames.EngineInfo
     report: frames.Report
     adapters: dict[str, str]
     restarts: int

@@ -52,7 +52,7 @@ class Stream:
         assert isinstance(event, frames.Answer), "nothing else comes first"
         return event
 
-    async def __aiter__(self) -> AsyncIterator[frames.News | frames.Ended]:
+    async def __aiter__(self) -> AsyncIterator[frames.StepOutput | frames.Ended]:
         """The news of the request, and how it ended, which comes last. Raises what has ended the
         engine.
         """
@@ -60,7 +60,7 @@ class Stream:
             event = await self._events.get()
             if isinstance(event, EngineError):
                 raise event
-            if isinstance(event, frames.News):
+            if isinstance(event, frames.StepOutput):
                 yield event
             elif isinstance(event, frames.Ended):
                 yield event
@@ -74,7 +74,7 @@ class Stream:
 
     def _note(self, event: frames.Event | EngineError) -> None:
         match event:
-            case frames.News():
+            case frames.StepOutput():
                 self.output_tokens += len(event.token_ids)
                 if event.finish_reason:
                     self.finish_reasons.append(event.finish_reason)

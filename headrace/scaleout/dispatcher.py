@@ -37,7 +37,7 @@ class Dispatcher(Protocol):
 
     def generate(
         self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
         """Run a request on some replica, from the tokens on that its outputs have already;
         `Accepted` comes first, `Ended` last.
 

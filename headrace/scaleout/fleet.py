@@ -14,18 +14,14 @@ from contextlib import aclosing, contextmanager
 from itertools import count
 from time import monotonic
 
+import msgspec
+
 from headrace.errors import NoReplicaError
 from headrace.remote import frames
 from headrace.remote.engine import State
 from headrace.remote.errors import EngineDeadError, EngineError, NotReadyError
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.remote.stream import Stream
-from headrace.request import (
-    DEFAULT_OPTIONS,
-    PoolingParams,
-    RequestOptions,
-    SamplingParams,
-)
 from headrace.scaleout.dispatcher import Dispatcher, ReplicaLostError
 from headrace.scaleout.gathered import Totals, adapters_of, blocks_of, hello_of
 from headrace.scaleout.resumable import Resumable, with_seed
@@ -40,7 +36,7 @@ log = logging.getLogger("headrace.scaleout")
 
 
 class Fleet:
-    """The replicas of a dispatcher, as the routes use an engine: a `ServedEngine`."""
+    """The replicas of a dispatcher, as the routes use an engine: a `RemoteEngine`."""
 
     exit_code = 1
 
@@ -60,7 +56,7 @@ class Fleet:
         self._closed = False
 
     @property
-    def hello(self) -> frames.Hello | None:
+    def info(self) -> frames.EngineInfo | None:
         """What all replicas together say of themselves."""
         known = self._replicas()
         return hello_of(known) if known else None
@@ -106,15 +102,7 @@ class Fleet:
         await self._dispatcher.start()
         self._replicas()
 
-    async def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams | None = None,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        *,
-        pooling: PoolingParams | None = None,
-        output_token_ids: list[list[int]] | None = None,
-    ) -> Stream:
+    async def submit(self, request: frames.Add) -> Stream:
         """Send a request, and return the stream of what comes of it once a replica has taken it.
 
         Raises RefusedError where none can serve it, NotReadyError where there is none for too long,
@@ -123,14 +111,7 @@ class Fleet:
         if self._closed:
             raise NotReadyError("closed", "the server is shutting down")
         number = next(self._numbers)
-        asked = frames.Add(
-            id=str(number),
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            pooling=pooling,
-            options=options,
-            output_token_ids=output_token_ids or [],
-        )
+        asked = msgspec.structs.replace(request, id=str(number))
         stream = Stream(asked.id, asked, self._abort)
         self._running[asked.id] = asyncio.ensure_future(
             self._run(with_seed(asked, self._seed, number), stream)
@@ -196,7 +177,7 @@ class Fleet:
 
     async def _events(
         self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
         """What comes of a request, on one replica after the other if need be."""
         request, is_accepted = Resumable(asked), False
         waiting_since: float | None = None
@@ -213,7 +194,7 @@ class Fleet:
                                 if not is_accepted:
                                     yield event
                                 is_accepted = True
-                            case frames.News():
+                            case frames.StepOutput():
                                 if news := request.tell(event):
                                     yield news
                             case frames.Ended(error=frames.Refused(kind="closed", message=why)):

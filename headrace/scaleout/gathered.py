@@ -31,11 +31,11 @@ _SHARES = ("occupancy", "waste")
 """Of the KV memory: the mean of the replicas, by how much of it they have."""
 
 
-def hello_of(replicas: Collection[ReplicaStatus]) -> frames.Hello:
+def hello_of(replicas: Collection[ReplicaStatus]) -> frames.EngineInfo:
     """What one engine as large as all of these would say of itself; there is one of them at
     least.
     """
-    hellos = [replica.hello for replica in replicas]
+    hellos = [replica.info for replica in replicas]
     first, *_ = hellos
     sums = {name: sum(getattr(hello, name) for hello in hellos) for name in _OF_ALL}
     return msgspec.structs.replace(

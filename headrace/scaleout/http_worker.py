@@ -90,7 +90,7 @@ class HttpWorker:
 
     async def generate(
         self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
         """Run a request there: see `Dispatcher.generate`."""
         status, session, is_accepted = self.status, self._session, False
         if status is None or session is None:
@@ -109,7 +109,7 @@ class HttpWorker:
                         # which is handed on once the body has ended, so that its connection serves
                         # the next request
                         ended = event
-                    elif isinstance(event, frames.Accepted | frames.News):
+                    elif isinstance(event, frames.Accepted | frames.StepOutput):
                         yield event
         except _FAILURES as error:
             why = _told(error)

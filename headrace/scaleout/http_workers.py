@@ -89,7 +89,7 @@ class HttpWorkers:
 
     async def generate(
         self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
         """Run a request on the worker that is expected to begin soonest, or on the next if that
         takes no more now.
         """
@@ -156,7 +156,7 @@ class HttpWorkers:
 
     async def _run(
         self, asked: frames.Add, routed: Routed
-    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
         """Run a request on the worker that was chosen, and tell the router how it goes."""
         router = self._router
         assert router is not None
@@ -167,7 +167,7 @@ class HttpWorkers:
         try:
             async with aclosing(self._workers[routed.replica].generate(asked)) as events:
                 async for event in events:
-                    if isinstance(event, frames.News):
+                    if isinstance(event, frames.StepOutput):
                         router.first_token(routed)
                         tokens = tokens + event.token_ids if event.index == 0 else tokens
                     elif isinstance(event, frames.Ended):
@@ -192,10 +192,10 @@ class HttpWorkers:
                 log.error("%s", worker.problem)
             return
         if self._router is None:
-            self._router = PrefixRouter(status.hello.block_size)
+            self._router = PrefixRouter(status.info.block_size)
         cost = self._cost(worker.url, status)
         self._router.join(
-            worker.url, status.boot, cost, max(1, status.hello.kv_tokens // status.hello.block_size)
+            worker.url, status.boot, cost, max(1, status.info.kv_tokens // status.info.block_size)
         )
 
     def _cost(self, url: str, status: ReplicaStatus) -> StepCost:
@@ -206,7 +206,7 @@ class HttpWorkers:
         self._times[url] = status.boot, times
         times.observe(status.report)
         self._common.observe(status.report)
-        return times.cost(status.hello.max_num_seqs, self._common)
+        return times.cost(status.info.max_num_seqs, self._common)
 
     def _problem(self, url: str, status: ReplicaStatus) -> str:
         """Why a worker cannot be used; empty where it can."""
@@ -215,7 +215,7 @@ class HttpWorkers:
                 f"{url} serves another model or tokenizer: start it with the same MODEL as "
                 "this process"
             )
-        said = {name: getattr(status.hello, name) for name in _ALIKE}
+        said = {name: getattr(status.info, name) for name in _ALIKE}
         self._alike = self._alike or said
         other = [
             f"{name} {said[name]!r}, not {value!r}"

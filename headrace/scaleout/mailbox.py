@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from headrace.remote import frames
 from headrace.remote.outbox import merged
 
-Event = frames.Accepted | frames.Refused | frames.News | frames.Ended | frames.Blocks
+Event = frames.Accepted | frames.Refused | frames.StepOutput | frames.Ended | frames.Blocks
 
 
 class _Box:
@@ -69,7 +69,7 @@ class Mailroom:
                 event = self._arrived.get_nowait()
                 box = (
                     self._boxes.get(event.id)
-                    if not isinstance(event, frames.Hello | frames.Report)
+                    if not isinstance(event, frames.EngineInfo | frames.Report)
                     else None
                 )
                 if box:

@@ -84,7 +84,7 @@ class RayDispatcher:
 
     async def generate(
         self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
         own_id = asked.id
         asked = msgspec.structs.replace(asked, id=f"{self._prefix}-{own_id}")
         messages = self._handle.options(method_name="generate", stream=True).remote(
@@ -101,9 +101,9 @@ class RayDispatcher:
                         if isinstance(event, frames.Refused):
                             told.is_over = True
                             raise RefusedError(event.kind, event.message)
-                        assert isinstance(event, frames.Accepted | frames.News | frames.Ended), (
-                            "nothing else comes of a request"
-                        )
+                        assert isinstance(
+                            event, frames.Accepted | frames.StepOutput | frames.Ended
+                        ), "nothing else comes of a request"
                         told.note(event, self._router)
                         yield msgspec.structs.replace(event, id=own_id)
             if not told.is_over:
@@ -238,11 +238,11 @@ class _Told:
 
     def note(
         self,
-        event: frames.Accepted | frames.News | frames.Ended,
+        event: frames.Accepted | frames.StepOutput | frames.Ended,
         router: PrefixRequestRouter | None,
     ) -> None:
         """Something has come of it."""
-        if isinstance(event, frames.News) and event.index == 0:
+        if isinstance(event, frames.StepOutput) and event.index == 0:
             self.tokens += event.token_ids
         if router and not self._has_begun and not isinstance(event, frames.Accepted):
             self._has_begun = True

@@ -98,7 +98,7 @@ class Replica:
             boot=self._boot,
             state="dead" if thread.closed else "ready",
             draining=False,  # Ray sends it no more then
-            hello=self._host.hello,
+            info=self._host.info,
             report=self._report,
             adapters=self._adapters,
             restarts=0,

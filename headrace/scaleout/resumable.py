@@ -77,7 +77,7 @@ class Resumable:
             left, output_token_ids=[tokens[:] for tokens in self._outputs]
         )
 
-    def tell(self, news: frames.News) -> frames.News | None:
+    def tell(self, news: frames.StepOutput) -> frames.StepOutput | None:
         """What the client is to be told; None for what it knows."""
         if news.index in self._finished:
             return None

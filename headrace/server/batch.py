@@ -20,7 +20,7 @@ import msgspec
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.remote.client import EngineClient
-from headrace.remote.engine import ServedEngine
+from headrace.remote.engine import RemoteEngine
 from headrace.remote.errors import EngineDeadError
 from headrace.server.app import make_app
 from headrace.server.asgi_app import AsgiApp
@@ -138,8 +138,8 @@ async def _run(
         async with start_server(
             model, config, settings, EngineClient(model, config, {}, settings.stall_seconds)
         ) as served:
-            app, places, hello = make_app(served), iter(left), served.engine.hello
-            assert hello, "the engine has started"
+            app, places, info = make_app(served), iter(left), served.engine.info
+            assert info, "the engine has started"
 
             async def lane() -> None:
                 nonlocal count, failed
@@ -153,14 +153,14 @@ async def _run(
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(len(left), _AHEAD * hello.max_num_seqs)):
+                    for _ in range(min(len(left), _AHEAD * info.max_num_seqs)):
                         group.create_task(lane())
             except* EngineDeadError as errors:
                 raise errors.exceptions[0] from None
     return count, failed
 
 
-async def _answer(app: AsgiApp, asked: BatchLine, engine: ServedEngine) -> dict[str, Any]:
+async def _answer(app: AsgiApp, asked: BatchLine, engine: RemoteEngine) -> dict[str, Any]:
     """What the route answers. A request whose engine ended under it is asked again, some times.
     Raises EngineDeadError.
     """

@@ -185,7 +185,7 @@ class _Response:
             yield sse_error(error)
 
     def _delta(
-        self, index: int, news: frames.News, echo: str, offsets: list[int]
+        self, index: int, news: frames.StepOutput, echo: str, offsets: list[int]
     ) -> dict[str, Any]:
         """Return one step's output as a choice; moves the choice's text offset."""
         reason, scores = finish_reason(news), None
@@ -235,10 +235,10 @@ class _Response:
             tokens, offset = [*self._prompts[number], *tokens], 0
         return completion_logprobs(entries, tokens, num_top, offset, self._tokenizer)
 
-    def _index(self, number: int, news: frames.News) -> int:
+    def _index(self, number: int, news: frames.StepOutput) -> int:
         return number * self._n + news.index
 
-    def _count(self, number: int, news: frames.News) -> None:
+    def _count(self, number: int, news: frames.StepOutput) -> None:
         self._usage.completion += len(news.token_ids)
         self._timers[number].add_tokens(len(news.token_ids))
 

@@ -87,7 +87,7 @@ class Choice:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def add(self, news: frames.News) -> None:
+    def add(self, news: frames.StepOutput) -> None:
         """Append the output of one step."""
         self.pieces.append(news.text)
         self.token_ids += news.token_ids
@@ -97,7 +97,7 @@ class Choice:
             self.stop_reason = news.stop_reason
 
 
-def finish_reason(news: frames.News) -> str | None:
+def finish_reason(news: frames.StepOutput) -> str | None:
     """Return OpenAI's finish reason, or None if the sequence continues.
 
     An aborted or failed sequence has None too: the error follows in the event `Ended`.

@@ -17,7 +17,7 @@ import uvicorn
 
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
-from headrace.remote.engine import ServedEngine
+from headrace.remote.engine import RemoteEngine
 from headrace.server.app import make_app
 from headrace.server.asgi_app import LOOPBACK
 from headrace.server.connection import Connection
@@ -56,7 +56,7 @@ def serve(
     model: str,
     config: EngineConfig,
     settings: Settings,
-    make_engine: Callable[[], ServedEngine],
+    make_engine: Callable[[], RemoteEngine],
     announce: Announce,
 ) -> int:
     """Serve until a signal ends it; returns the exit code. `make_engine` is called within the event
@@ -100,7 +100,7 @@ async def _serve(
     model: str,
     config: EngineConfig,
     settings: Settings,
-    make_engine: Callable[[], ServedEngine],
+    make_engine: Callable[[], RemoteEngine],
     listener: socket.socket,
     tracer: Tracer | None,
     announce: Announce,

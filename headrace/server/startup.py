@@ -10,7 +10,7 @@ from headrace.errors import HeadraceError
 from headrace.loader.load import open_model, read_prompts
 from headrace.model import trace_model
 from headrace.prompts import PromptReader
-from headrace.remote.engine import ServedEngine
+from headrace.remote.engine import RemoteEngine
 from headrace.remote.errors import EngineDeadError, EngineStartError
 from headrace.server.metrics import Metrics
 from headrace.server.output_parsers.parser import OutputFormat
@@ -21,7 +21,7 @@ from headrace.server.step_roofline import StepRoofline
 
 @asynccontextmanager
 async def start_server(
-    model: str, config: EngineConfig, settings: Settings, engine: ServedEngine
+    model: str, config: EngineConfig, settings: Settings, engine: RemoteEngine
 ) -> AsyncIterator[ServerState]:
     """Start the engine and yield the state of the routes; everything is closed with the context.
 
@@ -45,8 +45,8 @@ async def start_server(
         del checkpoint  # closes its files
 
         await _wait_for_engine(starting, engine)
-        assert engine.hello is not None, "a started engine has sent its Hello"
-        roofline = await asyncio.to_thread(StepRoofline, program, engine.hello)
+        assert engine.info is not None, "a started engine has sent its info"
+        roofline = await asyncio.to_thread(StepRoofline, program, engine.info)
         yield ServerState(
             settings=settings,
             engine=engine,
@@ -67,7 +67,7 @@ async def start_server(
             prompt_reader.close()
 
 
-async def _wait_for_engine(starting: asyncio.Future[None], engine: ServedEngine) -> None:
+async def _wait_for_engine(starting: asyncio.Future[None], engine: RemoteEngine) -> None:
     try:
         await starting
     except EngineDeadError as error:

@@ -15,7 +15,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
 from headrace.prompts import PromptReader, TokenizedPrompt
 from headrace.remote import frames
-from headrace.remote.engine import ServedEngine
+from headrace.remote.engine import RemoteEngine
 from headrace.remote.errors import NotReadyError
 from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, RequestOptions, SamplingParams
@@ -41,7 +41,7 @@ class ServerState:
         self,
         *,
         settings: Settings,
-        engine: ServedEngine,
+        engine: RemoteEngine,
         prompt_reader: PromptReader,
         tokenizer: Tokenizer,
         advised_sampling: Mapping[str, Any],
@@ -88,8 +88,8 @@ class ServerState:
     @property
     def max_sequences(self) -> int:
         """Maximum number of sequences that run or wait."""
-        hello = self.engine.hello
-        return (hello.max_num_seqs if hello else 0) + self.settings.max_waiting
+        info = self.engine.info
+        return (info.max_num_seqs if info else 0) + self.settings.max_waiting
 
     @property
     def num_sequences(self) -> int:
@@ -210,8 +210,10 @@ class ServerState:
         record.prompt_tokens = sum(map(len, prompts))
         try:
             for token_ids in prompts:
-                submission = self.engine.submit(token_ids, params, options, pooling=pooling)
-                streams.append(await http.while_connected(submission))
+                request = frames.Add(
+                    prompt_token_ids=token_ids, params=params, pooling=pooling, options=options
+                )
+                streams.append(await http.while_connected(self.engine.submit(request)))
             yield streams
         finally:
             for stream in streams:
@@ -221,13 +223,13 @@ class ServerState:
 
 async def merge_streams(
     streams: list[Stream],
-) -> AsyncIterator[tuple[int, frames.News | frames.Ended]]:
+) -> AsyncIterator[tuple[int, frames.StepOutput | frames.Ended]]:
     """Yield the events of several streams in order of arrival, each with its stream's index."""
     if len(streams) == 1:
         async for event in streams[0]:
             yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, frames.News | frames.Ended] | Exception] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, frames.StepOutput | frames.Ended] | Exception] = asyncio.Queue()
 
     async def pump(index: int, stream: Stream) -> None:
         try:

@@ -70,7 +70,7 @@ def _stats(state: ServerState) -> dict[str, Any]:
         "started": state.started,
         "restarts": engine.restarts,
         "advised_sampling": state.advised_sampling,
-        "engine": msgspec.structs.asdict(engine.hello) if engine.hello else None,
+        "engine": msgspec.structs.asdict(engine.info) if engine.info else None,
         "figures": report.figures,
         "adapters": report.adapters,
         "drafts": {

@@ -12,17 +12,17 @@ from headrace.planner.roofline import op_kind, op_seconds
 from headrace.program.kv import number_bytes
 from headrace.program.op import Kind, StepSize
 from headrace.program.trace import Program
-from headrace.remote.frames import Hello
+from headrace.remote.frames import EngineInfo
 
 
 class StepRoofline:
     """The limits of one model on one machine."""
 
-    def __init__(self, program: Program, hello: Hello) -> None:
+    def __init__(self, program: Program, info: EngineInfo) -> None:
         self._program = program
-        self._machine = hardware.remembered(hello.threads, hello.backend)
-        self._number_bytes = number_bytes(program.kv_groups, hello.kv_dtype)
-        self._slot_bytes = hello.kv_bytes / hello.kv_tokens
+        self._machine = hardware.remembered(info.threads, info.backend)
+        self._number_bytes = number_bytes(program.kv_groups, info.kv_dtype)
+        self._slot_bytes = info.kv_bytes / info.kv_tokens
 
     def limits(self) -> dict[str, Any] | None:
         """Return the machine's measured bytes and operations per second, or None."""

@@ -41,13 +41,7 @@ async def generate(http: HttpExchange, state: ServerState) -> None:
     options = replace(request.options, timeout=timeout)
 
     with state.admit(http, (params.beam_width or params.n) if params else 1):
-        submission = state.engine.submit(
-            request.prompt_token_ids,
-            params,
-            options,
-            pooling=request.pooling,
-            output_token_ids=request.output_token_ids,
-        )
+        submission = state.engine.submit(msgspec.structs.replace(request, options=options))
         try:
             stream = await http.while_connected(submission)
         except RefusedError as error:
@@ -97,12 +91,12 @@ async def _statuses(state: ServerState) -> AsyncGenerator[bytes]:
 
 def _status(state: ServerState) -> ReplicaStatus:
     engine = state.engine
-    assert engine.hello is not None, "a served engine has sent its Hello"
+    assert engine.info is not None, "a served engine has sent its info"
     return ReplicaStatus(
         boot=f"{state.boot_id}-{engine.restarts}",
         state=engine.state,
         draining=state.draining,
-        hello=engine.hello,
+        info=engine.info,
         report=engine.report,
         adapters=dict(engine.adapters),
         restarts=engine.restarts,

@@ -17,13 +17,12 @@ PARAMS = SamplingParams(
 )
 COMMANDS: list[frames.Command] = [
     frames.Add(
-        "7",
-        [1, 2, 3],
-        PARAMS,
-        None,
-        RequestOptions(priority=-3, timeout=1.5, cache_salt="salt", adapter="adapter"),
+        id="7",
+        prompt_token_ids=[1, 2, 3],
+        params=PARAMS,
+        options=RequestOptions(priority=-3, timeout=1.5, cache_salt="salt", adapter="adapter"),
     ),
-    frames.Add("8", [0], None, PoolingParams(pooling="mean", normalise=True)),
+    frames.Add(id="8", prompt_token_ids=[0], pooling=PoolingParams(pooling="mean", normalise=True)),
     frames.Abort("7"),
     frames.LoadAdapter("9", "name", "/path"),
     frames.UnloadAdapter("10", "name"),
@@ -31,7 +30,7 @@ COMMANDS: list[frames.Command] = [
 EVENTS: list[frames.Event] = [
     frames.Accepted("7"),
     frames.Refused("8", "request", "why"),
-    frames.News(
+    frames.StepOutput(
         "7",
         1,
         "text \N{SNOWMAN}",

@@ -45,7 +45,9 @@ def test_nothing_is_lost_or_moved(told: list[frames.Event]) -> None:
     less = merged(told)
     assert _said(less) == _said(told)
     assert _others(less) == _others(told)
-    assert len([event for event in less if isinstance(event, frames.News)]) == len(_said(told))
+    assert len([event for event in less if isinstance(event, frames.StepOutput)]) == len(
+        _said(told)
+    )
     for request_id in {event.id for event in told if isinstance(event, frames.Accepted)}:
         of_it = [type(event) for event in less if getattr(event, "id", "") == request_id]
         assert of_it[0] is frames.Accepted
@@ -77,9 +79,9 @@ def _write(outbox: Outbox, connection: socket.socket) -> None:
     connection.shutdown(socket.SHUT_WR)
 
 
-def _news(request_id: str, index: int, step: int, reason: str | None = None) -> frames.News:
+def _news(request_id: str, index: int, step: int, reason: str | None = None) -> frames.StepOutput:
     logprobs = [{step: Logprob(-0.5, 1, str(step))}] if step % 3 else []
-    return frames.News(
+    return frames.StepOutput(
         request_id,
         index,
         f"{step} ",
@@ -94,7 +96,7 @@ def _said(told: list[frames.Event]) -> Said:
     """Each continuation: its text, tokens, log-probabilities, and how it ended."""
     said: Said = defaultdict(lambda: ["", [], [], None, None])
     for one in told:
-        if isinstance(one, frames.News):
+        if isinstance(one, frames.StepOutput):
             text, tokens, logprobs, *_ = said[one.id, one.index]
             said[one.id, one.index] = [
                 text + one.text,
@@ -107,4 +109,4 @@ def _said(told: list[frames.Event]) -> Said:
 
 
 def _others(told: list[frames.Event]) -> list[frames.Event]:
-    return [event for event in told if not isinstance(event, frames.News)]
+    return [event for event in told if not isinstance(event, frames.StepOutput)]

@@ -12,7 +12,7 @@ from headrace.remote.quarantine import Quarantine
 
 
 def asked(number: int) -> frames.Add:
-    return frames.Add(str(number), [number], None, None)
+    return frames.Add(prompt_token_ids=[number])
 
 
 def in_loop(test: Callable[[Quarantine], Coroutine[Any, Any, None]]) -> Callable[[], None]:

@@ -20,7 +20,7 @@ from headrace.scaleout.dispatcher import ReplicaLostError
 _WAY = 0.002
 """Seconds from the fleet to a replica."""
 
-Event = frames.News | frames.Ended | BaseException
+Event = frames.StepOutput | frames.Ended | BaseException
 
 
 class Replica:
@@ -61,7 +61,7 @@ class _Sink:
             return
         if item.token_ids or item.text or item.finish_reason:
             news = (item.text, item.token_ids, item.logprobs, item.finish_reason, item.stop_reason)
-            queue.put_nowait(frames.News(self._id, item.index, *news))
+            queue.put_nowait(frames.StepOutput(self._id, item.index, *news))
         if item.result:
             queue.put_nowait(ended(self._id, item.result))
 
@@ -76,9 +76,9 @@ class LocalReplicas:
         self.alive = [self._born() for _ in range(number)]
         self.asked: list[frames.Add] = []
         """All that replicas were asked for."""
-        self.on_event: Callable[[Replica, frames.Accepted | frames.News | frames.Ended], None] = (
-            lambda replica, event: None
-        )
+        self.on_event: Callable[
+            [Replica, frames.Accepted | frames.StepOutput | frames.Ended], None
+        ] = lambda replica, event: None
         """Called with everything that a replica says, before the fleet hears it; it may let the
         replica die.
         """
@@ -103,7 +103,7 @@ class LocalReplicas:
 
     async def generate(
         self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.News | frames.Ended]:
+    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
         self.asked.append(asked)
         await asyncio.sleep(_WAY)
         if not self.alive:
@@ -137,7 +137,9 @@ class LocalReplicas:
             replica.queues.pop(asked.id, None)
             replica.thread.abort([asked.id])
 
-    def _hear(self, replica: Replica, event: frames.Accepted | frames.News | frames.Ended) -> None:
+    def _hear(
+        self, replica: Replica, event: frames.Accepted | frames.StepOutput | frames.Ended
+    ) -> None:
         self.on_event(replica, event)
         if replica not in self.alive:
             raise ReplicaLostError(replica.boot, "it died with this on its lips")
@@ -161,7 +163,7 @@ class LocalReplicas:
 
 def status_of(replica: Replica) -> ReplicaStatus:
     limits = replica.engine.limits
-    hello = frames.Hello(
+    info = frames.EngineInfo(
         architecture="llama",
         vocab_size=limits.vocab_size,
         dim=32,
@@ -182,7 +184,7 @@ def status_of(replica: Replica) -> ReplicaStatus:
         boot=replica.boot,
         state="ready",
         draining=False,
-        hello=hello,
+        info=info,
         report=report,
         adapters={},
         restarts=0,

@@ -33,7 +33,7 @@ class Heard:
     ends: dict[int, tuple[str, int | str | None]] = field(default_factory=dict)
     ended: frames.Ended | None = None
 
-    def add(self, event: frames.News | frames.Ended) -> None:
+    def add(self, event: frames.StepOutput | frames.Ended) -> None:
         assert self.ended is None
         if isinstance(event, frames.Ended):
             self.ended = event
@@ -59,6 +59,12 @@ class Heard:
         assert self.ended.prompt_logprobs == result.prompt_logprobs
         assert self.ended.prompt_tokens == len(result.prompt_token_ids)
         assert min(self.ended.queue, self.ended.prefill, self.ended.decode) >= 0
+
+
+def add(
+    prompt: list[int], params: SamplingParams | None = None, pooling: PoolingParams | None = None
+) -> frames.Add:
+    return frames.Add(prompt_token_ids=prompt, params=params, pooling=pooling)
 
 
 async def hear(stream: Stream) -> Heard:
@@ -116,7 +122,7 @@ def test_whichever_replica_dies_and_when(
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
         kill_at_random(replicas, seed, share, 2)
         streams = await asyncio.gather(
-            *(fleet.submit(list(prompt), params) for prompt, params in asked)
+            *(fleet.submit(add(list(prompt), params)) for prompt, params in asked)
         )
         for heard, result in zip(await asyncio.gather(*map(hear, streams)), expected, strict=True):
             heard.is_like(result)
@@ -145,7 +151,7 @@ def test_every_moment_of_one_request() -> None:
             count[0] += 1
 
         replicas.on_event = on_event
-        heard = await hear(await fleet.submit(prompt, params))
+        heard = await hear(await fleet.submit(add(prompt, params)))
         heard.is_like(expected)
         assert len(replicas.asked) == (1 if isinstance(last_words[-1], frames.Ended) else 2)
 
@@ -164,7 +170,7 @@ def test_prompt_logprobs_of_a_request_that_had_told_all() -> None:
             if isinstance(event, frames.Ended) and len(replicas.asked) < 2
             else None
         )
-        heard = await hear(await fleet.submit([4, 5, 6], params))
+        heard = await hear(await fleet.submit(add([4, 5, 6], params)))
         heard.is_like(expected)
         assert len(replicas.asked) == 2
 
@@ -189,10 +195,10 @@ def test_beams_and_embeddings_begin_from_their_prompts() -> None:
                     replicas.let_die(replica)
 
             replicas.on_event = on_event
-            heard = await hear(await fleet.submit([1, 2], beams))
+            heard = await hear(await fleet.submit(add([1, 2], beams)))
             heard.is_like(expected)
             count[0] = 0
-            heard = await hear(await fleet.submit([3, 4, 5], pooling=PoolingParams()))
+            heard = await hear(await fleet.submit(add([3, 4, 5], pooling=PoolingParams())))
             assert (
                 heard.ended is not None and heard.ended.embedding == vector.astype("<f4").tobytes()
             )
@@ -214,7 +220,7 @@ def test_requests_without_a_seed_draw_what_one_engine_draws() -> None:
 
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
         for result in expected:
-            (await hear(await fleet.submit([1, 2], params))).is_like(result)
+            (await hear(await fleet.submit(add([1, 2], params)))).is_like(result)
 
     within(work, seed=7)
 
@@ -231,7 +237,7 @@ def test_one_under_which_replicas_die_is_refused_and_the_others_are_not() -> Non
 
         def on_event(replica: Replica, event: Any) -> None:
             asked = {one.id: one for one in replicas.asked}[event.id]
-            if asked.prompt_token_ids == poison and isinstance(event, frames.News):
+            if asked.prompt_token_ids == poison and isinstance(event, frames.StepOutput):
                 deaths[0] += 1
                 replicas.let_die(replica)
 
@@ -239,7 +245,7 @@ def test_one_under_which_replicas_die_is_refused_and_the_others_are_not() -> Non
         asked = [([1, 2], replace(plain, min_tokens=i)) for i in range(4)] + [(poison, plain)]
 
         async def ask(prompt: list[int], params: SamplingParams) -> Heard:
-            return await hear(await fleet.submit(prompt, params))
+            return await hear(await fleet.submit(add(prompt, params)))
 
         results = await asyncio.gather(*(ask(*one) for one in asked), return_exceptions=True)
         for heard in results[:4]:
@@ -248,7 +254,7 @@ def test_one_under_which_replicas_die_is_refused_and_the_others_are_not() -> Non
         assert isinstance(results[4], RefusedError) and results[4].kind == "quarantined"
         assert deaths[0] == 3
         with pytest.raises(RefusedError, match="again and again"):
-            await fleet.submit(poison, plain)
+            await fleet.submit(add(poison, plain))
         assert deaths[0] == 3
 
     within(work, 1)
@@ -259,17 +265,17 @@ def test_it_waits_for_a_replica_and_not_for_ever() -> None:
     (expected,) = run_all(undisturbed(), [([1, 2], params)])
 
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
-        stream = await fleet.submit([1, 2], params)
-        hello = fleet.hello
+        stream = await fleet.submit(add([1, 2], params))
+        info = fleet.info
         for replica in replicas.alive[:]:
             replicas.let_die(replica, again=False)
-        assert fleet.state == "stalled" and fleet.ready and fleet.hello == hello
+        assert fleet.state == "stalled" and fleet.ready and fleet.info == info
         hearing = asyncio.ensure_future(hear(stream))
         with pytest.raises(NotReadyError, match="no worker"):
-            await fleet.submit([1, 2], params)
+            await fleet.submit(add([1, 2], params))
         with pytest.raises(NotReadyError, match="no worker"):
             await hearing
-        waiting = asyncio.ensure_future(fleet.submit([1, 2], params))
+        waiting = asyncio.ensure_future(fleet.submit(add([1, 2], params)))
         await asyncio.sleep(0.1)
         replicas.alive.append(replicas._born())
         (await hear(await waiting)).is_like(expected)
@@ -284,7 +290,7 @@ def test_too_many_losses_end_a_request() -> None:
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
         replicas.on_event = lambda replica, event: replicas.let_die(replica)
         with pytest.raises((EngineDeadError, RefusedError)):
-            await fleet.submit([1, 2], SamplingParams(max_tokens=4))
+            await fleet.submit(add([1, 2], SamplingParams(max_tokens=4)))
 
     within(work)
 
@@ -292,7 +298,7 @@ def test_too_many_losses_end_a_request() -> None:
 def test_what_a_replica_refuses_is_refused() -> None:
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
         with pytest.raises(RefusedError, match="the vocabulary ends at"):
-            await fleet.submit([1000], SamplingParams(max_tokens=4))
+            await fleet.submit(add([1000], SamplingParams(max_tokens=4)))
         with pytest.raises(RefusedError, match="no adapter"):
             await fleet.load_adapter("a", "/nowhere")
 
@@ -301,7 +307,7 @@ def test_what_a_replica_refuses_is_refused() -> None:
 
 def test_a_client_that_leaves_ends_its_request() -> None:
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
-        stream = await fleet.submit([1, 2], SamplingParams(max_tokens=None, ignore_eos=True))
+        stream = await fleet.submit(add([1, 2], SamplingParams(max_tokens=None, ignore_eos=True)))
         stream.close()
         while any(replica.thread.call(replica.engine.stats).running for replica in replicas.alive):
             await asyncio.sleep(0.01)
@@ -314,10 +320,10 @@ def test_what_the_replicas_are_together() -> None:
     async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
         params = SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
         for _ in range(4):
-            await hear(await fleet.submit([1, 2], params))
+            await hear(await fleet.submit(add([1, 2], params)))
         assert (
-            fleet.hello is not None
-            and fleet.hello.max_num_seqs == 3 * replicas.alive[0].engine.config.max_seqs
+            fleet.info is not None
+            and fleet.info.max_num_seqs == 3 * replicas.alive[0].engine.config.max_seqs
         )
         figures = fleet.report.figures
         assert (

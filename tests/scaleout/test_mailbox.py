@@ -9,8 +9,8 @@ from headrace.remote import frames
 from headrace.scaleout.mailbox import Mailroom
 
 
-def news(request: str, text: str, index: int = 0) -> frames.News:
-    return frames.News(request, index, text, [1], [], None, None)
+def news(request: str, text: str, index: int = 0) -> frames.StepOutput:
+    return frames.StepOutput(request, index, text, [1], [], None, None)
 
 
 def ended(request: str) -> frames.Ended:
@@ -45,12 +45,12 @@ def test_what_a_step_brings_to_a_request_is_read_at_once() -> None:
     assert [
         (one.index, one.text, len(one.token_ids))
         for one in first[1:]
-        if isinstance(one, frames.News)
+        if isinstance(one, frames.StepOutput)
     ] == [
         (0, "one two ", 2),
         (1, "else", 1),
     ]
-    assert [type(one) for one in second] == [frames.News, frames.Ended]
+    assert [type(one) for one in second] == [frames.StepOutput, frames.Ended]
 
 
 def test_streams_of_many_threads_get_their_own_in_order() -> None:
@@ -62,7 +62,7 @@ def test_streams_of_many_threads_get_their_own_in_order() -> None:
                 one.text
                 async for events in mail.read(name)
                 for one in events
-                if isinstance(one, frames.News)
+                if isinstance(one, frames.StepOutput)
             ]
         )
 

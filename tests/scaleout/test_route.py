@@ -424,11 +424,10 @@ def test_adapters_are_loaded_on_all_workers(model: str, tmp_path: Path) -> None:
 
 class TestTheRouteOfAWorker:
     ASKED = frames.Add(
-        "7",
-        [5, 6, 7],
-        SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
-        None,
-        RequestOptions(cache_salt="salt"),
+        id="7",
+        prompt_token_ids=[5, 6, 7],
+        params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
+        options=RequestOptions(cache_salt="salt"),
     )
 
     def post(
@@ -447,12 +446,14 @@ class TestTheRouteOfAWorker:
         assert (
             status == 200 and isinstance(first, frames.Accepted) and isinstance(last, frames.Ended)
         )
-        tokens = [token for one in news if isinstance(one, frames.News) for token in one.token_ids]
+        tokens = [
+            token for one in news if isinstance(one, frames.StepOutput) for token in one.token_ids
+        ]
         assert len(tokens) == 4
         begun = msgspec.structs.replace(self.ASKED, output_token_ids=[tokens[:3]])
         _, (_, *rest, _) = self.post(pair, msgspec.msgpack.encode(begun))
         assert [
-            token for one in rest if isinstance(one, frames.News) for token in one.token_ids
+            token for one in rest if isinstance(one, frames.StepOutput) for token in one.token_ids
         ] == tokens[3:]
 
     def test_what_it_refuses(self, pair: Cluster) -> None:

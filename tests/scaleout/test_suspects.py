@@ -13,7 +13,7 @@ from headrace.request import SamplingParams
 from headrace.scaleout import suspects
 from headrace.scaleout.suspects import Suspects
 
-A, B, C = (frames.Add("", [token], SamplingParams(), None) for token in range(3))
+A, B, C = (frames.Add(prompt_token_ids=[token], params=SamplingParams()) for token in range(3))
 
 
 def within(work: Callable[[Suspects], Awaitable[None]]) -> None:
@@ -70,7 +70,10 @@ def test_it_is_the_same_request_however_far_it_is() -> None:
     async def work(suspects: Suspects) -> None:
         for boot in ("1", "2", "3"):
             suspects.died_under(
-                frames.Add("7", [0], SamplingParams(), None, output_token_ids=[[5, 6]]), boot
+                frames.Add(
+                    id="7", prompt_token_ids=[0], params=SamplingParams(), output_token_ids=[[5, 6]]
+                ),
+                boot,
             )
         with pytest.raises(RefusedError):
             async with suspects.turn(A):

@@ -114,7 +114,7 @@ def engine() -> None:
     plan(
         Engine,
         "check",
-        lambda self, ids, params=None, **_: params and params.seed == SEEDS["check"],
+        lambda self, ids, params=None, *_, **__: params and params.seed == SEEDS["check"],
     )
     plan(Constraints, "make", lambda self, params, *_: params.seed == SEEDS["grammar"])
     plan(
