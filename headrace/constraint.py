@@ -78,9 +78,9 @@ class Constraint(Protocol):
     def beyond(self, token: int) -> "Constraint | None":
         """The same; None where the output ends with the token, or cannot go on behind it."""
 
-    def certain(self, most: int) -> list[int]:
-        """The next tokens, `most` at the most, that follow for certain, as the masks allow no
-        other; with them the output goes on.
+    def forced(self, max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` next tokens that the masks force, as they allow one token each.
+        The output continues after them.
         """
 
     def permitted(self, draft: DraftTree) -> list[int]:

@@ -95,8 +95,8 @@ class Stats(NamedTuple):
     """Those that were copied back."""
     kv_host_bytes: int = 0
     """Bytes of the host's memory that hold such copies."""
-    certain: int = 0
-    """Output tokens that were certain, and came without a step of their own."""
+    forced: int = 0
+    """Output tokens that a grammar forced, each of which saved a step."""
     expert_loads: Sequence[Sequence[int]] = ()
     """Rows that have gone to each expert, by layer of experts; none for a model without."""
     adapters: Mapping[str, int] = MappingProxyType({})

@@ -284,9 +284,9 @@ class TestThread:
         known = list[bool]()
 
         def look() -> None:
-            known.append(llm._thread._is_wanted())
+            known.append(llm._thread._command_waits())
             llm._thread.abort(["nobody"])
-            known.append(llm._thread._is_wanted())
+            known.append(llm._thread._command_waits())
 
         in_step(llm, monkeypatch, look)
         llm.generate("hello", GREEDY)

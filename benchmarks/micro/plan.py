@@ -22,7 +22,7 @@ from headrace.batch import RaggedBatch
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
-from headrace.engine.build import build
+from headrace.engine.build import build_batch
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
@@ -180,7 +180,7 @@ def builds(bench: Bench) -> None:
 
 
 def building(num_seqs: int) -> Callable[[], float]:
-    """Seconds of build(), for sequences of an engine that has computed all of their prompts but the
+    """Seconds of build_batch(), for sequences of an engine that has computed all of their prompts but the
     last token.
     """
     engine = tiny_engine(
@@ -197,7 +197,7 @@ def building(num_seqs: int) -> Callable[[], float]:
 
     def once() -> float:
         start = time.perf_counter()
-        build(scheduled, engine.limits.kv.block_size)
+        build_batch(scheduled, engine.limits.kv.block_size)
         return time.perf_counter() - start
 
     return lambda: statistics.median(once() for _ in range(REPEATS))

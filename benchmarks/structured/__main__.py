@@ -90,7 +90,7 @@ def main() -> None:
                     num_cut += 1
                 elif message := fault(output.text, schema):
                     faults.append(f"schema {seed}: {message}: {output.text}")
-        certain = llm.stats().certain
+        forced = llm.stats().forced
     print("\n".join(faults))
     valid = args.schemas - num_cut - len(faults)
     print(
@@ -104,7 +104,7 @@ def main() -> None:
             f"batches of {args.batch})"
         )
         print(f"{statistics.median(side):.2f} ms a token {name}: {spread}")
-    print(f"{certain:,} tokens were certain")
+    print(f"{forced:,} tokens were forced")
     if faults or num_cut > _MOST_CUT * args.schemas:
         sys.exit("benchmarks/structured: not every answer is valid, or too many were cut")
 

@@ -1,8 +1,7 @@
-"""The protocol of acceptors, which decide what each sequence keeps of a step, and its records."""
+"""Acceptors: they decide which sequences continue after a step, and with which new tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,75 +20,81 @@ class OutputView(Protocol):
     cumulative_logprob: float | None
 
     @property
-    def constraint(self) -> Constraint | None: ...  # what may follow
+    def constraint(self) -> Constraint | None:
+        """The grammar or rules that limit the next tokens."""
+
     def clone(self) -> Self: ...
-    def push(
-        self, token: int, logprobs: TokenLogprobs | None
-    ) -> None: ...  # sets `finish_reason` if the token ends the output
+
+    def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a token; sets `finish_reason` if the token ends the output."""
+
+
+class SampledSequence(Protocol):
+    """The part of a scheduled sequence that an acceptor uses to sample its next token."""
+
+    @property
+    def source(self) -> int:
+        """Index of the sequence in the step."""
+
+    @property
+    def first_sample_row(self) -> int:
+        """Logit row of the last scheduled token; the rows of the draft nodes follow it."""
+
+    @property
+    def position(self) -> int:
+        """Position of the next token in the sequence."""
+
+    @property
+    def sampler(self) -> SamplerState: ...
+
+    @property
+    def draft(self) -> DraftTree: ...
+
+    @property
+    def num_logprobs(self) -> int:
+        """Number of top log-probabilities to return with the token's own; -1: return none."""
+
+    @property
+    def masks(self) -> Masks | None:
+        """Allowed tokens of each row, [1 + nodes, words]; None: all tokens are allowed."""
+
+    @property
+    def output(self) -> OutputView: ...
 
 
 AnyOutput = TypeVar("AnyOutput", bound=OutputView)
-
-
-@dataclass(slots=True, eq=False)
-class Drawing:
-    """A sequence whose next token is drawn in a step."""
-
-    source: int
-    """Index of the sequence in the step."""
-    row: int
-    """Index among the logit rows of its last scheduled row; the rows of its draft nodes follow it.
-    """
-    position: int
-    """Position of the next token in the sequence."""
-    known: list[int]
-    """All decided tokens, prompt and output."""
-    sampler: SamplerState
-    draft: DraftTree
-    num_logprobs: int
-    """Number of top log-probabilities wanted with a token's own; -1: not even its own."""
-    output: OutputView
-    masks: Masks | None = None  # [1 + nodes, words]
-    """The tokens that may be drawn from each of its rows; None: all may."""
-
-
-class Accepted(NamedTuple):
-    """A sequence that goes on after a drawing, or fails."""
-
-    drawing: int  # index of the drawing that it continues
-    commit: Commit | None  # None: its logits were not finite, and its request fails
+AnySequence = TypeVar("AnySequence", bound=SampledSequence)
 
 
 class Acceptor(Protocol):
-    """Decides which sequences go on after a step, and with which tokens.
+    """Decides which sequences continue after a step, and with which new tokens.
 
-    One acceptor serves all requests whose sequences are independent; a beam search belongs to its
-    request.
+    All requests whose sequences are independent share one acceptor. A beam search has an acceptor
+    of its own for each request.
     """
 
     is_group: bool
-    """Whether all sequences of a request draw in the same step, one token each, and are accepted
-    together: a beam group.
+    """Whether the sequences of a request form a beam group: they sample in the same step, one token
+    each, and are accepted together.
     """
     needs_logits: bool
     """Whether `accept` reads the logits."""
 
-    def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
-        """The ops on the logits of the step: one for each drawing, in their order."""
+    def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
+        """Return the op on the logits of each sequence, in order."""
 
     def accept(
         self,
-        drawings: list[Drawing],
-        values: Sequence[LogitOpResult],
+        seqs: list[AnySequence],
+        results: Sequence[LogitOpResult],
         logits: NDArray[np.float32] | None,
-    ) -> list[Accepted]:
-        """The sequences that go on, in their new order, by the results of those ops and, if needed,
-        `logits` [rows, vocab].
+    ) -> list[tuple[AnySequence, Commit | None]]:
+        """Return the sequences that continue, in their new order, with their commits.
 
-        A drawing that is continued several times is forked; one that is not continued is freed.
+        `results` are the results of `logit_ops`, `logits` is [rows, vocab] if `needs_logits`.
+        A sequence that is returned several times is forked; a sequence that is not returned is
+        freed. A commit of None fails the request, because its logits were not finite.
         """
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """The outputs that the request shows, by index, when its sequences have written `outputs`:
-        only what is final.
-        """
+        """Return the final outputs of the request by index, given the outputs of its sequences."""

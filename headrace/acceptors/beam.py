@@ -1,8 +1,8 @@
-"""Beam search: of all continuations of a request's sequences, the likeliest few go on.
+"""Beam search: of all continuations of a request's sequences, keep the likeliest few.
 
 The total of a beam is the sum of its tokens' log-probabilities, under biases and penalties, at
-temperature 1. Its score, by which finished beams are compared, is total / length ** length_penalty
-(Wu et al. 2016, without their constant 5; the length counts output tokens, with an end token).
+temperature 1. Finished beams are ranked by their score, total / length ** length_penalty
+(Wu et al. 2016, without their constant 5). The length counts output tokens, an end token included.
 Beams finish and a search ends as in Hugging Face transformers.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.acceptors import Accepted, AnyOutput, Drawing, OutputView
+from headrace.acceptors import AnyOutput, AnySequence, OutputView, SampledSequence
 from headrace.batch import Commit, TokenLogprobs
 from headrace.errors import ConstraintError
 from headrace.logit_ops import LogitOp, LogitOpResult, Ranked, TopTokens
@@ -23,11 +23,12 @@ from headrace.sampling.sampler import token_logprobs
 
 
 class Candidate(NamedTuple):
-    """A beam with one more token. Candidates sort best first: equal totals by beam, then by
-    token.
+    """A beam with one more token.
+
+    Candidates sort best first. Equal totals are ordered by beam, then by token.
     """
 
-    loss: float  # the total, negated
+    loss: float  # the negated total
     beam: int
     token: int
 
@@ -41,130 +42,138 @@ class Hypothesis(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """The beam search of one request. Its drawings, and the sequences that it accepts, are in the
-    order of the beams, best first.
-    """
+    """The beam search of one request. Its sequences are always in the order of the beams."""
 
     width: int
     num_results: int
     length_penalty: float
     early_stopping: bool
     num_end_ids: int
-    """Number of tokens that may end a beam: each beam has so many candidates more than can go on,
-    and still more with stop strings.
+    """Number of tokens that may end a beam. A step ranks that many extra tokens of each beam, so
+    that `width` candidates remain if all end tokens are among the best. With stop strings a step
+    may need still more candidates.
     """
     needs_logits: bool
-    """Whether there are stop strings, or log-probabilities are asked for; otherwise the top tokens
-    of each row are enough.
+    """Whether the request has stop strings or returns log-probabilities. The top tokens of each row
+    are enough otherwise.
     """
     totals: list[float] = field(default_factory=lambda: [0.0])
     """Totals of the live beams, best first."""
     finished: list[Hypothesis] = field(default_factory=list)
-    """At most `width` finished beams, best first; of equal scores the earlier first."""
+    """Up to `width` finished beams, best first. Of equal scores the earlier beam comes first."""
     is_group = True
 
-    def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
-        """The top tokens of each beam."""
-        assert len(drawings) == len(self.totals), "all beams draw together"
-        if (
-            drawings[0].output.token_ids
-        ):  # the samplers have not seen the tokens that the last step of the search chose
-            for drawing in drawings:
-                drawing.sampler.append(drawing.known[-1])
-        return self._top_tokens(drawings, self.width + self.num_end_ids)
+    def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
+        assert len(seqs) == len(self.totals), "all beams sample in the same step"
+
+        # `accept` of the last step chose the newest tokens, so the samplers have not seen them.
+        if seqs[0].output.token_ids:
+            for seq in seqs:
+                seq.sampler.append(seq.output.token_ids[-1])
+        return self._top_tokens(seqs, self.width + self.num_end_ids)
 
     def accept(
         self,
-        drawings: list[Drawing],
-        values: Sequence[LogitOpResult],
+        seqs: list[AnySequence],
+        results: Sequence[LogitOpResult],
         logits: NDArray[np.float32] | None,
-    ) -> list[Accepted]:
-        """The beams with one more token; none when the search has ended."""
+    ) -> list[tuple[AnySequence, Commit | None]]:
+        """Return the beams with one more token each; an empty list ends the search."""
         count = self.width + self.num_end_ids
-        while None not in values:
-            candidates = self._candidates(cast(Sequence[Ranked], values))
-            if (accepted := self._select(candidates, drawings, logits, count)) is not None:
+        while None not in results:
+            candidates = self._candidates(cast(Sequence[Ranked], results))
+            accepted = self._select(candidates, seqs, logits, count)
+            if accepted is not None:
                 if not accepted and not self.finished:
                     break
                 return accepted
-            assert logits is not None, "a search with stop strings asks for logits"
+
+            # Stop strings ended too many candidates: rank twice as many tokens of each beam.
+            assert logits is not None, "a search with stop strings needs the logits"
             count *= 2
-            values = run_logit_ops(self._top_tokens(drawings, count), logits)
-        return [Accepted(i, None) for i in range(len(drawings))]
+            results = run_logit_ops(self._top_tokens(seqs, count), logits)
+        return [(seq, None) for seq in seqs]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """The best `num_results`, once all beams have ended; beams that were cut short are compared
-        with finished ones.
+        """Return the best `num_results` outputs when all beams have ended, before that none.
+
+        Beams that were cut short compete with the finished beams.
         """
         if any(output.finish_reason is None for output in outputs):
             return []
         cut_short = list(map(self._hypothesis, outputs, self.totals))
-        best = sorted([*self.finished, *cut_short], key=lambda hypothesis: -hypothesis.score)
-        return [
-            cast(AnyOutput, hypothesis.output) for hypothesis in best[: self.num_results]
-        ]  # finished ones are clones of such outputs
+        ranked = sorted([*self.finished, *cut_short], key=lambda hypothesis: -hypothesis.score)
 
-    def _top_tokens(self, drawings: list[Drawing], count: int) -> list[LogitOp]:
+        # The outputs of finished beams are clones of such outputs, hence of their type.
+        return [cast(AnyOutput, hypothesis.output) for hypothesis in ranked[: self.num_results]]
+
+    def _top_tokens(self, seqs: Sequence[SampledSequence], count: int) -> list[LogitOp]:
         return [
-            TopTokens(drawing.row, drawing.position, drawing.sampler, count, drawing.masks)
-            for drawing in drawings
+            TopTokens(
+                row=seq.first_sample_row,
+                position=seq.position,
+                sampler=seq.sampler,
+                num_tokens=count,
+                masks=seq.masks,
+            )
+            for seq in seqs
         ]
 
     def _candidates(self, ranked: Sequence[Ranked]) -> list[Candidate]:
-        """The candidates of all beams, best first."""
+        """Return the candidates of all beams, best first."""
         return sorted(
             Candidate(-total - logprob, beam, token)
             for beam, (total, row) in enumerate(zip(self.totals, ranked, strict=True))
-            for token, logprob in zip(*row, strict=True)
+            for token, logprob in zip(row.tokens, row.logprobs, strict=True)
             if logprob > -np.inf  # a banned token
         )
 
     def _select(
         self,
         candidates: list[Candidate],
-        drawings: list[Drawing],
+        seqs: list[AnySequence],
         logits: NDArray[np.float32] | None,
         count: int,
-    ) -> list[Accepted] | None:
-        """Finish those of the best `width` candidates that end, and accept the best `width` that do
-        not end.
+    ) -> list[tuple[AnySequence, Commit | None]] | None:
+        """Finish the ending candidates among the best `width`; accept the best `width` others.
 
-        Candidates that end but are not among the best `width` are dropped: better ones go on.
-        Returns None, with nothing changed, if stop strings end so many that more than `count`
-        candidates of a beam are needed.
+        An ending candidate below the best `width` is dropped, because better ones continue.
+        Returns None, with nothing changed, if stop strings end so many candidates that more than
+        `count` of a beam are needed.
         """
-        accepted: list[Accepted] = []
+        accepted: list[tuple[AnySequence, Commit | None]] = []
         totals: list[float] = []
         finished = self.finished[:]
-        unseen = [count] * len(drawings)
+        num_unseen = [count] * len(seqs)
+
         for rank, (loss, beam, token) in enumerate(candidates):
-            drawing = drawings[beam]
-            logprobs = _logprobs(drawing, token, logits)
-            output = drawing.output.clone()
+            seq = seqs[beam]
+            logprobs = _logprobs(seq, token, logits)
+            output = seq.output.clone()
             try:
                 output.push(token, logprobs[0] if logprobs else None)
-            except ConstraintError:  # nothing could follow
+            except ConstraintError:  # the grammar allows no token after this one
                 continue
+
             if output.finish_reason is None:
-                accepted.append(Accepted(beam, Commit(drawing.source, [], [token], logprobs)))
+                commit = Commit(seq.source, path=[], tokens=[token], logprobs=logprobs)
+                accepted.append((seq, commit))
                 totals.append(-loss)
             elif rank < self.width:
-                insort(
-                    finished,
-                    self._hypothesis(output, -loss),
-                    key=lambda hypothesis: -hypothesis.score,
-                )
-            if len(accepted) == self.width or (
-                rank >= self.width - 1 and output.finish_reason == "length"
-            ):
+                hypothesis = self._hypothesis(output, -loss)
+                insort(finished, hypothesis, key=lambda hypothesis: -hypothesis.score)
+
+            all_at_limit = rank >= self.width - 1 and output.finish_reason == "length"
+            if len(accepted) == self.width or all_at_limit:
                 break
-            unseen[beam] -= 1
-            if not unseen[beam] and logits is not None and count < logits.shape[1]:
+            num_unseen[beam] -= 1
+            if not num_unseen[beam] and logits is not None and count < logits.shape[1]:
                 return None
+
         if not accepted and not finished:
-            return []  # no token that any beam could have leads anywhere
+            return []  # the grammar ends every beam without a valid output
         self.finished = finished[: self.width]
-        self.totals = [] if self._ends(totals, len(drawings[0].output.token_ids) + 1) else totals
+        self.totals = [] if self._ends(totals, len(seqs[0].output.token_ids) + 1) else totals
         return accepted if self.totals else []
 
     def _hypothesis(self, output: AnyOutput, total: float) -> Hypothesis:
@@ -175,25 +184,23 @@ class BeamSearch:
         return float(total / max(length, 1) ** self.length_penalty)
 
     def _ends(self, totals: list[float], length: int) -> bool:
-        """Whether the search ends: no beam goes on, or `width` beams are finished.
+        """Whether the search ends: no beam continues, or `width` beams are finished.
 
-        Without early stopping, the best live beam must also score no more than the worst finished
-        one. It is scored at its present length, although its score may rise with its length later.
+        Without early stopping, the best live beam must also score no better than the worst
+        finished beam. Its present length counts, although its score may rise with its length later.
         """
-        full = len(self.finished) == self.width
-        return not totals or (
-            full
-            and (self.early_stopping or self._score(totals[0], length) <= self.finished[-1].score)
-        )
+        if not totals:
+            return True
+        if len(self.finished) < self.width:
+            return False
+        return self.early_stopping or self._score(totals[0], length) <= self.finished[-1].score
 
 
 def _logprobs(
-    drawing: Drawing, token: int, logits: NDArray[np.float32] | None
+    seq: SampledSequence, token: int, logits: NDArray[np.float32] | None
 ) -> list[TokenLogprobs]:
-    """The log-probabilities of a token in a list of one, or an empty list where they are not asked
-    for.
-    """
-    if drawing.num_logprobs < 0:
+    """Return the log-probabilities of a token as a list of one; empty if not requested."""
+    if seq.num_logprobs < 0:
         return []
-    assert logits is not None, "a search with log-probabilities asks for logits"
-    return [token_logprobs(logits[drawing.row], token, drawing.num_logprobs)]
+    assert logits is not None, "a search with log-probabilities needs the logits"
+    return [token_logprobs(logits[seq.first_sample_row], token, seq.num_logprobs)]

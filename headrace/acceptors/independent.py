@@ -1,18 +1,18 @@
-"""The acceptor of independent sequences: those of every request without beam search."""
+"""The acceptor of independent sequences, used by every request without beam search."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.acceptors import Accepted, AnyOutput, Drawing
+from headrace.acceptors import AnyOutput, AnySequence
 from headrace.batch import Commit
 from headrace.config import AcceptanceMethod
 from headrace.logit_ops import LogitOp, LogitOpResult, SampleOp, SampleResult
 
 
 class IndependentAcceptor:
-    """Commits what each sequence draws, by one acceptance method."""
+    """Accepts the sampled tokens of each sequence, with one acceptance method for all drafts."""
 
     is_group = False
     needs_logits = False
@@ -20,30 +20,35 @@ class IndependentAcceptor:
     def __init__(self, method: AcceptanceMethod) -> None:
         self._method = method
 
-    def logit_ops(self, drawings: list[Drawing]) -> list[LogitOp]:
-        """A `SampleOp` for each drawing."""
+    def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
         return [
-            SampleOp(d.row, d.position, d.sampler, d.draft, d.num_logprobs, self._method, d.masks)
-            for d in drawings
+            SampleOp(
+                row=seq.first_sample_row,
+                position=seq.position,
+                sampler=seq.sampler,
+                draft=seq.draft,
+                num_logprobs=seq.num_logprobs,
+                method=self._method,
+                masks=seq.masks,
+            )
+            for seq in seqs
         ]
 
     def accept(
         self,
-        drawings: list[Drawing],
-        values: Sequence[LogitOpResult],
+        seqs: list[AnySequence],
+        results: Sequence[LogitOpResult],
         logits: NDArray[np.float32] | None,
-    ) -> list[Accepted]:
-        """Each drawing with its commit, in their order."""
+    ) -> list[tuple[AnySequence, Commit | None]]:
         return [
-            Accepted(
-                i,
-                Commit(drawing.source, drawn.path, drawn.tokens, drawn.logprobs)
-                if isinstance(drawn, SampleResult)
-                else None,
-            )
-            for i, (drawing, drawn) in enumerate(zip(drawings, values, strict=True))
+            (seq, _commit(seq.source, result)) for seq, result in zip(seqs, results, strict=True)
         ]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """All outputs, as they are."""
         return outputs
+
+
+def _commit(source: int, result: LogitOpResult) -> Commit | None:
+    if not isinstance(result, SampleResult):
+        return None
+    return Commit(source, path=result.path, tokens=result.tokens, logprobs=result.logprobs)

@@ -13,7 +13,7 @@ WORD_BITS = 64
 """Draft rows for which a word of `ancestors` has bits."""
 
 
-def build(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
+def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
     """One batch of all rows; notes in each item where the logits that score its prompt, and those
     that it draws from, will be.
     """

@@ -22,7 +22,7 @@ from headrace.engine import snapshot
 from headrace.engine.adapters import Adapters
 from headrace.engine.beginning import begin, begin_again, check_given
 from headrace.engine.deadlines import Deadlines
-from headrace.engine.ending import end, fail
+from headrace.engine.finish import fail_request, finish_request
 from headrace.engine.jump_forward import JumpForward
 from headrace.engine.meter import Meter
 from headrace.engine.multi_step import MultiStep
@@ -273,8 +273,8 @@ class Engine:
         self._check_size(len(known), params, pooling)
         return known
 
-    def step(self, is_wanted: Callable[[], bool] = lambda: False) -> list[Update]:
-        """Run one step, or several of plain decoding until `is_wanted`; empty when there is nothing
+    def step(self, should_stop: Callable[[], bool] = lambda: False) -> list[Update]:
+        """Run one step, or several of plain decoding until `should_stop`; empty when there is nothing
         to do, or nothing to say yet.
 
         An error in the step never leaves it. The requests that have been admitted are recomputed in
@@ -286,7 +286,7 @@ class Engine:
         updates: list[Update] = []
         try:
             self._expire(updates)
-            self._loop.launch(is_wanted)
+            self._loop.launch(should_stop)
             if self._loop.in_flight:
                 step = self._loop.finish(updates)
                 self._scheduler.acquit(step.scheduled)
@@ -302,7 +302,7 @@ class Engine:
         if step:
             now, num_launches = self._clock(), len(step.tickets)
             self._scheduler.step_timer.record((now - begun) / num_launches)
-            self._kv.host.record(step.num_rows, (now - step.begun) / num_launches)
+            self._kv.host.record(step.num_rows, (now - step.started) / num_launches)
             self._meter.step(begun, now, num_tokens, self._loop.num_rows, num_launches)
             self._publisher.tick(now, last=not self._requests)
         return updates
@@ -328,7 +328,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        end(request, "abort", self._scheduler)
+        finish_request(request, "abort", self._scheduler)
         result = request.result()
         self._meter.aborted += 1
         self._forget(request_id)
@@ -365,7 +365,7 @@ class Engine:
             rows_per_second=rows_per_second,
             drafted=loop.num_drafted,
             accepted=loop.num_accepted,
-            certain=loop.jump_forward.num_accepted,
+            forced=loop.jump_forward.num_accepted,
             drafts=dict(self._speculation.stats),
             proposer_failures=self._speculation.failures,
             failed_steps=meter.failed_steps,
@@ -392,7 +392,7 @@ class Engine:
             self._closed = True
             for request_id in list(self._requests):
                 self.abort(request_id)
-            self._loop.forsake()
+            self._loop.abandon()
             self._publisher.close()
             self._speculation.close()
             self._kv.host.close()
@@ -409,8 +409,8 @@ class Engine:
                 if request.stopwatch.started is None
             ]
         for request in dict.fromkeys(overdue):
-            end(request, "timeout", self._scheduler)
-            updates += request.news()
+            finish_request(request, "timeout", self._scheduler)
+            updates += request.new_updates()
 
     def _recover(self, error: Exception, updates: list[Update]) -> None:
         """Let the requests that a failed step may have touched begin again, and end the one that it
@@ -423,14 +423,14 @@ class Engine:
         clear_frames(
             error.__traceback__
         )  # so that an error that is kept keeps no sequences, and no KV of draft models with them
-        self._loop.forsake()
+        self._loop.abandon()
         suspects = self._scheduler.suspects
         touched = self._scheduler.restart(self._requests.values())
         is_found = any(request in suspects for request in touched)
         for request in touched:
             if request in suspects:
                 _log.error("a step failed of one request, which ends", exc_info=error)
-                fail(request, error, self._scheduler)
+                fail_request(request, error, self._scheduler)
             elif not request.ended:
                 if not is_found:
                     suspects[request] = request.num_tokens
@@ -442,7 +442,7 @@ class Engine:
                     self.limits.vocab_size,
                 ):
                     self._scheduler.queue(seq)
-            updates += request.news()
+            updates += request.new_updates()
         if not is_found:
             _log.warning(
                 "a step failed: its requests are tried one by one, %d in all",

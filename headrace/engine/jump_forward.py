@@ -1,9 +1,8 @@
-"""Jump-forward: the tokens of an output that are certain, because a mask leaves no other, are its
-draft.
+"""Jump-forward decoding: tokens that the grammar forces become the draft of their sequence.
 
-So one step takes all of them, and each is still drawn from a row of logits, as ever: nothing but
-the number of steps depends on it. No proposer is asked for such a sequence, and what is certain
-says nothing about proposers.
+A token is forced if the mask allows no other. One step takes all forced tokens of a sequence. Each
+is still sampled from its own row of logits, so only the number of steps changes, never a token.
+Proposers are not called for such a sequence, and learn nothing from its draft.
 """
 
 from headrace.batch import Commit, DraftTree
@@ -11,39 +10,35 @@ from headrace.engine.scheduled import ScheduledSequence
 
 
 class JumpForward:
-    """Finds the tokens that are certain, `most` of a sequence in a step at the most, and counts
-    them; with 0 there are none.
-    """
+    """Finds and counts forced tokens, up to `max_tokens` of a sequence in a step; 0 turns it off."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.num_accepted = 0
-        """Tokens that came without a step of their own."""
-        self._most = most
+        """Forced tokens that saved a step."""
+        self._max_tokens = max_tokens
 
     def find(self, scheduled: list[ScheduledSequence]) -> dict[ScheduledSequence, int]:
-        """Note in each sequence of a step what is certain to follow; returns how many tokens that
-        is.
-        """
-        able = [
-            item
-            for item in scheduled
-            if item.seq.has_changing_mask and item.seq.output.finish_reason is None
-        ]
-        for item in able:
-            if item.seq.constraint and (useful := min(self._most, item.max_useful_draft)) > 0:
-                item.certain = item.seq.constraint.certain(useful)
-        return {item: len(item.certain) for item in able if item.certain}
+        """Set the forced tokens of each sequence; returns their number for each that has some."""
+        num_forced: dict[ScheduledSequence, int] = {}
+        for item in scheduled:
+            seq = item.seq
+            if not seq.has_changing_mask or seq.output.finish_reason is not None:
+                continue
+            max_tokens = min(self._max_tokens, item.max_useful_draft)
+            if seq.constraint and max_tokens > 0:
+                item.forced = seq.constraint.forced(max_tokens)
+            if item.forced:
+                num_forced[item] = len(item.forced)
+        return num_forced
 
     def draft(self, items: dict[ScheduledSequence, int]) -> None:
-        """Make a draft of the certain tokens of each sequence, as many as the budget that it was
-        granted has room for.
-        """
+        """Make the forced tokens of each sequence its draft, within its draft budget."""
         for item in items:
-            item.certain = item.certain[: item.draft_budget]
-            item.draft = DraftTree(item.certain, list(range(-1, len(item.certain) - 1)))
+            item.forced = item.forced[: item.draft_budget]
+            item.draft = DraftTree(item.forced, parents=list(range(-1, len(item.forced) - 1)))
 
     def count(self, item: ScheduledSequence, commit: Commit) -> int:
-        """Count the certain tokens of a commit; returns how many of its draft tokens these are."""
-        accepted = len(commit.path) if item.certain else 0
-        self.num_accepted += accepted
-        return accepted
+        """Count and return the forced tokens of a commit."""
+        num_accepted = len(commit.path) if item.forced else 0
+        self.num_accepted += num_accepted
+        return num_accepted

@@ -1,12 +1,11 @@
-"""Multi-step decoding: several launches of plain decoding with little work of the host between
-them.
+"""Multi-step decoding: several launches of plain decoding with little host work between them.
 
-Most steps are alike: every sequence has one row and draws one token, no request joins or forks, and
-nothing is drafted. What the engine does between two such steps takes as much as a tenth of a small
-model's step, since the weights have just displaced the engine's data from the memory caches. So it
-is done once for several launches: each takes its tokens from the launch before it
-(`RaggedBatch.token_source`), and all are finished together. Each launch is the one that a step of
-its own would have made, so the tokens are the same; they only reach the caller later.
+Most steps are alike: every sequence has one row and samples one token, no request joins or forks,
+and nothing is drafted. The host work between two such steps takes up to a tenth of a small model's
+step, since the weights have just evicted the engine's data from the CPU caches. Multi-step decoding
+does that work once for several launches. Each launch takes its tokens from the launch before it
+(`RaggedBatch.token_source`), and all are finished together. Single steps would make the same
+launches, so the tokens are the same; they only reach the caller later.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,15 +23,13 @@ from headrace.engine.scheduler import Scheduler
 from headrace.logit_ops import LogitOp, SampleOp, SampleResult, ShiftedSampleOps, Ticket
 
 _MAX_LAUNCHES = 16
-"""Most launches in a row: until they are finished, no request can join and no token reaches a
-caller.
+"""Max number of launches in a row. No request can join, and no token reaches a caller, until all
+launches are finished.
 """
 
 
 class MultiStep:
-    """Repeats launches of plain decoding for `multi_step_ms` milliseconds or a little longer.
-    `clock` gives seconds.
-    """
+    """Repeats launches of plain decoding for about `multi_step_ms` milliseconds."""
 
     def __init__(
         self,
@@ -42,6 +39,7 @@ class MultiStep:
         config: EngineConfig,
         clock: Callable[[], float],
     ) -> None:
+        """`clock` returns seconds."""
         self._scheduler = scheduler
         self._executable = executable
         self._block_size = block_size
@@ -50,56 +48,62 @@ class MultiStep:
             and config.multi_step_ms > 0
             and config.pipeline_parallel_size == 1
         )
-        self._seconds = config.multi_step_ms / 1000
+        self._max_seconds = config.multi_step_ms / 1000
         self._clock = clock
-        self._step_seconds = 0.0
-        """Seconds of a launch of the last plain decoding that was finished, or of the first step; 0
-        before that.
-        """
-        self._finished = -inf
-        """Clock, in seconds, when the results of the last step were there."""
+        self._launch_seconds = 0.0
+        """Seconds of a launch in the last plain decoding, or in the first step; 0 before that."""
+        self._last_finish = -inf
+        """Clock, in seconds, when the results of the last step were ready."""
 
     def plan(self, scheduled: list[ScheduledSequence]) -> int:
-        """Most launches in a row, with slots reserved for them; 0 where a sequence needs more than
-        plain decoding.
+        """Return the max number of launches in a row, and reserve their slots.
+
+        Returns 0 if a sequence needs more than plain decoding.
         """
         if not self._is_on or not all(item.is_plain for item in scheduled):
             return 0
-        most = self._most_within(self._seconds)
+        max_launches = self._launches_within(self._max_seconds)
         for item in scheduled:
-            seq = item.seq  # its first token reaches the caller at once
-            most = min(most, seq.request.limit - seq.length if seq.output.token_ids else 1)
-        return self._scheduler.reserve_steps(scheduled, most)
+            seq = item.seq
+            # The first token of an output reaches the caller at once.
+            max_tokens = seq.request.limit - seq.length if seq.output.token_ids else 1
+            max_launches = min(max_launches, max_tokens)
+        return self._scheduler.reserve_steps(scheduled, max_launches)
 
     def launch(
         self,
         scheduled: list[ScheduledSequence],
         batch: RaggedBatch,
         ops: list[LogitOp],
-        most: int,
-        rest: float,
-        is_wanted: Callable[[], bool],
-        **wanted: bool,
+        *,
+        max_launches: int,
+        max_seconds: float,
+        should_stop: Callable[[], bool],
+        logits: bool,
+        hidden: bool,
     ) -> list[Ticket]:
-        """Launch a batch of plain decoding again and again: `most` times, or until a sequence ends,
-        the time is over or `is_wanted`.
+        """Launch a batch of plain decoding up to `max_launches` times.
 
-        `rest` is the seconds until a step may have drafts again; `wanted` are the arguments
-        `logits` and `hidden` of `Executable.launch`.
+        Stops early when a sequence ends, `max_seconds` or `multi_step_ms` have passed, or
+        `should_stop()`. `logits` and `hidden` are arguments of `Executable.launch`.
         """
-        seconds = min(self._seconds, rest)
-        most, until = min(most, self._most_within(seconds)), self._clock() + seconds
-        ends = [item.seq.output.end_ids for item in scheduled]
+        seconds = min(self._max_seconds, max_seconds)
+        max_launches = min(max_launches, self._launches_within(seconds))
+        deadline = self._clock() + seconds
+        end_ids = [item.seq.output.end_ids for item in scheduled]
+
         tickets: list[Ticket] = []
-        for its_batch, its_ops in self._launches(scheduled, batch, ops, most):
-            tickets.append(self._executable.launch(its_batch, its_ops, **wanted))
+        for launch_batch, launch_ops in self._launches(scheduled, batch, ops, max_launches):
+            ticket = self._executable.launch(launch_batch, launch_ops, logits=logits, hidden=hidden)
+            tickets.append(ticket)
             if (
-                len(tickets) == most
-                or self._clock() >= until
-                or is_wanted()
-                or _any_ended(tickets[-1], ends)
+                len(tickets) == max_launches
+                or self._clock() >= deadline
+                or should_stop()
+                or _any_ended(ticket, end_ids)
             ):
                 break
+
         for item in scheduled:
             item.num_launches = len(tickets)
             item.seq.computed += len(tickets) - 1
@@ -107,74 +111,77 @@ class MultiStep:
         return tickets
 
     def record(self, step: InFlightStep) -> None:
-        """The results of a step are there. Where steps overlap, it took no longer than since those
-        of the one before it were.
-        """
-        begun, self._finished = max(step.begun, self._finished), self._clock()
-        if step.is_plain or not self._step_seconds:  # one with a prompt takes longer, if anything
-            self._step_seconds = (self._finished - begun) / len(step.tickets)
+        """Record the time of a step whose results are ready.
 
-    def _most_within(self, seconds: float) -> int:
-        """Launches that take so long, or a little longer."""
-        return (
-            max(1, min(_MAX_LAUNCHES, ceil(seconds / self._step_seconds)))
-            if self._step_seconds
-            else _MAX_LAUNCHES
-        )
+        If steps overlap, the step started no earlier than the step before it finished.
+        """
+        started = max(step.started, self._last_finish)
+        self._last_finish = self._clock()
+        # A step with a prompt takes longer; it counts only as long as there is no other figure.
+        if step.is_plain or not self._launch_seconds:
+            self._launch_seconds = (self._last_finish - started) / len(step.tickets)
+
+    def _launches_within(self, seconds: float) -> int:
+        """Return the number of launches that fill `seconds`, rounded up."""
+        if not self._launch_seconds:
+            return _MAX_LAUNCHES
+        return max(1, min(_MAX_LAUNCHES, ceil(seconds / self._launch_seconds)))
 
     def _launches(
-        self, scheduled: list[ScheduledSequence], batch: RaggedBatch, ops: list[LogitOp], most: int
+        self,
+        scheduled: list[ScheduledSequence],
+        batch: RaggedBatch,
+        ops: list[LogitOp],
+        num_launches: int,
     ) -> list[tuple[RaggedBatch, Sequence[LogitOp]]]:
-        """The batches of all launches and their ops. Batches are made before any launch, which
-        displaces all from the caches.
+        """Return the batches of all launches and their ops.
+
+        All batches are made before the first launch, because a launch evicts the CPU caches.
         """
         launches: list[tuple[RaggedBatch, Sequence[LogitOp]]] = [(batch, ops)]
-        if most == 1:
+        if num_launches == 1:
             return launches
+
+        # Positions and slots of all later launches at once: [launches - 1, sequences].
         seqs = np.arange(len(scheduled), dtype=np.int32)
-        draws = cast(list[SampleOp], ops)
-        positions = (
-            batch.positions + np.arange(1, most, dtype=np.int32)[:, None]
-        )  # [launches, sequences]
+        positions = batch.positions + np.arange(1, num_launches, dtype=np.int32)[:, None]
         blocks, offsets = np.divmod(positions, np.int32(self._block_size))
         slots = [
             group.block_table[seqs, blocks] * np.int32(self._block_size) + offsets
             for group in batch.kv
         ]
-        for later, at in enumerate(positions, 1):
+
+        sample_ops = cast(list[SampleOp], ops)
+        for shift in range(1, num_launches):
             kv = tuple(
                 [
-                    KvRows(of[later - 1], group.block_table)
-                    for of, group in zip(slots, batch.kv, strict=True)
+                    KvRows(group_slots[shift - 1], group.block_table)
+                    for group_slots, group in zip(slots, batch.kv, strict=True)
                 ]
             )
-            its_batch = RaggedBatch(  # `_replace` takes three times as long
-                *(
-                    batch.tokens,
-                    at,
-                    batch.row_start,
-                    at,
-                    batch.scheduled_len,
-                    kv,
-                    None,
-                    batch.logit_rows,
-                    batch.seq_of,
-                    seqs,
-                    None,
-                ),
-                batch.adapters,
+            # `batch._replace` would take three times as long.
+            shifted_batch = RaggedBatch(
+                tokens=batch.tokens,
+                positions=positions[shift - 1],
+                row_start=batch.row_start,
+                context_len=positions[shift - 1],
+                scheduled_len=batch.scheduled_len,
+                kv=kv,
+                ancestors=None,
+                logit_rows=batch.logit_rows,
+                seq_of=batch.seq_of,
+                token_source=seqs,
+                adapters=batch.adapters,
             )
-            launches.append((its_batch, ShiftedSampleOps(draws, later)))
+            launches.append((shifted_batch, ShiftedSampleOps(sample_ops, shift)))
         return launches
 
 
-def _any_ended(ticket: Ticket, ends: list[frozenset[int]]) -> bool:
-    """Whether the results are there, and a sequence has drawn one of its `ends` or met logits that
-    are not finite.
-    """
+def _any_ended(ticket: Ticket, end_ids: list[frozenset[int]]) -> bool:
+    """Whether the results are ready, and a sequence sampled an end token or had non-finite logits."""
     if not ticket.ready:
         return False
-    for value, end_ids in zip(ticket.wait().values, ends, strict=True):
-        if not isinstance(value, SampleResult) or value.tokens[-1] in end_ids:
+    for value, ids in zip(ticket.wait().values, end_ids, strict=True):
+        if not isinstance(value, SampleResult) or value.tokens[-1] in ids:
             return True
     return False

@@ -1,117 +1,145 @@
-"""The logit ops of a step, before its launch, and what becomes of its sequences, by the results."""
+"""The logit ops of a step before its launch, and the commits that follow from their results."""
 
 from collections.abc import Sequence as Results
-from typing import NamedTuple
+from dataclasses import replace
 
 from headrace.acceptors import Acceptor
 from headrace.batch import Commit, TokenLogprobs
-from headrace.engine.in_flight import InFlightStep, Member, StepOps
+from headrace.engine.in_flight import InFlightStep
 from headrace.engine.output import TokenizerView, describe
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Request, Sequence
+from headrace.engine.sequence import Request
 from headrace.errors import ConstraintError, NonFiniteLogitsError
 from headrace.logit_ops import LogitOpResult, Pool, SampleResult, Score, StepResult
 
 _NOT_FINITE = "the model produced non-finite logits"
 _NOT_FINITE_ROWS = "the model produced non-finite hidden rows"
 
+Commits = list[tuple[ScheduledSequence, Commit]]
+"""The sequences that continue after a step, each with its commit."""
 Failures = list[tuple[Request, Exception]]
-"""Requests that cannot go on, each with its error. The error ends its request, never the engine."""
+"""Requests that cannot continue, each with its error. The error ends the request, not the engine.
+"""
 
 
-class Resolved(NamedTuple):
-    """A sequence that goes on after a step, and what it keeps of the step."""
+def prepare_logit_ops(step: InFlightStep, scheduler: Scheduler) -> None:
+    """Collect the logit ops of a step, and count its scheduled tokens as computed.
 
-    seq: Sequence
-    item: ScheduledSequence
-    """The part of the step of this sequence, or of the one that it was forked from."""
-    commit: Commit
-
-
-def prepare_logit_ops(scheduled: list[ScheduledSequence], scheduler: Scheduler) -> StepOps:
-    """Count the scheduled tokens as computed, fork sequences where prompts end, and collect the
-    logit ops of the step.
-
-    A finished sequence, which a static batch keeps, has no ops.
+    Sequences are forked if their common prompt ends in this step. A finished sequence, which a
+    static batch keeps as padding, has no ops.
     """
-    draws = StepOps()
-    for source, item in enumerate(scheduled):
+    for source, item in enumerate(step.scheduled):
         seq, forks = item.seq, item.forks
-        draws.seqs.append(seq)
+        step.seqs.append(seq)
         if seq.output.finish_reason:
             continue
-        if item.scored:
-            draws.first_score_row[item] = len(draws.ops)
-            num_logprobs = seq.request.params.prompt_logprobs or 0
-            draws.ops += [
-                Score(item.first_score_row + i, seq.known[p + 1], num_logprobs)
-                for i, p in enumerate(item.scored)
-            ]
-        if item.pooled and seq.request.pooling:
-            draws.pools[item] = len(draws.ops)
-            draws.ops.append(
-                Pool(item.first_pooled_row, len(item.pooled), seq.request.pooling.state)
-            )
+
+        item.source = source
+        _add_prompt_ops(step, item)
         seq.computed += item.num_scheduled
         item.end = seq.computed
-        if forks:
-            draws.seqs += scheduler.fork(seq)[1:]
+
+        siblings = scheduler.fork(seq)[1:] if forks else []
+        step.seqs += siblings
         if item.can_sample:
-            drawing = draws.seqs[draws.seqs.index(seq) :] if forks else [seq]
-            members = [
-                Member(each, item, each.drawing(source, item.first_sample_row, item.draft))
-                for each in drawing
-            ]
-            draws.groups.setdefault(seq.request.acceptor, []).extend(members)
-    for acceptor, group in draws.groups.items():
-        for i, member in enumerate(group, len(draws.ops)):
-            member.seq.num_pending += 1
-            member.seq.last_op = i
-        draws.ops += acceptor.logit_ops([member.drawing for member in group])
-    for seq in draws.seqs:
+            group = step.groups.setdefault(seq.request.acceptor, [])
+            group.append(item)
+            group += [replace(item, seq=sibling) for sibling in siblings]
+
+    for acceptor, group in step.groups.items():
+        first_op = len(step.logit_ops)
+        step.logit_ops += acceptor.logit_ops(group)
+        for op, item in enumerate(group, first_op):
+            item.seq.num_pending += 1
+            item.seq.last_op = op
+    for seq in step.seqs:
         seq.num_in_flight += 1
-    return draws
+
+
+def _add_prompt_ops(step: InFlightStep, item: ScheduledSequence) -> None:
+    """Add the ops that score or pool rows of the prompt."""
+    request = item.seq.request
+    if item.scored:
+        item.first_score_op = len(step.logit_ops)
+        num_logprobs = request.params.prompt_logprobs or 0
+        step.logit_ops += [
+            Score(item.first_score_row + i, item.seq.known[position + 1], num_logprobs)
+            for i, position in enumerate(item.scored)
+        ]
+    if item.pooled and request.pooling:
+        item.pool_op = len(step.logit_ops)
+        step.logit_ops.append(Pool(item.first_pooled_row, len(item.pooled), request.pooling.state))
 
 
 def resolve_step(
     step: InFlightStep, results: Results[StepResult], scheduler: Scheduler, tokenizer: TokenizerView
-) -> tuple[list[Resolved], Failures]:
-    """The sequences of a step that go on and the requests that fail, by the results of its
-    launches, in their order.
+) -> tuple[Commits, Failures]:
+    """Return the commits of a step, and the requests that failed in it.
+
+    `results` has one result for each launch of the step, in order.
     """
-    draws = step.ops
-    resolved: list[Resolved] = []
+    commits: Commits = []
     failures: Failures = []
+
+    # Sequences that did not sample: their prompts were scored, pooled or just computed.
     for source, item in enumerate(step.scheduled):
-        if item.seq.output.finish_reason:  # ended while the step was in flight, or before it
+        if item.seq.output.finish_reason:  # it ended before the step, or while it was in flight
             continue
-        if item in draws.first_score_row and (
-            error := _score_prompt(item, draws.first_score_row[item], results[0], tokenizer)
-        ):
+        if error := _resolve_prompt(item, results[0], tokenizer):
             failures.append((item.seq.request, error))
-        elif item in draws.pools and not _pool_prompt(item, results[0].values[draws.pools[item]]):
-            failures.append((item.seq.request, NonFiniteLogitsError(_NOT_FINITE_ROWS)))
         elif not item.can_sample:
-            resolved.append(Resolved(item.seq, item, Commit(source, [], [], [])))
-    first = len(draws.ops) - sum(map(len, draws.groups.values()))
-    for acceptor, group in draws.groups.items():
-        values = [
+            commits.append((item, Commit(source, path=[], tokens=[], logprobs=[])))
+
+    # Sequences that sampled, by acceptor.
+    op = len(step.logit_ops) - sum(map(len, step.groups.values()))
+    for acceptor, group in step.groups.items():
+        group_results = [
             _concatenate([result.values[i] for result in results])
-            for i in range(first, first + len(group))
+            for i in range(op, op + len(group))
         ]
-        first += len(group)
-        for member in group:
-            member.seq.num_pending -= len(results)
-        if not all(member.seq.output.finish_reason for member in group):
-            more, failed = _accept(acceptor, group, values, results[-1], scheduler)
-            resolved += more
-            failures += [(request, _nothing_drawn(request)) for request in failed]
-    return resolved, failures
+        op += len(group)
+        for item in group:
+            item.seq.num_pending -= len(results)
+        if not all(item.seq.output.finish_reason for item in group):
+            accepted, failed = _accept(acceptor, group, group_results, results[-1], scheduler)
+            commits += accepted
+            failures += [(request, _sampling_error(request)) for request in failed]
+    return commits, failures
 
 
-def _nothing_drawn(request: Request) -> Exception:
-    """Why no token could be drawn."""
+def _resolve_prompt(
+    item: ScheduledSequence, result: StepResult, tokenizer: TokenizerView
+) -> Exception | None:
+    """Record the scores and the pooled rows of a prompt; returns an error that ends the request."""
+    if item.first_score_op is not None:
+        scores = result.values[item.first_score_op :]
+        if error := _record_scores(item, scores, tokenizer):
+            return error
+    pooling = item.seq.request.pooling
+    if item.pool_op is None or pooling is None:
+        return None
+    is_finite = pooling.receive(len(item.pooled), result.values[item.pool_op])
+    return None if is_finite else NonFiniteLogitsError(_NOT_FINITE_ROWS)
+
+
+def _record_scores(
+    item: ScheduledSequence, scores: Results[LogitOpResult], tokenizer: TokenizerView
+) -> Exception | None:
+    seq = item.seq
+    for position, score in zip(item.scored, scores, strict=False):
+        if not isinstance(score, TokenLogprobs):
+            return NonFiniteLogitsError(_NOT_FINITE)
+        try:
+            logprobs = describe(tokenizer, seq.known[position + 1], score)
+        except Exception as error:  # an error of the tokenizer ends the request alone
+            return error
+        seq.request.prompt_logprobs.append(logprobs)
+    return None
+
+
+def _sampling_error(request: Request) -> Exception:
+    """Return the reason why no token could be sampled."""
     if any(seq.constraint for seq in request.seqs):
         return ConstraintError(
             "the model gave none of the tokens that may follow a finite logit, or no text "
@@ -120,71 +148,50 @@ def _nothing_drawn(request: Request) -> Exception:
     return NonFiniteLogitsError(_NOT_FINITE)
 
 
-def _score_prompt(
-    item: ScheduledSequence, first: int, result: StepResult, tokenizer: TokenizerView
-) -> Exception | None:
-    """Record the prompt log-probabilities of a step; returns why its request cannot go on. `first`
-    is the index of their first op.
+def _concatenate(results: list[LogitOpResult]) -> LogitOpResult:
+    """Join the results of one sequence over several launches, up to the first non-finite logits.
+
+    Returns None if the logits of the first launch were not finite.
     """
-    seq = item.seq
-    for position, scores in zip(item.scored, result.values[first:], strict=False):
-        if not isinstance(scores, TokenLogprobs):
-            return NonFiniteLogitsError(_NOT_FINITE)
-        try:
-            seq.request.prompt_logprobs.append(describe(tokenizer, seq.known[position + 1], scores))
-        except Exception as error:  # of the tokenizer
-            return error
-    return None
-
-
-def _pool_prompt(item: ScheduledSequence, result: LogitOpResult) -> bool:
-    """Record what a step has pooled of a prompt; whether it is finite."""
-    pooling = item.seq.request.pooling
-    return pooling is not None and pooling.receive(len(item.pooled), result)
-
-
-def _concatenate(values: list[LogitOpResult]) -> LogitOpResult:
-    """What one sequence drew in several launches, up to logits that were not finite; None where
-    those of the first were not.
-    """
-    if len(values) == 1:
-        return values[0]
+    if len(results) == 1:
+        return results[0]
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
-    for value in values:
-        if not isinstance(value, SampleResult):
+    for result in results:
+        if not isinstance(result, SampleResult):
             break
-        tokens += value.tokens
-        logprobs += value.logprobs
-    return SampleResult(tokens, [], logprobs) if tokens else None
+        tokens += result.tokens
+        logprobs += result.logprobs
+    return SampleResult(tokens=tokens, path=[], logprobs=logprobs) if tokens else None
 
 
 def _accept(
     acceptor: Acceptor,
-    group: list[Member],
-    values: Results[LogitOpResult],
-    result: StepResult,
+    group: list[ScheduledSequence],
+    results: Results[LogitOpResult],
+    step_result: StepResult,
     scheduler: Scheduler,
-) -> tuple[list[Resolved], list[Request]]:
-    """The sequences of a group that go on, with their commits, and the requests whose logits are
-    not finite.
+) -> tuple[Commits, list[Request]]:
+    """Return the commits of a group, and the requests whose logits were not finite.
 
-    Where the acceptor forks or frees sequences, the successors replace those that drew, in the
-    request and in the scheduler.
+    If the acceptor forks or frees sequences, their successors replace them in the request and in
+    the scheduler.
     """
-    accepted = acceptor.accept([member.drawing for member in group], values, result.logits)
-    seqs = [member.seq for member in group]
-    successors = sources = [seqs[which] for which, _ in accepted]
+    accepted = acceptor.accept(group, results, step_result.logits)
+    seqs = [item.seq for item in group]
+    successors = sources = [item.seq for item, _ in accepted]
     if sources != seqs:
         successors = seqs[0].request.seqs = scheduler.replace_sequences(seqs, sources)
-    pairs = [
-        pair
-        for pair in zip(successors, accepted, strict=True)
-        if pair[0].output.finish_reason is None
-    ]
-    resolved = [
-        Resolved(seq, group[which].item, commit)
-        for seq, (which, commit) in pairs
-        if commit is not None
-    ]
-    return resolved, [seq.request for seq, (_, commit) in pairs if commit is None]
+
+    commits: Commits = []
+    failed: list[Request] = []
+    for successor, (item, commit) in zip(successors, accepted, strict=True):
+        if successor.output.finish_reason is not None:
+            continue
+        if commit is None:
+            failed.append(successor.request)
+        elif successor is item.seq:
+            commits.append((item, commit))
+        else:
+            commits.append((replace(item, seq=successor), commit))
+    return commits, failed

@@ -1,67 +1,110 @@
-"""The records of a step to be: which sequences take part in it, with how many rows, and what it has
-left.
-"""
+"""The records of a scheduled step: its sequences, their rows, and the rest of the row budget."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.batch import NO_DRAFT, DraftTree
+from headrace.constraint import Masks
+from headrace.engine.output import Output
 from headrace.engine.sequence import Sequence
 from headrace.kv.manager import Copy
+from headrace.logit_ops import SamplerState
 from headrace.request import DraftStats
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """One sequence's part of a step."""
+    """The part of one sequence in a step, from scheduling to its commit."""
 
     seq: Sequence
     num_scheduled: int
-    """Known or pending tokens that the step computes: rows whose slots are reserved."""
+    """Known or pending tokens that the step computes. Their slots are reserved."""
     can_sample: bool
-    """Whether these reach the last known or pending token, so that the next one can be drawn; never
-    in a prompt that is embedded.
+    """Whether the scheduled tokens reach the end of the sequence, so that the next token can be
+    sampled. Always False for a prompt that is embedded.
     """
-    draft_budget: int = 0
-    """Draft nodes that it may have: slots reserved beyond its scheduled tokens."""
-    draft: DraftTree = NO_DRAFT
-    certain: list[int] = field(default_factory=list)
-    """The tokens of the draft, where they are not proposed but certain."""
-    num_launches: int = 1
-    """Launches in which it draws a token each: more than one in multi-step decoding."""
-    has_spare_slots: bool = False
-    """Whether it has slots for further launches; those that are not used are given back."""
+    source: int = 0
+    """Index of the sequence in the step. A fork has the index of the sequence it came from."""
     end: int = 0
-    """Tokens of the sequence that have KV when the scheduled ones have it."""
+    """Tokens of the sequence with KV after the scheduled tokens are computed."""
+
+    draft_budget: int = 0
+    """Slots reserved for draft nodes."""
+    draft: DraftTree = NO_DRAFT
+    forced: list[int] = field(default_factory=list)
+    """The tokens of the draft if a grammar forces them; empty if a proposer made the draft."""
+    num_launches: int = 1
+    """Launches that sample a token each; more than 1 in multi-step decoding."""
+    has_spare_slots: bool = False
+    """Whether slots beyond the scheduled tokens are reserved; unused slots are freed at the end."""
+
     scored: range = range(0)
     """Positions whose rows give prompt log-probabilities."""
     first_score_row: int = 0
-    """Index of the first of these rows among the logit rows."""
+    """Index among the logit rows of the first scored position."""
+    first_score_op: int | None = None
+    """Index among the logit ops of the first op that scores the prompt."""
     first_sample_row: int = 0
-    """Index of the first row to draw from among the logit rows."""
+    """Index among the logit rows of the first row to sample from."""
     pooled: range = range(0)
     """Positions whose rows are pooled."""
     first_pooled_row: int = 0
-    """Index of the first of these rows among the pooled rows."""
+    """Index among the pooled rows of the first pooled position."""
+    pool_op: int | None = None
+    """Index among the logit ops of the op that pools the prompt."""
+
+    @property
+    def position(self) -> int:
+        """Position of the next token in the sequence."""
+        return self.seq.length
+
+    @property
+    def sampler(self) -> SamplerState:
+        return self.seq.sampler
+
+    @property
+    def num_logprobs(self) -> int:
+        return self.seq.num_logprobs
+
+    @property
+    def masks(self) -> Masks | None:
+        """Allowed tokens of each row to sample from, [1 + nodes, words]; None: all are allowed."""
+        constraint = self.seq.constraint
+        return None if constraint is None else constraint.masks(self.draft)
+
+    @property
+    def output(self) -> Output:
+        return self.seq.output
 
     @property
     def forks(self) -> bool:
-        """Whether the sequence's siblings go their own ways after these rows."""
+        """Whether the siblings of the sequence are forked off after the scheduled rows."""
         return bool(self.seq.siblings) and self.num_scheduled == self.seq.num_until_sample
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one row, without a draft, from which one token is drawn, and the next could
-        be drawn without a look at it.
+        """Whether this is one row without a draft that samples one token, and the row after it does
+        not depend on a look at that token.
         """
-        alone = (
+        return (
             self.num_scheduled == 1
             and self.can_sample
             and not self.draft_budget
             and not self.seq.may_fork
             and not self.seq.has_changing_mask
+            and self.seq.output.finish_reason is None
         )
-        return alone and self.seq.output.finish_reason is None
+
+    @property
+    def max_useful_draft(self) -> int:
+        """Max number of useful draft nodes.
+
+        A sequence that may fork has no use for drafts, because its forks sample different tokens.
+        The last token of an output needs no draft either.
+        """
+        if not self.can_sample or self.seq.may_fork:
+            return 0
+        return self.seq.request.limit - len(self.seq.known) - 1
 
     @property
     def draft_stats(self) -> dict[str, DraftStats]:
@@ -69,53 +112,46 @@ class ScheduledSequence:
         return self.seq.request.drafts
 
     def give_back_draft_budget(self) -> None:
-        """Have no draft: its slots are for launches, or given back when the step is finished."""
-        self.draft_budget, self.has_spare_slots = 0, True
-
-    @property
-    def max_useful_draft(self) -> int:
-        """Draft nodes that are of use: none where the sequence may fork, since its draws go
-        different ways, nor for the last token.
-        """
-        return (
-            self.seq.request.limit - len(self.seq.known) - 1
-            if self.can_sample and not self.seq.may_fork
-            else 0
-        )
+        """Have no draft. Its slots serve further launches, or are freed at the end of the step."""
+        self.draft_budget = 0
+        self.has_spare_slots = True
 
 
 @dataclass
 class RowBudget:
-    """What is left of a step."""
+    """The part of a step that is still free."""
 
     rows: int
     chunk_work: float
-    """For prompts and recomputations, in rows at the beginning of a context."""
+    """Work left for prompts and recomputation, in rows at the start of a context."""
     logit_rows: int
-    """Beyond the one that every sequence may have."""
+    """Logit rows left beyond the one that every sequence may have."""
     attention_crossover: float
-    """Context with which a row costs two such rows."""
+    """Context length at which a row costs twice as much as at the start of a context."""
 
-    def take(self, seq: Sequence, most: int) -> int:
-        """As many of the sequence's next `most` rows as there is room for."""
-        cost = 1 + seq.computed / self.attention_crossover
-        rows = min(
-            most, self.rows, max(1, int(self.chunk_work / cost)) if self.chunk_work > 0 else 0
-        )
-        wanted = seq.prompt_rows(rows)
-        if len(wanted) > self.logit_rows:
-            rows, wanted = wanted.start - seq.computed + self.logit_rows, wanted[: self.logit_rows]
+    def take(self, seq: Sequence, max_rows: int) -> int:
+        """Take up to `max_rows` of the next rows of a sequence, and return their number."""
+        row_cost = 1 + seq.computed / self.attention_crossover
+        affordable = max(1, int(self.chunk_work / row_cost)) if self.chunk_work > 0 else 0
+        rows = min(max_rows, self.rows, affordable)
+
+        # Rows with prompt log-probabilities have a budget of their own.
+        scored = seq.prompt_rows(rows)
+        if len(scored) > self.logit_rows:
+            rows = scored.start - seq.computed + self.logit_rows
+            scored = scored[: self.logit_rows]
+
         self.rows -= rows
-        self.chunk_work -= rows * cost
-        self.logit_rows -= len(wanted)
+        self.chunk_work -= rows * row_cost
+        self.logit_rows -= len(scored)
         return rows
 
 
 class SchedulerOutput(NamedTuple):
-    """A step to be."""
+    """A scheduled step."""
 
     scheduled: list[ScheduledSequence]
     copies: list[Copy]
-    """To be made before the step."""
-    left: RowBudget
-    """Rows that the scheduled tokens leave, for drafts."""
+    """Block copies to make before the step."""
+    rest: RowBudget
+    """The rows that the scheduled tokens leave for drafts."""

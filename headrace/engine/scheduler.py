@@ -249,7 +249,7 @@ class Scheduler:
         Returns the block copies to make.
         """
         copies: list[Copy] = []
-        left = min(output.left.rows, output.left.logit_rows)
+        left = min(output.rest.rows, output.rest.logit_rows)
         for i, item in enumerate(
             sorted(wanted, key=wanted.__getitem__)
         ):  # what one leaves goes to those that want more

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
-from headrace.acceptors import Acceptor, Drawing
-from headrace.batch import Commit, DraftTree
+from headrace.acceptors import Acceptor
+from headrace.batch import Commit
 from headrace.constraint import Constraint
 from headrace.engine.adapters import LoadedAdapter
 from headrace.engine.output import Output
@@ -129,7 +129,7 @@ class Request:
         """Sequences that it has once its prompt has ended."""
         return self.params.beam_width or self.params.n
 
-    def news(self) -> list[Update]:
+    def new_updates(self) -> list[Update]:
         """What there is that was not said before; with the last update of the request comes its
         result.
         """
@@ -281,23 +281,6 @@ class Sequence:
             sampler=self.sampler.clone(0),
             output=self.output.clone(),
             tables=tables,
-        )
-
-    def drawing(self, source: int, row: int, draft: DraftTree) -> Drawing:
-        """What an acceptor must know of it: its index in the step, the row of its first logits to
-        draw from, and its draft.
-        """
-        masks = None if self.constraint is None else self.constraint.masks(draft)
-        return Drawing(
-            source,
-            row,
-            self.length,
-            self.known,
-            self.sampler,
-            draft,
-            self.num_logprobs,
-            self.output,
-            masks,
         )
 
     def prompt_rows(self, num_scheduled: int) -> range:

@@ -1,5 +1,12 @@
-"""The step loop. A step is launched (schedule, draft, build, launch) and finished (wait, accept,
-commit, observe, emit).
+"""The step loop: the heart of the engine.
+
+A step has two halves:
+
+    launch    schedule, draft, build the batch, launch it
+    finish    wait, accept, commit the KV, observe, append the text
+
+An executable may allow several steps in flight. Then the next step is launched before the last step
+is finished, as long as the next step does not depend on its results.
 """
 
 from collections import deque
@@ -8,26 +15,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headrace.backend import Executable
-from headrace.engine.build import build
-from headrace.engine.ending import fail, receive
+from headrace.batch import Commit
+from headrace.engine.build import build_batch
+from headrace.engine.finish import fail_request, receive_tokens
 from headrace.engine.in_flight import InFlightStep
 from headrace.engine.jump_forward import JumpForward
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView
-from headrace.engine.resolve import Resolved, prepare_logit_ops, resolve_step
+from headrace.engine.resolve import prepare_logit_ops, resolve_step
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots, prepare_blocks
 from headrace.request import Update
-from headrace.speculation.manager import SpeculationManager, StepDrafts
+from headrace.speculation.manager import SpeculationManager
 
 
 @dataclass
 class StepLoop:
-    """The parts of an engine that a step passes through, the steps in flight, and counters over all
-    steps.
-    """
+    """The parts of the engine that a step passes through, the steps in flight, and counters."""
 
     scheduler: Scheduler
     speculation: SpeculationManager
@@ -44,116 +50,126 @@ class StepLoop:
     num_drafted: int = 0
     num_accepted: int = 0
 
-    def launch(self, is_wanted: Callable[[], bool]) -> None:
-        """Launch steps until as many are in flight as the executable allows, or the next depends on
-        results that are not there yet.
+    def launch(self, should_stop: Callable[[], bool]) -> None:
+        """Launch steps until the executable has enough of them in flight.
 
-        Multi-step decoding ends where `is_wanted`.
+        Launching stops early if the next step depends on results that are not ready. Multi-step
+        decoding also ends when `should_stop()`.
         """
-        while not self.in_flight or (
-            len(self.in_flight) < self.executable.max_in_flight and self._can_overlap()
-        ):
-            begun = self.clock()
+        while not self.in_flight or self._can_overlap():
+            started = self.clock()
             output = self.scheduler.schedule()
             if not output.scheduled:
-                return prepare_blocks(self.executable, self.kv, output.copies)
-            certain = self.jump_forward.find(output.scheduled)
-            drafting, wanted = self.speculation.plan(output.scheduled)
-            copies = output.copies + self.scheduler.grant_draft_budgets(output, wanted | certain)
-            self.jump_forward.draft(certain)
-            prepare_blocks(self.executable, self.kv, copies)  # before a proposer writes to them
-            if drafting:
-                self.speculation.draft(drafting)
-            self._launch(output.scheduled, drafting, begun, is_wanted)
+                prepare_blocks(self.executable, self.kv, output.copies)
+                return
+
+            # Find draft tokens: a grammar forces them, or proposers suggest them.
+            forced = self.jump_forward.find(output.scheduled)
+            drafts, requested = self.speculation.plan(output.scheduled)
+            draft_copies = self.scheduler.grant_draft_budgets(output, requested | forced)
+            self.jump_forward.draft(forced)
+
+            # Copy shared blocks before a proposer or the step writes to them.
+            prepare_blocks(self.executable, self.kv, output.copies + draft_copies)
+            if drafts:
+                self.speculation.draft(drafts)
+
+            step = InFlightStep(output.scheduled, drafts, started)
+            self._launch(step, should_stop)
+
+    def _can_overlap(self) -> bool:
+        """Whether the next step can be launched before the steps in flight are finished."""
+        return (
+            len(self.in_flight) < self.executable.max_in_flight
+            and self.scheduler.can_overlap
+            and self.speculation.is_paused
+            and not self.in_flight[-1].drafts
+        )
+
+    def _launch(self, step: InFlightStep, should_stop: Callable[[], bool]) -> None:
+        max_launches = self.multi_step.plan(step.scheduled)
+        batch = build_batch(step.scheduled, self.kv.block_size)
+        prepare_logit_ops(step, self.scheduler)
+        needs_logits = step.needs_logits or self.speculation.needs_logits
+        needs_hidden = self.speculation.needs_hidden
+
+        if max_launches:
+            step.is_plain = True
+            step.tickets = self.multi_step.launch(
+                step.scheduled,
+                batch,
+                step.logit_ops,
+                max_launches=max_launches,
+                max_seconds=self.speculation.pause_seconds,
+                should_stop=should_stop,
+                logits=needs_logits,
+                hidden=needs_hidden,
+            )
+        else:
+            ticket = self.executable.launch(
+                batch, step.logit_ops, logits=needs_logits, hidden=needs_hidden
+            )
+            step.tickets = [ticket]
+
+        step.num_rows = len(batch.tokens)
+        self.in_flight.append(step)
+        self.num_steps += len(step.tickets)
+        self.num_rows += len(step.tickets) * step.num_rows
+        self.num_drafted += sum(
+            len(item.draft.tokens) for item in step.scheduled if not item.forced
+        )
 
     def finish(self, updates: list[Update]) -> InFlightStep:
-        """Wait for the oldest step in flight and commit its results; returns the step, and adds the
-        updates of its requests.
+        """Wait for the oldest step in flight, commit its results, and return it.
+
+        Adds the updates of its requests to `updates`.
         """
         step = self.in_flight[0]
         results = [ticket.wait() for ticket in step.tickets]
         self.in_flight.popleft()
         self.multi_step.record(step)
-        self.scheduler.finish(step.ops.seqs)
-        resolved, failed = resolve_step(step, results, self.scheduler, self.tokenizer)
-        for request, error in failed:
-            fail(request, error, self.scheduler)
-        kept = [
-            one for one in resolved if one.seq.output.finish_reason is None
-        ]  # its request may have failed
-        move_slots(self.executable, [move for one in kept for move in self._commit(one)])
-        seconds = self.clock() - step.begun
-        commits = [commit for _, _, commit in kept]
+        self.scheduler.finish(step.seqs)
+
+        # Accept: each sequence that continues gets a commit.
+        commits, failures = resolve_step(step, results, self.scheduler, self.tokenizer)
+        for request, error in failures:
+            fail_request(request, error, self.scheduler)
+        # The siblings of a failed sequence have ended with it.
+        commits = [
+            (item, commit) for item, commit in commits if item.seq.output.finish_reason is None
+        ]
+
+        # Commit the KV: keep the accepted tokens, free the rejected drafts.
+        moves = [move for item, commit in commits for move in self._commit(item, commit)]
+        move_slots(self.executable, moves)
+
+        # Observe: proposers and the controller learn from the step.
         self.speculation.observe(
             step.scheduled,
-            step.drafting,
-            commits,
+            step.drafts,
+            [commit for _, commit in commits],
             results[-1],
-            step.num_rows,
-            seconds,
-            len(results),
+            num_rows=step.num_rows,
+            seconds=self.clock() - step.started,
+            num_launches=len(results),
         )
-        self.num_tokens += sum(receive(seq, commit, self.scheduler) for seq, _, commit in kept)
+
+        # Append the tokens to the outputs, and collect the new text.
+        for item, commit in commits:
+            self.num_tokens += receive_tokens(item.seq, commit, self.scheduler)
         for request in dict.fromkeys(item.seq.request for item in step.scheduled):
-            updates += request.news()
+            updates += request.new_updates()
         return step
 
-    def forsake(self) -> None:
-        """Wait for the steps in flight, and forget them."""
-        for ticket in [ticket for step in self.in_flight for ticket in step.tickets]:
-            with suppress(Exception):
-                ticket.wait()
-        self.in_flight.clear()
+    def _commit(self, item: ScheduledSequence, commit: Commit) -> list[Copy]:
+        """Keep the KV of the scheduled tokens and of the accepted draft path, and free the rest.
 
-    def _can_overlap(self) -> bool:
-        """Whether the next step can be launched before those in flight are finished."""
-        return (
-            self.scheduler.can_overlap
-            and self.speculation.is_paused
-            and not self.in_flight[-1].drafting
-        )
-
-    def _launch(
-        self,
-        scheduled: list[ScheduledSequence],
-        drafting: StepDrafts[ScheduledSequence] | None,
-        begun: float,
-        is_wanted: Callable[[], bool],
-    ) -> None:
-        most = self.multi_step.plan(scheduled)
-        batch = build(scheduled, self.kv.block_size)
-        draws = prepare_logit_ops(scheduled, self.scheduler)
-        wanted = {
-            "logits": draws.needs_logits or self.speculation.needs_logits,
-            "hidden": self.speculation.needs_hidden,
-        }
-        if most:
-            tickets = self.multi_step.launch(
-                scheduled,
-                batch,
-                draws.ops,
-                most,
-                self.speculation.pause_seconds,
-                is_wanted,
-                **wanted,
-            )
-        else:
-            tickets = [self.executable.launch(batch, draws.ops, **wanted)]
-        self.in_flight.append(
-            InFlightStep(scheduled, drafting, draws, tickets, len(batch.tokens), begun, most > 0)
-        )
-        self.num_steps += len(tickets)
-        self.num_rows += len(tickets) * len(batch.tokens)
-        self.num_drafted += sum(len(item.draft.tokens) for item in scheduled if not item.certain)
-
-    def _commit(self, resolved: Resolved) -> list[Copy]:
-        """Keep the KV of the scheduled tokens and of the accepted path, free the rest; returns the
-        slots to move.
+        Returns the slots to move, because the accepted nodes must become adjacent.
         """
-        seq, item, commit = resolved
-        more = max(0, len(commit.tokens) - 1)  # new tokens that have KV
-        seq.computed += more - (item.num_launches - 1)
-        seq.settled = item.end + more
+        seq = item.seq
+        num_more = max(0, len(commit.tokens) - 1)  # the last new token has no KV
+        seq.computed += num_more - (item.num_launches - 1)
+        seq.settled = item.end + num_more
         seq.known += commit.tokens
         if item.draft_budget:
             self.num_accepted += len(commit.path) - self.jump_forward.count(item, commit)
@@ -161,3 +177,11 @@ class StepLoop:
         if item.has_spare_slots:
             self.kv.trim(seq.tables, seq.computed)
         return []
+
+    def abandon(self) -> None:
+        """Wait for the steps in flight and discard their results."""
+        for step in self.in_flight:
+            for ticket in step.tickets:
+                with suppress(Exception):
+                    ticket.wait()
+        self.in_flight.clear()

@@ -225,7 +225,7 @@ class EngineThread:
                 if self._is_released or not self._engine.has_work:
                     return
                 self.step_begun = monotonic()
-                for update in self._engine.step(self._is_wanted):
+                for update in self._engine.step(self._command_waits):
                     self._deliver(update)
                 self.step_begun = None
             except BaseException as error:  # what it does not get over: see `Engine.step`
@@ -233,7 +233,7 @@ class EngineThread:
                 with suppress(Exception):
                     self._close()
 
-    def _is_wanted(self) -> bool:
+    def _command_waits(self) -> bool:
         """Whether a command waits."""
         return not self._commands.empty()
 

@@ -112,10 +112,10 @@ class OutputConstraint:
         except ConstraintError:
             return None
 
-    def certain(self, most: int) -> list[int]:
+    def forced(self, max_tokens: int) -> list[int]:
         tokens: list[int] = []
         at: OutputConstraint | None = self
-        while at and len(tokens) < most and int(np.bitwise_count(at.mask).sum()) == 1:
+        while at and len(tokens) < max_tokens and int(np.bitwise_count(at.mask).sum()) == 1:
             word = int(np.flatnonzero(at.mask)[0])
             token = word * MASK_BITS + int(at.mask[word]).bit_length() - 1
             at = at.beyond(token)

@@ -17,7 +17,7 @@ _COUNTED = (
         "tokens",
         "drafted",
         "accepted",
-        "certain",
+        "forced",
         "proposer_failures",
         "failed_steps",
         "preemptions",

@@ -37,7 +37,7 @@ class ScheduledView(Protocol):
     @property
     def can_sample(self) -> bool: ...  # whether the step samples its next token
     @property
-    def certain(self) -> list[int]: ...  # tokens of a jump-forward draft, which no proposer made
+    def forced(self) -> list[int]: ...  # tokens of a jump-forward draft, which no proposer made
     @property
     def max_useful_draft(self) -> int: ...  # nodes
     @property
@@ -128,7 +128,7 @@ class SpeculationManager:
         limits = {
             item: limit
             for item in scheduled
-            if not item.certain and (limit := item.max_useful_draft) > 0
+            if not item.forced and (limit := item.max_useful_draft) > 0
         }
         if limits:
             self._policy.begin_step(
@@ -250,7 +250,7 @@ class SpeculationManager:
                     tokens=commit.tokens,
                     logprobs=commit.logprobs,
                     row=item.first_sample_row,
-                    draft=NO_DRAFT if item.certain else item.draft,
+                    draft=NO_DRAFT if item.forced else item.draft,
                 )
             )
         for name, guard in self._guards.items():
@@ -281,7 +281,7 @@ class SpeculationManager:
 
         num_accepted = {commit.source: len(commit.path) for commit in commits}
         for source, item in enumerate(scheduled):
-            if not item.draft.tokens or item.certain:
+            if not item.draft.tokens or item.forced:
                 continue
             name, accepted = drafts.methods[item], num_accepted.get(source, 0)
             proposed = len(item.draft.tokens)

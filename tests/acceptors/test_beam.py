@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from headrace import _native
-from headrace.acceptors import Drawing
 from headrace.acceptors.beam import BeamSearch
-from headrace.batch import NO_DRAFT
 from headrace.engine.output import Output
 from headrace.engine.stops import StopPattern
 from headrace.logit_ops import Ranked, TopTokens
 from headrace.request import SamplingParams
 from headrace.sampling.host import run_logit_ops
+from tests.acceptors.sampled import Sampled
 from tests.tiny import TinyVocabulary
 
 POOL = _native.Pool(1)
@@ -51,17 +50,18 @@ class Searching:
         """The outputs of the live beams after a step in which each beam has these probabilities."""
         with np.errstate(divide="ignore"):
             logits = np.log(np.array(probabilities, np.float32))
-        drawings = [
-            Drawing(i + 4, i, len(known), known, sampler, NO_DRAFT, self.num_logprobs, output)
+        seqs = [
+            Sampled(i + 4, i, len(known), sampler, output, num_logprobs=self.num_logprobs)
             for i, ((known, output), sampler) in enumerate(
                 zip(self.beams, self.samplers, strict=True)
             )
         ]
-        values = run_logit_ops(self.search.logit_ops(drawings), logits)
+        results = run_logit_ops(self.search.logit_ops(seqs), logits)
         beams, samplers = [], []
-        for which, commit in self.search.accept(
-            drawings, values, logits if self.search.needs_logits else None
+        for seq, commit in self.search.accept(
+            seqs, results, logits if self.search.needs_logits else None
         ):
+            which = seqs.index(seq)
             assert commit is not None and (commit.source, commit.path, len(commit.logprobs)) == (
                 which + 4,
                 [],
@@ -154,13 +154,12 @@ def test_a_search_ends_if_stop_strings_end_everything() -> None:
 def test_a_row_that_is_not_finite_fails_all_beams() -> None:
     search = Searching()
     search.step([0.6, 0.3, 0.1, 0])
-    drawings = [
-        Drawing(i, i, 2, known, search.samplers[i], NO_DRAFT, -1, output)
-        for i, (known, output) in enumerate(search.beams)
+    seqs = [
+        Sampled(i, i, 2, search.samplers[i], output) for i, (_, output) in enumerate(search.beams)
     ]
-    assert search.search.accept(drawings, [None, Ranked([0, 1], [-1.0, -2.0])], None) == [
-        (0, None),
-        (1, None),
+    assert search.search.accept(seqs, [None, Ranked([0, 1], [-1.0, -2.0])], None) == [
+        (seqs[0], None),
+        (seqs[1], None),
     ]
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from headrace.batch import DraftTree
-from headrace.engine.build import build
+from headrace.engine.build import build_batch
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.kv.blocks import Table
 from headrace.request import SamplingParams
@@ -25,7 +25,7 @@ def parts(drafts: list[DraftTree]) -> list[ScheduledSequence]:
 
 def test_chains() -> None:
     made = parts([DraftTree([11, 12], [-1, 0]), DraftTree([], [])])
-    batch = build(made, 4)
+    batch = build_batch(made, 4)
     (kv,) = batch.kv
     assert batch.tokens.tolist() == [3, 4, 5, 11, 12, 6]
     assert batch.positions.tolist() == [2, 3, 4, 5, 6, 0]
@@ -43,7 +43,7 @@ def test_chains() -> None:
 def test_pending_tokens_are_those_of_the_launch_before() -> None:
     first, second = (item.seq for item in parts([DraftTree([], [])] * 2))
     first.computed, first.num_pending, first.last_op = 5, 1, 3
-    batch = build([ScheduledSequence(second, 2, True), ScheduledSequence(first, 1, True)], 4)
+    batch = build_batch([ScheduledSequence(second, 2, True), ScheduledSequence(first, 1, True)], 4)
     assert (batch.tokens.tolist(), batch.positions.tolist()) == ([6, 7, 0], [0, 1, 5])
     assert batch.token_source is not None and batch.token_source.dtype == np.int32
     assert batch.token_source.tolist() == [-1, -1, 3]  # the fourth op drew the token after 5
@@ -51,7 +51,7 @@ def test_pending_tokens_are_those_of_the_launch_before() -> None:
 
 
 def test_a_tree() -> None:
-    batch = build(parts([DraftTree([11, 12, 13], [-1, -1, 0]), DraftTree([], [])]), 4)
+    batch = build_batch(parts([DraftTree([11, 12, 13], [-1, -1, 0]), DraftTree([], [])]), 4)
     assert batch.positions.tolist() == [2, 3, 4, 5, 5, 6, 0]
     assert batch.kv[0].slots.tolist() == [14, 15, 36, 37, 38, 39, 20]
     assert batch.ancestors is not None
@@ -61,7 +61,7 @@ def test_a_tree() -> None:
 def test_a_tree_of_more_nodes_than_a_word_has_bits() -> None:
     first, second = parts([DraftTree([1] * 130, [*range(-1, 128), 0]), DraftTree([], [])])
     first.seq.tables = (Table(range(40)),)
-    batch = build([second, first], 4)
+    batch = build_batch([second, first], 4)
     assert batch.ancestors is not None and batch.ancestors.shape == (1 + 3 + 130, 3)
     bits = [sum(int(word) << 64 * w for w, word in enumerate(row)) for row in batch.ancestors]
     assert bits[4 + 128] == 2**129 - 1

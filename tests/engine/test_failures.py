@@ -98,7 +98,7 @@ PLACES: dict[str, Callable[[Engine, Fault], tuple[Any, str]]] = {
     "remember": lambda engine, fault: (engine._scheduler._cache, "extend"),
     "ask": lambda engine, fault: (engine._speculation, "ask"),
     "observe": lambda engine, fault: (engine._speculation, "observe"),
-    "build": lambda engine, fault: (step_module, "build"),
+    "build": lambda engine, fault: (step_module, "build_batch"),
     "draws": lambda engine, fault: (step_module, "prepare_logit_ops"),
     "resolve": lambda engine, fault: (step_module, "resolve_step"),
 }
@@ -154,7 +154,7 @@ def test_the_request_that_steps_fail_of_ends_alone(
                 )
                 error = ArithmeticError("this one")
                 owners = {
-                    "build": (step_module, "build"),
+                    "build": (step_module, "build_batch"),
                     "draws": (step_module, "prepare_logit_ops"),
                 }
                 owners |= {

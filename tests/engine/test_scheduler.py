@@ -268,7 +268,7 @@ def test_draft_budgets_go_to_those_that_want_them() -> None:
     items = output.scheduled
     engine._scheduler.grant_draft_budgets(output, {items[0]: 6, items[2]: 1, items[3]: 3})
     assert [item.draft_budget for item in items] == [4, 0, 1, 3]
-    output = engine._scheduler.schedule()._replace(left=RowBudget(0, 0, 9, 1.0))
+    output = engine._scheduler.schedule()._replace(rest=RowBudget(0, 0, 9, 1.0))
     engine._scheduler.grant_draft_budgets(output, dict.fromkeys(output.scheduled, 3))
     assert [item.draft_budget for item in output.scheduled] == [0] * 4
 

@@ -322,9 +322,7 @@ class TestJumpForward:
         same(result, expected, exact=True)
         before, after = one_by_one.stats(), jumping.stats()
         assert (
-            before.certain == 0
-            and after.certain >= 5
-            and before.steps == after.steps + after.certain
+            before.forced == 0 and after.forced >= 5 and before.steps == after.steps + after.forced
         )
         assert (after.drafted, after.accepted, result.drafts) == (0, 0, {})
 
@@ -342,7 +340,7 @@ class TestJumpForward:
             engine,
             [([1], SamplingParams(temperature=0, max_tokens=40, **asking(choice=["0123456789"])))],
         )
-        assert engine.stats().certain and not any(
+        assert engine.stats().forced and not any(
             commit.draft.tokens for commit in proposer.commits if len(commit.tokens) > 1
         )
 

@@ -98,7 +98,7 @@ def test_json_is_valid_by_its_schema(sampling: dict[str, Any]) -> None:
         else:
             jsonschema.validate(json.loads(result.outputs[0].text), schema)
     assert cut <= 1
-    assert jumping.stats().certain > 50 and one_by_one.stats().certain == 0
+    assert jumping.stats().forced > 50 and one_by_one.stats().forced == 0
     executable.close()
 
 

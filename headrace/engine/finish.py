@@ -1,0 +1,55 @@
+"""The end of sequences: by their tokens, by a timeout or abort of their request, or by an error.
+
+The blocks of a sequence that ends are freed.
+"""
+
+from headrace.batch import Commit
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import Request, Sequence
+from headrace.request import FinishReason
+
+
+def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
+    """Append the new tokens to the output of a sequence, and end the sequence if they end it.
+
+    An embedded prompt gets no tokens; it ends when all its rows are pooled. An error of the
+    tokenizer fails the request. Returns the number of new output tokens. It is 0 for beams, because
+    the tokens of a search count when it ends.
+    """
+    request, output = seq.request, seq.output
+    if request.pooling and request.pooling.vector is not None and output.finish_reason is None:
+        output.finish("stop")
+        scheduler.drop(seq)
+        return 0
+    if not commit.tokens or output.finish_reason:  # its request may have failed
+        return 0
+
+    num_before = len(output.token_ids)
+    has_ended = False
+    try:
+        has_ended = seq.receive(commit)
+    except Exception as error:
+        fail_request(request, error, scheduler)
+    if has_ended:
+        scheduler.drop(seq)
+    return 0 if request.acceptor.is_group else len(output.token_ids) - num_before
+
+
+def finish_request(request: Request, reason: FinishReason, scheduler: Scheduler) -> None:
+    """End all running and waiting sequences of a request."""
+    for seq in request.seqs:
+        if seq.output.finish_reason is None:
+            try:
+                seq.output.finish(reason)
+            except Exception as error:  # an error of the tokenizer
+                return fail_request(request, error, scheduler)
+            scheduler.drop(seq)
+
+
+def fail_request(request: Request, error: Exception, scheduler: Scheduler) -> None:
+    """End all running and waiting sequences of a request with an error."""
+    for seq in request.seqs:
+        if seq.output.finish_reason is None:
+            request.error = request.error or error
+            seq.output.fail(str(error))
+            scheduler.drop(seq)
