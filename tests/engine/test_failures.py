@@ -14,6 +14,7 @@ from headrace.engine import resolve
 from headrace.engine import step as step_module
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.engine import Engine
+from headrace.engine.in_flight import InFlightStep
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.request import Pooling, PoolingParams, RequestOptions, RequestOutput, SamplingParams
 from tests.engine.toy import plain_decoding, toy_engine, toy_vector
@@ -96,7 +97,7 @@ PLACES: dict[str, Callable[[Engine, Fault], tuple[Any, str]]] = {
     "reserve": lambda engine, fault: (engine._kv, "reserve"),
     "trim": lambda engine, fault: (engine._kv, "trim"),
     "remember": lambda engine, fault: (engine._scheduler._cache, "extend"),
-    "ask": lambda engine, fault: (engine._speculation, "ask"),
+    "plan": lambda engine, fault: (engine._speculation, "plan"),
     "observe": lambda engine, fault: (engine._speculation, "observe"),
     "build": lambda engine, fault: (step_module, "build_batch"),
     "draws": lambda engine, fault: (step_module, "prepare_logit_ops"),
@@ -158,7 +159,7 @@ def test_the_request_that_steps_fail_of_ends_alone(
                     "draws": (step_module, "prepare_logit_ops"),
                 }
                 owners |= {
-                    "draft": (engine._speculation, "ask"),
+                    "draft": (engine._speculation, "plan"),
                     "find": (engine._loop.jump_forward, "find"),
                 }
                 owner, name = owners.get(place, (engine._loop.multi_step, "plan"))
@@ -187,15 +188,16 @@ def test_the_request_that_steps_fail_of_ends_alone(
 def failing_of(
     culprit: int, num_tokens: int, error: Exception, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The function, which fails of sequences of one request that have so many tokens."""
+    """The function of a step, which fails if the culprit has `num_tokens` tokens in the step."""
 
-    def call(scheduled: list[ScheduledSequence], *args: Any, **options: Any) -> Any:
+    def call(step: InFlightStep | list[ScheduledSequence], *args: Any, **options: Any) -> Any:
+        scheduled = step.scheduled if isinstance(step, InFlightStep) else step
         if any(
             item.seq.request.number == culprit and len(item.seq.output.token_ids) >= num_tokens
             for item in scheduled
         ):
             raise error
-        return function(scheduled, *args, **options)
+        return function(step, *args, **options)
 
     return call
 
