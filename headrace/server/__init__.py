@@ -1,3 +1,1 @@
-"""The HTTP server: an API process, which reads requests and writes answers, and an engine process,
-which computes.
-"""
+"""The HTTP server: the API process, next to an engine process (`headrace.remote`)."""

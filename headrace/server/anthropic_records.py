@@ -1,4 +1,4 @@
-"""What clients of Anthropic's API send: records that check types and bounds as they are read."""
+"""JSON bodies of Anthropic's API; msgspec checks types and bounds while it parses."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A part of a message: text, thinking, a call of a tool, or what came of one."""
+    """A part of a message: text, thinking, a tool call, or a tool's result."""
 
     type: BlockKind
     text: str | None = None
@@ -40,7 +40,7 @@ class AnthropicTool(msgspec.Struct, frozen=True):
 
 
 class AnthropicToolChoice(msgspec.Struct, frozen=True):
-    """Which tools are called; `tool`: the one of that name."""
+    """The tools that the model may or must call; `name` is for type `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -48,7 +48,7 @@ class AnthropicToolChoice(msgspec.Struct, frozen=True):
 
 
 class AnthropicThinking(msgspec.Struct, frozen=True):
-    """Whether the model reasons before it answers."""
+    """Whether the model writes reasoning first."""
 
     type: Literal["enabled", "adaptive", "disabled"]
 

@@ -160,7 +160,7 @@ def _credentials(http: HttpExchange) -> str:
     """Return the API key in the headers, or "".
 
     OpenAI's clients send a bearer token, Anthropic's send `x-api-key`, and browsers send the
-    password that they asked the user for.
+    password of a login dialog.
     """
     scheme, _, rest = (http.header("authorization") or "").partition(" ")
     if scheme.lower() == "bearer":

@@ -1,16 +1,15 @@
-"""Many requests from a file, without HTTP: OpenAI's batch format, answered by the routes of the
-server.
+"""Runs the requests of a file without HTTP, in OpenAI's batch format.
 
-A line of the input is a request: `custom_id`, `method`, `url` and `body`. A line of the output is
-what became of it: `custom_id`, and `response` with `status_code` and `body`. Lines come in the
-order in which they are ready. A run that was ended in any way is taken up again where it stopped:
-requests whose line is whole in the output are not asked again, and half a line at its end is
-dropped.
+Each line of the input is a request with `custom_id`, `method`, `url` and `body`. Each line of the
+output has its `custom_id` and a `response` with `status_code` and `body`, in order of completion.
+
+A batch that was interrupted in any way resumes: requests with a complete line in the output are
+skipped, and a partial line at the end is removed.
 """
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 from uuid import uuid4
@@ -20,24 +19,23 @@ import msgspec
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.remote.client import EngineClient
-from headrace.remote.engine import RemoteEngine
 from headrace.remote.errors import EngineDeadError
 from headrace.server.app import make_app
 from headrace.server.asgi_app import AsgiApp
 from headrace.server.http_exchange import Message
 from headrace.server.settings import Settings
 from headrace.server.startup import start_server
+from headrace.server.state import ServerState
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-_AHEAD = 2
-"""Requests under way for each sequence that can run: some are being read while others are answered.
-"""
-_TRIES = 3
-_PAUSE = 0.1
+_REQUESTS_PER_SEQUENCE = 2
+"""Concurrent requests per sequence that can run: some are tokenized while others generate."""
+_MAX_TRIES = 3
+_POLL_SECONDS = 0.1
 
 
-class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the input."""
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the input."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     url: str
@@ -45,50 +43,52 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True):
     method: str = "POST"
 
 
-def read_lines(path: Path) -> list[tuple[str, int]]:
-    """The id of each request, and where its line begins. Raises RequestError, which names the line,
-    for one that cannot be run.
+def read_requests(path: Path) -> list[tuple[str, int]]:
+    """Return the id of each request and the byte offset of its line.
+
+    Raises RequestError, with the number of the line, if a request cannot be run.
     """
-    found: list[tuple[str, int]] = []
-    seen: dict[str, int] = {}
-    place = 0
-    with _opened(path) as file:
+    requests: list[tuple[str, int]] = []
+    line_numbers: dict[str, int] = {}
+    offset = 0
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                custom_id = _checked(line, f"{path}:{number}").custom_id
-                if custom_id in seen:
+                custom_id = _parse(line, f"{path}:{number}").custom_id
+                if custom_id in line_numbers:
                     raise RequestError(
-                        f"{path}:{number}: custom_id {custom_id!r} is that of line "
-                        f"{seen[custom_id]:,}"
+                        f"{path}:{number}: custom_id {custom_id!r} is already used in line "
+                        f"{line_numbers[custom_id]:,}"
                     )
-                seen[custom_id] = number
-                found.append((custom_id, place))
-            place += len(line)
-    return found
+                line_numbers[custom_id] = number
+                requests.append((custom_id, offset))
+            offset += len(line)
+    return requests
 
 
-def answered_ids(path: Path) -> set[str]:
-    """The requests whose lines are whole in the output; what stands behind the last whole line is
-    cut off. Raises RequestError.
+def finished_ids(path: Path) -> set[str]:
+    """Return the ids of the complete lines of the output, and remove a partial last line.
+
+    Raises RequestError if a line is not the output of a batch.
     """
-    done: set[str] = set()
+    finished: set[str] = set()
     if not path.exists():
-        return done
-    whole = 0
-    with _opened(path) as file:
+        return finished
+    size = 0
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                done.add(msgspec.json.decode(line, type=dict[str, Any])["custom_id"])
+                finished.add(msgspec.json.decode(line, type=dict[str, Any])["custom_id"])
             except (msgspec.MsgspecError, KeyError, TypeError) as error:
                 raise RequestError(
-                    f"{path}:{number} is no answer of a batch, so nothing is added to "
-                    f"this file: {error}"
+                    f"{path}:{number} is not the output of a batch ({error}); "
+                    "choose another output file"
                 ) from None
-            whole += len(line)
-    os.truncate(path, whole)
-    return done
+            size += len(line)
+    os.truncate(path, size)
+    return finished
 
 
 def run_batch(
@@ -97,133 +97,143 @@ def run_batch(
     settings: Settings,
     source: Path,
     target: Path,
-    told: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> tuple[int, int]:
-    """Answer all requests that have no answer yet; returns how many were answered now, and how many
-    of them with an error.
+    """Run all requests without a response; returns the number of responses and of errors in them.
 
-    `told` hears how many are done of how many. Raises RequestError for files that are none,
-    EngineStartError, EngineDeadError if the engine ends too often.
+    `on_progress` is called with the number of finished requests and the number of all requests.
+    Raises RequestError for invalid files, EngineStartError, and EngineDeadError if the engine ends
+    too often.
     """
-    every = read_lines(source)
-    done = answered_ids(target)
-    left = [place for custom_id, place in every if custom_id not in done]
-    told(len(every) - len(left), len(every))
-    if not left:
+    requests = read_requests(source)
+    finished = finished_ids(target)
+    offsets = [offset for custom_id, offset in requests if custom_id not in finished]
+    num_finished = len(requests) - len(offsets)
+    on_progress(num_finished, len(requests))
+    if not offsets:
         return 0, 0
-    return asyncio.run(
-        _run(
-            model,
-            config,
-            settings,
-            source,
-            target,
-            left,
-            lambda count: told(len(every) - len(left) + count, len(every)),
-        )
-    )
+
+    async def run(lines: BinaryIO, output: BinaryIO) -> tuple[int, int]:
+        engine = EngineClient(model, config, {}, settings.stall_seconds)
+        async with start_server(model, config, settings, engine) as state:
+            batch = _Batch(
+                state, lines, output, lambda count: on_progress(num_finished + count, len(requests))
+            )
+            await batch.run(offsets)
+            return batch.num_responses, batch.num_errors
+
+    with _open(source) as lines, target.open("ab", buffering=0) as output:
+        return asyncio.run(run(lines, output))
 
 
-async def _run(
-    model: str,
-    config: EngineConfig,
-    settings: Settings,
-    source: Path,
-    target: Path,
-    left: list[int],
-    told: Callable[[int], None],
-) -> tuple[int, int]:
-    count = failed = 0
-    with _opened(source) as lines, target.open("ab", buffering=0) as answers:
-        async with start_server(
-            model, config, settings, EngineClient(model, config, {}, settings.stall_seconds)
-        ) as served:
-            app, places, info = make_app(served), iter(left), served.engine.info
-            assert info, "the engine has started"
+class _Batch:
+    """Runs requests of a file concurrently and writes their responses."""
 
-            async def lane() -> None:
-                nonlocal count, failed
-                for place in places:
-                    lines.seek(place)
-                    asked = _checked(lines.readline(), str(source))
-                    answer = await _answer(app, asked, served.engine)
-                    answers.write(msgspec.json.encode(answer) + b"\n")
-                    count, failed = count + 1, failed + (answer["response"]["status_code"] != 200)
-                    told(count)
+    def __init__(
+        self,
+        state: ServerState,
+        lines: BinaryIO,
+        output: BinaryIO,
+        on_response: Callable[[int], None],
+    ) -> None:
+        """Set the files; `on_response` is called with the number of responses so far."""
+        self.num_responses = 0
+        self.num_errors = 0
+        self._engine = state.engine
+        self._app = make_app(state)
+        self._lines = lines
+        self._output = output
+        self._on_response = on_response
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(len(left), _AHEAD * info.max_num_seqs)):
-                        group.create_task(lane())
-            except* EngineDeadError as errors:
-                raise errors.exceptions[0] from None
-    return count, failed
+    async def run(self, offsets: list[int]) -> None:
+        """Run the requests at these offsets. Raises EngineDeadError."""
+        assert self._engine.info, "a started engine has sent its info"
+        max_running = _REQUESTS_PER_SEQUENCE * self._engine.info.max_num_seqs
+        remaining = iter(offsets)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(len(offsets), max_running)):
+                    group.create_task(self._run_all(remaining))
+        except* EngineDeadError as errors:
+            raise errors.exceptions[0] from None
+
+    async def _run_all(self, offsets: Iterator[int]) -> None:
+        """Run one request after the other until none is left; several tasks share `offsets`."""
+        for offset in offsets:
+            self._lines.seek(offset)
+            request = _parse(self._lines.readline(), self._lines.name)
+            status, body = await self._run_request(request)
+            response = {"status_code": status, "request_id": uuid4().hex, "body": msgspec.Raw(body)}
+            line = {
+                "id": f"batch_req_{uuid4().hex}",
+                "custom_id": request.custom_id,
+                "response": response,
+                "error": None,
+            }
+            self._output.write(msgspec.json.encode(line) + b"\n")
+            self.num_responses += 1
+            self.num_errors += status != 200
+            self._on_response(self.num_responses)
+
+    async def _run_request(self, request: BatchRequest) -> tuple[int, bytes]:
+        """Return a response's status and body; if the engine ends meanwhile, try again.
+
+        Raises EngineDeadError if the engine cannot be restarted.
+        """
+        for _ in range(_MAX_TRIES):
+            status, body = await _send(self._app, request)
+            if status != 503:
+                break
+            while self._engine.state in ("loading", "stalled"):
+                await asyncio.sleep(_POLL_SECONDS)
+            if self._engine.state == "dead":
+                raise EngineDeadError("the engine ended too often; run the same command to resume")
+        return status, body
 
 
-async def _answer(app: AsgiApp, asked: BatchLine, engine: RemoteEngine) -> dict[str, Any]:
-    """What the route answers. A request whose engine ended under it is asked again, some times.
-    Raises EngineDeadError.
-    """
-    for _ in range(_TRIES):
-        status, body = await _ask(app, asked)
-        if status != 503:
-            break
-        while engine.state in ("loading", "stalled"):
-            await asyncio.sleep(_PAUSE)
-        if engine.state == "dead":
-            raise EngineDeadError("the engine ended too often; run the same command again to go on")
-    response = {"status_code": status, "request_id": uuid4().hex, "body": msgspec.Raw(body)}
-    return {
-        "id": f"batch_req_{uuid4().hex}",
-        "custom_id": asked.custom_id,
-        "response": response,
-        "error": None,
-    }
-
-
-async def _ask(app: AsgiApp, asked: BatchLine) -> tuple[int, bytes]:
-    """Status and body of one try."""
-    body = msgspec.json.encode(asked.body)
-    sent: list[Message] = []
+async def _send(app: AsgiApp, request: BatchRequest) -> tuple[int, bytes]:
+    """Pass a request to the ASGI application; returns the status and body of its response."""
+    body = msgspec.json.encode(request.body)
+    messages: list[Message] = []
+    body_received = asyncio.Event()
 
     async def receive() -> Message:
-        if asked_for.is_set():
-            await asyncio.Event().wait()  # a client that never leaves
-        asked_for.set()
+        if body_received.is_set():
+            await asyncio.Event().wait()  # the client never disconnects
+        body_received.set()
         return {"type": "http.request", "body": body}
 
     async def send(message: Message) -> None:
-        sent.append(message)
+        messages.append(message)
 
-    asked_for = asyncio.Event()
-    await app(
-        {
-            "type": "http",
-            "path": asked.url,
-            "method": asked.method,
-            "headers": [(b"host", b"localhost")],
-        },
-        receive,
-        send,
-    )
-    return sent[0]["status"], b"".join([message.get("body", b"") for message in sent[1:]])
+    scope = {
+        "type": "http",
+        "path": request.url,
+        "method": request.method,
+        "headers": [(b"host", b"localhost")],
+    }
+    await app(scope, receive, send)
+    parts = [message.get("body", b"") for message in messages[1:]]
+    return messages[0]["status"], b"".join(parts)
 
 
-def _checked(line: bytes, where: str) -> BatchLine:
+def _parse(line: bytes, place: str) -> BatchRequest:
+    """Parse a line of the input. Raises RequestError, which starts with `place`."""
     try:
-        asked = msgspec.json.decode(line, type=BatchLine)
+        request = msgspec.json.decode(line, type=BatchRequest)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise RequestError(f"{where}: {error}") from None
-    if asked.method != "POST" or asked.url not in URLS:
+        raise RequestError(f"{place}: {error}") from None
+    if request.method != "POST" or request.url not in URLS:
         raise RequestError(
-            f"{where}: a request is a POST to {', '.join(URLS)}, not {asked.method} {asked.url}"
+            f"{place}: {request.method} {request.url} is not supported; use POST with "
+            f"{', '.join(URLS)}"
         )
-    if asked.body.get("stream"):
-        raise RequestError(f"{where}: a batch has no streams")
-    return asked
+    if request.body.get("stream"):
+        raise RequestError(f"{place}: stream is not supported in a batch; leave it out")
+    return request
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:

@@ -71,7 +71,7 @@ def _check(request: CompletionRequest) -> None:
         raise ApiError(
             400,
             "unsupported_parameter",
-            "stream is not supported together with echo and logprobs; leave one of them out",
+            "stream cannot be combined with echo and logprobs; leave one out",
             param="stream",
         )
 
@@ -185,14 +185,14 @@ class _Response:
             yield sse_error(error)
 
     def _delta(
-        self, index: int, news: frames.StepOutput, echo: str, offsets: list[int]
+        self, index: int, output: frames.StepOutput, echo: str, offsets: list[int]
     ) -> dict[str, Any]:
         """Return one step's output as a choice; moves the choice's text offset."""
-        reason, scores = finish_reason(news), None
+        reason, scores = finish_reason(output), None
         if self._request.logprobs is not None:
             scores = completion_logprobs(
-                news.logprobs,
-                news.token_ids,
+                output.logprobs,
+                output.token_ids,
                 self._request.logprobs,
                 offsets[index],
                 self._tokenizer,
@@ -200,14 +200,14 @@ class _Response:
             offsets[index] += sum(map(len, scores["tokens"]))
         choice: dict[str, Any] = {
             "index": index,
-            "text": echo + news.text,
+            "text": echo + output.text,
             "logprobs": scores,
             "finish_reason": reason,
         }
         if reason:
-            choice["stop_reason"] = news.stop_reason
+            choice["stop_reason"] = output.stop_reason
         if self._request.return_token_ids:
-            choice["token_ids"] = news.token_ids
+            choice["token_ids"] = output.token_ids
         return choice
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -235,12 +235,12 @@ class _Response:
             tokens, offset = [*self._prompts[number], *tokens], 0
         return completion_logprobs(entries, tokens, num_top, offset, self._tokenizer)
 
-    def _index(self, number: int, news: frames.StepOutput) -> int:
-        return number * self._n + news.index
+    def _index(self, number: int, output: frames.StepOutput) -> int:
+        return number * self._n + output.index
 
-    def _count(self, number: int, news: frames.StepOutput) -> None:
-        self._usage.completion += len(news.token_ids)
-        self._timers[number].add_tokens(len(news.token_ids))
+    def _count(self, number: int, output: frames.StepOutput) -> None:
+        self._usage.completion += len(output.token_ids)
+        self._timers[number].add_tokens(len(output.token_ids))
 
     def _end(self, number: int, ended: frames.Ended) -> None:
         self._timers[number].end(ended)

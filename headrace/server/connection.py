@@ -1,6 +1,4 @@
-"""A connection of uvicorn's that does not wait for ever for a client: to send the head of a
-request, or to read what is sent to it.
-"""
+"""A uvicorn connection with time limits for slow clients."""
 
 import asyncio
 import logging
@@ -10,96 +8,95 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.server.settings import Settings
 
-_MOST_HEAD = 1 << 16
-"""Bytes that the head of a request may have before it is whole."""
+_MAX_HEAD_BYTES = 1 << 16
+"""Maximum size of a request's head: request line and headers."""
 
 log = logging.getLogger("headrace.server")
 
 
 class Connection(HttpToolsProtocol):
-    """It is cut where its client sends no whole head for so many seconds or bytes, or takes nothing
-    for so many seconds although there is more to send than is kept for it.
+    """Closes the connection of a client that sends its request or reads its response too slowly.
 
-    Else a client that does neither would keep its place for ever, among the connections or among
-    the requests. The body of a request has its time in `asgi.Call`.
+    It enforces `receive_timeout` and `_MAX_HEAD_BYTES` for the head of a request, and
+    `send_timeout` while the write buffer is full. The body is limited by
+    `HttpExchange.read_body`.
     """
 
     def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings = settings
-        self._late: asyncio.TimerHandle | None = None
-        """When the client must have sent the head of a request; None where it need not."""
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Runs while the head of a request is expected."""
         self._head_bytes = 0
-        self._look: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        """Runs while the write buffer is full."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
-        self._expect_head()
+        self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; what comes here behind the last head is not much, since reading pauses while a
-        request waits for the one before it.
+        """Parse data; close the connection if the head of a request is too large.
+
+        Data of a later request can count too, but only little: uvicorn pauses reading while an
+        earlier request is in progress.
         """
         super().data_received(data)
         self._head_bytes += len(data)
-        if self._late and self._head_bytes > _MOST_HEAD:
-            self._cut("the head of its request is too large")
+        if self._head_timer and self._head_bytes > _MAX_HEAD_BYTES:
+            self._cut(f"the head of its request is longer than {_MAX_HEAD_BYTES:,} bytes")
 
     def on_message_begin(self) -> None:
-        """A request begins: the first bytes of its head are there."""
         super().on_message_begin()
-        if not self._late:
-            self._expect_head()
+        if not self._head_timer:
+            self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        self._expect_head_no_more()
+        self._stop_head_timer()
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
-        """There is more to send than is kept: look later whether it has become less."""
+        """Start the send timer: the write buffer is full."""
         super().pause_writing()
-        self._look_later()
+        self._start_send_timer()
 
     def resume_writing(self) -> None:
-        """It has been taken."""
         super().resume_writing()
-        self._look_no_more()
+        self._stop_send_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._look_no_more()
-        self._expect_head_no_more()
+        self._stop_send_timer()
+        self._stop_head_timer()
 
-    def _expect_head(self) -> None:
+    def _start_head_timer(self) -> None:
         self._head_bytes = 0
         seconds = self._settings.receive_timeout
-        self._late = self.loop.call_later(
-            seconds, self._cut, f"no whole head of a request came from it in {seconds:g} s"
+        reason = f"it sent no complete request head within {seconds:g} s"
+        self._head_timer = self.loop.call_later(seconds, self._cut, reason)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _start_send_timer(self) -> None:
+        buffer_size = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(
+            self._settings.send_timeout, self._check_progress, buffer_size
         )
 
-    def _expect_head_no_more(self) -> None:
-        if self._late:
-            self._late.cancel()
-            self._late = None
-
-    def _look_later(self) -> None:
-        self._look = self.loop.call_later(
-            self._settings.send_timeout,
-            self._cut_unless_less,
-            self.transport.get_write_buffer_size(),
-        )
-
-    def _cut_unless_less(self, than: int) -> None:
-        if self.transport.get_write_buffer_size() < than:
-            self._look_later()
+    def _check_progress(self, previous_size: int) -> None:
+        if self.transport.get_write_buffer_size() < previous_size:
+            self._start_send_timer()
         else:
-            self._cut(f"its client took nothing for {self._settings.send_timeout:g} s")
+            self._cut(f"its client read nothing for {self._settings.send_timeout:g} s")
 
-    def _look_no_more(self) -> None:
-        if self._look:
-            self._look.cancel()
-            self._look = None
+    def _stop_send_timer(self) -> None:
+        if self._send_timer:
+            self._send_timer.cancel()
+            self._send_timer = None
 
-    def _cut(self, why: str) -> None:
-        log.info("a connection was cut: %s", why)
+    def _cut(self, reason: str) -> None:
+        log.info("connection closed: %s", reason)
         self.transport.abort()

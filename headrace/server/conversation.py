@@ -215,7 +215,7 @@ def _tool_call_grammar(
     if conversation.params.structured_outputs:
         raise invalid(
             "tool_choice demands tool calls, but the request also restricts the text; "
-            "leave one of them out",
+            "leave one out",
             "tool_choice",
         )
     with errors_name("tools"):

@@ -1,19 +1,21 @@
-"""Errors of the server in the shape of OpenAI's and Anthropic's APIs.
+"""Errors of the HTTP API, in the shapes of OpenAI's and Anthropic's APIs.
 
-The status of an error decides what clients do: those of OpenAI send 408, 409, 429 and all from 500
-on again, unless a header says no. So 500, 504 and the end of an engine have that header: a request
-that breaks something must not come three times.
+Clients decide by the status: OpenAI's clients retry 408, 409, 429 and 5xx, unless a header forbids
+it. So 500, 504 and the end of an engine carry that header: a request that breaks something must
+not be repeated.
 """
 
 import re
+from dataclasses import fields
 from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.remote.errors import EngineDeadError, NotReadyError, RefusedError, TooSlowError
+from headrace.request import RequestOptions, SamplingParams
 
 
 class ApiError(Exception):
-    """What a client is told: status, and the fields of an OpenAI error."""
+    """An error response: status and the fields of an OpenAI error."""
 
     def __init__(
         self,
@@ -25,6 +27,10 @@ class ApiError(Exception):
         kind: str = "",
         retry_after: int | None = None,
     ) -> None:
+        """Set the fields; `param` names the wrong field of the request.
+
+        `kind` is the error's `type`, which by default follows from the status. `retry_after` is in seconds.
+        """
         super().__init__(message)
         self.status = status
         self.code = code
@@ -41,7 +47,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
+        """The JSON body in OpenAI's shape."""
         return {
             "error": {
                 "message": self.message,
@@ -52,7 +58,7 @@ class ApiError(Exception):
         }
 
 
-_ANTHROPIC = {
+_ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -65,40 +71,40 @@ _ANTHROPIC = {
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """An error in the shape of Anthropic's API."""
-    kind = _ANTHROPIC.get(
-        error.status, "invalid_request_error" if error.status < 500 else "api_error"
-    )
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    """Return the JSON body of an error in Anthropic's shape."""
+    default_type = "invalid_request_error" if error.status < 500 else "api_error"
+    error_type = _ANTHROPIC_TYPES.get(error.status, default_type)
+    return {"type": "error", "error": {"type": error_type, "message": error.message}}
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A request that cannot be served as written."""
+    """Make the error of a request that is wrong in itself (status 400)."""
     return ApiError(400, code, message, param=param)
 
 
-def prompt_too_long(tokens: int, max_tokens: int | None, context: int, param: str) -> ApiError:
-    """A prompt that, with the answer that is asked for, does not fit in the context."""
-    more = (
-        f", and the answer may have {max_tokens:,}"
-        if max_tokens
-        else ", which leaves no place for an answer"
-    )
-    return context_exceeded(f"the prompt has {tokens:,}{more}", context, param)
+def prompt_too_long(
+    num_tokens: int, max_tokens: int | None, max_model_len: int, param: str
+) -> ApiError:
+    """Make the error of a prompt that leaves no space in the context for its output."""
+    output = f"max_tokens is {max_tokens:,}" if max_tokens else "that leaves no space for an output"
+    return context_exceeded(f"the prompt has {num_tokens:,}, and {output}", max_model_len, param)
 
 
-def context_exceeded(what: str, context: int, param: str) -> ApiError:
-    """What does not fit in the context. Clients that shorten a conversation then, or change the
-    model, know it by the first words alone.
+def context_exceeded(reason: str, max_model_len: int, param: str) -> ApiError:
+    """Make the error of a request that does not fit into the context.
+
+    Clients recognise it by its first words, and then shorten the conversation or change the model.
     """
-    message = (
-        f"the prompt is too long: this model's maximum context length is {context:,} tokens; {what}"
+    return invalid(
+        f"the prompt is too long: this model's maximum context length is {max_model_len:,} tokens; "
+        f"{reason}",
+        param,
+        "context_length_exceeded",
     )
-    return invalid(message, param, "context_length_exceeded")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error. Of one that is our own fault it hears nothing but that."""
+    """Convert any exception to an error response; internal errors reveal nothing else."""
     match error:
         case ApiError():
             return error
@@ -107,36 +113,47 @@ def as_api_error(error: Exception) -> ApiError:
                 503, "server_shutting_down", "the server is shutting down", retry_after=5
             )
         case NotReadyError(state="loading"):
-            return ApiError(503, "model_loading", "the model is being loaded", retry_after=1)
+            return ApiError(
+                503, "model_loading", "the model is loading; try again later", retry_after=1
+            )
         case NotReadyError(state="no_replica"):
             return ApiError(503, "no_replica", str(error), retry_after=5)
         case NotReadyError():
-            return ApiError(503, "engine_dead", "the engine does not answer", retry_after=5)
-        case EngineDeadError():
-            return ApiError(503, "engine_dead", "the engine ended while it served this request")
+            return ApiError(
+                503, "engine_dead", "the engine does not respond; try again later", retry_after=5
+            )
+        case EngineDeadError() | RefusedError(kind="closed"):
+            return ApiError(503, "engine_dead", "the engine ended during this request")
         case TooSlowError():
             return ApiError(408, "client_too_slow", str(error))
         case RefusedError(kind="not_finite"):
             return ApiError(500, "not_finite", str(error))
-        case RefusedError(kind="closed"):
-            return ApiError(503, "engine_dead", "the engine ended while it served this request")
         case RefusedError(kind="quarantined"):
             return ApiError(500, "request_quarantined", str(error))
         case RefusedError(kind="request"):
             return request_error(str(error))
         case HeadraceError() if error.exit_code == 2:
             return request_error(str(error))
-        case HeadraceError() if error.exit_code == 3:  # of a template that does what it must not
+        case HeadraceError() if error.exit_code == 3:  # the chat template failed
             return invalid(str(error), "messages")
-    return ApiError(500, "internal_error", "the server failed at this request")
+    return ApiError(500, "internal_error", "the request failed because of an internal error")
 
 
+_FIRST_WORD = re.compile(r"[a-z][a-z_]*")
+# A field of a request: `tools[0].type must be function`, `regex cannot be compiled`.
 _FIELD = re.compile(r"([a-z][a-z_]*)(?:[\[.:]| (?:must|has|is|names|needs|cannot|repeats)\b)")
+_PARAMETERS = {
+    *(field.name for record in (SamplingParams, RequestOptions) for field in fields(record)),
+    "prompt_token_ids",
+}
 
 
-def request_error(message: str, param: str | None = None) -> ApiError:
-    """A RequestError. Its message begins with the name of the field that is wrong, where it
-    is one.
+def request_error(message: str) -> ApiError:
+    """Make the error response of a RequestError.
+
+    Its `param` is the field that the message starts with, if it starts with one.
     """
-    named = _FIELD.match(message)
-    return invalid(message, param or (named[1] if named else None))
+    word, field = _FIRST_WORD.match(message), _FIELD.match(message)
+    if word and word[0] in _PARAMETERS:
+        return invalid(message, word[0])
+    return invalid(message, field[1] if field else None)

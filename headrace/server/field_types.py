@@ -1,5 +1,6 @@
-"""Types of fields that are handed on as they came: what is in them is checked where it is read, and
-described here for `/openapi.json`.
+"""Types of request fields, with the JSON schemas that `/openapi.json` shows for them.
+
+Fields typed `dict[str, Any]` or `str` are checked by the code that reads them, not by msgspec.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ MAX_PROMPTS = 256
 MAX_TOOLS = 256
 MAX_TOKEN_ID = 2**31 - 1
 TEXT_KINDS = ("text", "input_text", "output_text", "reasoning_text")
-"""Types of the parts of a message that are text."""
+"""Types of message parts that are text."""
 BLOCK_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 FUNCTION_NAME = r"^[A-Za-z0-9_.\-]{1,128}$"
 ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -24,7 +25,7 @@ def _one_of(kinds: tuple[str, ...]) -> msgspec.Meta:
 
 
 def _object(optional: Mapping[str, Any] | None = None, /, **required: Any) -> dict[str, Any]:
-    """The schema of an object with these properties; it may have others."""
+    """Make the schema of an object with these properties; it may have others."""
     return {
         "type": "object",
         "required": list(required),
@@ -54,7 +55,7 @@ _PROMPTS = {
     ],
 }
 Prompts = str | Annotated[list[str | TokenId | _Prompt], msgspec.Meta(extra_json_schema=_PROMPTS)]
-"""Text, token ids, or a list of either."""
+"""A text, token ids, or a list of either."""
 
 _StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)]
@@ -64,7 +65,7 @@ Biases = Annotated[
     dict[TokenId, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
     msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}}),
 ]
-"""By token id."""
+"""Logit biases by token id."""
 
 Tools = Annotated[
     list[
@@ -79,7 +80,7 @@ FlatTools = Annotated[
     list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_FLAT_FUNCTION)]],
     msgspec.Meta(max_length=MAX_TOOLS),
 ]
-"""As Responses has them: the function's fields stand beside the type."""
+"""Tools of the Responses API: the function's fields stand next to the type."""
 ToolCalls = Annotated[
     list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(function=_NAMED))]],
     msgspec.Meta(max_length=MAX_TOOLS),

@@ -9,7 +9,7 @@ from headrace.errors import RequestError
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 from headrace.request import Logprobs, SamplingParams
-from headrace.server.errors import invalid
+from headrace.server.errors import request_error
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling
 from headrace.server.response_format import structured_outputs
@@ -70,7 +70,7 @@ def sampling_params(
     try:
         return SamplingParams(**options)
     except RequestError as error:
-        raise invalid(str(error), str(error).split(" ", 1)[0]) from None
+        raise request_error(str(error)) from None
 
 
 @dataclass
@@ -87,27 +87,27 @@ class Choice:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def add(self, news: frames.StepOutput) -> None:
+    def add(self, output: frames.StepOutput) -> None:
         """Append the output of one step."""
-        self.pieces.append(news.text)
-        self.token_ids += news.token_ids
-        self.logprobs += news.logprobs
-        if news.finish_reason:
-            self.finish_reason = finish_reason(news)
-            self.stop_reason = news.stop_reason
+        self.pieces.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        if output.finish_reason:
+            self.finish_reason = finish_reason(output)
+            self.stop_reason = output.stop_reason
 
 
-def finish_reason(news: frames.StepOutput) -> str | None:
+def finish_reason(output: frames.StepOutput) -> str | None:
     """Return OpenAI's finish reason, or None if the sequence continues.
 
     An aborted or failed sequence has None too: the error follows in the event `Ended`.
     Raises ApiError if the request timed out.
     """
-    if news.finish_reason == "timeout":
+    if output.finish_reason == "timeout":
         raise timeout_error()
-    if news.finish_reason in ("abort", "error"):
+    if output.finish_reason in ("abort", "error"):
         return None
-    return news.finish_reason
+    return output.finish_reason
 
 
 @dataclass
@@ -145,7 +145,7 @@ class RequestTimer:
         """Note that `count` tokens have arrived."""
         now = monotonic()
         if self._last_tokens is None:
-            self._metrics.first_token_came(now - self._start)
+            self._metrics.observe_first_token(now - self._start)
         elif count:
             self._metrics.between_tokens.observe((now - self._last_tokens) / count)
         self._last_tokens = now

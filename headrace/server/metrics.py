@@ -1,6 +1,4 @@
-"""What Prometheus reads: counters and histograms of requests, and gauges of the engine's last
-report, under vLLM's names as well.
-"""
+"""Prometheus metrics of requests and of the engine's latest report, also under vLLM's names."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -11,11 +9,29 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from headrace.server.request_record import CLIENT_LEFT, RequestRecord
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_SECONDS_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+)
 
-_MOST_RECENT = 256
+_MAX_RECENT = 256
 
-_GAUGES = {  # figure of a report: our name, vLLM's
+# Figure of the engine's report: our name, vLLM's name or "".
+_GAUGES = {
     "running": ("headrace_sequences_running", "vllm:num_requests_running"),
     "waiting": ("headrace_sequences_waiting", "vllm:num_requests_waiting"),
     "occupancy": ("headrace_kv_occupancy_ratio", "vllm:kv_cache_usage_perc"),
@@ -40,9 +56,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The registry of one server. Labels are routes, codes and reasons: nothing that a client
-    chooses.
-    """
+    """The metrics of one server. No label has a value that a client can choose freely."""
 
     def __init__(self, report: Callable[[], dict[str, float]], restarts: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
@@ -50,75 +64,77 @@ class Metrics:
         self._restarts = restarts
         registry = self._registry
         self.requests = Counter(
-            "headrace_requests", "Requests that ended, by reason.", ["reason"], registry=registry
+            "headrace_requests", "Ended requests by reason.", ["reason"], registry=registry
         )
         self.errors = Counter(
             "headrace_error_responses",
-            "Responses with an error's status, by its code.",
+            "Error responses by code.",
             ["code"],
             registry=registry,
         )
         self.first_token = Histogram(
             "headrace_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            buckets=_SECONDS,
+            "Seconds from the arrival of a request to its first token.",
+            buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
         self.between_tokens = Histogram(
             "headrace_inter_token_seconds",
-            "Between the tokens of a stream.",
-            buckets=_SECONDS,
+            "Seconds between two tokens of a sequence.",
+            buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
         self.queue = Histogram(
             "headrace_queue_seconds",
-            "A request's wait for its first step.",
-            buckets=_SECONDS,
+            "Seconds that a request waits for its first step.",
+            buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
         self.prefill = Histogram(
             "headrace_prefill_seconds",
-            "From there to its first token.",
-            buckets=_SECONDS,
+            "Seconds from the first step of a request to its first token.",
+            buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
         self.decode = Histogram(
-            "headrace_decode_seconds", "From there to its end.", buckets=_SECONDS, registry=registry
+            "headrace_decode_seconds",
+            "Seconds from the first token of a request to its end.",
+            buckets=_SECONDS_BUCKETS,
+            registry=registry,
         )
-        self.recent_first_tokens: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT)
-        """When the last first tokens came, in seconds since the epoch, and after how many seconds.
-        """
+        self.recent_first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)
+        """Seconds since the epoch and time to first token in seconds, of the latest requests."""
         registry.register(self)
 
     def request_ended(self, record: RequestRecord) -> None:
-        """Count what a client was told instead of an answer."""
+        """Count an error response."""
         if record.error and 400 <= record.status != CLIENT_LEFT:
             self.errors.labels(record.error).inc()
 
-    def first_token_came(self, seconds: float) -> None:
-        """The first token of a request has come, so long after the request."""
+    def observe_first_token(self, seconds: float) -> None:
+        """Record a request's time to first token."""
         self.first_token.observe(seconds)
         self.recent_first_tokens.append((time(), seconds))
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's figures, as of its last report."""
+        """Yield the engine's figures from its latest report; the registry calls this."""
         figures = self._report()
         for name, (ours, theirs) in _GAUGES.items():
             for metric in filter(None, (ours, theirs)):
                 yield GaugeMetricFamily(
-                    metric, f"`{name}` of the engine.", value=figures.get(name, 0.0)
+                    metric, f"Figure `{name}` of the engine.", value=figures.get(name, 0.0)
                 )
         for name, (ours, theirs) in _COUNTERS.items():
             for metric in filter(None, (ours, theirs)):
                 yield CounterMetricFamily(
-                    metric, f"`{name}` of the engine.", value=figures.get(name, 0.0)
+                    metric, f"Figure `{name}` of the engine.", value=figures.get(name, 0.0)
                 )
         yield CounterMetricFamily(
             "headrace_engine_restarts",
-            "Times that the engine was started again.",
+            "Restarts of the engine.",
             value=self._restarts(),
         )
 
     def text(self) -> bytes:
-        """All metrics in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

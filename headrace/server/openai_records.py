@@ -1,8 +1,7 @@
-"""What clients of OpenAI's API send: records that check types and bounds as they are read. Further
-fields have vLLM's names.
+"""JSON bodies of OpenAI's API; fields that OpenAI lacks have vLLM's names.
 
-A field that is not here is ignored, and null is the same as none. Bounds that depend on the model
-are checked later.
+msgspec checks types and bounds while it parses. Unknown fields are ignored, and null counts as
+absent. Bounds that depend on the model are checked later.
 """
 
 from typing import Annotated, Any, Literal
@@ -34,16 +33,16 @@ _Texts = Annotated[list[_Text], msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream says beside the text."""
+    """Further contents of a stream."""
 
     include_usage: bool | None = None
-    """A last chunk with the tokens of the whole answer."""
+    """Whether a last chunk has the token counts of the complete output."""
     continuous_usage_stats: bool | None = None
-    """The tokens up to there with every chunk."""
+    """Whether every chunk has the token counts so far."""
 
 
 class Structured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text must be: one of these, as `StructuredOutputs` has them."""
+    """A restriction of the text by exactly one field (`headrace.StructuredOutputs`)."""
 
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
@@ -53,7 +52,7 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat completions and completions have in common."""
+    """Fields that chat completions and completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -78,8 +77,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
     bad_words: _Texts | None = None
     structured_outputs: Structured | None = None
+    # vLLM's older names for the fields of `structured_outputs`.
     guided_json: str | dict[str, Any] | None = None
-    """This one and the next three are older names of what stands in `structured_outputs`."""
     guided_regex: _Text | None = None
     guided_choice: _Texts | None = None
     guided_grammar: _Text | None = None
@@ -93,7 +92,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message; only text is read."""
+    """A part of a message; only text is supported."""
 
     type: TextKind
     text: str | None = None
@@ -146,13 +145,13 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: _Count | None = None
     pooling: Pooling | None = None
-    """Of which rows; our own."""
+    """How token vectors become one vector: last token, mean, or first token (`cls`)."""
     normalize: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /tokenize`: text or a conversation."""
+    """`POST /tokenize`: either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""What became of a request, without any of its text: for the log, and for spans."""
+"""Facts of a request, without any of its text, for the log, metrics and tracing."""
 
 import json
 import logging
@@ -13,8 +13,8 @@ from headrace.remote.stream import Stream
 from headrace.server.errors import as_api_error
 
 _log = logging.getLogger("headrace.requests")
-_GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_QUIET = (
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_UNLOGGED_PREFIXES = (
     "/health",
     "/metrics",
     "/stats",
@@ -24,27 +24,27 @@ _QUIET = (
     "/openapi.json",
     "/worker/status",
 )
-"""Beginnings of the routes that are asked again and again, and of which nothing is said if they are
-well.
-"""
-
+"""Paths that clients poll; only their errors are logged."""
 
 CLIENT_LEFT = 499
-"""The status of a request whose client has left before there was one, as nginx has it."""
+"""Status of a request whose client disconnected before the response, as in nginx."""
 
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """A request, from its arrival to its end. Times are seconds."""
+    """Facts of one request from its arrival to its end. Times are in seconds.
+
+    The field names are the keys of a log line in JSON.
+    """
 
     id: str
-    """Its own `x-request-id`, or one that was made up; it is sent back in that header."""
+    """The request's `x-request-id`, or a random one; the response repeats it."""
     method: str
     path: str
     traceparent: str = ""
-    """Of the span that it belongs to, as W3C's Trace Context has it."""
+    """Parent span, in the format of W3C Trace Context."""
     begun: float = field(default_factory=time)
-    """Since the epoch."""
+    """Arrival, in seconds since the epoch."""
     seconds: float = 0.0
     status: int = CLIENT_LEFT
     model: str = ""
@@ -52,24 +52,24 @@ class RequestRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    # Times of the prompt that took longest, if there are several.
     queue: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
-    """Of the prompt that took longest, if there are several."""
     error: str = ""
-    """The code of an error that came after the status, or instead of the answer."""
+    """Code of the error that ended the request, also if the status was sent before."""
 
     @classmethod
     def of(cls, method: str, path: str, headers: Mapping[str, str]) -> "RequestRecord":
-        """The record of a request that has just come."""
-        given = headers.get("x-request-id", "")
-        request_id = given if _GIVEN_ID.fullmatch(given) else uuid4().hex
-        return cls(
-            id=request_id, method=method, path=path, traceparent=headers.get("traceparent", "")
-        )
+        """Make the record of a new request; the names of `headers` are in lower case."""
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid4().hex
+        traceparent = headers.get("traceparent", "")
+        return cls(id=request_id, method=method, path=path, traceparent=traceparent)
 
     def add_stream(self, stream: Stream) -> None:
-        """Add the tokens, times and error of one engine request, up to now."""
+        """Add the tokens, times and error of one engine request so far."""
         self.output_tokens += stream.output_tokens
         self.finish_reasons += stream.finish_reasons
         if isinstance(stream.error, EngineError):
@@ -78,7 +78,7 @@ class RequestRecord:
             self.error = self.error or stream.error.kind
         if ended := stream.ended:
             self.cached_tokens += ended.cached_tokens
-            times = [(one.queue, one.prefill, one.decode) for one in (self, ended)]
+            times = [(item.queue, item.prefill, item.decode) for item in (self, ended)]
             self.queue, self.prefill, self.decode = max(times, key=sum)
 
 
@@ -87,31 +87,25 @@ Observer = Callable[[RequestRecord], None]
 
 
 def log_request(record: RequestRecord) -> None:
-    """Write a line on a request; what its client chose is quoted, so that it can be no line of its
-    own.
-    """
-    if (
-        record.status < 400
-        and not record.error
-        and (record.path == "/" or record.path.startswith(_QUIET))
-    ):
+    """Log one line about a request; the path is quoted, so that it cannot forge a line."""
+    failed = record.status >= 400 or record.error
+    if not failed and (record.path == "/" or record.path.startswith(_UNLOGGED_PREFIXES)):
         return
-    said = f"{record.method} {json.dumps(record.path)} {record.status} {record.seconds:.3f} s"
+    line = f"{record.method} {json.dumps(record.path)} {record.status} {record.seconds:.3f} s"
     if record.prompt_tokens:
-        said += (
+        line += (
             f", {record.prompt_tokens} prompt tokens ({record.cached_tokens} cached), "
             f"{record.output_tokens} output tokens"
         )
     if record.error:
-        said += f", {record.error}"
-    _log.info("%s", said, extra={"request": record})
+        line += f", {record.error}"
+    _log.info("%s", line, extra={"request": record})
 
 
 class JsonFormatter(logging.Formatter):
-    """A line of the log as an object of JSON; what is said of a request has its fields."""
+    """Formats log lines as JSON objects; a line about a request has the record's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         line: dict[str, object] = {
             "time": round(record.created, 3),
             "level": record.levelname,
@@ -119,11 +113,8 @@ class JsonFormatter(logging.Formatter):
         }
         request = getattr(record, "request", None)
         if isinstance(request, RequestRecord):
-            line |= {
-                one.name: value
-                for one in fields(request)
-                if (value := getattr(request, one.name)) not in ("", [])
-            }
+            values = {item.name: getattr(request, item.name) for item in fields(request)}
+            line |= {name: value for name, value in values.items() if value not in ("", [])}
         else:
             line["message"] = record.getMessage()
         if record.exc_info:

@@ -1,6 +1,4 @@
-"""What clients of OpenAI's Responses API send: records that check types and bounds as they are
-read.
-"""
+"""JSON bodies of OpenAI's Responses API; msgspec checks types and bounds while it parses."""
 
 from typing import Annotated
 
@@ -13,7 +11,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message, a call of a tool, what came of one, or reasoning."""
+    """A message, a tool call, a tool's result, or reasoning."""
 
     type: ItemKind | None = None
     role: str | None = None
@@ -25,7 +23,7 @@ class InputItem(msgspec.Struct, frozen=True):
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
-    """How the model reasons before it answers."""
+    """Options of the model's reasoning."""
 
     effort: str | None = None
     summary: str | None = None

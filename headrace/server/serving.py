@@ -1,7 +1,7 @@
-"""Runs the server: starts the engine beside the rest, listens, and ends in order.
+"""Runs the HTTP server: starts the engine, listens, and shuts down in order.
 
-SIGTERM and SIGINT drain it: no new requests, those under way have `drain_seconds`. A second signal
-ends it at once.
+The first SIGTERM or SIGINT drains the server: it refuses new requests and gives those in progress
+`drain_seconds`. A second signal ends it at once.
 """
 
 import asyncio
@@ -27,29 +27,30 @@ from headrace.server.startup import start_server
 from headrace.server.state import ServerState
 from headrace.server.tracing import Tracer, otlp_exporter
 
-_POLL = 0.05
+_POLL_SECONDS = 0.05
 _SEND_BUFFER = 1 << 18
-"""Bytes that the system keeps for a client that does not read; left alone it would keep megabytes.
-"""
+"""Bytes that the kernel buffers for a slow client; its own default is megabytes."""
+
+_log = logging.getLogger("headrace.server")
 
 
 class PortInUseError(HeadraceError):
-    """The address is taken."""
+    """The address to listen on is in use."""
 
     exit_code = 5
 
 
 def check(settings: Settings) -> None:
-    """Raise RequestError for settings that would serve strangers."""
+    """Raise RequestError if the server would be open to other machines without an API key."""
     if settings.host not in LOOPBACK and not settings.api_keys:
         raise RequestError(
-            f"{settings.host} can be reached from other machines: give an --api-key, or "
+            f"host {settings.host} can be reached from other machines; set --api-key, or "
             "listen on 127.0.0.1"
         )
 
 
 Announce = Callable[[ServerState, int], None]
-"""Called with what is served and its port once it is ready."""
+"""Called with the server's state and port once the server is ready."""
 
 
 def serve(
@@ -59,29 +60,31 @@ def serve(
     make_engine: Callable[[], RemoteEngine],
     announce: Announce,
 ) -> int:
-    """Serve until a signal ends it; returns the exit code. `make_engine` is called within the event
-    loop.
+    """Serve until a signal arrives; returns the exit code.
 
-    Raises the errors of `load_model`, PortInUseError and EngineStartError.
+    `make_engine` is called within the event loop. Raises the errors of `load_model`,
+    PortInUseError and EngineStartError.
     """
     check(settings)
-    with contextlib.ExitStack() as held:
-        tracer = (
-            Tracer(otlp_exporter(settings.otlp_endpoint), settings.model_name)
-            if settings.otlp_endpoint
-            else None
-        )
-        if tracer:
-            held.callback(tracer.close)
-        listener = held.enter_context(listen(settings))
-        return asyncio.run(_serve(model, config, settings, make_engine, listener, tracer, announce))
+    with contextlib.ExitStack() as stack:
+        tracer = None
+        if settings.otlp_endpoint:
+            tracer = Tracer(otlp_exporter(settings.otlp_endpoint), settings.model_name)
+            stack.callback(tracer.close)
+        listener = stack.enter_context(listen(settings))
+
+        async def run() -> int:
+            async with start_server(model, config, settings, make_engine()) as state:
+                return await _run(state, listener, tracer, announce)
+
+        return asyncio.run(run())
 
 
 def listen(settings: Settings) -> socket.socket:
-    """The socket of the address. Raises PortInUseError."""
+    """Bind a socket to the address of the settings. Raises PortInUseError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named; else a response waits 40
-    # ms for the client's acknowledgement.
+    # asyncio disables Nagle's algorithm only if the protocol is given. With Nagle's algorithm a
+    # response waits 40 ms for the client's acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
@@ -96,31 +99,18 @@ def listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _serve(
-    model: str,
-    config: EngineConfig,
-    settings: Settings,
-    make_engine: Callable[[], RemoteEngine],
-    listener: socket.socket,
-    tracer: Tracer | None,
-    announce: Announce,
-) -> int:
-    async with start_server(model, config, settings, make_engine()) as state:
-        return await _listen_and_drain(state, listener, tracer, announce)
-
-
 class _Server(uvicorn.Server):
-    """A server whose signals are handled here."""
+    """A uvicorn server that leaves signals to `_run`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def _listen_and_drain(
+async def _run(
     state: ServerState, listener: socket.socket, tracer: Tracer | None, announce: Announce
 ) -> int:
-    settings = state.settings
+    """Serve until a signal arrives or the engine cannot be restarted; returns the exit code."""
     server = _Server(
         uvicorn.Config(
             make_app(state, filter(None, (log_request, tracer))),
@@ -130,52 +120,48 @@ async def _listen_and_drain(
             server_header=False,
             timeout_keep_alive=75,
             ws="none",
-            http=partial(Connection, settings=settings),  # type: ignore[arg-type] # uvicorn calls it, and no more
+            http=partial(Connection, settings=state.settings),  # type: ignore[arg-type] # uvicorn only calls it
         )
     )
     loop, signals = asyncio.get_running_loop(), list[int]()
-    changed = asyncio.Event()
+    signal_received = asyncio.Event()
 
-    def ask(number: int) -> None:
+    def on_signal(number: int) -> None:
         signals.append(number)
-        changed.set()
+        signal_received.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ask, number)
+        loop.add_signal_handler(number, on_signal, number)
     serving = asyncio.ensure_future(server.serve([listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     announce(state, listener.getsockname()[1])
+
     try:
         while not signals and state.engine.state != "dead":
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), _POLL * 10)
+                await asyncio.wait_for(signal_received.wait(), _POLL_SECONDS * 10)
         if state.engine.state == "dead":
-            logging.getLogger("headrace.server").error(
-                "the engine ended too often: the server ends"
-            )
+            _log.error("the engine ended too often; the server shuts down")
             return 1
         state.draining = True
-        deadline = loop.time() + settings.drain_seconds
+        deadline = loop.time() + state.settings.drain_seconds
         while state.num_sequences and loop.time() < deadline and len(signals) < 2:
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(_POLL_SECONDS)
         return 0
     finally:
         state.draining = True
-        await state.engine.close()  # streams that are left end with an error
+        await state.engine.close()  # ends the remaining streams with an error
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, 2)
 
 
-def stderr_log(form: str) -> None:
-    """Write the server's log to stderr as `text` or `json`, from the level on that `HEADRACE_LOG`
-    says.
-    """
+def stderr_log(log_format: str) -> None:
+    """Write the server's log to stderr as `text` or `json`, at the level of `HEADRACE_LOG`."""
     handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonFormatter()
-        if form == "json"
-        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    )
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=os.environ.get("HEADRACE_LOG", "INFO").upper())

@@ -1,48 +1,43 @@
-"""What an operator decides about the server."""
+"""The operator's options of the server."""
 
 import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the server listens, which clients it serves, and how much it takes on."""
+    """Options of the HTTP server; the engine has its own (`EngineConfig`)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    """Every request must bring one of them; none: all that reach the address are served."""
+    """Keys of which every request must send one; if empty, no key is needed."""
     model_name: str = ""
-    """What clients call the model."""
+    """Name of the model in requests and responses."""
     max_body_bytes: int = 16 << 20
     max_waiting: int = 256
-    """Sequences that may wait beyond those that run; a request that would make more gets 503."""
+    """Maximum number of waiting sequences; further requests get status 503."""
     max_per_key: int = 0
-    """Requests of one key at the same time; one more gets 429. 0: no limit."""
+    """Maximum number of concurrent requests per API key, 0 for no limit; more get status 429."""
     request_timeout: float = 600.0
-    """Seconds after which a request ends with 504."""
+    """Maximum seconds per request, after which it gets status 504."""
     receive_timeout: float = 60.0
-    """Seconds in which a client must have sent the head of a request, and then its body."""
+    """Maximum seconds for receiving the head of a request, and again for its body."""
     send_timeout: float = 60.0
-    """Seconds for which a client may take nothing of what is sent to it before its connection is
-    cut.
-    """
+    """Seconds after which a connection is closed if its client reads nothing."""
     stall_seconds: float = 60.0
-    """Seconds that a step may take before the engine is taken to hang, and started again."""
+    """Maximum seconds per step, after which the engine is restarted."""
     drain_seconds: float = 30.0
-    """Seconds that requests under way have when the server is asked to end."""
+    """Maximum seconds to finish requests in progress at shutdown."""
     keepalive_seconds: float = 15.0
-    """Seconds without news after which a stream gets a comment, so that no proxy takes it for dead.
-    """
+    """Seconds without an event after which a stream sends a comment, to keep proxies connected."""
     otlp_endpoint: str = ""
-    """Where OpenTelemetry spans go, the whole URL of OTLP over HTTP; empty: nowhere."""
+    """URL of an OpenTelemetry collector (OTLP over HTTP); if empty, no spans are sent."""
     tool_call_parser: str | None = None
-    """How the model writes calls of tools; None: by its chat template."""
+    """Name of the model's tool-call format; None detects it from the chat template."""
     reasoning_parser: str | None = None
-    """How it writes its reasoning; None: by its chat template."""
+    """Name of the model's reasoning format; None detects it from the chat template."""
     ignore_advised_sampling: bool = False
-    """Whether requests that leave sampling parameters out have OpenAI's, and not those that the
-    model's authors advise.
-    """
+    """Whether OpenAI's sampling defaults replace the model authors' advice."""
     worker: bool = False
-    """Whether there are routes for a frontend, which chooses the scopes of the prefix cache."""
+    """Whether to serve the routes for a frontend, which chooses the scopes of the prefix cache."""
     allow_adapter_changes: bool = False
-    """Whether there are routes that load and unload adapters."""
+    """Whether requests may load and unload adapters."""

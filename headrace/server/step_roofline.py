@@ -40,7 +40,7 @@ class StepRoofline:
     def last_step(self, figures: Mapping[str, float]) -> dict[str, Any] | None:
         """Return the last step's bytes, operations and seconds, and its minimum seconds.
 
-        Returns None if no step has run. `figures` are those of the engine's report. They lack the
+        Returns None if no step has run. `figures` come from the engine's report. They lack the
         rows of each sequence, so the rows are dealt evenly to sequences of mean context length.
         """
         rows, running = int(figures.get("rows_last", 0)), int(figures.get("running", 0))

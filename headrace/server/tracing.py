@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: one for each request that the engine was asked, with its queue, prefill and
-decode as spans within it.
+"""OpenTelemetry spans: one for each generation request, with child spans for its phases.
 
-Names are those of OpenTelemetry's conventions for generative AI, and beyond them vLLM's.
+The phases are queue, prefill and decode. Names follow OpenTelemetry's conventions for generative
+AI; attributes that these lack have vLLM's names.
 """
 
 from typing import TYPE_CHECKING
@@ -14,22 +14,18 @@ if TYPE_CHECKING:
 
 
 def otlp_exporter(endpoint: str) -> "SpanExporter":
-    """Sends spans to a collector over HTTP. Raises RequestError where the packages for it are not
-    installed.
-    """
+    """Make an exporter that sends spans over HTTP. Raises RequestError if a package is missing."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise RequestError(
-            f"spans need the package {error.name}: pip install 'headrace[otel]'"
+            f"otlp_endpoint needs the package {error.name}; pip install 'headrace[otel]'"
         ) from None
     return OTLPSpanExporter(endpoint=endpoint)
 
 
 class Tracer:
-    """Makes a span of each record. Exporting is a thread's, so no request waits for it; `close`
-    sends what is left.
-    """
+    """Makes spans from request records. A thread exports them, so no request waits for that."""
 
     def __init__(self, exporter: "SpanExporter", model: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -45,7 +41,7 @@ class Tracer:
         self._context = TraceContextTextMapPropagator()
 
     def __call__(self, record: RequestRecord) -> None:
-        """Make the spans of a request that has ended."""
+        """Make the spans of an ended request; requests without a prompt get none."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         if not record.prompt_tokens:
@@ -71,17 +67,18 @@ class Tracer:
         )
         if record.error or record.status >= 500:
             span.set_status(StatusCode.ERROR, record.error)
-        at = end - _nanoseconds(
-            record.queue + record.prefill + record.decode
-        )  # what is before it is reading of the prompt
+
+        # The time before the queue is spent on reading the prompt.
+        phase_start = end - _nanoseconds(record.queue + record.prefill + record.decode)
         for name in ("queue", "prefill", "decode"):
-            until = at + _nanoseconds(getattr(record, name))
-            self._tracer.start_span(name, set_span_in_context(span), start_time=at).end(until)
-            at = until
+            phase_end = phase_start + _nanoseconds(getattr(record, name))
+            phase = self._tracer.start_span(name, set_span_in_context(span), start_time=phase_start)
+            phase.end(phase_end)
+            phase_start = phase_end
         span.end(end)
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
 
