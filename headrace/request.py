@@ -6,10 +6,11 @@ import difflib
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from itertools import islice
 from numbers import Integral, Real
 from operator import length_hint
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from headrace.errors import RequestError
@@ -35,31 +36,51 @@ MAX_SALT_CHARACTERS = 1024
 _MAX_SECONDS = 1e9
 _MAX_COUNT = 2**31 - 1
 
-_INTEGERS = {  # field: least, most
-    "n": (1, MAX_SEQUENCES),
-    "beam_width": (1, MAX_SEQUENCES),
-    "top_k": (-1, _MAX_COUNT),
-    "seed": (0, 2**64 - 1),
-    "max_tokens": (1, _MAX_COUNT),
-    "min_tokens": (0, _MAX_COUNT),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-}
-_NUMBERS = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "length_penalty": (-10.0, 10.0),
-}
-_NOT_ZERO = ("top_p",)
-_NULLABLE = ("beam_width", "seed", "max_tokens", "logprobs", "prompt_logprobs")
-_NO_DRAW = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
-"""What these may be where nothing is drawn."""
-_FLAGS = ("early_stopping", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _BIAS_LIMIT = 100.0
+
+
+class SamplingField(NamedTuple):
+    """A row of the table of sampling parameters, `SAMPLING_FIELDS`.
+
+    The checks of `SamplingParams`, the OpenAI records, the flags of `headrace run` and the options
+    of the samplers are made from these rows or tested against them.
+    """
+
+    name: str
+    kind: type  # int, float or bool; object for a field with a check of its own
+    is_optional: bool  # whether None is allowed
+    default: Any
+    bounds: tuple[float, float] | None = None  # min and max of an int or float
+    excludes_min: bool = False
+    neutral: tuple[float, ...] = ()  # values that a beam search allows; empty: any
+    is_sampler_option: bool = False  # whether native and GPU samplers have it, under its name
+    is_openai_field: bool = True  # whether OpenAI requests have a field of the same name
+    metavar: str = ""  # of the flag of `headrace run`; empty: no flag
+    help: str = ""
+
+
+def _param(
+    default: Any,
+    bounds: tuple[float, float] | None = None,
+    *,
+    excludes_min: bool = False,
+    neutral: tuple[float, ...] = (),
+    is_sampler_option: bool = False,
+    is_openai_field: bool = True,
+    metavar: str = "",
+    help: str = "",
+) -> Any:
+    """A field of `SamplingParams` with the cells of its row in `SAMPLING_FIELDS`."""
+    cells = {
+        "bounds": bounds,
+        "excludes_min": excludes_min,
+        "neutral": neutral,
+        "is_sampler_option": is_sampler_option,
+        "is_openai_field": is_openai_field,
+        "metavar": metavar,
+        "help": help,
+    }
+    return field(default=default, metadata=cells)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +89,70 @@ class SamplingParams:
     range.
     """
 
-    n: int = 1
+    n: int = _param(1, (1, MAX_SEQUENCES))
     """Continuations of the prompt, each under its own noise, or the best of a beam search."""
-    temperature: float = 1.0
+    temperature: float = _param(
+        1.0,
+        (0.0, 100.0),
+        neutral=(0.0, 1.0),
+        is_sampler_option=True,
+        metavar="T",
+        help="sampling temperature; 0 always takes the likeliest token",
+    )
     """0 takes the likeliest token every time."""
-    top_p: float = 1.0
+    top_p: float = _param(
+        1.0,
+        (0.0, 1.0),
+        excludes_min=True,
+        neutral=(1.0,),
+        is_sampler_option=True,
+        metavar="P",
+        help="total probability of the smallest set of likeliest tokens to keep",
+    )
     """Keep the smallest set of likeliest tokens that has this share of the probability."""
-    top_k: int = 0
+    top_k: int = _param(
+        0,
+        (-1, _MAX_COUNT),
+        neutral=(0, -1),
+        is_sampler_option=True,
+        metavar="K",
+        help="number of likeliest tokens to keep; 0 keeps all",
+    )
     """Keep this many of the likeliest tokens; 0 or -1: all."""
-    min_p: float = 0.0
+    min_p: float = _param(
+        0.0,
+        (0.0, 1.0),
+        neutral=(0.0,),
+        is_sampler_option=True,
+        metavar="P",
+        help="lowest probability of a kept token, relative to the likeliest token",
+    )
     """Keep tokens at least this likely, relative to the likeliest."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = _param(
+        1.0,
+        (1e-6, 100.0),
+        is_sampler_option=True,
+        metavar="X",
+        help="divisor of positive logits, factor of negative logits, of tokens in the prompt or the "
+        "answer",
+    )
     """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output.
     """
-    presence_penalty: float = 0.0
+    presence_penalty: float = _param(
+        0.0,
+        (-2.0, 2.0),
+        is_sampler_option=True,
+        metavar="X",
+        help="value subtracted from the logit of each token that is in the answer",
+    )
     """Taken from the logits of tokens that are in the output."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = _param(
+        0.0,
+        (-2.0, 2.0),
+        is_sampler_option=True,
+        metavar="X",
+        help="value subtracted from the logit of a token for each time it is in the answer",
+    )
     """Taken from the logits of tokens in the output, once for each time they are there."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids."""
@@ -95,19 +164,35 @@ class SamplingParams:
     """
     structured_outputs: StructuredOutputs | None = None
     """What the output must be."""
-    beam_width: int | None = None
+    beam_width: int | None = _param(
+        None,
+        (1, MAX_SEQUENCES),
+        is_openai_field=False,
+        metavar="B",
+        help="number of beams of a beam search instead of sampling; the answer comes at its end",
+    )
     """Search with so many beams, and draw nothing. Beams are ranked by log-probabilities with
     biases and penalties applied.
     """
-    length_penalty: float = 1.0
+    length_penalty: float = _param(
+        1.0,
+        (-10.0, 10.0),
+        metavar="X",
+        help="exponent in the score of a beam: sum of log-probabilities / length ** X",
+    )
     """The score of a finished beam is the sum of its log-probabilities / output tokens **
     length_penalty.
     """
-    early_stopping: bool = False
+    early_stopping: bool = _param(False, is_openai_field=False)
     """End a beam search with the first `beam_width` finished beams, even if one that goes on scores
     higher.
     """
-    seed: int | None = None
+    seed: int | None = _param(
+        None,
+        (0, 2**64 - 1),
+        metavar="N",
+        help="seed of the random numbers; the same seed gives the same answer",
+    )
     """The same seed gives the same tokens; None: derived from the engine's seed and the number of
     the request.
     """
@@ -119,13 +204,19 @@ class SamplingParams:
     """Keep the text that ended the output."""
     ignore_eos: bool = False
     """Go on past the model's own end tokens."""
-    max_tokens: int | None = 16
+    max_tokens: int | None = _param(
+        16,
+        (1, _MAX_COUNT),
+        metavar="N",
+        help="maximum tokens of an answer; by default it ends where the model ends it or the "
+        "context is full",
+    )
     """Most output tokens; None: up to the end of the context."""
-    min_tokens: int = 0
+    min_tokens: int = _param(0, (0, _MAX_COUNT))
     """No end token and no stop string before so many output tokens."""
-    logprobs: int | None = None
+    logprobs: int | None = _param(None, (0, MAX_LOGPROBS))
     """Log-probabilities of each output token and of this many of the likeliest."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = _param(None, (0, MAX_LOGPROBS))
     """The same for each prompt token but the first."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
@@ -137,20 +228,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}
-        for name, (least, most) in _INTEGERS.items():
-            value = getattr(self, name)
-            checked[name] = (
-                None if value is None and name in _NULLABLE else integer(name, value, least, most)
-            )
-        for name, bounds in _NUMBERS.items():
-            checked[name] = number(name, getattr(self, name), *bounds)
-            if name in _NOT_ZERO and checked[name] == 0:
-                raise RequestError(f"{name} must be above 0")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(
-                    f"{name} must be true or false, not {reprlib.repr(getattr(self, name))}"
-                )
+        for row in _PLAIN_FIELDS:
+            checked[row.name] = _checked(row, getattr(self, row.name))
         checked["logit_bias"] = _biases(self.logit_bias)
         checked["stop"] = _stops(self.stop)
         checked["stop_token_ids"] = token_ids(
@@ -183,13 +262,45 @@ class SamplingParams:
                 f"n is {self.n}, and a search with beam_width {width} has no more than "
                 f"{width} results"
             )
-        for name, neutral in _NO_DRAW.items():
-            if getattr(self, name) not in neutral:
-                allowed = " or ".join(f"{value:g}" for value in neutral)
+        for name, row in SAMPLING_FIELDS.items():
+            if row.neutral and getattr(self, name) not in row.neutral:
+                allowed = " or ".join(f"{value:g}" for value in row.neutral)
                 raise RequestError(
                     f"a beam search draws nothing, so {name} must be {allowed}, not "
                     f"{getattr(self, name):g}"
                 )
+
+
+def _row(param: Field[Any]) -> SamplingField:
+    is_union = isinstance(param.type, UnionType)
+    kinds = get_args(param.type) if is_union else (param.type,)
+    return SamplingField(
+        name=param.name,
+        kind=kinds[0] if kinds[0] in (int, float, bool) else object,
+        is_optional=NoneType in kinds,
+        default=param.default,
+        **param.metadata,
+    )
+
+
+SAMPLING_FIELDS = {param.name: _row(param) for param in fields(SamplingParams)}
+"""The table of sampling parameters, by name."""
+_PLAIN_FIELDS = [row for row in SAMPLING_FIELDS.values() if row.kind is not object]
+
+
+def _checked(row: SamplingField, value: Any) -> Any:
+    """An int, float or bool as a plain value. Raises RequestError if it is out of range."""
+    if value is None and row.is_optional:
+        return None
+    if row.kind is bool and not isinstance(value, bool):
+        raise RequestError(f"{row.name} must be true or false, not {reprlib.repr(value)}")
+    if row.kind is int and row.bounds:
+        return integer(row.name, value, int(row.bounds[0]), int(row.bounds[1]))
+    if row.kind is float and row.bounds:
+        value = number(row.name, value, *row.bounds)
+        if row.excludes_min and value == row.bounds[0]:
+            raise RequestError(f"{row.name} must be above {row.bounds[0]:g}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from headrace.cli.arguments import (
 )
 from headrace.config import INTERACTIVE, EngineConfig
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.request import SAMPLING_FIELDS, SamplingParams
 
 _DEFAULTS = {
     field.name: field.default
@@ -45,17 +45,7 @@ _DEFAULTS |= {**INTERACTIVE.engine, **INTERACTIVE.sampling}
 """The default of each flag, by field. Both records have a `seed`; the flag is for that of
 `SamplingParams`.
 """
-_SHARED_PARAMS = (
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "max_tokens",
-    "stop",
-)
-_DRAW_PARAMS = ("temperature", "top_p", "top_k", "min_p")
-_BEAM_PARAMS = ("beam_width", "length_penalty")
+_FLAGS = [row for row in SAMPLING_FIELDS.values() if row.metavar]
 _ENGINE_OPTIONS = (
     "backend",
     "threads",
@@ -150,66 +140,8 @@ def _add(group: Any, name: str, metavar: str, text: str, kind: type = str) -> No
 
 
 def _add_sampling(group: Any) -> None:
-    _add(
-        group,
-        "temperature",
-        "T",
-        "how freely tokens are drawn; 0 takes the likeliest token every time",
-        float,
-    )
-    _add(
-        group,
-        "top_p",
-        "P",
-        "keep the smallest set of likeliest tokens that has this share of the probability",
-        float,
-    )
-    _add(group, "top_k", "K", "keep the K likeliest tokens; 0: all", int)
-    _add(group, "min_p", "P", "keep tokens at least P times as likely as the likeliest", float)
-    _add(
-        group,
-        "presence_penalty",
-        "X",
-        "subtract X from the logits of tokens that are in the answer already",
-        float,
-    )
-    _add(
-        group,
-        "frequency_penalty",
-        "X",
-        "the same, once for each time that the token is there",
-        float,
-    )
-    _add(
-        group,
-        "repetition_penalty",
-        "X",
-        "divide the logits of tokens in the prompt or the answer by X, where they are above 0",
-        float,
-    )
-    _add(
-        group,
-        "beam_width",
-        "B",
-        "search with B beams, and draw nothing; the answer comes in one piece at its end",
-        int,
-    )
-    _add(
-        group,
-        "length_penalty",
-        "X",
-        "the score of a beam is the sum of its log-probabilities / length ** X",
-        float,
-    )
-    _add(group, "seed", "N", "the number that all draws follow from", int)
-    _add(
-        group,
-        "max_tokens",
-        "N",
-        "longest answer, in tokens; unless given, it ends where the model ends it or the "
-        "context is full",
-        int,
-    )
+    for row in _FLAGS:
+        _add(group, row.name, row.metavar, row.help, row.kind)
     group.add_argument(
         "-n", "--n", type=int, metavar="N", default=_DEFAULTS["n"], help="how many answers"
     )
@@ -283,8 +215,9 @@ def run(args: argparse.Namespace) -> int:
 
     from headrace.loader.options import engine_config
 
-    names = _SHARED_PARAMS + (_DRAW_PARAMS if args.beam_width is None else _BEAM_PARAMS)
-    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    # A beam search refuses the defaults of the flags that shape the distribution.
+    names = [row.name for row in _FLAGS if args.beam_width is None or not row.neutral]
+    params = SamplingParams(**{name: getattr(args, name) for name in ("n", "stop", *names)})
     options = {name: getattr(args, name) for name in (*_ENGINE_OPTIONS, *_SPECULATION_OPTIONS)}
     options["max_num_seqs"] = params.beam_width or params.n
     config = engine_config(options, INTERACTIVE)

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from headrace._native import Sampler
 from headrace._native import token_logprobs as native_token_logprobs
 from headrace.batch import TokenLogprobs
-from headrace.request import SamplingParams
+from headrace.request import SAMPLING_FIELDS, SamplingParams
 
 __all__ = ["NativeDraw", "Sampler", "derive_seed", "make_sampler", "scored", "token_logprobs"]
 
+_SAMPLER_OPTIONS = [row.name for row in SAMPLING_FIELDS.values() if row.is_sampler_option]
 NativeDraw = tuple[int, tuple[float, int, list[int], list[float]] | None]
 """A token, and the fields of its `TokenLogprobs` where they are asked for."""
 
@@ -25,24 +26,19 @@ def make_sampler(
     """The sampler of a request's first sequence. The tokens of `end_ids` end the output, so they
     are banned before `min_tokens`.
     """
+    options = {name: getattr(params, name) for name in _SAMPLER_OPTIONS}
+    options["top_k"] = max(params.top_k, 0)
     return Sampler(
         vocab_size,
         prompt,
         seq_index=0,
         seed=seed,
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
         logit_bias=list((params.logit_bias or {}).items()),
-        banned=[
-            token for token in end_ids if token < vocab_size
-        ],  # a tokenizer may know more tokens than the model
+        # A tokenizer may have more tokens than the model.
+        banned=[token for token in end_ids if token < vocab_size],
         banned_until=len(prompt) + params.min_tokens,
         isa=_isa(),
+        **options,
     )
 
 

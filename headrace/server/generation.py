@@ -8,35 +8,20 @@ from typing import Any
 from headrace.errors import RequestError
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
-from headrace.request import Logprobs, SamplingParams
+from headrace.request import SAMPLING_FIELDS, Logprobs, SamplingParams
 from headrace.server.errors import request_error
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling
 from headrace.server.response_format import structured_outputs
 from headrace.server.state import timeout_error, unsigned_seed
 
-_SAME_NAME = (
-    *(
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "min_tokens",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-    ),
-    *(
-        "ignore_eos",
-        "skip_special_tokens",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "prompt_logprobs",
-    ),
-    *("length_penalty", "allowed_token_ids", "bad_words"),
-)
+_CONVERTED = ("max_tokens", "logprobs", "seed", "logit_bias", "structured_outputs")
+"""Fields that have another form in a request."""
+_SAME_NAME = [
+    row.name
+    for row in SAMPLING_FIELDS.values()
+    if row.is_openai_field and row.name not in _CONVERTED
+]
 
 
 def sampling_params(

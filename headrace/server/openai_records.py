@@ -4,11 +4,18 @@ msgspec checks types and bounds while it parses. Unknown fields are ignored, and
 absent. Bounds that depend on the model are checked later.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from headrace.request import MAX_LOGPROBS, MAX_PRIORITY, MAX_SALT_CHARACTERS, MAX_SEQUENCES, Pooling
+from headrace.request import (
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_SALT_CHARACTERS,
+    SAMPLING_FIELDS,
+    Pooling,
+    SamplingField,
+)
 from headrace.server.field_types import (
     Biases,
     Prompts,
@@ -25,9 +32,7 @@ MAX_MESSAGES = 4096
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Small = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
-_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _Texts = Annotated[list[_Text], msgspec.Meta(min_length=1)]
 
@@ -51,28 +56,47 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True):
     grammar: _Text | None = None
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+def _json_type(row: SamplingField) -> Any:
+    """The type of a number or flag in JSON, with its bounds."""
+    if row.bounds is None:
+        return row.kind | None
+    low, high = row.bounds
+    meta = msgspec.Meta(gt=low, le=high) if row.excludes_min else msgspec.Meta(ge=low, le=high)
+    return Annotated[row.kind, meta] | None
+
+
+_OWN_FORM = ("seed", "logprobs")
+"""Fields whose form in a request differs from the form in `SamplingParams`."""
+
+if TYPE_CHECKING:
+
+    class _PlainFields(msgspec.Struct, frozen=True, kw_only=True):
+        n: int | None = None
+        max_tokens: int | None = None
+
+else:
+    _PlainFields = msgspec.defstruct(
+        "_PlainFields",
+        [
+            (row.name, _json_type(row), None)
+            for row in SAMPLING_FIELDS.values()
+            if row.is_openai_field and row.kind is not object and row.name not in _OWN_FORM
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+"""The numbers and flags of the table of sampling parameters, with its bounds."""
+
+
+class Sampling(_PlainFields, frozen=True, kw_only=True):
     """Fields that chat completions and completions share."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: _Share | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: _Count | None = None
-    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-6, le=100)] | None = None
     logit_bias: Biases | None = None
     allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
     bad_words: _Texts | None = None
@@ -83,9 +107,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     guided_choice: _Texts | None = None
     guided_grammar: _Text | None = None
     response_format: ResponseFormat | None = None
-    prompt_logprobs: _Small | None = None
     use_beam_search: bool | None = None
-    length_penalty: Annotated[float, msgspec.Meta(ge=-10, le=10)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
     return_token_ids: bool | None = None

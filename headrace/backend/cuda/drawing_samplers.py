@@ -9,7 +9,6 @@ where tokens were appended to the sampler by anything else: it is then uploaded 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, log
 from typing import Any
 from weakref import ref
 
@@ -17,13 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.backend.cuda.drawing_layout import COLUMNS
 from headrace.backend.cuda.kernels import draw_table as table
 from headrace.batch import Ints
 from headrace.sampling.sampler import Sampler
 
-_GREEDY_BELOW = 1e-5
-"""Temperatures under this count as 0, as in csrc/sampler.cpp."""
 _NO_ENTRIES = np.zeros((0, 4), np.int32)
 
 
@@ -75,41 +71,29 @@ def _entries(biases: dict[int, float], path: list[int], bans: list[int]) -> Ints
 
 
 def _record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> SamplerRecord:
-    options: dict[str, Any] = sampler.options
-    if options["vocab"] != vocab:
+    """The record of a sampler. Raises ValueError for an option that no kernel implements."""
+    options: dict[str, Any] = dict(sampler.options)
+    if options.pop("vocab") != vocab:
         raise ValueError("the rows of logits are not as wide as the vocabulary")
-    temperature, top_k, top_p, min_p = (
-        options[name] for name in ("temperature", "top_k", "top_p", "min_p")
+    row = table.take_options(options, vocab)
+    biases = dict(options.pop("logit_bias"))
+    banned, banned_until = options.pop("banned"), options.pop("banned_until")
+    for name in options:
+        raise ValueError(
+            f"sampler option {name!r} is not implemented on a GPU; add it to "
+            "backend/cuda/kernels/draw_table.py"
+        )
+    return SamplerRecord(
+        sampler=ref(sampler, died),
+        row=row,
+        is_noisy=bool(row[table.IS_NOISY.value]),
+        is_filtered=bool(row[table.IS_FILTERED.value]),
+        has_penalties=sampler.has_penalties,
+        biases=biases,
+        banned=banned,
+        banned_until=banned_until,
+        bias_entries=_entries(biases, [], []),
     )
-    top_k = top_k if top_k < vocab else 0
-    is_noisy = temperature >= _GREEDY_BELOW
-    is_filtered = is_noisy and (top_k > 0 or top_p < 1 or min_p > 0)
-    row = np.zeros(COLUMNS, np.int32)
-    doubles, floats, words = row.view(np.float64), row.view(np.float32), row.view(np.uint32)
-    doubles[table.TEMPERATURE.value] = temperature
-    doubles[table.MIN_P_DEPTH.value] = temperature * log(min_p) if min_p > 0 else -inf
-    doubles[table.TOP_P.value] = top_p
-    floats[table.REPETITION.value] = options["repetition_penalty"]
-    floats[table.PRESENCE.value] = options["presence_penalty"]
-    floats[table.FREQUENCY.value] = options["frequency_penalty"]
-    words[table.SEED_LOW.value] = options["seed"] & 0xFFFFFFFF
-    words[table.SEED_HIGH.value] = options["seed"] >> 32
-    words[table.SEQ_INDEX.value] = options["seq_index"]
-    row[table.TOP_K.value] = top_k
-    row[table.IS_NOISY.value] = is_noisy
-    row[table.IS_FILTERED.value] = is_filtered
-    biases = dict(options["logit_bias"])
-    fields = (
-        row,
-        is_noisy,
-        is_filtered,
-        sampler.has_penalties,
-        biases,
-        options["banned"],
-        options["banned_until"],
-        _entries(biases, [], []),
-    )
-    return SamplerRecord(ref(sampler, died), *fields)
 
 
 class DeviceSamplers:

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace import _native
+from headrace.backend.cuda.drawing_samplers import DeviceSamplers
 from headrace.batch import DraftTree
 from headrace.logit_ops import SampleOp, SampleResult
 from tests.backend.cuda.drawing_steps import Steps
@@ -159,3 +161,16 @@ def test_tokens_of_the_host_are_put_where_those_of_the_device_are() -> None:
     assert steps.drawing.last_tokens[:6].tolist() == [0, 0, 0, 6, 0, 0]
     with pytest.raises(ValueError):
         steps.drawing.begin([SampleOp(0, 0, _native.Sampler(VOCAB + 1, []))])
+
+
+def test_a_sampler_option_that_the_gpu_does_not_know_is_an_error() -> None:
+    class Later:
+        """A native sampler with an option that the GPU does not implement."""
+
+        options = sampler().options | {"typical_p": 0.5}
+        has_penalties = False
+
+    samplers = DeviceSamplers(VOCAB, torch.device("cpu"))
+    later: Any = Later()
+    with pytest.raises(ValueError, match="sampler option 'typical_p' is not implemented"):
+        samplers.record(later)

@@ -5,8 +5,13 @@ A row of the first table is 32 words, which lie in one line of a cache; its firs
 numbers in float64.
 """
 
+from math import inf, log
+from typing import Any
+
+import numpy as np
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 COLUMNS = tl.constexpr(32)
 
@@ -67,6 +72,38 @@ DESCRIBED_TOP = tl.constexpr(3)  # likeliest tokens that are wanted
 ONCE = tl.constexpr(2)
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this count as 0, as in csrc/sampler.cpp."""
+
+
+def take_options(options: dict[str, Any], vocab: int) -> NDArray[np.int32]:  # [COLUMNS]
+    """Remove the options of a native sampler that kernels implement, and return their columns.
+
+    The columns of the other inputs of a row stay 0.
+    """
+    row = np.zeros(COLUMNS.value, np.int32)
+    doubles, floats, words = row.view(np.float64), row.view(np.float32), row.view(np.uint32)
+    temperature, top_p = options.pop("temperature"), options.pop("top_p")
+    top_k, min_p = options.pop("top_k"), options.pop("min_p")
+    if top_k >= vocab:
+        top_k = 0
+    is_noisy = temperature >= _GREEDY_BELOW
+
+    doubles[TEMPERATURE.value] = temperature
+    doubles[MIN_P_DEPTH.value] = temperature * log(min_p) if min_p > 0 else -inf
+    doubles[TOP_P.value] = top_p
+    floats[REPETITION.value] = options.pop("repetition_penalty")
+    floats[PRESENCE.value] = options.pop("presence_penalty")
+    floats[FREQUENCY.value] = options.pop("frequency_penalty")
+    seed = options.pop("seed")
+    words[SEED_LOW.value] = seed & 0xFFFFFFFF
+    words[SEED_HIGH.value] = seed >> 32
+    words[SEQ_INDEX.value] = options.pop("seq_index")
+    row[TOP_K.value] = top_k
+    row[IS_NOISY.value] = is_noisy
+    row[IS_FILTERED.value] = is_noisy and (top_k > 0 or top_p < 1 or min_p > 0)
+    return row
 
 
 @triton.jit
