@@ -1,31 +1,26 @@
-"""How blocks of values and of codes lie in arrays and in bytes: what the encoders of ggml's formats
-share.
-"""
+"""Arrays and bytes of blocks, for the encoders of ggml's formats."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace.quant.arrays import Bytes, Floats
 from headrace.quant.spec import encode_numbers
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
-
-_LEAST_HALF = np.float32(2.0**-24)
+_MIN_HALF = np.float32(2.0**-24)
 
 
 def columns(blocks: Floats, size: int) -> Floats:
-    """Blocks [blocks, values] by parts that have their own scales: [size, parts, blocks]."""
+    """Reorder blocks [blocks, values] to parts with a scale each: [size, parts, blocks]."""
     return np.ascontiguousarray(blocks.reshape(len(blocks), -1, size).transpose(2, 1, 0))
 
 
 def in_rows(codes: Bytes) -> Bytes:
-    """Codes [size, parts, blocks] in the order of the values: [blocks, parts * size]."""
+    """Reorder codes [size, parts, blocks] to the order of values: [blocks, parts * size]."""
     return codes.transpose(2, 1, 0).reshape(codes.shape[2], -1)
 
 
 def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
-    """So many bits of each code, from bit `at`: codes [..., codes of a byte, bytes] as bytes [...,
-    bytes], the first code lowest.
+    """Pack `bits` bits of each code, from bit `at` on: [..., codes of a byte, bytes] to
+    [..., bytes], the first code lowest.
     """
     fields = (codes >> np.uint8(at)) & np.uint8((1 << bits) - 1)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[: codes.shape[-2], None]
@@ -34,20 +29,21 @@ def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
 
 
 def as_half(numbers: Floats) -> Floats:
-    """Numbers as float16 has them: those beyond it become its largest."""
+    """Round to float16; numbers beyond its range become its maximum."""
     return encode_numbers(numbers, "f16").astype(np.float32)
 
 
-def stored_scale(scales: Floats, least: float = 0) -> Floats:
-    """Scales as float16 has them. Those that are too small for it, and above `least`, become its
-    least and not 0: codes make up for it.
+def stored_scale(scales: Floats, min_scale: float = 0) -> Floats:
+    """Round scales to float16.
+
+    A scale that would become 0 becomes the smallest float16 if it is above `min_scale`:
+    the codes make up for the difference.
     """
     rounded = as_half(scales)
-    return np.where(
-        (rounded == 0) & (np.abs(scales) > least), np.copysign(_LEAST_HALF, scales), rounded
-    )
+    is_lost = (rounded == 0) & (np.abs(scales) > min_scale)
+    return np.where(is_lost, np.copysign(_MIN_HALF, scales), rounded)
 
 
-def half(scales: Floats) -> Bytes:
-    """The bytes of float16 scales [blocks]: [blocks, 2]."""
+def half_bytes(scales: Floats) -> Bytes:
+    """The bytes [blocks, 2] of float16 scales [blocks]."""
     return scales.astype("<f2").view(np.uint8).reshape(-1, 2)

@@ -1,13 +1,14 @@
-"""What each stored format means, in NumPy: the truth that the kernels are held to.
+"""The values of each stored format in NumPy: the reference for all kernels.
 
-The layouts are those of ggml (`ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`); every
-operation is the one ggml does, in its order and in float32, so the results are bit-equal to it.
-Integers are unpacked with `fields`; a value is `scale * q`, `scale * q + minimum` or, in the K
-formats of 256 values, the same with scales that are themselves quantised.
+The layouts are ggml's (`ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`). Every
+operation is done in ggml's order and in float32, so the results are bit-equal to
+ggml's. Integers are unpacked with `fields`. A value is `scale * q` or `scale * q +
+minimum`; in the K formats, blocks of 256 values have scales that are quantised
+themselves.
 
-A function here takes the parts of a stored tensor and which of its stored rows are wanted, and
-gives their values, [wanted rows, columns]. `of_blocks` makes one from the conversion of blocks
-[blocks, bytes] to values [blocks, values].
+A `Values` function takes the parts of a stored tensor and a selection of its rows, and
+returns their values [selected rows, columns]. `of_blocks` makes such a function from a
+conversion of blocks [blocks, bytes] to values [blocks, values].
 """
 
 from collections.abc import Callable, Mapping
@@ -16,21 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+from headrace.quant.arrays import Bytes, Floats
+
 Parts = Mapping[str, NDArray[Any]]
 Rows = slice | NDArray[np.int64]
 Values = Callable[[Parts, Rows], Floats]
 
 _CHUNK_VALUES = 1 << 16
-"""Values converted at a time: the temporaries stay in cache instead of costing several times the
-tensor.
-"""
+"""Values converted at a time, so that temporaries stay in cache."""
 
 
 def of_blocks(convert: Callable[[Bytes], Floats], block: int) -> Values:
-    """The values of codes [stored rows, blocks of a row, bytes] that hold their scales themselves,
-    `block` values a block.
+    """The values of codes [stored rows, blocks of a row, bytes] whose blocks hold their
+    scales.
     """
 
     def values(parts: Parts, rows: Rows) -> Floats:
@@ -46,88 +45,82 @@ def of_blocks(convert: Callable[[Bytes], Floats], block: int) -> Values:
 
 
 def row_scaled(values: Values) -> Values:
-    """The values times the factor of their row, from the part `row_scales` [stored rows]."""
+    """Multiply values by the scale of their row, from the part `row_scales` [stored rows]."""
     return lambda parts, rows: values(parts, rows) * parts["row_scales"][rows, None]
 
 
 def fields(packed: Bytes, shifts: tuple[int, ...], mask: int) -> Bytes:
-    """Bit fields of each byte: [..., n] -> [..., len(shifts), n], field by field."""
+    """Unpack bit fields of bytes: [..., n] to [..., len(shifts), n], field by field."""
     return (packed[..., None, :] >> np.array(shifts, np.uint8)[:, None]) & np.uint8(mask)
 
 
 def half(blocks: Bytes, at: int) -> Floats:  # [blocks, 1]
-    """The float16 that lies at this byte of each block."""
+    """The float16 at byte `at` of each block."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
 def f32(blocks: Bytes) -> Floats:
-    """float32, little endian."""
     return blocks.view("<f4").astype(np.float32)
 
 
 def f16(blocks: Bytes) -> Floats:
-    """float16."""
     return blocks.view("<f2").astype(np.float32)
 
 
 def bf16(blocks: Bytes) -> Floats:
-    """The upper halves of float32."""
     return (blocks.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def numbers(dtype: str) -> Callable[[Bytes], Floats]:
-    """Numbers of NumPy's `dtype`, as they are."""
+    """Read numbers of a NumPy dtype."""
     return lambda blocks: blocks.view(dtype).astype(np.float32)
 
 
 def look_up(values: Floats) -> Callable[[Bytes], Floats]:
-    """Bytes that are the numbers of values [256]."""
+    """Look up bytes in a table of values [256]."""
     return lambda blocks: values[blocks]
 
 
 def nibbles(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]
-    """The 32 codes of 16 bytes from this one on: low nibbles are the first half of the block."""
+    """The 32 codes of 16 bytes from `at` on; low nibbles are the first half of the block."""
     return fields(blocks[:, at : at + 16], (0, 4), 15).reshape(-1, 32)
 
 
-def _q5(
-    blocks: Bytes, at: int
-) -> Bytes:  # [blocks, 32]: 32 fifth bits, then nibbles as in `nibbles`
+def _q5(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]
+    # 32 fifth bits come before the nibbles.
     fifth = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
     return nibbles(blocks, at + 4) | (fifth << np.uint8(4))
 
 
 class BlockScales(NamedTuple):
-    """The scales of blocks, or their minima: small integers, times a float16 that a block has for
-    all of them.
-    """
+    """Scales or minima of blocks: small integers times a float16 that the block shares."""
 
-    units: Floats  # [blocks, 1]
-    steps: NDArray[np.int8]  # [blocks, scales of a block]
+    super_scales: Floats  # [blocks, 1]
+    sub_scales: NDArray[np.int8]  # [blocks, scales of a block]
     fraction: float = 1.0
-    """What a step of 1 is in units: a power of two."""
+    """A power of two that multiplies all scales."""
 
     @property
     def numbers(self) -> Floats:  # [blocks, scales of a block]
-        """The scales themselves: float32 has all digits of a product. Units that are infinite give
-        what they give in every format.
+        """The scales as float32, which has all digits of the product; an infinite
+        float16 stays infinite or NaN.
         """
         with np.errstate(invalid="ignore"):
-            return self.units * self.steps.astype(np.float32) * np.float32(self.fraction)
+            return (
+                self.super_scales * self.sub_scales.astype(np.float32) * np.float32(self.fraction)
+            )
 
 
 class BlockCodes(NamedTuple):
-    """Blocks taken apart: a value is scale * code, plus the minimum of its columns where there are
-    minima.
-    """
+    """Unpacked blocks: a value is scale * code, plus the minimum if there are minima."""
 
-    codes: NDArray[Any]  # int8 or uint8 [blocks, scales of a block, columns that share one]
+    codes: NDArray[Any]  # int8 or uint8 [blocks, scales of a block, columns that share a scale]
     scales: BlockScales
     minima: BlockScales | None = None
 
 
-def values_of(split: Callable[[Bytes], BlockCodes]) -> Callable[[Bytes], Floats]:
-    """The values of blocks that `split` takes apart."""
+def block_values(split: Callable[[Bytes], BlockCodes]) -> Callable[[Bytes], Floats]:
+    """The values of blocks that `split` unpacks."""
 
     def values(blocks: Bytes) -> Floats:
         codes, scales, minima = split(blocks)
@@ -139,7 +132,7 @@ def values_of(split: Callable[[Bytes], BlockCodes]) -> Callable[[Bytes], Floats]
 
 
 def q4_0(blocks: Bytes) -> BlockCodes:
-    """4 bits around 8, times a scale."""
+    """4 bits around 8, and a scale."""
     return _one_scale(blocks, nibbles(blocks, 2).view(np.int8) - np.int8(8))
 
 
@@ -149,7 +142,7 @@ def q4_1(blocks: Bytes) -> BlockCodes:
 
 
 def q5_0(blocks: Bytes) -> BlockCodes:
-    """5 bits around 16, times a scale."""
+    """5 bits around 16, and a scale."""
     return _one_scale(blocks, _q5(blocks, 2).view(np.int8) - np.int8(16))
 
 
@@ -159,38 +152,36 @@ def q5_1(blocks: Bytes) -> BlockCodes:
 
 
 def q8_0(blocks: Bytes) -> BlockCodes:
-    """Signed bytes, times a scale."""
+    """Signed bytes, and a scale."""
     return _one_scale(blocks, blocks[:, 2:].view(np.int8))
 
 
 def _one_scale(blocks: Bytes, codes: NDArray[Any], minima: Floats | None = None) -> BlockCodes:
-    one = np.ones((len(blocks), 1), np.int8)
+    ones = np.ones((len(blocks), 1), np.int8)
     return BlockCodes(
         codes[:, None, :],
-        BlockScales(half(blocks, 0), one),
-        None if minima is None else BlockScales(minima, one),
+        BlockScales(half(blocks, 0), ones),
+        None if minima is None else BlockScales(minima, ones),
     )
 
 
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-"""The values of float codes of 4 bits, doubled."""
+"""Values of 4-bit float codes, doubled."""
 
 
 def _scaled(exponents: Bytes, values: Floats) -> Floats:
-    """Values that are doubled, times the power of two whose exponent, plus 127, a byte is; beyond
-    float32 they are infinite.
-    """
+    """Doubled values times 2^(exponent - 127); beyond float32 they become infinite."""
     with np.errstate(over="ignore"):
         return np.ldexp(values, exponents.astype(np.int32) - 128)
 
 
 def mxfp4(blocks: Bytes) -> Floats:
-    """4-bit floats, times a power of two (OCP microscaling formats, 2023)."""
+    """4-bit floats times a power of two (OCP microscaling formats, 2023)."""
     return _scaled(blocks[:, :1], _E2M1[nibbles(blocks, 1)])
 
 
 def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
-    """The same with neighbours in a byte, the first in its low half, and the powers in the part
+    """MXFP4 with neighbours in a byte, the first low, and powers in the part
     `block_scales` [stored rows, blocks].
     """
     codes = parts["codes"][rows]
@@ -199,7 +190,7 @@ def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
 
 
 def q2_k(blocks: Bytes) -> BlockCodes:
-    """2 bits, 4-bit scales and minima of 16 values, each times a scale."""
+    """2 bits, with 4-bit scales and minima of 16 values, and a scale for each kind."""
     scales = blocks[:, :16]
     codes = fields(blocks[:, 16:80].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16)
     minima = BlockScales(-half(blocks, 82), (scales >> 4).view(np.int8))
@@ -207,12 +198,11 @@ def q2_k(blocks: Bytes) -> BlockCodes:
 
 
 def q3_k(blocks: Bytes) -> BlockCodes:
-    """3 bits around 4, 6-bit scales of 16 values, times a scale."""
+    """3 bits around 4, with 6-bit scales of 16 values, and a scale."""
     low = fields(blocks[:, 32:96].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16)
     third = fields(blocks[:, :32], tuple(range(8)), 1).reshape(-1, 16, 16)
-    codes = low.view(np.int8) - np.int8(4) * (third ^ 1).view(
-        np.int8
-    )  # a set mask bit means "no offset"
+    # A set bit of the mask means that 4 is not subtracted.
+    codes = low.view(np.int8) - np.int8(4) * (third ^ 1).view(np.int8)
     low_scales = fields(blocks[:, 96:104], (0, 4), 15).reshape(-1, 16)
     high_scales = fields(blocks[:, 104:108], (0, 2, 4, 6), 3).reshape(-1, 16)
     scales = (low_scales | (high_scales << np.uint8(4))).view(np.int8) - np.int8(32)
@@ -224,26 +214,27 @@ def _scales_and_minima(blocks: Bytes) -> tuple[BlockScales, BlockScales]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 0x30)], axis=1)
     minima = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 0x30)], axis=1)
-    return BlockScales(half(blocks, 0), scales.view(np.int8)), BlockScales(
-        -half(blocks, 2), minima.view(np.int8)
+    return (
+        BlockScales(half(blocks, 0), scales.view(np.int8)),
+        BlockScales(-half(blocks, 2), minima.view(np.int8)),
     )
 
 
 def q4_k(blocks: Bytes) -> BlockCodes:
-    """4 bits, 6-bit scales and minima of 32 values, each times a scale."""
+    """4 bits, with 6-bit scales and minima of 32 values, and a scale for each kind."""
     codes = fields(blocks[:, 16:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
     return BlockCodes(codes, *_scales_and_minima(blocks))
 
 
 def q5_k(blocks: Bytes) -> BlockCodes:
-    """5 bits, 6-bit scales and minima of 32 values, each times a scale."""
+    """5 bits, with 6-bit scales and minima of 32 values, and a scale for each kind."""
     low = fields(blocks[:, 48:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
     fifth = fields(blocks[:, 16:48], tuple(range(8)), 1)
     return BlockCodes(low | (fifth << np.uint8(4)), *_scales_and_minima(blocks))
 
 
 def q6_k(blocks: Bytes) -> BlockCodes:
-    """6 bits around 32, signed scales of 16 values, times a scale."""
+    """6 bits around 32, with signed scales of 16 values, and a scale."""
     low = fields(blocks[:, :128].reshape(-1, 2, 64), (0, 4), 15).reshape(-1, 8, 32)
     high = fields(blocks[:, 128:192].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 8, 32)
     codes = (low | (high << np.uint8(4))).view(np.int8).reshape(-1, 16, 16) - np.int8(32)

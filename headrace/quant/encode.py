@@ -1,9 +1,9 @@
-"""Values to the blocks of ggml's formats: the inverse of `dequantise`, with the least squared error
-that a search finds.
+"""Encoding values as blocks of ggml's formats: the inverse of `dequantise`.
 
-The layouts are those of ggml (`ggml-common.h`). An encoder takes blocks of values [blocks, values
-of a block] and the importance of each value, or None, and gives [blocks, bytes]. Codes are those of
-the scales as they are stored.
+The layouts are ggml's (`ggml-common.h`). An encoder takes blocks of values [blocks,
+values of a block] and the importance of each value, or None, and returns [blocks,
+bytes]. It searches the scales with the smallest squared error; codes are rounded with
+scales as they are stored.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.quant import encode_k
+from headrace.quant.arrays import Bytes, Floats
 from headrace.quant.block_layout import (
-    Bytes,
-    Floats,
     as_half,
     columns,
-    half,
+    half_bytes,
     in_rows,
     packed,
     stored_scale,
@@ -26,101 +25,95 @@ from headrace.quant.fit import Grid, Integers, Table, fit_range, fit_scale, inve
 from headrace.quant.spec import CODEBOOKS, Number, encode_numbers
 
 _CHUNK_VALUES = 1 << 16
-"""Values encode_numbers at a time: what is computed of them stays in cache."""
-_MOST = np.float32(1e9)
-"""Values beyond are taken for it: no format with scales in float16 reaches so far, and its square
-is still a float32.
+"""Values encoded at a time, so that temporaries stay in cache."""
+_MAX_VALUE = np.float32(1e9)
+"""Values beyond it are clipped: formats with float16 scales do not reach it, and its
+square is a float32.
 """
-_MOST_BF16 = np.float32(3.3895e38)
-_LEAST_SCALE = 2.0**-28
-"""Below it 0 is nearer to the values of a block than those of a table without 0, times the least
-float16.
+_MAX_BF16 = np.float32(3.3895e38)
+_MIN_SCALE = 2.0**-28
+"""Scales up to it become 0: then 0 is nearer to the values than any value of a table
+without 0, times the smallest float16.
 """
-_LEAST_IMPORTANCE = np.float32(1e-4)
-"""Of a column, as a part of their mean: none is left to chance."""
-_MOST_POWER = 252
-"""The largest exponent of MXFP4 whose values are all float32."""
+_MIN_IMPORTANCE = np.float32(1e-4)
+"""Minimum importance of a column, relative to the mean."""
+_MAX_POWER = 252
+"""The maximum exponent of MXFP4 whose values are all float32."""
 _E2M1 = Table([2 * value for value in CODEBOOKS["e2m1"]])
 _TRITS = 3 ** np.arange(5)[::-1, None]
 
 
 class Encoder(NamedTuple):
-    """How blocks of a format are made."""
+    """The encoder of a format, and its block size in values."""
 
     block: int
     encode: Callable[[Floats, Floats | None], Bytes]
 
 
-def encode(
-    name: str, values: Floats, importance: Floats | None = None
-) -> Bytes:  # [rows, cols // block, nbytes]
-    """Rows of values [rows, cols] in a format of `ENCODERS`, whose block divides the columns.
+def encode(name: str, values: Floats, importance: Floats | None = None) -> Bytes:
+    """Encode rows of values [rows, cols] in a format of `ENCODERS` [rows, cols //
+    block, nbytes].
 
-    `importance` says how much an error in each column counts [cols]: the mean square of what it is
-    multiplied with. Values that are too large for the format become its largest. Raises ValueError
-    for values that are not finite.
+    The format's block divides the columns. `importance` [cols] weights the squared
+    errors of columns: the mean square of the column's input. Values beyond the format's
+    range are clipped. Raises ValueError for a value that is not finite.
     """
     encoder, (num_rows, cols) = ENCODERS[name], values.shape
     assert cols % encoder.block == 0, f"{name}: {cols} columns"
     blocks = np.ascontiguousarray(values, np.float32).reshape(-1, encoder.block)
     weights = None if importance is None else _weights(importance).reshape(-1, encoder.block)
-    made = []
+    encoded = []
     step = _CHUNK_VALUES // encoder.block
     for first in range(0, len(blocks), step):
         chunk = blocks[first : first + step]
         if not np.isfinite(chunk).all():
-            raise ValueError("values that are not finite")
-        made.append(
-            encoder.encode(
-                chunk,
-                None
-                if weights is None
-                else weights[np.arange(first, first + len(chunk)) % len(weights)],
-            )
-        )
-    return np.concatenate(made).reshape(num_rows, cols // encoder.block, -1)
+            raise ValueError("a value is not finite")
+        chunk_weights = None
+        if weights is not None:
+            chunk_weights = weights[np.arange(first, first + len(chunk)) % len(weights)]
+        encoded.append(encoder.encode(chunk, chunk_weights))
+    return np.concatenate(encoded).reshape(num_rows, cols // encoder.block, -1)
 
 
 def _weights(importance: Floats) -> Floats:
-    """Importance with a mean of 1, or so."""
+    """Importance, scaled to a mean of about 1."""
     mean = importance.mean(dtype=np.float64)
     relative = importance / mean if mean > 0 else np.ones_like(importance)
-    return np.maximum(relative, _LEAST_IMPORTANCE).astype(np.float32)
+    return np.maximum(relative, _MIN_IMPORTANCE).astype(np.float32)
 
 
-def _numbers(number: Number, most: np.float32) -> Encoder:
-    """Values one by one; those beyond `most` become it."""
+def _numbers(number: Number, max_value: np.float32) -> Encoder:
+    """Encode values one by one, clipped to `max_value`."""
 
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
-        return encode_numbers(np.clip(blocks, -most, most), number).view(np.uint8)
+        return encode_numbers(np.clip(blocks, -max_value, max_value), number).view(np.uint8)
 
     return Encoder(1, convert)
 
 
 def _limited(block: int, convert: Callable[[Floats, Floats | None], Bytes]) -> Encoder:
-    return Encoder(
-        block, lambda blocks, importance: convert(np.clip(blocks, -_MOST, _MOST), importance)
-    )
+    def convert_clipped(blocks: Floats, importance: Floats | None) -> Bytes:
+        return convert(np.clip(blocks, -_MAX_VALUE, _MAX_VALUE), importance)
+
+    return Encoder(block, convert_clipped)
 
 
 def _scaled(grid: Grid, block: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
-    """Codes times a scale; `pack` puts the bytes of scales and the codes [blocks, block]
-    together.
+    """Encode codes and a scale; `pack` joins the bytes of scales with the codes
+    [blocks, block].
     """
 
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
         values = columns(blocks, block)
-        scales = stored_scale(
-            fit_scale(values, grid, None if importance is None else columns(importance, block)),
-            _LEAST_SCALE,
-        )
-        return pack(half(scales[0]), in_rows(grid.codes(values * inverse(scales))))
+        weights = None if importance is None else columns(importance, block)
+        scales = stored_scale(fit_scale(values, grid, weights), _MIN_SCALE)
+        return pack(half_bytes(scales[0]), in_rows(grid.codes(values * inverse(scales))))
 
     return _limited(block, convert)
 
 
 def _ranged(high: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
-    """Codes from 0, times a scale, and a minimum."""
+    """Encode codes from 0, a scale and a minimum."""
 
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
         values = columns(blocks, 32)
@@ -128,14 +121,14 @@ def _ranged(high: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
         scales, minima = fit_range(values, high, weights, signed=True)
         scales, minima = stored_scale(scales), as_half(minima)
         codes = Integers(0, high).codes((values - minima) * inverse(scales))
-        return pack(np.concatenate([half(scales[0]), half(minima[0])], axis=1), in_rows(codes))
+        head = np.concatenate([half_bytes(scales[0]), half_bytes(minima[0])], axis=1)
+        return pack(head, in_rows(codes))
 
     return _limited(32, convert)
 
 
-def _nibbles(
-    codes: Bytes,
-) -> Bytes:  # [blocks, 32] to [blocks, 16]: low nibbles are the first half of the block
+def _nibbles(codes: Bytes) -> Bytes:
+    """Pack codes [blocks, 32] to [blocks, 16]; low nibbles are the first half of the block."""
     return packed(codes.reshape(-1, 2, 16), 4)
 
 
@@ -144,40 +137,37 @@ def _q4(head: Bytes, codes: Bytes) -> Bytes:
 
 
 def _q5(head: Bytes, codes: Bytes) -> Bytes:
-    return np.concatenate(
-        [head, np.packbits(codes >> 4, axis=1, bitorder="little"), _nibbles(codes)], axis=1
-    )
+    fifth_bits = np.packbits(codes >> 4, axis=1, bitorder="little")
+    return np.concatenate([head, fifth_bits, _nibbles(codes)], axis=1)
 
 
 def _q8_0(blocks: Floats, importance: Floats | None) -> Bytes:
-    """Signed bytes, of the whole range of a block as ggml has them."""
+    """Signed bytes over the full range of a block, as in ggml."""
     scales = stored_scale(np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127))
     codes = Integers(-127, 127).nearest(blocks * inverse(scales))
-    return np.concatenate([half(scales), codes.astype(np.int8).view(np.uint8)], axis=1)
+    return np.concatenate([half_bytes(scales), codes.astype(np.int8).view(np.uint8)], axis=1)
 
 
 def _mxfp4(blocks: Floats, importance: Floats | None) -> Bytes:
-    """4-bit floats times a power of two: that with which the largest code is reached, or one beside
-    it.
-    """
+    """4-bit floats times the power of two that fits the maximum, or a neighbour of it."""
     plain = np.frexp(np.abs(blocks).max(axis=1, keepdims=True))[1] + 124
-    powers, errors = plain, np.full(plain.shape, np.inf, np.float32)
+    powers, min_errors = plain, np.full(plain.shape, np.inf, np.float32)
     for step in (0, -1, 1):
-        candidate = np.clip(plain + step, 0, _MOST_POWER)
+        candidate = np.clip(plain + step, 0, _MAX_POWER)
         scaled = np.ldexp(blocks, 128 - candidate)
         squares = np.square(scaled - _E2M1.nearest(scaled))
-        error = (squares if importance is None else squares * importance).sum(axis=1, keepdims=True)
-        error = np.ldexp(error, 2 * (candidate - plain))
-        better = error < errors
-        powers, errors = np.where(better, candidate, powers), np.where(better, error, errors)
-    return np.concatenate(
-        [powers.astype(np.uint8), _nibbles(_E2M1.codes(np.ldexp(blocks, 128 - powers)))], axis=1
-    )
+        weighted = squares if importance is None else squares * importance
+        errors = np.ldexp(weighted.sum(axis=1, keepdims=True), 2 * (candidate - plain))
+        is_better = errors < min_errors
+        powers = np.where(is_better, candidate, powers)
+        min_errors = np.where(is_better, errors, min_errors)
+    codes = _E2M1.codes(np.ldexp(blocks, 128 - powers))
+    return np.concatenate([powers.astype(np.uint8), _nibbles(codes)], axis=1)
 
 
 def _tq1_0(head: Bytes, codes: Bytes) -> Bytes:
-    """Five codes of three values in a byte, as a fraction of 243 in 256ths, the first of them
-    largest; four in the last bytes.
+    """Five ternary codes in a byte, four in each of the last bytes: a base-3 number,
+    first digit highest, in 256ths.
     """
     parts = (
         codes[:, :160].reshape(-1, 5, 32),
@@ -197,7 +187,7 @@ def _tq2_0(head: Bytes, codes: Bytes) -> Bytes:
 ENCODERS = {
     "F32": _numbers("f32", np.finfo(np.float32).max),
     "F16": _numbers("f16", np.float32(65504)),
-    "BF16": _numbers("bf16", _MOST_BF16),
+    "BF16": _numbers("bf16", _MAX_BF16),
     "Q4_0": _scaled(Integers(-8, 7), 32, _q4),
     "Q4_1": _ranged(15, _q4),
     "Q5_0": _scaled(Integers(-16, 15), 32, _q5),

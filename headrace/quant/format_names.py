@@ -1,4 +1,4 @@
-"""Formats by the names that people call them: int4-g128, int4-g32-asym, int8-row, w8a8, llm-int8,
+"""The names of target formats: int4-g128, int4-g32-asym, int8-row, w8a8, llm-int8,
 nf4-g64, e4m3-row.
 """
 
@@ -18,54 +18,63 @@ _CODEBOOKS: dict[str, Codebook] = {
     "e5m2": "e5m2",
 }
 
-W8A8 = QuantSpec(8, 0, "f32")
-"""Weights of 8 bits by row, which are multiplied with activations of 8 bits by row: those of others
-have scales of 32 columns.
+W8A8 = QuantSpec(bits=8, group=0, scale="f32")
+"""int8 weights by row, multiplied with int8 activations by row; other formats have
+activation scales by 32 columns.
 """
-LLM_INT8 = QuantSpec(8, 0, "f32", has_wide_outliers=True)
-"""The same, where activations that are outliers stay float32."""
+LLM_INT8 = QuantSpec(bits=8, group=0, scale="f32", has_wide_outliers=True)
+"""W8A8 whose outlier activations stay float32."""
 
 _BY_ROW = {"w8a8": W8A8, "llm-int8": LLM_INT8}
 
 NAMES = (
-    "w8a8, llm-int8, or int2, int3, int4, int8, nf4, fp4, iq4_nl, e4m3, e5m2; then -g and "
-    "the columns of a group, or -row; then -asym for "
-    "integers"
+    "w8a8, llm-int8, or TYPE[-gN | -row][-asym] with TYPE int2, int3, int4, int8, nf4, fp4, "
+    "iq4_nl, e4m3 or e5m2, N columns in a group, and -asym for integers only; "
+    "for example int4-g64"
 )
-"""What a name is made of, for messages."""
+"""The grammar of names, for messages."""
 
 
 def named_format(name: str) -> QuantSpec:
-    """The format of this name. Scales are float16, those of nf4, fp4 and small floats float32;
-    `-asym` has zero points.
+    """Parse the name of a format.
 
-    Raises RequestError for a name that is none, or a group that no kernel has: 16, or a multiple of
-    32.
+    Scales are float16; of nf4, fp4, e4m3 and e5m2, float32. `-asym` adds zero points.
+    Raises RequestError for an unknown name, or a group that no kernel supports: groups
+    have 16 columns or a multiple of 32.
     """
     if name in _BY_ROW:
         return _BY_ROW[name]
-    found = _NAME.fullmatch(name)
-    if not found:
-        raise RequestError(f"{name[:40]!r} is no format to quantise to; one is made of {NAMES}")
-    kind, width, asymmetric = found.groups()
-    group = (
-        _GROUPS.get(kind, _DEFAULT_GROUP)
-        if width is None
-        else 0
-        if width == "row"
-        else int(width[1:])
-    )
+    match = _NAME.fullmatch(name)
+    if not match:
+        raise RequestError(f"unknown format {name[:40]!r}; use {NAMES}")
+    kind, width, asymmetric = match.groups()
+
+    if width is None:
+        group = _GROUPS.get(kind, _DEFAULT_GROUP)
+    elif width == "row":
+        group = 0
+    else:
+        group = int(width[1:])
     if (group not in (0, 16) and group % 32) or width == "g0":
-        raise RequestError(f"{name}: groups have 16 columns, or a multiple of 32")
+        raise RequestError(
+            f"format '{name}' has groups of {group} columns; use 16, a multiple of 32, or -row"
+        )
+
     if not kind.startswith("int"):
         if asymmetric:
-            raise RequestError(f"{name}: only integers have zero points")
+            raise RequestError(
+                f"format '{name}' has zero points, which only integers can have; leave out -asym"
+            )
         return QuantSpec(
-            8 if kind.startswith("e") else 4,
-            group,
-            "f16" if kind == "iq4_nl" else "f32",
+            bits=8 if kind.startswith("e") else 4,
+            group=group,
+            scale="f16" if kind == "iq4_nl" else "f32",
             codebook=_CODEBOOKS[kind],
         )
     return QuantSpec(
-        int(kind[3:]), group, "f16", "point" if asymmetric else "none", "u8" if asymmetric else None
+        bits=int(kind[3:]),
+        group=group,
+        scale="f16",
+        zero="point" if asymmetric else "none",
+        zero_type="u8" if asymmetric else None,
     )

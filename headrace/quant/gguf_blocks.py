@@ -1,10 +1,11 @@
-"""Blocks of GGUF files whose codes are looked up, and those that kernels read as codes with a table
-of scales.
+"""GGUF's blocks of looked-up codes, and of codes that kernels read with a table of
+scales.
 
-The layouts are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`, `dequantize_row_*` in
-`ggml-quants.c`), and this is what the readers of kernels are held to (`csrc/grids.cpp`,
-`csrc/table_blocks.cpp`). Scales are computed in float32 as ggml does it, and a value is the product
-of the two, as it is there: all are bit-equal, but for the sign of zeros in TQ1_0, TQ2_0 and NVFP4.
+The layouts are ggml's (`block_iq2_xxs` and so on in `ggml-common.h`, `dequantize_row_*`
+in `ggml-quants.c`). The readers of the kernels (`csrc/grids.cpp`,
+`csrc/table_blocks.cpp`) are tested against this module. Scales are computed in float32
+in ggml's order, and values are bit-equal to ggml's, except the sign of zeros in TQ1_0,
+TQ2_0 and NVFP4.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from functools import cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.quant.dequantise import BlockCodes, BlockScales, Bytes, Floats, fields, half, nibbles
+from headrace.quant.arrays import Bytes, Floats
+from headrace.quant.dequantise import BlockCodes, BlockScales, fields, half, nibbles
 from headrace.quant.grids import Grid, grid
 from headrace.quant.spec import CODEBOOKS, Codebook, TableRows, small_floats
 
@@ -21,43 +23,44 @@ Integers = NDArray[np.int8]
 
 _SEVENS = np.arange(128, dtype=np.uint8)
 _EVEN_SIGNS = _SEVENS | ((np.bitwise_count(_SEVENS) & np.uint8(1)) << np.uint8(7))
-"""Signs of 8 values by the first 7 of them: the number of minuses is even (`ksigns_iq2xs`)."""
+"""Signs of 8 values by the first 7: the number of minus signs is even (`ksigns_iq2xs`)."""
 
 _UE4M3 = np.abs(small_floats(3)).astype(np.float16)
 _UE4M3[[127, 255]] = 0, 480
-"""Scales of NVFP4 [256]: e4m3, whose sign counts for nothing; ggml has 0 for its NaN, and a number
-for the one with a sign.
+"""NVFP4's scales [256]: e4m3 without sign. ggml reads its positive NaN as 0 and the
+negative one as a number.
 """
 
 
 def integers(name: str) -> Integers:
-    """What codes of the format of this name are numbers of: 16 integers, or points of a grid
-    [points, columns of a point].
+    """The table that codes of a format index: 16 integers, or grid points [points,
+    columns of a point].
 
-    A code of IQ2 and IQ3 has signs beside them, one of IQ1 says whether 1 is added to eight times a
-    value, or taken away.
+    Codes of IQ2 and IQ3 carry signs too. Codes of IQ1 say whether 1 is added to eight
+    times a value or subtracted.
     """
     return _INTEGERS[name]()
 
 
 def split(name: str, blocks: Bytes) -> BlockCodes:
-    """Blocks [blocks, bytes] in such a format, taken apart.
+    """Unpack blocks [blocks, bytes] of a format.
 
-    No check is made of scales: one that is infinite or NaN gives values that are, as it does in
-    every format of GGUF files.
+    Scales are not checked: an infinite or NaN scale gives such values, as in every
+    format of GGUF.
     """
     with np.errstate(invalid="ignore"):
         return _LOOKUPS[name](blocks)
 
 
 def table_rows(name: str, stored: Bytes) -> TableRows:
-    """The codes of rows of blocks [rows, blocks of a row, bytes] in a format of this name that has
-    a table of scales.
+    """The codes and scales of rows of blocks [rows, blocks of a row, bytes], of a
+    format with tables.
     """
     rows, blocks, nbytes = stored.shape
     with np.errstate(invalid="ignore"):
-        found = _TABLES[name](np.ascontiguousarray(stored).reshape(rows * blocks, nbytes))
-    codes, scales = found.codes, found.scales
+        codes, scales, _ = _TABLES[name](
+            np.ascontiguousarray(stored).reshape(rows * blocks, nbytes)
+        )
     return TableRows(
         codes.reshape(rows, blocks * codes.shape[1]), scales.reshape(rows, blocks * scales.shape[1])
     )
@@ -71,9 +74,9 @@ def _words(blocks: Bytes, first: int, last: int, dtype: str) -> NDArray[np.uint3
 def _in_turn(
     numbers: NDArray[np.uint32] | Bytes, shifts: tuple[int, ...], mask: int
 ) -> NDArray[np.uint32]:
-    """Bit fields of each number, number by number: [blocks, n] -> [blocks, n * len(shifts)]."""
-    found = (numbers.astype(np.uint32)[..., None] >> np.array(shifts, np.uint32)) & np.uint32(mask)
-    return found.reshape(len(numbers), numbers.shape[1] * len(shifts))
+    """Unpack bit fields number by number: [blocks, n] to [blocks, n * len(shifts)]."""
+    shifted = numbers.astype(np.uint32)[..., None] >> np.array(shifts, np.uint32)
+    return (shifted & np.uint32(mask)).reshape(len(numbers), numbers.shape[1] * len(shifts))
 
 
 @cache
@@ -84,31 +87,29 @@ def _points(codebook: Codebook, name: Grid) -> Integers:
 
 @cache
 def _eightfold() -> Integers:
-    """The points of IQ1, of -8, 0 and 8 [points, 8]."""
+    """IQ1's points with values -8, 0 and 8 [points, 8]."""
     return (grid("iq1").astype(np.int8) - np.int8(1)) * np.int8(8)
 
 
 def _signed(points: Integers, signs: Bytes) -> Integers:
-    """Points with a byte of signs for each 8 columns: [blocks, 256]."""
+    """Apply a byte of signs to each 8 columns: [blocks, 256]."""
     codes = points.reshape(len(points), 256)
     return np.where(np.unpackbits(signs, axis=1, bitorder="little"), -codes, codes)
 
 
 def _scaled(codes: Integers, scales: BlockScales) -> BlockCodes:
-    """Codes [blocks, 256] with their scales."""
-    return BlockCodes(codes.reshape(*scales.steps.shape, -1), scales)
+    return BlockCodes(codes.reshape(*scales.sub_scales.shape, -1), scales)
 
 
-def _odd(steps: NDArray[np.uint32]) -> Integers:
-    """2 * steps + 1."""
-    return (np.uint32(2) * steps + np.uint32(1)).astype(np.int8)
+def _odd(numbers: NDArray[np.uint32]) -> Integers:
+    return (np.uint32(2) * numbers + np.uint32(1)).astype(np.int8)
 
 
-def _eighths(scale: Floats, steps: Integers) -> BlockScales:
-    """A scale times steps over 8. ggml has halves and quarters: no digit of the products is lost in
-    either order.
+def _eighths(scale: Floats, sub_scales: Integers) -> BlockScales:
+    """Scales with a fraction of 1/8. ggml halves and quarters instead; the products are
+    exact in both orders.
     """
-    return BlockScales(scale, steps, 0.125)
+    return BlockScales(scale, sub_scales, 0.125)
 
 
 def _iq2_xxs(blocks: Bytes) -> BlockCodes:
@@ -150,7 +151,7 @@ def _iq3_s(blocks: Bytes) -> BlockCodes:
 
 
 def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Integers:
-    """Eight times points from which 1/8 is taken away, or to which it is added: [blocks, 256]."""
+    """Eight times points, minus 1 or plus 1: [blocks, 256]."""
     codes = _eightfold()[points] + np.where(minus, np.int8(-1), np.int8(1))[..., None]
     return codes.reshape(len(points), 256)
 
@@ -164,8 +165,8 @@ def _iq1_s(blocks: Bytes) -> BlockCodes:
 
 
 def _iq1_m(blocks: Bytes) -> BlockCodes:
-    """8 values: 11 bits of a point and a sign; 3-bit scales of 16 values, above which the scale of
-    all lies in four pieces.
+    """8 values: 11 bits of a point and a sign; 3-bit scales of 16 values; the block's
+    scale lies in four pieces above them.
     """
     points = blocks[:, :32] | (_in_turn(blocks[:, 32:48], (0, 4), 7) << np.uint32(8))
     words = _words(blocks, 48, 56, "<u2")
@@ -182,51 +183,44 @@ def _iq4_nl(blocks: Bytes) -> TableRows:
 
 def _iq4_xs(blocks: Bytes) -> BlockCodes:
     """4 bits, 6-bit scales of 32 values around 32."""
-    codes = integers("IQ4_XS")[
-        fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)
-    ]
+    nibble_codes = fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)
     high = _in_turn(_words(blocks, 2, 4, "<u2"), tuple(range(0, 16, 2)), 3)
-    steps = _in_turn(blocks[:, 4:8], (0, 4), 15) | (high << np.uint32(4))
-    return _scaled(codes, BlockScales(half(blocks, 0), steps.astype(np.int8) - np.int8(32)))
+    sub_scales = (_in_turn(blocks[:, 4:8], (0, 4), 15) | (high << np.uint32(4))).astype(np.int8)
+    scales = BlockScales(half(blocks, 0), sub_scales - np.int8(32))
+    return _scaled(integers("IQ4_XS")[nibble_codes], scales)
 
 
 def _tq1_0(blocks: Bytes) -> TableRows:
-    """Five values in a byte, four in the last ones: the digits of a number to the base 3, as a
-    fraction of 256.
+    """Five ternary values in a byte, four in each of the last bytes: a base-3 number as
+    a fraction of 256.
     """
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     codes = np.empty((len(blocks), 256), np.uint8)
-    for first, last, at, digits in ((0, 32, 0, 5), (32, 48, 160, 5), (48, 52, 240, 4)):
-        fractions, width = (
-            (blocks[:, None, first:last] * powers[:digits]).astype(np.uint16),
-            digits * (last - first),
-        )
-        codes[:, at : at + width] = (fractions * np.uint16(3) >> np.uint16(8)).reshape(
-            len(blocks), width
-        )
+    for first, last, start, digits in ((0, 32, 0, 5), (32, 48, 160, 5), (48, 52, 240, 4)):
+        fractions = (blocks[:, None, first:last] * powers[:digits]).astype(np.uint16)
+        width = digits * (last - first)
+        trits = (fractions * np.uint16(3) >> np.uint16(8)).reshape(len(blocks), width)
+        codes[:, start : start + width] = trits
     return _around_one(codes, half(blocks, 52))
 
 
 def _tq2_0(blocks: Bytes) -> TableRows:
     """2 bits, a scale of 256 values."""
-    return _around_one(
-        fields(blocks[:, :64].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 256),
-        half(blocks, 64),
-    )
+    codes = fields(blocks[:, :64].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 256)
+    return _around_one(codes, half(blocks, 64))
 
 
 def _around_one(codes: Bytes, scale: Floats) -> TableRows:
-    """Codes 0 to 3 that stand for -1 to 2, as integers of 2 bits, -2 to 1: with the other sign, and
-    so have the scales.
+    """Turn codes 0 to 3 for -1 to 2 into 2-bit integers -2 to 1: codes and scales
+    change their sign.
     """
     return TableRows(codes ^ np.uint8(3), -scale.astype(np.float16))
 
 
 def _nvfp4(blocks: Bytes) -> TableRows:
     """4-bit floats, e4m3 scales of 16 values."""
-    return TableRows(
-        fields(blocks[:, 4:].reshape(-1, 4, 8), (0, 4), 15).reshape(-1, 64), _UE4M3[blocks[:, :4]]
-    )
+    codes = fields(blocks[:, 4:].reshape(-1, 4, 8), (0, 4), 15).reshape(-1, 64)
+    return TableRows(codes, _UE4M3[blocks[:, :4]])
 
 
 _INTEGERS: dict[str, Callable[[], Integers]] = {

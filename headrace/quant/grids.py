@@ -1,10 +1,11 @@
-"""The grids of GGUF's IQ formats: the points that the codes of neighbouring values are numbers of.
+"""The grids of GGUF's IQ formats: the points whose numbers are the codes of
+neighbouring values.
 
-They are the constants `iq2xxs_grid`, `iq2xs_grid`, `iq2s_grid`, `iq3xxs_grid`, `iq3s_grid` and
-`iq1s_grid` of ggml (`ggml-common.h`), where each value of a point is one of 3 or 8. A point is
-written here as one number, 2 or 3 bits for each value, the first in the lowest; points ascend, and
-what is kept is the step from each to the next. Nothing imports this file before a model has such a
-tensor.
+They are the constants `iq2xxs_grid`, `iq2xs_grid`, `iq2s_grid`, `iq3xxs_grid`,
+`iq3s_grid` and `iq1s_grid` of ggml (`ggml-common.h`). Each value of a point is one of 3
+or 8. A point is stored as one number with 2 or 3 bits for each value, the first value
+lowest. Points ascend, and their differences are compressed. This module is imported
+only for models that have such tensors.
 """
 
 import zlib
@@ -20,19 +21,18 @@ Grid = Literal["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1"]
 
 @cache
 def grid(name: Grid) -> NDArray[np.uint8]:
-    """Which of the format's values a point has, [points, values of a point]: 8 of 3 values, or in
-    IQ3 4 of 8.
+    """The indices of each point's values [points, values of a point].
+
+    IQ1 and IQ2 have 8 values of 3, IQ3 has 4 of 8.
     """
-    points = np.cumsum(
-        np.frombuffer(zlib.decompress(b85decode(_STEPS[name])), "<u2"), dtype=np.uint16
-    )
+    differences = np.frombuffer(zlib.decompress(b85decode(_DIFFERENCES[name])), "<u2")
+    points = np.cumsum(differences, dtype=np.uint16)
     count, bits = (4, 3) if name.startswith("iq3") else (8, 2)
-    return (points[:, None] >> np.arange(0, count * bits, bits, dtype=np.uint16)).astype(
-        np.uint8
-    ) & np.uint8((1 << bits) - 1)
+    shifts = np.arange(0, count * bits, bits, dtype=np.uint16)
+    return (points[:, None] >> shifts).astype(np.uint8) & np.uint8((1 << bits) - 1)
 
 
-_STEPS: dict[Grid, str] = {
+_DIFFERENCES: dict[Grid, str] = {
     "iq2_xxs": (
         "c-l>o%_~G<6vlt=9q$<5%`|34k?SKV7I(u;lA4l4*+^L^!%A!<ikg~|KVnKTNhv9mg%S%=w)R%GQp&<c@!UIC>2}Y#=bYy}=Q-zsLqv~5t!$%wRBt-?j!`Gyt~f@9#UN"
         ")HV4Nf?%DNON89y5jaZ%yA0$h@XFz%yAd~vol!Belxg0Uf{Eu1+_kx}kR@NTPoox=47^VWjt9`#~67W<9yW2<VGGE*Fo;w@0&k*B1}K9`(ZU-bwbVsbc<y_Ww8aVbuP?"

@@ -1,45 +1,41 @@
-"""Weights to codes: scales and zeros of each group, and rounding to the nearest (RTN).
+"""Rounding weights to the nearest codes (RTN), with scales and zeros for each group.
 
-The range of a group may be clipped: a narrower one loses its ends and gains everywhere else. It is
-searched for by the squared error, with the scales as they will be stored.
+The range of a group may be clipped: its ends lose precision, all other weights gain.
+The clipping with the smallest squared error is searched, with scales as they will be
+stored.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.quant.arrays import Bytes, Floats
 from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, encode_numbers, floats
 
-Floats = NDArray[np.float32]
-
 _FACTORS = np.linspace(1.0, 0.5, 11, dtype=np.float32)
-"""Parts of a group's range that are tried, the whole first."""
-_MOST_CLIPPED = 4
-"""Bits of a code up to which the range is searched: finer ones gain nothing by it."""
+"""Parts of a group's range that are tried; the first is the full range."""
+_MAX_CLIPPED_BITS = 4
+"""Maximum bits of a code for which clipping is searched; finer codes gain nothing."""
 
 
 def round_to_nearest(
     weights: Floats, spec: QuantSpec, *, clip: bool = True, importance: Floats | None = None
 ) -> TableRows:
-    """The codes of a matrix [rows, cols], whose values lie within half a step of the weights inside
-    the range; `clip` searches for it.
+    """Round a matrix [rows, cols] to codes.
 
-    `importance` [cols] is what the squared errors of each column count in that search. The last
-    group of a row may have fewer columns than the others.
+    `clip` searches the range of each group; inside it the error is at most half a step.
+    `importance` [cols] weights the squared errors of columns in that search. The last
+    group of a row may be shorter.
     """
     rows, cols = weights.shape
     grouped = in_groups(weights, spec)
-    scales, zeros = best_range(
-        grouped,
-        spec,
-        clip=clip,
-        importance=None if importance is None else in_groups(importance[None], spec)[0],
-    )
+    by_group = None if importance is None else in_groups(importance[None], spec)[0]
+    scales, zeros = best_range(grouped, spec, clip=clip, importance=by_group)
     codes = nearest_codes(grouped, scales, zeros, spec).reshape(rows, -1)[:, :cols]
     return to_table_rows(codes, scales, zeros, spec)
 
 
 def in_groups(weights: Floats, spec: QuantSpec) -> Floats:  # [rows, groups, columns of a group]
-    """The weights by groups; zeros fill the last one, which are in every range."""
+    """Split weights into groups; zeros, which every range contains, fill the last one."""
     rows, cols = weights.shape
     group = spec.group or cols
     return np.pad(weights, ((0, 0), (0, -cols % group))).reshape(rows, -1, group)
@@ -48,65 +44,61 @@ def in_groups(weights: Floats, spec: QuantSpec) -> Floats:  # [rows, groups, col
 def best_range(
     grouped: Floats, spec: QuantSpec, *, clip: bool, importance: Floats | None = None
 ) -> tuple[Floats, Floats | None]:
-    """Scales and zeros [..., groups] of weights [..., groups, columns], as they come out of being
-    stored.
+    """Choose scales and zeros [..., groups] of weights [..., groups, columns], as read
+    back after storing.
 
-    `importance` [groups, columns] is what squared errors count; all the same without it.
+    `importance` [groups, columns] weights the squared errors; without it they are
+    equal.
     """
-    best = _range(grouped, spec, np.float32(1))
-    if not clip or spec.bits > _MOST_CLIPPED:
-        return best
-    scales, zeros = best
-    least = _errors(grouped, scales, zeros, spec, importance)
+    scales, zeros = _range(grouped, spec, np.float32(1))
+    if not clip or spec.bits > _MAX_CLIPPED_BITS:
+        return scales, zeros
+
+    min_errors = _errors(grouped, scales, zeros, spec, importance)
     for factor in _FACTORS[1:]:
-        other, other_zeros = _range(grouped, spec, factor)
-        error = _errors(grouped, other, other_zeros, spec, importance)
-        better = error < least
-        least = np.where(better, error, least)
-        scales = np.where(better, other, scales)
-        if zeros is not None and other_zeros is not None:
-            zeros = np.where(better, other_zeros, zeros)
+        clipped_scales, clipped_zeros = _range(grouped, spec, factor)
+        errors = _errors(grouped, clipped_scales, clipped_zeros, spec, importance)
+        is_better = errors < min_errors
+        min_errors = np.where(is_better, errors, min_errors)
+        scales = np.where(is_better, clipped_scales, scales)
+        if zeros is not None and clipped_zeros is not None:
+            zeros = np.where(is_better, clipped_zeros, zeros)
     return scales, zeros
 
 
 def nearest_codes(
     weights: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> NDArray[np.uint8]:
-    """The codes [..., groups, columns] whose values are nearest; `scales` and `zeros` are [...,
-    groups].
+    """The codes [..., groups, columns] of the nearest values; `scales` and `zeros` are
+    [..., groups].
     """
-    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)[
-        ..., None
-    ]
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
+    inverse = inverse[..., None]
     if spec.codebook != "integer":
         return _nearest_values(weights * inverse, spec)
     if spec.zero == "minimum" and zeros is not None:
         codes: Floats = np.rint((weights - zeros[..., None]) * inverse)
     else:
-        codes = np.rint(weights * inverse) + (
-            np.float32(1 << spec.bits - 1) if zeros is None else zeros[..., None]
-        )
+        zero = np.float32(1 << spec.bits - 1) if zeros is None else zeros[..., None]
+        codes = np.rint(weights * inverse) + zero
     return np.clip(codes, 0, (1 << spec.bits) - 1).astype(np.uint8)
 
 
 def dequantise_groups(
     codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> Floats:
-    """What codes [..., groups, columns] stand for."""
-    values = spec.values[codes]
+    """The values of codes [..., groups, columns]."""
+    values, scale = spec.values[codes], scales[..., None]
     if zeros is None:
-        return values * scales[..., None]
-    return (
-        (values - zeros[..., None]) * scales[..., None]
-        if spec.zero == "point"
-        else values * scales[..., None] + zeros[..., None]
-    )
+        return values * scale
+    zero = zeros[..., None]
+    return (values - zero) * scale if spec.zero == "point" else values * scale + zero
 
 
 def to_table_rows(
     codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> TableRows:
-    """Codes with their tables as they are stored."""
+    """Store codes with their tables."""
     return TableRows(
         codes,
         encode_numbers(scales, spec.scale),
@@ -121,21 +113,19 @@ def _errors(
     spec: QuantSpec,
     importance: Floats | None,
 ) -> Floats:
-    difference = grouped - dequantise_groups(
-        nearest_codes(grouped, scales, zeros, spec), scales, zeros, spec
-    )
-    result: Floats = np.einsum(
-        "...k,...k->...", difference, difference if importance is None else difference * importance
-    )
+    codes = nearest_codes(grouped, scales, zeros, spec)
+    difference = grouped - dequantise_groups(codes, scales, zeros, spec)
+    weighted = difference if importance is None else difference * importance
+    result: Floats = np.einsum("...k,...k->...", difference, weighted)
     return result
 
 
 def _range(grouped: Floats, spec: QuantSpec, factor: np.float32) -> tuple[Floats, Floats | None]:
     """Scales and zeros for a part of the range of each group."""
     if spec.zero == "none":
-        top = np.abs(grouped).max(axis=-1) * factor
+        maxima = np.abs(grouped).max(axis=-1) * factor
         finite = spec.values[np.isfinite(spec.values)]
-        return _stored(top / finite.max(), spec.scale), None
+        return _stored(maxima / finite.max(), spec.scale), None
     low = np.minimum(grouped.min(axis=-1), 0) * factor
     high = np.maximum(grouped.max(axis=-1), 0) * factor
     scales = _stored((high - low) / np.float32((1 << spec.bits) - 1), spec.scale)
@@ -146,7 +136,7 @@ def _range(grouped: Floats, spec: QuantSpec, factor: np.float32) -> tuple[Floats
 
 
 def _stored(numbers: Floats, number: str | None) -> Floats:
-    assert number in NUMBERS, f"{number} is no number of a table"
+    assert number in NUMBERS, f"{number} is not a number type of tables"
     return floats(encode_numbers(np.ascontiguousarray(numbers, np.float32), number), number)
 
 
@@ -154,7 +144,6 @@ def _nearest_values(scaled: Floats, spec: QuantSpec) -> NDArray[np.uint8]:
     order = np.argsort(spec.values, kind="stable")
     order = order[np.isfinite(spec.values[order])]
     values = spec.values[order]
-    nearest: NDArray[np.uint8] = order.astype(np.uint8)[
-        np.searchsorted((values[1:] + values[:-1]) / 2, scaled)
-    ]
+    borders = (values[1:] + values[:-1]) / 2
+    nearest: Bytes = order.astype(np.uint8)[np.searchsorted(borders, scaled)]
     return nearest

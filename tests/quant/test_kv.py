@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from headrace.program.kv import KvGroup, KvLayout, number_bytes
-from headrace.quant.kv import block_bytes, hadamard, round_bf16, stored
+from headrace.quant.kv import block_bytes, hadamard, round_bf16, round_trip
 
 
 def test_bytes() -> None:
@@ -39,7 +39,7 @@ def test_quantised_numbers_are_within_half_a_step(dtype: str, levels: int) -> No
         * np.geomspace(1e-6, 1e6, 50)[:, None, None]
     )
     rotation = hadamard(64)
-    turned, back = x @ rotation, stored(x, dtype) @ rotation
+    turned, back = x @ rotation, round_trip(x, dtype) @ rotation
     step = (
         1.02 * np.ptp(turned, axis=-1, keepdims=True) / levels
     )  # step and least number are rounded outwards
@@ -55,7 +55,7 @@ def test_one_large_dimension_is_spread() -> None:
     levels = 15
     low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
     plain = np.rint((x - low) / (high - low) * levels) * (high - low) / levels + low
-    assert np.linalg.norm((stored(x, "int4") - x)[:, small]) < 0.5 * np.linalg.norm(
+    assert np.linalg.norm((round_trip(x, "int4") - x)[:, small]) < 0.5 * np.linalg.norm(
         (plain - x)[:, small]
     )
 
@@ -63,9 +63,9 @@ def test_one_large_dimension_is_spread() -> None:
 def test_what_does_not_need_rounding_stays() -> None:
     x = np.array([[0.0, 1.0, -2.0, 3.5]])
     assert (
-        (stored(x, "f32") == x).all()
-        and (stored(x, "bf16") == x).all()
+        (round_trip(x, "f32") == x).all()
+        and (round_trip(x, "bf16") == x).all()
         and (round_bf16(x) == x).all()
     )
-    assert (stored(np.zeros((2, 8)), "int4") == 0).all()
-    np.testing.assert_allclose(stored(np.full((2, 8), 3.0), "int8"), 3.0, rtol=0.01)
+    assert (round_trip(np.zeros((2, 8)), "int4") == 0).all()
+    np.testing.assert_allclose(round_trip(np.full((2, 8), 3.0), "int8"), 3.0, rtol=0.01)

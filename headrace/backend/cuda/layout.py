@@ -119,8 +119,8 @@ def _quantised(form: Format, spec: QuantSpec) -> WeightLayout:
     if spec.codebook in ("e4m3", "e5m2"):
         store: Store = "e4m3" if spec.codebook == "e4m3" else "e5m2"
         return _grouped(WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store))
-    is_looked_up = spec.codebook in CODEBOOKS and spec.point == 1
-    store = "int4" if spec.bits <= 4 and spec.point == 1 else "int8"
+    is_looked_up = spec.codebook in CODEBOOKS and spec.code_cols == 1
+    store = "int4" if spec.bits <= 4 and spec.code_cols == 1 else "int8"
     if store == "int8":
         offset = 0 if spec.zero == "none" else 128
     else:

@@ -148,7 +148,7 @@ def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
         blocks = np.ascontiguousarray(parts["codes"][stored])
         split, number = form.split(blocks.reshape(-1, form.nbytes)), len(rows)
         codes = split.codes.reshape(number, -1)
-        if spec.codebook in CODEBOOKS and spec.point == 1:
+        if spec.codebook in CODEBOOKS and spec.code_cols == 1:
             codes = _numbers_in(spec.codebook)[codes.view(np.uint8)]
         minima = None if split.minima is None else _of_rows(split.minima, number, spec)
         return CodeRows(codes, _of_rows(split.scales, number, spec), minima)
@@ -168,7 +168,8 @@ def _of_rows(scales: BlockScales, rows: int, spec: QuantSpec) -> NDArray[np.floa
     if not spec.super_block:
         return scales.numbers.reshape(rows, -1)
     return scales._replace(
-        units=scales.units.reshape(rows, -1), steps=scales.steps.reshape(rows, -1)
+        super_scales=scales.super_scales.reshape(rows, -1),
+        sub_scales=scales.sub_scales.reshape(rows, -1),
     )
 
 
@@ -232,7 +233,8 @@ def _table(
 ) -> torch.Tensor:
     """Scales or zeros as a table has them, each so many times; 0 behind the last column."""
     if isinstance(numbers, BlockScales):
-        units, steps = numbers.units.astype(np.float16), np.ascontiguousarray(numbers.steps)
+        units = numbers.super_scales.astype(np.float16)
+        steps = np.ascontiguousarray(numbers.sub_scales)
         return steps_table(torch.from_numpy(units).to(DEVICE), torch.from_numpy(steps).to(DEVICE))
     pairs = table.ndim == 3
     spread = (

@@ -13,7 +13,7 @@ from headrace.config import KvConfig
 from headrace.program import moe, ops
 from headrace.program.adapter import Adapter
 from headrace.program.op import Op, RowKind, Value, Weight
-from headrace.quant.kv import stored
+from headrace.quant.kv import round_trip
 
 Floats = NDArray[np.float64]
 
@@ -205,7 +205,7 @@ def _write_kv(s: Step, layer: int, k: Floats, v: Floats | None) -> None:
     store, slots = s.memory.stores[group], s.batch.kv[group].slots
     for cache, rows in ((store.keys, k), (store.values, v)):
         if rows is not None:
-            cache[place, slots] = stored(rows.reshape(-1, *cache.shape[2:]), s.memory.kv.dtype)
+            cache[place, slots] = round_trip(rows.reshape(-1, *cache.shape[2:]), s.memory.kv.dtype)
 
 
 def _kv_write(s: Step, op: ops.KvWrite) -> None:

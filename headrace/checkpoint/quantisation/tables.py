@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import FormatError, UnsupportedModelError
-from headrace.quant.dequantise import Bytes, Parts, Rows
+from headrace.quant.arrays import Bytes
+from headrace.quant.dequantise import Parts, Rows
 from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format
 from headrace.quant.spec import (
     NUMBERS,

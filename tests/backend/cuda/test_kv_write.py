@@ -19,7 +19,7 @@ from headrace.backend_traits import KvDtype
 from headrace.batch import ints
 from headrace.errors import RequestError
 from headrace.program.kv import KvGroup, KvLayout
-from headrace.quant.kv import hadamard, stored
+from headrace.quant.kv import hadamard, round_trip
 from tests.backend.cuda.attention_steps import on_device
 from tests.backend.cuda.examples import examples
 
@@ -68,7 +68,7 @@ def step_of(x: NDArray[np.float64], dtype: KvDtype) -> Any:
 
 def assert_stored(got: NDArray[np.float64], x: NDArray[np.float64], dtype: KvDtype) -> None:
     """Nearly all as it should be, and those that lie at the border of two codes in one of both."""
-    want = stored(x, dtype)
+    want = round_trip(x, dtype)
     apart = np.abs(got - want)
     assert (apart <= step_of(x, dtype) + 1e-6).all()
     assert np.linalg.norm(apart) <= 0.002 * np.linalg.norm(want) + 1e-6
@@ -122,7 +122,7 @@ def test_what_is_written_is_what_the_format_means(dtype: KvFormat, shape: dict[s
     )
     assert_stored(values[1, slots], v.reshape(rows, kv_heads, value_dim), dtype)
     assert dtype == "int8" or np.array_equal(
-        values[1, slots], stored(v.reshape(rows, kv_heads, value_dim), dtype)
+        values[1, slots], round_trip(v.reshape(rows, kv_heads, value_dim), dtype)
     )
     others = np.setdiff1d(np.arange((BLOCKS + 1) * block_size), slots)
     assert not keys[1, others].any() and not values[1, others].any()
