@@ -36,15 +36,12 @@ VERIFIERS: dict[AcceptanceMethod, Verifier] = {
 }
 """Acceptance methods by the names of `EngineConfig.acceptance_method`."""
 
-_CALLER = _native.Pool(1)
-"""A pool of the calling thread alone."""
-
 
 def run_logit_ops(
     ops: Sequence[LogitOp],
     logits: Logits,
     pooled: NDArray[np.float32] | None = None,
-    pool: _native.Pool = _CALLER,
+    pool: _native.Pool | None = None,
 ) -> list[LogitOpResult]:
     """The result of each op, in order, computed by the threads of the pool. An `Expand` overwrites
     its row: no other op may read it.
@@ -52,6 +49,8 @@ def run_logit_ops(
     `pooled` [rows, dim] are the pooled rows of the step, which `Pool` ops read in place of
     `logits`.
     """
+    # No module holds a pool: the interpreter would count it as a leak at its end.
+    pool = pool or _native.Pool(1)
     alike: dict[Callable[..., Sequence[LogitOpResult]], list[int]] = {}
     for i, op in enumerate(ops):
         alike.setdefault(
