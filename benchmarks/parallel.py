@@ -25,11 +25,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # tests/ lends its ba
 import numpy as np
 
 from headrace.backend import lower_program
-from headrace.cli.table import print_table
 from headrace.config import OFFLINE, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.loader.load import load_model, open_model
 from headrace.loader.options import engine_config
+from headrace.measure.table import print_table
 from headrace.model import trace_model
 from headrace.parallel.mesh import Mesh, weights_of
 from headrace.planner import hardware

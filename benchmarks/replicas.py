@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # tests/ starts servers
 
-from headrace.cli.table import print_table
+from headrace.measure.table import print_table
 from tests.scaleout.on_ray import descendants
 from tests.server.running import Running
 

@@ -131,7 +131,7 @@ RECORDS = {
     "errors",
     "record",
 }
-ALLOWED |= {"__init__": {"llm", "async_llm", *RECORDS}, "__main__": {"cli"}}
+ALLOWED |= {"__init__": {"llm", "async_llm", "measure", *RECORDS}, "__main__": {"cli"}}
 PROPOSER_FILES = sorted((PACKAGE / "speculation/proposers").glob("*.py"))
 
 

@@ -20,7 +20,7 @@ import triton
 from figures import FORMATS, SMOKE, Figure, Sizes, copy_bandwidth, long_contexts, model_figures
 
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.cli.table import print_table
+from headrace.measure.table import print_table
 
 
 def machine() -> dict[str, object]:

@@ -21,7 +21,7 @@ sys.path.append(
 )  # tests/ lends its random tensors and tiny models
 
 from headrace import _native
-from headrace.cli.table import print_table
+from headrace.measure.table import print_table
 from headrace.planner import host
 from headrace.program.op import Kind
 

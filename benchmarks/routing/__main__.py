@@ -26,7 +26,7 @@ from replica import Replica
 from simulate import Figures, Simulation, figures
 from traces import TRACES
 
-from headrace.cli.table import print_table
+from headrace.measure.table import print_table
 
 _HEADINGS = [
     "trace",

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from headrace import AsyncLLM, SamplingParams
-from headrace.cli.table import print_table
+from headrace.measure.table import print_table
 
 LOAD = Path(__file__).with_name("load.py")
 BURN = """

@@ -16,11 +16,11 @@ sys.path.append(
 )  # tests/ lends its tiny models and the text
 
 from headrace import _native
-from headrace.cli.table import print_table
 from headrace.engine.engine import Engine
 from headrace.errors import HeadraceError
 from headrace.loader.load import load_model
 from headrace.loader.options import engine_config
+from headrace.measure.table import print_table
 from headrace.planner import host
 from headrace.request import SamplingParams
 

@@ -18,8 +18,8 @@ from headrace.backend import compile_program, forward
 from headrace.backend_traits import KvDtype, traits_of
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
-from headrace.cli.show import describe
 from headrace.config import KvConfig
+from headrace.measure.describe import describe
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from bench import Ask, Bench, serve
 
-from headrace.cli.table import size
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
+from headrace.measure.table import size
 from headrace.model import trace_model
 from headrace.program.kv import token_bytes
 from tests.tiny import tiny_engine, tiny_model
@@ -71,7 +71,7 @@ def memory(bench: Bench) -> None:
 
 def _bytes_per_token(model: str) -> int:
     """As `headrace show` says."""
-    from headrace.cli.show import describe
+    from headrace.measure.describe import describe
 
     return int(describe(model)["kv_bytes_per_token"][EngineConfig.kv_dtype])
 

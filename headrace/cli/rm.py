@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Remove, and say how much that freed."""
     from headrace.checkpoint.source import remove_cached
-    from headrace.cli.table import printable, size
+    from headrace.measure.table import printable, size
 
     removed = remove_cached(args.model)
     print(f"removed {printable(removed.name)}: {size(removed.nbytes)} freed")

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Show until Ctrl-C; with --once, --json, --map or without a terminal that can be redrawn, only
     what is there now.
     """
-    from headrace.cli.table import print_json
     from headrace.cli.watching import Watch, facts
+    from headrace.measure.table import print_json
 
     if args.map:
         check_writable("--map", args.map)

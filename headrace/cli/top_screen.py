@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headrace.backend_traits import BACKENDS
 from headrace.cli.record import Record
-from headrace.cli.table import printable
+from headrace.measure.table import printable
 from headrace.stats import KvStats, Stats, ratio
 
 _IDLE = 2.0

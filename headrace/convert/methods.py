@@ -1,7 +1,7 @@
 """Quantisation methods: a preparation that may read a text, then one matrix after another."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from headrace.convert.activation_stats import input_column_stats, input_products, update_squares
 from headrace.convert.awq import awq
@@ -20,6 +20,8 @@ from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import QuantSpec
 
+Method = Literal["rtn", "imatrix", "gptq", "awq", "smoothquant"]
+METHODS: tuple[Method, ...] = get_args(Method)
 Matrices = Iterator[tuple[str, StoredTensor]]
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from headrace.checkpoint.load import Checkpoint
+from headrace.convert.quality import split_pieces
 from headrace.errors import RequestError
 
 _EVALUATION_SHARE = 4
@@ -25,6 +27,21 @@ def read_text(file: Path | None, use: TextUse) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not a text in UTF-8"
         raise RequestError(f"{file}: {reason}") from None
+
+
+def calibration_pieces(
+    checkpoint: Checkpoint, file: Path | None, length: int, tokens: int
+) -> list[list[int]]:
+    """Token ids of the first `tokens` tokens of a calibration text, in pieces of at most `length`.
+
+    Without a file the text is a part of Python's language reference. Raises RequestError if the
+    text has no tokens.
+    """
+    text = read_text(file, "calibration")
+    ids = checkpoint.load_tokenizer().encode(text, add_special=False, parse_special=False)
+    if not ids:
+        raise RequestError(f"calibration text {str(file)!r} is empty; use a longer one")
+    return split_pieces(ids, min(length, checkpoint.spec.max_context), tokens)
 
 
 def _reference(use: TextUse) -> str:

@@ -1,1 +1,1 @@
-"""Measurements of models and machines: quality, speed, drafts, and a self-test of the kernels."""
+"""Measurements of models and machines, each with a Python function that the package exports."""

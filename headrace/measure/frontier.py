@@ -1,4 +1,4 @@
-"""Which of several ways to quantise a model are worth having, and which fits a budget best."""
+"""The Pareto-optimal formats of a model, and the best format within a budget."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _UNITS = {"MB": 1e6, "GB": 1e9, "tok/s": 1.0}
 
 
 class Candidate(Protocol):
-    """A way to quantise a model."""
+    """A format of a model, such as an `Evaluation`."""
 
     @property
     def name(self) -> str: ...
@@ -21,67 +21,66 @@ class Candidate(Protocol):
 
     @property
     def decode(self) -> float:
-        """Tokens/s."""
+        """Tokens/s of one sequence."""
         ...
 
     @property
     def loss(self) -> float:
-        """What it costs in quality, the less the better."""
+        """Loss of quality; less is better."""
         ...
 
 
 class Budget(NamedTuple):
-    """What a model may need at most, or how fast it has to be at least."""
+    """A maximum of weight bytes, or a minimum of tokens/s."""
 
     limit: float
     is_speed: bool
 
-    def holds(self, candidate: Candidate) -> bool:
-        return (
-            candidate.decode >= self.limit
-            if self.is_speed
-            else candidate.weight_bytes <= self.limit
-        )
+    def allows(self, candidate: Candidate) -> bool:
+        if self.is_speed:
+            return candidate.decode >= self.limit
+        return candidate.weight_bytes <= self.limit
 
 
-def read_budget(text: str) -> Budget:
-    """A budget such as 2GB, 300MB or 50tok/s. Raises RequestError."""
-    found = _BUDGET.fullmatch(text.strip())
-    if not found or float(found[1]) == 0:
+def parse_budget(text: str) -> Budget:
+    """Parse a budget such as `2GB`, `300MB` or `50tok/s`. Raises RequestError."""
+    match = _BUDGET.fullmatch(text.strip())
+    if not match or float(match[1]) == 0:
         raise RequestError(
-            f"--budget {text[:40]!r}: say how much memory, such as 2GB or 300MB, or how "
-            "fast, such as 50tok/s"
+            f"budget {text[:40]!r} is neither a size nor a speed; write a size such as 2GB or "
+            "300MB, or a speed such as 50tok/s"
         )
-    return Budget(float(found[1]) * _UNITS[found[2]], found[2] == "tok/s")
+    number, unit = match.groups()
+    return Budget(limit=float(number) * _UNITS[unit], is_speed=unit == "tok/s")
 
 
-def frontier(candidates: Sequence[Candidate]) -> list[str]:
-    """The names of those that none surpasses in quality and speed at once, the fastest first."""
-    best: list[str] = []
-    least = float("inf")
-    for candidate in sorted(candidates, key=lambda each: (-each.decode, each.loss)):
-        if candidate.loss < least:
-            best.append(candidate.name)
-            least = candidate.loss
-    return best
+def pareto_frontier(candidates: Sequence[Candidate]) -> list[str]:
+    """Names of the candidates that no other candidate beats in quality and speed, fastest first."""
+    frontier: list[str] = []
+    min_loss = float("inf")
+    for candidate in sorted(candidates, key=lambda candidate: (-candidate.decode, candidate.loss)):
+        if candidate.loss < min_loss:
+            frontier.append(candidate.name)
+            min_loss = candidate.loss
+    return frontier
 
 
-def advice(candidates: Sequence[Candidate], budget: Budget) -> str:
-    """The name of the one with the least loss of those within the budget. Raises RequestError where
-    there is none.
+def best_within(candidates: Sequence[Candidate], budget: Budget) -> str:
+    """Name of the candidate with the lowest loss within the budget.
+
+    Raises RequestError if the budget allows no candidate.
     """
-    within = [candidate for candidate in candidates if budget.holds(candidate)]
-    if within:
-        return min(within, key=lambda each: each.loss).name
+    allowed = [candidate for candidate in candidates if budget.allows(candidate)]
+    if allowed:
+        return min(allowed, key=lambda candidate: candidate.loss).name
     if budget.is_speed:
-        nearest = max(candidates, key=lambda each: each.decode)
+        fastest = max(candidates, key=lambda candidate: candidate.decode)
         raise RequestError(
-            f"no format decodes {budget.limit:,.1f} tokens/s; the fastest, "
-            f"{nearest.name}, has {nearest.decode:,.1f}"
+            f"budget {budget.limit:,.1f} tok/s is above the speed of every format; "
+            f"the fastest, {fastest.name}, decodes {fastest.decode:,.1f} tokens/s"
         )
-    nearest = min(candidates, key=lambda each: each.weight_bytes)
-    size = (
-        f"{budget.limit / 1e6:,.0f} MB; the smallest, {nearest.name}, has "
-        f"{nearest.weight_bytes / 1e6:,.0f}"
+    smallest = min(candidates, key=lambda candidate: candidate.weight_bytes)
+    raise RequestError(
+        f"budget {budget.limit / 1e6:,.0f} MB is below the size of every format; "
+        f"the smallest, {smallest.name}, takes {smallest.weight_bytes / 1e6:,.0f} MB"
     )
-    raise RequestError(f"no format fits in {size}")

@@ -1,43 +1,49 @@
-"""What ways to quantise a model cost and give, as an SVG picture: quality against speed, and the
-frontier between them.
-"""
+"""SVG picture of the formats of a model: quality against speed, with the Pareto frontier."""
 
 import math
 from collections.abc import Iterator, Sequence
 
-from headrace.measure.frontier import Candidate, frontier
+from headrace.measure.frontier import Candidate, pareto_frontier
 from headrace.planner.svg import COLOURS, FAINT, GRID, INK, document, haloed, line, text
 
 _WIDTH, _HEIGHT = 900, 600
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 860, 84, 530
-_RADII = (4.0, 16.0)
-"""Of the smallest model and of the largest; areas go with bytes."""
-_LEAST_LOSS = 1e-4
-"""What less counts as on an axis of powers of ten."""
+_MIN_RADIUS, _MAX_RADIUS = 4.0, 16.0
+_MIN_LOSS = 1e-4
+"""Lower end of the logarithmic axis: smaller losses are drawn there."""
 
 
 def frontier_svg(title: str, candidates: Sequence[Candidate], loss: str) -> str:
-    """The picture as an XML document; `loss` says what is lost."""
-    xs = [each.decode for each in candidates]
-    ys = [math.log10(max(each.loss, _LEAST_LOSS)) for each in candidates]
-    x_air, y_air = 0.08 * (max(xs) - min(xs)) or 1.0, 0.1 * (max(ys) - min(ys)) or 0.5
-    axes = _Axes((min(xs) - x_air, max(xs) + x_air), (min(ys) - y_air, max(ys) + y_air))
-    best = frontier(candidates)
+    """Draw the candidates as an SVG document; `loss` is the label of the quality axis."""
+    xs = [candidate.decode for candidate in candidates]
+    ys = [math.log10(max(candidate.loss, _MIN_LOSS)) for candidate in candidates]
+    x_margin = 0.08 * (max(xs) - min(xs)) or 1.0
+    y_margin = 0.1 * (max(ys) - min(ys)) or 0.5
+    axes = _Axes(
+        (min(xs) - x_margin, max(xs) + x_margin),
+        (min(ys) - y_margin, max(ys) + y_margin),
+    )
+
+    best = pareto_frontier(candidates)
     places = {
-        each.name: (axes.x(x), axes.y(y)) for each, x, y in zip(candidates, xs, ys, strict=True)
+        candidate.name: (axes.x(x), axes.y(y))
+        for candidate, x, y in zip(candidates, xs, ys, strict=True)
     }
-    largest = max(each.weight_bytes for each in candidates)
+    # The area of a circle is proportional to the bytes of the weights.
+    max_bytes = max(candidate.weight_bytes for candidate in candidates)
     radii = {
-        each.name: max(_RADII[0], _RADII[1] * math.sqrt(each.weight_bytes / largest))
-        for each in candidates
+        candidate.name: max(
+            _MIN_RADIUS, _MAX_RADIUS * math.sqrt(candidate.weight_bytes / max_bytes)
+        )
+        for candidate in candidates
     }
     body = [
         text(_LEFT, 34, title, size=18, weight="bold"),
         text(
             _LEFT,
             56,
-            "The line joins what nothing surpasses in quality and speed at once; areas "
-            "are bytes of weights",
+            "The line joins the Pareto-optimal formats; the area of a circle is the bytes of "
+            "its weights",
             fill=FAINT,
         ),
         *_frame(axes, loss),
@@ -52,7 +58,7 @@ def frontier_svg(title: str, candidates: Sequence[Candidate], loss: str) -> str:
 
 
 class _Axes:
-    """Tokens/s and powers of ten of a loss, on the page; less is lost further up."""
+    """Maps tokens/s and the decimal logarithm of a loss to the page; the lowest loss is on top."""
 
     def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]) -> None:
         self.x_range, self.y_range = x_range, y_range
@@ -68,7 +74,7 @@ class _Axes:
 
 def _frame(axes: _Axes, loss: str) -> Iterator[str]:
     low, high = axes.x_range
-    step = _step(high - low)
+    step = _grid_distance(high - low)
     for i in range(math.ceil(max(low, 0) / step), math.floor(high / step) + 1):
         x = axes.x(i * step)
         yield line([(x, _TOP), (x, _BOTTOM)], GRID, 1)
@@ -84,8 +90,8 @@ def _frame(axes: _Axes, loss: str) -> Iterator[str]:
     yield text(22, (_TOP + _BOTTOM) / 2, loss, anchor="middle", size=13, turn=-90)
 
 
-def _step(span: float) -> float:
-    """1, 2 or 5 times a power of ten, so that there are four to ten steps."""
+def _grid_distance(span: float) -> float:
+    """Distance of grid lines: 1, 2 or 5 times a power of ten, for four to ten lines."""
     power = 10.0 ** math.floor(math.log10(span / 4))
     return next(power * step for step in (5, 2, 1) if power * step <= span / 4)
 
@@ -100,13 +106,15 @@ def _mark(x: float, y: float, radius: float, colour: str) -> str:
 def _names(
     places: dict[str, tuple[float, float]], radii: dict[str, float], best: Sequence[str]
 ) -> Iterator[str]:
-    """Each name right of its point, or left, above or below it, wherever the least is covered."""
+    """Place each name right, left, above or below its point, with the least overlap."""
     taken = [
         (x - radii[name], y - radii[name], x + radii[name], y + radii[name])
         for name, (x, y) in places.items()
     ]
+    # Formats on the frontier choose their place first.
     for name in sorted(places, key=lambda name: name not in best):
-        (x, y), gap, width = places[name], radii[name] + 3, 6.6 * len(name)
+        x, y = places[name]
+        gap, width = radii[name] + 3, 6.6 * len(name)
         corners = [
             (x + gap, y - 6),
             (x - gap - width, y - 6),
@@ -118,11 +126,10 @@ def _names(
             for a, b in corners
             if a > _LEFT and a + width < _RIGHT and b > _TOP and b + 12 < _BOTTOM
         ] or corners
-        left, top = min(
-            inside,
-            key=lambda at: sum(_overlap((*at, at[0] + width, at[1] + 12), box) for box in taken),
-        )
-        taken.append((left, top, left + width, top + 12))
+        boxes = [(a, b, a + width, b + 12) for a, b in inside]
+        box = min(boxes, key=lambda box: sum(_overlap(box, other) for other in taken))
+        taken.append(box)
+        left, top, _, _ = box
         yield from haloed(
             left,
             top + 10,
@@ -133,5 +140,6 @@ def _names(
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
-    wide, high = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
-    return wide * high if wide > 0 and high > 0 else 0.0
+    """Common area of two boxes (left, top, right, bottom)."""
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    return width * height if width > 0 and height > 0 else 0.0

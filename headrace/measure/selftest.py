@@ -1,6 +1,4 @@
-"""A tiny random model, run on a backend and held against `reference`: do the kernels compute right
-on this processor, or GPU?
-"""
+"""Self-test: a tiny random model on a backend, compared with the `reference` backend."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,8 +15,8 @@ from headrace.quant.formats import FORMATS, StoredTensor
 
 _TOKENS = 40
 _TOLERANCE = 0.05
-"""Most relative error of the logits: activations are rounded to 8 bits, the reference has none of
-that.
+"""Maximum relative error of the logits: backends may round activations to 8 bits, and the reference
+does not.
 """
 _SPEC = ModelSpec(
     architecture="llama",
@@ -37,92 +35,94 @@ _SPEC = ModelSpec(
 
 
 class Check(NamedTuple):
-    """What was tried and what came of it."""
+    """One check of the self-test."""
 
     name: str
     ok: bool
     detail: str
 
 
-def run_checks(threads: int = 0, backend: str = "cpu") -> Iterator[Check]:
-    """Each weight format against the reference, then chunked against whole, which must be equal to
-    the last bit.
+def selftest(*, backend: str = "cpu", threads: int = 0) -> list[Check]:
+    """Check that a backend computes correctly on this machine.
+
+    For each weight format, the logits are compared with the reference backend. They must also be
+    bit-equal whether the prompt is computed at once or in chunks. `threads` 0 uses all cores.
     """
-    for name in ("Q4_1", "Q8_0", "BF16"):
-        tensors = _random_model(name)
-        whole = _logits(tensors, backend, [_TOKENS], threads)
-        truth = _logits(tensors, "reference", [_TOKENS], threads)
-        error = float(np.linalg.norm(whole - truth) / np.linalg.norm(truth))
-        yield Check(
-            f"{backend}: {name} against reference",
-            error < _TOLERANCE,
-            f"relative error {error:.4f}",
-        )
-        chunked = _logits(tensors, backend, [17, 1, 1, _TOKENS - 19], threads)
-        yield Check(
-            f"{backend}: {name} whole and in chunks",
-            bool((whole == chunked).all()),
-            "bit-equal" if (whole == chunked).all() else "differs",
-        )
+    return [check for name in ("Q4_1", "Q8_0", "BF16") for check in _checks(name, backend, threads)]
+
+
+def _checks(format_name: str, backend: str, threads: int) -> Iterator[Check]:
+    tensors = _random_model(format_name)
+    whole = _logits(tensors, backend, [_TOKENS], threads)
+    expected = _logits(tensors, "reference", [_TOKENS], threads)
+    error = float(np.linalg.norm(whole - expected) / np.linalg.norm(expected))
+    yield Check(
+        name=f"{backend}: {format_name} against reference",
+        ok=error < _TOLERANCE,
+        detail=f"relative error {error:.4f}",
+    )
+
+    chunked = _logits(tensors, backend, [17, 1, 1, _TOKENS - 19], threads)
+    equal = bool((whole == chunked).all())
+    yield Check(
+        name=f"{backend}: {format_name} whole and in chunks",
+        ok=equal,
+        detail="bit-equal" if equal else "differs",
+    )
 
 
 def _random_model(format_name: str) -> dict[str, StoredTensor]:
-    """Weights of mean 0 and a spread that keeps activations near 1; vectors near 1 in F32."""
+    """Random matrices that keep activations near 1, and vectors near 1 in F32."""
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in tensor_shapes(_SPEC).items():
         if len(shape) == 1:
-            tensors[name] = StoredTensor.from_floats(
-                name, rng.uniform(0.5, 1.5, shape).astype(np.float32)
-            )
+            vector = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+            tensors[name] = StoredTensor.from_floats(name, vector)
         else:
-            tensors[name] = StoredTensor.from_bytes(
-                name, FORMATS[format_name], shape, _random_weights(rng, format_name, shape)
-            )
+            matrix = _random_matrix(rng, format_name, shape)
+            tensors[name] = StoredTensor.from_bytes(name, FORMATS[format_name], shape, matrix)
     return tensors
 
 
-def _random_weights(
+def _random_matrix(
     rng: np.random.Generator, format_name: str, shape: tuple[int, ...]
 ) -> NDArray[np.uint8]:
+    """Bytes of a matrix of mean 0 in that format."""
     rows, cols = shape
-    spread = cols**-0.5
+    deviation = cols**-0.5
     if format_name == "BF16":
-        return (
-            (rng.normal(0, spread, rows * cols).astype(np.float32).view(np.uint32) >> 16)
-            .astype(np.uint16)
-            .view(np.uint8)
-        )
-    blocks = rows * cols // 32
-    scale = rng.uniform(0.5, 1, blocks) * spread / (4 if format_name == "Q4_1" else 64)
-    constants = (
-        [scale, -7.5 * scale] if format_name == "Q4_1" else [scale]
-    )  # Q4_1: scale and minimum, then 4-bit codes
+        floats = rng.normal(0, deviation, rows * cols).astype(np.float32)
+        return (floats.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+    num_blocks = rows * cols // 32
+    scale = rng.uniform(0.5, 1, num_blocks) * deviation / (4 if format_name == "Q4_1" else 64)
+    # A Q4_1 block is its scale, its minimum and 4-bit codes.
+    constants = [scale, -7.5 * scale] if format_name == "Q4_1" else [scale]
     head = np.stack(constants, axis=1).astype(np.float16).view(np.uint8)
-    codes = rng.integers(0, 256, (blocks, FORMATS[format_name].nbytes - head.shape[1]), np.uint8)
+    code_bytes = FORMATS[format_name].nbytes - head.shape[1]
+    codes = rng.integers(0, 256, (num_blocks, code_bytes), np.uint8)
     return np.concatenate([head, codes], axis=1).reshape(-1)
 
 
 def _logits(
     tensors: dict[str, StoredTensor], backend: str, chunks: list[int], threads: int
 ) -> NDArray[np.float32]:
-    """Logits of all rows of one prompt, [tokens, vocab], computed in chunks of the given sizes."""
-    executable = compile_program(
-        backend, trace_model(_SPEC, tensors), tensors, KvConfig((4,)), threads
-    )
+    """Logits of all rows of one prompt, [tokens, vocab], computed in chunks of these sizes."""
+    program = trace_model(_SPEC, tensors)
+    executable = compile_program(backend, program, tensors, KvConfig((4,)), threads)
     try:
         starts = np.cumsum([0, *chunks[:-1]])
-        return np.concatenate(
-            [
-                _step(executable, int(start), rows)
-                for start, rows in zip(starts, chunks, strict=True)
-            ]
-        )
+        parts = [
+            _step_logits(executable, int(start), rows)
+            for start, rows in zip(starts, chunks, strict=True)
+        ]
+        return np.concatenate(parts)
     finally:
         executable.close()
 
 
-def _step(executable: Executable, start: int, rows: int) -> NDArray[np.float32]:
+def _step_logits(executable: Executable, start: int, rows: int) -> NDArray[np.float32]:
     def ints(values: object) -> NDArray[np.int32]:
         return np.array(values, np.int32)
 
@@ -140,5 +140,5 @@ def _step(executable: Executable, start: int, rows: int) -> NDArray[np.float32]:
         seq_of=np.zeros_like(local),
     )
     logits = forward(executable, batch).logits
-    assert logits is not None, "they were asked for"
+    assert logits is not None, "the batch has logit rows"
     return logits.copy()

@@ -1,4 +1,4 @@
-"""`headrace calibrate` on a tiny model whose last layers do nothing, so that what is right is
+"""`headrace calibrate` on a tiny model whose last layer does nothing, so that its acceptance is
 known.
 """
 
@@ -73,13 +73,13 @@ def test_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--layers", "0"), "must be whole numbers such as 8,12, from 1"),
+        (("--layers", "0"), "is not a list of whole numbers from 1"),
         (
             ("--layers", "3", "--tokens", "16"),
-            "--layers has 3, and 1 to 2 of this model's 3 layers can draft",
+            "layers 3 is not below the 3 layers of this model; use 1 to 2",
         ),
-        (("--tokens", "4"), "--tokens: '4' must be a whole number, from 16"),
-        (("--tokens", "4000"), "the model's context ends at 256"),
+        (("--tokens", "4"), "--tokens: '4' is not a whole number from 16"),
+        (("--tokens", "4000"), "the model's ends at 256"),
     ],
 )
 def test_refused(
@@ -100,10 +100,10 @@ def test_what_does_not_fit_in_memory_is_refused(
     weights, (group,) = program.weight_bytes, program.kv_groups
     enough = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", 32)  # of 54 tokens
     monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: enough)
-    monkeypatch.setattr("headrace.cli.calibrate._LEAST_GAIN", 99)
+    monkeypatch.setattr("headrace.measure.calibrate.MIN_SPEEDUP", 99)
     assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 0
     monkeypatch.setattr(
-        "headrace.backend.compile_program", lambda *arguments: pytest.fail("compiled")
+        "headrace.measure.calibrate.compile_program", lambda *arguments: pytest.fail("compiled")
     )
     assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 4
     monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: enough - 1)
@@ -114,7 +114,7 @@ def test_what_does_not_fit_in_memory_is_refused(
 def test_the_trial_runs(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headrace.cli.calibrate._LEAST_GAIN", 0.0)
+    monkeypatch.setattr("headrace.measure.calibrate.MIN_SPEEDUP", 0.0)
     assert main(["calibrate", str(model), "--layers", "2", *QUICK]) == 0
     out = capsys.readouterr().out
     assert (

@@ -175,7 +175,7 @@ class TestDoctor:
         assert main(["doctor", "--threads", "1"]) == 0
         printed = capsys.readouterr().out
         assert (
-            re.search(r"auto takes +cpu; the GPU is not used", printed)
+            re.search(r"auto uses +cpu; the GPU is not used", printed)
             and "132 multiprocessors" in printed
             and "85.0 GB" in printed
         )
@@ -193,14 +193,16 @@ class TestDoctor:
         }
         rates = {"bf16": 8e14, "fp8": 0.0, "int8": 1.5e15, "f32": 6e13}
         monkeypatch.setattr("headrace.planner.gpu.look", lambda: GpuHost(H100, torch_cuda="12.8"))
-        monkeypatch.setattr("headrace.cli.doctor_gpu._measured", lambda: figures | {"rates": rates})
         monkeypatch.setattr(
-            "headrace.measure.selftest.run_checks",
-            lambda threads, backend: [Check(f"{backend}: all", True, "right")],
+            "headrace.measure.machine._measure_gpu", lambda: figures | {"rates": rates}
+        )
+        monkeypatch.setattr(
+            "headrace.measure.selftest.selftest",
+            lambda backend, threads: [Check(f"{backend}: all", True, "right")],
         )
         assert main(["doctor", "--threads", "1"]) == 0
         printed = capsys.readouterr().out
-        assert re.search(r"auto takes +cuda\n", printed) and re.search(
+        assert re.search(r"auto uses +cuda\n", printed) and re.search(
             r"bf16 products +800\.0 T operations/s", printed
         )
         assert (

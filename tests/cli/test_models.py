@@ -139,11 +139,11 @@ class TestDoctor:
         from headrace.cli.main import main
         from headrace.measure import selftest
 
-        right = selftest._step
+        right = selftest._step_logits
         monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
         monkeypatch.setattr(
             selftest,
-            "_step",
+            "_step_logits",
             lambda executable, start, rows: (
                 right(executable, start, rows) * (1 + 0.1 * (rows == 40))
             ),
@@ -221,8 +221,8 @@ class TestShowOfAConfiguration:
         (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
         assert main(["show", str(tmp_path / "config.json")]) == 0
         text = capsys.readouterr().out
-        assert "none are there; they would be 93.4 GB in BF16, 49.6 GB in Q8_0" in text
-        assert "8 in 32 layers, 2 of them for a token: 12,879.9 M active parameters" in text
+        assert "none; they would be 93.4 GB in BF16, 49.6 GB in Q8_0" in text
+        assert "8 in 32 layers, 2 for each token: 12,879.9 M active parameters" in text
 
     def test_nothing_runs_without_weights(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -13,11 +13,11 @@ import pytest
 from headrace.backend import lower_program
 from headrace.checkpoint.load import Checkpoint
 from headrace.cli.main import main
+from headrace.measure.op_profile import phases
 from headrace.model import trace_model
 from headrace.model.spec import ExpertSpec
 from headrace.planner.fit import RUNTIME_BYTES
 from headrace.planner.hardware import READ_BYTES, Machine
-from headrace.planner.profile import phases
 from headrace.program.kv import token_bytes
 from tests.tiny import tiny_model
 
@@ -40,8 +40,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     second measurement.
     """
     checkpoint = Checkpoint(Path("tiny"), SPEC, TENSORS, None, Path("tiny"))
-    monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
-    monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
+    monkeypatch.setattr("headrace.measure.profile.resolve", lambda model: Path(model))
+    monkeypatch.setattr("headrace.measure.profile.open_checkpoint", lambda path: checkpoint)
     machines = cycle((HERE, replace(HERE, bandwidth=18e9)))
     monkeypatch.setattr(
         "headrace.planner.hardware.measure",
@@ -99,7 +99,7 @@ class TestTiny:
             "outside ops",
             "barriers a layer",
             "bound by",
-            "least ms",
+            "min ms",
         ):
             assert word in text
         assert "27.0 GB/s (18.0-36.0 in 2 measurements); it drifted" in text
@@ -119,8 +119,8 @@ class TestTiny:
     def test_defaults_that_do_not_fit_the_context_are_left_out(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("headrace.cli.profile._PREFILL", (700, 701))
-        monkeypatch.setattr("headrace.cli.profile._DEPTH", (699, 700))
+        monkeypatch.setattr("headrace.measure.profile.PREFILL", (700, 701))
+        monkeypatch.setattr("headrace.measure.profile.DEPTHS", (699, 700))
         words = ("--batch", "1", "--turns", "1")
         facts = facts_of(capsys, *words)
         assert [phase["name"] for phase in facts["phases"]] == [
@@ -130,7 +130,7 @@ class TestTiny:
         assert list(facts["skipped"]) == ["prefill 701", "decode, depth 700, batch 1"]
         assert "ends at 700" in facts["skipped"]["prefill 701"]
         assert main(["profile", "tiny", *words]) == 0
-        assert "Left out\n" in capsys.readouterr().out
+        assert "Skipped\n" in capsys.readouterr().out
 
     def test_what_does_not_fit_in_memory_is_left_out(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -145,7 +145,7 @@ class TestTiny:
         words = ("--prefill", "none", "--depth", "8", "--batch", "3,4", "--turns", "1")
         facts = facts_of(capsys, *words)
         assert [phase["name"] for phase in facts["phases"]] == ["decode, depth 8, batch 3"]
-        assert f"{free:,} are left" in facts["skipped"]["decode, depth 8, batch 4"]
+        assert f"the weights leave {free:,}" in facts["skipped"]["decode, depth 8, batch 4"]
 
     def test_an_op_of_the_backend_alone_is_shown(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -174,8 +174,8 @@ def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model `mixture` has six experts in each layer, of which a row goes to two."""
     made = tiny_model(5, dim=64, context=700, architecture="mixtral", experts=ExpertSpec(6, 2, 64))
     checkpoint = Checkpoint(Path("mixture"), *made, None, Path("mixture"))
-    monkeypatch.setattr("headrace.checkpoint.source.resolve", lambda model: Path(model))
-    monkeypatch.setattr("headrace.checkpoint.load.open_checkpoint", lambda path: checkpoint)
+    monkeypatch.setattr("headrace.measure.profile.resolve", lambda model: Path(model))
+    monkeypatch.setattr("headrace.measure.profile.open_checkpoint", lambda path: checkpoint)
     monkeypatch.setattr(
         "headrace.planner.hardware.measure",
         lambda threads, backend="cpu": replace(HERE, threads=threads or 2),
@@ -216,7 +216,7 @@ class TestExperts:
         assert not [
             line for line in text.splitlines() if len(line) > 100 and str(tmp_path) not in line
         ]
-        assert "if chance chose" in text and "x even" in text and "The experts are drawn in" in text
+        assert "if uniform" in text and "x mean" in text and "The experts are drawn in" in text
 
 
 @pytest.mark.usefixtures("tiny")
@@ -236,9 +236,9 @@ class TestRefusals:
     def test_more_than_the_context_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         err = self.refused(capsys, 2, "--prefill", "16,701")
         assert (
-            "--prefill 701 is too long: the model's context ends at 700, so 700 is the most" in err
+            "prefill 701 is too long for the model's context of 700 tokens; use at most 700" in err
         )
-        assert "--depth 700 is too long" in self.refused(capsys, 2, "--depth", "700")
+        assert "depth 700 is too long" in self.refused(capsys, 2, "--depth", "700")
 
     def test_nothing_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "--prefill" in self.refused(capsys, 2, "--prefill", "none", "--depth", "none")
@@ -247,7 +247,7 @@ class TestRefusals:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: 1000)
-        assert "too large for this machine" in self.refused(capsys, 4)
+        assert "are too large for this machine" in self.refused(capsys, 4)
 
     def test_no_phase_within_memory(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -256,7 +256,7 @@ class TestRefusals:
             "headrace.loader.memory.available_memory",
             lambda: PROGRAM.weight_bytes + RUNTIME_BYTES + READ_BYTES + 100,
         )
-        assert "100 are left beside the weights" in self.refused(
+        assert "the weights leave 100" in self.refused(
             capsys, 4, "--prefill", "40", "--depth", "none"
         )
 

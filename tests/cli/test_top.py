@@ -339,7 +339,7 @@ class TestVerb:
         assert main(["top", "--map", str(tmp_path / "none" / "a.svg")]) == 2
         assert "name a file in a folder that exists" in capsys.readouterr().err
         assert main(["top", "smollm2"]) == 2
-        assert "PID: 'smollm2' must be a whole number, from 1" in capsys.readouterr().err
+        assert "PID: 'smollm2' is not a whole number from 1" in capsys.readouterr().err
 
 
 def test_the_real_engine_from_outside(headrace, smollm2: Path, folder: Path) -> None:

@@ -1,6 +1,4 @@
-"""Tables and figures for people: rich on a terminal, plain aligned text elsewhere or when NO_COLOR
-is set.
-"""
+"""Tables on stdout: by rich on a terminal, as plain aligned text elsewhere or with NO_COLOR."""
 
 import json
 import os
@@ -9,21 +7,22 @@ from collections.abc import Mapping, Sequence
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """A table on stdout. Columns whose heading starts with `>` are set flush right."""
+    """Print a table. A heading that starts with `>` aligns its column to the right."""
     right = [heading.startswith(">") for heading in headings]
     names = [heading.removeprefix(">") for heading in headings]
     rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         _print_rich(names, right, rows, title)
         return
+
     lines = [names, *rows] if any(names) else list(rows)
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(len(names))]
     if title:
         print(title)
     for line in lines:
         cells = (
-            cell.rjust(w) if r else cell.ljust(w)
-            for cell, w, r in zip(line, widths, right, strict=True)
+            cell.rjust(width) if flush_right else cell.ljust(width)
+            for cell, width, flush_right in zip(line, widths, right, strict=True)
         )
         print("  ".join(cells).rstrip())
 
@@ -49,23 +48,23 @@ def _print_rich(
 
 
 def print_figures(title: str, figures: Mapping[str, str]) -> None:
-    """Names and their values under a title, and an empty line."""
+    """Print names and values under a title, and an empty line."""
     print_table(["", ""], list(figures.items()), printable(title))
     print()
 
 
 def print_json(value: object) -> None:
-    """The value as indented JSON."""
+    """Print the value as indented JSON."""
     print(json.dumps(value, indent=2))
 
 
 def printable(text: str) -> str:
-    """The text without what would steer a terminal: names come from files of unknown origin."""
+    """Replace control characters: names come from untrusted files and could steer a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the unit that suits them: `98.1 MB`."""
+    """Bytes in a suitable unit: `98.1 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.{0 if unit == 'B' else 1}f} {unit}"

@@ -1,4 +1,4 @@
-"""Which ways to quantise a model are worth having, which fits a budget, and the picture of both."""
+"""The Pareto frontier of formats, the best format within a budget, and the picture."""
 
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RequestError
-from headrace.measure.frontier import advice, frontier, read_budget
+from headrace.measure.frontier import best_within, pareto_frontier, parse_budget
 from headrace.measure.frontier_picture import frontier_svg
 
 
@@ -30,16 +30,16 @@ WAYS = [
 
 
 def test_the_frontier() -> None:
-    assert frontier(WAYS) == ["int2", "int4", "int8", "whole"]
+    assert pareto_frontier(WAYS) == ["int2", "int4", "int8", "whole"]
 
 
 numbers = st.integers(1, 6)
 
 
 @given(st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=12))
-def test_nothing_surpasses_what_is_on_the_frontier(rows: list[tuple[int, int, int]]) -> None:
+def test_frontier_is_pareto_optimal(rows: list[tuple[int, int, int]]) -> None:
     ways = [Way(str(i), *row) for i, row in enumerate(rows)]
-    best = frontier(ways)
+    best = pareto_frontier(ways)
     for way in ways:
         better = [
             o
@@ -62,29 +62,29 @@ def test_nothing_surpasses_what_is_on_the_frontier(rows: list[tuple[int, int, in
         ("0.5tok/s", "whole"),
     ],
 )
-def test_advice(text: str, best: str) -> None:
-    assert advice(WAYS, read_budget(text)) == best
+def test_best_within_a_budget(text: str, best: str) -> None:
+    assert best_within(WAYS, parse_budget(text)) == best
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("10MB", "smallest, int2, has 50"), ("500tok/s", r"fastest, int2, has 130\.0")],
+    [("10MB", "smallest, int2, takes 50 MB"), ("500tok/s", r"fastest, int2, decodes 130\.0")],
 )
-def test_nothing_fits(text: str, message: str) -> None:
+def test_budget_that_no_format_meets(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        advice(WAYS, read_budget(text))
+        best_within(WAYS, parse_budget(text))
 
 
 @pytest.mark.parametrize("text", ["", "2", "2KB", "0GB", "-1GB", "1e3MB", "GB", "nan tok/s"])
-def test_no_budget(text: str) -> None:
-    with pytest.raises(RequestError, match="--budget"):
-        read_budget(text)
+def test_budget_that_cannot_be_parsed(text: str) -> None:
+    with pytest.raises(RequestError, match="neither a size nor a speed"):
+        parse_budget(text)
 
 
 @pytest.mark.parametrize(
     "ways", [WAYS, WAYS[:1], [way._replace(loss=0.0, decode=5.0) for way in WAYS]]
 )
-def test_the_picture_has_every_name_within_its_frame(ways: list[Way]) -> None:
+def test_frontier_picture_has_every_name_within_its_frame(ways: list[Way]) -> None:
     root = ElementTree.fromstring(frontier_svg("Formats <of> a model", ways, "KL, nats"))
     texts = {element.text: element for element in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {way.name for way in ways} < texts.keys()

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from headrace.cli import table
+from headrace.measure import table
 
 
 def test_plain_columns(capsys: pytest.CaptureFixture[str]) -> None:

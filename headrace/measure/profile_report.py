@@ -1,51 +1,52 @@
-"""A whole profile run, and what of it goes to JSON."""
+"""The result of a profile, and its form as JSON."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from headrace.measure.experts import ExpertProfile
+from headrace.measure.op_profile import OpProfile, PhaseProfile
 from headrace.model.spec import ModelSpec
-from headrace.planner.experts import ExpertProfile
 from headrace.planner.hardware import Machine
-from headrace.planner.profile import OpProfile, PhaseProfile
 from headrace.record import frozen
 
 
-@frozen
-class Report:
-    """The phases that ran, and the machine as it was measured before every turn and at the end."""
+@frozen(kw_only=True)
+class ProfileReport:
+    """The profiles of all phases that ran, and the machine that they ran on."""
 
     model: str
     spec: ModelSpec
     kv_dtype: str
     machines: Sequence[Machine]
+    """The machine as measured before each turn and at the end."""
     machine: Machine
-    """The median of these: what all shares and limits refer to."""
+    """The median of these measurements; shares and limits refer to it."""
     profiles: Sequence[PhaseProfile]
     skipped: Mapping[str, str]
-    """Phases that could not run, and why."""
+    """The reason why a phase could not run, by its name."""
     experts: Sequence[ExpertProfile] = ()
-    """The routing of each phase; empty for a model without experts."""
+    """Routing of each phase; empty for a model without experts."""
 
     @property
     def title(self) -> str:
-        """Model, processor and what works of it in one line."""
+        """Model, processor and threads in one line."""
         return f"{self.spec.name} on {self.machine.cpu}, {self.machine.at_work}"
 
     def barriers_per_layer(self, profile: PhaseProfile) -> float:
-        """Of one step, those around the layers included."""
+        """Barriers of one step, including those outside the layers, divided by the layers."""
         return profile.barriers / len(profile.phase.steps) / self.spec.num_layers
 
     def expert_loads(self) -> list[list[int]]:
-        """Rows that went to each expert in all phases together, by layer of experts."""
+        """Rows of each expert in all phases together, [layers of experts, experts]."""
         total: list[list[int]] = np.sum(
             [experts.loads for experts in self.experts], axis=0
         ).tolist()
         return total
 
     def facts(self) -> dict[str, Any]:
-        """Everything with raw numbers: seconds, bytes, operations, and shares of 1."""
+        """The report as JSON: seconds, bytes, operations, and shares of 1."""
         return {
             "model": self.model,
             "name": self.spec.name,
@@ -54,14 +55,14 @@ class Report:
             "cpu": self.machine.cpu,
             "isa": self.machine.isa,
             "threads": self.machine.threads,
-            "machine": _machine(self.machine),
-            "measurements": [_machine(machine) for machine in self.machines],
-            "phases": [self._phase(profile) for profile in self.profiles],
+            "machine": _machine_facts(self.machine),
+            "measurements": [_machine_facts(machine) for machine in self.machines],
+            "phases": [self._phase_facts(profile) for profile in self.profiles],
             "skipped": dict(self.skipped),
-            "experts": [_experts(experts) for experts in self.experts],
+            "experts": [_expert_facts(experts) for experts in self.experts],
         }
 
-    def _phase(self, profile: PhaseProfile) -> dict[str, Any]:
+    def _phase_facts(self, profile: PhaseProfile) -> dict[str, Any]:
         phase = profile.phase
         return {
             "name": phase.name,
@@ -77,27 +78,27 @@ class Report:
             "barriers": profile.barriers,
             "barriers_per_layer": self.barriers_per_layer(profile),
             "outside_ops": profile.outside,
-            "ops": [_op(op, profile.seconds) for op in profile.ops],
+            "ops": [_op_facts(op, profile.seconds) for op in profile.ops],
         }
 
 
-def _machine(machine: Machine) -> dict[str, Any]:
+def _machine_facts(machine: Machine) -> dict[str, Any]:
     return {"bandwidth": machine.bandwidth, "rates": dict(machine.rates)}
 
 
-def _experts(experts: ExpertProfile) -> dict[str, Any]:
+def _expert_facts(experts: ExpertProfile) -> dict[str, Any]:
     return {
         "phase": experts.phase,
         "experts": experts.num_experts,
         "distinct_expected": experts.expected,
         "distinct": experts.measured,
-        "most": experts.most,
-        "least": experts.least,
+        "max_load": experts.max_load,
+        "min_load": experts.min_load,
         "loads": experts.loads.tolist(),
     }
 
 
-def _op(op: OpProfile, seconds: float) -> dict[str, Any]:
+def _op_facts(op: OpProfile, seconds: float) -> dict[str, Any]:
     return {
         "op": op.name,
         "calls": op.calls,

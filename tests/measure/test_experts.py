@@ -1,4 +1,4 @@
-"""What is said of the experts of a phase, and the picture of how many rows went to each."""
+"""Profiles of experts, and the picture of the rows of each expert."""
 
 from xml.etree import ElementTree
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from headrace.backend import lower_program
-from headrace.planner.expert_picture import expert_map_svg
-from headrace.planner.experts import expert_profile
-from headrace.planner.profile import decode_phase, prefill_phase
+from headrace.measure.expert_picture import expert_map_svg
+from headrace.measure.experts import expert_profile
+from headrace.measure.op_profile import decode_phase, prefill_phase
 from tests.moe import MoeModel
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -25,7 +25,7 @@ def cells(svg: str) -> list[tuple[str, str]]:
     return [(cell.attrib["fill"], cell[0].text or "") for cell in found]
 
 
-def test_measured_beside_expected() -> None:
+def test_measured_and_expected_experts() -> None:
     program = lower_program("cpu", PROGRAM, TENSORS)
     steps = [np.array([[5, 0, 0, 5], [4, 3, 2, 1]]), np.array([[1, 1, 0, 0], [0, 0, 0, 2]])]
     found = expert_profile(prefill_phase(513, 2), program, steps)
@@ -33,27 +33,30 @@ def test_measured_beside_expected() -> None:
     assert found.measured == pytest.approx((2 + 4 + 2 + 1) / 4)
     assert found.expected == pytest.approx((4 + 2) / 2)  # 512 rows go to all four, and one to two
     assert found.loads.tolist() == [[6, 1, 0, 5], [4, 3, 2, 3]]
-    assert (found.even, found.most, found.least) == (3.0, 2.0, 0.0)
+    assert (found.mean_load, found.max_load, found.min_load) == (3.0, 2.0, 0.0)
 
 
-def test_expected_of_one_step() -> None:
+def test_expected_experts_of_one_step() -> None:
     found = expert_profile(decode_phase(9, 3, 2), PROGRAM, [np.full((2, 4), 3)])
-    assert found.expected == pytest.approx(4 * (1 - 0.5**3)) and found.most == found.least == 1.0
+    assert (
+        found.expected == pytest.approx(4 * (1 - 0.5**3))
+        and found.max_load == found.min_load == 1.0
+    )
 
 
-def test_a_cell_for_each_expert() -> None:
+def test_expert_picture_has_a_cell_for_each_expert() -> None:
     svg = expert_map_svg("A & B", [[8, 4, 2], [1, 0, 9]])
     found = cells(svg)
     assert [words for _, words in found[:2]] == [
-        "layer 0, expert 0: 8 rows, 2.00 times the even share",
-        "layer 0, expert 1: 4 rows, 1.00 times the even share",
+        "layer 0, expert 0: 8 rows, 2.00 times the mean",
+        "layer 0, expert 1: 4 rows, 1.00 times the mean",
     ]
     assert len(found) == 6 and found[1][0] == "#f7f7f7"
-    assert "A &amp; B" in svg and "2 layers of 3 experts, 4.0 rows to each" in svg
-    assert "the busiest had 2.2 times as many, the least busy 0.00, and 1 had none" in svg
+    assert "A &amp; B" in svg and "2 layers of 3 experts, 4.0 rows each" in svg
+    assert "the busiest had 2.2 times the mean, the least busy 0.00; 1 had none" in svg
 
 
-def test_colours_tell_more_from_fewer_and_end_at_four_times() -> None:
+def test_expert_picture_colours_end_at_four_times_the_mean() -> None:
     """The same share has the same colour in every picture."""
     loads = [[400, 100, 800] + [100] * 5, [25, 0, 50] + [25] * 5]
     even = sum(map(sum, loads)) / 16
@@ -67,7 +70,7 @@ def test_colours_tell_more_from_fewer_and_end_at_four_times() -> None:
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(1, 1), (1, 4), (26, 256), (60, 8)])
-def test_everything_lies_on_the_page(layers: int, experts: int) -> None:
+def test_expert_picture_stays_on_the_page(layers: int, experts: int) -> None:
     root = ElementTree.fromstring(expert_map_svg("t", [[3] * experts] * layers))
     height = float(root.attrib["height"])
     for rect in root.iter(f"{SVG}rect"):

@@ -1,15 +1,14 @@
-"""The roofline as an SVG picture: what the machine was measured to do, and the ops as points
-(Williams et al. 2009).
+"""SVG picture of the roofline of a machine with the ops of a profile as points.
 
-Colour tells the op, shape the phase, area the share of the phase's time.
+Colour is the op, shape the phase, area the share of the phase's time (Williams et al. 2009).
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from headrace.measure.op_profile import OpProfile, PhaseProfile
 from headrace.planner.hardware import KINDS, Machine
-from headrace.planner.profile import OpProfile, PhaseProfile
 from headrace.planner.svg import (
     COLOURS,
     FAINT,
@@ -25,14 +24,14 @@ from headrace.planner.svg import (
 from headrace.program.op import Kind
 
 WIDTH, HEIGHT = 1000, 656
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 748, 84, 572  # of the plot; the legend is right of it
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 748, 84, 572
+"""Edges of the plot; the legend is right of it."""
 _SHAPES = ("circle", "square", "up", "diamond", "down", "pentagon", "star", "hexagon", "cross")
-_RADII = (3.5, 13.0)
-"""Least, and that of an op which takes the whole time."""
-_WORTH = 0.01
-"""Share of the least time of some phase that puts an op on the picture: below it, no roof is what
-holds the op down.
-"""
+_MIN_RADIUS = 3.5
+_MAX_RADIUS = 13.0
+"""Radius of an op that takes the whole time of its phase."""
+_MIN_FLOOR_SHARE = 0.01
+"""Minimum share of a phase's floor for an op to be drawn: below it, no roof limits the op."""
 
 _Box = tuple[float, float, float, float]
 
@@ -50,11 +49,11 @@ class _Point(NamedTuple):
 
     @property
     def radius(self) -> float:
-        return max(_RADII[0], _RADII[1] * math.sqrt(self.share))
+        return max(_MIN_RADIUS, _MAX_RADIUS * math.sqrt(self.share))
 
 
 class _Axes:
-    """Decades of operations per byte and of G operations per second, on the page."""
+    """Maps operations per byte and operations per second to the page, in logarithms."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x_range, self.y_range = _span(xs), _span(ys)
@@ -69,14 +68,15 @@ class _Axes:
 
 
 def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile]) -> str:
-    """The picture as an XML document. Ops that hardly read or compute have no place on it and are
-    named below it.
+    """Draw the profiles as an SVG document.
+
+    Ops that hardly read or compute are not drawn, and a note below the picture names them.
     """
     drawn = {
         op.name
         for p in profiles
         for op in p.ops
-        if op.bytes and op.flops and op.floor >= _WORTH * p.floor
+        if op.bytes and op.flops and op.floor >= _MIN_FLOOR_SHARE * p.floor
     }
     plotted = [(p, op) for p in profiles for op in p.ops if op.name in drawn and op.seconds]
     kinds = [kind for kind in KINDS if any(op.kind == kind for _, op in plotted)]
@@ -102,7 +102,7 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
         *(_mark(p) for p in sorted(points, key=lambda p: -p.share)),
         *_names(points, taken),
         *_legend(colours, shapes),
-        *_left_out(profiles, drawn),
+        *_not_drawn(profiles, drawn),
     ]
     return document(title, WIDTH, HEIGHT, body)
 
@@ -114,33 +114,40 @@ def _subtitle(machine: Machine) -> str:
     )
 
 
-def _left_out(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[str]:
-    """The ops without points, and the largest share of a phase that each takes."""
-    most: dict[str, float] = {}
+def _not_drawn(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[str]:
+    """A note with the ops that are not drawn, and the largest share of a phase that each takes."""
+    max_shares: dict[str, float] = {}
     for p in profiles:
         for op in p.ops:
             if op.name not in drawn:
-                most[op.name] = max(most.get(op.name, 0.0), op.seconds / p.seconds)
-    worth = [
+                max_shares[op.name] = max(max_shares.get(op.name, 0.0), op.seconds / p.seconds)
+    named = [
         f"{name} (up to {100 * share:.0f} %)"
-        for name, share in sorted(most.items(), key=lambda item: -item[1])
+        for name, share in sorted(max_shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     ]
-    if worth:
-        note = f"Not drawn, since they hardly read or compute: {', '.join(worth)} of a phase's time"
+    if named:
+        note = f"Not drawn, since they hardly read or compute: {', '.join(named)} of a phase's time"
         yield text(_LEFT, HEIGHT - 14, note, fill=FAINT, size=11)
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Decimal logarithms of a range with some air around the values."""
+    """Decimal logarithms of the range of the values, with a margin."""
     low, high = math.log10(min(values)), math.log10(max(values))
-    air = max(0.08 * (high - low), 0.15)
-    return low - air, high + air
+    margin = max(0.08 * (high - low), 0.15)
+    return low - margin, high + margin
 
 
 def _point(axes: _Axes, profile: PhaseProfile, op: OpProfile, colour: str, shape: str) -> _Point:
-    x, y = axes.x(op.flops / op.bytes), axes.y(op.flops / op.seconds)
-    return _Point(op, profile.phase.name, op.seconds / profile.seconds, x, y, colour, shape)
+    return _Point(
+        op=op,
+        phase=profile.phase.name,
+        share=op.seconds / profile.seconds,
+        x=axes.x(op.flops / op.bytes),
+        y=axes.y(op.flops / op.seconds),
+        colour=colour,
+        shape=shape,
+    )
 
 
 def _frame(axes: _Axes) -> Iterator[str]:
@@ -165,7 +172,7 @@ def _frame(axes: _Axes) -> Iterator[str]:
 
 
 def _ticks(span: tuple[float, float], unit: float = 1.0) -> list[float]:
-    """1, 10, 100, ... of the unit; with 2 and 5 between them where the range is short."""
+    """1, 10, 100, ... times the unit; also 2 and 5, ... if the range is short."""
     steps = (1,) if span[1] - span[0] > 3.6 else (1, 2, 5)
     decades = range(
         math.floor(span[0] - math.log10(unit)), math.ceil(span[1] - math.log10(unit)) + 1
@@ -179,10 +186,9 @@ def _number(value: float) -> str:
 
 
 def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box]) -> Iterator[str]:
-    """A ceiling for each kind of number, from where memory no longer holds it down, and the slope
-    of memory below them.
+    """Draw the slope of memory, and for each kind of number a ceiling from its ridge on.
 
-    Adds the places of its labels to `taken`.
+    Adds the boxes of its labels to `taken`.
     """
     right, left = 10 ** axes.x_range[1], 10 ** axes.x_range[0]
     top = max((machine.rates[kind] for kind in kinds), default=10 ** axes.y_range[1])
@@ -196,19 +202,20 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
         y = axes.y(machine.rates[kind])
         yield line([(axes.x(machine.ridge(kind)), y), (axes.x(right), y)], INK, 2)
         label = f"{kind} {machine.rates[kind] / 1e9:,.0f} G op/s"
-        wide = 6.3 * len(label)
-        free = range(int(axes.x(right) - 4), int(axes.x(machine.ridge(kind)) + wide), -12)
-        boxes = [(end - wide, y - 19, float(end), y - 2) for end in free] or [
-            (_RIGHT - wide, y - 19, _RIGHT, y - 2)
+        width = 6.3 * len(label)
+        ends = range(int(axes.x(right) - 4), int(axes.x(machine.ridge(kind)) + width), -12)
+        boxes = [(end - width, y - 19, float(end), y - 2) for end in ends] or [
+            (_RIGHT - width, y - 19, _RIGHT, y - 2)
         ]
-        box = min(boxes, key=lambda box: _crowd(box, taken))
+        box = min(boxes, key=lambda box: _overlap(box, taken))
         taken.append(box)
         yield from haloed(box[0], y - 7, label, INK)
     (x0, y0), (x1, y1) = slope
     angle = math.degrees(math.atan2(y1 - y0, x1 - x0))
     along = [(x0 + t / 40 * (x1 - x0), y0 + t / 40 * (y1 - y0)) for t in range(41)]
     taken += [(x - 2, y - 2, x + 2, y + 2) for x, y in along]
-    taken += [(x - 20, y - 20, x, y) for x, y in along[14:31]]  # the label, above the line
+    # The label of the slope lies above the line.
+    taken += [(x - 20, y - 20, x, y) for x, y in along[14:31]]
     x, y = along[22]
     yield from haloed(
         x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", INK, anchor="middle", turn=angle
@@ -218,24 +225,24 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
 def _paths(points: Sequence[_Point]) -> Iterator[str]:
     """A faint line through the points of each op, from few operations per byte to many."""
     for name in dict.fromkeys(p.op.name for p in points):
-        own = sorted((p for p in points if p.op.name == name), key=lambda p: (p.x, -p.y))
-        if len(own) > 1:
-            yield line([(p.x, p.y) for p in own], own[0].colour, 1.2, opacity=0.35)
+        path = sorted((p for p in points if p.op.name == name), key=lambda p: (p.x, -p.y))
+        if len(path) > 1:
+            yield line([(p.x, p.y) for p in path], path[0].colour, 1.2, opacity=0.35)
 
 
 def _mark(p: _Point) -> str:
-    what = f"{p.op.name}, {p.phase}: {p.share:.0%} of the time; bound by {p.op.bound}"
+    label = f"{p.op.name}, {p.phase}: {p.share:.0%} of the time; bound by {p.op.bound}"
     style = f'fill="{p.colour}" fill-opacity="0.82" stroke="#ffffff" stroke-width="0.9"'
     return (
         '<g class="point" '
-        f"{style}><title>{plain(what)}</title>{_shape(p.shape, p.x, p.y, p.radius)}</g>"
+        f"{style}><title>{plain(label)}</title>{_shape(p.shape, p.x, p.y, p.radius)}</g>"
     )
 
 
 def _shape(shape: str, x: float, y: float, r: float) -> str:
     if shape == "circle":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"/>'
-    corners = {
+    corners = {  # (angle in degrees, distance from the centre in radii)
         "square": [(a, 0.89) for a in (45, 135, 225, 315)],
         "diamond": [(a, 1.25) for a in (0, 90, 180, 270)],
         "up": [(a, 1.3) for a in (90, 210, 330)],
@@ -247,15 +254,15 @@ def _shape(shape: str, x: float, y: float, r: float) -> str:
             (a + d, s) for a in (0, 90, 180, 270) for d, s in ((-18, 1.3), (18, 1.3), (45, 0.57))
         ],
     }[shape]
-    at = (
+    points = (
         (x + s * r * math.cos(math.radians(a)), y - s * r * math.sin(math.radians(a)))
         for a, s in corners
     )
-    return f'<polygon points="{pairs(at)}"/>'
+    return f'<polygon points="{pairs(points)}"/>'
 
 
 def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
-    """The name of each op beside the point of it that has most room."""
+    """Write the name of each op next to the point with the least overlap."""
     for name in dict.fromkeys(p.op.name for p in sorted(points, key=lambda p: -p.share)):
         width, height = 6.6 * len(name) + 4, 13.0
         places = [
@@ -263,7 +270,7 @@ def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
             for p in points
             if p.op.name == name
             for bias, x, y in _places(p, width, height)
-            for cost in [_crowd((x, y, x + width, y + height), taken)]
+            for cost in [_overlap((x, y, x + width, y + height), taken)]
             if x >= _LEFT + 2 and x + width <= _RIGHT and y >= _TOP and y + height <= _BOTTOM
         ]
         if places:
@@ -273,9 +280,7 @@ def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
 
 
 def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, float, float]]:
-    """Corners of a label right of, left of, below and above a point, each with what speaks against
-    it.
-    """
+    """Positions of a label right, left, below and above a point, each with a small penalty."""
     gap = 1.2 * p.radius + 3
     yield 0.0, p.x + gap, p.y - height / 2
     yield 0.5, p.x - gap - width, p.y - height / 2
@@ -283,13 +288,13 @@ def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, flo
     yield 1.5, p.x - width / 2, p.y - gap - height
 
 
-def _crowd(box: _Box, taken: Iterable[_Box]) -> float:
-    """The area of a box that is taken already."""
+def _overlap(box: _Box, taken: Iterable[_Box]) -> float:
+    """Area that a box has in common with the boxes in `taken`."""
     overlaps = (
         (min(box[2], b[2]) - max(box[0], b[0]), min(box[3], b[3]) - max(box[1], b[1]))
         for b in taken
     )
-    return sum(wide * high for wide, high in overlaps if wide > 0 and high > 0)
+    return sum(width * height for width, height in overlaps if width > 0 and height > 0)
 
 
 def _legend(colours: dict[str, str], shapes: dict[str, str]) -> Iterator[str]:
@@ -308,9 +313,9 @@ def _legend(colours: dict[str, str], shapes: dict[str, str]) -> Iterator[str]:
     y += 38
     yield text(x, y, "Share of the phase's time", weight="bold")
     y += 24
-    at = x + 3.0
+    left = x + 3.0
     for share in (0.05, 0.2, 0.5):
-        r = _RADII[1] * math.sqrt(share)
-        yield f'<circle cx="{at + r:.1f}" cy="{y - 4}" r="{r:.1f}" fill="{FAINT}"/>'
-        yield text(at + 2 * r + 5, y, f"{100 * share:.0f} %")
-        at += 2 * r + 46
+        r = _MAX_RADIUS * math.sqrt(share)
+        yield f'<circle cx="{left + r:.1f}" cy="{y - 4}" r="{r:.1f}" fill="{FAINT}"/>'
+        yield text(left + 2 * r + 5, y, f"{100 * share:.0f} %")
+        left += 2 * r + 46

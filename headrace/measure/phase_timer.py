@@ -1,4 +1,4 @@
-"""Runs the phases of a profile on a model and takes the time of every step."""
+"""Runs the phases of a profile on a compiled model and takes the time of every step."""
 
 import time
 
@@ -11,70 +11,76 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.loader.drafts import target_program
 from headrace.loader.ranks import compile_ranks
+from headrace.measure.op_profile import Phase
 from headrace.model import trace_model
 from headrace.parallel.config import mesh_of, threads_per_rank
-from headrace.planner.profile import Phase
 from headrace.planner.roofline import PREFILL_CHUNK
 from headrace.program.op import StepSize
 
-_SECONDS = 0.3
-"""Of a turn: a phase goes on for so long, and its last round is always a whole one."""
+_MIN_SECONDS = 0.3
+"""Minimum seconds of a turn; its last round always completes."""
 
 
 def num_blocks(phase: Phase, block_size: int) -> int:
-    """KV blocks of so many tokens that a phase needs."""
+    """KV blocks of `block_size` tokens that a phase needs."""
     return phase.seqs * -(-phase.length // block_size)
 
 
-class Stopwatch:
-    """A compiled model whose KV is written to the last of `blocks` blocks in each group: a page
-    never written costs nothing to read.
+class PhaseTimer:
+    """A compiled model with `blocks` KV blocks in each group, all of them written.
 
-    Of several ranks the first is timed.
+    Reading a page that was never written costs nothing, so the times would be too short. With
+    several ranks the first rank is timed.
     """
 
     def __init__(
         self, model: str, checkpoint: Checkpoint, config: EngineConfig, blocks: int
     ) -> None:
         program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), mesh_of(config)
-        self._num_groups, self._block_size = len(program.kv_groups), config.traits.kv_block_size
-        kv, threads = (
-            KvConfig((blocks,) * self._num_groups, self._block_size, config.kv_dtype),
-            threads_per_rank(config, mesh),
+        threads = threads_per_rank(config, mesh)
+        self._num_groups = len(program.kv_groups)
+        self._block_size = config.traits.kv_block_size
+        self._vocab_size = checkpoint.spec.vocab_size
+        kv = KvConfig(
+            num_blocks=(blocks,) * self._num_groups,
+            block_size=self._block_size,
+            dtype=config.kv_dtype,
         )
+
         self.executable: Executable
         if mesh.ranks > 1:
-            ranks = compile_ranks(
-                model, config, mesh, checkpoint, target_program(config, checkpoint), kv
-            )
+            program = target_program(config, checkpoint)
+            ranks = compile_ranks(model, config, mesh, checkpoint, program, kv)
             ranks.connect()
             self.executable = ranks
         else:
             self.executable = compile_program(
                 config.backend, program, checkpoint.tensors, kv, threads, config.activations
             )
-        self._vocab = checkpoint.spec.vocab_size
+        self._write_kv(blocks)
+
+    def _write_kv(self, blocks: int) -> None:
+        """Write the KV of one prefill chunk, and copy it to all other slots."""
         slots = np.arange(blocks * self._block_size, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))
         self.executable.launch(self._batch(StepSize(((0, filled),), 1, 0))).wait()
         for group in range(self._num_groups):
             self.executable.move_slots(group, slots[filled:] % filled, slots[filled:])
 
-    def turn(self, phase: Phase) -> list[list[StepTimes]]:
-        """The times of all steps of the phase, once or several times over. What a round writes to
-        the KV is the same each time.
+    def time_phase(self, phase: Phase) -> list[list[StepTimes]]:
+        """Times of all steps of the phase, in one or several rounds.
+
+        Every round writes the same KV.
         """
-        batches = [self._batch(step) for step in phase.steps]
-        end = time.monotonic() + _SECONDS
+        batches = [self._batch(load) for load in phase.steps]
+        end = time.monotonic() + _MIN_SECONDS
         rounds = [[self.executable.profile(batch) for batch in batches]]
         while time.monotonic() < end:
             rounds.append([self.executable.profile(batch) for batch in batches])
         return rounds
 
     def expert_rows(self, phase: Phase) -> list[NDArray[np.int64]]:
-        """The rows that go to each expert in each step of the phase, [ops over experts,
-        experts].
-        """
+        """Rows of each expert in each step of the phase, [ops over experts, experts]."""
         steps = []
         for batch in map(self._batch, phase.steps):
             before = self.executable.expert_loads()
@@ -85,27 +91,24 @@ class Stopwatch:
     def close(self) -> None:
         self.executable.close()
 
-    def _batch(self, step: StepSize) -> RaggedBatch:
-        """A step of this load: sequence after sequence, each with blocks of its own in order, and
-        logits for its last row.
-        """
-        context, rows = np.array(step.seqs, np.int32).T.copy()
+    def _batch(self, load: StepSize) -> RaggedBatch:
+        """A step of this load: each sequence has its own blocks, and logits for its last row."""
+        context, rows = np.array(load.seqs, np.int32).T.copy()
         ends = np.cumsum(rows, dtype=np.int32)
         seq = np.repeat(np.arange(len(rows), dtype=np.int32), rows)
         row = np.arange(ends[-1], dtype=np.int32)
         positions = row - (ends - rows)[seq] + context[seq]
+
         blocks = -(-int((context + rows).max()) // self._block_size)
-        slots, block_table = (
-            seq * (blocks * self._block_size) + positions,
-            np.arange(len(rows) * blocks, dtype=np.int32),
-        )
+        slots = seq * (blocks * self._block_size) + positions
+        block_table = np.arange(len(rows) * blocks, dtype=np.int32).reshape(len(rows), blocks)
         return RaggedBatch(
-            tokens=row * 37 % self._vocab,
+            tokens=row * 37 % self._vocab_size,
             positions=positions,
             row_start=np.concatenate([[0], ends]).astype(np.int32),
             context_len=context,
             scheduled_len=rows,
-            kv=(KvRows(slots, block_table.reshape(len(rows), blocks)),) * self._num_groups,
+            kv=(KvRows(slots, block_table),) * self._num_groups,
             ancestors=None,
             logit_rows=ends - 1,
             seq_of=np.arange(len(rows), dtype=np.int32),

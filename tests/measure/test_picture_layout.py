@@ -1,5 +1,5 @@
-"""What a reader of the pictures would see go wrong: words over words or off the page, cells out of
-place, a point off its size.
+"""Layout of the pictures: text neither overlaps nor leaves the page, and cells and points have
+their places and sizes.
 """
 
 import itertools
@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from headrace.measure.op_profile import OpProfile, PhaseProfile, decode_phase, prefill_phase
+from headrace.measure.roofline_picture import roofline_svg
 from headrace.planner.block_picture import block_map_svg
 from headrace.planner.hardware import Machine
-from headrace.planner.picture import roofline_svg
-from headrace.planner.profile import OpProfile, PhaseProfile, decode_phase, prefill_phase
 from headrace.planner.svg import COLOURS
 from headrace.stats import BlockMap, GroupMap, Holding
 
@@ -213,20 +213,26 @@ def profile(name: str, seconds: float, *ops: tuple[str, float, float]) -> PhaseP
     """Ops of so many seconds and operations for each of a million bytes."""
     made = [
         OpProfile(
-            op,
-            1,
-            took,
-            10**6,
-            int(intensity * 10**6),
-            "int8",
-            10**6 / 40e9,
-            intensity * 10**6 / 800e9,
-            2.5e-5,
+            name=op,
+            calls=1,
+            seconds=op_seconds,
+            bytes=10**6,
+            flops=int(intensity * 10**6),
+            kind="int8",
+            memory_seconds=10**6 / 40e9,
+            arithmetic_seconds=intensity * 10**6 / 800e9,
+            floor=2.5e-5,
         )
-        for op, took, intensity in ops
+        for op, op_seconds, intensity in ops
     ]
     phase = prefill_phase(512, 2) if name == "prefill" else decode_phase(int(name), 1, 2)
-    return PhaseProfile(phase, tuple(made), (seconds,), seconds - sum(op.seconds for op in made), 1)
+    return PhaseProfile(
+        phase=phase,
+        ops=tuple(made),
+        walls=(seconds,),
+        outside=seconds - sum(op.seconds for op in made),
+        barriers=1,
+    )
 
 
 def points(root: ElementTree.Element) -> list[ElementTree.Element]:

@@ -1,6 +1,4 @@
-"""The accounts of a profile and its picture, on ops whose cost is known and on a tiny model that
-really runs.
-"""
+"""Op profiles and the roofline picture: on ops of known cost, and on a tiny model that runs."""
 
 import math
 from dataclasses import replace
@@ -13,20 +11,20 @@ from headrace.backend import lower_program
 from headrace.batch import StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig
-from headrace.measure.stopwatch import Stopwatch, num_blocks
+from headrace.measure.op_profile import (
+    OpProfile,
+    PhaseProfile,
+    account_phase,
+    decode_phase,
+    median_machine,
+    phases,
+    prefill_phase,
+)
+from headrace.measure.phase_timer import PhaseTimer, num_blocks
+from headrace.measure.roofline_picture import roofline_svg
 from headrace.model import trace_model
 from headrace.planner import roofline
 from headrace.planner.hardware import Machine
-from headrace.planner.picture import roofline_svg
-from headrace.planner.profile import (
-    OpProfile,
-    PhaseProfile,
-    account,
-    decode_phase,
-    phases,
-    prefill_phase,
-    typical,
-)
 from headrace.program.op import Op, StepSize
 from headrace.program.trace import Program
 from tests.tiny import tiny_model
@@ -44,7 +42,17 @@ def times(program: Program, seconds: float, **others: float) -> StepTimes:
 
 
 def op_profile(**fields: float) -> OpProfile:
-    plain = OpProfile("linear", 1, 1.0, 36_000_000, 1000, "int8", 0.001, 1e-9, 0.001)
+    plain = OpProfile(
+        name="linear",
+        calls=1,
+        seconds=1.0,
+        bytes=36_000_000,
+        flops=1000,
+        kind="int8",
+        memory_seconds=0.001,
+        arithmetic_seconds=1e-9,
+        floor=0.001,
+    )
     return replace(plain, **fields)
 
 
@@ -68,18 +76,18 @@ class TestPhases:
         assert list(phase.steps) == [
             StepSize((chunk,), 1, 2) for chunk in ((0, 512), (512, 512), (1024, 6))
         ]
-        measured = account(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 3])
+        measured = account_phase(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 3])
         assert measured.limit == pytest.approx(roofline.prefill_limit(PROGRAM, HERE, 1030, 2))
 
     def test_the_limit_of_decode_is_that_of_the_planner(self) -> None:
-        measured = account(decode_phase(100, 4, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])
+        measured = account_phase(decode_phase(100, 4, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])
         assert measured.limit == pytest.approx(roofline.decode_limit(PROGRAM, HERE, 100, 2, seqs=4))
 
 
 class TestAccount:
     def test_bytes_and_operations_are_those_of_the_ops(self) -> None:
         phase = prefill_phase(700, 2)
-        measured = account(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 2])
+        measured = account_phase(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)] * 2])
         assert {op.name for op in measured.ops} == {op.name for op in PROGRAM.ops}
         for op in measured.ops:
             calls = [
@@ -103,12 +111,12 @@ class TestAccount:
             program = replace(
                 most, ops=[*most.ops, next(op for op in fewest.ops if op.name == "linear")]
             )
-            measured = account(decode_phase(8, 1, 2), program, HERE, [[times(program, 1.0)]])
+            measured = account_phase(decode_phase(8, 1, 2), program, HERE, [[times(program, 1.0)]])
             assert [op.kind for op in measured.ops if op.name == "linear"] == [kind]
 
     def test_every_figure_is_a_median_and_a_phase_the_sum_of_its_steps(self) -> None:
         rounds = [[times(PROGRAM, seconds)] * 2 for seconds in (1.0, 2.0, 9.0)]
-        measured = account(prefill_phase(700, 2), PROGRAM, HERE, rounds)
+        measured = account_phase(prefill_phase(700, 2), PROGRAM, HERE, rounds)
         assert all(op.seconds == 4.0 for op in measured.ops)
         assert (
             measured.wall
@@ -119,7 +127,7 @@ class TestAccount:
         assert measured.barriers == 14 and len(measured.walls) == 3
 
     def test_an_op_that_the_program_does_not_name_has_time_and_no_cost(self) -> None:
-        measured = account(
+        measured = account_phase(
             decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0, mystery=5.0)]]
         )
         (mystery,) = [op for op in measured.ops if op.name == "mystery"]
@@ -135,7 +143,7 @@ class TestAccount:
     def test_an_op_without_a_time_of_its_own_keeps_its_cost(self) -> None:
         step = times(PROGRAM, 1.0)
         del step.ops["norm"], step.ops["gather_rows"]
-        measured = account(decode_phase(8, 1, 2), PROGRAM, HERE, [[step]])
+        measured = account_phase(decode_phase(8, 1, 2), PROGRAM, HERE, [[step]])
         (norm,) = [op for op in measured.ops if op.name == "norm"]
         assert (
             norm.seconds == 0
@@ -170,7 +178,7 @@ class TestAccount:
     def test_the_machine_is_the_median_of_its_measurements(self) -> None:
         slower = Machine("Zen 4", "avx512", 2, 20e9, {"int8": 950e9, "bf16": 470e9, "f32": 200e9})
         other = Machine("Zen 4", "avx512", 2, 10e9, {"int8": 960e9, "bf16": 470e9, "f32": 235e9})
-        assert typical([HERE, slower, other]) == replace(
+        assert median_machine([HERE, slower, other]) == replace(
             slower, rates=dict(slower.rates) | {"f32": 235e9}
         )
 
@@ -180,7 +188,7 @@ def test_a_model_that_runs(kv_dtype: str) -> None:
     """Prefill over several chunks and batches of all sizes, on the cpu backend."""
     asked = phases((100, 600), (0, 5, 600), (1, 3), 2 if kv_dtype == "bf16" else 4)
     checkpoint = Checkpoint(Path("tiny"), SPEC, TENSORS, None, Path("tiny"))
-    stopwatch = Stopwatch(
+    timer = PhaseTimer(
         "tiny",
         checkpoint,
         EngineConfig(backend="cpu", threads=2, kv_dtype=kv_dtype),
@@ -188,10 +196,10 @@ def test_a_model_that_runs(kv_dtype: str) -> None:
     )
     try:
         for phase in asked:
-            rounds = stopwatch.turn(phase)
+            rounds = timer.time_phase(phase)
             assert all(len(steps) == len(phase.steps) for steps in rounds)
             assert all(sum(step.ops.values()) <= step.wall for steps in rounds for step in steps)
-            measured = account(phase, stopwatch.executable.program, HERE, rounds)
+            measured = account_phase(phase, timer.executable.program, HERE, rounds)
             assert min(measured.walls) <= measured.wall <= max(measured.walls)
             assert measured.seconds == pytest.approx(
                 sum(op.seconds for op in measured.ops) + measured.outside
@@ -200,7 +208,7 @@ def test_a_model_that_runs(kv_dtype: str) -> None:
             assert sum(op.bytes for op in measured.ops) == sum(op.bytes(size) for op, size in own)
             assert sum(op.flops for op in measured.ops) == sum(op.flops(size) for op, size in own)
     finally:
-        stopwatch.close()
+        timer.close()
 
 
 class TestOpNames:
@@ -210,7 +218,7 @@ class TestOpNames:
         assert len(names) == len(set(names))
 
 
-class TestPicture:
+class TestRooflinePicture:
     def draw(self, profiles: list[PhaseProfile], title: str = "tiny") -> ElementTree.Element:
         return ElementTree.fromstring(roofline_svg(title, HERE, profiles))
 
@@ -224,7 +232,7 @@ class TestPicture:
 
     def test_a_point_for_each_op_and_phase(self) -> None:
         profiles = [
-            account(p, PROGRAM, HERE, [[times(PROGRAM, 1e-4)]])
+            account_phase(p, PROGRAM, HERE, [[times(PROGRAM, 1e-4)]])
             for p in phases((64,), (8, 600), (1, 4, 16), 2)
         ]
         points = [point.partition(":")[0] for point in self.points(self.draw(profiles))]
@@ -234,15 +242,21 @@ class TestPicture:
 
     def test_the_picture_has_its_own_background(self) -> None:
         rect = self.draw(
-            [account(decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])]
+            [account_phase(decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])]
         ).find(f"{SVG}rect")
         assert rect.get("fill") == "#ffffff" and rect.get("width") == "1000"
 
     def test_ceilings_only_of_the_kinds_that_are_used(self) -> None:
         phase = decode_phase(8, 1, 2)
-        ops = account(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)]]).ops
+        ops = account_phase(phase, PROGRAM, HERE, [[times(PROGRAM, 1.0)]]).ops
         for names, used in (({"linear"}, {"int8"}), ({"linear", "attention"}, {"int8", "bf16"})):
-            drawn = PhaseProfile(phase, tuple(op for op in ops if op.name in names), (1.0,), 0.0, 0)
+            drawn = PhaseProfile(
+                phase=phase,
+                ops=tuple(op for op in ops if op.name in names),
+                walls=(1.0,),
+                outside=0.0,
+                barriers=0,
+            )
             texts = [text.text for text in self.draw([drawn]).iter(f"{SVG}text")]
             assert {
                 kind for kind in HERE.rates if any(text.startswith(f"{kind} ") for text in texts)
@@ -253,17 +267,20 @@ class TestPicture:
             num_bytes, flops = 10**9, int(intensity * 10**9)
             seconds = max(num_bytes / HERE.bandwidth, flops / HERE.rates["int8"])
             op = OpProfile(
-                "linear",
-                1,
-                seconds,
-                num_bytes,
-                flops,
-                "int8",
-                num_bytes / HERE.bandwidth,
-                flops / HERE.rates["int8"],
-                seconds,
+                name="linear",
+                calls=1,
+                seconds=seconds,
+                bytes=num_bytes,
+                flops=flops,
+                kind="int8",
+                memory_seconds=num_bytes / HERE.bandwidth,
+                arithmetic_seconds=flops / HERE.rates["int8"],
+                floor=seconds,
             )
-            root = self.draw([PhaseProfile(decode_phase(8, 1, 2), (op,), (seconds,), 0.0, 0)])
+            profile = PhaseProfile(
+                phase=decode_phase(8, 1, 2), ops=(op,), walls=(seconds,), outside=0.0, barriers=0
+            )
+            root = self.draw([profile])
             (circle,) = [
                 group.find(f"{SVG}circle")
                 for group in root.iter(f"{SVG}g")
@@ -275,7 +292,7 @@ class TestPicture:
 
     def test_ops_without_a_roof_are_named_below(self) -> None:
         step = times(PROGRAM, 1.0, mystery=5.0)
-        root = self.draw([account(decode_phase(8, 1, 2), PROGRAM, HERE, [[step]])])
+        root = self.draw([account_phase(decode_phase(8, 1, 2), PROGRAM, HERE, [[step]])])
         assert not any("mystery" in point for point in self.points(root))
         (note,) = [
             text.text for text in root.iter(f"{SVG}text") if text.text.startswith("Not drawn")
@@ -283,7 +300,7 @@ class TestPicture:
         assert "mystery (up to" in note
 
     def test_a_hostile_name_stays_text(self) -> None:
-        profiles = [account(decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])]
+        profiles = [account_phase(decode_phase(8, 1, 2), PROGRAM, HERE, [[times(PROGRAM, 1.0)]])]
         root = self.draw(profiles, 'a</text><script>&"\x00\x1b[2J')
         assert not list(root.iter(f"{SVG}script"))
         assert any(
@@ -292,11 +309,13 @@ class TestPicture:
 
     def test_nothing_to_draw_is_still_a_picture(self) -> None:
         step = StepTimes(1.0, {"mystery": 1.0}, 0)
-        assert not self.points(self.draw([account(decode_phase(8, 1, 2), PROGRAM, HERE, [[step]])]))
+        assert not self.points(
+            self.draw([account_phase(decode_phase(8, 1, 2), PROGRAM, HERE, [[step]])])
+        )
 
     def test_more_phases_and_ops_than_shapes_and_colours(self) -> None:
         many = phases((16, 32), tuple(range(1, 9)), tuple(range(1, 9)), 2)
-        root = self.draw([account(p, PROGRAM, HERE, [[times(PROGRAM, 1e-4)]]) for p in many])
+        root = self.draw([account_phase(p, PROGRAM, HERE, [[times(PROGRAM, 1e-4)]]) for p in many])
         assert len({point.partition(":")[0] for point in self.points(root)}) >= 5 * len(many)
 
 

@@ -1,19 +1,39 @@
-"""What of a profile goes to JSON: raw numbers, and the shares that follow from them."""
+"""The JSON of a profile: raw numbers, and the shares that follow from them."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from headrace.planner.experts import ExpertProfile
+from headrace.measure.experts import ExpertProfile
+from headrace.measure.op_profile import OpProfile, PhaseProfile, decode_phase
+from headrace.measure.profile_report import ProfileReport
 from headrace.planner.hardware import Machine
-from headrace.planner.profile import OpProfile, PhaseProfile, decode_phase
-from headrace.planner.report import Report
 from tests.tiny import tiny_model
 
 MACHINE = Machine("Zen 4", "avx512", 2, 40e9, {"int8": 800e9, "bf16": 400e9, "f32": 200e9})
 BUSY = Machine("Zen 4", "avx512", 2, 30e9, {"int8": 700e9, "bf16": 400e9, "f32": 200e9})
-LINEAR = OpProfile("linear", 8, 0.004, 80_000_000, 800_000_000, "int8", 0.002, 0.001, 0.0025)
-UNTIMED = OpProfile("norm", 4, 0.0, 1000, 2000, "f32", 1e-6, 1e-6, 0.0015)
+LINEAR = OpProfile(
+    name="linear",
+    calls=8,
+    seconds=0.004,
+    bytes=80_000_000,
+    flops=800_000_000,
+    kind="int8",
+    memory_seconds=0.002,
+    arithmetic_seconds=0.001,
+    floor=0.0025,
+)
+UNTIMED = OpProfile(
+    name="norm",
+    calls=4,
+    seconds=0.0,
+    bytes=1000,
+    flops=2000,
+    kind="f32",
+    memory_seconds=1e-6,
+    arithmetic_seconds=1e-6,
+    floor=0.0015,
+)
 LINEAR_FACTS = {
     "op": "linear",
     "calls": 8,
@@ -47,61 +67,31 @@ UNTIMED_FACTS = {
     "bound": "unknown",
 }
 
-LINEAR_FACTS = {
-    "op": "linear",
-    "calls": 8,
-    "seconds": 0.004,
-    "share": 0.8,
-    "bytes": 80_000_000,
-    "bytes_per_second": 20e9,
-    "share_of_bandwidth": 0.5,
-    "operations": 800_000_000,
-    "operations_per_second": 200e9,
-    "kind": "int8",
-    "share_of_rate": 0.25,
-    "floor": 0.0025,
-    "link_bytes": 0,
-    "bound": "memory",
-}
-UNTIMED_FACTS = {
-    "op": "norm",
-    "calls": 4,
-    "seconds": 0.0,
-    "share": 0.0,
-    "bytes": 1000,
-    "bytes_per_second": 0.0,
-    "share_of_bandwidth": 0.0,
-    "operations": 2000,
-    "operations_per_second": 0.0,
-    "kind": "f32",
-    "share_of_rate": 0.0,
-    "floor": 0.0015,
-    "link_bytes": 0,
-    "bound": "unknown",
-}
 
-
-def test_the_facts_of_a_report() -> None:
+def test_profile_report_as_json() -> None:
     """Two steps of four sequences, three times: 5 ms at the median, of which the ops take 4; they
     could not take less than 4.
     """
     once = decode_phase(100, 4, 2)
     profile = PhaseProfile(
-        replace(once, steps=once.steps * 2), (LINEAR, UNTIMED), (0.005, 0.004, 0.008), 0.001, 12
+        phase=replace(once, steps=once.steps * 2),
+        ops=(LINEAR, UNTIMED),
+        walls=(0.005, 0.004, 0.008),
+        outside=0.001,
+        barriers=12,
     )
-    spec, routing = (
-        tiny_model(0, layers=3)[0],
-        ExpertProfile("decode", 2, np.array([[1, 3]]), 1.5, 2.0),
+    routing = ExpertProfile(
+        phase="decode", num_experts=2, loads=np.array([[1, 3]]), expected=1.5, measured=2.0
     )
-    report = Report(
-        "org/model",
-        spec,
-        "int8",
-        [MACHINE, BUSY],
-        MACHINE,
-        [profile],
-        {"prefill 9": "too long"},
-        [routing],
+    report = ProfileReport(
+        model="org/model",
+        spec=tiny_model(0, layers=3)[0],
+        kv_dtype="int8",
+        machines=[MACHINE, BUSY],
+        machine=MACHINE,
+        profiles=[profile],
+        skipped={"prefill 9": "too long"},
+        experts=[routing],
     )
     assert report.expert_loads() == [[1, 3]]
     assert report.title == "tiny-0 on Zen 4, 2 threads"
@@ -126,8 +116,8 @@ def test_the_facts_of_a_report() -> None:
         "experts": 2,
         "distinct_expected": 1.5,
         "distinct": 2.0,
-        "most": 1.5,
-        "least": 0.5,
+        "max_load": 1.5,
+        "min_load": 0.5,
         "loads": [[1, 3]],
     }
     assert report.facts() == {

@@ -1,0 +1,442 @@
+"""Latency and throughput of a model under synthetic load, next to the limits of the roofline.
+
+Prompts are random tokens and decoding is greedy. Every prompt is new, so the prefix cache never
+helps. The limits follow from a measurement of the machine at the start of the benchmark.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from statistics import median
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backend import lower_program
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.source import resolve
+from headrace.config import OFFLINE, EngineConfig
+from headrace.errors import RequestError
+from headrace.loader.backend_choice import with_backend
+from headrace.loader.load import load_model
+from headrace.loader.options import engine_config
+from headrace.measure.options import EngineOptions
+from headrace.measure.progress import ProgressCallback, ignore_progress
+from headrace.model import trace_model
+from headrace.planner import hardware, host, roofline
+from headrace.planner.hardware import Machine
+from headrace.program.kv import number_bytes
+from headrace.program.op import StepSize
+from headrace.record import frozen
+from headrace.request import SamplingParams
+
+
+@frozen(kw_only=True)
+class BenchSetup:
+    """The model, the engine and the machine of a benchmark."""
+
+    model: str
+    name: str
+    file_bytes: int
+    parameters: int
+    version: str
+    """Version of Headrace."""
+    date: str
+    """UTC time of the start, in ISO 8601."""
+    backend: str
+    isa: str
+    """Instruction set of the kernels."""
+    machine: Machine
+    kv_dtype: str
+
+    def facts(self) -> dict[str, Any]:
+        """The setup as JSON; bandwidth is bytes/s, rates are operations/s."""
+        facts = {name: value for name, value in vars(self).items() if name != "machine"}
+        return facts | {
+            "cpu": self.machine.cpu,
+            "threads": self.machine.threads,
+            "bandwidth": self.machine.bandwidth,
+            "rates": dict(self.machine.rates),
+        }
+
+
+@frozen(kw_only=True)
+class LatencyRow:
+    """Speed of one request: of its prompt (`pp`), or of the tokens that it generates (`tg`)."""
+
+    setup: BenchSetup
+    test: str
+    """`pp` or `tg`, and the number of timed tokens."""
+    depth: int
+    """Tokens of context before the timed tokens."""
+    tokens_per_second: float
+    """Median over the runs."""
+    tokens_per_second_min: float
+    tokens_per_second_max: float
+    ms_per_token: float
+    first_token: float
+    """Median seconds from the request to its first token."""
+    limit: float
+    """Maximum tokens/s by the roofline."""
+    share_of_limit: float
+    peak_memory: int
+    """Bytes of the process at their peak."""
+    samples: dict[str, Any]
+    """Seconds of each run, by what was timed."""
+
+    def facts(self) -> dict[str, Any]:
+        """The row as JSON, with its setup."""
+        return {"kind": "latency"} | _row_facts(self)
+
+
+@frozen(kw_only=True)
+class ThroughputRow:
+    """Output speed and latencies of requests that are submitted at the same time."""
+
+    setup: BenchSetup
+    test: str
+    concurrency: int
+    """Number of requests."""
+    prompt_tokens: int
+    """Length of each prompt."""
+    output_tokens: int
+    """Length of each output."""
+    tokens_per_second: float
+    """Output tokens of all requests, over the time until the last of them."""
+    first_token: float | None
+    """Median seconds from the request to its first token."""
+    first_token_p95: float | None
+    between_tokens: float | None
+    """Median seconds between two tokens; None if each output is one token."""
+    between_tokens_p95: float | None
+    limit: float
+    """Maximum tokens/s by the roofline."""
+    share_of_limit: float
+    peak_memory: int
+    """Bytes of the process at their peak."""
+    samples: dict[str, Any]
+    """Seconds of the run, of each first token, and between all tokens."""
+
+    def facts(self) -> dict[str, Any]:
+        """The row as JSON, with its setup."""
+        return {"kind": "throughput"} | _row_facts(self)
+
+
+def _row_facts(row: LatencyRow | ThroughputRow) -> dict[str, Any]:
+    figures = {name: value for name, value in vars(row).items() if name != "setup"}
+    return row.setup.facts() | figures
+
+
+def bench_latency(
+    model: str,
+    *,
+    prompt_tokens: Sequence[int] = (512, 2048),
+    output_tokens: Sequence[int] = (128,),
+    depths: Sequence[int] = (0, 2048),
+    repetitions: int = 5,
+    on_progress: ProgressCallback = ignore_progress,
+    **options: Unpack[EngineOptions],
+) -> Iterator[LatencyRow]:
+    """Measure prompt and decode speed of one request, at each depth of context.
+
+    Args:
+        model: a model, named as for `LLM`.
+        prompt_tokens: numbers of prompt tokens to time, after a prompt of each depth; 0: none.
+        output_tokens: numbers of output tokens to time, after the first one; 0: none.
+        depths: tokens of context before the timed tokens.
+        repetitions: timed runs of each test, after one run that warms up.
+        on_progress: receives the current step.
+        options: fields of `EngineConfig`.
+
+    Yields a row as soon as it is measured. Raises RequestError if a test exceeds the context of
+    the model.
+    """
+    longest_prompt, longest_output = max(prompt_tokens, default=0), max(output_tokens, default=0)
+    if not longest_prompt and not longest_output:
+        raise RequestError(
+            "nothing to measure: all prompt lengths and output lengths are 0; set one above 0"
+        )
+    length = max(1, *depths) + max(longest_prompt, longest_output) + 1
+    checkpoint, config = _open(model, options, length, max_num_seqs=1)
+
+    def rows() -> Iterator[LatencyRow]:
+        machine = _measure_machine(config, on_progress)
+        limits = SpeedLimits(checkpoint, machine, config)
+        setup = _setup(model, checkpoint, config, machine)
+        with Bench(model, config) as bench:
+            for depth in depths:
+                for tokens in filter(None, prompt_tokens):
+                    on_progress(f"prompt of {tokens:,} tokens at depth {depth:,}", 0.0)
+                    runs = bench.repeat(repetitions, depth + tokens, 1)
+                    seconds = [
+                        run.seconds_at(depth + tokens) - run.seconds_at(depth) for run in runs
+                    ]
+                    limit = limits.prompt(tokens, depth)
+                    yield _latency_row(setup, "pp", tokens, depth, seconds, runs, limit)
+                for tokens in filter(None, output_tokens):
+                    on_progress(f"{tokens:,} tokens at depth {depth:,}", 0.0)
+                    runs = bench.repeat(repetitions, max(1, depth), tokens + 1)
+                    seconds = [run.tokens[0][-1] - run.tokens[0][0] for run in runs]
+                    limit = limits.decode(tokens, depth)
+                    yield _latency_row(setup, "tg", tokens, depth, seconds, runs, limit)
+
+    return rows()
+
+
+def bench_throughput(
+    model: str,
+    *,
+    concurrency: Sequence[int] = (1, 4, 16, 32),
+    prompt_tokens: int = 128,
+    output_tokens: int = 128,
+    on_progress: ProgressCallback = ignore_progress,
+    **options: Unpack[EngineOptions],
+) -> Iterator[ThroughputRow]:
+    """Measure output speed and latencies of many requests at the same time.
+
+    Args:
+        model: a model, named as for `LLM`.
+        concurrency: numbers of requests that are submitted together; each makes a row.
+        prompt_tokens: length of each prompt.
+        output_tokens: length of each output.
+        on_progress: receives the current step.
+        options: fields of `EngineConfig`.
+
+    Yields a row as soon as it is measured. Raises RequestError if a request exceeds the context of
+    the model.
+    """
+    length = prompt_tokens + output_tokens
+    checkpoint, config = _open(model, options, length, max_num_seqs=max(concurrency))
+
+    def rows() -> Iterator[ThroughputRow]:
+        machine = _measure_machine(config, on_progress)
+        limits = SpeedLimits(checkpoint, machine, config)
+        setup = _setup(model, checkpoint, config, machine)
+        with Bench(model, config) as bench:
+            on_progress("warming up", 0.0)
+            bench.run(1, prompt_tokens, output_tokens)
+            for num_requests in concurrency:
+                on_progress(f"{num_requests} requests at once", 0.0)
+                run = bench.run(num_requests, prompt_tokens, output_tokens)
+                limit = limits.output(num_requests, prompt_tokens, output_tokens)
+                yield _throughput_row(setup, run, prompt_tokens, output_tokens, limit)
+
+    return rows()
+
+
+def _open(
+    model: str, options: EngineOptions, length: int, max_num_seqs: int
+) -> tuple[Checkpoint, EngineConfig]:
+    """Open the model, and configure an engine for sequences of `length` tokens."""
+    lengths = {"max_model_len": length, "max_num_seqs": max_num_seqs}
+    config = engine_config({**options, **lengths}, OFFLINE)
+    checkpoint = open_checkpoint(resolve(model))
+    context = checkpoint.spec.max_context
+    if length > context:
+        raise RequestError(
+            f"the benchmark needs a context of {length:,} tokens, and the model's ends at "
+            f"{context:,}; shorten its prompts, outputs or depths"
+        )
+    return checkpoint, with_backend(config, checkpoint)
+
+
+def _measure_machine(config: EngineConfig, on_progress: ProgressCallback) -> Machine:
+    on_progress("measuring this machine", 0.0)
+    machine = hardware.measure(config.threads, config.backend)
+    host.forget_peak_memory()
+    on_progress("loading the model", 0.0)
+    return machine
+
+
+def _setup(
+    model: str, checkpoint: Checkpoint, config: EngineConfig, machine: Machine
+) -> BenchSetup:
+    files = [checkpoint.path]
+    if checkpoint.path.is_dir():
+        files = sorted(checkpoint.path.glob("*.safetensors"))
+    forced_isa = "" if machine.is_gpu else os.environ.get("HEADRACE_ISA", "")
+    return BenchSetup(
+        model=model,
+        name=checkpoint.spec.name,
+        file_bytes=sum(file.stat().st_size for file in files),
+        parameters=sum(tensor.rows * tensor.cols for tensor in checkpoint.tensors.values()),
+        version=version("headrace"),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        backend=config.backend,
+        isa=forced_isa or machine.isa,
+        machine=machine,
+        kv_dtype=config.kv_dtype,
+    )
+
+
+class Run(NamedTuple):
+    """Times of one run of requests that are submitted together, in seconds from that moment."""
+
+    tokens: list[list[float]]
+    """Time of each output token of each request."""
+    rows: list[tuple[int, float]]
+    """Number of rows computed so far, and the time, after each step."""
+
+    def seconds_at(self, row: int) -> float:
+        """Time at which `row` rows were computed; rows of a step are spread evenly over it."""
+        counts, times = zip((0, 0.0), *self.rows, strict=True)
+        return float(np.interp(row, counts, times))
+
+
+class Bench:
+    """A loaded model under synthetic load: random prompts, greedy decoding, no end token.
+
+    Use it in a `with` block.
+    """
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        self._engine, _, _, self.checkpoint = load_model(model, config)
+        self._random = np.random.default_rng(config.seed)
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._engine.close()
+
+    def repeat(self, repetitions: int, prompt_len: int, num_tokens: int) -> list[Run]:
+        """Run one request `repetitions` times, after one run that warms up."""
+        self.run(1, prompt_len, num_tokens)
+        return [self.run(1, prompt_len, num_tokens) for _ in range(repetitions)]
+
+    def run(self, num_requests: int, prompt_len: int, num_tokens: int) -> Run:
+        """Submit the requests together and wait for all. Raises the error of a failed request."""
+        engine = self._engine
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        vocab_size = self.checkpoint.spec.vocab_size
+        prompts = self._random.integers(vocab_size, size=(num_requests, prompt_len)).tolist()
+
+        rows: list[tuple[int, float]] = []
+        rows_before, start = engine.stats().rows, perf_counter()
+        tokens: dict[str, list[float]] = {
+            engine.add_request(prompt, params): [] for prompt in prompts
+        }
+        while engine.has_work:
+            updates, now = engine.step(), perf_counter() - start
+            rows.append((engine.stats().rows - rows_before, now))
+            for update in updates:
+                times, count = tokens[update.request_id], len(update.token_ids)
+                before = times[-1] if times else now
+                # Tokens of one update arrive together; spread them evenly over the step.
+                times += [before + (now - before) * (i + 1) / count for i in range(count)]
+                if update.result and update.result.error:
+                    raise update.result.error
+        return Run(list(tokens.values()), rows)
+
+
+class SpeedLimits:
+    """Maximum tokens/s of a model on a machine by the roofline.
+
+    The backend and the number format of KV come from `config`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, machine: Machine, config: EngineConfig) -> None:
+        traced = trace_model(checkpoint.spec, checkpoint.tensors)
+        self._program = lower_program(config.backend, traced, checkpoint.tensors)
+        self._machine = machine
+        self._kv_bytes = number_bytes(self._program.kv_groups, config.kv_dtype)
+
+    def prompt(self, tokens: int, depth: int) -> float:
+        """Prompt tokens/s from token `depth` to token `depth + tokens`."""
+        seconds = self._prefill_seconds(depth + tokens) - self._prefill_seconds(depth)
+        return tokens / seconds
+
+    def decode(self, tokens: int, depth: int, num_requests: int = 1) -> float:
+        """Output tokens/s of all requests while each grows from `depth` to `depth + tokens`."""
+        mean_depth = depth + tokens // 2
+        return roofline.decode_limit(
+            self._program, self._machine, mean_depth, self._kv_bytes, num_requests
+        )
+
+    def output(self, num_requests: int, prompt_tokens: int, output_tokens: int) -> float:
+        """Output tokens/s of a whole run.
+
+        One step computes all prompts and the first tokens; then each step computes a row of each
+        request.
+        """
+        prompts = StepSize(((0, prompt_tokens),) * num_requests, num_requests, self._kv_bytes)
+        seconds = roofline.step_seconds(self._program, prompts, self._machine)
+        num_decoded = output_tokens - 1
+        decode = self.decode(num_decoded, prompt_tokens, num_requests)
+        return num_requests * output_tokens / (seconds + num_requests * num_decoded / decode)
+
+    def _prefill_seconds(self, length: int) -> float:
+        if not length:
+            return 0.0
+        limit = roofline.prefill_limit(self._program, self._machine, length, self._kv_bytes)
+        return length / limit
+
+
+def _latency_row(
+    setup: BenchSetup,
+    kind: str,
+    tokens: int,
+    depth: int,
+    seconds: list[float],
+    runs: list[Run],
+    limit: float,
+) -> LatencyRow:
+    speed = tokens / median(seconds)
+    first_tokens = [run.tokens[0][0] for run in runs]
+    return LatencyRow(
+        setup=setup,
+        test=f"{kind}{tokens}",
+        depth=depth,
+        tokens_per_second=speed,
+        tokens_per_second_min=tokens / max(seconds),
+        tokens_per_second_max=tokens / min(seconds),
+        ms_per_token=1000 / speed,
+        first_token=median(first_tokens),
+        limit=limit,
+        share_of_limit=speed / limit,
+        peak_memory=host.peak_memory(),
+        samples={"seconds": seconds, "first_token": first_tokens},
+    )
+
+
+def _throughput_row(
+    setup: BenchSetup, run: Run, prompt_tokens: int, output_tokens: int, limit: float
+) -> ThroughputRow:
+    times = np.array(run.tokens)  # [requests, output tokens]
+    num_requests = len(times)
+    first, between = times[:, 0], np.diff(times).reshape(-1)
+    seconds = float(times.max())
+    speed = times.size / seconds
+    return ThroughputRow(
+        setup=setup,
+        test=f"{num_requests} x ({prompt_tokens} + {output_tokens})",
+        concurrency=num_requests,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        tokens_per_second=speed,
+        first_token=_percentile(first, 50),
+        first_token_p95=_percentile(first, 95),
+        between_tokens=_percentile(between, 50),
+        between_tokens_p95=_percentile(between, 95),
+        limit=limit,
+        share_of_limit=speed / limit,
+        peak_memory=host.peak_memory(),
+        samples={
+            "seconds": seconds,
+            "first_token": first.tolist(),
+            "between_tokens": between.round(6).tolist(),
+        },
+    )
+
+
+def _percentile(values: NDArray[np.float64], percent: int) -> float | None:
+    return float(np.percentile(values, percent)) if values.size else None

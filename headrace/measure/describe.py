@@ -1,0 +1,185 @@
+"""Facts of a model: its shape, its memory, the sequences that fit, and its maximum speed."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+from headrace.backend import lower_program
+from headrace.backend_traits import BackendName, KvDtype, traits_of
+from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_checkpoint
+from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.source import resolve
+from headrace.config import EngineConfig
+from headrace.loader.backend_choice import choose
+from headrace.loader.memory import memory_for
+from headrace.loader.options import engine_config
+from headrace.measure.options import EngineOptions
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
+from headrace.parallel.config import mesh_of, rank_programs
+from headrace.planner import hardware, roofline
+from headrace.planner.fit import Fit
+from headrace.program.kv import KvGroup, number_bytes, token_bytes
+from headrace.program.moe import Experts
+from headrace.program.op import StepSize
+from headrace.program.trace import Program
+from headrace.quant.formats import FORMATS, StoredTensor
+
+DEPTHS = (0, 2048)
+"""Tokens of context at which the maximum decode speed is given."""
+_FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
+"""Formats whose size is given for a model without weights."""
+
+
+def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
+    """All facts of a model, as they go to JSON: bytes, counts and tokens/s.
+
+    No weight is read. A folder with only a `config.json` is described as well.
+    """
+    path = resolve(model)
+    has_weights = not is_config_only(path)
+    checkpoint = open_checkpoint(path) if has_weights else open_dummy_checkpoint(path)
+    spec, tensors = checkpoint.spec, checkpoint.tensors.values()
+    traced = trace_model(spec, checkpoint.tensors)
+    config = engine_config(options)
+    choice = choose(config, checkpoint)
+    config = replace(config, backend=choice.backend)
+    program = lower_program(config.backend, traced, checkpoint.tensors)
+
+    bytes_by_type: Counter[str] = Counter()
+    for tensor in tensors:
+        bytes_by_type[tensor.format.name] += tensor.nbytes
+    return {
+        "model": model,
+        "backend": choice.backend,
+        "backend_remark": choice.remark,
+        "path": str(checkpoint.path),
+        "name": spec.name,
+        "architecture": spec.architecture,
+        "has_weights": has_weights,
+        "parameters": sum(tensor.rows * tensor.cols for tensor in tensors),
+        **_expert_facts(program, spec),
+        "layers": spec.num_layers,
+        "width": spec.dim,
+        "heads": spec.num_heads,
+        "kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "ffn_width": spec.ffn_dim,
+        "vocabulary": spec.vocab_size,
+        "context": spec.max_context,
+        "chat_template": checkpoint.chat_template is not None,
+        "bytes_by_type": dict(bytes_by_type.most_common()),
+        "bytes": bytes_by_type.total(),
+        "bytes_in_memory": program.weight_bytes,
+        "bytes_in_format": {} if has_weights else _bytes_in_formats(spec),
+        "kv_groups": [_kv_group_facts(group, choice.backend) for group in program.kv_groups],
+        **_memory_facts(config, program, spec.max_context),
+        "limits": _speed_limits(program, choice.backend),
+        "ranks": _rank_facts(config, traced, checkpoint.tensors),
+    }
+
+
+def _bytes_in_formats(spec: ModelSpec) -> dict[str, int]:
+    """Bytes that the weights would take in each of the usual formats."""
+    return {
+        name: sum(tensor.nbytes for tensor in dummy_tensors(spec, FORMATS[name]).values())
+        for name in _FORMATS
+    }
+
+
+def _memory_facts(config: EngineConfig, program: Program, context: int) -> dict[str, Any]:
+    """The backend's memory, and the KV that fits next to the weights, by number format."""
+    memory = memory_for(config, program)
+    groups, dtypes = program.kv_groups, config.traits.kv_dtypes
+    fits = {
+        dtype: Fit(
+            memory=memory.available,
+            weights=program.weight_bytes,
+            kv_per_sequence=_sequence_bytes(groups, dtype, context, config.backend),
+            context=context,
+            to_run=memory.to_run,
+        )
+        for dtype in dtypes
+    }
+    return {
+        "kv_bytes_per_token": {dtype: token_bytes(groups, dtype) for dtype in dtypes},
+        "memory_available": memory.available,
+        "memory_of_gpu": memory.on_gpu,
+        "fits": {
+            dtype: {"tokens": fit.tokens, "full_sequences": fit.sequences}
+            for dtype, fit in fits.items()
+        },
+    }
+
+
+def _kv_group_facts(group: KvGroup, backend: BackendName) -> dict[str, Any]:
+    sizes = {dtype: token_bytes((group,), dtype) for dtype in traits_of(backend).kv_dtypes}
+    return {"layers": len(group.layers), "window": group.window, "kv_bytes_per_token": sizes}
+
+
+def _rank_facts(
+    config: EngineConfig, program: Program, tensors: Mapping[str, StoredTensor]
+) -> list[dict[str, int]]:
+    """The share of each rank, and the bytes that it receives in steps of 1 row and of 512 rows.
+
+    Empty for a single rank.
+    """
+    mesh = mesh_of(config)
+    if mesh.ranks == 1:
+        return []
+    decode, prefill = StepSize(((0, 1),), 1, 0), StepSize(((0, 512),), 1, 0)
+    return [
+        {
+            "stage": mesh.stage(rank),
+            "layers": sum(len(group.layers) for group in share.kv_groups),
+            "bytes_in_memory": share.weight_bytes,
+            "kv_bytes_per_token": token_bytes(share.kv_groups, config.kv_dtype),
+            "bytes_received_decode": sum(op.link_bytes(decode) for op in share.ops),
+            "bytes_received_prefill_512": sum(op.link_bytes(prefill) for op in share.ops),
+        }
+        for rank, share in enumerate(rank_programs(config, program, tensors))
+    ]
+
+
+def _expert_facts(program: Program, spec: ModelSpec) -> dict[str, int]:
+    """Experts of a mixture-of-experts model, and its active parameters; empty for other models."""
+    if not spec.experts:
+        return {}
+    ops = [op for op in program.ops if isinstance(op, Experts)]
+    inactive = 0
+    for op in ops:
+        expert = (op.gate[0], op.up[0], op.down[0])
+        expert_parameters = sum(weight.rows * weight.cols for weight in expert)
+        inactive += (len(op.gate) - op.top_k) * expert_parameters
+    parameters = sum(weight.rows * weight.cols for weight in program.weights.values())
+    return {
+        "experts": spec.experts.num_experts,
+        "experts_per_token": spec.experts.top_k,
+        "layers_with_experts": len(ops),
+        "active_parameters": parameters - inactive,
+    }
+
+
+def _sequence_bytes(
+    groups: Sequence[KvGroup], dtype: KvDtype, context: int, backend: BackendName
+) -> int:
+    """KV bytes of a sequence of full length."""
+    max_rows, block_size = EngineConfig(backend=backend).max_rows, traits_of(backend).kv_block_size
+    return sum(
+        group.num_blocks(context, max_rows, block_size) * group.block_bytes(dtype, block_size)
+        for group in groups
+    )
+
+
+def _speed_limits(program: Program, backend: BackendName) -> dict[str, float] | None:
+    """Maximum tokens/s with bf16 KV; None if the machine has not been measured."""
+    machine = hardware.remembered(backend=backend)
+    if machine is None:
+        return None
+    kv_bytes = number_bytes(program.kv_groups, "bf16")
+    limits = {
+        f"decode_at_{depth}": roofline.decode_limit(program, machine, depth, kv_bytes)
+        for depth in DEPTHS
+    }
+    return limits | {"prefill_512": roofline.prefill_limit(program, machine, 512, kv_bytes)}

@@ -1,0 +1,291 @@
+"""Quality, size and speed of a model, and of the same model with its matrices quantised."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.backend_traits import BackendName, KvDtype
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.source import resolve
+from headrace.config import Activations, EngineConfig
+from headrace.convert.layer_errors import layer_errors
+from headrace.convert.matrices import Target, quantisable
+from headrace.convert.methods import METHODS, Method, prepare_model, quantise_matrices
+from headrace.convert.quality import Quality, QualityMeter, Scorer, split_pieces
+from headrace.convert.spill_file import SpillFile
+from headrace.convert.texts import calibration_pieces, read_text
+from headrace.errors import RequestError
+from headrace.loader.backend_choice import with_backend
+from headrace.loader.options import engine_config
+from headrace.measure.progress import ProgressCallback, ignore_progress, track
+from headrace.planner.host import usable_cores
+from headrace.quant.encode import ENCODERS
+from headrace.quant.format_names import named_format
+from headrace.record import frozen
+from headrace.request import integer
+
+if TYPE_CHECKING:
+    from headrace.quant.formats import StoredTensor
+
+EXACT_REFERENCE = "exact"
+"""Reference: the model's own weights, computed in float64 by the reference backend."""
+SWEEP_FORMATS = (
+    "int8-g32",
+    "e4m3-row",
+    "int4-g32",
+    "int4-g64",
+    "nf4-g64",
+    "int3-g32",
+    "int3-g64",
+    "int2-g32",
+)
+"""Formats of a sweep that names none: the usual ones at each number of bits."""
+MAX_TOKENS = 2**20
+_GGUF_FORMATS = frozenset(name for name, encoder in ENCODERS.items() if encoder.block > 1)
+
+
+@frozen(kw_only=True)
+class Evaluation:
+    """Size, quality and speed of a model in one format of its matrices."""
+
+    name: str
+    """The model, or the format that its matrices were quantised to."""
+    weight_bytes: int
+    """Bytes of all weights in the backend's memory."""
+    bits: float
+    """Bits per weight of the quantisable matrices, scales included."""
+    quality: Quality
+    prefill: float
+    """Tokens/s of one piece of text, computed in one step."""
+    decode: float
+    """Tokens/s of one sequence."""
+    layer_errors: Mapping[int, float]
+    """Relative error of each layer's output; empty without `by_layer`."""
+
+    @property
+    def loss(self) -> float:
+        """KL divergence from the reference, or NLL without a reference, in nats."""
+        return self.quality.nll if self.quality.kl is None else self.quality.kl
+
+
+def evaluate(
+    model: str,
+    *,
+    formats: Sequence[str] = (),
+    reference: str | None = None,
+    text: Path | str | None = None,
+    tokens: int = 4096,
+    length: int = 512,
+    method: Method = "rtn",
+    calibration_text: Path | str | None = None,
+    calibration_tokens: int = 16_384,
+    by_layer: bool = False,
+    backend: BackendName = EngineConfig.backend,
+    threads: int = EngineConfig.threads,
+    kv_dtype: KvDtype = EngineConfig.kv_dtype,
+    activations: Activations = EngineConfig.activations,
+    on_progress: ProgressCallback = ignore_progress,
+) -> list[Evaluation]:
+    """Evaluate a model on a text, then the model with its matrices in each of `formats`.
+
+    Args:
+        model: a model, named as for `LLM`.
+        formats: names of formats to quantise the matrices to, such as `int4-g64` or `Q4_K`.
+        reference: model to compare with, or `exact` for the model's own weights in float64. By
+            default formats are compared with the model itself, and a model alone with nothing.
+        text: path of a text to evaluate on; by default a part of Python's language reference.
+        tokens: number of tokens of the text that count.
+        length: tokens of a piece of text; each piece starts from an empty KV cache.
+        method: how to quantise: `rtn`, `imatrix`, `gptq`, `awq` or `smoothquant`.
+        calibration_text: path of the text that the method reads; by default another part of
+            Python's language reference.
+        calibration_tokens: number of tokens of that text.
+        by_layer: also measure the relative error of each layer's output.
+        on_progress: receives the current step and its completed share.
+
+    The first result is the model itself. Raises RequestError for a format, a method or a reference
+    that does not fit the model.
+    """
+    if method not in METHODS:
+        raise RequestError(f"method {method!r} is unknown; use {', '.join(METHODS)}")
+    targets = {name: _target(name) for name in formats}
+    checkpoint = open_checkpoint(resolve(model))
+    length = min(integer("length", length, 2, MAX_TOKENS), checkpoint.spec.max_context)
+    config = with_backend(
+        engine_config(
+            {
+                "backend": backend,
+                "threads": threads,
+                "kv_dtype": kv_dtype,
+                "activations": activations,
+                "max_model_len": length,
+            }
+        ),
+        checkpoint,
+    )
+    ids = checkpoint.load_tokenizer().encode(
+        read_text(Path(text) if text else None, "evaluation"),
+        add_special=False,
+        parse_special=False,
+    )
+    if len(ids) < 2:
+        raise RequestError(f"text {str(text)!r} has {len(ids)} tokens; use a longer one")
+    pieces = split_pieces(ids, length, integer("tokens", tokens, 2, MAX_TOKENS))
+    evaluator = _Evaluator(checkpoint, config, pieces, length, on_progress)
+
+    with SpillFile() as log_probabilities:
+        if reference or targets:
+            evaluator.score_reference(reference, log_probabilities)
+        results = [evaluator.evaluate(model, checkpoint.tensors, log_probabilities)]
+        calibration: list[list[int]] = []
+        if method != "rtn" and targets:
+            calibration = calibration_pieces(
+                checkpoint,
+                Path(calibration_text) if calibration_text else None,
+                length,
+                calibration_tokens,
+            )
+        for name, target in targets.items():
+            original, quantised = evaluator.quantise(name, target, method, calibration)
+            errors = evaluator.layer_errors(name, original, quantised) if by_layer else {}
+            results.append(evaluator.evaluate(name, quantised, log_probabilities, errors))
+        return results
+
+
+class _Evaluator:
+    """A model, and the pieces of text that it is evaluated on."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        pieces: list[list[int]],
+        length: int,
+        on_progress: ProgressCallback,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._threads = config.threads or usable_cores()
+        self._pieces = pieces
+        self._length = length
+        self._on_progress = on_progress
+        self._names = quantisable(checkpoint.spec, checkpoint.tensors)
+
+    def score_reference(self, reference: str | None, into: SpillFile) -> None:
+        """Store the log-probabilities that the reference gives to each piece."""
+        scorer = self._reference_scorer(reference)
+        for piece in self._track_pieces("reference"):
+            for rows in scorer.log_probabilities(piece):
+                into.add(rows)
+        scorer.close()
+
+    def evaluate(
+        self,
+        name: str,
+        tensors: Mapping[str, "StoredTensor"],
+        reference: SpillFile,
+        errors: Mapping[int, float] | None = None,
+    ) -> Evaluation:
+        """Score and time one set of tensors; `reference` may be empty."""
+        scorer = self._scorer(self._checkpoint, tensors)
+        judge = QualityMeter()
+        by_reference = iter(reference) if len(reference) else None
+        for piece in self._track_pieces(name):
+            judge.add(piece, scorer.log_probabilities(piece), by_reference)
+        prefill, decode = scorer.speed(self._pieces[0])
+
+        program = scorer.executable.program
+        matrices = [program.weights[name] for name in self._names]
+        num_weights = sum(weight.rows * weight.cols for weight in matrices)
+        scorer.close()
+        return Evaluation(
+            name=name,
+            weight_bytes=program.weight_bytes,
+            bits=8 * sum(weight.nbytes for weight in matrices) / num_weights,
+            quality=judge.quality(),
+            prefill=prefill,
+            decode=decode,
+            layer_errors=errors or {},
+        )
+
+    def quantise(
+        self, name: str, target: Target, method: Method, calibration: list[list[int]]
+    ) -> tuple[Mapping[str, "StoredTensor"], Mapping[str, "StoredTensor"]]:
+        """Return all tensors as the method prepared them, and with the matrices quantised."""
+        spec = self._checkpoint.spec
+        model = prepare_model(
+            method,
+            spec,
+            self._checkpoint.tensors,
+            self._names,
+            target,
+            calibration,
+            self._threads,
+            self._step(f"{name}: {method}"),
+        )
+        matrices = quantise_matrices(
+            method, spec, model, self._names, target, calibration, self._threads
+        )
+        quantised = dict(model.tensors)
+        step = f"{name}: quantising"
+        quantised.update(track(matrices, len(self._names), step, self._on_progress))
+        return model.tensors, quantised
+
+    def layer_errors(
+        self,
+        name: str,
+        original: Mapping[str, "StoredTensor"],
+        quantised: Mapping[str, "StoredTensor"],
+    ) -> dict[int, float]:
+        return layer_errors(
+            self._checkpoint.spec,
+            original,
+            quantised,
+            self._names,
+            self._pieces,
+            self._threads,
+            self._step(f"{name}: layer errors"),
+        )
+
+    def _track_pieces(self, step: str) -> Iterator[list[int]]:
+        return track(self._pieces, len(self._pieces), step, self._on_progress)
+
+    def _step(self, step: str) -> Callable[[float], None]:
+        """A callback for the completed share of one step."""
+        return lambda share: self._on_progress(step, share)
+
+    def _reference_scorer(self, reference: str | None) -> Scorer:
+        checkpoint = self._checkpoint
+        if reference is None:
+            return self._scorer(checkpoint, checkpoint.tensors)
+        if reference == EXACT_REFERENCE:
+            return self._scorer(checkpoint, checkpoint.tensors, "reference")
+        other = open_checkpoint(resolve(reference))
+        size, expected = other.spec.vocab_size, checkpoint.spec.vocab_size
+        if size != expected:
+            raise RequestError(
+                f"reference {reference!r} has a vocabulary of {size:,} tokens, and the model one "
+                f"of {expected:,}; use a model with the same vocabulary"
+            )
+        return self._scorer(other, other.tensors)
+
+    def _scorer(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, "StoredTensor"],
+        backend: str | None = None,
+    ) -> Scorer:
+        return Scorer(
+            checkpoint.spec,
+            tensors,
+            self._length,
+            backend or self._config.backend,
+            self._threads,
+            self._config.kv_dtype,
+            self._config.activations,
+        )
+
+
+def _target(name: str) -> Target:
+    """The format of that name. Raises RequestError for an unknown format."""
+    return name.upper() if name.upper() in _GGUF_FORMATS else named_format(name)

@@ -1,0 +1,58 @@
+"""Rows that went to each expert in a phase, next to the expectation for uniform routing."""
+
+from collections.abc import Sequence
+from statistics import mean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.measure.op_profile import Phase
+from headrace.program.moe import Experts
+from headrace.program.trace import Program
+from headrace.record import frozen
+
+ExpertLoads = NDArray[np.int64]
+"""Rows of each expert, [ops over experts, experts]."""
+
+
+@frozen(kw_only=True)
+class ExpertProfile:
+    """The routing of a phase."""
+
+    phase: str
+    num_experts: int
+    loads: ExpertLoads
+    """Rows of all steps together."""
+    expected: float
+    """Mean number of distinct experts in a step if routing is uniform, as the op costs assume."""
+    measured: float
+    """Mean number of distinct experts in a step, as counted."""
+
+    @property
+    def mean_load(self) -> float:
+        """Rows of each expert if all had the same number."""
+        return float(self.loads.mean())
+
+    @property
+    def max_load(self) -> float:
+        """Rows of the busiest expert of any op, in multiples of the mean."""
+        return float(self.loads.max()) / self.mean_load
+
+    @property
+    def min_load(self) -> float:
+        """Rows of the least busy expert of any op, in multiples of the mean."""
+        return float(self.loads.min()) / self.mean_load
+
+
+def expert_profile(phase: Phase, program: Program, steps: Sequence[ExpertLoads]) -> ExpertProfile:
+    """The routing of a phase; `steps` has the rows of each expert in each step."""
+    ops = [op for op in program.ops if isinstance(op, Experts)]
+    expected = mean(op.distinct_experts(op.x.num_rows(load)) for load in phase.steps for op in ops)
+    measured = mean(float(np.count_nonzero(loads, axis=1).mean()) for loads in steps)
+    return ExpertProfile(
+        phase=phase.name,
+        num_experts=max(len(op.gate) for op in ops),
+        loads=np.sum(steps, axis=0),
+        expected=expected,
+        measured=measured,
+    )
