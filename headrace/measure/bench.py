@@ -258,7 +258,7 @@ def _setup(
     files = [checkpoint.path]
     if checkpoint.path.is_dir():
         files = sorted(checkpoint.path.glob("*.safetensors"))
-    forced_isa = "" if machine.is_gpu else os.environ.get("HEADRACE_ISA", "")
+    chosen_isa = "" if machine.is_gpu else os.environ.get("HEADRACE_ISA", "")
     return BenchSetup(
         model=model,
         name=checkpoint.spec.name,
@@ -267,7 +267,7 @@ def _setup(
         version=version("headrace"),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         backend=config.backend,
-        isa=forced_isa or machine.isa,
+        isa=chosen_isa or machine.isa,
         machine=machine,
         kv_dtype=config.kv_dtype,
     )

@@ -170,28 +170,58 @@ def calibrate(
     checkpoint = open_checkpoint(resolve(model))
     layers = _checked_layers(layers, checkpoint.spec.num_layers, draft_model)
     tokenizer = checkpoint.load_tokenizer()
-    prompt_ids = tokenizer.encode(prompt)
-    length = len(prompt_ids) + tokens + max_depth + 1
-    if length > checkpoint.spec.max_context:
+    text = _Text(tokenizer.encode(prompt), tokens, max_depth)
+    if text.length > checkpoint.spec.max_context:
         raise RequestError(
-            f"the calibration needs a context of {length:,} tokens, and the model's ends at "
+            f"the calibration needs a context of {text.length:,} tokens, and the model's ends at "
             f"{checkpoint.spec.max_context:,}; lower tokens"
         )
 
+    config = replace(config, max_model_len=text.length)
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
-    config = replace(config, max_model_len=length)
     config = with_backend(config, checkpoint, draft_checkpoints)
+    drafts = _measure_drafts(config, checkpoint, draft_checkpoints, layers, text, on_progress)
+    calibration = Calibration(drafts=drafts, trial=None)
+    best = calibration.best
+    if best.best.speedup < MIN_SPEEDUP:
+        return calibration
+    trial = _try_draft(model, best, prompt, tokens, config, on_progress)
+    return replace(calibration, trial=trial)
+
+
+class _Text(NamedTuple):
+    """The text that the model writes, and the depth up to which drafts are measured on it."""
+
+    prompt: list[int]
+    num_tokens: int
+    max_depth: int
+
+    @property
+    def length(self) -> int:
+        """Tokens with KV after the deepest draft."""
+        return len(self.prompt) + self.num_tokens + self.max_depth + 1
+
+
+def _measure_drafts(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft_checkpoints: DraftCheckpoints,
+    layers: Sequence[int],
+    text: _Text,
+    on_progress: ProgressCallback,
+) -> tuple[MeasuredDraft, ...]:
+    """Measure the configured draft model, and first layers of the model itself."""
     program = trace_model(checkpoint.spec, checkpoint.tensors)
-    kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, length)
+    kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, text.length)
     on_progress("writing a text", 0.0)
     target = compile_program(
         config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores()
     )
     try:
-        meter = _DraftMeter(target, prompt_ids, tokens, kv.block_size, max_depth)
+        meter = _DraftMeter(target, text, kv.block_size)
         executables: dict[str | int, Executable] = {}
-        if draft_model:
-            executables[draft_model] = _compile_draft_model(
+        if config.draft_model:
+            executables[config.draft_model] = _compile_draft_model(
                 config, draft_checkpoints, checkpoint, target, draft_kv
             )
         for count in layers:
@@ -201,7 +231,7 @@ def calibrate(
         target.close()
 
     num_layers = checkpoint.spec.num_layers
-    drafts = tuple(
+    return tuple(
         MeasuredDraft(
             name=key if isinstance(key, str) else f"{key} of {num_layers} layers",
             layers=None if isinstance(key, str) else key,
@@ -210,12 +240,6 @@ def calibrate(
         )
         for key, (acceptance, costs) in zip(executables, measured, strict=True)
     )
-    calibration = Calibration(drafts=drafts, trial=None)
-    best = calibration.best
-    if best.best.speedup < MIN_SPEEDUP:
-        return calibration
-    trial = _try_draft(model, best, prompt, tokens, config, on_progress)
-    return replace(calibration, trial=trial)
 
 
 def _checked_layers(layers: Sequence[int], num_layers: int, draft_model: str) -> list[int]:
@@ -257,21 +281,14 @@ class Measured(NamedTuple):
 class _DraftMeter:
     """Measures draft models against the text that a compiled model writes after a prompt."""
 
-    def __init__(
-        self,
-        target: Executable,
-        prompt: Sequence[int],
-        num_tokens: int,
-        block_size: int,
-        max_depth: int,
-    ) -> None:
+    def __init__(self, target: Executable, text: _Text, block_size: int) -> None:
         self._target = target
-        self._num_prompt = len(prompt)
-        self._max_depth = max_depth
+        self._num_prompt = len(text.prompt)
+        self._max_depth = text.max_depth
         self._block_size = block_size
-        self._blocks = range(-(-(len(prompt) + num_tokens + max_depth + 1) // block_size))
-        self._text = list(prompt)
-        self._write(num_tokens)
+        self._blocks = range(-(-text.length // block_size))
+        self._text = list(text.prompt)
+        self._write(text.num_tokens)
 
     def measure(
         self, drafts: Sequence[Executable], on_progress: ProgressCallback

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.backend_traits import BackendName, KvDtype
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
@@ -108,43 +108,24 @@ def evaluate(
     """
     if method not in METHODS:
         raise RequestError(f"method {method!r} is unknown; use {', '.join(METHODS)}")
+    integer("length", length, 2, MAX_TOKENS)
+    integer("tokens", tokens, 2, MAX_TOKENS)
     targets = {name: _target(name) for name in formats}
-    checkpoint = open_checkpoint(resolve(model))
-    length = min(integer("length", length, 2, MAX_TOKENS), checkpoint.spec.max_context)
-    config = with_backend(
-        engine_config(
-            {
-                "backend": backend,
-                "threads": threads,
-                "kv_dtype": kv_dtype,
-                "activations": activations,
-                "max_model_len": length,
-            }
-        ),
-        checkpoint,
-    )
-    ids = checkpoint.load_tokenizer().encode(
-        read_text(Path(text) if text else None, "evaluation"),
-        add_special=False,
-        parse_special=False,
-    )
-    if len(ids) < 2:
-        raise RequestError(f"text {str(text)!r} has {len(ids)} tokens; use a longer one")
-    pieces = split_pieces(ids, length, integer("tokens", tokens, 2, MAX_TOKENS))
-    evaluator = _Evaluator(checkpoint, config, pieces, length, on_progress)
+    options = {
+        "backend": backend,
+        "threads": threads,
+        "kv_dtype": kv_dtype,
+        "activations": activations,
+    }
+    evaluator = _Evaluator(model, options, text, tokens, length, on_progress)
 
     with SpillFile() as log_probabilities:
         if reference or targets:
             evaluator.score_reference(reference, log_probabilities)
-        results = [evaluator.evaluate(model, checkpoint.tensors, log_probabilities)]
+        results = [evaluator.evaluate(model, evaluator.tensors, log_probabilities)]
         calibration: list[list[int]] = []
         if method != "rtn" and targets:
-            calibration = calibration_pieces(
-                checkpoint,
-                Path(calibration_text) if calibration_text else None,
-                length,
-                calibration_tokens,
-            )
+            calibration = evaluator.calibration(calibration_text, calibration_tokens)
         for name, target in targets.items():
             original, quantised = evaluator.quantise(name, target, method, calibration)
             errors = evaluator.layer_errors(name, original, quantised) if by_layer else {}
@@ -157,19 +138,37 @@ class _Evaluator:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
-        config: EngineConfig,
-        pieces: list[list[int]],
+        model: str,
+        options: dict[str, Any],
+        text: Path | str | None,
+        tokens: int,
         length: int,
         on_progress: ProgressCallback,
     ) -> None:
-        self._checkpoint = checkpoint
-        self._config = config
+        checkpoint = open_checkpoint(resolve(model))
+        self._length = min(length, checkpoint.spec.max_context)
+        config = engine_config(options | {"max_model_len": self._length})
+        self._config = with_backend(config, checkpoint)
         self._threads = config.threads or usable_cores()
-        self._pieces = pieces
-        self._length = length
+        self._checkpoint = checkpoint
         self._on_progress = on_progress
         self._names = quantisable(checkpoint.spec, checkpoint.tensors)
+
+        words = read_text(Path(text) if text else None, "evaluation")
+        tokenizer = checkpoint.load_tokenizer()
+        ids = tokenizer.encode(words, add_special=False, parse_special=False)
+        if len(ids) < 2:
+            raise RequestError(f"text {str(text)!r} has {len(ids)} tokens; use a longer one")
+        self._pieces = split_pieces(ids, self._length, tokens)
+
+    @property
+    def tensors(self) -> Mapping[str, "StoredTensor"]:
+        return self._checkpoint.tensors
+
+    def calibration(self, text: Path | str | None, tokens: int) -> list[list[int]]:
+        """The pieces of the text that a method reads."""
+        file = Path(text) if text else None
+        return calibration_pieces(self._checkpoint, file, self._length, tokens)
 
     def score_reference(self, reference: str | None, into: SpillFile) -> None:
         """Store the log-probabilities that the reference gives to each piece."""

@@ -39,10 +39,10 @@ def expert_map_svg(title: str, loads: Sequence[Sequence[int]]) -> str:
 def _subtitle(loads: Sequence[Sequence[int]], mean: float) -> str:
     shares = [load / mean for layer_loads in loads for load in layer_loads]
     layers = f"{len(loads):,} layer" + "s" * (len(loads) > 1)
-    idle = f"; {shares.count(0):,} had none" if 0 in shares else ""
+    unused = f"; {shares.count(0):,} had none" if 0 in shares else ""
     return (
         f"{layers} of {max(map(len, loads)):,} experts, {mean:,.1f} rows each in the mean; the "
-        f"busiest had {max(shares):.1f} times the mean, the least busy {min(shares):.2f}{idle}"
+        f"busiest had {max(shares):.1f} times the mean, the least busy {min(shares):.2f}{unused}"
     )
 
 

@@ -10,7 +10,7 @@ ProgressCallback = Callable[[str, float], None]
 
 
 def ignore_progress(step: str, share: float) -> None:
-    """Report progress to nobody: the default callback."""
+    """Discard the progress: the default callback."""
 
 
 def track(
