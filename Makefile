@@ -14,6 +14,8 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 INSTALL := $(PIP) --no-build-isolation --check-build-dependencies --editable
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 
+# Kernels for this machine (and portable ones); `make HEADRACE_ISAS=all`: for every processor.
+export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: help run test test-api test-arm test-clients test-cuda test-page test-ray test-triton soak soak-server cli fuzz gguf sanitize mutate lint format \

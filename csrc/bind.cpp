@@ -21,6 +21,7 @@
 
 #include "hardware.h"
 #include "plan.h"
+#include "processor.h"
 
 namespace nb = nanobind;
 
@@ -502,8 +503,11 @@ void bind_plan(nb::module_& m) {
         return vector_bytes(n);
       },
       nb::arg("n"), "Bytes that a vector of n floats takes.");
-  m.def("isas", &available_isas, "Instruction sets of this machine, best last.");
-  m.def("isa", [] { return available_isas().back(); }, "The best instruction set of this machine.");
+  m.def("isas", &available_isas,
+        "Instruction sets that this build has and this processor can run, best last.");
+  m.def("isa", [] { return available_isas().back(); }, "The best of `isas()`, used by default.");
+  m.def("processor_isas", &processor_isas,
+        "Instruction sets of this processor that kernels exist for, best last.");
   m.def(
       "read_bandwidth",
       [](int threads, size_t nbytes) { return read_bandwidth(checked_threads(threads), nbytes); },

@@ -1,10 +1,5 @@
 #include "hardware.h"
 
-#if defined(__aarch64__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-#endif
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -12,6 +7,7 @@
 
 #include "memory.h"
 #include "pool.h"
+#include "processor.h"
 
 namespace headrace {
 namespace {
@@ -22,24 +18,24 @@ double seconds_of(const auto& f) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// __builtin_cpu_supports also asks the operating system whether it saves the wide registers.
+// The kernels that this build has and this processor can run, best last.
 std::vector<const Kernels*> available() {
-  std::vector<const Kernels*> tables{kernels_portable()};
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    tables.push_back(kernels_avx2());
-#if defined(HEADRACE_AVX512)
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")) {
-      tables.push_back(kernels_avx512());
-      if (__builtin_cpu_supports("avx512bf16")) tables.push_back(kernels_avx512bf16());
-    }
+  std::vector<const Kernels*> tables;
+  for (const std::string& isa : processor_isas()) {
+    if (isa == "portable") tables.push_back(kernels_portable());
+#ifdef HEADRACE_ISA_avx2
+    if (isa == "avx2") tables.push_back(kernels_avx2());
+#endif
+#ifdef HEADRACE_ISA_avx512
+    if (isa == "avx512") tables.push_back(kernels_avx512());
+#endif
+#ifdef HEADRACE_ISA_avx512bf16
+    if (isa == "avx512bf16") tables.push_back(kernels_avx512bf16());
+#endif
+#ifdef HEADRACE_ISA_neon
+    if (isa == "neon") tables.push_back(kernels_neon());
 #endif
   }
-#elif defined(__aarch64__)
-  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) tables.push_back(kernels_neon());
-#endif
   return tables;
 }
 

@@ -218,13 +218,11 @@ struct Kernels {
       int64_t iterations);  // multiply-adds done by a loop of dots: 0 int8, 1 bf16, 2 float32
 };
 
+// Defined for the instruction sets that this build has, by isa.cpp.
 const Kernels* kernels_portable();
-#if defined(__x86_64__)
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512bf16();
-#elif defined(__aarch64__)
 const Kernels* kernels_neon();
-#endif
 
 }  // namespace headrace

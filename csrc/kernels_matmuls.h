@@ -44,8 +44,9 @@ void fill_mode(Kernels& k) {
   if constexpr (F + 1 < kNumFormats) fill_mode<M, F + 1>(k);
 }
 
-void fill_matmuls(Kernels& k) {
+inline void fill_integer_matmuls(Kernels& k) {
   fill_mode<Mode::kInt8>(k);
   fill_mode<Mode::kInt8Offset>(k);
-  fill_mode<Mode::kFloat>(k);
 }
+
+inline void fill_float_matmuls(Kernels& k) { fill_mode<Mode::kFloat>(k); }

@@ -1,7 +1,7 @@
-// The source of every kernel, compiled once per instruction set: a unit names its vector header as
-// HR_SIMD and includes this file inside its own namespace. Nothing from the standard library is
-// called here: an inline function of it compiled for AVX-512 might be the copy that the linker
-// keeps for all units.
+// The source of all kernels but the integer matrix kernels (kernels_integer.h), compiled once per
+// instruction set: isa.cpp includes this file inside its own namespace. Nothing from the standard
+// library is called here: an inline function of it compiled for AVX-512 might be the copy that the
+// linker keeps for all units.
 // clang-format off: each of these needs those before it.
 #include "simd_unroll.h"
 #include HR_SIMD
@@ -18,12 +18,12 @@
 #include "kernels_sample.h"
 // clang-format on
 
-const Kernels* make_table(const char* name) {
+Kernels* make_table(const char* name) {
   static Kernels k;
   k.name = name;
   k.max_rows = kMaxRows;
   k.max_queries = kMaxQueries;
-  fill_matmuls(k);
+  fill_float_matmuls(k);
   k.pack[static_cast<int>(Form::kQ8)] = pack_q8<false>;
   k.pack[static_cast<int>(Form::kQ8Offset)] = pack_q8<true>;
   k.pack[static_cast<int>(Form::kQ8Row)] = pack_q8_row<false>;

@@ -1,7 +1,7 @@
 """How many instructions the kernels of one row take for a weight, by format, from the built
 extension.
 
-    python benchmarks/micro/instructions.py build/cp311-cp311-linux_x86_64/CMakeFiles/_native.dir/csrc/isa_avx2.cpp.o
+    python benchmarks/micro/instructions.py build/cp311-cp311-linux_x86_64/CMakeFiles/kernels_avx2_1.dir/csrc/isa.cpp.o
 
 Counted is the innermost loop that multiplies, over the weights that it multiplies: what lies
 outside is done once for many groups. A processor that begins n instructions a cycle cannot decode
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("object", help="isa_avx2.cpp.o of a build")
+    parser.add_argument("object", help="object file of the AVX2 integer kernels")
     args = parser.parse_args()
     listed = FORMATS.read_text().partition("enum class Format : int {")[2].partition("}")[0]
     names = re.findall(r"^\s*(k\w+),", listed, re.MULTILINE)

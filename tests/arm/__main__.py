@@ -68,6 +68,7 @@ def build(python: Path) -> Path:
         BUILD,
         *found,
         *target,
+        "-DHEADRACE_ISAS=all",
         f"-DCMAKE_CXX_FLAGS=-idirafter {headers}",
         env=environment(),
     )

@@ -65,14 +65,14 @@ def check_pool() -> None:
 def build() -> Path:
     """Build the extension for the instruction sets that this processor has, and say where it is."""
     cpu = Path("/proc/cpuinfo").read_text()
-    avx512 = "ON" if "avx512bw" in cpu else "OFF"
+    isas = "all" if "avx512bw" in cpu else "avx2"
     folder = [
         "-S",
         ROOT,
         "-B",
         FOLDER,
         f"-DPython_EXECUTABLE={sys.executable}",
-        f"-DHEADRACE_AVX512={avx512}",
+        f"-DHEADRACE_ISAS={isas}",
     ]
     launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
     run("cmake", *folder, *launcher, "-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={FLAGS}")
