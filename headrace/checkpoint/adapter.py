@@ -2,7 +2,7 @@
 `adapter_model.safetensors`.
 
 The matrices of a module are `lora_A` [rank, columns] and `lora_B` [rows, rank], with the rows of
-the module's weight: those go the way that the weight's own rows go (`Stored.rows`), so a fused
+the module's weight: those go the way that the weight's own rows go (`TensorSource.rows`), so a fused
 module gives each of our weights its share, and rotary rows come in our order.
 """
 
@@ -161,8 +161,11 @@ def _placed(
     modules: Mapping[str, _Matrices], scales: Mapping[str, float], layout: Layout, spec: ModelSpec
 ) -> dict[str, LowRank]:
     linear = linear_weights(spec)
-    layout, shapes = layout.of({f"{module}.weight" for module in modules}), tensor_shapes(spec)
-    places = {name: layout.locate(name) for name, shape in shapes.items() if len(shape) == 2}
+    layout, shapes = (
+        layout.for_names({f"{module}.weight" for module in modules}),
+        tensor_shapes(spec),
+    )
+    places = {name: layout.source_of(name) for name, shape in shapes.items() if len(shape) == 2}
     if spec.tied_embeddings:  # an adapter of the head is one of the head alone
         places["embed"] = layout.tensors["head"], ()
     found: dict[str, LowRank] = {}

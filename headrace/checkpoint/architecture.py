@@ -70,4 +70,6 @@ def _unknown(
 
 
 def _places(layout: Layout) -> set[str]:
-    return {place.name for places in (layout.tensors, *layout.others) for place in places.values()}
+    return {
+        place.name for places in (layout.tensors, *layout.alternatives) for place in places.values()
+    }

@@ -11,11 +11,11 @@ import numpy as np
 
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import tensor_shapes
-from headrace.model.family import Layout, Numbers, Stored
+from headrace.model.family import Indices, Layout, TensorSource
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import RAW_FORMATS, StoredTensor
 
-Located = tuple[tuple[int, ...], Stored, Numbers]
+Located = tuple[tuple[int, ...], TensorSource, Indices]
 """The shape of a tensor of ours, where the file has it, and the numbers in its name."""
 
 
@@ -27,7 +27,7 @@ def assemble(
     Raises FormatError for one that is missing or has another shape, UnsupportedModelError for one
     that has no place or no meaning.
     """
-    layout = layout.of(stored.keys())
+    layout = layout.for_names(stored.keys())
     places = locate_tensors(spec, layout)
     needed = _shapes(spec, places)
     tensors: dict[str, StoredTensor] = {}
@@ -35,7 +35,7 @@ def assemble(
         tensor = _checked(stored, place, needed[place.name], where)
         tensors[name] = _ours(name, shape, tensor, place, numbers, spec)
     for source in stored.keys() - needed.keys():
-        is_needless = source.endswith(layout.ignored) or layout.is_beyond(source, spec)
+        is_needless = source.endswith(layout.ignored) or layout.is_extra_layer(source, spec)
         if not is_needless and not (spec.tied_embeddings and source == layout.tensors["head"].name):
             raise UnsupportedModelError(
                 f"{where}: tensor {source} has no place in a {spec.architecture} model"
@@ -54,7 +54,7 @@ def locate_tensors(spec: ModelSpec, layout: Layout) -> dict[str, Located]:
     """Every tensor that the equations ask for, by our name: its shape, where the file has it, and
     the numbers in its name.
     """
-    return {name: (shape, *layout.locate(name)) for name, shape in tensor_shapes(spec).items()}
+    return {name: (shape, *layout.source_of(name)) for name, shape in tensor_shapes(spec).items()}
 
 
 def _shapes(spec: ModelSpec, places: Mapping[str, Located]) -> dict[str, tuple[int, ...]]:
@@ -90,7 +90,7 @@ class _Needed:
 
 
 def _checked(
-    stored: Mapping[str, StoredTensor], place: Stored, shape: tuple[int, ...], where: str
+    stored: Mapping[str, StoredTensor], place: TensorSource, shape: tuple[int, ...], where: str
 ) -> StoredTensor:
     """The tensor of this place, which has to be of this shape."""
     source, tensor = place.name, stored.get(place.name)
@@ -117,12 +117,12 @@ def _ours(
     name: str,
     shape: tuple[int, ...],
     tensor: StoredTensor,
-    place: Stored,
-    numbers: Numbers,
+    place: TensorSource,
+    numbers: Indices,
     spec: ModelSpec,
 ) -> StoredTensor:
-    if len(shape) == 1 and (place.rows or place.plus):
-        values = tensor.dequantise().reshape(-1) + np.float32(place.plus)
+    if len(shape) == 1 and (place.rows or place.offset):
+        values = tensor.dequantise().reshape(-1) + np.float32(place.offset)
         return StoredTensor.from_floats(
             name, values[place.rows(spec, numbers)] if place.rows else values
         )

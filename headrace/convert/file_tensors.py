@@ -79,7 +79,7 @@ def file_tensors(
     `names` are the tensor names of the existing file, if there is one: some layouts depend on
     them.
     """
-    layout = layout.of(set(names))
+    layout = layout.for_names(set(names))
     places, shapes = locate_tensors(spec, layout), stored_shapes(spec, layout)
     slices: defaultdict[str, list[TensorSlice]] = defaultdict(list)
     for name, (shape, place, numbers) in places.items():
@@ -90,6 +90,6 @@ def file_tensors(
             part = TensorSlice(name, columns, columns=rows)
         else:
             rows = place.slab(spec, numbers)[rows] if place.slab else rows
-            part = TensorSlice(name, rows, place.plus)
+            part = TensorSlice(name, rows, place.offset)
         slices[place.name].append(part)
     return {name: FileTensor(shapes[name], tuple(parts)) for name, parts in slices.items()}

@@ -43,13 +43,11 @@ _FILES = {
     "deepseek_v3": "deepseek",
     "gpt_oss": "gpt_oss",
 }
-"""The file of each family, which has it under its name in capitals."""
+"""The file of each family; it defines the family under its name in capitals."""
 
 
 class _Families(Mapping[str, Family]):
-    """The families by name. The file of one is imported when it is asked for, since a process needs
-    one of them, or two.
-    """
+    """The families by name. A family is imported when it is first used."""
 
     def __getitem__(self, name: str) -> Family:
         family: Family = getattr(import_module(f"headrace.model.{_FILES[name]}"), name.upper())
@@ -66,49 +64,47 @@ FAMILIES: Mapping[str, Family] = _Families()
 
 
 def trace_model(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Program:
-    """The program of a model. Raises UnsupportedModelError, or FormatError where spec and tensors
-    disagree.
+    """The program of a model.
+
+    Raises UnsupportedModelError for an unknown architecture, and FormatError if the tensors do not
+    match the specification.
     """
     return trace(partial(_family(spec).forward, spec), tensors)
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the equations of a model ask for, in their order: its shape [rows, cols],
-    or [cols] of a vector.
-    """
-    shapes = _Shapes()
-    _family(spec).forward(spec, shapes)
-    return shapes.found
+    """The shapes [rows, cols] or [cols] of a model's tensors, in the order of its equations."""
+    tracer = _ShapeTracer()
+    _family(spec).forward(spec, tracer)
+    return tracer.shapes
 
 
 def linear_weights(spec: ModelSpec) -> set[str]:
-    """The tensors of a model that rows are multiplied with, by itself each: not those of experts,
-    or of single heads.
-    """
-    shapes = _Shapes()
-    _family(spec).forward(spec, shapes)
-    return {op.weight.name for op in shapes.ops if isinstance(op, Linear)}
+    """The matrices of a model's linear ops, without experts and matrices of single heads."""
+    tracer = _ShapeTracer()
+    _family(spec).forward(spec, tracer)
+    return {op.weight.name for op in tracer.ops if isinstance(op, Linear)}
 
 
-class _Shapes(Tracer):
-    """Remembers which tensors are asked for."""
+class _ShapeTracer(Tracer):
+    """A tracer that records the shapes of tensors, which need not exist."""
 
     def __init__(self) -> None:
         super().__init__({})
-        self.found: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def weight(self, name: str, rows: int, cols: int) -> Weight:
-        self.found[name] = (rows, cols)
+        self.shapes[name] = (rows, cols)
         return Weight(name=name, rows=rows, cols=cols, nbytes=0)
 
     def vector(self, name: str, size: int) -> Weight:
-        self.found[name] = (size,)
+        self.shapes[name] = (size,)
         return Weight(name=name, rows=1, cols=size, nbytes=0)
 
 
 def _family(spec: ModelSpec) -> Family:
     if spec.architecture not in FAMILIES:
         raise UnsupportedModelError(
-            f"unknown architecture {spec.architecture!r}; there are: {', '.join(FAMILIES)}"
+            f"unknown architecture {spec.architecture!r}; supported: {', '.join(FAMILIES)}"
         )
     return FAMILIES[spec.architecture]

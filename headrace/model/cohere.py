@@ -1,7 +1,7 @@
 """The Command family: Command-R (Cohere 2024) and Command R7B.
 
-Attention and MLP side by side behind one LayerNorm without bias, scaled logits. R7B has windows in
-most layers, and rotates there alone.
+Attention and MLP are parallel, after one LayerNorm without bias; logits are scaled. In R7B, most
+layers have a window, and only these rotate.
 """
 
 from dataclasses import replace
@@ -13,15 +13,15 @@ from headrace.model.fields import Fields
 from headrace.model.spec import ModelSpec
 
 _PERIOD = 4
-"""Layers with a window are all but each fourth."""
+"""Every fourth layer has no window."""
 
 
 def _config_spec(config: Fields, architecture: str) -> ModelSpec:
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         architecture,
         max_context=8192,
-        eps="layer_norm_eps",
+        eps_field="layer_norm_eps",
         default_eps=1e-5,
         tied=True,
         computed=("attention_bias", "logit_scale", "use_qk_norm"),
@@ -49,7 +49,7 @@ def _cohere2_config(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors, architecture: str) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, architecture, computed=("logit_scale",))
+    spec = from_gguf.decoder_spec(fields, tensors, architecture, computed=("logit_scale",))
     return replace(spec, logit_scale=fields.number(f"{architecture}.logit_scale", 1.0))
 
 

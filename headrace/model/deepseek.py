@@ -1,51 +1,50 @@
-"""DeepSeek-V2 (2024) and V3 (2024): attention by latent rows, and experts beside one that all rows
-go through.
+"""DeepSeek-V2 (2024) and V3 (2024): latent attention, and experts next to shared experts.
 
 GGUF files call both deepseek2.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from headrace.model import from_config, from_gguf
 from headrace.model.decoder import decoder, sequential
-from headrace.model.family import ConfigLayout, Family, GgufLayout, Stored, Tensors
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors, TensorSource
 from headrace.model.fields import Fields
-from headrace.model.places import latent_heads, latent_rows, weights
 from headrace.model.rope import yarn_temperature
-from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec
+from headrace.model.sources import mla_heads, mla_rows, weights
+from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, layer_range
 
 
 def _config(
     config: Fields, architecture: str, dense: int, shared: int, context: int
 ) -> tuple[ModelSpec, ExpertSpec]:
-    """The specification without its experts, and those; the defaults are the leading dense layers,
-    the shared experts and the context.
+    """The specification without experts, and the experts.
+
+    `dense` (number of leading layers without experts), `shared` (number of shared experts) and
+    `context` are defaults.
     """
     config.require_neutral({"moe_layer_freq": (1,)})
     pe, nope = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)
-    rope = from_config.rope(config, pe, config.integer("max_position_embeddings", context))
-    spec = from_config.decoder(
+    rope = from_config.rope_spec(config, pe, config.integer("max_position_embeddings", context))
+    spec = from_config.decoder_spec(
         config,
         architecture,
         max_context=context,
-        rotary=rope,
+        rope=rope,
         computed=("attention_bias", "mlp_bias"),
     )
     if spec.num_kv_heads != spec.num_heads:
-        raise config.unsupported("num_key_value_heads", ": each head has keys of its own")
+        raise config.unsupported("num_key_value_heads", ": it must equal num_attention_heads")
     scaling = config.section("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
     temperature = yarn_temperature(rope.factor, scaling.optional_number("mscale_all_dim") or 0.0)
     bias, width = config.flag("attention_bias", False), config.integer("moe_intermediate_size", 0)
+    num_dense = config.integer("first_k_dense_replace", dense)
     experts = ExpertSpec(
         num_experts=config.integer("n_routed_experts"),
         top_k=config.integer("num_experts_per_tok"),
         ffn_dim=width,
         factor=config.number("routed_scaling_factor", 1.0),
         shared_ffn_dim=width * config.integer("n_shared_experts", shared),
-        dense_layers=tuple(
-            range(min(config.integer("first_k_dense_replace", dense), spec.num_layers, 1 << 16))
-        ),
+        dense_layers=tuple(layer_range(min(num_dense, spec.num_layers))),
     )
     mla = MlaSpec(
         kv_rank=config.integer("kv_lora_rank", 512),
@@ -59,13 +58,14 @@ def _config(
 def _v2_config(config: Fields) -> ModelSpec:
     config.require_neutral({"scoring_func": ("softmax",), "norm_topk_prob": (False,)})
     spec, experts = _config(config, "deepseek_v2", 0, 2, 2048)
-    if (method := config.string("topk_method", "greedy")) not in ("greedy", "group_limited_greedy"):
+    method = config.string("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
         raise config.unsupported("topk_method")
-    groups = (
-        (config.integer("n_group"), config.integer("topk_group")) if method != "greedy" else (1, 1)
-    )
-    experts = replace(experts, normalised=False, groups=groups[0], top_groups=groups[1])
-    return replace(spec, mlp_bias=config.flag("mlp_bias", False), **_mixed(spec, experts))
+    experts = replace(experts, normalised=False)
+    if method == "group_limited_greedy":
+        groups, top_groups = config.integer("n_group"), config.integer("topk_group")
+        experts = replace(experts, groups=groups, top_groups=top_groups)
+    return _with_experts(replace(spec, mlp_bias=config.flag("mlp_bias", False)), experts)
 
 
 def _v3_config(config: Fields) -> ModelSpec:
@@ -84,11 +84,13 @@ def _v3_config(config: Fields) -> ModelSpec:
     )
     assert spec.mla
     mla = replace(spec.mla, is_half_split=not config.flag("rope_interleave", True))
-    return replace(spec, mla=mla, **_mixed(spec, experts))
+    return _with_experts(replace(spec, mla=mla), experts)
 
 
-def _mixed(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
-    return {"experts": experts if len(experts.dense_layers) < spec.num_layers else None}
+def _with_experts(spec: ModelSpec, experts: ExpertSpec) -> ModelSpec:
+    """The specification with these experts, unless all layers are dense."""
+    all_dense = len(experts.dense_layers) >= spec.num_layers
+    return replace(spec, experts=None if all_dense else experts)
 
 
 def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
@@ -97,12 +99,14 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
 
     head_dim = integer("attention.key_length_mla", integer("attention.key_length"))
     computed = ("expert_count", "expert_group_count", "rope.scaling.yarn_log_multiplier")
-    spec = from_gguf.decoder(fields, tensors, "deepseek2", head_dim=head_dim, computed=computed)
+    spec = from_gguf.decoder_spec(
+        fields, tensors, "deepseek2", head_dim=head_dim, computed=computed
+    )
     fields.require_neutral({"deepseek2.nextn_predict_layers": (0,)})
     scoring = fields.integer("deepseek2.expert_gating_func", 1)
     if scoring not in (1, 2):
         raise fields.unsupported("deepseek2.expert_gating_func")
-    experts = from_gguf.experts(fields, tensors, "deepseek2", spec)
+    experts = from_gguf.expert_spec(fields, tensors, "deepseek2", spec)
     experts = replace(
         experts,
         scoring="softmax" if scoring == 1 else "sigmoid",
@@ -120,7 +124,8 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
         query_rank=integer("attention.q_lora_rank", 0),
         norm_eps=spec.norm_eps,
     )
-    # Converters write a tenth of the weight; with one, cosines and sines keep their size.
+    # Converters write a tenth of the weight. A model with a weight keeps the size of cosines and
+    # sines, and scales the scores instead.
     weight = 10 * fields.number("deepseek2.rope.scaling.yarn_log_multiplier", 0.0)
     rope, temperature = spec.rope, 1.0
     if rope and weight:
@@ -137,7 +142,7 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
         attention_scale=scale,
         mla=mla,
     )
-    return replace(spec, **_mixed(spec, experts))
+    return _with_experts(spec, experts)
 
 
 _ATTENTION = "model.layers.{}.self_attn"
@@ -147,30 +152,27 @@ _CONFIG_TENSORS = {
         {},
         "model.layers.{}",
         {
-            **{
-                "q_a": "self_attn.q_a_proj",
-                "q_a_norm": "self_attn.q_a_layernorm",
-                "kv_a_norm": "self_attn.kv_a_layernorm",
-            },
-            **{
-                f"shared_{part}": f"mlp.shared_experts.{part}_proj"
-                for part in ("gate", "up", "down")
-            },
-            **{
-                f"experts.{{}}.{part}": f"mlp.experts.{{}}.{part}_proj"
-                for part in ("gate", "up", "down")
-            },
+            "q_a": "self_attn.q_a_proj",
+            "q_a_norm": "self_attn.q_a_layernorm",
+            "kv_a_norm": "self_attn.kv_a_layernorm",
             "router": "mlp.gate",
+            "shared_gate": "mlp.shared_experts.gate_proj",
+            "shared_up": "mlp.shared_experts.up_proj",
+            "shared_down": "mlp.shared_experts.down_proj",
+            "experts.{}.gate": "mlp.experts.{}.gate_proj",
+            "experts.{}.up": "mlp.experts.{}.up_proj",
+            "experts.{}.down": "mlp.experts.{}.down_proj",
         },
     ),
-    "layers.{}.choice_bias": Stored("model.layers.{}.mlp.gate.e_score_correction_bias"),
-    **latent_rows(
+    "layers.{}.choice_bias": TensorSource("model.layers.{}.mlp.gate.e_score_correction_bias"),
+    **mla_rows(
         f"{_ATTENTION}.q_proj", f"{_ATTENTION}.q_b_proj", f"{_ATTENTION}.kv_a_proj_with_mqa"
     ),
-    **latent_heads(f"{_ATTENTION}.kv_b_proj.weight"),
+    **mla_heads(f"{_ATTENTION}.kv_b_proj.weight"),
 }
 _GGUF_TENSORS = {
-    **(from_gguf.TENSORS | from_gguf.EXPERTS),
+    **from_gguf.TENSORS,
+    **from_gguf.EXPERTS,
     **weights(
         {},
         "blk.{}",
@@ -181,8 +183,8 @@ _GGUF_TENSORS = {
             "choice": "exp_probs_b",
         },
     ),
-    **latent_rows("blk.{}.attn_q", "blk.{}.attn_q_b", "blk.{}.attn_kv_a_mqa"),
-    **latent_heads("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
+    **mla_rows("blk.{}.attn_q", "blk.{}.attn_q_b", "blk.{}.attn_kv_a_mqa"),
+    **mla_heads("blk.{}.attn_k_b.weight", "blk.{}.attn_v_b.weight"),
 }
 
 DEEPSEEK_V2 = Family(
@@ -197,7 +199,7 @@ DEEPSEEK_V2 = Family(
         architectures=("deepseek2",),
         spec=_gguf,
         tensors=_GGUF_TENSORS,
-        others=(latent_heads("blk.{}.attn_kv_b.weight"),),
+        alternatives=(mla_heads("blk.{}.attn_kv_b.weight"),),
     ),
 )
 DEEPSEEK_V3 = Family(
@@ -207,6 +209,6 @@ DEEPSEEK_V3 = Family(
         architectures=("DeepseekV3ForCausalLM", "deepseek_v3"),
         spec=_v3_config,
         tensors=_CONFIG_TENSORS,
-        layers="model.layers.",
+        layer_prefix="model.layers.",
     ),
 )

@@ -1,4 +1,4 @@
-"""What a model family is: its equations, and how files of either kind describe and store it."""
+"""Model families: their equations, and how the files of each kind describe and store a model."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -17,100 +17,88 @@ from headrace.record import frozen
 
 Tensors = Mapping[str, StoredTensor]
 Rows = NDArray[np.int64]
-Numbers = tuple[int, ...]
-"""The numbers in the name of a tensor: its layer, and its expert where it has one."""
+Indices = tuple[int, ...]
+"""The numbers in the name of a tensor: its layer, then its expert or head if it has one."""
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @frozen
-class Stored:
-    """Where a file has one of our tensors.
-
-    `name` is the file's, with `{}` for each number. `rows` says which stored row is row i of ours
-    (or which entry, of a vector), where that is not simply row i: in another order, or some of the
-    rows of a tensor that holds several of ours (`model/places.py`). A matrix that is `transposed`
-    has our columns for rows, and `plus` is to be added to the numbers of a vector. Of a tensor in
-    which several transposed matrices lie one after the other, `slab` says which rows are this one;
-    `rows` are then those of the matrix, transposed.
-    """
+class TensorSource:
+    """The stored tensor that one of our tensors comes from, and the part of it that is ours."""
 
     name: str
-    rows: Callable[[ModelSpec, Numbers], Rows] | None = None
+    """Name in the file, with `{}` for each index."""
+    rows: Callable[[ModelSpec, Indices], Rows] | None = None
+    """The stored row of each of our rows (or the entry, of a vector). None: the same rows."""
     transposed: bool = False
-    slab: Callable[[ModelSpec, Numbers], Rows] | None = None
-    plus: float = 0.0
+    """Whether the rows of the stored matrix are our columns."""
+    slab: Callable[[ModelSpec, Indices], Rows] | None = None
+    """For a tensor that stacks several transposed matrices: the stored rows of our matrix. Then
+    `rows` selects from the matrix after it is transposed.
+    """
+    offset: float = 0.0
+    """Added to each number of a vector."""
 
 
 @frozen(eq=False, kw_only=True)
 class Layout:
-    """How one kind of file names and stores the tensors of a family.
-
-    `architectures` are the names by which such files call it, the usual one first. `tensors` goes
-    from our names, with `{}` for each number, to the file's; names that a model does not need may
-    be among them. What ends in one of `ignored` is there without need: it follows from the
-    specification. Where `layers` is the prefix of layers, files may have more of these than the
-    model computes, which are for drafts. Some files have other places for some of the tensors:
-    `others` are such, each for the files that have any of these outside of layers, or in the first.
-    """
+    """How one kind of file names and stores the tensors of a family."""
 
     architectures: tuple[str, ...]
-    tensors: Mapping[str, Stored]
-    others: tuple[Mapping[str, Stored], ...] = ()
+    """Names of the family in such files, the most common first."""
+    tensors: Mapping[str, TensorSource]
+    """By our names, with `{}` for each index. A model may need only some of them."""
+    alternatives: tuple[Mapping[str, TensorSource], ...] = ()
+    """Other sources of some tensors. Each mapping applies to files that contain any of its names
+    outside of layers, or in layer 0.
+    """
     ignored: tuple[str, ...] = ()
-    layers: str = ""
+    """Ends of names that no model needs, because their values follow from the specification."""
+    layer_prefix: str = ""
+    """Prefix of layers, if files may contain more layers than the model computes (for drafts)."""
 
-    def of(self, names: Collection[str]) -> Self:
-        """The layout of a file that has tensors of these names."""
-        there = [
-            places
-            for places in self.others
-            if any(place.name.format(0) in names for place in places.values())
-        ]
-        return replace(
-            self,
-            tensors={
-                name: place for places in (self.tensors, *there) for name, place in places.items()
-            },
-            others=(),
-        )
+    def for_names(self, names: Collection[str]) -> Self:
+        """The layout of a file that contains tensors with these names."""
+        tensors = dict(self.tensors)
+        for sources in self.alternatives:
+            if any(source.name.format(0) in names for source in sources.values()):
+                tensors |= sources
+        return replace(self, tensors=tensors, alternatives=())
 
-    def locate(self, name: str) -> tuple[Stored, Numbers]:
-        """Where the tensor `name` of ours is, under the file's full name, and the numbers in its
-        name.
-        """
-        numbers = tuple(int(number) for number in _NUMBER.findall(name))
-        stored = self.tensors[_NUMBER.sub("{}", name)]
-        return replace(stored, name=stored.name.format(*numbers)), numbers
+    def source_of(self, name: str) -> tuple[TensorSource, Indices]:
+        """The source of our tensor `name`, under its full name in the file, and its indices."""
+        indices = tuple(int(index) for index in _INDEX.findall(name))
+        source = self.tensors[_INDEX.sub("{}", name)]
+        return replace(source, name=source.name.format(*indices)), indices
 
-    def is_beyond(self, name: str, spec: ModelSpec) -> bool:
-        """Whether the file's tensor `name` is in a layer behind those of the model."""
-        number = (
-            name.removeprefix(self.layers).partition(".")[0]
-            if self.layers and name.startswith(self.layers)
-            else ""
-        )
-        return number.isdecimal() and len(number) < 9 and int(number) >= spec.num_layers
+    def is_extra_layer(self, name: str, spec: ModelSpec) -> bool:
+        """Whether the file's tensor `name` belongs to a layer after the last one of the model."""
+        if not self.layer_prefix or not name.startswith(self.layer_prefix):
+            return False
+        layer = name.removeprefix(self.layer_prefix).partition(".")[0]
+        # A name comes from the file, so its number may have any length.
+        return layer.isdecimal() and len(layer) < 9 and int(layer) >= spec.num_layers
 
 
 @frozen(eq=False, kw_only=True)
 class ConfigLayout(Layout):
-    """A Hugging Face folder: `config.json`, whose `architectures` or `model_type` name the family,
-    and safetensors.
+    """A Hugging Face folder: `config.json` and safetensors.
 
-    `fields` are those that it calls otherwise than most families do, from the usual name to its
-    own.
+    The field `architectures` or `model_type` of `config.json` names the family.
     """
 
     spec: Callable[[JsonFields], ModelSpec]
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields with a name of the family's own: from the name that most families use to that name."""
 
 
 @frozen(eq=False, kw_only=True)
 class GgufLayout(Layout):
-    """A GGUF file: metadata, whose `general.architecture` names the family, and tensors, some of
-    which the specification follows from.
+    """A GGUF file. Its key `general.architecture` names the family.
+
+    The specification follows from the metadata, and from the tensors that exist.
     """
 
     spec: Callable[[Fields, Tensors], ModelSpec]
@@ -124,22 +112,23 @@ class GgufLayout(Layout):
 
 @frozen(eq=False)
 class Family:
-    """A model family, all of it in one file; a line in `model/__init__.py` makes it known.
+    """A model family. One file contains it, and a line in `model/__init__.py` registers it.
 
-    The file of a new one has
-    * `forward`, its equations over the op vocabulary. They call their tensors by names of ours,
-      such as `layers.3.q`, and each of these is the smallest piece that any file has. Of a fused
-      matrix every piece has an entry with the same file name, whose `Stored.rows` are its share;
-      together they take each stored row once. Experts are one by one, `layers.3.experts.7.up`, also
-      where a file stacks them: then `Stored.rows` goes by the second number;
-    * `spec` of each layout: what the fields of the file mean, with the defaults of the reference
-      implementation. Most of it is `from_config.decoder` and `from_gguf.decoder`; what the
-      equations do not compute is refused by name;
-    * the tensor names of each layout. Which of them a model needs, and in what shape, follows from
-      the equations. For a tensor that is stored in a way that none was before (transposed, say),
-      `Stored` gets a field and `checkpoint/assemble.py` the line that reads it.
+    The file of a new family has three parts:
 
-    A kind of file that the family does not come in has no layout.
+    * `forward`: the equations over the op vocabulary, with our tensor names, such as `layers.3.q`.
+      Each of our tensors is the smallest piece that any file stores. The pieces of a fused matrix
+      share a name in the file, and `TensorSource.rows` gives the rows of each piece; together the
+      pieces use each stored row once. Experts are single tensors (`layers.3.experts.7.up`); if a
+      file stacks them, `TensorSource.rows` depends on the second index.
+    * `spec` of each layout: the meaning of the file's fields, with the defaults of the reference
+      implementation. `from_config.decoder_spec` and `from_gguf.decoder_spec` read most of it. A
+      field is refused by name if it changes numbers and the equations do not compute it.
+    * `tensors` of each layout. The equations determine the tensors that a model needs, and their
+      shapes. A new way of storing needs a field in `TensorSource`, and a line in
+      `checkpoint/assemble.py` that reads it.
+
+    A family has no layout for a kind of file that it is not published in.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Named values of a model file, read with their types; nothing in the file is trusted."""
+"""Typed access to the named values of a model file, which is not trusted."""
 
 import math
 import reprlib
@@ -10,17 +10,19 @@ import numpy as np
 
 from headrace.errors import FormatError, UnsupportedModelError
 
-_MOST = 1e30
-"""Largest number that a file may give: beyond it products of constants overflow."""
+_MAX_NUMBER = 1e30
+"""Largest number that a file may contain; products of larger constants overflow."""
 
 
 class Fields(Mapping[str, Any]):
-    """Values by key. The typed getters raise FormatError for another type, and for a missing key
-    without default; None is missing.
+    """Values by key; None counts as missing.
+
+    The typed getters raise FormatError if a value has another type, or is missing and has no
+    default.
     """
 
     where: str
-    """What messages call the file."""
+    """Name of the file in messages."""
 
     def integer(self, key: str, default: int | None = None) -> int:
         value: int = self._get(key, default, int, "an integer")
@@ -28,16 +30,15 @@ class Fields(Mapping[str, Any]):
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default, (int, float), "a number")
-        if not math.isfinite(value) or abs(value) > _MOST:
+        if not math.isfinite(value) or abs(value) > _MAX_NUMBER:
             raise FormatError(f"{self.where}: {key} is {value}")
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
         value = self.number(key, default)
-        if value < 1 / _MOST:
+        if value < 1 / _MAX_NUMBER:
             raise FormatError(
-                f"{self.where}: {self.own_name(key)} is {value}, and must be positive"
+                f"{self.where}: {self.own_name(key)} is {value}, but must be positive"
             )
         return value
 
@@ -53,22 +54,25 @@ class Fields(Mapping[str, Any]):
         return value
 
     def number_list(self, key: str) -> tuple[float, ...]:
-        """A list of numbers; none where it is missing."""
+        """A list of numbers, empty if the key is missing."""
         values = self._get(key, [], list, "a list of numbers")
         if not all(
-            isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and abs(value) <= _MAX_NUMBER
             for value in values
         ):
             raise FormatError(f"{self.where}: {key} must be a list of numbers")
         return tuple(map(float, values))
 
     def section(self, key: str) -> "JsonFields":
-        """The fields of the object `key`; none where it is missing."""
+        """The fields of an object, empty if the key is missing."""
         return JsonFields(self._get(key, {}, dict, "an object"), f"{self.where}: {key}")
 
     def require_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuse each of these keys whose value is none of those that leave the numbers alone, by
-        UnsupportedModelError.
+        """Raise UnsupportedModelError if a key has a value that would change the numbers.
+
+        `neutral` has the values of each key that change nothing; a missing key never does.
         """
         for key, values in neutral.items():
             value = self.get(key)
@@ -76,16 +80,16 @@ class Fields(Mapping[str, Any]):
                 raise self.unsupported(key)
 
     def unsupported(self, key: str, why: str = "") -> UnsupportedModelError:
-        """The error that refuses the value of `key`."""
+        """The error to raise for the value of `key`; `why` continues the message."""
         return UnsupportedModelError(
             f"{self.where}: {self.own_name(key)} = {shown(self.get(key))} is not supported{why}"
         )
 
     def own_name(self, key: str) -> str:
-        """What the file itself calls the field `key`."""
+        """The name of the field `key` in the file."""
         return key
 
-    def _get(self, key: str, default: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    def _get(self, key: str, default: Any, kind: type | tuple[type, ...], description: str) -> Any:
         value = self.get(key)
         key = self.own_name(key)
         if value is None:
@@ -93,14 +97,16 @@ class Fields(Mapping[str, Any]):
                 raise FormatError(f"{self.where}: {key} is missing")
             return default
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise FormatError(f"{self.where}: {key} must be {what}, found {shown(value)[:40]}")
+            raise FormatError(
+                f"{self.where}: {key} must be {description}, found {shown(value)[:40]}"
+            )
         if isinstance(value, int) and abs(value) >= 2**63:
             raise FormatError(f"{self.where}: {key} is out of range")
         return value
 
 
 class JsonFields(Fields):
-    """The fields of a JSON object, of which some may have `other_names` in it."""
+    """The fields of a JSON object; `other_names` maps our names of fields to the file's."""
 
     def __init__(
         self,
@@ -113,7 +119,7 @@ class JsonFields(Fields):
         self.where = where
 
     def named(self, other_names: Mapping[str, str]) -> "JsonFields":
-        """The same fields under names that most files have, from those names to the file's own."""
+        """The same fields under our names; `other_names` maps each to its name in the file."""
         return JsonFields(self._values, self.where, other_names)
 
     def own_name(self, key: str) -> str:
@@ -134,5 +140,5 @@ class JsonFields(Fields):
 
 
 def shown(value: Any) -> str:
-    """A value of a file in a message: short, whatever it is."""
+    """A value from a file as a short text for messages."""
     return (value if isinstance(value, str) else reprlib.repr(value))[:80]

@@ -1,7 +1,7 @@
-"""What `config.json` of Hugging Face says alike of most families, with transformers' meaning and
-defaults.
+"""Reads the fields of a Hugging Face `config.json` that most families share.
 
-Repository code (`auto_map`) is never looked at: a known family is computed by our own equations.
+Meaning and defaults are those that transformers defines. Code in a repository (`auto_map`) is never
+run: our own equations compute every known family.
 """
 
 from collections.abc import Collection
@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.errors import UnsupportedModelError
 from headrace.model.fields import Fields
-from headrace.model.places import weights
-from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.model.sources import weights
+from headrace.model.spec import ModelSpec, RopeSpec, layer_range
 from headrace.program.ops import Activation
 
 TENSORS = weights(
@@ -18,13 +18,19 @@ TENSORS = weights(
     "model.layers.{}",
     {
         "attn_norm": "input_layernorm",
-        **{name: f"self_attn.{name}_proj" for name in "qkvo"},
-        **{name: f"self_attn.{name}" for name in ("q_norm", "k_norm")},
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
         "mlp_norm": "post_attention_layernorm",
-        **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
     },
 )
-"""Tensors by the names that Llama has, and most families after it."""
+"""Tensors with the names of Llama, which most families use."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
@@ -47,40 +53,40 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
 }
-"""Fields that change the numbers in ways that a plain decoder does not compute, and the values that
-leave them alone.
-"""
+"""Fields that can change the numbers, and their values that a plain decoder computes."""
 
 _ROPE_FIELDS = {
-    *(
-        "rope_theta",
-        "rope_type",
-        "type",
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    ),
-    *(
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-        "partial_rotary_factor",
-        "finetuned",
-    ),
-    *("short_factor", "long_factor"),
+    "rope_theta",
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+    "finetuned",
+    "short_factor",
+    "long_factor",
 }
 
 _ACTIVATIONS: dict[str, Activation] = {
-    **{"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"},
-    **{"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
 }
 
 
-def decoder(
+def decoder_spec(
     config: Fields,
     architecture: str,
     *,
@@ -88,102 +94,99 @@ def decoder(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     windows: tuple[int, ...] = (),
-    eps: str = "rms_norm_eps",
+    eps_field: str = "rms_norm_eps",
     default_eps: float = 1e-6,
     tied: bool = False,
     theta: float = 10000.0,
     partial: float | None = None,
-    rotary: RopeSpec | None = None,
+    rope: RopeSpec | None = None,
     computed: Collection[str] = (),
 ) -> ModelSpec:
     """The specification of a plain decoder without biases.
 
-    The family's defaults are `max_context`, `kv_heads` and `head_dim` (None: what follows from the
-    heads and the width), the epsilon of norms and its name, whether embeddings are `tied`, the
-    rotary base `theta` and the `partial` rotary factor (None: there is none). A family that reads
-    its rotary embedding in a way of its own gives it as `rotary`, and fields in `computed` are its
-    own affair. Raises UnsupportedModelError naming the field, FormatError for a missing or
-    malformed one.
+    Most keyword arguments are the family's defaults for missing fields: `kv_heads` (None: the
+    number of heads), `head_dim` (None: width / heads), `tied` embeddings, the rotary base `theta`
+    and the `partial` rotary factor (None: the family has none). A family that reads its rotary
+    embedding itself passes it as `rope`, and lists other fields that it reads in `computed`.
+
+    Raises UnsupportedModelError for a field that changes the numbers and is not computed, and
+    FormatError for a missing or malformed field; both name the field.
     """
     config.require_neutral({key: values for key, values in NEUTRAL.items() if key not in computed})
     dim, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", head_dim or dim // max(num_heads, 1))
-    # A null says "as many as there are heads"; only an absent field has the family's default.
-    default_kv_heads = (
-        num_heads if "num_key_value_heads" in config or kv_heads is None else kv_heads
-    )
+    # Null means the number of heads; only a missing field means the family's default.
+    if "num_key_value_heads" in config or kv_heads is None:
+        kv_heads = num_heads
     context = config.integer("max_position_embeddings", max_context)
-    rotary = rotary or rope(config, head_dim, context, theta=theta, partial=partial)
+    rope = rope or rope_spec(config, head_dim, context, theta=theta, partial=partial)
     return ModelSpec(
         architecture=architecture,
         num_layers=config.integer("num_hidden_layers"),
         dim=dim,
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", default_kv_heads),
+        num_kv_heads=config.integer("num_key_value_heads", kv_heads),
         head_dim=head_dim,
         ffn_dim=config.integer("intermediate_size", 4 * dim),
         vocab_size=config.integer("vocab_size"),
-        max_context=int(context * rotary.factor) if rotary.scaling == "dynamic" else context,
-        norm_eps=config.number(eps, default_eps),
-        rope=rotary,
+        max_context=int(context * rope.factor) if rope.scaling == "dynamic" else context,
+        norm_eps=config.number(eps_field, default_eps),
+        rope=rope,
         windows=windows,
         tied_embeddings=config.flag("tie_word_embeddings", tied),
     )
 
 
 def activation(config: Fields, key: str, default: str) -> Activation:
-    """The activation that a field names. Raises UnsupportedModelError for one that we do not
-    have.
-    """
-    if (name := config.string(key, default)) not in _ACTIVATIONS:
+    """The activation that a field names. Raises UnsupportedModelError if it is unknown."""
+    name = config.string(key, default)
+    if name not in _ACTIVATIONS:
         raise config.unsupported(key)
     return _ACTIVATIONS[name]
 
 
 def layer_windows(config: Fields, window: int, period: int) -> tuple[int, ...]:
-    """The window of each layer as `layer_types` says; where it is missing, each layer has one but
-    the last of every `period`.
+    """The window of each layer by `layer_types`.
+
+    By default each layer has the window except the last of every `period` layers.
     """
-    num_layers = min(config.integer("num_hidden_layers"), 1 << 16)
-    kinds = [
-        "sliding_attention" if (layer + 1) % period else "full_attention"
-        for layer in range(num_layers)
+    layers = layer_range(config.integer("num_hidden_layers"))
+    default = [
+        "sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers
     ]
-    given = config.get("layer_types") or kinds
+    kinds = config.get("layer_types") or default
     if (
-        not isinstance(given, list)
-        or len(given) != num_layers
-        or not {*map(str, given)} <= {"sliding_attention", "full_attention"}
+        not isinstance(kinds, list)
+        or len(kinds) != len(layers)
+        or not {*map(str, kinds)} <= {"sliding_attention", "full_attention"}
     ):
         raise config.unsupported("layer_types")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in given)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def sliding_windows(
     config: Fields, window: int, first: int = 0, by_layer: bool = False
 ) -> tuple[int, ...]:
-    """The window of each layer: `window` from layer `first` on (0: none has one), or as
-    `layer_types` says where it may (`by_layer`).
+    """The window of each layer: `window` from layer `first` on (0: no layer has one).
+
+    With `by_layer`, the field `layer_types` may choose other layers.
     """
-    num_layers = min(
-        config.integer("num_hidden_layers"), 1 << 16
-    )  # an absurd count is refused later, with the other sizes
-    kinds = [
-        "sliding_attention" if window and layer >= first else "full_attention"
-        for layer in range(num_layers)
+    layers = layer_range(config.integer("num_hidden_layers"))
+    default = [
+        "sliding_attention" if window and layer >= first else "full_attention" for layer in layers
     ]
-    given = config.get("layer_types") or kinds
-    if given != kinds:
-        per_layer = by_layer and isinstance(given, list) and len(given) == num_layers
-        if not per_layer or not all(
-            kind == "full_attention" or (kind == "sliding_attention" and window) for kind in given
+    kinds = config.get("layer_types") or default
+    if kinds != default:
+        can_choose = by_layer and isinstance(kinds, list) and len(kinds) == len(layers)
+        if not can_choose or not all(
+            kind == "full_attention" or (kind == "sliding_attention" and window) for kind in kinds
         ):
             raise config.unsupported("layer_types", f" with sliding_window = {window}")
-    windows = tuple(window if kind == "sliding_attention" else 0 for kind in given)
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if any(windows) else ()
 
 
-def rope(
+def rope_spec(
     config: Fields,
     head_dim: int,
     max_context: int,
@@ -192,11 +195,10 @@ def rope(
     partial: float | None = None,
     kind_of_layer: str = "",
 ) -> RopeSpec:
-    """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_scaling` and
-    `rope_theta` (before).
+    """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_scaling` (before).
 
-    `theta` and `partial` are defaults, and without the latter all of a head is rotated.
-    `kind_of_layer` names the part of `rope_parameters` that has those of such layers.
+    `theta` and `partial` are defaults; without `partial`, all of a head is rotated.
+    `kind_of_layer` selects a section of `rope_parameters`, if it has one for each kind of layer.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values = config.section(key)
@@ -205,6 +207,7 @@ def rope(
     for field in values:
         if field not in _ROPE_FIELDS:
             raise UnsupportedModelError(f"{values.where}: {key}.{field[:80]} is not supported")
+
     share = values.number(
         "partial_rotary_factor", config.number("partial_rotary_factor", partial or 1.0)
     )
@@ -213,52 +216,57 @@ def rope(
     dim = int(head_dim * share) if share != 1 else head_dim
     theta = values.number("rope_theta", config.number("rope_theta", theta))
     kind = values.get("rope_type", values.get("type", "default"))
-    # A field of this name beside the object takes precedence, as in transformers.
+    # A field of this name outside the section takes precedence, as in transformers.
     original = config.integer(
         "original_max_position_embeddings",
         values.integer("original_max_position_embeddings", max_context),
     )
+
     match kind:
         case "default":
             return RopeSpec(dim, theta)
         case "linear":
-            return RopeSpec(dim=dim, theta=theta, scaling="linear", factor=values.number("factor"))
+            return RopeSpec(dim, theta, scaling="linear", factor=values.number("factor"))
         case "dynamic":
             return RopeSpec(
-                dim=dim,
-                theta=theta,
+                dim,
+                theta,
                 scaling="dynamic",
                 factor=values.number("factor"),
                 original_context=max_context,
             )
         case "llama3":
-            return _llama3(values, dim, theta, original)
+            return RopeSpec(
+                dim,
+                theta,
+                scaling="llama3",
+                low_freq_factor=values.number("low_freq_factor"),
+                high_freq_factor=values.number("high_freq_factor"),
+                factor=values.number("factor"),
+                original_context=original,
+            )
         case "yarn":
             return _yarn(values, dim, theta, original, max_context)
         case "longrope" | "su":
-            return _longrope(values, dim, theta, original, max_context)
+            return RopeSpec(
+                dim,
+                theta,
+                scaling="longrope",
+                factor=values.number("factor", max_context / max(original, 1)),
+                original_context=original,
+                attention_factor=values.optional_number("attention_factor"),
+                factors=values.number_list("short_factor"),
+                long_factors=values.number_list("long_factor"),
+            )
     raise UnsupportedModelError(
         f"{values.where}: {key}.rope_type = {str(kind)[:80]} is not supported"
     )
 
 
-def _llama3(values: Fields, head_dim: int, theta: float, original: int) -> RopeSpec:
-    low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+def _yarn(values: Fields, dim: int, theta: float, original: int, max_context: int) -> RopeSpec:
     return RopeSpec(
-        dim=head_dim,
-        theta=theta,
-        scaling="llama3",
-        factor=values.number("factor"),
-        original_context=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn(values: Fields, head_dim: int, theta: float, original: int, max_context: int) -> RopeSpec:
-    return RopeSpec(
-        dim=head_dim,
-        theta=theta,
+        dim,
+        theta,
         scaling="yarn",
         factor=values.number("factor", max_context / max(original, 1)),
         original_context=original,
@@ -268,20 +276,4 @@ def _yarn(values: Fields, head_dim: int, theta: float, original: int, max_contex
         attention_factor=values.optional_number("attention_factor"),
         mscale=values.optional_number("mscale"),
         mscale_all_dim=values.optional_number("mscale_all_dim"),
-    )
-
-
-def _longrope(values: Fields, dim: int, theta: float, original: int, max_context: int) -> RopeSpec:
-    factor = values.number("factor", max_context / max(original, 1))
-    temperature = values.optional_number("attention_factor")
-    short, long = values.number_list("short_factor"), values.number_list("long_factor")
-    return RopeSpec(
-        dim=dim,
-        theta=theta,
-        scaling="longrope",
-        factor=factor,
-        original_context=original,
-        attention_factor=temperature,
-        factors=short,
-        long_factors=long,
     )

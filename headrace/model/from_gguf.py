@@ -1,6 +1,4 @@
-"""What the metadata of a GGUF file says alike of most families (keys as in ggml,
-`docs/gguf.md`).
-"""
+"""Reads the GGUF metadata that most families share (keys as in ggml, `docs/gguf.md`)."""
 
 from collections.abc import Collection
 from typing import Any
@@ -10,9 +8,9 @@ import numpy as np
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model.family import Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import stacked, weights
 from headrace.model.rope import yarn_temperature
-from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
+from headrace.model.sources import stacked, weights
+from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec, layer_range
 from headrace.quant.formats import StoredTensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -20,43 +18,44 @@ _MAX_ROPE_FACTORS = 1 << 16
 
 TENSORS = weights(
     {
-        **{"embed": "token_embd", "embed_norm": "token_embd_norm", "positions": "position_embd"},
-        **{"head": "output", "norm": "output_norm"},
+        "embed": "token_embd",
+        "embed_norm": "token_embd_norm",
+        "positions": "position_embd",
+        "head": "output",
+        "norm": "output_norm",
     },
     "blk.{}",
     {
-        **{
-            "attn_norm": "attn_norm",
-            "q": "attn_q",
-            "k": "attn_k",
-            "v": "attn_v",
-            "o": "attn_output",
-        },
-        **{
-            "q_norm": "attn_q_norm",
-            "k_norm": "attn_k_norm",
-            "sinks": "attn_sinks",
-            "attn_post_norm": "post_attention_norm",
-        },
-        **{
-            "mlp_norm": "ffn_norm",
-            "mlp_post_norm": "post_ffw_norm",
-            "gate": "ffn_gate",
-            "up": "ffn_up",
-            "down": "ffn_down",
-        },
-        **{"router": "ffn_gate_inp", "shared_router": "ffn_gate_inp_shexp"},
-        **{f"shared_{part}": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+        "attn_norm": "attn_norm",
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "o": "attn_output",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "sinks": "attn_sinks",
+        "attn_post_norm": "post_attention_norm",
+        "mlp_norm": "ffn_norm",
+        "mlp_post_norm": "post_ffw_norm",
+        "gate": "ffn_gate",
+        "up": "ffn_up",
+        "down": "ffn_down",
+        "router": "ffn_gate_inp",
+        "shared_router": "ffn_gate_inp_shexp",
+        "shared_gate": "ffn_gate_shexp",
+        "shared_up": "ffn_up_shexp",
+        "shared_down": "ffn_down_shexp",
     },
 )
-"""Tensors of all families alike."""
+"""Tensors with the names that all families use."""
+
 EXPERTS = {
-    name: place
+    name: source
     for part in ("gate", "up", "down")
     for kind, suffix in (("weight", ""), ("bias", "_bias"))
-    for name, place in stacked(f"{part}{suffix}", f"blk.{{}}.ffn_{part}_exps.{kind}").items()
+    for name, source in stacked(f"{part}{suffix}", f"blk.{{}}.ffn_{part}_exps.{kind}").items()
 }
-"""Those of experts."""
+"""Tensors of experts."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -77,12 +76,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }
-"""Keys that change the numbers in ways that a plain decoder does not compute, and the values that
-leave them alone.
-"""
+"""Keys that can change the numbers, and their values that a plain decoder computes."""
 
 
-def decoder(
+def decoder_spec(
     fields: Fields,
     tensors: Tensors,
     architecture: str,
@@ -90,12 +87,13 @@ def decoder(
     head_dim: int | None = None,
     computed: Collection[str] = (),
 ) -> ModelSpec:
-    """The specification of a plain decoder, whose keys begin with `architecture`; it has the biases
-    that are there.
+    """The specification of a plain decoder, whose keys begin with `architecture`.
 
-    Keys in `computed` are the family's own affair, and so are the lengths of keys and values where
-    it gives `head_dim`. Raises UnsupportedModelError naming the key, FormatError for a missing or
-    malformed one.
+    Tensors that exist decide about biases, gates and tied embeddings. A family lists the keys that
+    it reads itself in `computed`; with `head_dim` it has also read the lengths of keys and values.
+
+    Raises UnsupportedModelError for a key that changes the numbers and is not computed, and
+    FormatError for a missing or malformed key; both name the key.
     """
     neutral = {
         f"{architecture}.{key}": values for key, values in NEUTRAL.items() if key not in computed
@@ -123,17 +121,16 @@ def decoder(
         ),
         head_dim=head_dim,
         ffn_dim=_same_in_every_layer(fields, f"{architecture}.feed_forward_length"),
-        vocab_size=embedding.rows
-        if embedding
-        else 1,  # without an embedding the file is refused later, by that name
+        # Without an embedding, the check of the tensors refuses the file later.
+        vocab_size=embedding.rows if embedding else 1,
         max_context=fields.integer(f"{architecture}.context_length"),
         norm_eps=fields.number(
             f"{architecture}.attention.layer_norm_{'rms_' if is_rms else ''}epsilon"
         ),
         norm="rms" if is_rms else "layer",
         norm_bias="output_norm.bias" in tensors,
-        rope=rope(fields, tensors, architecture, head_dim),
-        windows=(window,) * min(num_layers, 1 << 16) if window else (),
+        rope=rope_spec(fields, tensors, architecture, head_dim),
+        windows=(window,) * len(layer_range(num_layers)) if window else (),
         tied_embeddings="output.weight" not in tensors,
         qkv_bias=any(f"blk.0.attn_{name}.bias" in tensors for name in ("q", "k", "v", "qkv")),
         output_bias="blk.0.attn_output.bias" in tensors,
@@ -143,28 +140,24 @@ def decoder(
     )
 
 
-def experts(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec) -> ExpertSpec:
-    """The experts of a model, whose scores are the softmax of logits, and add up to 1 among those
-    of a row.
-    """
+def expert_spec(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec) -> ExpertSpec:
+    """The experts of a model: softmax scores, normalised over the experts of a row."""
     return ExpertSpec(
         num_experts=fields.integer(f"{architecture}.expert_count"),
         top_k=fields.integer(f"{architecture}.expert_used_count"),
         ffn_dim=fields.integer(f"{architecture}.expert_feed_forward_length", spec.ffn_dim),
         dense_layers=tuple(
-            i
-            for i in range(min(spec.num_layers, 1 << 16))
-            if f"blk.{i}.ffn_gate_inp.weight" not in tensors
+            layer
+            for layer in layer_range(spec.num_layers)
+            if f"blk.{layer}.ffn_gate_inp.weight" not in tensors
         ),
     )
 
 
-def longrope(
+def longrope_spec(
     fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec
 ) -> RopeSpec | None:
-    """The rotary embedding of a model that has factors for short texts and for long ones, or for
-    none.
-    """
+    """The rotary embedding of a model that may have factors for short and for long contexts."""
     short, long = (tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))
     if not (spec.rope and short and long):
         return spec.rope
@@ -172,8 +165,8 @@ def longrope(
     original = fields.integer(f"{prefix}.original_context_length", spec.max_context)
     temperature = fields.positive(f"{prefix}.attn_factor", 1.0)
     return RopeSpec(
-        dim=spec.rope.dim,
-        theta=spec.rope.theta,
+        spec.rope.dim,
+        spec.rope.theta,
         scaling="longrope",
         original_context=original,
         attention_factor=temperature,
@@ -185,56 +178,59 @@ def longrope(
 def _factors(fields: Fields, stored: StoredTensor) -> tuple[float, ...]:
     if stored.rows * stored.cols > _MAX_ROPE_FACTORS:
         raise FormatError(
-            f"{fields.where}: tensor {stored.name} has shape {list(stored.shape)}: too many factors"
+            f"{fields.where}: tensor {stored.name} has shape {list(stored.shape)}; "
+            f"at most {_MAX_ROPE_FACTORS:,} factors are supported"
         )
     return tuple(stored.dequantise().reshape(-1).tolist())
 
 
 def _same_in_every_layer(fields: Fields, key: str, default: int | None = None) -> int:
-    """An integer that some files give for each layer; models whose layers differ are not
-    supported.
+    """An integer, or an array with the same integer for each layer.
+
+    Raises UnsupportedModelError if layers differ.
     """
     if not isinstance(values := fields.get(key), np.ndarray):
         return fields.integer(key, default)
     if values.dtype.kind not in "iu" or not len(values):
-        raise FormatError(f"{fields.where}: {key} must be an integer or an array of them")
+        raise FormatError(f"{fields.where}: {key} must be an integer or an array of integers")
     if (values != values[0]).any():
         raise UnsupportedModelError(f"{fields.where}: {key} differs between layers")
     return int(values[0])
 
 
-def rope(fields: Fields, tensors: Tensors, architecture: str, head_dim: int) -> RopeSpec:
-    """The rotary embedding, with the factors of its own that a file may have."""
+def rope_spec(fields: Fields, tensors: Tensors, architecture: str, head_dim: int) -> RopeSpec:
+    """The rotary embedding, with the file's own factors if it has any."""
     prefix = f"{architecture}.rope"
     dim = fields.integer(f"{prefix}.dimension_count", head_dim)
     theta = fields.number(f"{prefix}.freq_base", 10000.0)
-    # Older converters wrote the linear factor alone, under its own key.
+    # Older converters wrote only the linear factor, under another key.
     factor = (
         fields.number(f"{prefix}.scaling.factor", 0.0)
         or fields.number(f"{prefix}.scale_linear", 0.0)
         or 1.0
     )
     scaling = fields.string(f"{prefix}.scaling.type", "linear" if factor != 1.0 else "none")
-    stretch = fields.number(f"{prefix}.scaling.attn_factor", 1.0)
-    has_both = "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors
+    attention_factor = fields.number(f"{prefix}.scaling.attn_factor", 1.0)
+    is_longrope = "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors
     stored = tensors.get(_ROPE_FACTORS)
     factors = _factors(fields, stored) if stored else ()
     if scaling == "yarn":
         return RopeSpec(
-            dim=dim,
-            theta=theta,
+            dim,
+            theta,
             scaling="yarn",
             factor=factor,
             original_context=fields.integer(f"{prefix}.scaling.original_context_length", 0),
             beta_fast=fields.number(f"{prefix}.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.number(f"{prefix}.scaling.yarn_beta_slow", 1.0),
-            attention_factor=stretch * yarn_temperature(factor),
+            attention_factor=attention_factor * yarn_temperature(factor),
             factors=factors,
         )
-    if stretch != 1.0 and not has_both:  # those of longrope come with one
+    # A longrope model has an attention factor too, which `longrope_spec` reads.
+    if attention_factor != 1.0 and not is_longrope:
         raise fields.unsupported(f"{prefix}.scaling.attn_factor", " without yarn")
     if scaling == "linear":
-        return RopeSpec(dim=dim, theta=theta, scaling="linear", factor=factor, factors=factors)
+        return RopeSpec(dim, theta, scaling="linear", factor=factor, factors=factors)
     if scaling == "none":
         return RopeSpec(dim, theta, factors=factors)
     raise fields.unsupported(f"{prefix}.scaling.type")

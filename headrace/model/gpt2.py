@@ -1,17 +1,16 @@
-"""The GPT-2 family: GPT-2 (Radford et al. 2019) and GPT-BigCode, of which StarCoder is one (Li et
-al. 2023).
+"""The GPT-2 family: GPT-2 (Radford et al. 2019), and GPT-BigCode with StarCoder (Li et al. 2023).
 
-Learned positions, LayerNorm, an MLP without a gate, biases everywhere. GPT-2's files have the
-columns of a matrix first; GPT-BigCode has one KV head.
+Learned positions, LayerNorm, an MLP without a gate, biases everywhere. Files of GPT-2 store
+transposed matrices; GPT-BigCode has one KV head.
 """
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf
 from headrace.model.decoder import decoder, sequential
-from headrace.model.family import ConfigLayout, Family, GgufLayout, Stored, Tensors
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors, TensorSource
 from headrace.model.fields import Fields
-from headrace.model.places import fused_qkv, weights
+from headrace.model.sources import fused_qkv, weights
 from headrace.model.spec import ModelSpec
 
 FIELDS = {
@@ -24,7 +23,7 @@ FIELDS = {
     "layer_norm_eps": "layer_norm_epsilon",
 }
 _IGNORED = (".attn.bias", ".attn.masked_bias")
-"""Masks, which old files have among their weights."""
+"""Attention masks, which old files store with their weights."""
 
 
 def _config_spec(
@@ -37,11 +36,11 @@ def _config_spec(
             "add_cross_attention": (False,),
         }
     )
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         architecture,
         max_context=1024,
-        eps="layer_norm_eps",
+        eps_field="layer_norm_eps",
         default_eps=1e-5,
         tied=True,
         computed=("hidden_act",),
@@ -79,7 +78,7 @@ def _bigcode_config(config: Fields) -> ModelSpec:
 
 def _gguf_spec(fields: Fields, tensors: Tensors, architecture: str) -> ModelSpec:
     return _as_gpt2(
-        replace(from_gguf.decoder(fields, tensors, architecture), activation="gelu_tanh")
+        replace(from_gguf.decoder_spec(fields, tensors, architecture), activation="gelu_tanh")
     )
 
 
@@ -91,7 +90,7 @@ def _starcoder_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
     return replace(_gguf_spec(fields, tensors, "starcoder"), architecture="gpt_bigcode")
 
 
-def _config_tensors(transposed: bool) -> dict[str, Stored]:
+def _config_tensors(transposed: bool) -> dict[str, TensorSource]:
     names = weights(
         {
             "embed": "transformer.wte",
@@ -114,14 +113,14 @@ def _config_tensors(transposed: bool) -> dict[str, Stored]:
     return names | fused_qkv(
         f"{attention}.weight",
         "blocks",
-        split=False,
+        is_half_split=False,
         bias=f"{attention}.bias",
         transposed=transposed,
     )
 
 
-def _as_first_published(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """The names of OpenAI's own files, which say nothing of a transformer."""
+def _as_first_published(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """The names in the files of OpenAI, which have no prefix `transformer.` and no head."""
     return {
         ours: replace(stored, name=stored.name.removeprefix("transformer."))
         for ours, stored in tensors.items()
@@ -131,7 +130,7 @@ def _as_first_published(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 _GPT2_TENSORS = _config_tensors(transposed=True)
 _GGUF_TENSORS = from_gguf.TENSORS | fused_qkv(
-    "blk.{}.attn_qkv.weight", "blocks", split=False, bias="blk.{}.attn_qkv.bias"
+    "blk.{}.attn_qkv.weight", "blocks", is_half_split=False, bias="blk.{}.attn_qkv.bias"
 )
 
 GPT2 = Family(
@@ -141,7 +140,7 @@ GPT2 = Family(
         architectures=("GPT2LMHeadModel", "gpt2"),
         spec=_gpt2_config,
         tensors=_GPT2_TENSORS,
-        others=(_as_first_published(_GPT2_TENSORS),),
+        alternatives=(_as_first_published(_GPT2_TENSORS),),
         ignored=_IGNORED,
         fields=FIELDS,
     ),

@@ -1,6 +1,6 @@
-"""The GPT-NeoX family: GPT-NeoX-20B (Black et al. 2022), Pythia (Biderman et al. 2023).
+"""The GPT-NeoX family: GPT-NeoX-20B (Black et al. 2022) and Pythia (Biderman et al. 2023).
 
-Attention and MLP side by side, each behind a LayerNorm of its own, or one after the other.
+Attention and MLP are parallel, each after its own LayerNorm, or sequential.
 """
 
 from dataclasses import replace
@@ -9,18 +9,18 @@ from headrace.model import from_config, from_gguf
 from headrace.model.decoder import by_spec, decoder
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import fused_qkv, weights
+from headrace.model.sources import fused_qkv, weights
 from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     partial = config.number("rotary_pct", 0.25)
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "gpt_neox",
         max_context=2048,
         partial=partial,
-        eps="layer_norm_eps",
+        eps_field="layer_norm_eps",
         default_eps=1e-5,
         computed=("hidden_act", "attention_bias"),
     )
@@ -39,7 +39,7 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "gptneox", computed=("use_parallel_residual",))
+    spec = from_gguf.decoder_spec(fields, tensors, "gptneox", computed=("use_parallel_residual",))
     parallel = fields.flag("gptneox.use_parallel_residual", True)
     return replace(
         spec,
@@ -65,12 +65,11 @@ GPT_NEOX = Family(
             },
             "gpt_neox.layers.{}",
             {
-                **{
-                    "attn_norm": "input_layernorm",
-                    "o": "attention.dense",
-                    "mlp_norm": "post_attention_layernorm",
-                },
-                **{"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
+                "attn_norm": "input_layernorm",
+                "o": "attention.dense",
+                "mlp_norm": "post_attention_layernorm",
+                "up": "mlp.dense_h_to_4h",
+                "down": "mlp.dense_4h_to_h",
             },
         )
         | fused_qkv(f"{_QKV}.weight", "groups", bias=f"{_QKV}.bias"),

@@ -1,6 +1,4 @@
-"""gpt-oss (2025): windows in every second layer, scores that belong to no key, and experts with
-clamped gates and biases.
-"""
+"""gpt-oss (2025): windows in every second layer, attention sinks, experts with clamped gates."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,10 +7,18 @@ import numpy as np
 
 from headrace.model import from_config, from_gguf
 from headrace.model.decoder import decoder, sequential
-from headrace.model.family import ConfigLayout, Family, GgufLayout, Numbers, Rows, Stored, Tensors
+from headrace.model.family import (
+    ConfigLayout,
+    Family,
+    GgufLayout,
+    Indices,
+    Rows,
+    Tensors,
+    TensorSource,
+)
 from headrace.model.fields import Fields
-from headrace.model.places import half_split, weights
-from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec
+from headrace.model.sources import half_split, weights
+from headrace.model.spec import ExpertSpec, ModelSpec, RopeSpec, layer_range
 
 
 def _config(config: Fields) -> ModelSpec:
@@ -21,7 +27,7 @@ def _config(config: Fields) -> ModelSpec:
         config.integer("head_dim", 64),
         config.integer("max_position_embeddings", 131_072),
     )
-    rope = from_config.rope(config, head_dim, context, theta=150_000.0)
+    rope = from_config.rope_spec(config, head_dim, context, theta=150_000.0)
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
         rope = RopeSpec(
             dim=head_dim,
@@ -31,13 +37,14 @@ def _config(config: Fields) -> ModelSpec:
             original_context=4096,
             truncate=False,
         )
-    spec = from_config.decoder(
-        *(config, "gpt_oss"),
+    spec = from_config.decoder_spec(
+        config,
+        "gpt_oss",
         max_context=context,
         kv_heads=8,
         head_dim=64,
         default_eps=1e-5,
-        rotary=rope,
+        rope=rope,
         computed=("attention_bias", "num_local_experts"),
     )
     windows = from_config.layer_windows(config, config.integer("sliding_window", 128), 2)
@@ -51,10 +58,10 @@ def _config(config: Fields) -> ModelSpec:
 
 
 def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "gpt-oss", computed=("expert_count",))
+    spec = from_gguf.decoder_spec(fields, tensors, "gpt-oss", computed=("expert_count",))
     window = fields.integer("gpt-oss.attention.sliding_window", 128)
-    windows = tuple(0 if layer % 2 else window for layer in range(min(spec.num_layers, 1 << 16)))
-    experts = from_gguf.experts(fields, tensors, "gpt-oss", spec)
+    windows = tuple(0 if layer % 2 else window for layer in layer_range(spec.num_layers))
+    experts = from_gguf.expert_spec(fields, tensors, "gpt-oss", spec)
     rope = replace(spec.rope, truncate=False) if spec.rope else None
     return _with_experts(replace(spec, architecture="gpt_oss", rope=rope), windows, experts)
 
@@ -70,48 +77,55 @@ def _with_experts(spec: ModelSpec, windows: tuple[int, ...], experts: ExpertSpec
     )
 
 
-def _slab(part: str, spec: ModelSpec, numbers: Numbers) -> Rows:
-    """The rows of an expert whose matrices have our columns for rows."""
+def _slab_rows(part: str, spec: ModelSpec, indices: Indices) -> Rows:
+    """The stored rows of an expert's matrix, which is transposed."""
     assert spec.experts
-    rows = spec.experts.ffn_dim if part == "down" else spec.dim
-    return np.arange(rows) + numbers[1] * rows
+    _, expert = indices
+    num_rows = spec.experts.ffn_dim if part == "down" else spec.dim
+    return np.arange(num_rows) + expert * num_rows
 
 
-def _share(part: str, is_first: bool, spec: ModelSpec, numbers: Numbers) -> Rows:
-    """The rows of an expert, or, with `is_first`, those of the first: gate and up take turns."""
+def _part_rows(part: str, is_slab: bool, spec: ModelSpec, indices: Indices) -> Rows:
+    """The rows of an expert's part in the slab of the expert, or in the tensor of all experts.
+
+    Rows of gate and up alternate, the gate first.
+    """
     assert spec.experts
-    rows = spec.dim if part == "down" else 2 * spec.experts.ffn_dim
-    first = 0 if is_first else numbers[1] * rows
-    return first + (np.arange(rows) if part == "down" else np.arange(part == "up", rows, 2))
+    _, expert = indices
+    num_rows = spec.dim if part == "down" else 2 * spec.experts.ffn_dim
+    first = 0 if is_slab else expert * num_rows
+    if part == "down":
+        return first + np.arange(num_rows)
+    return first + np.arange(part == "up", num_rows, 2)
 
 
 _EXPERTS = "model.layers.{}.mlp.experts"
-_FILE = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+_FILE_NAMES = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 _CONFIG_TENSORS = {
     **half_split(from_config.TENSORS),
     **weights({}, "model.layers.{}", {"router": "mlp.router"}),
-    "layers.{}.sinks": Stored("model.layers.{}.self_attn.sinks"),
+    "layers.{}.sinks": TensorSource("model.layers.{}.self_attn.sinks"),
     **{
-        f"layers.{{}}.experts.{{}}.{part}": Stored(
+        f"layers.{{}}.experts.{{}}.{part}": TensorSource(
             f"{_EXPERTS}.{name}",
-            None if part == "down" else partial(_share, part, True),
+            None if part == "down" else partial(_part_rows, part, True),
             transposed=True,
-            slab=partial(_slab, part),
+            slab=partial(_slab_rows, part),
         )
-        for part, name in _FILE.items()
+        for part, name in _FILE_NAMES.items()
     },
     **{
-        f"layers.{{}}.experts.{{}}.{part}_bias": Stored(
-            f"{_EXPERTS}.{name}_bias", partial(_share, part, False)
+        f"layers.{{}}.experts.{{}}.{part}_bias": TensorSource(
+            f"{_EXPERTS}.{name}_bias", partial(_part_rows, part, False)
         )
-        for part, name in _FILE.items()
+        for part, name in _FILE_NAMES.items()
     },
 }
-_BLOCKS = {
-    f"layers.{{}}.experts.{{}}.{part}": Stored(
-        f"{_EXPERTS}.{name}_blocks", partial(_share, part, False)
+_MXFP4_TENSORS = {
+    f"layers.{{}}.experts.{{}}.{part}": TensorSource(
+        f"{_EXPERTS}.{name}_blocks", partial(_part_rows, part, False)
     )
-    for part, name in _FILE.items()
+    for part, name in _FILE_NAMES.items()
 }
 
 GPT_OSS = Family(
@@ -121,7 +135,7 @@ GPT_OSS = Family(
         architectures=("GptOssForCausalLM", "gpt_oss"),
         spec=_config,
         tensors=_CONFIG_TENSORS,
-        others=(_BLOCKS,),
+        alternatives=(_MXFP4_TENSORS,),
     ),
     gguf=GgufLayout(
         architectures=("gpt-oss",),

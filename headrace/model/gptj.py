@@ -1,5 +1,6 @@
-"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP side by side behind one LayerNorm, rotation
-of a part of each head.
+"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP in parallel after one LayerNorm.
+
+Only a part of each head is rotated.
 """
 
 from dataclasses import replace
@@ -9,16 +10,16 @@ from headrace.model.decoder import decoder, parallel
 from headrace.model.family import ConfigLayout, Family
 from headrace.model.fields import Fields
 from headrace.model.gpt2 import FIELDS
-from headrace.model.places import weights
+from headrace.model.sources import weights
 from headrace.model.spec import ModelSpec, RopeSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "gptj",
         max_context=2048,
-        eps="layer_norm_eps",
+        eps_field="layer_norm_eps",
         default_eps=1e-5,
         computed=("hidden_act",),
     )
@@ -45,8 +46,12 @@ GPTJ = Family(
             "transformer.h.{}",
             {
                 "attn_norm": "ln_1",
-                **{name: f"attn.{name}_proj" for name in "qkv"},
-                **{"o": "attn.out_proj", "up": "mlp.fc_in", "down": "mlp.fc_out"},
+                "q": "attn.q_proj",
+                "k": "attn.k_proj",
+                "v": "attn.v_proj",
+                "o": "attn.out_proj",
+                "up": "mlp.fc_in",
+                "down": "mlp.fc_out",
             },
         ),
         ignored=(".attn.bias", ".attn.masked_bias"),

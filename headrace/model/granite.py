@@ -1,11 +1,11 @@
-"""The Granite family (IBM 2024): Llama with factors on embedding, scores, residuals and logits."""
+"""The Granite family (IBM 2024): Llama with scaled embedding, scores, residuals and logits."""
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split
 from headrace.model.spec import ModelSpec
 
 
@@ -16,7 +16,7 @@ def _config_spec(config: Fields) -> ModelSpec:
         "residual_multiplier",
         "logits_scaling",
     )
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config, "granite", max_context=2048, computed=(*factors, "attention_bias", "mlp_bias")
     )
     embedding, attention, residual, logits = (config.positive(factor, 1.0) for factor in factors)
@@ -34,7 +34,7 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(
+    spec = from_gguf.decoder_spec(
         fields,
         tensors,
         "granite",

@@ -1,7 +1,7 @@
 """The Llama family: Llama 2 and 3, SmolLM2 (Touvron et al. 2023).
 
-The pre-norm decoder with rotary positions, grouped query heads and a gated MLP. Most other families
-take its tensor names for a start.
+The pre-norm decoder with rotary positions, grouped KV heads and a gated MLP. Most other families
+start from its tensor names.
 """
 
 from dataclasses import replace
@@ -10,27 +10,25 @@ from headrace.model import from_config, from_gguf
 from headrace.model.decoder import decoder, sequential
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split
 from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     windows = from_config.sliding_windows(config, 0)
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config, "llama", max_context=2048, windows=windows, computed=("attention_bias", "mlp_bias")
     )
     return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias", False))
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "llama", computed=("expert_count",))
+    spec = from_gguf.decoder_spec(fields, tensors, "llama", computed=("expert_count",))
     is_mixtral = fields.integer("llama.expert_count", 0) > 0
-    return (
-        replace(spec, experts=from_gguf.experts(fields, tensors, "llama", spec))
-        if is_mixtral
-        else spec
-    )
+    if not is_mixtral:
+        return spec
+    return replace(spec, experts=from_gguf.expert_spec(fields, tensors, "llama", spec))
 
 
 LLAMA = Family(
@@ -41,8 +39,7 @@ LLAMA = Family(
         spec=_config_spec,
         tensors=half_split(from_config.TENSORS),
     ),
-    # Converters permute the rows of queries and keys to interleaved pairs, for this architecture
-    # alone.
+    # Only for this architecture, converters reorder queries and keys to neighbouring rotary pairs.
     gguf=GgufLayout(
         architectures=("llama",), spec=_gguf_spec, tensors=from_gguf.TENSORS | from_gguf.EXPERTS
     ),

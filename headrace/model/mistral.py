@@ -3,18 +3,18 @@
 from headrace.model import from_config, llama
 from headrace.model.family import ConfigLayout, Family
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split
 from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    slides = (
-        config.get("sliding_window", 4096) is not None
-    )  # a null says "none", an absent field the default
-    windows = from_config.sliding_windows(
-        config, config.integer("sliding_window", 4096) if slides else 0
+    # Null means no window; a missing field means the default.
+    has_window = config.get("sliding_window", 4096) is not None
+    window = config.integer("sliding_window", 4096) if has_window else 0
+    windows = from_config.sliding_windows(config, window)
+    return from_config.decoder_spec(
+        config, "mistral", max_context=131_072, kv_heads=8, windows=windows
     )
-    return from_config.decoder(config, "mistral", max_context=131_072, kv_heads=8, windows=windows)
 
 
 MISTRAL = Family(

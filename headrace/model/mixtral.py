@@ -1,19 +1,17 @@
-"""Mixtral (Jiang et al. 2024): Mistral with experts in the place of the MLP. GGUF files call it
-llama.
-"""
+"""Mixtral (Jiang et al. 2024): Mistral with experts. GGUF files call it llama."""
 
 from dataclasses import replace
 
 from headrace.model import from_config, llama
-from headrace.model.family import ConfigLayout, Family, Stored
+from headrace.model.family import ConfigLayout, Family
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split, weights
 from headrace.model.spec import ExpertSpec, ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     windows = from_config.sliding_windows(config, config.integer("sliding_window", 0))
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "mixtral",
         max_context=131_072,
@@ -31,13 +29,16 @@ def _config_spec(config: Fields) -> ModelSpec:
     return replace(spec, experts=experts)
 
 
-_EXPERTS = {
-    f"layers.{{}}.experts.{{}}.{ours}": Stored(
-        f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{theirs}.weight"
-    )
-    for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
-}
-_ROUTER = {"layers.{}.router": Stored("model.layers.{}.block_sparse_moe.gate.weight")}
+_EXPERTS = weights(
+    {},
+    "model.layers.{}.block_sparse_moe",
+    {
+        "router": "gate",
+        "experts.{}.gate": "experts.{}.w1",
+        "experts.{}.up": "experts.{}.w3",
+        "experts.{}.down": "experts.{}.w2",
+    },
+)
 
 MIXTRAL = Family(
     "mixtral",
@@ -45,6 +46,6 @@ MIXTRAL = Family(
     config=ConfigLayout(
         architectures=("MixtralForCausalLM", "mixtral"),
         spec=_config_spec,
-        tensors=half_split(from_config.TENSORS | _EXPERTS | _ROUTER),
+        tensors=half_split(from_config.TENSORS | _EXPERTS),
     ),
 )

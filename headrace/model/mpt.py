@@ -1,11 +1,11 @@
-"""MPT (MosaicML 2023): ALiBi in the place of positions, LayerNorm, no bias anywhere."""
+"""MPT (MosaicML 2023): ALiBi, LayerNorm, no biases."""
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import fused_qkv, weights
+from headrace.model.sources import fused_qkv, weights
 from headrace.model.spec import ModelSpec
 
 
@@ -19,14 +19,19 @@ def _config_spec(config: Fields) -> ModelSpec:
     config.require_neutral({"no_bias": (True,), "logit_scale": ()})
     attention = config.section("attn_config")
     attention.require_neutral(
-        {"alibi": (True,), "clip_qkv": (0,), "qk_ln": (False,), "prefix_lm": (False,)}
+        {
+            "alibi": (True,),
+            "clip_qkv": (0,),
+            "qk_ln": (False,),
+            "prefix_lm": (False,),
+            "attn_type": ("multihead_attention",),
+        }
     )
-    attention.require_neutral({"attn_type": ("multihead_attention",)})
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "mpt",
         max_context=2048,
-        eps="layer_norm_epsilon",
+        eps_field="layer_norm_epsilon",
         default_eps=1e-5,
         tied=True,
         computed=("logit_scale",),
@@ -37,7 +42,7 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "mpt", computed=("attention.max_alibi_bias",))
+    spec = from_gguf.decoder_spec(fields, tensors, "mpt", computed=("attention.max_alibi_bias",))
     return _as_mpt(spec, fields.number("mpt.attention.max_alibi_bias", 8.0))
 
 
@@ -51,23 +56,25 @@ MPT = Family(
             {"embed": "transformer.wte", "head": "lm_head", "norm": "transformer.norm_f"},
             "transformer.blocks.{}",
             {
-                **{"attn_norm": "norm_1", "o": "attn.out_proj", "mlp_norm": "norm_2"},
-                **{"up": "ffn.up_proj", "down": "ffn.down_proj"},
+                "attn_norm": "norm_1",
+                "o": "attn.out_proj",
+                "mlp_norm": "norm_2",
+                "up": "ffn.up_proj",
+                "down": "ffn.down_proj",
             },
         )
-        | fused_qkv("transformer.blocks.{}.attn.Wqkv.weight", "blocks", split=False),
+        | fused_qkv("transformer.blocks.{}.attn.Wqkv.weight", "blocks", is_half_split=False),
         fields={
-            **{
-                "hidden_size": "d_model",
-                "num_hidden_layers": "n_layers",
-                "num_attention_heads": "n_heads",
-            },
-            **{"max_position_embeddings": "max_seq_len"},
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "max_position_embeddings": "max_seq_len",
         },
     ),
     gguf=GgufLayout(
         architectures=("mpt",),
         spec=_gguf_spec,
-        tensors=from_gguf.TENSORS | fused_qkv("blk.{}.attn_qkv.weight", "blocks", split=False),
+        tensors=from_gguf.TENSORS
+        | fused_qkv("blk.{}.attn_qkv.weight", "blocks", is_half_split=False),
     ),
 )

@@ -1,18 +1,16 @@
-"""OLMoE (Muennighoff et al. 2024): the pre-norm decoder with norms over all queries and keys, and
-experts.
-"""
+"""OLMoE (Muennighoff et al. 2024): Llama with experts, and norms over rows of queries and keys."""
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama, qwen_moe
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split
 from headrace.model.spec import ExpertSpec, ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "olmoe",
         max_context=4096,
@@ -29,11 +27,11 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "olmoe", computed=("expert_count",))
+    spec = from_gguf.decoder_spec(fields, tensors, "olmoe", computed=("expert_count",))
     return replace(
         spec,
         qk_norm="row",
-        experts=replace(from_gguf.experts(fields, tensors, "olmoe", spec), normalised=False),
+        experts=replace(from_gguf.expert_spec(fields, tensors, "olmoe", spec), normalised=False),
     )
 
 

@@ -1,7 +1,7 @@
-"""The Phi family before its third generation: Phi-1, Phi-1.5 and Phi-2 (2023).
+"""The Phi family up to its second generation: Phi-1, Phi-1.5 and Phi-2 (2023).
 
-Attention and an ungated MLP side by side behind one LayerNorm, rotation of a part of each head,
-biases everywhere.
+Attention and an MLP without a gate are parallel, after one LayerNorm. A part of each head is
+rotated, and there are biases everywhere.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from headrace.model import from_config, from_gguf
 from headrace.model.decoder import decoder, parallel
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import fused_qkv, half_split, weights
+from headrace.model.sources import fused_qkv, half_split, weights
 from headrace.model.spec import ModelSpec
 
 
@@ -28,22 +28,23 @@ def _with_biases(spec: ModelSpec) -> ModelSpec:
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "phi2",
         max_context=2048,
         partial=0.5,
-        eps="layer_norm_eps",
+        eps_field="layer_norm_eps",
         default_eps=1e-5,
         computed=("hidden_act",),
     )
-    return _with_biases(
-        replace(spec, activation=from_config.activation(config, "hidden_act", "gelu_new"))
-    )
+    activation = from_config.activation(config, "hidden_act", "gelu_new")
+    return _with_biases(replace(spec, activation=activation))
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    return _with_biases(replace(from_gguf.decoder(fields, tensors, "phi2"), activation="gelu_tanh"))
+    return _with_biases(
+        replace(from_gguf.decoder_spec(fields, tensors, "phi2"), activation="gelu_tanh")
+    )
 
 
 _CONFIG_TENSORS = weights(
@@ -51,8 +52,12 @@ _CONFIG_TENSORS = weights(
     "model.layers.{}",
     {
         "attn_norm": "input_layernorm",
-        **{name: f"self_attn.{name}_proj" for name in "qkv"},
-        **{"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.dense",
+        "up": "mlp.fc1",
+        "down": "mlp.fc2",
     },
 )
 
@@ -68,6 +73,6 @@ PHI2 = Family(
         architectures=("phi2",),
         spec=_gguf_spec,
         tensors=half_split(from_gguf.TENSORS),
-        others=(fused_qkv("blk.{}.attn_qkv.weight", "blocks", bias="blk.{}.attn_qkv.bias"),),
+        alternatives=(fused_qkv("blk.{}.attn_qkv.weight", "blocks", bias="blk.{}.attn_qkv.bias"),),
     ),
 )

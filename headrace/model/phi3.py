@@ -1,5 +1,6 @@
-"""The Phi-3 and Phi-4 family (Abdin et al. 2024): Llama with fused matrices, and longrope in the
-long variants.
+"""The Phi-3 and Phi-4 family (Abdin et al. 2024): Llama with fused matrices.
+
+Models for long contexts use longrope.
 """
 
 from dataclasses import replace
@@ -7,20 +8,22 @@ from dataclasses import replace
 from headrace.model import from_config, from_gguf, llama
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import fused_gate_up, fused_qkv
+from headrace.model.sources import fused_gate_up, fused_qkv
 from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     windows = from_config.sliding_windows(config, config.integer("sliding_window", 0))
-    return from_config.decoder(
+    return from_config.decoder_spec(
         config, "phi3", max_context=4096, windows=windows, default_eps=1e-5, partial=1.0
     )
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "phi3")
-    return replace(spec, gated_mlp=True, rope=from_gguf.longrope(fields, tensors, "phi3", spec))
+    spec = from_gguf.decoder_spec(fields, tensors, "phi3")
+    return replace(
+        spec, gated_mlp=True, rope=from_gguf.longrope_spec(fields, tensors, "phi3", spec)
+    )
 
 
 PHI3 = Family(

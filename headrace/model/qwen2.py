@@ -1,5 +1,6 @@
-"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values, and windows
-in some of its layers.
+"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values.
+
+Some layers of some models have a window.
 """
 
 from dataclasses import replace
@@ -7,31 +8,27 @@ from dataclasses import replace
 from headrace.model import from_config, from_gguf, llama
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split
 from headrace.model.spec import ModelSpec
 
 
 def config_spec(config: Fields, architecture: str = "qwen2", *computed: str) -> ModelSpec:
-    """The specification of a model with such biases and windows, of this or a related
-    architecture.
-    """
-    window = (
-        config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else 0
-    )
+    """The specification of Qwen2, or of a related architecture that computes further fields."""
+    has_window = config.flag("use_sliding_window", False)
+    window = config.integer("sliding_window", 4096) if has_window else 0
     windows = from_config.sliding_windows(
         config, window, config.integer("max_window_layers", 28), by_layer=True
     )
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config, architecture, max_context=32_768, kv_heads=32, windows=windows, computed=computed
     )
     return replace(spec, qkv_bias=True)
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    fields.require_neutral(
-        {"qwen2.attention.sliding_window": (0,)}
-    )  # it does not say for which layers
-    return from_gguf.decoder(fields, tensors, "qwen2")
+    # A GGUF file does not name the layers that have the window.
+    fields.require_neutral({"qwen2.attention.sliding_window": (0,)})
+    return from_gguf.decoder_spec(fields, tensors, "qwen2")
 
 
 QWEN2 = Family(

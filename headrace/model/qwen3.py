@@ -1,39 +1,36 @@
-"""The Qwen3 family (Yang et al. 2025): Qwen2 with norms over each head of queries and keys in the
-place of biases.
-"""
+"""The Qwen3 family (Yang et al. 2025): Llama with a norm over each head of queries and keys."""
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split
 from headrace.model.spec import ModelSpec
 
 
 def config_spec(config: Fields, architecture: str = "qwen3", *computed: str) -> ModelSpec:
-    """The specification of a model with head norms, of this or a related architecture."""
-    window = (
-        config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else 0
-    )
+    """The specification of Qwen3, or of a related architecture that computes further fields."""
+    has_window = config.flag("use_sliding_window", False)
+    window = config.integer("sliding_window", 4096) if has_window else 0
     windows = from_config.sliding_windows(
         config, window, config.integer("max_window_layers", 28), by_layer=True
     )
-    bias, given = config.flag("attention_bias", False), ("attention_bias", *computed)
-    spec = from_config.decoder(
+    bias = config.flag("attention_bias", False)
+    spec = from_config.decoder_spec(
         config,
         architecture,
         max_context=32_768,
         kv_heads=32,
         head_dim=128,
         windows=windows,
-        computed=given,
+        computed=("attention_bias", *computed),
     )
     return replace(spec, qkv_bias=bias, output_bias=bias, qk_norm="head")
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    return replace(from_gguf.decoder(fields, tensors, "qwen3"), qk_norm="head")
+    return replace(from_gguf.decoder_spec(fields, tensors, "qwen3"), qk_norm="head")
 
 
 QWEN3 = Family(

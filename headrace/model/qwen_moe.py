@@ -1,14 +1,15 @@
-"""The Qwen families with experts: Qwen1.5-MoE and Qwen2-MoE (2024), whose rows all go through a
-gated shared expert too, and Qwen3-MoE.
+"""The Qwen families with experts: Qwen1.5-MoE and Qwen2-MoE (2024), and Qwen3-MoE (2025).
+
+Qwen2-MoE also has a gated shared expert.
 """
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama, qwen2, qwen3
-from headrace.model.family import ConfigLayout, Family, GgufLayout, Stored, Tensors
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
-from headrace.model.spec import ExpertSpec, ModelSpec
+from headrace.model.sources import half_split, weights
+from headrace.model.spec import ExpertSpec, ModelSpec, layer_range
 
 _COMPUTED = ("num_experts", "num_local_experts")
 
@@ -28,12 +29,14 @@ def _with_experts(config: Fields, spec: ModelSpec, shared: int) -> ModelSpec:
 
 
 def _dense_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
-    """Layers without experts: those that are named, and all that are no multiple of the step."""
-    step, named = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if step < 1 or not isinstance(named, list):
-        raise config.unsupported("decoder_sparse_step" if step < 1 else "mlp_only_layers")
+    """Layers without experts: listed layers, and all except every `step`-th layer."""
+    step, listed = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if step < 1:
+        raise config.unsupported("decoder_sparse_step")
+    if not isinstance(listed, list):
+        raise config.unsupported("mlp_only_layers")
     return tuple(
-        layer for layer in range(min(num_layers, 1 << 16)) if layer in named or (layer + 1) % step
+        layer for layer in layer_range(num_layers) if layer in listed or (layer + 1) % step
     )
 
 
@@ -48,9 +51,9 @@ def _qwen3_config(config: Fields) -> ModelSpec:
 
 
 def _qwen2_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "qwen2moe", computed=("expert_count",))
+    spec = from_gguf.decoder_spec(fields, tensors, "qwen2moe", computed=("expert_count",))
     shared = fields.integer("qwen2moe.expert_shared_feed_forward_length")
-    experts = from_gguf.experts(fields, tensors, "qwen2moe", spec)
+    experts = from_gguf.expert_spec(fields, tensors, "qwen2moe", spec)
     return replace(
         spec,
         architecture="qwen2_moe",
@@ -59,31 +62,29 @@ def _qwen2_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
 
 
 def _qwen3_gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "qwen3moe", computed=("expert_count",))
+    spec = from_gguf.decoder_spec(fields, tensors, "qwen3moe", computed=("expert_count",))
     return replace(
         spec,
         architecture="qwen3_moe",
         qk_norm="head",
-        experts=from_gguf.experts(fields, tensors, "qwen3moe", spec),
+        experts=from_gguf.expert_spec(fields, tensors, "qwen3moe", spec),
     )
 
 
-TENSORS = from_config.TENSORS | {
-    **{
-        f"layers.{{}}.experts.{{}}.{part}": Stored(
-            f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight"
-        )
-        for part in ("gate", "up", "down")
+TENSORS = from_config.TENSORS | weights(
+    {},
+    "model.layers.{}.mlp",
+    {
+        "router": "gate",
+        "experts.{}.gate": "experts.{}.gate_proj",
+        "experts.{}.up": "experts.{}.up_proj",
+        "experts.{}.down": "experts.{}.down_proj",
+        "shared_router": "shared_expert_gate",
+        "shared_gate": "shared_expert.gate_proj",
+        "shared_up": "shared_expert.up_proj",
+        "shared_down": "shared_expert.down_proj",
     },
-    **{
-        f"layers.{{}}.shared_{part}": Stored(
-            f"model.layers.{{}}.mlp.shared_expert.{part}_proj.weight"
-        )
-        for part in ("gate", "up", "down")
-    },
-    "layers.{}.router": Stored("model.layers.{}.mlp.gate.weight"),
-    "layers.{}.shared_router": Stored("model.layers.{}.mlp.shared_expert_gate.weight"),
-}
+)
 
 QWEN2_MOE = Family(
     "qwen2_moe",

@@ -1,5 +1,6 @@
-"""Rotary frequencies: the published ways to stretch them to longer contexts (as transformers'
-`modeling_rope_utils`).
+"""Rotary frequencies, and the published rules that stretch them to longer contexts.
+
+The results agree with `modeling_rope_utils` of transformers.
 """
 
 import math
@@ -15,17 +16,17 @@ Frequencies = NDArray[np.float64]
 def inverse_frequencies(
     rope: RopeSpec, max_context: int, context: int
 ) -> tuple[Frequencies, float]:
-    """Radians per position of each rotated pair, [dim / 2], and the factor on cosines and sines.
+    """Radians per position of each pair, [dim / 2], and the factor of cosines and sines.
 
-    `max_context` stands in for the context length of the original training where the checkpoint
-    does not give one. Rules that go by the length of a text take `context`, the most that any may
-    have, so that no length that is reached changes a number.
+    `max_context` replaces the original context length if the checkpoint does not give it. Rules
+    that depend on the length of a text use `context`, the max length, so that a sequence keeps its
+    numbers as it grows.
     """
     original_context = rope.original_context or max_context
     is_long = rope.scaling == "longrope" and context > original_context
-    theta = (
-        _dynamic_theta(rope, original_context, context) if rope.scaling == "dynamic" else rope.theta
-    )
+    theta = rope.theta
+    if rope.scaling == "dynamic":
+        theta = _dynamic_theta(rope, original_context, context)
     frequencies: Frequencies = theta ** -(np.arange(0, rope.dim, 2) / rope.dim)
     if factors := rope.long_factors if is_long else rope.factors:
         frequencies = frequencies / np.array(factors)
@@ -43,28 +44,22 @@ def inverse_frequencies(
 
 
 def _dynamic_theta(rope: RopeSpec, original_context: int, context: int) -> float:
-    """A base with which the slowest pair turns as often over a text of `context` tokens as it did
-    over the original ones.
-    """
+    """The base at which the slowest pair turns as often over `context` as over the original."""
     stretch = rope.factor * max(context, original_context) / original_context - (rope.factor - 1)
     return float(rope.theta * stretch ** (rope.dim / (rope.dim - 2)))
 
 
 def _longrope_attention_factor(rope: RopeSpec, original_context: int) -> float:
-    """sqrt(1 + ln(factor) / ln(original context)), where the file has none (Ding et al. 2024)."""
+    """The file's factor, or sqrt(1 + ln(factor) / ln(original context)) (Ding et al. 2024)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return (
-        1.0
-        if rope.factor <= 1
-        else math.sqrt(1 + math.log(rope.factor) / math.log(original_context))
-    )
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(original_context))
 
 
 def _llama3(frequencies: Frequencies, rope: RopeSpec, original_context: int) -> Frequencies:
-    """Keep the fast pairs, slow the others down by `factor`, and blend in between (Llama 3.1,
-    2024).
-    """
+    """Keep fast pairs, divide slow pairs by `factor`, and blend between them (Llama 3.1, 2024)."""
     turns = original_context * frequencies / (2 * math.pi)
     keep = np.clip(
         (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1
@@ -73,18 +68,16 @@ def _llama3(frequencies: Frequencies, rope: RopeSpec, original_context: int) -> 
 
 
 def _yarn(frequencies: Frequencies, rope: RopeSpec, original_context: int) -> Frequencies:
-    """Interpolate by parts: a linear ramp over the pairs (Peng et al. 2023, arXiv 2309.00071,
-    section 3.2).
-    """
+    """Blend by a linear ramp over the pairs (Peng et al. 2023, arXiv 2309.00071, section 3.2)."""
 
-    def pair_that_turns(times: float) -> float:
+    def pair_with_turns(turns: float) -> float:
         return (
             rope.dim
-            * math.log(original_context / (times * 2 * math.pi))
+            * math.log(original_context / (turns * 2 * math.pi))
             / (2 * math.log(rope.theta))
         )
 
-    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    low, high = pair_with_turns(rope.beta_fast), pair_with_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
@@ -98,14 +91,11 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return yarn_temperature(rope.factor, rope.mscale) / yarn_temperature(
-            rope.factor, rope.mscale_all_dim
-        )
+        temperature = yarn_temperature(rope.factor, rope.mscale)
+        return temperature / yarn_temperature(rope.factor, rope.mscale_all_dim)
     return yarn_temperature(rope.factor)
 
 
 def yarn_temperature(factor: float, weight: float = 1.0) -> float:
-    """The recommended factor on cosines and sines, 0.1 ln(factor) + 1 (Peng et al. 2023, equation
-    22).
-    """
+    """Factor of cosines and sines, 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

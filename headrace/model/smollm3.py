@@ -1,19 +1,18 @@
-"""SmolLM3 (Hugging Face 2025): Llama with layers that do not rotate, each fourth."""
+"""SmolLM3 (Hugging Face 2025): Llama without rotation in every fourth layer."""
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
-from headrace.model.spec import ModelSpec
+from headrace.model.sources import half_split
+from headrace.model.spec import ModelSpec, layer_range
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     window = config.integer("sliding_window", 0) if config.flag("use_sliding_window", False) else 0
     windows = from_config.sliding_windows(config, window, by_layer=True)
-    computed = ("attention_bias", "mlp_bias", "no_rope_layers")
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "smollm3",
         max_context=32_768,
@@ -21,11 +20,11 @@ def _config_spec(config: Fields) -> ModelSpec:
         theta=2e6,
         windows=windows,
         tied=True,
-        computed=computed,
+        computed=("attention_bias", "mlp_bias", "no_rope_layers"),
     )
     bias = config.flag("attention_bias", False)
     period = max(config.integer("no_rope_layer_interval", 4), 1)
-    rotated = config.get("no_rope_layers") or _rotated(spec, period)
+    rotated = config.get("no_rope_layers") or _default_rotated(spec, period)
     if (
         not isinstance(rotated, list | tuple)
         or len(rotated) != spec.num_layers
@@ -41,13 +40,13 @@ def _config_spec(config: Fields) -> ModelSpec:
     )
 
 
-def _rotated(spec: ModelSpec, period: int) -> tuple[bool, ...]:
-    return tuple((layer + 1) % period > 0 for layer in range(min(spec.num_layers, 1 << 16)))
+def _default_rotated(spec: ModelSpec, period: int) -> tuple[bool, ...]:
+    return tuple((layer + 1) % period > 0 for layer in layer_range(spec.num_layers))
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "smollm3")
-    return replace(spec, rotated=_rotated(spec, 4))
+    spec = from_gguf.decoder_spec(fields, tensors, "smollm3")
+    return replace(spec, rotated=_default_rotated(spec, 4))
 
 
 SMOLLM3 = Family(

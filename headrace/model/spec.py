@@ -1,6 +1,4 @@
-"""What a checkpoint says of its model, in one record; the equations and the planner read nothing
-else.
-"""
+"""The specification of a model: all that the equations and the planner read of a checkpoint."""
 
 from dataclasses import replace
 from typing import Literal
@@ -8,20 +6,27 @@ from typing import Literal
 from headrace.program.ops import Activation, NormKind
 from headrace.record import frozen
 
+_MAX_LAYERS = 1 << 16
+
+
+def layer_range(num_layers: int) -> range:
+    """The layers of a model by number.
+
+    The range is limited, since a file may claim any number of layers before its sizes are checked.
+    """
+    return range(min(num_layers, _MAX_LAYERS))
+
 
 @frozen
 class RopeSpec:
-    """Rotary position embedding.
-
-    `scaling` is the published rule that stretches the frequencies: `linear` (Chen et al. 2023),
-    `dynamic` (NTK-aware), `llama3` (Llama 3.1), `yarn` (Peng et al. 2023) or `longrope` (Ding et
-    al. 2024). `factors`, where a file carries its own, divides the frequencies one by one; of
-    longrope's they are those up to the original context, and `long_factors` those beyond.
-    """
+    """Rotary position embedding (Su et al. 2021)."""
 
     dim: int
     theta: float = 10000.0
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
+    """Published rule that stretches the frequencies: `linear` (Chen et al. 2023), `dynamic`
+    (NTK-aware), `llama3` (Llama 3.1), `yarn` (Peng et al. 2023) or `longrope` (Ding et al. 2024).
+    """
     factor: float = 1.0
     original_context: int = 0
     low_freq_factor: float = 1.0
@@ -33,14 +38,14 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, one for each pair; with `longrope`, for short contexts."""
     long_factors: tuple[float, ...] = ()
+    """Divisors for contexts beyond `original_context`, with `longrope`."""
 
 
 @frozen
 class ExpertSpec:
-    """A mixture of experts in the place of an MLP; `moe.Route` says what the fields of the
-    choice mean.
-    """
+    """A mixture of experts that replaces the MLP; `moe.Route` defines the fields of the routing."""
 
     num_experts: int
     top_k: int
@@ -51,43 +56,42 @@ class ExpertSpec:
     groups: int = 1
     top_groups: int = 1
     choice_bias: bool = False
-    """Whether the choice, and nothing else, adds a bias to the scores."""
+    """Whether a bias is added to the scores for the choice of experts (not for their weights)."""
     shared_ffn_dim: int = 0
-    """Width of a further unit that all rows go through; 0: there is none."""
+    """Width of the shared expert, which all rows go through; 0: no shared expert."""
     shared_gate: bool = False
-    """Whether its result is multiplied with the sigmoid of a product with the row."""
+    """Whether the result of the shared expert is multiplied by a sigmoid gate of the row."""
     router_bias: bool = False
     bias: bool = False
     dense_layers: tuple[int, ...] = ()
-    """Layers that have a plain MLP all the same."""
+    """Layers with an MLP instead of experts."""
 
 
 @frozen
 class MlaSpec:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are products
-    with one latent row for each token.
+    """Multi-head latent attention (DeepSeek-V2, 2024).
 
-    The rotated numbers of a query or key, as many as the rotary embedding has dimensions, come
-    beside the others of its head, and those of keys are one part that all heads share. What a layer
-    keeps of a token, and so the rounding of every number, depends on the form:
+    Each token has one latent row, and keys and values of all heads are products with it. Queries
+    and keys also have a rotated part, which all heads share in keys. The form decides the contents
+    of the KV, and with it the rounding of every number:
 
     * plain: a key and a value for each head;
-    * `is_absorbed`: the latent row with the rotated part. It is the key and, without that part, the
-      value of all heads; queries are multiplied with what would have made keys of it, and what
-      attention gives with what would have made values of it. This KV is 9 to 71 times smaller, and
-      attention has three times the arithmetic.
+    * `is_absorbed`: the latent row and the rotated part. Together they are the key of all heads,
+      and the latent row is the value of all heads. Queries are multiplied by the key matrices, and
+      results of attention by the value matrices. The KV is 9 to 71 times smaller, and attention
+      has three times the arithmetic.
     """
 
     kv_rank: int
-    """Numbers of a latent row."""
+    """Size of the latent row."""
     value_dim: int
-    """Numbers of a head that attention gives to the output matrix."""
+    """Size of the value of a head."""
     query_rank: int = 0
-    """Numbers of a row that queries are made of; 0: they are made of the layer's input itself."""
+    """Size of the latent row of queries; 0: queries are products with the input of the layer."""
     norm_eps: float = 1e-6
-    """Epsilon of the norms of those rows."""
+    """Epsilon of the norms of latent rows."""
     is_half_split: bool = False
-    """Whether the file has rotary pairs half-split."""
+    """Whether the file stores rotary pairs half-split."""
     is_absorbed: bool = False
 
 
@@ -106,32 +110,30 @@ class ModelSpec:
     max_context: int
     norm_eps: float
     rope: RopeSpec | None = None
-    """None: positions come in otherwise."""
+    """None if the model has no rotary positions."""
     name: str = ""
-    """What the model is called, for people; it comes from where its files are opened."""
+    """Name of the model for people, from the place of its files."""
     context: int = 0
-    """Most tokens of a sequence, where the engine is made for fewer than `max_context`; it decides
-    which rotary factors apply.
+    """Max tokens of a sequence, if the engine limits it to fewer than `max_context`; 0: no limit.
+    It decides which rotary factors apply.
     """
 
     windows: tuple[int, ...] = ()
-    """Sliding window of each layer (0: none): a row sees itself and the `window - 1` positions
-    before it.
-    """
+    """Sliding window of each layer: a row sees itself and `window - 1` positions before; 0: all."""
     window_rope: RopeSpec | None = None
-    """Rotary embedding of layers with a window, where it is another."""
+    """Rotary embedding of layers with a window, if it differs."""
     rotated: tuple[bool, ...] = ()
-    """Whether each layer rotates its queries and keys, where not all do."""
+    """Whether each layer rotates its queries and keys; empty: all layers do."""
     alibi_bias: float = 0.0
-    """Exponent of ALiBi's steepest slope (Press et al. 2022), mostly 8; 0: there are no slopes."""
+    """Exponent of the steepest ALiBi slope (Press et al. 2022), mostly 8; 0: no ALiBi."""
     learned_positions: int = 0
-    """Positions that have an embedding of their own, which is added to that of the token."""
+    """Number of learned position embeddings, which are added to token embeddings."""
 
     norm: NormKind = "rms"
     norm_bias: bool = False
     qk_norm: Literal["none", "head", "heads", "row"] = "none"
-    """Over what queries and keys are normalised: each head by a weight that all share, each by one
-    of its own, or all at once.
+    """Norm of queries and keys: over each `head` with one weight for all heads, over each of the
+    `heads` with a weight for each, or over the whole `row`.
     """
     activation: Activation = "silu"
     gated_mlp: bool = True
@@ -141,36 +143,33 @@ class ModelSpec:
     mlp_bias: bool = False
     head_bias: bool = False
     sinks: bool = False
-    """Whether each head has a score that belongs to no key (gpt-oss)."""
+    """Whether each head has an attention sink: the score of a key without a value (gpt-oss)."""
 
     embedding_scale: float = 1.0
     attention_scale: float = 0.0
     """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
     attention_softcap: float = 0.0
     residual_scale: float = 1.0
-    """Factor of what a block adds to the rows."""
+    """Factor of the results of attention and MLP before they are added to the residual stream."""
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     experts: ExpertSpec | None = None
     mla: MlaSpec | None = None
-    """Attention by latent rows; a query then has `head_dim` numbers, those that are rotated
-    included.
-    """
+    """Latent attention. `head_dim` then is the size of a query, including its rotated numbers."""
     embedding_norm: bool = False
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
-    """Which of the blocks of `model/decoder.py` the layers are, in a family that has several."""
+    """The block of each layer (`model/decoder.py`), in families whose models differ in it."""
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 
     def rope_of(self, layer: int) -> RopeSpec | None:
-        """The rotary embedding of a layer; None where it has none."""
         if self.rotated and not self.rotated[layer]:
             return None
         return self.window_rope if self.window_rope and self.window(layer) else self.rope
 
     def first_layers(self, num_layers: int) -> "ModelSpec":
-        """The same model with so many layers."""
+        """The specification of a model with only the first layers of this one."""
         return replace(
             self,
             num_layers=num_layers,
@@ -180,10 +179,9 @@ class ModelSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """All rotary embeddings."""
         return tuple(rope for rope in (self.rope, self.window_rope) if rope)
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated, the same in all layers that rotate any."""
+        """Rotated numbers of a head, the same in all layers with rotary positions."""
         return self.rope.dim if self.rope else 0

@@ -1,5 +1,6 @@
-"""The StableLM family (Stability AI 2023-2024): Llama with LayerNorm and rotation of a quarter of
-each head.
+"""The StableLM family (Stability AI 2023-2024): Llama with LayerNorm.
+
+A quarter of each head is rotated.
 """
 
 from dataclasses import replace
@@ -8,18 +9,18 @@ from headrace.model import from_config, from_gguf
 from headrace.model.decoder import by_spec, decoder
 from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split
 from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "stablelm",
         max_context=4096,
         kv_heads=32,
         partial=0.25,
-        eps="layer_norm_eps",
+        eps_field="layer_norm_eps",
         default_eps=1e-5,
     )
     return replace(
@@ -32,7 +33,7 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    spec = from_gguf.decoder(fields, tensors, "stablelm", computed=("use_parallel_residual",))
+    spec = from_gguf.decoder_spec(fields, tensors, "stablelm", computed=("use_parallel_residual",))
     parallel = "blk.0.ffn_norm.weight" not in tensors
     return replace(spec, block="parallel" if parallel else "sequential")
 

@@ -1,24 +1,22 @@
-"""StarCoder2 (Lozhkov et al. 2024): the pre-norm decoder with LayerNorm, biases everywhere, and an
-MLP without a gate.
-"""
+"""StarCoder2 (Lozhkov et al. 2024): LayerNorm, biases everywhere, an MLP without a gate."""
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama
-from headrace.model.family import ConfigLayout, Family, GgufLayout, Stored, Tensors
+from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
-from headrace.model.places import half_split
+from headrace.model.sources import half_split, weights
 from headrace.model.spec import ModelSpec
 
 
 def _config_spec(config: Fields) -> ModelSpec:
     windows = from_config.sliding_windows(config, config.integer("sliding_window", 0))
-    spec = from_config.decoder(
+    spec = from_config.decoder_spec(
         config,
         "starcoder2",
         max_context=4096,
         kv_heads=2,
-        eps="norm_epsilon",
+        eps_field="norm_epsilon",
         default_eps=1e-5,
         tied=True,
         windows=windows,
@@ -38,14 +36,10 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    return replace(from_gguf.decoder(fields, tensors, "starcoder2"), activation="gelu_tanh")
+    return replace(from_gguf.decoder_spec(fields, tensors, "starcoder2"), activation="gelu_tanh")
 
 
-_MLP = {
-    f"layers.{{}}.{ours}{of}": Stored(f"model.layers.{{}}.mlp.{theirs}.{kind}")
-    for ours, theirs in (("up", "c_fc"), ("down", "c_proj"))
-    for of, kind in (("", "weight"), ("_bias", "bias"))
-}
+_MLP = weights({}, "model.layers.{}", {"up": "mlp.c_fc", "down": "mlp.c_proj"})
 
 STARCODER2 = Family(
     "starcoder2",

@@ -162,7 +162,7 @@ class OwnedExperts(Collective):
 
 @frozen
 class Combine(Op):
-    """out[t] = sum over the choices of row t, in the order of its routing, of weight * x[t, choice]"""
+    """out[t] = sum of weight * x[t, choice] over the choices of row t, in the order of its routing"""
 
     out: Value
     x: Value

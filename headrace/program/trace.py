@@ -107,7 +107,7 @@ class Program:
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """The KV that the program uses: its layers by layout and window, in order of first layer."""
+        """The layers of the program by KV layout and window, in the order of their first layers."""
         if self.shared_kv_groups is not None:
             return self.shared_kv_groups
 

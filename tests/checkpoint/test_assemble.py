@@ -12,7 +12,7 @@ from headrace.checkpoint.assemble import assemble, stored_shapes
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import tensor_shapes
 from headrace.model.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from headrace.model.family import ConfigLayout, Family, Layout, Numbers, Stored
+from headrace.model.family import ConfigLayout, Family, Indices, Layout, TensorSource
 from headrace.model.from_config import TENSORS
 from headrace.model.llama import LLAMA
 from headrace.model.spec import MlaSpec, ModelSpec, RopeSpec
@@ -39,7 +39,7 @@ SPEC = ModelSpec(
 Arrays = dict[str, NDArray[Any]]
 
 
-def family_of(tensors: dict[str, Stored], equations: Any = LLAMA.forward) -> Family:
+def family_of(tensors: dict[str, TensorSource], equations: Any = LLAMA.forward) -> Family:
     layout = ConfigLayout(
         architectures=("Test",),
         spec=lambda config: SPEC,
@@ -54,22 +54,22 @@ def pairs(heads: int) -> NDArray[np.int64]:
     return np.arange(heads * SPEC.head_dim).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def queries(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
+def queries(spec: ModelSpec, numbers: Indices) -> NDArray[np.int64]:
     return pairs(spec.num_heads)
 
 
-def keys(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
+def keys(spec: ModelSpec, numbers: Indices) -> NDArray[np.int64]:
     return spec.num_heads * spec.head_dim + pairs(spec.num_kv_heads)
 
 
-def values(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
+def values(spec: ModelSpec, numbers: Indices) -> NDArray[np.int64]:
     return (spec.num_heads + spec.num_kv_heads) * spec.head_dim + np.arange(
         spec.num_kv_heads * spec.head_dim
     )
 
 
 FUSED = {
-    f"layers.{{}}.{part}{bias}": Stored(f"h.{{}}.qkv.{kind}", rows)
+    f"layers.{{}}.{part}{bias}": TensorSource(f"h.{{}}.qkv.{kind}", rows)
     for part, rows in (("q", queries), ("k", keys), ("v", values))
     for bias, kind in (("", "weight"), ("_bias", "bias"))
 }
@@ -82,7 +82,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> tuple[Family, dict[str, StoredTens
     monkeypatch.setattr("headrace.model.FAMILIES", {"test": family})
     stored = {}
     for name, shape in tensor_shapes(SPEC).items():
-        place = family.config.locate(name)[0].name
+        place = family.config.source_of(name)[0].name
         if ".qkv." in place:
             shape = (64, *shape[1:])
         rng = np.random.default_rng(len(stored))
@@ -157,10 +157,10 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
                 x = g.add(x, g.linear(x, g.weight(f"layers.{layer}.experts.{expert}.up", 32, 32)))
         return x
 
-    def of_expert(spec: ModelSpec, numbers: Numbers) -> NDArray[np.int64]:
+    def of_expert(spec: ModelSpec, numbers: Indices) -> NDArray[np.int64]:
         return numbers[1] * 32 + np.arange(32)
 
-    up = Stored("h.{}.up", of_expert) if stacked else Stored("h.{}.experts.{}.up")
+    up = TensorSource("h.{}.up", of_expert) if stacked else TensorSource("h.{}.experts.{}.up")
     family = family_of({"layers.{}.experts.{}.up": up}, equations)
     monkeypatch.setattr("headrace.model.FAMILIES", {"test": family})
     rng = np.random.default_rng(0)
@@ -184,7 +184,7 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
 def test_the_head_of_a_tied_model_may_be_there_twice() -> None:
     spec = replace(SPEC, architecture="llama", tied_embeddings=True, qkv_bias=False)
     arrays = {
-        LLAMA.config.locate(name)[0].name: np.zeros(shape, np.float32)
+        LLAMA.config.source_of(name)[0].name: np.zeros(shape, np.float32)
         for name, shape in tensor_shapes(spec).items()
     }
     stored = {name: StoredTensor.from_floats(name, array) for name, array in arrays.items()}
@@ -271,8 +271,8 @@ def test_layers_behind_those_of_the_model() -> None:
         ("model.layers.2.eh_proj.weight", False),
         ("model.layers.x.y", False),
     ):
-        assert config.is_beyond(name, spec_of("deepseek-v3")) == is_beyond
-        assert LLAMA.config and not LLAMA.config.is_beyond(name, spec_of("llama3-gqa"))
+        assert config.is_extra_layer(name, spec_of("deepseek-v3")) == is_beyond
+        assert LLAMA.config and not LLAMA.config.is_extra_layer(name, spec_of("llama3-gqa"))
     spec = replace(
         SPEC, architecture="deepseek_v3", rope=RopeSpec(4), qkv_bias=False, mla=MlaSpec(8, 8)
     )

@@ -12,10 +12,10 @@ import pytest
 from headrace.checkpoint.load import checked
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import FAMILIES, tensor_shapes, trace_model
-from headrace.model.family import Family, Layout, Stored
+from headrace.model.family import Family, Layout, TensorSource
 from headrace.model.fields import JsonFields, shown
-from headrace.model.places import QkvLayout, fused_qkv, half_split, weights
 from headrace.model.rope import inverse_frequencies
+from headrace.model.sources import QkvLayout, fused_qkv, half_split, weights
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 from tests.families import VARIANTS, spec_of
@@ -49,7 +49,7 @@ def test_every_tensor_has_a_place_in_every_layout(name: str) -> None:
     for layout in layouts(family):
         taken = set()
         for tensor in tensor_shapes(spec):
-            place, numbers = layout.locate(tensor)
+            place, numbers = layout.source_of(tensor)
             first = tuple(
                 int(rows(spec, numbers)[0]) if rows else 0 for rows in (place.slab, place.rows)
             )
@@ -245,21 +245,21 @@ def test_shapes_are_those_that_tracing_asserts() -> None:
 
 
 def test_an_unknown_family_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'hyena'; there are: llama"):
+    with pytest.raises(UnsupportedModelError, match=r"'hyena'; supported: llama"):
         tensor_shapes(replace(SPEC, architecture="hyena"))
 
 
 def test_places() -> None:
     tensors = {
-        "embed": Stored("wte"),
-        "layers.{}.experts.{}.up": Stored("h.{}.mlp.{}.up"),
-        "layers.{}.experts.{}.down": Stored("h.{}.down"),
+        "embed": TensorSource("wte"),
+        "layers.{}.experts.{}.up": TensorSource("h.{}.mlp.{}.up"),
+        "layers.{}.experts.{}.down": TensorSource("h.{}.down"),
     }
     layout = Layout(architectures=("x",), tensors=tensors)
-    assert layout.locate("embed") == (Stored("wte"), ())
-    assert layout.locate("layers.3.experts.12.up") == (Stored("h.3.mlp.12.up"), (3, 12))
-    assert layout.locate("layers.3.experts.12.down") == (
-        Stored("h.3.down"),
+    assert layout.source_of("embed") == (TensorSource("wte"), ())
+    assert layout.source_of("layers.3.experts.12.up") == (TensorSource("h.3.mlp.12.up"), (3, 12))
+    assert layout.source_of("layers.3.experts.12.down") == (
+        TensorSource("h.3.down"),
         (3, 12),
     )  # stacked: the rows go by the second number
 
@@ -294,7 +294,7 @@ def test_half_split_pairs() -> None:
 def test_queries_keys_and_values_of_one_matrix(
     layout: QkvLayout, heads: dict[str, list[int]], split: bool
 ) -> None:
-    tensors = fused_qkv("w", layout, split=split, bias="b")
+    tensors = fused_qkv("w", layout, is_half_split=split, bias="b")
     for part, expected in heads.items():
         within = [0, 2, 1, 3] if split and part != "v" else [0, 1, 2, 3]
         for place in (tensors[f"layers.{{}}.{part}"], tensors[f"layers.{{}}.{part}_bias"]):

@@ -109,7 +109,11 @@ def opened(
     family = "deepseek_v2" if config_spec.mla else config_spec.architecture
     layout = FAMILIES[family].gguf
     assert layout
-    named = replace(layout, tensors={**layout.tensors, **layout.others[0]}) if is_legacy else layout
+    named = (
+        replace(layout, tensors={**layout.tensors, **layout.alternatives[0]})
+        if is_legacy
+        else layout
+    )
     stored = {
         name: StoredTensor.from_floats(name, np.zeros(shape, np.float32))
         for name, shape in stored_shapes(replace(config_spec, architecture=family), named).items()

@@ -62,7 +62,7 @@ def transformers_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
         if name.endswith((".q", ".k")):
             heads = values.reshape(-1, spec.head_dim // 2, 2, spec.dim)
             values = heads.transpose(0, 2, 1, 3).reshape(values.shape)
-        state[LLAMA.config.locate(name)[0].name] = torch.from_numpy(np.ascontiguousarray(values))
+        state[LLAMA.config.source_of(name)[0].name] = torch.from_numpy(np.ascontiguousarray(values))
     model = LlamaForCausalLM(config)
     num_uncomputed, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(num_uncomputed) <= {"lm_head.weight"}
