@@ -1,6 +1,4 @@
-"""The face for programs with an event loop: requests go into the engine's thread, and what comes of
-them comes back into the loop.
-"""
+"""`AsyncLLM`: `LLM` for asyncio programs, whose many tasks share the engine's steps."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -15,8 +13,8 @@ from numpy.typing import NDArray
 
 from headrace.config import SERVING
 from headrace.errors import RequestFailedError
-from headrace.face import ChatOptions, Face
-from headrace.prompts import Message, Prompt
+from headrace.llm import BaseLLM
+from headrace.prompts import ChatOptions, Message, Prompt
 from headrace.request import (
     CheckedRequest,
     Pooling,
@@ -28,36 +26,36 @@ from headrace.request import (
 )
 
 
-class _Inbox:
-    """The updates of one request, handed from the engine's thread to the loop that asks for
-    them.
-    """
+class _AsyncInbox:
+    """Passes the updates of one request from the engine's thread to the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Update | BaseException] = asyncio.Queue()
 
     def put(self, item: Update | BaseException, /) -> None:
-        """Add an update, or the reason why there will be no more."""
-        with suppress(RuntimeError):  # the loop is closed, and no task waits
+        """Add an update, or the error that ends the request. Called in the engine's thread."""
+        with suppress(RuntimeError):  # the loop is closed, so no task waits
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
     async def get(self) -> Update:
-        """The next update. Raises what ended the call."""
+        """Wait for the next update. Raises the error that ended the request."""
         item = await self._items.get()
         if isinstance(item, BaseException):
             raise item
         return item
 
 
-class AsyncLLM(Face):
-    """`LLM` for programs with an event loop: many requests at once, each a task, in shared steps.
+class AsyncLLM(BaseLLM):
+    """A language model in this process, for programs with an event loop.
 
-    Loading takes its time in the constructor: call it before the loop runs, or by `await
-    asyncio.to_thread(AsyncLLM, model)`. The options are the fields of `EngineConfig`, over the
-    defaults in `config.SERVING`, which keep the time between two tokens short. Prompts are read in
-    threads of the loop. Use it in a `with` or `async with` block, or call `close()`. A task that is
-    cancelled ends its request.
+    Each request is a task, and concurrent requests share the engine's steps. Cancelling a task
+    ends its request. Prompts are tokenised in the loop's thread pool.
+
+    The constructor loads the model and blocks: call it before the loop runs, or use
+    `await asyncio.to_thread(AsyncLLM, model)`. `options` are fields of `EngineConfig`, with the
+    defaults of `config.SERVING`, which keep the time between tokens short. `close()`, or the end
+    of a `with` or `async with` block, frees the model's memory.
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
@@ -74,8 +72,9 @@ class AsyncLLM(Face):
         adapter: str | None = None,
         **chat_options: Unpack[ChatOptions],
     ) -> RequestOutput:
-        """Continue a prompt, or answer a conversation: the whole result. Arguments and errors are
-        those of `LLM.stream`.
+        """Continue a prompt, or respond to a conversation, and return the complete result.
+
+        Arguments and errors are as for `LLM.stream`.
         """
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
@@ -93,14 +92,16 @@ class AsyncLLM(Face):
         adapter: str | None = None,
         **chat_options: Unpack[ChatOptions],
     ) -> AsyncGenerator[Update]:
-        """The same update by update, as `LLM.stream` gives them. Leaving the iterator ends the
+        """Continue a prompt, or respond to a conversation, and yield updates as tokens arrive.
+
+        Arguments, updates and errors are as for `LLM.stream`. Closing the iterator ends the
         request.
         """
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
         )
         request = await self._checked(prompt, params, chat_options, options)
-        request_id, inbox, result = str(next(self._numbers)), _Inbox(), None
+        request_id, inbox, result = next(self._ids), _AsyncInbox(), None
         try:
             self._thread.add([request], [request_id], inbox)
             while not result:
@@ -123,14 +124,15 @@ class AsyncLLM(Face):
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> NDArray[np.float32]:  # [dim]
-        """The vector of a prompt. Arguments and errors are those of `LLM.embed`."""
+        """Return the embedding of a prompt. Arguments and errors are as for `LLM.embed`."""
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
         )
-        how = PoolingParams(pooling=pooling, normalise=normalise)
-        result = await self._run(await self._checked(prompt, None, {}, options, how))
+        pooling_params = PoolingParams(pooling=pooling, normalise=normalise)
+        request = await self._checked(prompt, None, {}, options, pooling_params)
+        result = await self._run(request)
         if result.embedding is None:
-            raise RequestFailedError("the prompt was not embedded in time", [result])
+            raise RequestFailedError("the prompt timed out before its embedding", [result])
         return result.embedding
 
     async def _checked(
@@ -141,19 +143,19 @@ class AsyncLLM(Face):
         options: RequestOptions,
         pooling: PoolingParams | None = None,
     ) -> CheckedRequest:
-        """Read and check a prompt in a thread of the loop's executor."""
+        """Read and check a prompt in the loop's thread pool."""
         self._thread.check_open()
         check = partial(self._check_one, prompt, params, chat_options, options, pooling)
         return await asyncio.get_running_loop().run_in_executor(None, check)
 
     async def _run(self, request: CheckedRequest) -> RequestOutput:
-        request_id, inbox = str(next(self._numbers)), _Inbox()
+        request_id, inbox = next(self._ids), _AsyncInbox()
         try:
             self._thread.add([request], [request_id], inbox, only_results=True)
             result = (await inbox.get()).result
         finally:
             self._thread.abort([request_id])
-        assert result is not None, "only results come"
+        assert result is not None, "with only_results the first update has the result"
         if result.error:
             raise RequestFailedError(f"the request failed: {result.error}", [result])
         return result

@@ -1,20 +1,26 @@
-"""The offline face: text in, text out, in the caller's own process."""
+"""`LLM`, which runs a model in the caller's process and blocks, and the base that `AsyncLLM` shares."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from os import PathLike
+from itertools import count
+from os import PathLike, fspath
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.config import OFFLINE
-from headrace.engine.thread import Inbox
+from headrace.checkpoint.adapter import read_adapter
+from headrace.checkpoint.source import resolve
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.config import INTERACTIVE, OFFLINE, Preset
+from headrace.engine.thread import EngineThread, Inbox
 from headrace.errors import RequestError, RequestFailedError
-from headrace.face import CHAT_PARAMS, ChatOptions, Face
-from headrace.prompts import Message, Prompt, is_conversation
+from headrace.loader.load import load_model
+from headrace.loader.options import engine_config
+from headrace.model.spec import ModelSpec
+from headrace.prompts import ChatOptions, Message, Prompt, TokenizedPrompt, is_conversation
 from headrace.request import (
     CheckedRequest,
     Pooling,
@@ -24,26 +30,192 @@ from headrace.request import (
     SamplingParams,
     Update,
 )
+from headrace.stats import BlockMap, Stats
+
+_T = TypeVar("_T")
+
+CHAT_PARAMS = SamplingParams(**INTERACTIVE.sampling)
+"""Sampling parameters of a conversation, if the caller gives none."""
 
 
-class LLM(Face):
-    """A model that continues text and answers conversations.
+class BaseLLM:
+    """Base of `LLM` and `AsyncLLM`: a loaded model, its engine thread, and its adapters."""
 
-    `model` is an alias, a path, `hf:...` or `pypi:...`; the options are the fields of
-    `EngineConfig`, over the defaults in `config.OFFLINE`. Use it in a `with` block, or call
-    `close()`, to give the memory back. Methods may be called from several threads, and interrupted;
-    in a process that was forked from the one that made it they raise ClosedError.
+    def __init__(
+        self, model: str | PathLike[str], options: Mapping[str, Any], preset: Preset
+    ) -> None:
+        if not isinstance(model, str | PathLike):
+            raise RequestError(f"model must be a name or a path, not {type(model).__name__}")
+        self._model = model = fspath(model)
+        self._engine, self._prompts, self._tokenizer, checkpoint = load_model(
+            model, engine_config(options, preset)
+        )
+        self._thread = EngineThread(self._engine)
+        self._spec = checkpoint.spec  # not the checkpoint, which would keep its file open
+        self.config = self._engine.config
+        # Request ids are chosen here, so the caller knows them before the engine does. Unlike a
+        # generator, a map over a count may be advanced by several threads.
+        self._ids = map(str, count())
 
-    Where no parameters are given a text is continued under those of `SamplingParams()`, which end
-    after 16 tokens, and a conversation is answered as in `headrace run`, under
-    `config.INTERACTIVE.sampling`, up to the end of the answer.
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str | list[int]:
+        """Render a conversation with the model's chat template, to token ids or to text.
 
-    `generate`, `chat`, `stream` and `stream_text` take the terms on which a request is served
-    beside its parameters. None of them changes a token: `priority` (the lower, the sooner a request
-    is served; waiting makes up for it), `timeout` (seconds after which a request ends with what it
-    has) and `cache_salt` (only requests of the same salt share KV in the prefix cache). Beside them
-    stands `adapter`, the name of a LoRA adapter that `load_adapter` has loaded, for a model that is
-    changed by it: requests with different adapters and without any share their steps.
+        Arguments and defaults are as in Hugging Face transformers; `ChatOptions` explains them.
+        The text contains special tokens: pass token ids to `generate`, not text. Or pass the
+        conversation to `chat`. Raises RequestError as `chat` does.
+        """
+        prompt = self._prompts.read_chat(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return list(prompt.token_ids) if tokenize else prompt.text or ""
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape and constants of the model."""
+        return self._spec
+
+    def load_adapter(self, name: str, adapter: str | PathLike[str]) -> None:
+        """Load a LoRA adapter, a folder in PEFT's format or `hf:ORG/NAME`, under a name.
+
+        Requests name it in their `adapter` option. The base weights may be in any format; the
+        adapter is kept in bf16. Raises RequestError if the name is taken, and ModelError if the
+        adapter is missing, malformed, made for another model, or of an unknown kind.
+        """
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"name of the adapter must be text that is not empty, not {name!r}")
+        matrices = read_adapter(resolve(fspath(adapter)), self._spec)
+        self._thread.call(lambda: self._engine.load_adapter(name, matrices))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter, and free its memory when the last running request with it ends.
+
+        Raises RequestError if no adapter has this name.
+        """
+        self._thread.call(lambda: self._engine.unload_adapter(name))
+
+    def stats(self) -> Stats:
+        """Return a snapshot of the engine's counters. Raises ClosedError after `close()`."""
+        return self._thread.call(self._engine.stats)
+
+    def block_map(self) -> BlockMap:
+        """Return the KV blocks of each running request.
+
+        `headrace.planner.block_picture.block_map_svg` draws the map.
+        """
+        return self._thread.call(self._engine.block_map)
+
+    def close(self) -> None:
+        """End all requests and free the model's memory.
+
+        Threads that wait for a result get a ClosedError. A second call does nothing.
+        """
+        self._thread.close()
+        self._prompts.close()
+
+    def __repr__(self) -> str:
+        spec, limits = self.spec, self._engine.limits
+        shape = (
+            f"{spec.architecture}, {spec.num_layers} layers of width {spec.dim}, vocabulary "
+            f"{spec.vocab_size:,}"
+        )
+        kv_tokens = max(limits.kv.num_blocks) * limits.kv.block_size
+        kv = f"KV for {kv_tokens:,} tokens in {limits.kv.dtype}"
+        lossy = f"; lossy: {self.config.lossy}" if self.config.lossy else ""
+        state = (
+            "closed"
+            if self._thread.closed
+            else f"backend {self.config.backend}, context {limits.max_model_len:,}, {kv}{lossy}"
+        )
+        return f"{type(self).__name__}({self._model!r}: {shape}; {state})"
+
+    def _check_one(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None,
+        chat_options: ChatOptions,
+        options: RequestOptions,
+        pooling: PoolingParams | None = None,
+    ) -> CheckedRequest:
+        """Read and check one prompt or conversation, without queueing it."""
+        self._thread.check_open()
+        read: Callable[[Any], TokenizedPrompt] = self._prompts.read_prompt
+        if not isinstance(prompt, str | Mapping):
+            read = partial(self._prompts.read_chat, **chat_options)
+            params = CHAT_PARAMS if params is None else params
+        elif chat_options:
+            raise RequestError(
+                f"{', '.join(chat_options)}: only for conversations; pass a list of messages"
+            )
+        token_ids, text = read(prompt)
+        return self._engine.check(token_ids, params, options, prompt=text, pooling=pooling)
+
+    def _check_all(
+        self,
+        read: Callable[[_T], TokenizedPrompt],
+        prompts: Sequence[_T],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        priority: int | Sequence[int],
+        timeout: float | Sequence[float | None] | None,
+        cache_salt: str | Sequence[str | None] | None,
+        adapter: str | Sequence[str | None] | None,
+        pooling: PoolingParams | None = None,
+    ) -> list[CheckedRequest]:
+        """Read and check many prompts, without queueing them.
+
+        Parameters and options are one value for all prompts, or a list with one per prompt.
+        """
+        self._thread.check_open()
+        columns = zip(
+            prompts,
+            _one_per_prompt("params", params, len(prompts)),
+            _one_per_prompt("priority", priority, len(prompts)),
+            _one_per_prompt("timeout", timeout, len(prompts)),
+            _one_per_prompt("cache_salt", cache_salt, len(prompts)),
+            _one_per_prompt("adapter", adapter, len(prompts)),
+            strict=True,
+        )
+        requests = []
+        for prompt, sampling, level, seconds, salt, name in columns:
+            token_ids, text = read(prompt)
+            options = RequestOptions(priority=level, timeout=seconds, cache_salt=salt, adapter=name)
+            requests.append(
+                self._engine.check(token_ids, sampling, options, prompt=text, pooling=pooling)
+            )
+        return requests
+
+
+class LLM(BaseLLM):
+    """A language model in this process, whose calls block until their results are complete.
+
+    `model` is an alias, a path, `hf:ORG/NAME` or `pypi:NAME/FILE`. `options` are fields of
+    `EngineConfig`, with the defaults of `config.OFFLINE`. `close()`, or the end of a `with` block,
+    frees the model's memory. Several threads may share an LLM, and Ctrl-C ends only the requests
+    of the interrupted call. In a forked child process all methods raise ClosedError.
+
+    Without `params`, `generate` stops after 16 tokens (`SamplingParams()`), and `chat` runs until
+    the model ends its response (`config.INTERACTIVE.sampling`).
+
+    Each request has four options besides `params`: `priority`, `timeout`, `cache_salt` and
+    `adapter`. `RequestOptions` explains them. Requests with different adapters share their steps.
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
@@ -71,21 +243,16 @@ class LLM(Face):
         adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the results are in the order of the prompts.
+        """Continue each prompt, and return the results in the order of the prompts.
 
-        Parameters and terms are one value for all prompts, or a list with one for each. Raises
-        RequestError for a prompt, parameters or terms that cannot be served, before anything runs,
-        and RequestFailedError, which has all results, when requests failed on the way.
+        Parameters and options are one value for all prompts, or a list with one per prompt.
+        `progress` shows a progress bar. Raises RequestError before anything runs if a prompt, its
+        parameters or its options are invalid. Raises RequestFailedError, which holds all results,
+        if a request failed while it ran.
         """
-        if not isinstance(prompts, Iterable):
-            raise RequestError(
-                "prompts must be text, a dictionary or a list of these, not "
-                f"{type(prompts).__name__}"
-            )
-        several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         requests = self._check_all(
             self._prompts.read_prompt,
-            several,
+            _prompt_list(prompts),
             params,
             priority=priority,
             timeout=timeout,
@@ -106,20 +273,20 @@ class LLM(Face):
         progress: bool = False,
         **chat_options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, by the model's chat template, which the
-        `chat_options` are for.
+        """Respond to one conversation, or to each conversation of a list.
 
-        An empty list is one of no conversations. Otherwise as `generate`.
+        The model's chat template renders the messages, with `chat_options`. An empty list has no
+        conversations and returns no results. For the rest see `generate`.
         """
         if not isinstance(messages, Iterable) or isinstance(messages, str | Mapping):
             raise RequestError(
                 "messages must be a list of messages, or a list of such lists, not "
                 f"{type(messages).__name__}"
             )
-        several: list[Any] = [messages] if is_conversation(messages) else list(messages)
+        conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
         requests = self._check_all(
             partial(self._prompts.read_chat, **chat_options),
-            several,
+            conversations,
             CHAT_PARAMS if params is None else params,
             priority=priority,
             timeout=timeout,
@@ -140,24 +307,16 @@ class LLM(Face):
         adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> NDArray[np.float32]:  # [prompts, dim]
-        """A vector for each prompt, in their order, of what the model makes of its tokens: the rows
-        behind the model's last norm.
+        """Return one embedding per prompt, taken from the final hidden states.
 
-        `pooling` says of which tokens: the `last`, the `mean` of all, or the first (`cls`); with
-        `normalise` each vector has a length of 1. The requests share steps with all others, and a
-        vector has the same bits whatever those are. With `mean` nothing of the prompt comes from
-        the prefix cache, since every row is needed. Raises as `generate` does; a request that its
-        timeout ends has failed.
+        `pooling` takes the last token, the mean of all tokens, or the first token (`cls`).
+        `normalise` scales each embedding to length 1. An embedding has the same bits in any batch.
+        `mean` needs every row of the prompt, so it does not use the prefix cache. Raises as
+        `generate` does; a request that times out has failed.
         """
-        if not isinstance(prompts, Iterable):
-            raise RequestError(
-                "prompts must be text, a dictionary or a list of these, not "
-                f"{type(prompts).__name__}"
-            )
-        several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         requests = self._check_all(
             self._prompts.read_prompt,
-            several,
+            _prompt_list(prompts),
             None,
             priority=priority,
             timeout=timeout,
@@ -166,11 +325,12 @@ class LLM(Face):
             pooling=PoolingParams(pooling=pooling, normalise=normalise),
         )
         outputs = self._run(requests, progress)
-        vectors = [output.embedding for output in outputs if output.embedding is not None]
-        if len(vectors) < len(outputs):
-            first = next(i for i, output in enumerate(outputs) if output.embedding is None)
-            raise RequestFailedError(f"prompt {first} was not embedded in time", outputs)
-        return np.stack(vectors) if vectors else np.zeros((0, self.spec.dim), np.float32)
+        embeddings = []
+        for i, output in enumerate(outputs):
+            if output.embedding is None:
+                raise RequestFailedError(f"prompt {i} timed out before its embedding", outputs)
+            embeddings.append(output.embedding)
+        return np.stack(embeddings) if embeddings else np.zeros((0, self.spec.dim), np.float32)
 
     def stream(
         self,
@@ -183,13 +343,13 @@ class LLM(Face):
         adapter: str | None = None,
         **chat_options: Unpack[ChatOptions],
     ) -> Iterator[Update]:
-        """Continue a prompt, or answer a conversation, update by update: each has the new text,
-        token ids and log-probabilities.
+        """Continue a prompt, or respond to a conversation, and yield updates as tokens arrive.
 
-        An update is of one of the `n` continuations, and the last one of each has its finish
-        reason. The very last update has the whole result, as `generate` returns it. A beam search
-        gives its texts in one piece each at the end, since until then another beam may win. Raises
-        as `generate` does. Closing the iterator, or letting go of it, ends the request.
+        Each update belongs to one of the `n` continuations and has its new text, token ids and
+        log-probabilities. The last update of a continuation has its finish reason; the last update
+        of the request has the complete result. A beam search yields its text only at its end,
+        because another beam may win until then. Closing or dropping the iterator ends the request.
+        Raises as `generate` does.
         """
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
@@ -207,13 +367,10 @@ class LLM(Face):
         adapter: str | None = None,
         **chat_options: Unpack[ChatOptions],
     ) -> Iterator[str]:
-        """The text of `stream` alone, piece by piece, for one continuation; the pieces joined are
-        the text of its result.
-        """
+        """Yield only the text of `stream`, for one continuation."""
         if params is not None and getattr(params, "n", 1) != 1:
             raise RequestError(
-                f"n is {params.n}, and the text of several continuations would be mixed "
-                "up: use stream"
+                f"n is {params.n}, and stream_text yields one continuation; use stream"
             )
         updates = self.stream(
             prompt,
@@ -228,11 +385,11 @@ class LLM(Face):
 
     def _run(self, requests: Sequence[CheckedRequest], progress: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
-        ids = [str(next(self._numbers)) for _ in requests]
+        ids = [next(self._ids) for _ in requests]
         inbox = Inbox()
         try:
             self._thread.add(requests, ids, inbox, only_results=True)
-            with _progress(len(ids)) if progress else nullcontext() as advance:
+            with _progress_bar(len(ids)) if progress else nullcontext() as advance:
                 while len(results) < len(ids):
                     update = inbox.get()
                     if update.result:
@@ -240,20 +397,21 @@ class LLM(Face):
                     if advance:
                         advance()
         finally:
-            if left := [request_id for request_id in ids if request_id not in results]:
-                self._thread.abort(left)
+            if unfinished := [request_id for request_id in ids if request_id not in results]:
+                self._thread.abort(unfinished)
+
         outputs = [results[request_id] for request_id in ids]
-        failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
-        if failed:
+        failures = [(i, output.error) for i, output in enumerate(outputs) if output.error]
+        if failures:
+            first, error = failures[0]
             raise RequestFailedError(
-                f"{len(failed)} of {len(outputs)} requests failed; prompt {failed[0][0]}: "
-                f"{failed[0][1]}",
+                f"{len(failures)} of {len(outputs)} requests failed; prompt {first}: {error}",
                 outputs,
             )
         return outputs
 
     def _stream(self, request: CheckedRequest) -> Iterator[Update]:
-        request_id, inbox, result = str(next(self._numbers)), Inbox(), None
+        request_id, inbox, result = next(self._ids), Inbox(), None
         try:
             self._thread.add([request], [request_id], inbox)
             while not result:
@@ -266,10 +424,31 @@ class LLM(Face):
             self._thread.abort([request_id])
 
 
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Iterable):
+        raise RequestError(
+            "prompts must be text, a dictionary, or a list of texts and dictionaries, not "
+            f"{type(prompts).__name__}"
+        )
+    return [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+
+
+def _one_per_prompt(name: str, value: object, num_prompts: int) -> Sequence[Any]:
+    """Return `value` if it is a list with one entry per prompt, else a list that repeats it."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise RequestError(
+            f"{name} has {len(value):,} values for {num_prompts:,} prompts; give one value, or "
+            "one per prompt"
+        )
+    return value
+
+
 @contextmanager
-def _progress(count: int) -> Iterator[Callable[[], None]]:
-    """A progress bar of finished requests; what it gives advances it by one."""
+def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar of finished requests, and yield the function that advances it."""
     from rich.progress import Progress
 
     with Progress(transient=True) as bar:
-        yield partial(bar.advance, bar.add_task("generating", total=count))
+        yield partial(bar.advance, bar.add_task("generating", total=total))

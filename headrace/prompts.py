@@ -1,10 +1,8 @@
-"""Prompts in every form that a caller may give, to token ids, within the limits that hold before an
-engine sees them.
-"""
+"""Turns prompts, which are text, token ids or conversations, into token ids."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypedDict, TypeGuard
 
 from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
@@ -12,29 +10,39 @@ from headrace.errors import RequestError
 from headrace.request import check_names
 
 Prompt = str | Mapping[str, Any]
-"""Text, or `{"prompt": text}`, or `{"prompt_token_ids": [...]}`, which may name its text beside it.
-"""
+"""Text, `{"prompt": text}`, or `{"prompt_token_ids": [...]}` with an optional `"prompt"` text."""
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`"""
 
 
+class ChatOptions(TypedDict, total=False):
+    """Inputs of a chat template besides the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """JSON descriptions of functions that the model may call."""
+    documents: Sequence[Mapping[str, Any]] | None
+    """Source texts for the response, usually with the keys `title` and `text`."""
+    add_generation_prompt: bool
+    """Whether the prompt ends with the header of a response (default), or with the last message."""
+    continue_final_message: bool
+    """Whether the response continues the last message, instead of following it."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Additional variables of the template, such as `enable_thinking`."""
+
+
 class TokenizedPrompt(NamedTuple):
-    """A prompt as token ids, which `Engine.check` has yet to look at: those that a caller gave are
-    as they were given.
-    """
+    """A prompt as token ids. `Engine.check` validates ids that come from a caller."""
 
     token_ids: Sequence[int]
     text: str | None
-    """The text that was tokenised, or that the caller gave beside the token ids."""
+    """Text that was tokenised, or that the caller passed next to the token ids."""
 
 
 class PromptReader:
-    """Reads the prompts of one model, whose longest sequence has `max_model_len` tokens. May be
-    used from several threads.
+    """Tokenises the prompts of one model. May be used from several threads.
 
-    Text is tokenised as what the model expects at its beginning (usually a first BOS) and itself,
-    and control tokens spelt out in it are plain text; a rendered chat template brings all of these
-    itself.
+    Plain text gets the model's first tokens (usually BOS), and control tokens spelled out in it
+    stay plain text. A rendered chat template contains its own BOS and control tokens.
     """
 
     def __init__(
@@ -46,7 +54,11 @@ class PromptReader:
         max_model_len: int,
         tool_template: str | None = None,
     ) -> None:
-        """`tool_template`: for conversations with tools, where there is another for them."""
+        """Make a reader.
+
+        `max_model_len` is the context in tokens. `tool_template` replaces `chat_template` for
+        conversations with tools, if the model has one.
+        """
         self._model = model
         self._tokenizer = tokenizer
         self._chat_template = chat_template
@@ -55,24 +67,19 @@ class PromptReader:
         self.max_model_len = max_model_len
 
     def close(self) -> None:
-        """End the process that renders conversations; text can still be read. May be called more
-        than once.
-        """
+        """End the process that renders conversations. Text prompts can still be read."""
         self._renderer.close()
 
     def read(self, prompt: Prompt | Sequence[Message]) -> TokenizedPrompt:
-        """Read a prompt or a conversation. Raises as the other two do."""
-        return (
-            self.read_prompt(prompt)
-            if isinstance(prompt, str | Mapping)
-            else self.read_chat(prompt)
-        )
+        """Read a prompt with `read_prompt`, or a conversation with `read_chat`."""
+        if isinstance(prompt, str | Mapping):
+            return self.read_prompt(prompt)
+        return self.read_chat(prompt)
 
     def read_prompt(self, prompt: Prompt, *, add_special: bool = True) -> TokenizedPrompt:
-        """Read text or a dictionary. `add_special` adds what the model expects around a text, as a
-        first BOS.
+        """Read text or a dictionary; `add_special` adds the model's special tokens, such as BOS.
 
-        Raises RequestError for anything else, empty text, and text too long for the context.
+        Raises RequestError if the prompt has another type, is empty, or cannot fit in the context.
         """
         if isinstance(prompt, str):
             return self._tokenize(prompt, add_special=add_special)
@@ -98,87 +105,80 @@ class PromptReader:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenizedPrompt:
-        """Read a conversation, rendered by the model's chat template: see `Renderer.render` for the
-        options.
+        """Render a conversation with the model's chat template, and tokenise it.
 
-        With `continue_final_message` the text ends where the content of the last message does, so
-        that the answer goes on with it. Raises RequestError for a model without a chat template,
-        for what is no conversation, or one that the template cannot render, and for one too long
-        for the context; FormatError for a template that does what it must not.
+        `ChatOptions` explains the options. With `continue_final_message` the prompt ends after the
+        content of the last message. Raises RequestError if the model has no chat template, the
+        messages are malformed, the template cannot render them, or the text cannot fit in the
+        context; FormatError if the template itself is invalid or unsafe.
         """
-        template = (
-            self._chat_template
-            if tools is None or self._tool_template is None
-            else self._tool_template
-        )
+        template = self._chat_template
+        if tools is not None and self._tool_template is not None:
+            template = self._tool_template
         if template is None:
             raise RequestError(
-                f"{self._model} has no chat template, so it cannot take a conversation: "
-                "give it plain text, with LLM.generate or headrace run --raw"
+                f"{self._model} has no chat template, so it cannot read a conversation; "
+                "use plain text, with LLM.generate or headrace run --raw"
             )
         if not is_conversation(messages):
             raise RequestError(
                 "a conversation must be a list of messages, each with a role and content"
             )
-        tokenizer = self._tokenizer
         text = self._renderer.render(
             template,
             messages,
-            bos=tokenizer.bos_token,
-            eos=tokenizer.eos_token,
+            bos=self._tokenizer.bos_token,
+            eos=self._tokenizer.eos_token,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._tokenize(
-            _up_to_content(text, messages[-1]) if continue_final_message else text, rendered=True
-        )
+        if continue_final_message:
+            text = _cut_after_content(text, messages[-1])
+        return self._tokenize(text, rendered=True)
 
     def _tokenize(
         self, text: str, *, rendered: bool = False, add_special: bool = True
     ) -> TokenizedPrompt:
-        longest = self.max_model_len
+        context = self.max_model_len
         size = len(text.encode(errors="surrogatepass"))
         if not size:
             raise RequestError("the prompt is empty")
-        # Tokenising takes time that grows with the text: what cannot fit is refused before.
-        if size > longest and size > longest * self._longest_token:
+        # Reject a text that cannot fit before tokenising it, which takes time in its length.
+        if size > context and size > context * self._max_token_bytes:
             raise RequestError(
-                f"the prompt has {size:,} bytes, more than a context of {longest:,} tokens can hold"
+                f"the prompt has {size:,} bytes, more than a context of {context:,} tokens can hold"
             )
-        return TokenizedPrompt(
-            self._tokenizer.encode(
-                text, add_special=add_special and not rendered, parse_special=rendered
-            ),
-            text,
+        ids = self._tokenizer.encode(
+            text, add_special=add_special and not rendered, parse_special=rendered
         )
+        return TokenizedPrompt(ids, text)
 
     @cached_property
-    def _longest_token(self) -> int:
-        """Bytes of the longest token."""
-        return max(
-            len(self._tokenizer.token_bytes(token)) for token in range(self._tokenizer.vocab_size)
-        )
+    def _max_token_bytes(self) -> int:
+        vocabulary = range(self._tokenizer.vocab_size)
+        return max(len(self._tokenizer.token_bytes(token)) for token in vocabulary)
 
 
-def _up_to_content(text: str, message: Message) -> str:
-    """A rendered conversation without what the template writes behind its last message. Raises
-    RequestError where that cannot be told.
+def _cut_after_content(text: str, message: Message) -> str:
+    """Cut a rendered conversation after the content of its last message.
+
+    Raises RequestError if the text does not contain that content literally.
     """
     content = message.get("content")
-    words = content.strip() if isinstance(content, str) else ""
-    place = text.rfind(words) if words else -1
-    if place < 0:
+    content = content.strip() if isinstance(content, str) else ""
+    start = text.rfind(content) if content else -1
+    if start < 0:
         raise RequestError(
-            "continue_final_message needs a last message with text, which the chat "
-            "template writes as it is"
+            "continue_final_message needs a last message whose text the chat template copies "
+            "unchanged"
         )
-    return text[: place + len(words)]
+    return text[: start + len(content)]
 
 
 def is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:
-    """Whether this is a list of dictionaries, and not an empty one."""
+    """Return whether the value is a list of dictionaries that is not empty."""
     return (
         isinstance(messages, Sequence)
         and bool(messages)

@@ -516,7 +516,7 @@ def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
         if name not in known:
             nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
             hint = (
-                f"; did you mean {nearest[0]}?" if nearest else f"; there are: {', '.join(known)}"
+                f"; did you mean {nearest[0]}?" if nearest else f"; choose from: {', '.join(known)}"
             )
             raise RequestError(f"unknown {what} {reprlib.repr(name)}{hint}")
 

@@ -75,11 +75,11 @@ def test_one_for_each_prompt_or_one_for_all(llm: LLM, folders: dict[str, Path]) 
 def test_what_is_refused(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="unknown adapter 'rank 5'; did you mean rank 4"):
         llm.generate(PROMPT, adapter="rank 5")
-    with pytest.raises(RequestError, match="adapter has 1 entries and there are 2 prompts"):
+    with pytest.raises(RequestError, match="adapter has 1 values for 2 prompts"):
         llm.generate([PROMPT] * 2, adapter=["rank 4"])
     with pytest.raises(RequestError, match="an adapter 'rank 4' is loaded already"):
         llm.load_adapter("rank 4", folders["rank 16"])
-    with pytest.raises(RequestError, match="the name of an adapter is a text that is not empty"):
+    with pytest.raises(RequestError, match="name of the adapter must be text that is not empty"):
         llm.load_adapter("", folders["rank 16"])
     with pytest.raises(ModelNotFoundError, match=r"no adapter_config\.json"):
         llm.load_adapter("empty", tmp_path)

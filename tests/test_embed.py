@@ -46,7 +46,7 @@ def test_beside_texts(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        (7, {}, "prompts must be text, a dictionary or a list of these, not int"),
+        (7, {}, "prompts must be text, a dictionary, or a list of texts and dictionaries, not int"),
         ("", {}, "the prompt is empty"),
         ([""], {}, "the prompt is empty"),
         ([[1, 2]], {}, "a prompt must be text or a dictionary, not list"),
@@ -55,7 +55,7 @@ def test_beside_texts(llm: LLM) -> None:
         ("hello", {"pooling": "max"}, "pooling must be last, mean, cls"),
         ("hello", {"normalise": "yes"}, "normalise must be true or false"),
         ("hello", {"priority": 10**6}, "priority must be"),
-        (["hello"], {"timeout": [1, 2]}, "timeout has 2 entries and there are 1 prompts"),
+        (["hello"], {"timeout": [1, 2]}, "timeout has 2 values for 1 prompts"),
     ],
 )
 def test_what_is_refused(llm: LLM, prompts: Any, options: Any, message: str) -> None:
@@ -65,6 +65,8 @@ def test_what_is_refused(llm: LLM, prompts: Any, options: Any, message: str) -> 
 
 
 def test_a_prompt_whose_time_is_up_has_no_vector(llm: LLM) -> None:
-    with pytest.raises(RequestFailedError, match="prompt 1 was not embedded in time") as failure:
+    with pytest.raises(
+        RequestFailedError, match="prompt 1 timed out before its embedding"
+    ) as failure:
         llm.embed(["hello", "hello w"], timeout=[None, 0])
     assert [output.embedding is None for output in failure.value.outputs] == [False, True]

@@ -131,7 +131,7 @@ class TestGenerate:
             ({"prompt_token_ids": []}, "the prompt is empty"),
             ({}, "the prompt is empty"),
             ({"prompt": 3}, "a prompt must be text, not int"),
-            (7, "prompts must be text, a dictionary or a list of these, not int"),
+            (7, "prompts must be text, a dictionary, or a list of texts and dictionaries, not int"),
             ([["hello"]], "a prompt must be text or a dictionary, not list"),
             ({"promt": "hello"}, "unknown key of a prompt 'promt'; did you mean prompt"),
             ({"prompt_token_ids": [100_000]}, "the vocabulary ends at"),
@@ -181,21 +181,20 @@ class TestGenerate:
         [
             (
                 {"params": [GREEDY]},
-                "params has 1 entries and there are 2 prompts: give one value for all, or "
-                "one for each",
+                "params has 1 values for 2 prompts; give one value, or one per prompt",
             ),
-            ({"params": []}, "params has 0 entries and there are 2 prompts"),
+            ({"params": []}, "params has 0 values for 2 prompts"),
             ({"params": "greedy"}, "params must be SamplingParams, not str"),
             ({"params": [GREEDY, {"n": 1}]}, "params must be SamplingParams, not dict"),
-            ({"priority": [1, 2, 3]}, "priority has 3 entries and there are 2 prompts"),
+            ({"priority": [1, 2, 3]}, "priority has 3 values for 2 prompts"),
             (
                 {"priority": [0, 1001]},
                 "priority must be a whole number from -1,000 to 1,000, not 1001",
             ),
             ({"priority": None}, "priority must be a whole number"),
-            ({"timeout": (1.0,)}, "timeout has 1 entries and there are 2 prompts"),
+            ({"timeout": (1.0,)}, "timeout has 1 values for 2 prompts"),
             ({"timeout": [None, -1]}, "timeout must be a number from 0"),
-            ({"cache_salt": ["a"]}, "cache_salt has 1 entries and there are 2 prompts"),
+            ({"cache_salt": ["a"]}, "cache_salt has 1 values for 2 prompts"),
             ({"cache_salt": 7}, "cache_salt must be text of at most 1,024 characters, not 7"),
         ],
     )
@@ -351,7 +350,7 @@ class TestStream:
             ids = llm.apply_chat_template(MESSAGES, add_generation_prompt=True)
             assert ids == llm.get_tokenizer().encode("helloTrue", add_special=False)
             with pytest.raises(
-                RequestError, match="tools, add_generation_prompt belongs to a conversation"
+                RequestError, match="tools, add_generation_prompt: only for conversations"
             ):
                 llm.stream("hello", GREEDY, **options)
 
@@ -395,9 +394,7 @@ class TestStream:
     def test_refused_at_once(self, llm: LLM) -> None:
         with pytest.raises(RequestError, match="the prompt is empty"):
             llm.stream("", GREEDY)
-        with pytest.raises(
-            RequestError, match="n is 2, and the text of several continuations would be mixed up"
-        ):
+        with pytest.raises(RequestError, match="n is 2, and stream_text yields one continuation"):
             llm.stream_text("hello", replace(GREEDY, n=2))
 
 

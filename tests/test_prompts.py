@@ -130,7 +130,7 @@ class TestRefusals:
             ({"prompt_token_ids": []}, "the prompt is empty"),
             ({"prompt": 3}, "a prompt must be text, not int"),
             ({"prompt_token_ids": [1], "prompt": b"x"}, "a prompt must be text, not bytes"),
-            ({5: "hello"}, "unknown key of a prompt 5; there are: prompt, prompt_token_ids"),
+            ({5: "hello"}, "unknown key of a prompt 5; choose from: prompt, prompt_token_ids"),
             ({"promt": "hello"}, "unknown key of a prompt 'promt'; did you mean prompt"),
             ({"prompt_token_ids": None}, "prompt_token_ids must be a list of token ids, not None"),
             ({"prompt_token_ids": "12"}, "prompt_token_ids must be a list of token ids, not '12'"),
@@ -193,8 +193,8 @@ class TestRefusals:
     def test_no_chat_template(self, write_gguf: Any) -> None:  # noqa: F811
         model = str(write_gguf({"tokenizer.chat_template": None}))
         said = (
-            f"{model} has no chat template, so it cannot take a conversation: give it plain "
-            "text, with LLM.generate or headrace run --raw"
+            f"{model} has no chat template, so it cannot read a conversation; use plain text, "
+            "with LLM.generate or headrace run --raw"
         )
         with (
             LLM(model, **OPTIONS) as llm,

@@ -73,7 +73,7 @@ from headrace.request import SamplingParams
         ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias has more than 1,024 entries"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false"),
         ({"temprature": 1.0}, "unknown sampling parameter 'temprature'; did you mean temperature?"),
-        ({"zzz": 1.0}, "unknown sampling parameter 'zzz'; there are: n, temperature"),
+        ({"zzz": 1.0}, "unknown sampling parameter 'zzz'; choose from: n, temperature"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:

@@ -12,8 +12,8 @@ from headrace.config import (
     AcceptanceMethod,
     Activations,
     EngineConfig,
-    FaceDefaults,
     LatentAttention,
+    Preset,
 )
 from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
@@ -63,15 +63,15 @@ _FLAGS = (
 _NAMES = ("draft_model", "medusa_heads")
 
 
-def engine_config(options: Mapping[str, Any], defaults: FaceDefaults = SERVING) -> EngineConfig:
-    """The configuration with these fields of `EngineConfig` set, over the defaults of a face.
+def engine_config(options: Mapping[str, Any], preset: Preset = SERVING) -> EngineConfig:
+    """The configuration with these fields of `EngineConfig` set, over the defaults of a preset.
 
     Raises RequestError for an unknown field, a value out of range, and options of speculative
     decoding that contradict each other.
     """
     check_names("option", options, (field.name for field in fields(EngineConfig)))
     config = EngineConfig(
-        **dict(defaults.engine) | {name: _checked(name, value) for name, value in options.items()}
+        **dict(preset.engine) | {name: _checked(name, value) for name, value in options.items()}
     )
     check_speculation(config)
     return config

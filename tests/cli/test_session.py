@@ -142,5 +142,5 @@ def test_what_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (
         line
-        == "[20 in, 2,000 tok/s · 1 out · lossy: sees the first 4 tokens and the last 512 alone]"
+        == "[20 in, 2,000 tok/s · 1 out · lossy: attends to the first 4 and the last 512 tokens only]"
     )

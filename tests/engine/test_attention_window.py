@@ -145,10 +145,12 @@ def test_a_vector_under_a_window() -> None:
 def test_it_says_that_it_is_lossy() -> None:
     assert EngineConfig().lossy == EngineConfig(attention_sinks=9).lossy == ""
     assert (
-        EngineConfig(attention_window=512).lossy == "sees the first 4 tokens and the last 512 alone"
+        EngineConfig(attention_window=512).lossy
+        == "attends to the first 4 and the last 512 tokens only"
     )
     assert (
-        EngineConfig(attention_window=1024, attention_sinks=0).lossy == "sees the last 1,024 alone"
+        EngineConfig(attention_window=1024, attention_sinks=0).lossy
+        == "attends to the last 1,024 tokens only"
     )
 
 
