@@ -1,7 +1,7 @@
 """What is held together with what: the methods, the options, the cases that cover every pair of
 options, and the page of them.
 
-`python -m tests.composability` writes docs/composability.md, which a test compares. A new method is
+`python -m tests.composability` writes docs/internals/composability.md, which a test compares. A new method is
 one more entry of METHODS.
 """
 
@@ -15,7 +15,7 @@ from headrace.engine.engine import Stats
 from headrace.speculation.proposers import NEEDS, PROPOSERS
 from headrace.structured_outputs import StructuredOutputs
 
-PAGE = Path(__file__).parents[1] / "docs/composability.md"
+PAGE = Path(__file__).parents[1] / "docs/internals/composability.md"
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def title(case: Case) -> str:
 
 
 def page() -> str:
-    """docs/composability.md."""
+    """docs/internals/composability.md."""
     lines = [
         "# What composes with what",
         "",

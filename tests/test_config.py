@@ -1,4 +1,4 @@
-"""The presets have the defaults that docs/scheduling.md documents."""
+"""The presets have the defaults that docs/internals/scheduling.md documents."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ PRESETS = {"serving": SERVING, "offline": OFFLINE, "interactive": INTERACTIVE}
 def documented() -> dict[str, dict[str, str]]:
     """The table: preset -> option -> the first word of its cell."""
     text = (
-        (Path(__file__).parents[1] / "docs/scheduling.md")
+        (Path(__file__).parents[1] / "docs/internals/scheduling.md")
         .read_text()
         .partition("## Faces and their defaults")[2]
     )
@@ -41,7 +41,7 @@ def defaults_of(preset: Preset) -> Mapping[str, Any]:
 
 
 def test_step_limits_of_each_backend() -> None:
-    """docs/scheduling.md gives these sizes of chunks."""
+    """docs/internals/scheduling.md gives these sizes of chunks."""
     for preset, backend, limits in (
         (SERVING, "cpu", (64, 512, 16)),
         (SERVING, "cuda", (256, 2048, 256)),

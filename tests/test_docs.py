@@ -19,7 +19,7 @@ from headrace.request import SamplingParams
 from tests.engine import toy
 from tests.texts import NAME, ROOT, files, texts
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 _FILE = re.compile(r"(?![~.])[\w./-]+(/|\.(py|h|cpp|md|toml|svg))")
@@ -193,8 +193,8 @@ def anchors(page: Path) -> set[str]:
 class TestThePages:
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
     def test_size(self, page: Path) -> None:
-        most = {"architecture.md": 160, "glossary.md": 60}.get(page.name, 120)
-        assert len(page.read_text().splitlines()) <= most
+        max_lines = {"architecture.md": 250, "glossary.md": 80}.get(page.name, 200)
+        assert len(page.read_text().splitlines()) <= max_lines
 
     @pytest.mark.parametrize(
         "page",

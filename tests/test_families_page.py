@@ -1,4 +1,4 @@
-"""The tables of docs/families.md, which are made here: `python -m tests.test_families_page` writes
+"""The tables of docs/use/families.md, which are made here: `python -m tests.test_families_page` writes
 them anew.
 """
 
@@ -8,7 +8,7 @@ from tests.llama_cpp import fixtures
 from tests.llama_cpp.models import CASES, NOT_CONVERTED, NOT_RUN, UNSAID
 from tests.texts import ROOT
 
-PAGE = ROOT / "docs/families.md"
+PAGE = ROOT / "docs/use/families.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 
 

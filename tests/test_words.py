@@ -65,7 +65,9 @@ class TestTheTree:
         assert not [found for name in sorted(names) for found in retired_in(Text(0, name, "name"))]
 
     def test_the_glossary_explains_none(self) -> None:
-        rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+        rows = re.findall(
+            r"^\| ([^|]+) \|", (ROOT / "docs/internals/glossary.md").read_text(), re.MULTILINE
+        )
         terms = [word for row in rows for word in NAME.findall(row)]
         assert terms
         assert not [found for term in terms for found in retired_in(Text(0, term, "name"))]

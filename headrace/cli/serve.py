@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--worker",
         action="store_true",
-        help="routes for `headrace route`, which is trusted: see docs/scaleout.md",
+        help="routes for `headrace route`, which is trusted: see docs/use/scale_out.md",
     )
     limits.add_argument(
         "--queue-timeout",

@@ -3,7 +3,7 @@
 Of every variant of a family, llama.cpp's converter makes a GGUF file. Our two routes must give the
 same tensors and the same specification, and on that file our logits must be those of llama.cpp; the
 file that we convert must be the same model to it. What was found goes to tests/data/gguf, where the
-short form of this, in `make test`, and the table of docs/families.md find it. On files of a Llama
+short form of this, in `make test`, and the table of docs/use/families.md find it. On files of a Llama
 whose matrices have a type that is looked up or read as a table, our logits must be near to those of
 llama.cpp, which rounds rows to 8 bits.
 

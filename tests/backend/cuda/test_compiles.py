@@ -21,7 +21,7 @@ STACKS = {"rope_angles_kernel": 64}
 """Bytes of a thread that lie in memory: sines of large numbers need some."""
 OF_LATENT_ROWS = 1280
 """The same in attention over latent rows, whose sums of 512 numbers for 64 rows do not fit beside
-what is added to them: docs/gpu.md.
+what is added to them: docs/internals/gpu.md.
 """
 FEW_BYTES = 16
 
