@@ -3,6 +3,8 @@ PYTHON ?= python3
 MODEL  ?= smollm2
 SECONDS ?= 600
 ROUNDS ?= 200
+WHEEL_PYTHONS ?= $(PYTHON)
+TRY_PYTHONS ?=
 CASES ?= 20000
 PICTURES ?= build/page
 CUDA_PYTHON ?= python3.12
@@ -19,7 +21,7 @@ export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: help run test test-api test-arm test-clients test-cuda test-page test-ray test-triton soak soak-server cli fuzz gguf sanitize mutate lint format \
-	bench bench-cuda cuda-bundle micro clean
+	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
 	@echo 'make run     a real model answers a prompt (MODEL=$(MODEL), PROMPT="...")'
@@ -43,6 +45,8 @@ help:
 	@echo 'make cuda-bundle one folder that a GPU machine without a package index needs, with a native module for $(CUDA_PYTHON): build/cuda-bundle'
 	@echo 'make micro   kernels against the bandwidth and arithmetic of this machine'
 	@echo 'make mutate  deliberate faults that no test notices, in hours (MODULE=planner/roofline: in one file; MODULE=planner: in one part)'
+	@echo 'make docs    the documentation site, in site/'
+	@echo 'make wheel   wheels for Python 3.11 and newer in dist/, tried in bare environments (WHEEL_PYTHONS, TRY_PYTHONS)'
 	@echo 'make clean   remove what the above made'
 
 run: .venv/.core
@@ -80,7 +84,9 @@ test-cuda: .venv/.test
 test-ray: .venv/.ray
 	$(BIN)/python -m pytest tests/scaleout/check_deploy.py tests/scaleout/check_ray.py
 
-soak: export SOAK_ROUNDS ?= 2000
+soak: export SOAK_ROUNDS ?= 200
+WHEEL_PYTHONS ?= $(PYTHON)
+TRY_PYTHONS ?=0
 # Each new thread may begin an area of its own in glibc's heap: what is resident would be a matter of chance. And pytest would keep what is
 # logged of steps that fail, with the engines that they belonged to.
 soak: export MALLOC_ARENA_MAX = 1
@@ -142,6 +148,13 @@ build/cuda-venv/.made:
 	@build/cuda-venv/bin/python -m pip install -qq --disable-pip-version-check scikit-build-core nanobind
 	@touch $@
 
+docs: .venv/.test
+	$(BIN)/python -m zensical build --strict
+
+# A release builds them in manylinux images, which run on older systems: .github/workflows/wheels.yml.
+wheel:
+	$(PYTHON) -m tests.native.wheel $(addprefix --python ,$(WHEEL_PYTHONS)) $(addprefix --try ,$(TRY_PYTHONS))
+
 micro: .venv/.core
 	$(BIN)/python benchmarks/micro
 
@@ -149,7 +162,7 @@ mutate: .venv/.mutate
 	nice -n 15 $(BIN)/python tests/mutate.py '$(MODULE)' $(TESTS)
 
 clean:
-	rm -rf .venv .bench .clients .fuzz build
+	rm -rf .venv .bench .clients .fuzz build dist site
 
 # Set-up steps, each with a stamp: a second call finds the stamp newer than its causes and does nothing.
 .venv/.venv:

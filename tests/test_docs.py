@@ -3,6 +3,8 @@ and what they name is there.
 """
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -231,3 +233,17 @@ class TestThePages:
             span for span in spans(page) if _CODE_NAME.fullmatch(span) and not _FILE.fullmatch(span)
         ]
         assert not [span for span in named if set(NAME.findall(span)) - names()]
+
+
+class TestTheSite:
+    def test_it_builds_without_a_warning(self, tmp_path: Path) -> None:
+        """Strict: a link to a page or a heading that does not exist ends the build."""
+        config = (ROOT / "zensical.toml").read_text()
+        for name in ("docs", "headrace"):
+            (tmp_path / name).symlink_to(ROOT / name)
+        (tmp_path / "zensical.toml").write_text(config)
+        command = [sys.executable, "-m", "zensical", "build", "--strict"]
+        built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
+        assert "EngineConfig" in (tmp_path / "site/reference/options.html").read_text()
+        assert "SamplingParams" in (tmp_path / "site/search.js").read_text()
