@@ -33,8 +33,6 @@ from headrace.server.state import ServerState
 
 
 class Route(NamedTuple):
-    """The method and handler of one path."""
-
     method: str
     handler: Callable[[HttpExchange, ServerState], Awaitable[None]]
     """The first line of its docstring is the route's summary in OpenAPI."""
@@ -98,7 +96,6 @@ def make_app(state: ServerState, observers: Iterable[Observer] = ()) -> AsgiApp:
 
 
 def openapi_document() -> dict[str, Any]:
-    """Generate the OpenAPI document from `ROUTES` and its records."""
     record_types = [route.record for route in ROUTES.values() if route.record]
     _, schemas = msgspec.json.schema_components(
         record_types, ref_template="#/components/schemas/{name}"

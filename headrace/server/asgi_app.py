@@ -27,7 +27,6 @@ _PUBLIC = ("/health", "/health/live", "/health/ready")
 """Routes that need no API key. They reveal only whether the server is healthy."""
 
 Routes = Mapping[str, Mapping[str, Handler]]
-"""Handlers by path and method."""
 
 log = logging.getLogger("headrace.server")
 
@@ -53,7 +52,6 @@ class AsgiApp:
         self._keys = tuple(key.encode() for key in settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one HTTP request."""
         if scope["type"] != "http":  # a websocket; uvicorn is told to send no lifespan events
             return
         http = HttpExchange(scope, receive, send, self._settings)
@@ -84,13 +82,12 @@ class AsgiApp:
             raise ApiError(
                 403,
                 "forbidden_host",
-                "the Host header must be localhost; start the server with --api-key to allow others",
+                "the Host header must be localhost; --api-key allows other hosts",
             )
         if self._keys and http.scope["path"] not in _PUBLIC:
             http.api_key = self._valid_key(http)
 
     def _valid_key(self, http: HttpExchange) -> str:
-        """Return the API key of the request. Raises ApiError if the server does not know it."""
         given = _credentials(http).encode("utf-8", "surrogateescape")
         # All keys are compared, so that the time does not depend on the key.
         matches = [key for key in self._keys if hmac.compare_digest(key, given)]
@@ -149,7 +146,6 @@ def sse_error(error: Exception) -> bytes:
 
 
 def _host_name(host: str | None) -> str:
-    """Return the name in a Host header, without the port."""
     name = (host or "").strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

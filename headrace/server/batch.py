@@ -1,10 +1,9 @@
 """Runs the requests of a file without HTTP, in OpenAI's batch format.
 
-Each line of the input is a request with `custom_id`, `method`, `url` and `body`. Each line of the
-output has its `custom_id` and a `response` with `status_code` and `body`, in order of completion.
+Each line of the input is a `BatchRequest`. Each line of the output has its `custom_id` and a
+`response` with `status_code` and `body`, in order of completion.
 
-A batch that was interrupted in any way resumes: requests with a complete line in the output are
-skipped, and a partial line at the end is removed.
+An interrupted batch resumes: requests with a complete line in the output are skipped.
 """
 
 import asyncio
@@ -44,10 +43,7 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_requests(path: Path) -> list[tuple[str, int]]:
-    """Return the id of each request and the byte offset of its line.
-
-    Raises RequestError, with the number of the line, if a request cannot be run.
-    """
+    """Return the id of each request and the byte offset of its line. Raises RequestError."""
     requests: list[tuple[str, int]] = []
     line_numbers: dict[str, int] = {}
     offset = 0
@@ -67,10 +63,7 @@ def read_requests(path: Path) -> list[tuple[str, int]]:
 
 
 def finished_ids(path: Path) -> set[str]:
-    """Return the ids of the complete lines of the output, and remove a partial last line.
-
-    Raises RequestError if a line is not the output of a batch.
-    """
+    """Return the ids in the output and remove a partial last line. Raises RequestError."""
     finished: set[str] = set()
     if not path.exists():
         return finished
@@ -102,8 +95,7 @@ def run_batch(
     """Run all requests without a response; returns the number of responses and of errors in them.
 
     `on_progress` is called with the number of finished requests and the number of all requests.
-    Raises RequestError for invalid files, EngineStartError, and EngineDeadError if the engine ends
-    too often.
+    Raises RequestError, EngineStartError and EngineDeadError.
     """
     requests = read_requests(source)
     finished = finished_ids(target)
@@ -127,8 +119,6 @@ def run_batch(
 
 
 class _Batch:
-    """Runs requests of a file concurrently and writes their responses."""
-
     def __init__(
         self,
         state: ServerState,
@@ -136,7 +126,6 @@ class _Batch:
         output: BinaryIO,
         on_response: Callable[[int], None],
     ) -> None:
-        """Set the files; `on_response` is called with the number of responses so far."""
         self.num_responses = 0
         self.num_errors = 0
         self._engine = state.engine
@@ -146,7 +135,6 @@ class _Batch:
         self._on_response = on_response
 
     async def run(self, offsets: list[int]) -> None:
-        """Run the requests at these offsets. Raises EngineDeadError."""
         assert self._engine.info, "a started engine has sent its info"
         max_running = _REQUESTS_PER_SEQUENCE * self._engine.info.max_num_seqs
         remaining = iter(offsets)
@@ -176,10 +164,7 @@ class _Batch:
             self._on_response(self.num_responses)
 
     async def _run_request(self, request: BatchRequest) -> tuple[int, bytes]:
-        """Return a response's status and body; if the engine ends meanwhile, try again.
-
-        Raises EngineDeadError if the engine cannot be restarted.
-        """
+        """Return the response, or retry if the engine ends. Raises EngineDeadError."""
         for _ in range(_MAX_TRIES):
             status, body = await _send(self._app, request)
             if status != 503:
@@ -192,7 +177,6 @@ class _Batch:
 
 
 async def _send(app: AsgiApp, request: BatchRequest) -> tuple[int, bytes]:
-    """Pass a request to the ASGI application; returns the status and body of its response."""
     body = msgspec.json.encode(request.body)
     messages: list[Message] = []
     body_received = asyncio.Event()
@@ -218,7 +202,6 @@ async def _send(app: AsgiApp, request: BatchRequest) -> tuple[int, bytes]:
 
 
 def _parse(line: bytes, place: str) -> BatchRequest:
-    """Parse a line of the input. Raises RequestError, which starts with `place`."""
     try:
         request = msgspec.json.decode(line, type=BatchRequest)
     except (msgspec.MsgspecError, RecursionError) as error:

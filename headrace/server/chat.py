@@ -62,8 +62,6 @@ def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
 
 
 class _Response:
-    """The response to one request."""
-
     def __init__(self, request: ChatRequest, generation: Generation, tokenizer: Tokenizer) -> None:
         self._request = request
         self._generation = generation
@@ -78,7 +76,6 @@ class _Response:
         self._always_with_usage = bool(options and options.continuous_usage_stats)
 
     async def body(self) -> dict[str, Any]:
-        """Return the complete response. Raises the error that ended the generation."""
         n = self._generation.n
         messages = [ChatMessageBuilder() for _ in range(n)]
         choices: list[dict[str, Any]] = [
@@ -107,7 +104,6 @@ class _Response:
         }
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the response's events. If the generation fails, the last event is its error."""
         n = self._generation.n
         started, has_tool_calls = [False] * n, [False] * n
         try:
@@ -146,7 +142,6 @@ class _Response:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> bytes:
-        """Encode a delta of one choice, with the tokens and log-probabilities of `scored`."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,

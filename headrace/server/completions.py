@@ -26,7 +26,6 @@ from headrace.server.openai_records import CompletionRequest
 from headrace.server.state import ServerState, merge_streams
 
 _DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default."""
 
 
 async def completions(http: HttpExchange, state: ServerState) -> None:
@@ -64,7 +63,6 @@ async def completions(http: HttpExchange, state: ServerState) -> None:
 
 
 def _check(request: CompletionRequest) -> None:
-    """Raise ApiError for parameters that are not supported."""
     if request.suffix:
         raise ApiError(400, "unsupported_parameter", "suffix is not supported", param="suffix")
     if request.stream and request.echo and request.logprobs is not None:
@@ -77,10 +75,7 @@ def _check(request: CompletionRequest) -> None:
 
 
 def prompt_list(prompt: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:
-    """Return the prompts of a field that holds a text, token ids, or a list of either.
-
-    Raises ApiError, which names the field `param`.
-    """
+    """Return the prompts of a field with a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [item for item in prompt if isinstance(item, int)]
@@ -102,7 +97,6 @@ async def tokenize_prompts(
     add_special: bool = True,
     max_tokens: int | None,
 ) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises ApiError, which names the field `param`."""
     return [
         await state.tokenize(partial(_tokenize, state, prompt, add_special), param, max_tokens)
         for prompt in prompts
@@ -118,8 +112,6 @@ def _tokenize(state: ServerState, prompt: str | list[int], add_special: bool) ->
 
 
 class _Response:
-    """The response to one request, with `n` choices for each prompt."""
-
     def __init__(
         self, state: ServerState, request: CompletionRequest, model: str, prompts: list[list[int]]
     ) -> None:
@@ -141,7 +133,6 @@ class _Response:
         self._ended: list[frames.Ended | None] = [None] * len(prompts)
 
     async def body(self, streams: list[Stream]) -> dict[str, Any]:
-        """Return the complete response. Raises the error that ended a request."""
         choices = [Choice() for _ in range(self._n * len(self._prompts))]
         async for number, item in merge_streams(streams):
             if isinstance(item, frames.Ended):
@@ -156,7 +147,6 @@ class _Response:
         }
 
     async def events(self, streams: list[Stream]) -> AsyncGenerator[bytes]:
-        """Yield the response's events. If a request fails, the last event is its error."""
         options = self._request.stream_options
         with_usage = bool(options and options.include_usage)
         always_with_usage = bool(options and options.continuous_usage_stats)
@@ -187,7 +177,6 @@ class _Response:
     def _delta(
         self, index: int, output: frames.StepOutput, echo: str, offsets: list[int]
     ) -> dict[str, Any]:
-        """Return one step's output as a choice; moves the choice's text offset."""
         reason, scores = finish_reason(output), None
         if self._request.logprobs is not None:
             scores = completion_logprobs(
@@ -211,7 +200,6 @@ class _Response:
         return choice
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return the complete output of one sequence as a choice."""
         number = index // self._n
         result: dict[str, Any] = {
             "index": index,

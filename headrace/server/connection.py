@@ -9,38 +9,30 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headrace.server.settings import Settings
 
 _MAX_HEAD_BYTES = 1 << 16
-"""Maximum size of a request's head: request line and headers."""
 
 log = logging.getLogger("headrace.server")
 
 
 class Connection(HttpToolsProtocol):
-    """Closes the connection of a client that sends its request or reads its response too slowly.
+    """Closes the connection of a client that sends a request's head or reads a response too slowly.
 
-    It enforces `receive_timeout` and `_MAX_HEAD_BYTES` for the head of a request, and
-    `send_timeout` while the write buffer is full. The body is limited by
-    `HttpExchange.read_body`.
+    `HttpExchange.read_body` limits the body.
     """
 
     def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings = settings
         self._head_timer: asyncio.TimerHandle | None = None
-        """Runs while the head of a request is expected."""
         self._head_bytes = 0
         self._send_timer: asyncio.TimerHandle | None = None
-        """Runs while the write buffer is full."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
         self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse data; close the connection if the head of a request is too large.
-
-        Data of a later request can count too, but only little: uvicorn pauses reading while an
-        earlier request is in progress.
-        """
+        # This can count a little data of a later request. It is little because uvicorn pauses
+        # reading while an earlier request is in progress.
         super().data_received(data)
         self._head_bytes += len(data)
         if self._head_timer and self._head_bytes > _MAX_HEAD_BYTES:
@@ -56,7 +48,6 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
-        """Start the send timer: the write buffer is full."""
         super().pause_writing()
         self._start_send_timer()
 

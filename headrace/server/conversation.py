@@ -30,7 +30,6 @@ class Conversation:
     """Messages as chat templates read them."""
     params: SamplingParams
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Tools in the form of chat completions."""
     tool_choice: str | Mapping[str, Any] | None = None
     parallel_tool_calls: bool = True
     documents: Sequence[Mapping[str, Any]] | None = None
@@ -44,10 +43,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputChunk:
-    """The output of one step for one choice."""
-
     index: int
-    """Number of the choice."""
     deltas: list[Delta]
     token_ids: list[int]
     logprobs: list[Logprobs]
@@ -57,14 +53,11 @@ class OutputChunk:
 
 @dataclass(kw_only=True)
 class Generation:
-    """A running generation with `n` choices."""
-
     model: str
     n: int
     usage: Usage
     stream: Stream
     parsers: list[OutputParser]
-    """One parser for each choice."""
     timer: RequestTimer
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds in the queue, in prefill and in decoding; set when the generation ends."""
@@ -136,7 +129,6 @@ async def generate(
 async def count_prompt_tokens(
     http: HttpExchange, state: ServerState, conversation: Conversation
 ) -> int:
-    """Return the number of tokens in a conversation's prompt. Raises as `generate` does."""
     state.resolve_adapter(conversation.model)
     _, choice = _read_tools(state, conversation)
     with state.admit(http, 1):
@@ -147,7 +139,6 @@ async def count_prompt_tokens(
 def _read_tools(
     state: ServerState, conversation: Conversation
 ) -> tuple[Sequence[Tool], ToolChoice]:
-    """Return the tools of the request and its tool choice. Raises RequestError or ApiError."""
     tools = read_tools(conversation.tools)
     choice = read_tool_choice(conversation.tool_choice, tools)
     if tools and choice.mode != "none" and state.output_format.tool_call_format is None:
@@ -163,7 +154,6 @@ def _read_tools(
 async def _tokenize(
     state: ServerState, conversation: Conversation, choice: ToolChoice, max_tokens: int | None
 ) -> tuple[str, list[int]]:
-    """Render a conversation with the chat template; returns its text and its token ids."""
     texts: list[str] = []
 
     def read() -> TokenizedPrompt:

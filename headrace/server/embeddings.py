@@ -15,7 +15,7 @@ from headrace.server.state import ServerState, merge_streams, timeout_error
 
 
 async def embeddings(http: HttpExchange, state: ServerState) -> None:
-    """Embed texts or token ids as vectors, pooled from the last token and of length 1 by default."""
+    """Embed texts or token ids; by default from the last token, as vectors of length 1."""
     request = await http.read(EmbeddingRequest)
     adapter = state.resolve_adapter(request.model)
     if request.dimensions is not None:
@@ -51,7 +51,6 @@ async def embeddings(http: HttpExchange, state: ServerState) -> None:
 
 
 async def _collect(streams: list[Stream]) -> list[bytes]:
-    """Return the vector of each request. Raises the error that ended one."""
     vectors = [b""] * len(streams)
     async for number, item in merge_streams(streams):
         if isinstance(item, frames.Ended):

@@ -29,7 +29,7 @@ class ApiError(Exception):
     ) -> None:
         """Set the fields; `param` names the wrong field of the request.
 
-        `kind` is the error's `type`, which by default follows from the status. `retry_after` is in seconds.
+        `kind` is the error's `type`, by default a general one for the status.
         """
         super().__init__(message)
         self.status = status
@@ -47,7 +47,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body in OpenAI's shape."""
         return {
             "error": {
                 "message": self.message,
@@ -71,7 +70,6 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """Return the JSON body of an error in Anthropic's shape."""
     default_type = "invalid_request_error" if error.status < 500 else "api_error"
     error_type = _ANTHROPIC_TYPES.get(error.status, default_type)
     return {"type": "error", "error": {"type": error_type, "message": error.message}}
@@ -85,7 +83,6 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 def prompt_too_long(
     num_tokens: int, max_tokens: int | None, max_model_len: int, param: str
 ) -> ApiError:
-    """Make the error of a prompt that leaves no space in the context for its output."""
     output = f"max_tokens is {max_tokens:,}" if max_tokens else "that leaves no space for an output"
     return context_exceeded(f"the prompt has {num_tokens:,}, and {output}", max_model_len, param)
 

@@ -14,7 +14,6 @@ MAX_PROMPTS = 256
 MAX_TOOLS = 256
 MAX_TOKEN_ID = 2**31 - 1
 TEXT_KINDS = ("text", "input_text", "output_text", "reasoning_text")
-"""Types of message parts that are text."""
 BLOCK_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 FUNCTION_NAME = r"^[A-Za-z0-9_.\-]{1,128}$"
 ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
@@ -25,7 +24,6 @@ def _one_of(kinds: tuple[str, ...]) -> msgspec.Meta:
 
 
 def _object(optional: Mapping[str, Any] | None = None, /, **required: Any) -> dict[str, Any]:
-    """Make the schema of an object with these properties; it may have others."""
     return {
         "type": "object",
         "required": list(required),
@@ -55,7 +53,6 @@ _PROMPTS = {
     ],
 }
 Prompts = str | Annotated[list[str | TokenId | _Prompt], msgspec.Meta(extra_json_schema=_PROMPTS)]
-"""A text, token ids, or a list of either."""
 
 _StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)]
@@ -65,7 +62,6 @@ Biases = Annotated[
     dict[TokenId, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
     msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}}),
 ]
-"""Logit biases by token id."""
 
 Tools = Annotated[
     list[

@@ -60,8 +60,6 @@ def sampling_params(
 
 @dataclass
 class Choice:
-    """The output of one sequence so far."""
-
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -73,7 +71,6 @@ class Choice:
         return "".join(self.pieces)
 
     def add(self, output: frames.StepOutput) -> None:
-        """Append the output of one step."""
         self.pieces.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
@@ -97,8 +94,6 @@ def finish_reason(output: frames.StepOutput) -> str | None:
 
 @dataclass
 class Usage:
-    """Token counts of a request so far."""
-
     prompt: int
     completion: int = 0
     cached: int = 0
@@ -106,7 +101,6 @@ class Usage:
     """Completion tokens of steps that produced only reasoning."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts in OpenAI's form."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -127,7 +121,6 @@ class RequestTimer:
         """Seconds in the queue, in prefill and in decoding; set when the request ends."""
 
     def add_tokens(self, count: int) -> None:
-        """Note that `count` tokens have arrived."""
         now = monotonic()
         if self._last_tokens is None:
             self._metrics.observe_first_token(now - self._start)
@@ -136,7 +129,6 @@ class RequestTimer:
         self._last_tokens = now
 
     def end(self, ended: frames.Ended) -> None:
-        """Note the end of the request. Raises RefusedError if the request failed."""
         if ended.error:
             self._metrics.requests.labels("error").inc()
             raise RefusedError(ended.error.kind, ended.error.message)

@@ -51,14 +51,12 @@ class HttpExchange:
         self.record = RequestRecord.of(scope["method"], scope["path"], self._headers)
         self.api_key: str | None = None
         self.response_started = False
-        """Whether the status has been sent."""
         self._receive = receive
         self._send = send
         self._settings = settings
         self._last_sent = monotonic()
 
     def header(self, name: str) -> str | None:
-        """Return a header of the request; `name` is in lower case."""
         return self._headers.get(name)
 
     async def read(self, record_type: type[_T]) -> _T:
@@ -139,7 +137,6 @@ class HttpExchange:
     async def respond(
         self, value: object, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Send a JSON response."""
         await self.respond_bytes(_encoder.encode(value), "application/json", status, headers)
 
     async def respond_bytes(
@@ -149,13 +146,11 @@ class HttpExchange:
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send a response with this body."""
         own_headers = {"content-type": content_type, "content-length": str(len(body))}
         await self._start_response(status, own_headers | dict(headers or {}))
         await self._send({"type": "http.response.body", "body": body})
 
     async def respond_not_modified(self, headers: Mapping[str, str]) -> None:
-        """Send status 304: the client's copy is up to date."""
         await self._start_response(304, headers)
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -172,7 +167,6 @@ class HttpExchange:
             pinging.cancel()
 
     async def stream_bytes(self, parts: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
-        """Send each part of the body as soon as it exists. Raises Disconnected."""
         await self._start_response(200, headers)
         await self.while_connected(self._send_parts(parts))
         await self._send({"type": "http.response.body", "body": b""})
@@ -215,11 +209,9 @@ def _field_error(error: msgspec.ValidationError) -> ApiError:
 
 
 def sse_event(value: object) -> bytes:
-    """Encode a value as a server-sent event."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 def named_sse_event(name: str, fields: Mapping[str, object]) -> bytes:
-    """Encode fields as an event with a name, which is repeated in the field `type`."""
     data = _encoder.encode({"type": name, **fields})
     return b"event: %s\ndata: %s\n\n" % (name.encode(), data)

@@ -90,7 +90,6 @@ def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conver
 
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
-    """Convert a tool to the form of chat completions."""
     return {
         "type": "function",
         "function": {
@@ -102,7 +101,6 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
 
 
 def _tool_choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | None:
-    """Convert a tool choice to the form of chat completions."""
     if choice is None:
         return None
     if choice.type == "tool":
@@ -111,11 +109,7 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | N
 
 
 def _template_messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
-    """Convert a message to the form that chat templates read.
-
-    Tool results become messages of their own, before the rest. `field` names the message in
-    errors. Raises ApiError for content other than text.
-    """
+    """Convert a message to the form of chat templates; tool results become separate messages."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, tool_calls, texts, thoughts = [], [], [], []
@@ -149,7 +143,6 @@ def _template_messages(message: AnthropicMessage, field: str) -> list[dict[str, 
 
 
 def _text(content: str | list[Block], field: str) -> str:
-    """Join the texts of some blocks. Raises ApiError for blocks of another type."""
     if isinstance(content, str):
         return content
     for block in content:
@@ -174,12 +167,10 @@ class _Response:
         self._id = f"msg_{uuid4().hex}"
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[list[str]] = []
-        """The deltas of each block's text."""
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
     async def body(self) -> dict[str, Any]:
-        """Return the complete response. Raises the error that ended the generation."""
         async for chunk in self._generation.chunks():
             for delta in chunk.deltas:
                 self._add(delta)
@@ -189,7 +180,6 @@ class _Response:
         return self._message([_complete(block, "".join(texts)) for block, texts in blocks])
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the response's events. If the generation fails, the last event is its error."""
         try:
             yield named_sse_event("message_start", {"message": self._message([])})
             async for chunk in self._generation.chunks():
@@ -207,7 +197,6 @@ class _Response:
             yield named_sse_event("error", anthropic_body(as_api_error(error)))
 
     def _delta_events(self, delta: Delta) -> list[bytes]:
-        """Add a delta; returns its events."""
         events = []
         num_blocks = len(self._blocks)
         self._add(delta)
@@ -222,7 +211,6 @@ class _Response:
         return events
 
     def _add(self, delta: Delta) -> None:
-        """Add a delta to the last block, or to a new block if its type differs."""
         last_type = self._blocks[-1]["type"] if self._blocks else ""
         match delta:
             case ToolCallStart():
@@ -269,7 +257,6 @@ class _Response:
 
 
 def _complete(block: dict[str, Any], text: str) -> dict[str, Any]:
-    """Fill a block with its complete text."""
     if block["type"] != "tool_use":
         return block | {block["type"]: text}
     try:

@@ -107,12 +107,10 @@ class Metrics:
         registry.register(self)
 
     def request_ended(self, record: RequestRecord) -> None:
-        """Count an error response."""
         if record.error and 400 <= record.status != CLIENT_LEFT:
             self.errors.labels(record.error).inc()
 
     def observe_first_token(self, seconds: float) -> None:
-        """Record a request's time to first token."""
         self.first_token.observe(seconds)
         self.recent_first_tokens.append((time(), seconds))
 
@@ -136,5 +134,4 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

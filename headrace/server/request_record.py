@@ -61,7 +61,6 @@ class RequestRecord:
 
     @classmethod
     def of(cls, method: str, path: str, headers: Mapping[str, str]) -> "RequestRecord":
-        """Make the record of a new request; the names of `headers` are in lower case."""
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid4().hex
@@ -69,7 +68,6 @@ class RequestRecord:
         return cls(id=request_id, method=method, path=path, traceparent=traceparent)
 
     def add_stream(self, stream: Stream) -> None:
-        """Add the tokens, times and error of one engine request so far."""
         self.output_tokens += stream.output_tokens
         self.finish_reasons += stream.finish_reasons
         if isinstance(stream.error, EngineError):

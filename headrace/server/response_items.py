@@ -17,15 +17,12 @@ from headrace.server.output_parsers.deltas import (
 from headrace.server.responses_records import ResponsesRequest
 
 Event = tuple[str, dict[str, Any]]
-"""Name and fields of an event, without its number."""
 
 _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 """Type of the only part of an item, by the type of the item."""
 
 
 class ResponseItems:
-    """One response so far."""
-
     def __init__(
         self, request: ResponsesRequest, generation: Generation, params: SamplingParams
     ) -> None:
@@ -35,11 +32,9 @@ class ResponseItems:
         self._head = {"id": f"resp_{uuid4().hex}", "object": "response", "created_at": int(time())}
         self._items: list[dict[str, Any]] = []
         self._texts: list[list[str]] = []
-        """The deltas of each item's text."""
         self._status = "in_progress"
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield all events of the response. Raises the error that ended the generation."""
         yield "response.created", {"response": self.response()}
         yield "response.in_progress", {"response": self.response()}
         async for chunk in self._generation.chunks():
@@ -53,7 +48,6 @@ class ResponseItems:
         yield f"response.{self._status}", {"response": self.response()}
 
     def response(self) -> dict[str, Any]:
-        """Return the response in its present state."""
         request = self._request
         ended = self._status != "in_progress"
         incomplete = self._status == "incomplete"
@@ -113,7 +107,6 @@ class ResponseItems:
         yield f"response.{part_type}.delta", fields | _text_scores(part_type)
 
     def _open(self, item_type: str, id_prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
-        """Close the last item and start a new one."""
         yield from self._close()
         item_id = f"{id_prefix}_{uuid4().hex}"
         item = {"type": item_type, "id": item_id, "status": "in_progress", **fields}
@@ -126,7 +119,6 @@ class ResponseItems:
             yield "response.content_part.added", self._place() | part
 
     def _close(self) -> Iterator[Event]:
-        """Complete the last item, if there is one."""
         if not self._items:
             return
         item, text, place = self._items[-1], "".join(self._texts[-1]), self._place()

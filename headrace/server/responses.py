@@ -35,7 +35,6 @@ async def responses(http: HttpExchange, state: ServerState) -> None:
 
 
 def _check(request: ResponsesRequest) -> None:
-    """Raise ApiError for fields that need storage."""
     for name in ("previous_response_id", "background"):
         if getattr(request, name):
             raise ApiError(
@@ -72,14 +71,12 @@ def _text_format(request: ResponsesRequest) -> StructuredOutputs | None:
 
 
 async def _body(items: ResponseItems) -> dict[str, Any]:
-    """Return the complete response. Raises the error that ended the generation."""
     async for _ in items.events():
         pass
     return items.response()
 
 
 async def _events(items: ResponseItems) -> AsyncGenerator[bytes]:
-    """Yield the numbered events. If the generation fails, the last event is its error."""
     number = 0
     try:
         async for name, fields in items.events():
@@ -122,7 +119,6 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
 
 
 def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
-    """Convert a tool to the form of chat completions."""
     if tool.get("type") != "function":
         raise ApiError(
             400, "unsupported_parameter", f"{field}.type must be function", param="tools"
@@ -132,10 +128,7 @@ def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _template_messages(items: list[InputItem]) -> list[dict[str, Any]]:
-    """Convert input items to messages as chat templates read them.
-
-    Reasoning, text and tool calls between two other messages form one message of the assistant.
-    """
+    """Convert items to messages; adjacent items of the assistant form one message."""
     messages: list[dict[str, Any]] = []
     assistant: dict[str, Any] | None = None  # the message to which further items are added
     for i, item in enumerate(items):

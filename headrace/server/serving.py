@@ -35,8 +35,6 @@ _log = logging.getLogger("headrace.server")
 
 
 class PortInUseError(HeadraceError):
-    """The address to listen on is in use."""
-
     exit_code = 5
 
 
@@ -81,7 +79,6 @@ def serve(
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Bind a socket to the address of the settings. Raises PortInUseError."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio disables Nagle's algorithm only if the protocol is given. With Nagle's algorithm a
     # response waits 40 ms for the client's acknowledgement.
@@ -100,8 +97,6 @@ def listen(settings: Settings) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to `_run`."""
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -4,14 +4,11 @@ import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the HTTP server; the engine has its own (`EngineConfig`)."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     """Keys of which every request must send one; if empty, no key is needed."""
     model_name: str = ""
-    """Name of the model in requests and responses."""
     max_body_bytes: int = 16 << 20
     max_waiting: int = 256
     """Maximum number of waiting sequences; further requests get status 503."""

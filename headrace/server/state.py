@@ -57,7 +57,6 @@ class ServerState:
         self.advised_sampling = advised_sampling
         """Fields of `SamplingParams` that the model's authors advise: the server's defaults."""
         self.output_format = output_format
-        """The syntax in which the model writes reasoning and tool calls."""
         self.metrics = metrics
         self.roofline = roofline
         self.fingerprint = fingerprint
@@ -67,15 +66,12 @@ class ServerState:
             tokenizer.token_bytes(token).decode(errors="replace"): token
             for token in tokenizer.special_ids
         }
-        """Token ids by text."""
         self.end_tokens = tuple(
             tokenizer.token_bytes(token).decode(errors="replace")
             for token in sorted(tokenizer.eos_ids)
         )
-        """Texts of the tokens that end an output."""
 
         self.started = int(time.time())
-        """Seconds since the epoch."""
         self.boot_id = uuid4().hex
         """A random id by which a frontend notices that this process was restarted."""
         self.draining = False
@@ -87,20 +83,15 @@ class ServerState:
 
     @property
     def max_sequences(self) -> int:
-        """Maximum number of sequences that run or wait."""
         info = self.engine.info
         return (info.max_num_seqs if info else 0) + self.settings.max_waiting
 
     @property
     def num_sequences(self) -> int:
-        """Number of admitted sequences that have not ended."""
         return self._num_sequences
 
     def resolve_adapter(self, model: str | None) -> str | None:
-        """Return the adapter that a request names as its model, or None for the model itself.
-
-        Raises ApiError if no model and no adapter has this name.
-        """
+        """Return the adapter that a request names as its model, or None. Raises ApiError."""
         if model is None or model in ("", self.settings.model_name):
             return None
         if model in self.engine.adapters:
@@ -115,10 +106,7 @@ class ServerState:
 
     @contextmanager
     def admit(self, http: HttpExchange, num_sequences: int) -> Iterator[None]:
-        """Count a request as in progress, before any work is done for it.
-
-        Raises NotReadyError, or ApiError if too many requests are in progress.
-        """
+        """Count a request as in progress. Raises NotReadyError, or ApiError if too many are."""
         if self.draining:
             raise NotReadyError("closed", "")
         if not self.engine.ready:
@@ -162,8 +150,7 @@ class ServerState:
     ) -> list[int]:
         """Run `read` in a thread and return the prompt's token ids.
 
-        Raises ApiError, which names the field `param`, if the prompt is invalid or leaves no
-        space for `max_tokens` of output (one token if None).
+        Raises ApiError if the prompt is invalid or leaves no space for `max_tokens` (None: one).
         """
         try:
             ids = list((await self.run_in_thread(read)).token_ids)
@@ -253,10 +240,8 @@ async def merge_streams(
 
 
 def timeout_error() -> ApiError:
-    """Make the error of a request that exceeded the server's time limit."""
     return ApiError(504, "timeout", "the request took longer than this server allows")
 
 
 def unsigned_seed(seed: int | None) -> int | None:
-    """Map OpenAI's seed, which may be negative, to an unsigned 64-bit seed."""
     return None if seed is None else seed % 2**64

@@ -13,7 +13,6 @@ from headrace.server.http_exchange import HttpExchange, sse_event
 from headrace.server.state import ServerState
 
 _EVENT_SECONDS = 0.5
-"""Seconds between two events of `/stats/stream`."""
 _FIRST_TOKEN_SECONDS = 120.0
 """Age in seconds up to which times to first token are listed."""
 _MAX_STREAMS = 32

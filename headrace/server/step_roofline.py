@@ -16,8 +16,6 @@ from headrace.remote.frames import EngineInfo
 
 
 class StepRoofline:
-    """The limits of one model on one machine."""
-
     def __init__(self, program: Program, info: EngineInfo) -> None:
         self._program = program
         self._machine = hardware.remembered(info.threads, info.backend)
@@ -25,7 +23,6 @@ class StepRoofline:
         self._slot_bytes = info.kv_bytes / info.kv_tokens
 
     def limits(self) -> dict[str, Any] | None:
-        """Return the machine's measured bytes and operations per second, or None."""
         machine = self._machine
         if machine is None:
             return None

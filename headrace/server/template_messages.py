@@ -9,10 +9,7 @@ from headrace.server.openai_records import ChatMessage, ContentPart
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Convert messages; absent fields are left out and the parts of a content are joined.
-
-    Raises ApiError for content other than text.
-    """
+    """Convert messages, and join their content's parts. Raises ApiError for other than text."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -37,10 +34,7 @@ def _message(message: ChatMessage, field: str) -> dict[str, Any]:
 def content_text(
     content: str | list[ContentPart] | None, field: str, param: str = "messages"
 ) -> str | None:
-    """Return the text of a message's content.
-
-    Raises ApiError for parts of another type; `field` is their place, `param` the request's field.
-    """
+    """Join the parts of a message's content. Raises ApiError for other than text."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -58,10 +52,7 @@ def content_text(
 def template_tool_call(
     tool_call: dict[str, Any], field: str, param: str = "messages"
 ) -> dict[str, Any]:
-    """Parse a tool call's arguments: clients send JSON text, templates read an object.
-
-    Raises ApiError, which names `field`.
-    """
+    """Parse a tool call's arguments: clients send JSON text, templates read an object."""
     function = tool_call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"{field} must have a function with a name", param)

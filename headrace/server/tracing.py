@@ -78,7 +78,6 @@ class Tracer:
         span.end(end)
 
     def close(self) -> None:
-        """Export the remaining spans."""
         self._provider.shutdown()
 
 

@@ -57,6 +57,5 @@ async def page_file(http: HttpExchange, state: ServerState) -> None:
 
 @cache
 def _read(name: str) -> tuple[bytes, str]:
-    """Read a file; returns its content and its entity tag."""
     body = (FOLDER / name).read_bytes()
     return body, f'"{blake2b(body, digest_size=12).hexdigest()}"'

@@ -19,7 +19,6 @@ from headrace.server.http_exchange import HttpExchange
 from headrace.server.state import ServerState
 
 STATUS_SECONDS = 0.25
-"""Seconds between two statuses of a worker."""
 _HEADERS = {
     "content-type": "application/octet-stream",
     "cache-control": "no-cache",

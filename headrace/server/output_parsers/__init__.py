@@ -1,1 +1,1 @@
-"""Answers of models, read as they come: reasoning, content and calls of tools."""
+"""Parsers of model output: they split streamed text into reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""What an answer is made of, in the order in which it becomes certain."""
+"""The parts of an output, in the order in which they become certain."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model wrote for itself."""
+    """Text that the model writes for itself."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call of a tool: the first delta of its `index`."""
+    """The start of the tool call number `index`."""
 
     index: int
     id: str
@@ -28,9 +28,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next fragment of the arguments of a call, which together are the text of a JSON
-    object.
-    """
+    """The next fragment of a tool call's arguments; all fragments form a JSON object."""
 
     index: int
     text: str
@@ -40,18 +38,18 @@ Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 def merge_deltas(deltas: list[Delta]) -> list[Delta]:
-    """The same deltas, with neighbours of one kind as one. Takes linear time."""
+    """Merge neighbouring deltas of one type, in linear time."""
     result: list[Delta] = []
     texts: list[str] = []
     for delta in deltas:
         last = result[-1] if result else None
         if not _continues(last, delta):
-            _close(result, texts)
+            _set_text(result, texts)
             result.append(delta)
             texts.clear()
         if not isinstance(delta, ToolCallStart):
             texts.append(delta.text)
-    _close(result, texts)
+    _set_text(result, texts)
     return result
 
 
@@ -61,8 +59,7 @@ def _continues(last: Delta | None, delta: Delta) -> bool:
     return isinstance(delta, Content | Reasoning) and type(last) is type(delta)
 
 
-def _close(result: list[Delta], texts: list[str]) -> None:
-    """Give the last delta all of its texts."""
+def _set_text(result: list[Delta], texts: list[str]) -> None:
     if len(texts) < 2:
         return
     last, text = result[-1], "".join(texts)

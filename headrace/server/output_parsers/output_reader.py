@@ -1,4 +1,4 @@
-"""The reader of an answer in which calls may stand, and how calls are looked for in it."""
+"""Reads an output that may contain tool calls."""
 
 from collections.abc import Mapping
 
@@ -8,11 +8,11 @@ from headrace.server.output_parsers.tools import NAME, Tool
 
 
 class OutputReader(TextReader):
-    """The text of an answer, and what is made of it.
+    """Reads the text of an output and writes its deltas.
 
-    A call begins once its name and the beginning of its arguments are known. What was read until
-    then is kept, and is content where it turns out to be something else. From then on the call
-    stays one: where its arguments go wrong they end, and the rest is content.
+    A tool call starts once its name and the beginning of its arguments are known. The text read
+    before is kept, and becomes content if it is not a tool call. A call that has started stays a
+    call: if its arguments are malformed, they end there and the rest is content.
     """
 
     def __init__(self, writer: DeltaWriter, tools: Mapping[str, Tool]) -> None:
@@ -20,28 +20,29 @@ class OutputReader(TextReader):
         self.tools = tools
         self.writer = writer
 
-    def begin_call(self, name: str, call_id: str = "") -> None:
-        """A call begins: what was kept is a part of it. Raises MalformedError where this can be no
-        tool's name.
+    def start_call(self, name: str, call_id: str = "") -> None:
+        """Start a tool call, of which the kept text is part.
+
+        Raises MalformedError if no tool can have this name.
         """
         if not NAME.fullmatch(name):
             raise MalformedError
-        self.writer.begin_call(name, call_id)
+        self.writer.start_call(name, call_id)
         self.forget()
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call."""
         self.writer.arguments(text)
         self.forget()
 
     def attempt(self, before: str, steps: Steps[None]) -> Steps[None]:
-        """Read calls by `steps`, after `before`, which was read already. What is malformed becomes
-        content.
+        """Read tool calls by `steps`; malformed text becomes content.
+
+        `before` is the text that was already read, such as the opener of the calls.
         """
         self.keep(before)
         try:
             yield from steps
         except MalformedError:
-            self.writer.content(self.kept())
+            self.writer.content(self.take_kept())
         finally:
-            self.kept()
+            self.take_kept()

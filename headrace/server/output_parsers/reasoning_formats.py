@@ -1,4 +1,4 @@
-"""Reasoning before an answer, between markers."""
+"""Formats of reasoning: markers around the text that a model writes before its output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,77 +10,73 @@ from headrace.server.output_parsers.text_reader import Steps, TextReader
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The markers of a model's reasoning, which stands before its answer, and of the answer where
-    that has some, too.
-    """
+    """The markers around a model's reasoning, and around the rest of its output if it has any."""
 
     name: str
     begin: str
     end: str
-    answer_begin: str = ""
-    answer_end: str = ""
+    rest_begin: str = ""
+    rest_end: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All of them."""
-        return tuple(
-            text for text in (self.begin, self.end, self.answer_begin, self.answer_end) if text
-        )
+        markers = (self.begin, self.end, self.rest_begin, self.rest_end)
+        return tuple(filter(None, markers))
 
     def starts_in_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt ends within reasoning: with the marker that begins it. The last few
-        characters of the prompt will do.
-        """
         return prompt.rstrip().endswith(self.begin)
 
 
-# In the order in which a template is asked. All of a record's texts must be in the template, of the
-# plainest only the end.
-_KNOWN = (
+# Detected in this order. A template must contain all markers of a format.
+_DETECTED = (
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat(
-        "command",
-        "<|START_THINKING|>",
-        "<|END_THINKING|>",
-        "<|START_RESPONSE|>",
-        "<|END_RESPONSE|>",
+        name="command",
+        begin="<|START_THINKING|>",
+        end="<|END_THINKING|>",
+        rest_begin="<|START_RESPONSE|>",
+        rest_end="<|END_RESPONSE|>",
     ),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
-    ReasoningFormat("granite", "<think>", "</think>", "<response>", "</response>"),
-    ReasoningFormat("hunyuan", "<think>", "</think>", "<answer>", "</answer>"),
+    ReasoningFormat(
+        name="granite",
+        begin="<think>",
+        end="</think>",
+        rest_begin="<response>",
+        rest_end="</response>",
+    ),
+    ReasoningFormat(
+        name="hunyuan",
+        begin="<think>",
+        end="</think>",
+        rest_begin="<answer>",
+        rest_end="</answer>",
+    ),
 )
+# The default: a template must contain only its end marker.
 _THINK = ReasoningFormat("think", "<think>", "</think>")
 
-REASONING_FORMATS = {
-    reasoning_format.name: reasoning_format for reasoning_format in (*_KNOWN, _THINK)
-}
-"""All kinds of reasoning by their names, which `--reasoning-parser` takes."""
+REASONING_FORMATS = {item.name: item for item in (*_DETECTED, _THINK)}
+"""Formats of reasoning by name; `--reasoning-parser` takes these names."""
 
 
 def detect_reasoning_format(template: str) -> ReasoningFormat | None:
-    """The markers of reasoning that a chat template knows; None where it knows none, or writes
-    channels.
+    """Return the format of reasoning in a chat template, or None.
+
+    A template with channels has none here: the tool-call format `harmony` reads its reasoning.
     """
     if "<|channel|>" in template and "<|message|>" in template:
         return None
-    found = next(
-        (
-            reasoning_format
-            for reasoning_format in _KNOWN
-            if all(text in template for text in reasoning_format.markers)
-        ),
-        None,
-    )
-    return found or (_THINK if _THINK.end in template else None)
+    for reasoning_format in _DETECTED:
+        if all(marker in template for marker in reasoning_format.markers):
+            return reasoning_format
+    return _THINK if _THINK.end in template else None
 
 
 def reasoning_format_by_name(name: str) -> ReasoningFormat:
-    """A kind of reasoning by its name. Raises RequestError for an unknown one."""
     if name not in REASONING_FORMATS:
-        raise RequestError(
-            f"there is no kind of reasoning named {name!r}: use one of "
-            f"{', '.join(sorted(REASONING_FORMATS))}"
-        )
+        known = ", ".join(sorted(REASONING_FORMATS))
+        raise RequestError(f"reasoning_parser {name!r} is unknown; use {known}")
     return REASONING_FORMATS[name]
 
 
@@ -91,9 +87,10 @@ def split_reasoning(
     writer: DeltaWriter,
     read_rest: Callable[[str], object],
 ) -> Steps[None]:
-    """Write the reasoning at the beginning of a text, and give the rest to `answer`.
+    """Write the reasoning at the beginning of a text and pass the rest to `read_rest`.
 
-    `inside`: the text begins within the reasoning. Without an end marker all of it is reasoning.
+    With `in_reasoning`, the text starts within reasoning. Without an end marker all text is
+    reasoning.
     """
     space = yield from reader.space()
     if (yield from reader.next_is(reasoning_format.begin)) or in_reasoning:
@@ -101,11 +98,11 @@ def split_reasoning(
         yield from reader.until((reasoning_format.end,), writer.reasoning)
         writer.boundary()
         space = ""
-    if reasoning_format.answer_begin:
+    if reasoning_format.rest_begin:
         space += yield from reader.space()
-        if (yield from reader.next_is(reasoning_format.answer_begin)):
+        if (yield from reader.next_is(reasoning_format.rest_begin)):
             writer.boundary()
-            yield from reader.until((reasoning_format.answer_end,), read_rest)
+            yield from reader.until((reasoning_format.rest_end,), read_rest)
             space = ""
     read_rest(space)
     yield from reader.until((), read_rest)

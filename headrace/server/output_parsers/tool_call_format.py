@@ -1,4 +1,4 @@
-"""What a format of tool calls is."""
+"""The interface of a tool-call format; the formats are in `formats/`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,32 +12,31 @@ from headrace.server.output_parsers.tools import Tool
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """How a model writes calls of tools."""
+    """The syntax in which a model writes tool calls."""
 
     name: str
     openers: tuple[str, ...]
-    """Texts that begin calls wherever they stand in the answer."""
+    """Texts that start tool calls anywhere in an output."""
     read: Callable[[OutputReader, str], Steps[None]]
-    """Reads calls behind an opener, which is "" where the answer begins with them; raises
-    MalformedError.
+    """Reads the tool calls after an opener; raises MalformedError.
+
+    The opener is "" if the output starts with the calls.
     """
     grammar: Callable[[LarkGrammar, Sequence[Tool], bool], str]
-    """The expression of one call, or of several where the last argument says so."""
+    """Makes a grammar expression of one tool call, or of several if the last argument is true."""
     markers: tuple[str, ...] = ()
-    """Further texts of the format that a tokenizer may have as control tokens."""
+    """Further texts of the format that can be control tokens."""
     bare: str = ""
-    """First characters of an answer that may be nothing but calls without an opener; then only
-    tools of the request are called.
+    """First characters of an output that can consist of tool calls without an opener.
+
+    Such calls must name a tool of the request.
     """
     new_id: Callable[[], str] = random_id
-    """An id for a call to which the model gave none."""
+    """Makes an id for a tool call without one."""
     always: bool = False
-    """Whether answers without tools are written in the format, too; then it tells reasoning from
-    content itself.
-    """
+    """Whether outputs without tool calls follow the format too; then it also reads reasoning."""
 
-    def reader(self, reader: OutputReader) -> Steps[None]:
-        """Read a whole answer."""
+    def read_output(self, reader: OutputReader) -> Steps[None]:
         if self.always:
             return (yield from self.read(reader, ""))
         if self.bare:

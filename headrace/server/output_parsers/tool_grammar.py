@@ -1,4 +1,4 @@
-"""Grammars that make a model call tools: what `tool_choice` promises."""
+"""Grammars that restrict an output to tool calls, as `tool_choice` demands."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from headrace.server.output_parsers.tools import Tool, ToolChoice
 
 
 def tool_grammar(
-    style: OutputFormat,
+    output_format: OutputFormat,
     tools: Sequence[Tool],
     choice: ToolChoice,
     *,
@@ -17,30 +17,25 @@ def tool_grammar(
     in_reasoning: bool = False,
     control_tokens: Mapping[str, int] | None = None,
 ) -> str | None:
-    """A grammar in llguidance's Lark dialect by which an answer is nothing but calls, after its
-    reasoning; None where it is free.
+    """Return a Lark grammar of reasoning and tool calls, or None if `choice` demands no calls.
 
-    `parallel`: several calls may come, though not of a named tool. `inside`: the prompt ended
-    within reasoning, which must end first.
-    `control_tokens`: ids of the tokenizer's control tokens by their texts, since a grammar writes
-    these as tokens.
+    `parallel` allows several calls. With `in_reasoning`, the prompt ends within reasoning.
+    `control_tokens` are token ids by text.
     """
-    if choice.mode not in ("required", "named") or style.tool_call_format is None:
+    if choice.mode not in ("required", "named") or output_format.tool_call_format is None:
         return None
-    named = choice.mode == "named"
+    if choice.mode == "named":
+        tools = [tool for tool in tools if tool.name == choice.name]
+        parallel = False
     lark = LarkGrammar(control_tokens or {})
-    calls = style.tool_call_format.grammar(
-        lark,
-        [tool for tool in tools if not named or tool.name == choice.name],
-        parallel and not named,
-    )
-    return lark.render(f"{_reasoning(lark, style.reasoning_format, in_reasoning)} {calls}")
+    calls = output_format.tool_call_format.grammar(lark, tools, parallel)
+    return lark.render(f"{_reasoning(lark, output_format.reasoning_format, in_reasoning)} {calls}")
 
 
 def _reasoning(
     lark: LarkGrammar, reasoning_format: ReasoningFormat | None, in_reasoning: bool
 ) -> str:
-    """Reasoning, which may be left out unless the prompt has begun it."""
+    """Match reasoning, which is optional unless the prompt has started it."""
     if reasoning_format is None:
         return ""
     space = lark.rule(r"/[ \t\r\n]{0,4}/")

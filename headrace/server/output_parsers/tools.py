@@ -1,4 +1,4 @@
-"""The tools of a request, and which of them the model must call."""
+"""The tools of a request and its `tool_choice`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,22 +23,20 @@ class Tool:
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
-    """The JSON schema of its arguments, which are an object."""
 
     def parameter(self, key: str) -> Mapping[str, Any]:
-        """The schema of one argument; empty where there is none for it."""
         properties = self.parameters.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         return schema if isinstance(schema, Mapping) else {}
 
     def parameter_types(self, key: str) -> frozenset[str]:
-        """The JSON types that one argument may have; empty where the schema names none."""
+        """Return the JSON types that one argument may have; empty if the schema does not say."""
         schema = self.parameter(key)
         types = schema.get("type")
         if isinstance(types, str):
             return frozenset((types,))
         if isinstance(types, list):
-            return frozenset(one for one in types if isinstance(one, str))
+            return frozenset(item for item in types if isinstance(item, str))
         values = schema.get("enum")
         if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
             return frozenset(("string",))
@@ -47,47 +45,43 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which calls the answer is to have: `none`, `auto`, `required`, or `named`, which is a call of
-    the tool `name`.
-    """
+    """Whether the model may or must call tools."""
 
     mode: str
+    """`none`, `auto`, `required`, or `named` if it must call the tool `name`."""
     name: str | None = None
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
-    """The tools of a request in OpenAI's form. Raises RequestError, which names what is wrong."""
-    result: dict[str, Tool] = {}
-    for i, one in enumerate(tools or ()):
-        function = one.get("function") if one.get("type") == "function" else None
+    """Parse tools in the form of chat completions. Raises RequestError, which names the field."""
+    by_name: dict[str, Tool] = {}
+    for i, item in enumerate(tools or ()):
+        function = item.get("function") if item.get("type") == "function" else None
         if not isinstance(function, Mapping):
             raise RequestError(f'tools[{i}] must be {{"type": "function", "function": {{...}}}}')
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RequestError(
-                f"tools[{i}].function.name must be 1 to 128 of A-Z, a-z, 0-9, _, . and -"
+                f"tools[{i}].function.name must have 1 to 128 characters of A-Z, a-z, 0-9, _, . "
+                "and -"
             )
-        if name in result:
-            raise RequestError(f"tools[{i}].function.name is that of another tool: {name}")
+        if name in by_name:
+            raise RequestError(f"tools[{i}].function.name {name!r} is already used by another tool")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise RequestError(f"tools[{i}].function.parameters must be a JSON schema")
-        result[name] = Tool(name, parameters) if parameters else Tool(name)
-    return tuple(result.values())
+        by_name[name] = Tool(name, parameters) if parameters else Tool(name)
+    return tuple(by_name.values())
 
 
 def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
-    """The `tool_choice` of a request; None is `auto` where there are tools. Raises RequestError,
-    which names what is wrong.
-    """
+    """Parse `tool_choice`; None is `auto` if there are tools. Raises RequestError."""
     if choice is None:
         return ToolChoice("auto" if tools else "none")
     if isinstance(choice, str):
         if choice not in _CHOICES:
-            raise RequestError(
-                f"tool_choice must be one of {', '.join(_CHOICES)}, or name a function"
-            )
+            raise RequestError(f"tool_choice must be {', '.join(_CHOICES)} or name a function")
         if choice == "required" and not tools:
-            raise RequestError("tool_choice is required, and there are no tools")
+            raise RequestError("tool_choice is required, but the request has no tools")
         return ToolChoice(choice if tools else "none")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None

@@ -411,7 +411,7 @@ class TestWork:
                 nonlocal largest
                 for at in range(0, len(text), piece or len(text)):
                     answer.push(text[at : at + (piece or len(text))])
-                    largest = max(largest, *(stage._reader.held for stage in answer._stages))
+                    largest = max(largest, *(stage._reader.num_unread for stage in answer._stages))
                 answer.finish()
 
             work.append(lines_run(read))

@@ -155,11 +155,11 @@ class TestDetection:
     def test_unknown_names_are_refused(self) -> None:
         with pytest.raises(
             RequestError,
-            match=r"no format of tool calls named 'x': use one of command, deepseek_v3,",
+            match=r"tool_call_parser 'x' is unknown; use command, deepseek_v3,",
         ):
             OutputFormat.of("", "x")
         with pytest.raises(
-            RequestError, match=r"no kind of reasoning named 'x': use one of command, granite"
+            RequestError, match=r"reasoning_parser 'x' is unknown; use command, granite"
         ):
             OutputFormat.of("", None, "x")
 

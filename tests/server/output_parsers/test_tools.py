@@ -35,13 +35,13 @@ class TestTools:
             ({}, r"tools\[1\] must be"),
             ({"type": "custom", "function": {"name": "f"}}, r"tools\[1\] must be"),
             ({"type": "function", "function": "f"}, r"tools\[1\] must be"),
-            (function(), r"tools\[1\].function.name must be"),
-            (function(name=3), r"tools\[1\].function.name must be"),
-            (function(name="a b"), r"tools\[1\].function.name must be"),
-            (function(name='a"'), r"tools\[1\].function.name must be"),
-            (function(name="a" * 129), r"tools\[1\].function.name must be"),
-            (function(name="a\n"), r"tools\[1\].function.name must be"),
-            (function(name="first"), r"tools\[1\].function.name is that of another tool: first"),
+            (function(), r"tools\[1\].function.name must have"),
+            (function(name=3), r"tools\[1\].function.name must have"),
+            (function(name="a b"), r"tools\[1\].function.name must have"),
+            (function(name='a"'), r"tools\[1\].function.name must have"),
+            (function(name="a" * 129), r"tools\[1\].function.name must have"),
+            (function(name="a\n"), r"tools\[1\].function.name must have"),
+            (function(name="first"), r"tools\[1\].function.name .first. is already used"),
             (
                 function(name="f", parameters=[]),
                 r"tools\[1\].function.parameters must be a JSON schema",
@@ -111,5 +111,5 @@ class TestToolChoice:
             read_tool_choice(choice, self.TOOLS)
 
     def test_required_needs_tools(self) -> None:
-        with pytest.raises(RequestError, match="there are no tools"):
+        with pytest.raises(RequestError, match="has no tools"):
             read_tool_choice("required", ())

@@ -1,4 +1,7 @@
-"""The formats of tool calls, and which of them a chat template uses."""
+"""Tool-call formats, and their detection in a chat template.
+
+A new format is a file in this folder and a row in `_DETECTED`.
+"""
 
 from headrace.errors import RequestError
 from headrace.server.output_parsers.formats import (
@@ -14,8 +17,8 @@ from headrace.server.output_parsers.formats import (
 )
 from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 
-# In the order in which a template is asked: what is more particular comes first. All of its texts
-# must be in the template.
+# Formats with the texts of a chat template by which they are detected; all must be in the template.
+# The first match counts, so a format whose texts include another format's texts comes before it.
 _DETECTED: tuple[tuple[ToolCallFormat, tuple[str, ...]], ...] = (
     (harmony.FORMAT, ("<|channel|>", "<|message|>")),
     (deepseek.V3, ("<｜tool▁calls▁begin｜>", "```json")),
@@ -37,27 +40,20 @@ _DETECTED: tuple[tuple[ToolCallFormat, tuple[str, ...]], ...] = (
     (llama3.FORMAT, ("<|start_header_id|>", '"parameters": ')),
 )
 
-TOOL_CALL_FORMATS = {tool_call_format.name: tool_call_format for tool_call_format, _ in _DETECTED}
-"""All formats by their names, which `--tool-call-parser` takes."""
+TOOL_CALL_FORMATS = {item.name: item for item, _ in _DETECTED}
+"""Tool-call formats by name; `--tool-call-parser` takes these names."""
 
 
 def detect_tool_call_format(template: str) -> ToolCallFormat | None:
-    """The format of calls that a chat template writes or asks for; None where it knows no tools."""
-    return next(
-        (
-            tool_call_format
-            for tool_call_format, texts in _DETECTED
-            if all(text in template for text in texts)
-        ),
-        None,
-    )
+    """Return the tool-call format that a chat template uses, or None."""
+    for tool_call_format, texts in _DETECTED:
+        if all(text in template for text in texts):
+            return tool_call_format
+    return None
 
 
 def tool_call_format_by_name(name: str) -> ToolCallFormat:
-    """A format by its name. Raises RequestError for an unknown one."""
     if name not in TOOL_CALL_FORMATS:
-        raise RequestError(
-            f"there is no format of tool calls named {name!r}: use one of "
-            f"{', '.join(sorted(TOOL_CALL_FORMATS))}"
-        )
+        known = ", ".join(sorted(TOOL_CALL_FORMATS))
+        raise RequestError(f"tool_call_parser {name!r} is unknown; use {known}")
     return TOOL_CALL_FORMATS[name]

@@ -1,5 +1,6 @@
-"""Calls within control tokens: DeepSeek V3 and R1, which have the arguments in a block of code,
-DeepSeek V3.1, and Kimi K2.
+"""Tool calls between control tokens: DeepSeek V3, R1 and V3.1, and Kimi K2.
+
+DeepSeek V3 and R1 write the arguments as a block of code.
 """
 
 import re
@@ -23,7 +24,6 @@ _WORD = re.compile(r"[A-Za-z0-9_.:\-]*")
 
 
 def _read(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read calls of either version."""
     yield from reader.space()
     yield from reader.expect(_BEGIN)
     more = True
@@ -34,7 +34,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
         yield from reader.expect(_SEPARATOR)
         yield from reader.space()
         fenced = (yield from reader.peek()) != "{"
-        if fenced:  # what stood before was the type
+        if fenced:  # the word before was the type
             name = yield from reader.word(_WORD)
             yield from reader.space()
             yield from reader.expect("```json")
@@ -50,7 +50,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
 
 
 def _read_kimi(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read calls as Kimi K2 has them: `functions.name:number` is the id."""
+    """Read calls of Kimi K2, whose ids are `functions.NAME:NUMBER`."""
     yield from reader.space()
     yield from reader.expect(_KIMI_BEGIN)
     more = True
@@ -70,7 +70,7 @@ def _read_kimi(reader: OutputReader, opener: str) -> Steps[None]:
 def _arguments(reader: OutputReader, name: str, call_id: str) -> Steps[None]:
     if (yield from reader.peek()) != "{":
         raise MalformedError
-    reader.begin_call(name, call_id)
+    reader.start_call(name, call_id)
     yield from reader.value(reader.arguments)
     yield from reader.space()
 
@@ -110,16 +110,21 @@ def _kimi(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         f"{lark.json(tool.parameters)} {end}"
         for tool in tools
     )
-    return f"{lark.text(_KIMI_ALL_BEGIN)} {lark.repeated(call, '', parallel)} {lark.text(_KIMI_ALL_END)}"
+    calls = lark.repeated(call, "", parallel)
+    return f"{lark.text(_KIMI_ALL_BEGIN)} {calls} {lark.text(_KIMI_ALL_END)}"
 
 
 _MARKERS = (_ALL_END, _BEGIN, _SEPARATOR, _END)
-V3 = ToolCallFormat("deepseek_v3", (_ALL_BEGIN,), _read, _fenced, _MARKERS)
-V31 = ToolCallFormat("deepseek_v31", (_ALL_BEGIN,), _read, _plain, _MARKERS)
+V3 = ToolCallFormat(
+    name="deepseek_v3", openers=(_ALL_BEGIN,), read=_read, grammar=_fenced, markers=_MARKERS
+)
+V31 = ToolCallFormat(
+    name="deepseek_v31", openers=(_ALL_BEGIN,), read=_read, grammar=_plain, markers=_MARKERS
+)
 KIMI = ToolCallFormat(
-    "kimi_k2",
-    (_KIMI_ALL_BEGIN,),
-    _read_kimi,
-    _kimi,
-    (_KIMI_ALL_END, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END),
+    name="kimi_k2",
+    openers=(_KIMI_ALL_BEGIN,),
+    read=_read_kimi,
+    grammar=_kimi,
+    markers=(_KIMI_ALL_END, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END),
 )

@@ -1,6 +1,4 @@
-"""`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM 4.5 and
-later.
-"""
+"""`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM from 4.5."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,6 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 def _read(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read one call."""
     yield from reader.space()
     name = yield from reader.word(_NAME)
     yield from reader.space()
@@ -61,5 +58,9 @@ def _call_grammar(lark: LarkGrammar, tool: Tool) -> str:
 
 
 FORMAT = ToolCallFormat(
-    "glm45", (_BEGIN,), _read, _grammar, markers=(_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
+    name="glm45",
+    openers=(_BEGIN,),
+    read=_read,
+    grammar=_grammar,
+    markers=(_END, _KEY, _KEY_END, _VALUE, _VALUE_END),
 )

@@ -1,9 +1,10 @@
-"""Messages in channels: gpt-oss. All of an answer is written so, its reasoning too.
+"""Messages in channels: gpt-oss. The format covers the complete output, reasoning included.
 
-`<|channel|>analysis<|message|>...<|end|>`, `<|channel|>final<|message|>...<|return|>`, and a call
-as `<|start|>assistant<|channel|>commentary to=functions.NAME
-<|constrain|>json<|message|>{...}<|call|>`; the recipient may stand before the channel, and a call
-in any channel.
+Reasoning is `<|channel|>analysis<|message|>...<|end|>`, content is
+`<|channel|>final<|message|>...<|return|>`, and a tool call is
+`<|start|>assistant<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>{...}<|call|>`. The recipient may come before the channel, and a tool
+call may be in any channel.
 """
 
 import re
@@ -23,15 +24,14 @@ _FUNCTION = "to=functions."
 
 
 class _Messages:
-    """The messages of one answer, which follows `<|start|>assistant`."""
+    """Reads the messages of one output; the prompt ends with `<|start|>assistant`."""
 
     def __init__(self, reader: OutputReader) -> None:
         self.take: Callable[[str], object] = reader.writer.content
-        """What becomes of the text of the message; text outside of messages is content."""
+        """Writes the message's text; text outside of messages is content."""
         self._reader = reader
 
     def read(self) -> Steps[None]:
-        """Read all of them."""
         reader = self._reader
         yield from reader.space()
         if (yield from reader.next_is(_RECIPIENT)):
@@ -45,8 +45,9 @@ class _Messages:
                 yield from reader.attempt(marker, self._begin(marker, ""))
 
     def _begin(self, marker: str, before: str) -> Steps[None]:
-        """Read a header behind its first marker and `before`, and a call where the message is
-        one.
+        """Read a header, and the message if it is a tool call.
+
+        The header's first marker and `before` have been read already.
         """
         channel = recipient = ""
         while marker != _MESSAGE:
@@ -73,10 +74,10 @@ def _call(reader: OutputReader, name: str) -> Steps[None]:
     yield from reader.space()
     first = yield from reader.peek()
     if first == "{":
-        reader.begin_call(name)
+        reader.start_call(name)
         yield from reader.value(reader.arguments)
     elif first in ("", "<"):
-        reader.begin_call(name)
+        reader.start_call(name)
         reader.arguments("{}")
     else:
         raise MalformedError
@@ -87,9 +88,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
 
 
 def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    """One call, whatever `many` says: `<|call|>` behind it ends the answer. The model may reason
-    before.
-    """
+    """Match optional reasoning and one call; a second call cannot follow the token `<|call|>`."""
     reasoning = (
         f"{lark.text(_CHANNEL + 'analysis' + _MESSAGE)} {lark.up_to(_ENDS[0])} "
         f"{lark.text(_START + 'assistant')}"
@@ -105,5 +104,10 @@ def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
 
 
 FORMAT = ToolCallFormat(
-    "harmony", (_CHANNEL,), _read, _grammar, (_START, _CONSTRAIN, _MESSAGE, *_ENDS), always=True
+    name="harmony",
+    openers=(_CHANNEL,),
+    read=_read,
+    grammar=_grammar,
+    markers=(_START, _CONSTRAIN, _MESSAGE, *_ENDS),
+    always=True,
 )

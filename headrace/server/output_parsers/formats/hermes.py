@@ -1,5 +1,6 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3, Granite 4,
-SmolLM 2 and 3.
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3 and others.
+
+Granite 4 and SmolLM 2 and 3 use it too.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from headrace.server.output_parsers.tools import Tool
 
 
 def _read(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read a call, or a list of calls, as SmolLM2 writes them."""
     yield from reader.space()
     if (yield from reader.peek()) == "[":
         yield from read_list(reader)
@@ -29,4 +29,10 @@ def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     )
 
 
-FORMAT = ToolCallFormat("hermes", ("<tool_call>",), _read, _grammar, markers=("</tool_call>",))
+FORMAT = ToolCallFormat(
+    name="hermes",
+    openers=("<tool_call>",),
+    read=_read,
+    grammar=_grammar,
+    markers=("</tool_call>",),
+)

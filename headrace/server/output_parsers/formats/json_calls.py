@@ -1,4 +1,4 @@
-"""Calls as JSON objects, which many formats have within different markers."""
+"""Tool calls as JSON objects, which several formats write between different markers."""
 
 import json
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def read_call(reader: OutputReader, known_only: bool = False) -> Steps[None]:
-    """Read `{"name": ..., "arguments": {...}}`, in any order and with further keys; no arguments
-    are an empty object.
+    """Read `{"name": ..., "arguments": {...}}`. Raises MalformedError.
 
-    With `known_only`, it must be a tool of the request. Raises MalformedError.
+    Keys may come in any order, and unknown keys are ignored. Absent arguments are an empty object.
+    With `known_only`, the name must be a tool of the request.
     """
     call = _Call(reader, known_only)
     yield from reader.expect("{")
@@ -27,7 +27,7 @@ def read_call(reader: OutputReader, known_only: bool = False) -> Steps[None]:
         yield from reader.expect(":")
         yield from reader.space()
         if key in _NAMES and call.name is None:
-            call.named((yield from reader.string()))
+            call.set_name((yield from reader.string()))
         elif key in _ARGUMENTS and not call.has_arguments:
             yield from call.read_arguments()
         else:
@@ -40,7 +40,6 @@ def read_call(reader: OutputReader, known_only: bool = False) -> Steps[None]:
 
 
 def read_calls(reader: OutputReader, separator: str, known_only: bool = False) -> Steps[None]:
-    """Read some calls, with `separator` and white space between them. Raises MalformedError."""
     while True:
         yield from reader.space()
         yield from read_call(reader, known_only)
@@ -50,7 +49,6 @@ def read_calls(reader: OutputReader, separator: str, known_only: bool = False) -
 
 
 def read_list(reader: OutputReader) -> Steps[None]:
-    """Read a JSON list of calls. Raises MalformedError."""
     yield from reader.expect("[")
     yield from read_calls(reader, ",")
     yield from reader.expect("]")
@@ -64,7 +62,6 @@ def call_grammar(
     name: str = "name",
     arguments: str = "arguments",
 ) -> str:
-    """A call of one of the tools."""
     return lark.either(
         f"{lark.text(before + _head(tool.name, name, arguments))} "
         f"{lark.json(tool.parameters)} {lark.text('}' + after)}"
@@ -81,7 +78,6 @@ def list_grammar(
     name: str = "name",
     arguments: str = "arguments",
 ) -> str:
-    """A list of calls between two texts."""
     call = call_grammar(lark, tools, "", "", name, arguments)
     return (
         f"{lark.text(before + '[')} {lark.repeated(call, ', ', parallel)} {lark.text(']' + after)}"
@@ -93,43 +89,43 @@ def _head(tool: str, name: str, arguments: str) -> str:
 
 
 def _ignore(_: str) -> None:
-    """Drop a value that is not needed."""
+    pass
 
 
 class _Call:
-    """One call, whose arguments wait for its name."""
+    """One call; arguments that come before the name are held back."""
 
     def __init__(self, reader: OutputReader, known_only: bool) -> None:
         self.name: str | None = None
         self.has_arguments = False
         self._reader = reader
         self._known_only = known_only
-        self._waiting: list[str] = []
+        self._held: list[str] = []
 
-    def named(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         if self._known_only and name not in self._reader.tools:
             raise MalformedError
         self.name = name
         if self.has_arguments:
-            self._begin(name)
+            self._start(name)
 
     def read_arguments(self) -> Steps[None]:
         if (yield from self._reader.peek()) != "{":
             raise MalformedError
         self.has_arguments = True
         if self.name is None:
-            yield from self._reader.value(self._waiting.append)
+            yield from self._reader.value(self._held.append)
         else:
-            self._begin(self.name)
+            self._start(self.name)
             yield from self._reader.value(self._reader.arguments)
 
     def finish(self) -> None:
         if self.name is None:
             raise MalformedError
         if not self.has_arguments:
-            self._waiting.append("{}")
-            self._begin(self.name)
+            self._held.append("{}")
+            self._start(self.name)
 
-    def _begin(self, name: str) -> None:
-        self._reader.begin_call(name)
-        self._reader.arguments("".join(self._waiting))
+    def _start(self, name: str) -> None:
+        self._reader.start_call(name)
+        self._reader.arguments("".join(self._held))

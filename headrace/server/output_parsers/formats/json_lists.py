@@ -1,4 +1,4 @@
-"""A JSON list of calls behind a marker: Granite 3, Phi 4 mini, Command R7B."""
+"""A JSON list of tool calls after a marker: Granite 3, Phi 4 mini, Command R7B."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ def _list_format(
     name_key: str = "name",
     arguments: str = "arguments",
 ) -> ToolCallFormat:
-    """`closes`: whether the model writes the closer, too."""
+    """Make a format; with `closes`, the model must write the closer."""
 
     def read(reader: OutputReader, opener: str) -> Steps[None]:
         yield from reader.space()
@@ -31,7 +31,9 @@ def _list_format(
         name=name_key,
         arguments=arguments,
     )
-    return ToolCallFormat(name, (opener,), read, grammar, markers=(closer,))
+    return ToolCallFormat(
+        name=name, openers=(opener,), read=read, grammar=grammar, markers=(closer,)
+    )
 
 
 GRANITE = _list_format("granite", "<|tool_call|>", "<|/tool_call|>", closes=False)

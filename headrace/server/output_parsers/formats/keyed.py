@@ -1,6 +1,4 @@
-"""Arguments as keys with raw texts between tags, made into the text of a JSON object with the help
-of the tool's schema.
-"""
+"""Arguments as keys and raw texts between tags, converted to JSON by the tool's schema."""
 
 import json
 from collections.abc import Mapping
@@ -10,16 +8,14 @@ from headrace.server.output_parsers.lark import LarkGrammar
 from headrace.server.output_parsers.output_reader import OutputReader
 from headrace.server.output_parsers.tools import Tool
 
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 class KeyedArguments:
-    """The arguments of one call as they come. Texts are passed on at once; other values when they
-    are whole.
-    """
+    """Writes one call's arguments: strings as they arrive, other values when complete."""
 
     def __init__(self, reader: OutputReader, name: str) -> None:
-        reader.begin_call(name)
+        reader.start_call(name)
         reader.arguments("{")
         self._reader = reader
         self._tool = reader.tools.get(name, Tool(name))
@@ -28,32 +24,28 @@ class KeyedArguments:
         self._value: list[str] = []
 
     def key(self, key: str) -> None:
-        """An argument begins."""
         self._types = self._tool.parameter_types(key)
         self._reader.arguments(f"{self._separator}{_json(key)}: " + ('"' if self._is_text else ""))
         self._separator = ", "
         self._value.clear()
 
     def text(self, text: str) -> None:
-        """More of its value."""
         if self._is_text:
             self._reader.arguments(_json(text)[1:-1])
         else:
             self._value.append(text)
 
     def end_value(self) -> None:
-        """Its value is whole."""
         self._reader.arguments(
             '"' if self._is_text else _as_json("".join(self._value), self._types)
         )
 
     def cut(self) -> None:
-        """The text has ended within a value: what there is of it stays as it is."""
+        """Write an incomplete value as it is: the text has ended."""
         if not self._is_text:
             self._reader.arguments("".join(self._value))
 
     def end(self) -> None:
-        """The call is whole."""
         self._reader.arguments("}")
 
     @property
@@ -64,8 +56,9 @@ class KeyedArguments:
 def value_grammar(
     lark: LarkGrammar, tool: Tool, key: str, schema: Mapping[str, Any], closer: str
 ) -> str:
-    """A value and its closing tag. Of the texts a schema allows only `enum` and `const` are held;
-    other values are JSON.
+    """Match a value and its closing tag.
+
+    Strings are restricted only by `enum` and `const`, because they are written without quotes.
     """
     texts = schema.get("enum", [schema.get("const")])
     if tool.parameter_types(key) != {"string"}:
@@ -80,18 +73,19 @@ def _json(text: str) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """The value as JSON: itself, if it is JSON of one of the types (any, if there are none), and
-    otherwise a string.
+    """Return the value itself if it is JSON of an allowed type, else a JSON string.
+
+    If `types` is empty, all types are allowed.
     """
     value = text.strip()
-    value = _PYTHON.get(value, value)
+    value = _PYTHON_LITERALS.get(value, value)
     kind = _kind(value)
     allowed = types | ({"integer"} if "number" in types else set())
     return value if kind is not None and (not types or kind in allowed) else _json(text)
 
 
 def _kind(text: str) -> str | None:
-    """The JSON type of a text; None where it is no JSON."""
+    """Return the JSON type of a text, or None if it is not JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

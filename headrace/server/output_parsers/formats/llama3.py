@@ -1,4 +1,4 @@
-"""`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`: Llama 3."""
+"""`{"name": ..., "parameters": {...}}` as the complete output or after a tag: Llama 3."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,9 @@ from headrace.server.output_parsers.tools import Tool
 
 
 def _read(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read calls with semicolons between them. Without a tag any JSON may be meant, so that the
-    name must be that of a tool.
+    """Read calls between semicolons. Without a tag, the name must be a known tool's.
+
+    Otherwise any JSON could be taken for a call.
     """
     yield from read_calls(reader, ";", known_only=not opener)
 
@@ -21,4 +22,6 @@ def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
     return lark.repeated(call_grammar(lark, tools, "", "", arguments="parameters"), "; ", parallel)
 
 
-FORMAT = ToolCallFormat("llama3_json", ("<|python_tag|>",), _read, _grammar, bare="{")
+FORMAT = ToolCallFormat(
+    name="llama3_json", openers=("<|python_tag|>",), read=_read, grammar=_grammar, bare="{"
+)

@@ -1,5 +1,6 @@
-"""`[TOOL_CALLS][{...}]`, `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` and
-`[TOOL_CALLS]name[ARGS]{...}`: Mistral, older to newer.
+"""Tool calls after `[TOOL_CALLS]`: Mistral.
+
+From the oldest format to the newest: `[{...}]`, `name[CALL_ID]id[ARGS]{...}`, `name[ARGS]{...}`.
 """
 
 import re
@@ -22,12 +23,11 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def _new_id() -> str:
-    """Nine letters and digits: the templates refuse any other id when the call comes back."""
+    """Make an id of nine letters and digits; Mistral's templates reject any other."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 
 def _read(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read calls in any of the three forms."""
     yield from reader.space()
     if (yield from reader.peek()) == "[":
         return (yield from read_list(reader))
@@ -37,7 +37,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
     yield from reader.space()
     if (yield from reader.peek()) != "{":
         raise MalformedError
-    reader.begin_call(name, call_id)
+    reader.start_call(name, call_id)
     yield from reader.value(reader.arguments)
 
 
@@ -61,10 +61,20 @@ def _named(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool, between: st
     return lark.repeated(call, "", parallel)
 
 
-LIST = ToolCallFormat("mistral", (_OPENER,), _read, _list, new_id=_new_id)
+LIST = ToolCallFormat(name="mistral", openers=(_OPENER,), read=_read, grammar=_list, new_id=_new_id)
 WITH_ID = ToolCallFormat(
-    "mistral_v11", (_OPENER,), _read, _with_id, (_CALL_ID, _ARGUMENTS), new_id=_new_id
+    name="mistral_v11",
+    openers=(_OPENER,),
+    read=_read,
+    grammar=_with_id,
+    markers=(_CALL_ID, _ARGUMENTS),
+    new_id=_new_id,
 )
 WITHOUT_ID = ToolCallFormat(
-    "mistral_v13", (_OPENER,), _read, _without_id, (_CALL_ID, _ARGUMENTS), new_id=_new_id
+    name="mistral_v13",
+    openers=(_OPENER,),
+    read=_read,
+    grammar=_without_id,
+    markers=(_CALL_ID, _ARGUMENTS),
+    new_id=_new_id,
 )

@@ -1,4 +1,4 @@
-"""Python literals, made into JSON as they come."""
+"""Converts Python literals to JSON as they arrive."""
 
 import json
 import math
@@ -37,17 +37,17 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def read_literal(reader: TextReader, take: Callable[[str], object]) -> Steps[None]:
-    """Give a list, dictionary, string, number or constant to `take`, as JSON. Raises MalformedError
-    for anything else.
+    """Read a list, dictionary, string, number or constant and pass it to `take` as JSON.
+
+    Raises MalformedError for other text.
     """
-    containers: list[str] = []  # what closes those that are open
-    separator = ""  # written once it is certain that something follows
+    containers: list[str] = []  # the brackets that close the open containers
+    separator = ""  # written when another item certainly follows
     while True:
         yield from reader.space()
         first = yield from reader.peek()
-        if (
-            not containers or first != containers[-1]
-        ):  # otherwise it is empty, or its last comma has nothing behind it
+        # Else the container ends: it is empty, or its last item is followed by a comma.
+        if not containers or first != containers[-1]:
             take(separator)
             if containers[-1:] == ["}"]:
                 yield from _key(reader, take, first)
@@ -65,7 +65,6 @@ def read_literal(reader: TextReader, take: Callable[[str], object]) -> Steps[Non
 
 
 def _close(reader: TextReader, take: Callable[[str], object], containers: list[str]) -> Steps[None]:
-    """Behind a value: close the containers that end there, up to a comma."""
     while containers:
         yield from reader.space()
         if (yield from reader.next_is(",")):
@@ -75,7 +74,6 @@ def _close(reader: TextReader, take: Callable[[str], object], containers: list[s
 
 
 def _key(reader: TextReader, take: Callable[[str], object], first: str) -> Steps[None]:
-    """The key of a dictionary with its colon; JSON has none but strings."""
     if first not in _IN_STRING:
         raise MalformedError
     yield from _string(reader, take, first)
@@ -93,7 +91,6 @@ def _scalar(reader: TextReader, take: Callable[[str], object], first: str) -> St
 
 
 def _string(reader: TextReader, take: Callable[[str], object], quote: str) -> Steps[None]:
-    """A string in single or triple quotes."""
     yield from reader.character()
     take('"')
     triple = yield from reader.next_is(quote * 2)
@@ -109,7 +106,7 @@ def _string(reader: TextReader, take: Callable[[str], object], quote: str) -> St
 
 
 def _escape(reader: TextReader) -> Steps[str]:
-    """What stands behind a backslash, as JSON; an escape that Python does not know is itself."""
+    """Read the escape after a backslash; an escape unknown to Python is kept as it is."""
     kind = yield from reader.character()
     if kind not in _HEX_DIGITS:
         return _inner(_ESCAPES.get(kind, "\\" + kind))
@@ -122,7 +119,6 @@ def _escape(reader: TextReader) -> Steps[str]:
 
 
 def _constant(word: str) -> str:
-    """A number or a constant as JSON."""
     if word in _WORDS or _NUMBER.fullmatch(word):
         return _WORDS.get(word, word)
     try:

@@ -1,4 +1,4 @@
-"""`[f(a=1, b="x"), g()]`: calls in Python's syntax, bare or between markers."""
+"""`[f(a=1, b="x"), g()]`: tool calls in Python's syntax, bare or between markers."""
 
 import json
 import re
@@ -15,8 +15,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
 def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolCallFormat:
-    """`listed`: calls are in a list, and bare ones may be the whole answer; otherwise each has a
-    line of its own, between markers.
+    """Make a format with the calls in a list, which can also be the complete output.
+
+    Without `listed`, each call is on a line of its own, between the markers.
     """
 
     def read(reader: OutputReader, opened: str) -> Steps[None]:
@@ -50,24 +51,24 @@ def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolCal
 
     openers = (opener,) if opener else ()
     return ToolCallFormat(
-        name,
-        openers,
-        read,
-        grammar,
+        name=name,
+        openers=openers,
+        read=read,
+        grammar=grammar,
         markers=(closer,) if closer else (),
         bare="[" if listed else "",
     )
 
 
 def _read_call(reader: OutputReader, known_only: bool) -> Steps[None]:
-    """Read `name(key=literal, ...)`; it begins with its first key. Raises MalformedError."""
+    """Read `name(key=literal, ...)`. The call starts after its first key. Raises MalformedError."""
     name = yield from reader.word(_NAME)
     if known_only and name not in reader.tools:
         raise MalformedError
     yield from reader.expect("(")
     yield from reader.space()
     if (yield from reader.next_is(")")):
-        reader.begin_call(name)
+        reader.start_call(name)
         reader.arguments("{}")
         return
     before = "{"
@@ -78,7 +79,7 @@ def _read_call(reader: OutputReader, known_only: bool) -> Steps[None]:
             raise MalformedError
         yield from reader.expect("=")
         if before == "{":
-            reader.begin_call(name)
+            reader.start_call(name)
         reader.arguments(f"{before}{json.dumps(key)}: ")
         yield from read_literal(reader, reader.arguments)
         yield from reader.space()

@@ -1,6 +1,4 @@
-"""`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder
-and Qwen 3.5.
-"""
+"""`<function=name><parameter=key>value</parameter></function>` in a tag: Qwen3-Coder, Qwen 3.5."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
 def _read(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read one call; models leave `<tool_call>` out now and then."""
+    """Read one call; models sometimes leave `<tool_call>` out."""
     if opener != _FUNCTION:
         yield from reader.space()
         yield from reader.expect(_FUNCTION)
@@ -46,7 +44,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
 
 
 def _value(reader: OutputReader, arguments: KeyedArguments) -> Steps[None]:
-    """Read a value: one line break on each side of it belongs to the tags."""
+    """Read a value without the line break next to each of its tags."""
     yield from reader.next_is("\n")
     line_break: list[str] = []
 
@@ -79,9 +77,9 @@ def _call_grammar(lark: LarkGrammar, tool: Tool) -> str:
 
 
 FORMAT = ToolCallFormat(
-    "qwen3_xml",
-    ("<tool_call>", _FUNCTION),
-    _read,
-    _grammar,
+    name="qwen3_xml",
+    openers=("<tool_call>", _FUNCTION),
+    read=_read,
+    grammar=_grammar,
     markers=("</tool_call>", _END, _PARAMETER, _PARAMETER_END),
 )
