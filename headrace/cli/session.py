@@ -10,7 +10,7 @@ from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.cli.signals import Stop
 from headrace.config import EngineConfig
-from headrace.loader.drafts import own_program
+from headrace.loader.drafts import model_program
 from headrace.loader.load import load_model
 from headrace.planner import hardware
 from headrace.planner.answer import decode_seconds, decode_steps
@@ -120,7 +120,7 @@ class Session:
         A measurement that the answer has just beaten was taken on a busy machine, and is taken
         again.
         """
-        traced = own_program(self.config, self._checkpoint)
+        traced = model_program(self.config, self._checkpoint)
         program = adapted(
             lower_program(self.config.backend, traced, self._checkpoint.tensors), self._matrices
         )

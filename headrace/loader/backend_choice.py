@@ -1,6 +1,4 @@
-"""Which backend a model runs on: the one that is named, or with `auto` the GPU where there is one
-that can have it, else the CPU.
-"""
+"""Chooses the backend of a model: the named backend, or for `auto` the GPU if the model fits there."""
 
 import logging
 from dataclasses import replace
@@ -19,89 +17,89 @@ from headrace.planner.gpu import GpuHost
 _log = logging.getLogger("headrace.loader")
 
 
-class Choice(NamedTuple):
-    """A backend, and why it is not another one that one might expect."""
+class BackendChoice(NamedTuple):
+    """A backend, and a remark if the choice may surprise."""
 
     backend: BackendName
     remark: str = ""
-    """Why a GPU that is there is not used, or that kernels are interpreted; mostly empty."""
+    """Reason not to use an existing GPU, or a warning that kernels are interpreted."""
 
 
 def with_backend(
     config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints | None = None
 ) -> EngineConfig:
-    """The same configuration with the name of the backend that the model runs on, and a line in the
-    log where there is a remark.
+    """Return the configuration with `auto` replaced by a backend, and log a remark if it has one.
 
-    Raises RequestError for a backend that cannot run here, and for KV that it does not keep.
+    Raises RequestError if the backend cannot run here, or does not support the `kv_dtype`.
     """
-    choice = choose(config, checkpoint, drafts)
+    choice = choose_backend(config, checkpoint, drafts)
     if choice.remark:
         _log.warning("%s", choice.remark)
-    chosen = replace(config, backend=choice.backend)
-    check_kv_dtype(chosen.backend, chosen.kv_dtype)
-    return chosen
+    check_kv_dtype(choice.backend, config.kv_dtype)
+    return replace(config, backend=choice.backend)
 
 
-def choose(
+def choose_backend(
     config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints | None = None
-) -> Choice:
-    """The backend of a model, with what drafts for it. Raises RequestError for one that cannot run
-    here.
+) -> BackendChoice:
+    """Choose the backend of a model and its draft models.
+
+    Raises RequestError if the configuration names a backend that cannot run here.
     """
     if config.backend != "auto":
-        return named_gpu(gpu.look()) if config.traits.on_gpu else Choice(config.backend)
+        if config.traits.on_gpu:
+            return check_gpu_backend(gpu.look())
+        return BackendChoice(config.backend)
     if mesh_of(config).ranks > 1:
-        return _beside_gpu(gpu.look(), "several ranks run on the CPU")
-    choice = automatic(gpu.look())
+        return _cpu(gpu.look(), "several ranks run on the CPU")
+
+    choice = auto_backend(gpu.look())
     if not traits_of(choice.backend).on_gpu:
         return choice
-    why = _misfit(replace(config, backend=choice.backend), checkpoint, drafts or DraftCheckpoints())
-    return Choice("cpu", _unused(why)) if why else choice
+    on_gpu = replace(config, backend=choice.backend)
+    obstacle = _gpu_obstacle(on_gpu, checkpoint, drafts or DraftCheckpoints())
+    return BackendChoice("cpu", _unused_gpu(obstacle)) if obstacle else choice
 
 
-def automatic(host: GpuHost) -> Choice:
-    """What `auto` stands for on such a machine, for a model that fits in the memory of its GPU."""
-    return _beside_gpu(host, host.obstacle) if host.obstacle else Choice("cuda")
+def auto_backend(host: GpuHost) -> BackendChoice:
+    """Return the backend that `auto` means on this machine, if the model fits in GPU memory."""
+    return _cpu(host, host.obstacle) if host.obstacle else BackendChoice("cuda")
 
 
-def named_gpu(host: GpuHost) -> Choice:
-    """The `cuda` backend, in the interpreter where Triton is told so. Raises RequestError where it
-    cannot run, with what to do.
+def check_gpu_backend(host: GpuHost) -> BackendChoice:
+    """Return the `cuda` backend, in Triton's interpreter if TRITON_INTERPRET is set.
+
+    Raises RequestError, which says what to do, if the backend cannot run on this machine.
     """
     if not host.interprets:
         if host.obstacle:
-            raise RequestError(f"the cuda backend cannot run here: {host.obstacle}")
-        return Choice("cuda")
+            raise RequestError(f"backend 'cuda' cannot run here: {host.obstacle}")
+        return BackendChoice("cuda")
     if host.absent:
-        raise RequestError(f"the cuda backend needs {' and '.join(host.absent)}: {gpu.INSTALL}")
-    return Choice(
+        raise RequestError(f"backend 'cuda' needs {' and '.join(host.absent)}; {gpu.INSTALL}")
+    return BackendChoice(
         "cuda",
-        "the kernels of the cuda backend are interpreted, thousands of times slower than "
-        "on a GPU: TRITON_INTERPRET is set",
+        "TRITON_INTERPRET is set, so the kernels of backend 'cuda' are interpreted, thousands of "
+        "times slower than on a GPU",
     )
 
 
-def _beside_gpu(host: GpuHost, why: str) -> Choice:
-    """The CPU, with a remark where there is a GPU."""
-    return Choice("cpu", _unused(why) if host.gpu else "")
+def _cpu(host: GpuHost, reason: str) -> BackendChoice:
+    """Return the CPU backend, with a remark if the machine has a GPU."""
+    return BackendChoice("cpu", _unused_gpu(reason) if host.gpu else "")
 
 
-def _unused(why: str) -> str:
-    return f"the GPU is not used: {why}"
+def _unused_gpu(reason: str) -> str:
+    return f"the GPU is not used: {reason}"
 
 
-def _misfit(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints) -> str:
-    """Why a model cannot run on the GPU; empty where it can."""
+def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints) -> str:
+    """Return why the model cannot run on the GPU, or an empty string if it can."""
+    max_model_len = config.max_model_len or checkpoint.spec.max_context
     try:
         check_kv_dtype(config.backend, config.kv_dtype)
-        fit_memory(
-            config,
-            checkpoint,
-            target_program(config, checkpoint),
-            drafts,
-            config.max_model_len or checkpoint.spec.max_context,
-        )
+        program = target_program(config, checkpoint)
+        fit_memory(config, checkpoint, program, drafts, max_model_len)
     except ImportError as error:
         return f"torch or triton cannot be imported: {error}"
     except (RequestError, UnsupportedModelError, MemoryLimitError) as error:

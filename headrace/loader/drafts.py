@@ -1,4 +1,4 @@
-"""The models that draft for a model: found, checked and compiled."""
+"""Opens, checks and compiles draft models, self-drafting layers and Medusa heads."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,11 +23,11 @@ from headrace.speculation.proposers import DraftModel, DraftModels, asked_for
 from headrace.speculation.proposers.draft_model import max_rows
 from headrace.speculation.proposers.medusa import head_forward
 
-_MOST_HEADS = 16
+_MAX_HEADS = 16
 
 
 class Attachable(Protocol):
-    """What programs can be attached to: an executable, or the part of one that a process has."""
+    """An executable, or a rank's share of one, that other programs can be attached to."""
 
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
@@ -37,43 +37,36 @@ class Attachable(Protocol):
 
 @frozen
 class DraftCheckpoints:
-    """What a configuration asks for beside the model itself, opened and not yet compiled."""
+    """Draft model and Medusa heads of a configuration, opened but not compiled."""
 
     draft: Checkpoint | None = None
     heads: Mapping[str, StoredTensor] | None = None
 
     def weight_bytes(self, backend: str, target: ModelSpec) -> int:
-        """Bytes of the weights of a draft model and of heads, beside those of the target, in the
-        memory of the named backend.
-        """
-        programs = (
-            [(trace_model(self.draft.spec, self.draft.tensors), self.draft.tensors)]
-            if self.draft
-            else []
-        )
-        programs += (
-            [(program, self.heads) for program in _head_programs(target, self.heads)]
-            if self.heads
-            else []
-        )
-        return sum(
-            lower_program(backend, program, tensors).weight_bytes for program, tensors in programs
-        )
+        """Return the bytes of their weights in the backend's memory, without the target's."""
+        total = 0
+        if self.draft:
+            program = trace_model(self.draft.spec, self.draft.tensors)
+            total += lower_program(backend, program, self.draft.tensors).weight_bytes
+        if self.heads:
+            for program in _head_programs(target, self.heads):
+                total += lower_program(backend, program, self.heads).weight_bytes
+        return total
 
 
 def open_draft_checkpoints(
     config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer
 ) -> DraftCheckpoints:
-    """Open what drafts for `target`.
+    """Open the draft model and the Medusa heads of `target`, if they are configured.
 
-    Raises ModelError as `open_checkpoint` does, and RequestError for a draft with another
-    vocabulary, heads of another model or more layers than there are.
+    Raises ModelError as `open_checkpoint` does. Raises RequestError if the draft model has another
+    vocabulary, the heads belong to another model, or `draft_layers` exceeds the model's layers.
     """
-    layers, most = config.draft_layers, target.spec.num_layers - 1
+    layers, max_layers = config.draft_layers, target.spec.num_layers - 1
     methods = asked_for(config)
-    if "self_draft" in methods and not 1 <= layers <= most:
+    if "self_draft" in methods and not 1 <= layers <= max_layers:
         raise RequestError(
-            f"draft_layers is {layers}, and must be 1 to {most} for this model; `headrace "
+            f"draft_layers is {layers}, but must be 1 to {max_layers} for this model; `headrace "
             "calibrate` suggests a number"
         )
     draft = heads = None
@@ -87,18 +80,16 @@ def open_draft_checkpoints(
     return DraftCheckpoints(draft, heads)
 
 
-def own_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
-    """The program of a model, of which all see as far as the configuration lets them."""
+def model_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
+    """Trace a model, with the attention window of the configuration."""
     return trace_model(checkpoint.spec, checkpoint.tensors).with_window(
         config.attention_window, config.attention_sinks
     )
 
 
 def target_program(config: EngineConfig, target: Checkpoint) -> Program:
-    """The program of the model that others draft for, which pools rows; for heads it gives back its
-    hidden rows.
-    """
-    program = own_program(config, target).with_pooled()
+    """Trace the target model with row pooling, and with its hidden rows as output for heads."""
+    program = model_program(config, target).with_pooled()
     return program.with_hidden() if "medusa" in asked_for(config) else program
 
 
@@ -109,12 +100,13 @@ def compile_draft_models(
     executable: Attachable,
     kv: KvConfig | None,
 ) -> DraftModels:
-    """Compile what drafts, on the threads of the target's `executable`; `kv` is that of a draft
-    model, where there is one.
+    """Compile all draft programs on the threads of the target's `executable`.
+
+    `kv` is the KV size of the draft model; without it, no draft model is compiled.
     """
     draft_models = DraftModels(block_size=config.traits.kv_block_size)
     if kv and (checkpoint := draft_checkpoints.draft):
-        program = own_program(config, checkpoint)
+        program = model_program(config, checkpoint)
         manager = KvManager(program.kv_groups, kv, max_rows(config.draft_depth))
         compiled = executable.attach(program, checkpoint.tensors, kv)
         draft_models = replace(
@@ -134,7 +126,7 @@ def compile_draft_models(
 
 
 def _head_programs(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Iterator[Program]:
-    """The program of each Medusa head."""
+    """Trace each Medusa head."""
     return (
         trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors)
         for i in range(len(tensors) // 3)
@@ -142,21 +134,20 @@ def _head_programs(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Iter
 
 
 def first_layers(target: Checkpoint, layers: int) -> Program:
-    """The program of a model's first layers, its last norm and its head."""
+    """Trace a model's first layers, with its final norm and its head."""
     return trace_model(target.spec.first_layers(layers), target.tensors)
 
 
 def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Medusa heads in the published format, under our names, [dim, dim], [dim] and [vocab, dim] of
-    each.
+    """Read Medusa heads from a safetensors file, under the names of this engine.
 
-    The file has `{i}.0.linear.weight`, `{i}.0.linear.bias` and `{i}.1.weight` for heads i = 0, 1,
-    ..., with or without `medusa_head.` in front. Raises ModelNotFoundError, or FormatError for
-    anything else that is in it.
+    Each head i has `{i}.0.linear.weight` [dim, dim], `{i}.0.linear.bias` [dim] and `{i}.1.weight`
+    [vocab, dim]. The names in the file may start with `medusa_head.`. Raises ModelNotFoundError if
+    there is no file, and FormatError if a tensor is missing, unknown or of a wrong shape.
     """
     if not path.is_file():
         raise ModelNotFoundError(
-            f"{path}: no such file; medusa_heads is the safetensors file of the heads"
+            f"medusa_heads '{path}' is not a file; set the path of a safetensors file"
         )
     stored = {
         name.removeprefix("medusa_head."): tensor for name, tensor in read_safetensors(path).items()
@@ -169,20 +160,21 @@ def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     count = -(-len(stored) // len(shapes))
     expected = {
         f"{i}.{name}": shape
-        for i in range(min(count, _MOST_HEADS))
+        for i in range(min(count, _MAX_HEADS))
         for name, shape in shapes.items()
     }
     if not expected or stored.keys() != expected.keys():
-        odd = sorted(stored.keys() ^ (expected or {f"0.{name}": () for name in shapes}).keys())[:3]
+        known = expected or {f"0.{name}": () for name in shapes}
+        wrong = sorted(stored.keys() ^ known.keys())[:3]
         raise FormatError(
-            f"{path.name}: not Medusa heads with one layer each: {', '.join(odd)} is "
-            "missing or has no place"
+            f"{path.name}: not Medusa heads with one layer each: missing or unknown tensors "
+            f"{', '.join(wrong)}"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise FormatError(
-                f"{path.name}: tensor {name} has shape {list(stored[name].shape)}, and "
-                f"heads of this model {list(shape)}"
+                f"{path.name}: tensor {name} has shape {list(stored[name].shape)}, but this "
+                f"model needs {list(shape)}"
             )
     return {
         f"medusa.{name}": replace(tensor, name=f"medusa.{name}") for name, tensor in stored.items()
@@ -192,19 +184,20 @@ def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
 def _check_vocabulary(
     name: str, draft: Checkpoint, target: Checkpoint, tokenizer: Tokenizer
 ) -> None:
-    sizes, other = (draft.spec.vocab_size, target.spec.vocab_size), draft.load_tokenizer()
-    if sizes[0] != sizes[1]:
-        why = f"it has {sizes[0]:,} tokens, the model {sizes[1]:,}"
+    """Raise RequestError unless the draft model named `name` has the target's tokens."""
+    draft_size, target_size = draft.spec.vocab_size, target.spec.vocab_size
+    draft_tokenizer = draft.load_tokenizer()
+    reason = ""
+    if draft_size != target_size:
+        reason = f"it has {draft_size:,} tokens, the model {target_size:,}"
     else:
-        common = range(min(tokenizer.vocab_size, other.vocab_size))
-        differing = next(
-            (token for token in common if tokenizer.token_bytes(token) != other.token_bytes(token)),
-            None,
+        for token in range(min(tokenizer.vocab_size, draft_tokenizer.vocab_size)):
+            drafted, own = draft_tokenizer.token_bytes(token), tokenizer.token_bytes(token)
+            if drafted != own:
+                reason = f"its token {token:,} is {drafted!r}, in the model {own!r}"
+                break
+    if reason:
+        raise RequestError(
+            f"draft_model '{name}' has another vocabulary: {reason}; choose a smaller model of "
+            "the same family"
         )
-        if differing is None:
-            return
-        pieces = other.token_bytes(differing), tokenizer.token_bytes(differing)
-        why = f"token {differing:,} is {pieces[0]!r} there and {pieces[1]!r} in the model"
-    raise RequestError(
-        f"{name} cannot draft for this model: {why}; choose a smaller model of the same family"
-    )

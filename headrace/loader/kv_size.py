@@ -1,6 +1,4 @@
-"""How much KV an engine keeps: of what the weights and the runtime leave of memory, as much as its
-sequences may need.
-"""
+"""Sizes the KV cache: as many blocks as the sequences can need, within the free memory."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,22 +10,20 @@ from headrace.errors import MemoryLimitError
 from headrace.planner.fit import RUNTIME_BYTES
 from headrace.program.kv import KvGroup
 
-MOST_BLOCKS = 2**26
+MAX_BLOCKS = 2**26
 
 
 class Memory(NamedTuple):
-    """What models and what runs them may have."""
+    """Memory of the machine, or of its GPU."""
 
-    available: int
-    """Bytes in all."""
-    to_run: int = RUNTIME_BYTES
-    """Of these, bytes that are set aside for what runs them."""
+    available: int  # bytes
+    runtime: int = RUNTIME_BYTES
+    """Bytes reserved for everything except weights and KV."""
     on_gpu: bool = False
-    """Whether they are the GPU's."""
 
 
 class KvUse(NamedTuple):
-    """What a model keeps, and most rows that a sequence has in a step of it."""
+    """KV groups of a model, and the maximum rows of one sequence in a step."""
 
     groups: tuple[KvGroup, ...]
     max_rows: int
@@ -41,61 +37,72 @@ def size_kv(
     memory: Memory,
     block_size: int = KvConfig.block_size,
 ) -> list[KvConfig]:
-    """The KV of a model, and of a draft that keeps its own beside it, by bytes of weights and the
-    memory that there is.
+    """Return the KV size of each model: ranks of the target, then a draft model.
 
-    The layers that see furthest have as many blocks as asked for, else room for `max_num_seqs`
-    sequences of full length. Where layers see less far a sequence needs as many blocks at most, and
-    no more than its window touches: they have enough for all sequences. What is not asked for takes
-    no more than half of what weights and runtime leave, unless one sequence needs more, and where
-    that is so there are windows for fewer sequences. Raises MemoryLimitError, with the arithmetic.
+    The KV groups with the widest window get `kv_blocks` blocks, or enough for `max_num_seqs`
+    sequences of full length. A group with a narrower window gets the blocks that all sequences can
+    touch in it. Unless `kv_blocks` is set, KV takes at most half of the memory that `weights`
+    (bytes) and the runtime leave, but always enough for one sequence; then narrow groups have
+    room for fewer sequences. Raises MemoryLimitError, with the arithmetic, if KV does not fit.
     """
-    for_one = [
+    seq_blocks = [
         [group.num_blocks(max_model_len, model.max_rows, block_size) for group in model.groups]
         for model in models
     ]
-    widest = max(map(max, for_one))
+    widest = max(map(max, seq_blocks))
 
     def num_blocks(blocks: int, seqs: int) -> list[tuple[int, ...]]:
         return [
-            tuple(blocks if one == widest else min(blocks, seqs * one) for one in each)
-            for each in for_one
+            tuple(blocks if count == widest else min(blocks, seqs * count) for count in counts)
+            for counts in seq_blocks
         ]
 
     def num_bytes(blocks: int, seqs: int) -> int:
-        pairs = zip(
-            (group for model in models for group in model.groups),
-            chain.from_iterable(num_blocks(blocks, seqs)),
-            strict=True,
+        groups = (group for model in models for group in model.groups)
+        counts = chain.from_iterable(num_blocks(blocks, seqs))
+        return sum(
+            count * group.block_bytes(config.kv_dtype, block_size)
+            for group, count in zip(groups, counts, strict=True)
         )
-        return sum(count * group.block_bytes(config.kv_dtype, block_size) for group, count in pairs)
 
-    blocks, seqs, left = (
-        config.kv_blocks,
-        config.max_seqs,
-        memory.available - weights - memory.to_run,
-    )
+    def max_blocks(limit: int, seqs: int) -> int:
+        return bisect_right(range(1, MAX_BLOCKS), limit, key=lambda n: num_bytes(n, seqs))
+
+    blocks, seqs = config.kv_blocks, config.max_seqs
+    free = memory.available - weights - memory.runtime
     if not blocks:
-        in_half = bisect_right(range(1, MOST_BLOCKS), left // 2, key=lambda n: num_bytes(n, seqs))
-        blocks = max(widest, min(seqs * widest, in_half))
-        seqs = max(
-            1, bisect_right(range(1, seqs + 1), left // 2, key=lambda n: num_bytes(blocks, n))
+        blocks = max(widest, min(seqs * widest, max_blocks(free // 2, seqs)))
+        fitting_seqs = bisect_right(
+            range(1, seqs + 1), free // 2, key=lambda n: num_bytes(blocks, n)
         )
-    fitting = bisect_right(range(1, MOST_BLOCKS), left, key=lambda n: num_bytes(n, seqs))
-    if blocks <= fitting:
-        return [
-            KvConfig(counts, block_size, config.kv_dtype) for counts in num_blocks(blocks, seqs)
-        ]
-    tokens, kv = blocks * block_size, num_bytes(blocks, seqs)
-    advice = (
-        f"kv_blocks may be {fitting:,}"
-        if config.kv_blocks
-        else f"set max_model_len to {fitting * block_size:,} or less"
-    )
-    where, there = ("free on the GPU", "GPU") if memory.on_gpu else ("available", "machine")
-    raise MemoryLimitError(
+        seqs = max(1, fitting_seqs)
+
+    fitting = max_blocks(free, seqs)
+    if blocks > fitting:
+        kv = num_bytes(blocks, seqs)
+        raise _memory_error(config, weights, kv, blocks * block_size, memory, fitting, block_size)
+    return [KvConfig(counts, block_size, config.kv_dtype) for counts in num_blocks(blocks, seqs)]
+
+
+def _memory_error(
+    config: EngineConfig,
+    weights: int,
+    kv: int,
+    tokens: int,
+    memory: Memory,
+    fitting: int,
+    block_size: int,
+) -> MemoryLimitError:
+    """Make the error for KV of `kv` bytes, if only `fitting` blocks fit."""
+    device = "GPU" if memory.on_gpu else "machine"
+    if not fitting:
+        advice = f"the model is too large for this {device}"
+    elif config.kv_blocks:
+        advice = f"set kv_blocks to {fitting:,} or less"
+    else:
+        advice = f"set max_model_len to {fitting * block_size:,} or less"
+    return MemoryLimitError(
         f"{weights:,} bytes of weights, {kv:,} bytes of KV for {tokens:,} tokens and "
-        f"{memory.to_run:,} bytes to run them are "
-        f"{weights + kv + memory.to_run:,} bytes, and {memory.available:,} are {where}: "
-        f"{advice if fitting else f'the model is too large for this {there}'}"
+        f"{memory.runtime:,} bytes of runtime are {weights + kv + memory.runtime:,} bytes, but "
+        f"{memory.available:,} are {'free on the GPU' if memory.on_gpu else 'available'}; {advice}"
     )

@@ -1,11 +1,9 @@
-"""From the name of a model to an engine that runs it: opened, checked against the options, sized,
-compiled.
-"""
+"""Loads a model: opens its files, checks the options, sizes the KV cache, compiles, makes an engine."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.backend import compile_program
+from headrace.backend import Executable, compile_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.templates import Renderer
@@ -15,7 +13,7 @@ from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
-from headrace.loader.memory import draft_rows, fit_memory, most_logit_rows, step_rows
+from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
 from headrace.parallel.config import mesh_of, threads_per_rank
 from headrace.prompts import PromptReader
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class LoadedModel(NamedTuple):
-    """A model, ready to run."""
-
     engine: Engine
     prompts: PromptReader
     tokenizer: Tokenizer
@@ -35,64 +31,45 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(model: str, config: EngineConfig) -> LoadedModel:
-    """Find a model, download it if need be, and make an engine of it, and a reader of its prompts.
+    """Find a model, download it if necessary, and load it into an engine.
 
-    In a process that the environment makes another rank than the first it does not return: see
-    `ranks.follow_if_not_rank_0`. Raises ModelError (missing, malformed, unknown), RequestError
-    (an option the model cannot have) or MemoryLimitError.
+    If a launcher such as torchrun gives this process a rank other than 0, the call runs as a
+    worker and exits the process. Raises ModelError if the model is missing, malformed or unknown,
+    RequestError if an option does not suit the model, and MemoryLimitError if it does not fit.
     """
     follow_if_not_rank_0(config)
     checkpoint = open_model(model, config)
-    renderer = _renderer(checkpoint)  # in a process of its own, beside all that follows
+    # The renderer compiles the chat template in its own process, while this one loads the weights.
+    renderer = _start_renderer(checkpoint)
     try:
         tokenizer = checkpoint.load_tokenizer()
         engine = load_engine(model, config, checkpoint, tokenizer)
-        return LoadedModel(
-            engine, _reader(model, checkpoint, tokenizer, renderer), tokenizer, checkpoint
-        )
+        prompts = _prompt_reader(model, checkpoint, tokenizer, renderer)
+        return LoadedModel(engine, prompts, tokenizer, checkpoint)
     except BaseException:
         renderer.close()
         raise
 
 
 def open_model(model: str, config: EngineConfig) -> Checkpoint:
-    """Find a model, download it if need be, and open it for the context that is asked for; no
-    weight is read. Raises as `load_model`.
+    """Find a model, download it if necessary, and open it without reading weights.
+
+    The checkpoint's `spec.context` is `max_model_len`. Raises as `load_model`.
     """
     checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
     spec = checkpoint.spec
     if config.max_model_len > spec.max_context:
         raise RequestError(
-            f"max_model_len is {config.max_model_len:,}, and the model's context ends at "
-            f"{spec.max_context:,}"
+            f"max_model_len is {config.max_model_len:,}, but the model's context has "
+            f"{spec.max_context:,} tokens; set max_model_len to {spec.max_context:,} or less"
         )
-    # The context decides how far rotary frequencies are stretched.
+    # Some models scale their rotary frequencies by the context.
     return replace(checkpoint, spec=replace(spec, context=config.max_model_len or spec.max_context))
 
 
-def read_prompts(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer) -> PromptReader:
-    """The reader of a model's prompts alone, for a process that has no engine."""
-    return _reader(model, checkpoint, tokenizer, _renderer(checkpoint))
-
-
-def _renderer(checkpoint: Checkpoint) -> Renderer:
-    renderer = Renderer()
-    if checkpoint.chat_template is not None:
-        renderer.prepare(checkpoint.chat_template)
-    return renderer
-
-
-def _reader(
-    model: str, checkpoint: Checkpoint, tokenizer: Tokenizer, renderer: Renderer
-) -> PromptReader:
-    return PromptReader(
-        model,
-        tokenizer,
-        checkpoint.chat_template,
-        renderer,
-        checkpoint.spec.context,
-        checkpoint.tool_template,
-    )
+def open_prompt_reader(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer) -> PromptReader:
+    """Return the model's prompt reader, for a process without an engine."""
+    return _prompt_reader(model, checkpoint, tokenizer, _start_renderer(checkpoint))
 
 
 def load_engine(
@@ -102,40 +79,66 @@ def load_engine(
     tokenizer: Tokenizer,
     launcher: "Launcher | None" = None,
 ) -> Engine:
-    """The engine of an opened model, which messages and `headrace top` call `model`. `launcher`:
-    see `compile_ranks`. Raises as `load_model`.
+    """Compile an opened model, and return its engine, named `model`.
+
+    `launcher` starts the processes of other ranks: see `compile_ranks`. Raises as `load_model`.
     """
-    spec, max_model_len, mesh = checkpoint.spec, checkpoint.spec.context, mesh_of(config)
-    draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
-    config = with_backend(config, checkpoint, draft_checkpoints)
+    spec = checkpoint.spec
+    drafts = open_draft_checkpoints(config, checkpoint, tokenizer)
+    config = with_backend(config, checkpoint, drafts)
     program = target_program(config, checkpoint)
-    kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, max_model_len)
+    kv, draft_kv = fit_memory(config, checkpoint, program, drafts, spec.context)
+
+    mesh = mesh_of(config)
     threads = threads_per_rank(config, mesh)
-    ranks = (
-        compile_ranks(model, config, mesh, checkpoint, program, kv, launcher)
-        if mesh.ranks > 1
-        else None
-    )
-    executable = ranks or compile_program(
-        config.backend, program, checkpoint.tensors, kv, threads, config.activations
-    )
-    draft_models = compile_draft_models(config, draft_checkpoints, checkpoint, executable, draft_kv)
-    if ranks:
+    if mesh.ranks > 1:
+        ranks = compile_ranks(model, config, mesh, checkpoint, program, kv, launcher)
+        draft_models = compile_draft_models(config, drafts, checkpoint, ranks, draft_kv)
         ranks.connect()
-    rows = step_rows(config, spec.vocab_size)
-    for one, its_rows in (
-        (executable, rows),
-        *((one, draft_rows(config, rows)) for one in draft_models.executables),
-    ):
-        one.prepare(*its_rows)
-    limits = EngineLimits(
-        spec.vocab_size, max_model_len, kv, program.kv_groups, program.attention_crossover
-    )
+        executable: Executable = ranks
+    else:
+        executable = compile_program(
+            config.backend, program, checkpoint.tensors, kv, threads, config.activations
+        )
+        draft_models = compile_draft_models(config, drafts, checkpoint, executable, draft_kv)
+
+    target_rows = step_rows(config, spec.vocab_size)
+    executable.prepare(target_rows.rows, target_rows.logit_rows)
+    for draft in draft_models.executables:
+        rows = draft_rows(config, target_rows)
+        draft.prepare(rows.rows, rows.logit_rows)
+
     config = replace(
         config,
         threads=threads,
-        max_logit_rows=config.max_logit_rows or most_logit_rows(spec.vocab_size),
+        max_logit_rows=config.max_logit_rows or default_logit_rows(spec.vocab_size),
     )
-    return Engine(
-        executable, tokenizer, limits, config, make_proposers(config, draft_models), name=model
+    limits = EngineLimits(
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.context,
+        kv=kv,
+        kv_groups=program.kv_groups,
+        attention_crossover=program.attention_crossover,
+    )
+    proposers = make_proposers(config, draft_models)
+    return Engine(executable, tokenizer, limits, config, proposers, name=model)
+
+
+def _start_renderer(checkpoint: Checkpoint) -> Renderer:
+    renderer = Renderer()
+    if checkpoint.chat_template is not None:
+        renderer.prepare(checkpoint.chat_template)
+    return renderer
+
+
+def _prompt_reader(
+    model: str, checkpoint: Checkpoint, tokenizer: Tokenizer, renderer: Renderer
+) -> PromptReader:
+    return PromptReader(
+        model=model,
+        tokenizer=tokenizer,
+        chat_template=checkpoint.chat_template,
+        renderer=renderer,
+        max_model_len=checkpoint.spec.context,
+        tool_template=checkpoint.tool_template,
     )

@@ -1,6 +1,4 @@
-"""The options of an engine as a caller gives them, checked: names, types, bounds, choices, and what
-goes together.
-"""
+"""Makes an `EngineConfig` from a caller's options, and checks names, types, bounds and conflicts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -17,15 +15,15 @@ from headrace.config import (
 )
 from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
-from headrace.loader.kv_size import MOST_BLOCKS
+from headrace.loader.kv_size import MAX_BLOCKS
 from headrace.request import check_names, integer, number
 from headrace.speculation.proposers import PROPOSERS, check_speculation
 
-_INTEGERS = {  # option: least, most
+_INTEGERS = {  # option: (min, max)
     "threads": (0, 1024),
     "tensor_parallel_size": (1, 1024),
     "pipeline_parallel_size": (1, 1024),
-    "kv_blocks": (0, MOST_BLOCKS),
+    "kv_blocks": (0, MAX_BLOCKS),
     "kv_offload_bytes": (0, 2**48),
     "max_model_len": (0, 2**26),
     "attention_window": (0, 2**26),
@@ -40,10 +38,9 @@ _INTEGERS = {  # option: least, most
     "draft_width": (1, 16),
     "seed": (0, 2**64 - 1),
 }
-_BY_BACKEND = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size")
-"""Numbers that may be None: what is best on the backend."""
-_TIMES = {"target_token_ms": 1e6, "multi_step_ms": 1e6, "queue_timeout": 1e8}
-"""Numbers from 0 on, with their most."""
+_NULLABLE = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size")
+"""Options whose None means the backend's default."""
+_TIMES = {"target_token_ms": 1e6, "multi_step_ms": 1e6, "queue_timeout": 1e8}  # option: max
 _CHOICES = {
     "backend": get_args(BackendName),
     "kv_dtype": get_args(KvDtype),
@@ -60,25 +57,24 @@ _FLAGS = (
     "prefix_cache",
     "jump_forward",
 )
-_NAMES = ("draft_model", "medusa_heads")
+_TEXTS = ("draft_model", "medusa_heads")
 
 
 def engine_config(options: Mapping[str, Any], preset: Preset = SERVING) -> EngineConfig:
-    """The configuration with these fields of `EngineConfig` set, over the defaults of a preset.
+    """Return the configuration with these options, over the defaults of a preset.
 
-    Raises RequestError for an unknown field, a value out of range, and options of speculative
-    decoding that contradict each other.
+    Raises RequestError if an option is unknown, a value is out of range, or options of speculative
+    decoding contradict each other.
     """
     check_names("option", options, (field.name for field in fields(EngineConfig)))
-    config = EngineConfig(
-        **dict(preset.engine) | {name: _checked(name, value) for name, value in options.items()}
-    )
+    checked = {name: _checked(name, value) for name, value in options.items()}
+    config = EngineConfig(**dict(preset.engine) | checked)
     check_speculation(config)
     return config
 
 
 def _checked(name: str, value: Any) -> Any:
-    if name in _BY_BACKEND and value is None:
+    if name in _NULLABLE and value is None:
         return None
     if name in _INTEGERS:
         return integer(name, value, *_INTEGERS[name])
@@ -92,6 +88,6 @@ def _checked(name: str, value: Any) -> Any:
         return tuple(integer(name, layers, 1, 2**16) for layers in value)
     if name in _FLAGS and not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, not {value!r}")
-    if name in _NAMES and not isinstance(value, str):
+    if name in _TEXTS and not isinstance(value, str):
         raise RequestError(f"{name} must be text, not {value!r}")
     return value

@@ -1,8 +1,7 @@
-"""The process of a rank that is not the first: it opens the same model, compiles its share, and
-does what rank 0 says.
+"""Process of a rank other than 0: opens the model, compiles its share, and runs rank 0's commands.
 
-`headrace.parallel.launch` starts it with a socket that it inherits, over which its setup comes
-first. It ends when that is closed.
+`headrace.parallel.launch` starts the process with an inherited socket. The first message on the
+socket is the setup; the process ends when rank 0 closes the socket.
 """
 
 import ctypes
@@ -32,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
-    """The rank of a setup, with all that is attached to it. Raises as `load_model`."""
+    """Make the rank of a setup, with its draft programs attached. Raises as `load_model`."""
     config = engine_config(setup["config"])
     mesh = mesh_of(config)
     checkpoint = open_model(setup["model"], config)
@@ -43,21 +42,21 @@ def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
     rank = Rank(
         rank_config, target_program(config, checkpoint), checkpoint.tensors, Exchange(carrier)
     )
-    alike = replace(config, draft_model="")  # which runs on rank 0 alone
-    drafts = open_draft_checkpoints(alike, checkpoint, checkpoint.load_tokenizer())
-    compile_draft_models(alike, drafts, checkpoint, rank, None)
+    shared = replace(config, draft_model="")  # only rank 0 runs a draft model
+    drafts = open_draft_checkpoints(shared, checkpoint, checkpoint.load_tokenizer())
+    compile_draft_models(shared, drafts, checkpoint, rank, None)
     return rank, carrier
 
 
 def main(descriptor: str, parent: str) -> None:
-    """Follow rank 0, the process of this id, over the socket with this descriptor."""
+    """Follow rank 0, the process with id `parent`, over the socket `descriptor`."""
     faulthandler.enable()
-    with suppress(OSError, AttributeError):  # also a process that is stopped ends with rank 0
+    with suppress(OSError, AttributeError):  # so that a stopped process ends with rank 0, too
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # signals of a terminal are for rank 0
+        signal.signal(number, signal.SIG_IGN)  # rank 0 handles the signals of the terminal
     channel = Channel(socket.socket(fileno=int(descriptor)))
     try:
         (size,) = REPLY.unpack(channel.read(REPLY.size))

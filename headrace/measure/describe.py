@@ -11,7 +11,7 @@ from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
-from headrace.loader.backend_choice import choose
+from headrace.loader.backend_choice import choose_backend
 from headrace.loader.memory import memory_for
 from headrace.loader.options import engine_config
 from headrace.measure.options import EngineOptions
@@ -43,7 +43,7 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
     traced = trace_model(spec, checkpoint.tensors)
     config = engine_config(options)
-    choice = choose(config, checkpoint)
+    choice = choose_backend(config, checkpoint)
     config = replace(config, backend=choice.backend)
     program = lower_program(config.backend, traced, checkpoint.tensors)
 
@@ -98,7 +98,7 @@ def _memory_facts(config: EngineConfig, program: Program, context: int) -> dict[
             weights=program.weight_bytes,
             kv_per_sequence=_sequence_bytes(groups, dtype, context, config.backend),
             context=context,
-            to_run=memory.to_run,
+            to_run=memory.runtime,
         )
         for dtype in dtypes
     }

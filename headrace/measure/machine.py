@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from headrace import _native
-from headrace.loader.backend_choice import automatic
+from headrace.loader.backend_choice import auto_backend
 from headrace.planner import gpu, hardware, host
 
 
@@ -43,7 +43,7 @@ def _gpu_facts() -> dict[str, Any]:
     `gpu` is None without a GPU, and its `rates` are None if the GPU cannot be used.
     """
     gpu_host = gpu.look()
-    choice = automatic(gpu_host)
+    choice = auto_backend(gpu_host)
     facts = {
         "backend": choice.backend,
         "backend_remark": choice.remark or gpu_host.obstacle,

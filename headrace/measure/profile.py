@@ -125,7 +125,7 @@ def _fitting_phases(
         weights=program.weight_bytes,
         kv_per_sequence=spec.max_context * kv_per_token,
         context=spec.max_context,
-        to_run=memory.to_run,
+        to_run=memory.runtime,
     )
     budget = fit.kv_budget - READ_BYTES
     if budget <= 0:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from headrace.checkpoint.fingerprint import fingerprint
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
-from headrace.loader.load import open_model, read_prompts
+from headrace.loader.load import open_model, open_prompt_reader
 from headrace.model import trace_model
 from headrace.prompts import PromptReader
 from headrace.remote.engine import RemoteEngine
@@ -32,7 +32,7 @@ async def start_server(
     try:
         checkpoint = await asyncio.to_thread(open_model, model, config)
         tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer)
-        prompt_reader = read_prompts(model, checkpoint, tokenizer)
+        prompt_reader = open_prompt_reader(model, checkpoint, tokenizer)
         advised = {} if settings.ignore_advised_sampling else checkpoint.advised_sampling()
         templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
         output_format = OutputFormat.of(

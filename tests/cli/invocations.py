@@ -76,7 +76,7 @@ ROUTE = [
     Row(
         "route {model} --workers 127.0.0.1:1 --port 0 --max-model-len 1000",
         2,
-        "the model's context ends at 256",
+        "the model's context has 256 tokens",
     ),
     Row("route {model} --workers a:1 --no-such-flag", 2, "unknown flag --no-such-flag"),
 ]
@@ -138,7 +138,7 @@ RUN = [
     Row("run {model} hello --seed -1", 2, "seed must be a whole number from 0"),
     Row("run {model} hello --beam-width 500", 2, "beam_width must be a whole number from 1 to 128"),
     Row("run {model} hello --max-model-len -1", 2, "max_model_len must be a whole number from 0"),
-    Row("run {model} hello --max-model-len 1000", 2, "the model's context ends at 256"),
+    Row("run {model} hello --max-model-len 1000", 2, "the model's context has 256 tokens"),
     Row("run {model} hello --max-model-len 1", 2, "the prompt has"),
     Row("run {model} hello --threads -1", 2, "threads must be a whole number from 0"),
     Row("run {model} hello --threads 5000", 2, "threads must be a whole number from 0 to 1,024"),

@@ -19,7 +19,7 @@ from headrace.planner.gpu import Gpu, GpuHost
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 132, (12, 8))
-INTERPRETED = "the kernels of the cuda backend are interpreted"
+INTERPRETED = "the kernels of backend 'cuda' are interpreted"
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_gpu_that_is_not_there(
         assert main([*words, "--backend", "cuda", *short.get(words[0], ())]) == 2
         assert (
             capsys.readouterr().err
-            == "headrace: the cuda backend cannot run here: no driver: use the cpu backend\n"
+            == "headrace: backend 'cuda' cannot run here: no driver: use the cpu backend\n"
         )
 
 

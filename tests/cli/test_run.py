@@ -178,7 +178,7 @@ class TestRefusal:
             (("--beam-width", "0"), "beam_width must be a whole number from 1 to 128"),
             (("--beam-width", "2", "--length-penalty", "inf"), "length_penalty must be a number"),
             (("--max-tokens", "0"), "max_tokens"),
-            (("--max-model-len", "9000"), "the model's context ends at 8,192"),
+            (("--max-model-len", "9000"), "the model's context has 8,192 tokens"),
             (("--max-model-len", "16"), "the prompt has"),
             (("--threads", "-1"), "threads"),
             (("--proposer", "ngrams"), "proposer must be one of"),

@@ -14,7 +14,7 @@ from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.loader import backend_choice as choices
 from headrace.loader import memory
-from headrace.loader.backend_choice import choose, with_backend
+from headrace.loader.backend_choice import choose_backend, with_backend
 from headrace.loader.kv_size import Memory
 from headrace.loader.load import open_model
 from headrace.loader.options import engine_config
@@ -49,7 +49,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def chosen(checkpoint: Checkpoint, **options: Any) -> tuple[str, str]:
-    return tuple(choose(engine_config(options), checkpoint))
+    return tuple(choose_backend(engine_config(options), checkpoint))
 
 
 def test_auto_is_the_default(on: Callable[..., None], checkpoint: Checkpoint) -> None:
@@ -118,11 +118,11 @@ def test_a_model_that_does_not_fit_runs_on_the_cpu(
     assert (
         backend == "cpu"
         and f"{weights:,} bytes of weights" in remark
-        and "are free on the GPU: the model is too large for this GPU" in remark
+        and "are free on the GPU; the model is too large for this GPU" in remark
     )
     on(READY, free=10**9 + weights + 10**6)
     assert chosen(checkpoint) == ("cuda", "")
-    with pytest.raises(MemoryLimitError, match="free on the GPU: set max_model_len to"):
+    with pytest.raises(MemoryLimitError, match="free on the GPU; set max_model_len to"):
         memory.fit_memory(
             replace(EngineConfig(), backend="cuda", max_model_len=2**20),
             checkpoint,
@@ -137,7 +137,7 @@ def test_a_model_that_does_not_fit_runs_on_the_cpu(
     [
         (
             NONE,
-            "the cuda backend cannot run here: there is no NVIDIA driver on this machine: "
+            "backend 'cuda' cannot run here: there is no NVIDIA driver on this machine: "
             "use the cpu backend",
         ),
         (
@@ -152,7 +152,7 @@ def test_a_model_that_does_not_fit_runs_on_the_cpu(
         (replace(READY, torch_cuda=None), "torch is a build for the processor alone"),
         (
             replace(NONE, interprets=True, absent=("triton",)),
-            "the cuda backend needs triton: pip install 'headrace[cuda]'",
+            "backend 'cuda' needs triton; pip install 'headrace[cuda]'",
         ),
     ],
 )

@@ -148,7 +148,7 @@ def test_another_vocabulary_is_refused(model: Path, write_gguf: Any) -> None:  #
     swapped = write_gguf({"tokenizer.ggml.tokens": tokens})
     with pytest.raises(
         RequestError,
-        match=r"cannot draft for this model: token 3 is b'\\x01' there and b'\\x00' in the model",
+        match=r"has another vocabulary: its token 3 is b'\\x01', in the model b'\\x00'; choose",
     ):
         LLM(str(model), proposer="draft_model", draft_model=str(swapped))
     longer = {
@@ -187,18 +187,18 @@ class TestHeads:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"1.0.linear.bias": None}, "1.0.linear.bias is missing or has no place"),
+            ({"1.0.linear.bias": None}, "missing or unknown tensors 1.0.linear.bias"),
             (
                 {"3.0.linear.bias": np.zeros(SHAPE["dim"], np.float16)},
-                "3.0.linear.weight, 3.1.weight is missing or has no place",
+                "missing or unknown tensors 3.0.linear.weight, 3.1.weight",
             ),
             (
                 {"0.1.linear.weight": np.zeros((2, 2), np.float16)},
-                "0.1.linear.weight, 3.0.linear.bias, 3.0.linear.weight is missing or has no place",
+                "tensors 0.1.linear.weight, 3.0.linear.bias, 3.0.linear.weight",
             ),
             (
                 {"2.1.weight": np.zeros((VOCAB, 3), np.float16)},
-                f"tensor 2.1.weight has shape [{VOCAB}, 3], and heads of this model",
+                f"tensor 2.1.weight has shape [{VOCAB}, 3], but this model needs",
             ),
         ],
     )
@@ -211,6 +211,6 @@ class TestHeads:
 
     def test_no_heads(self, model: Path) -> None:
         with pytest.raises(
-            FormatError, match=r"0.0.linear.bias, 0.0.linear.weight, 0.1.weight is missing"
+            FormatError, match=r"unknown tensors 0.0.linear.bias, 0.0.linear.weight, 0.1.weight"
         ):
             self.read(model, {})

@@ -93,11 +93,11 @@ class TestKvSize:
                 20.5,
                 {},
                 "10,000 bytes of weights, 196,608 bytes of KV for 1,024 tokens and "
-                "157,286,400 bytes to run them",
+                "157,286,400 bytes of runtime",
             ),
-            (20.5, {}, "are 157,493,008 bytes, and 157,422,352 are available"),
+            (20.5, {}, "are 157,493,008 bytes, but 157,422,352 are available"),
             (20.5, {}, "set max_model_len to 640 or less"),
-            (20.5, {"kv_blocks": 21}, "kv_blocks may be 20"),
+            (20.5, {"kv_blocks": 21}, "set kv_blocks to 20 or less"),
             (-1, {}, "the model is too large for this machine"),
         ],
     )

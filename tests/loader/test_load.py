@@ -12,7 +12,8 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import OFFLINE
 from headrace.errors import MemoryLimitError, ModelNotFoundError, RequestError
 from headrace.loader import drafts, load
-from headrace.loader.load import load_model, most_logit_rows
+from headrace.loader.load import load_model
+from headrace.loader.memory import default_logit_rows
 from headrace.loader.options import engine_config
 from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
@@ -35,7 +36,7 @@ def test_one_record(model: str) -> None:
         model,
     )
     assert engine.config.threads > 0 and engine.config.multi_step_ms == 50
-    assert engine.config.max_logit_rows == most_logit_rows(checkpoint.spec.vocab_size)
+    assert engine.config.max_logit_rows == default_logit_rows(checkpoint.spec.vocab_size)
     assert prompts.read("hello").token_ids == tokenizer.encode("hello")
     engine.close()
 
@@ -53,12 +54,12 @@ def test_the_context_is_the_models_own_unless_shorter(model: str) -> None:
             {"proposer": "draft_model"},
             "needs a smaller model with the same vocabulary: set draft_model",
         ),
-        ({"proposer": "self_draft"}, "draft_layers is 0, and must be 1 to"),
-        ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
-        ({"proposer": "auto", "draft_layers": 99}, "draft_layers is 99, and must be 1 to"),
+        ({"proposer": "self_draft"}, "draft_layers is 0, but must be 1 to"),
+        ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, but must be 1 to"),
+        ({"proposer": "auto", "draft_layers": 99}, "draft_layers is 99, but must be 1 to"),
         ({"proposer": "medusa"}, "needs heads that were trained for the model: set medusa_heads"),
-        ({"proposer": "medusa", "medusa_heads": "nowhere"}, "nowhere: no such file"),
-        ({"max_model_len": 257}, "max_model_len is 257, and the model's context ends at 256"),
+        ({"proposer": "medusa", "medusa_heads": "nowhere"}, "medusa_heads 'nowhere' is not a file"),
+        ({"max_model_len": 257}, "max_model_len is 257, but the model's context has 256 tokens"),
     ],
 )
 def test_options_that_the_model_cannot_have(
@@ -141,7 +142,7 @@ class TestMemory:
         )
         with pytest.raises(
             MemoryLimitError,
-            match=f"{weights:,} bytes of weights, .* {needed:,} bytes, and {needed - 1:,} are "
+            match=f"{weights:,} bytes of weights, .* {needed:,} bytes, but {needed - 1:,} are "
             "available",
         ):
             LLM(str(model), **options)
@@ -149,4 +150,4 @@ class TestMemory:
 
 @pytest.mark.parametrize(("vocab", "rows"), [(49_152, 341), (256_000, 65), (1 << 20, 64)])
 def test_logit_rows_are_bounded_by_their_memory(vocab: int, rows: int) -> None:
-    assert most_logit_rows(vocab) == rows
+    assert default_logit_rows(vocab) == rows

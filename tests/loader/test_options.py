@@ -1,4 +1,4 @@
-"""Options of an engine: what is refused, and how the message helps."""
+"""Engine options: defaults, presets, and messages for invalid values."""
 
 from typing import Any
 
@@ -61,14 +61,14 @@ from headrace.loader.options import engine_config
         ({"draft_model": 5, "proposer": "auto"}, "draft_model must be text, not 5"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str) -> None:
-    for defaults in (OFFLINE, INTERACTIVE) if "proposer" in options else (OFFLINE,):
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
+    for preset in (OFFLINE, INTERACTIVE) if "proposer" in options else (OFFLINE,):
         with pytest.raises(RequestError) as error:
-            engine_config(options, defaults)
+            engine_config(options, preset)
         assert message in str(error.value)
 
 
-def test_what_is_asked_for_goes_before_the_defaults_of_a_face() -> None:
+def test_options_override_the_preset() -> None:
     assert engine_config({}) == EngineConfig()
     assert engine_config({"seed": 3}) == EngineConfig(seed=3)
     config = engine_config({"multi_step_ms": 0, "threads": 1}, OFFLINE)
@@ -76,7 +76,7 @@ def test_what_is_asked_for_goes_before_the_defaults_of_a_face() -> None:
     assert engine_config({"proposer": "off"}, INTERACTIVE) == EngineConfig(max_num_seqs=1)
 
 
-def test_chunks_as_large_as_steps() -> None:
+def test_chunk_size_defaults_to_step_size_offline() -> None:
     for options, expected in (
         ({}, 512),
         ({"max_num_batched_tokens": 64}, 64),

@@ -258,11 +258,11 @@ class TestStarts:
         [
             (["/nowhere.gguf"], 3, "/nowhere.gguf"),
             (["MODEL", "--host", "0.0.0.0"], 2, "--api-key"),
-            (["MODEL", "--max-model-len", "100000"], 2, "context ends at 4,096"),
+            (["MODEL", "--max-model-len", "100000"], 2, "context has 4,096 tokens"),
             (["MODEL", "--lora", "x"], 2, "NAME=PATH"),
             (["MODEL", "--lora", "x=/nowhere"], 3, "/nowhere"),
             (["MODEL", "--port", "TAKEN"], 5, "--port"),
-            (["MODEL", "--kv-blocks", "60000000"], 4, "kv_blocks may be"),
+            (["MODEL", "--kv-blocks", "60000000"], 4, "set kv_blocks to"),
         ],
     )
     def test_what_cannot_start_says_why_on_one_line(

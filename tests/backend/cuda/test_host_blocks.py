@@ -256,7 +256,7 @@ def test_staging_blocks_are_set_aside(kv_dtype: KvDtype, monkeypatch: pytest.Mon
     aside, without, uncached = (
         memory_for(
             engine_config({"backend": "cuda", "kv_dtype": kv_dtype, **options}), program
-        ).to_run
+        ).runtime
         for options in (
             {"kv_offload_bytes": 1 << 20},
             {},
