@@ -1,9 +1,7 @@
-"""Exact verification: draw the next token, go to the draft node that has it, and stop where there
-is none.
+"""Exact verification: sample the next token, follow the draft node that carries it, else stop.
 
-It is lossless for any draft tree, any sampler and any penalty: a draw depends only on the tokens
-before it and on the noise of its position, so the tokens are those of plain decoding for every
-tree.
+It is lossless for any draft tree, sampler and penalty: a sample depends only on the tokens before
+it and on the noise of its position. So the tokens equal the tokens of plain decoding.
 """
 
 from collections.abc import Sequence
@@ -16,14 +14,14 @@ from headrace.sampling.verification import Logits
 
 
 def verify_exact(
-    draws: Sequence[SampleOp], logits: Logits, pool: _native.Pool
+    ops: Sequence[SampleOp], logits: Logits, pool: _native.Pool
 ) -> list[SampleResult | None]:
-    """The results of all draws in one native call (csrc/sampler.h): a `Verifier`."""
-    results = _native.verify_exact(pool, logits, cast(Any, draws))  # their samplers are native
-    return [None if result is None else _drawn(*result) for result in results]
+    """A `Verifier` that verifies all ops in one native call (csrc/sampler.h)."""
+    results = _native.verify_exact(pool, logits, cast(Any, ops))  # their samplers are native
+    return [None if result is None else _result(*result) for result in results]
 
 
-def _drawn(
+def _result(
     tokens: list[int], path: list[int], logprobs: list[tuple[float, int, list[int], list[float]]]
 ) -> SampleResult:
     return SampleResult(tokens, path, [TokenLogprobs(*fields) for fields in logprobs])

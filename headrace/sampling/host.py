@@ -34,7 +34,7 @@ VERIFIERS: dict[AcceptanceMethod, Verifier] = {
     "rejection": verify_rejection,
     "typical": verify_typical,
 }
-"""Acceptance methods by the names of `EngineConfig.acceptance_method`."""
+"""Acceptance methods, by name in `EngineConfig.acceptance_method`."""
 
 
 def run_logit_ops(
@@ -43,38 +43,35 @@ def run_logit_ops(
     pooled: NDArray[np.float32] | None = None,
     pool: _native.Pool | None = None,
 ) -> list[LogitOpResult]:
-    """The result of each op, in order, computed by the threads of the pool. An `Expand` overwrites
-    its row: no other op may read it.
+    """Run ops with the threads of the pool; returns the result of each op, in order.
 
-    `pooled` [rows, dim] are the pooled rows of the step, which `Pool` ops read in place of
-    `logits`.
+    An `Expand` overwrites its row of logits, so no other op may read that row. `Pool` ops read
+    `pooled` [rows, dim], the pooled rows of the step, instead of `logits`.
     """
     # No module holds a pool: the interpreter would count it as a leak at its end.
     pool = pool or _native.Pool(1)
-    alike: dict[Callable[..., Sequence[LogitOpResult]], list[int]] = {}
+    indices_by_method: dict[Callable[..., Sequence[LogitOpResult]], list[int]] = {}
     for i, op in enumerate(ops):
-        alike.setdefault(
-            VERIFIERS[op.method] if isinstance(op, SampleOp) else _METHODS[type(op)], []
-        ).append(i)
-    if len(alike) == 1:
-        method = next(iter(alike))
+        method = VERIFIERS[op.method] if isinstance(op, SampleOp) else _METHODS[type(op)]
+        indices_by_method.setdefault(method, []).append(i)
+
+    if len(indices_by_method) == 1:
+        method = next(iter(indices_by_method))
         return list(method(ops, pooled if method is _pool else logits, pool))
+
     results: list[LogitOpResult] = [None] * len(ops)
-    for method, indices in alike.items():
-        for i, result in zip(
-            indices,
-            method([ops[i] for i in indices], pooled if method is _pool else logits, pool),
-            strict=True,
-        ):
-            results[i] = result
+    for method, indices in indices_by_method.items():
+        rows = pooled if method is _pool else logits
+        values = method([ops[i] for i in indices], rows, pool)
+        for i, value in zip(indices, values, strict=True):
+            results[i] = value
     return results
 
 
 def tokens_of(batch: RaggedBatch, values: Sequence[LogitOpResult]) -> Ints:
-    """The tokens of a batch [T], with the pending ones from `values`, the results of the launch
-    before.
+    """The tokens of a batch [T], with pending tokens from `values`, the previous launch's results.
 
-    An op that met logits that are not finite gives token 0; what is computed from it is ignored.
+    An op whose logits were not finite gives token 0, and later results of its sequence are ignored.
     """
     if batch.token_source is None:
         return batch.tokens
@@ -119,7 +116,7 @@ def _probabilities(op: Expand, logits: Logits) -> NDArray[np.float64] | None:
     try:
         return cast(Sampler, op.sampler).probabilities(logits[op.row], op.position, op.masks)
     except NonFiniteLogitsError:
-        return None  # the draw meets the same logits, so the op has no result
+        return None  # the sampler meets the same logits, so the op has no result
 
 
 def _pool(

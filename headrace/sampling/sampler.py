@@ -1,6 +1,4 @@
-"""The native sampler, made from the sampling parameters of a request, and functions on single rows
-of logits.
-"""
+"""Native samplers of requests, and functions on single rows of logits."""
 
 import os
 from collections.abc import Iterable
@@ -13,18 +11,26 @@ from headrace._native import token_logprobs as native_token_logprobs
 from headrace.batch import TokenLogprobs
 from headrace.request import SAMPLING_FIELDS, SamplingParams
 
-__all__ = ["NativeDraw", "Sampler", "derive_seed", "make_sampler", "scored", "token_logprobs"]
+__all__ = [
+    "NativeSample",
+    "Sampler",
+    "derive_seed",
+    "make_sampler",
+    "token_logprobs",
+    "with_logprobs",
+]
 
 _SAMPLER_OPTIONS = [row.name for row in SAMPLING_FIELDS.values() if row.is_sampler_option]
-NativeDraw = tuple[int, tuple[float, int, list[int], list[float]] | None]
-"""A token, and the fields of its `TokenLogprobs` where they are asked for."""
+NativeSample = tuple[int, tuple[float, int, list[int], list[float]] | None]
+"""A token and the fields of its `TokenLogprobs`, or None if they were not requested."""
 
 
 def make_sampler(
     params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]
 ) -> Sampler:
-    """The sampler of a request's first sequence. The tokens of `end_ids` end the output, so they
-    are banned before `min_tokens`.
+    """The native sampler of a request's first sequence.
+
+    The tokens of `end_ids` end the output, so they are banned before `min_tokens`.
     """
     options = {name: getattr(params, name) for name in _SAMPLER_OPTIONS}
     options["top_k"] = max(params.top_k, 0)
@@ -43,30 +49,31 @@ def make_sampler(
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of a request without one: 64 bits from the engine's seed and the number of the
-    request.
-    """
-    from hashlib import (
-        blake2b,
-    )  # which loads OpenSSL, and most requests that are alone in a process bring a seed
+    """The seed of a request that sets none: 64 bits from the engine's seed and the request's number."""
+    # hashlib loads OpenSSL, and `headrace run` sets a seed.
+    from hashlib import blake2b
 
     return int.from_bytes(blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> TokenLogprobs:
-    """Log-probabilities of a token under a row of logits [vocab]. Raises NonFiniteLogitsError."""
+    """Log-probabilities of a token under a row of logits [vocab].
+
+    Raises NonFiniteLogitsError.
+    """
     return TokenLogprobs(*native_token_logprobs(logits, token, num_logprobs, _isa()))
 
 
-def scored(logits: NDArray[np.float32], token: int, num_logprobs: int) -> NativeDraw:
-    """The record of a token that was chosen without a native draw; it has log-probabilities unless
-    `num_logprobs` is -1.
+def with_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> NativeSample:
+    """A token that no native sampler chose, with its log-probabilities under a row [vocab].
+
+    With `num_logprobs` -1 it has none.
     """
-    return token, native_token_logprobs(
-        logits, token, num_logprobs, _isa()
-    ) if num_logprobs >= 0 else None
+    if num_logprobs < 0:
+        return token, None
+    return token, native_token_logprobs(logits, token, num_logprobs, _isa())
 
 
 def _isa() -> str:
-    """The instruction set to draw with, which tests set; empty: the best of the machine."""
+    """Instruction set of the native sampler, which tests set; empty: the machine's best."""
     return os.environ.get("HEADRACE_ISA", "")

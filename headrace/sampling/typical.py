@@ -1,10 +1,9 @@
-"""Typical acceptance (Cai et al. 2024, Medusa): lossy, for more speed at the price of the target's
-distribution.
+"""Typical acceptance: faster than exact verification, but lossy.
 
-A draft token is accepted if the target finds it likely enough: p(x) > min(epsilon, delta
-exp(-H(p))), where H is the entropy of p, so the threshold is lower where many tokens are possible.
-The longest accepted path is kept, and a plain draw follows it. At temperature 0 only the likeliest
-token is accepted, as by exact verification.
+A draft token x is accepted if the target finds it likely enough: p(x) > min(epsilon, delta
+exp(-H(p))), where H is the entropy of p. So the threshold is lower if many tokens are possible. The
+longest accepted path is kept, and a plain sample follows it. At temperature 0 only the likeliest
+token is accepted, as in exact verification. (Cai et al. 2024, Medusa)
 """
 
 from collections.abc import Sequence
@@ -16,69 +15,68 @@ from headrace._native import Pool
 from headrace.batch import NO_DRAFT
 from headrace.errors import NonFiniteLogitsError
 from headrace.logit_ops import SampleOp, SampleResult
-from headrace.sampling.sampler import Sampler, scored
-from headrace.sampling.verification import Logits, Verification, masks_behind
+from headrace.sampling.sampler import Sampler, with_logprobs
+from headrace.sampling.verification import Logits, Verification, masks_after
 
 _EPSILON = 0.09
 """Probability above which any token is accepted."""
 _DELTA = 0.3
-"""Share of exp(-entropy), the probability of a typical token, above which a token is accepted."""
+"""A token is accepted above this share of exp(-entropy), the probability of a typical token."""
 
 
 def verify_typical(
-    draws: Sequence[SampleOp], logits: Logits, pool: Pool
+    ops: Sequence[SampleOp], logits: Logits, pool: Pool
 ) -> list[SampleResult | None]:
-    """The longest accepted path of each tree and a draw after it: a `Verifier`."""
-    return [_verify(draw, logits) for draw in draws]
+    """A `Verifier` that keeps the longest accepted path of each tree and samples after it."""
+    return [_verify(op, logits) for op in ops]
 
 
-def _verify(draw: SampleOp, logits: Logits) -> SampleResult | None:
-    verification = Verification(draw)
+def _verify(op: SampleOp, logits: Logits) -> SampleResult | None:
+    verification = Verification(op)
     sampler = verification.sampler
     try:
-        for node in _longest(draw, logits, sampler, -1, draw.position):
-            token = draw.draft.tokens[node]
+        for node in _longest_path(op, logits, sampler, -1, op.position):
+            token = op.draft.tokens[node]
             sampler.append(token)
-            verification.take(scored(logits[verification.row], token, draw.num_logprobs))
-        verification.draw = draw._replace(draft=NO_DRAFT)  # the path ends here, whatever is drawn
+            verification.take(with_logprobs(logits[verification.row], token, op.num_logprobs))
+
+        # The path ends here, even if the sample is the token of a child node.
+        verification.op = op._replace(draft=NO_DRAFT)
+        row = logits[verification.row]
         verification.take(
-            sampler.draw(
-                logits[verification.row],
-                verification.position,
-                draw.num_logprobs,
-                verification.masks,
-            )
+            sampler.draw(row, verification.position, op.num_logprobs, verification.masks)
         )
     except NonFiniteLogitsError:
         return None
-    return verification.drawn
+    return verification.result
 
 
-def _longest(
-    draw: SampleOp, logits: Logits, sampler: Sampler, node: int, position: int
+def _longest_path(
+    op: SampleOp, logits: Logits, sampler: Sampler, node: int, position: int
 ) -> list[int]:
-    """The longest path of accepted draft nodes below `node`; the first of equal length. `position`
-    is that of its first token.
+    """The longest path of accepted draft nodes below `node`; the first of equal length.
+
+    `position` is the position of the path's first token.
     """
-    draft = draw.draft
+    draft = op.draft
     children = [child for child, parent in enumerate(draft.parents) if parent == node]
     if not children:
         return []
-    p = sampler.probabilities(logits[draw.row + 1 + node], position, masks_behind(draw, node))
+    p = sampler.probabilities(logits[op.row + 1 + node], position, masks_after(op, node))
+    threshold = _threshold(p)
     longest: list[int] = []
     for child in _first_of_each_token(draft.tokens, children):
         token = draft.tokens[child]
-        if p[token] > _threshold(p):
+        if p[token] > threshold:
             after = sampler.clone(0)  # for its penalties; its noise is not used
             after.append(token)
-            longest = max(
-                longest, [child, *_longest(draw, logits, after, child, position + 1)], key=len
-            )
+            path = [child, *_longest_path(op, logits, after, child, position + 1)]
+            longest = max(longest, path, key=len)
     return longest
 
 
 def _first_of_each_token(tokens: list[int], children: list[int]) -> list[int]:
-    """The first child with each token."""
+    """The children without those whose token an earlier child has."""
     first: dict[int, int] = {}
     for child in children:
         first.setdefault(tokens[child], child)
@@ -86,7 +84,7 @@ def _first_of_each_token(tokens: list[int], children: list[int]) -> list[int]:
 
 
 def _threshold(p: NDArray[np.float64]) -> float:
-    """The probability that an accepted token must exceed, by the distribution p [vocab]."""
+    """The probability that an accepted token must exceed, from the distribution p [vocab]."""
     possible = p[p > 0]
     entropy = -float(np.sum(possible * np.log(possible)))
     return min(_EPSILON, _DELTA * float(np.exp(-entropy)))
