@@ -1,4 +1,4 @@
-"""The sampler in NumPy, written to be read: the reference for csrc/sampler.cpp."""
+"""A sampler in NumPy that is easy to read: the reference for csrc/sampler.cpp."""
 
 from dataclasses import dataclass, field
 
@@ -77,8 +77,8 @@ class SamplerTwin:
     def draws(
         self, logits: NDArray[np.float32], position: int, mask: NDArray[np.uint32] | None = None
     ) -> set[int]:
-        """The tokens that a draw may give: two, rarely, where a nucleus ends so near to `top_p`
-        that floats cannot tell.
+        """The tokens that a sample may have: rarely two, if a nucleus ends within rounding of
+        `top_p`.
         """
         x, slack = self.adjusted(logits, position, mask), SLACK if self.top_p < 1 else 0
         return {self._best(x, position, self.top_p * factor) for factor in (1 - slack, 1 + slack)}

@@ -1,4 +1,4 @@
-"""Exact verification: the tokens are those that plain draws give one by one, for any tree."""
+"""Exact verification returns the tokens of plain sampling, for any draft tree."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,9 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 @settings(max_examples=100, deadline=None)
 @given(drafts=st.lists(trees(), max_size=4), seed=st.integers(0, 99))
-def test_the_tokens_are_those_of_draws_one_by_one(drafts: list[DraftTree], seed: int) -> None:
+def test_exact_verification_returns_the_tokens_of_plain_sampling(
+    drafts: list[DraftTree], seed: int
+) -> None:
     logits = np.random.default_rng(seed).normal(0, 1, (100, VOCAB)).astype(np.float32)
     draws, samplers, row = [], [], 0
     for source, draft in enumerate(drafts):
@@ -51,7 +53,7 @@ def test_the_tokens_are_those_of_draws_one_by_one(drafts: list[DraftTree], seed:
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_row_that_is_not_finite_fails_its_own_sequence(bad: int) -> None:
+def test_exact_verification_fails_only_the_sequence_with_a_row_that_is_not_finite(bad: int) -> None:
     logits = np.array([[9, 0, 0, 0], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]], np.float32)
     logits[bad] = np.nan
     first, second = (_native.Sampler(VOCAB, [], temperature=0.0) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Expansion: the draw of the sequence first, then the next best tokens under the same noise."""
+"""`Expand` returns the sample of the sequence, then the next best tokens under the same noise."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ POOL = _native.Pool(2)
     penalty=st.sampled_from([0.0, 0.5]),
     bad=st.integers(0, 9),
 )
-def test_the_tokens_are_those_of_draws_one_by_one(
+def test_expand_returns_the_tokens_of_samples_one_by_one(
     widths: list[int], seed: int, temperature: float, penalty: float, bad: int
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, 1, (len(widths), VOCAB)).astype(np.float32)
@@ -55,7 +55,7 @@ def test_the_tokens_are_those_of_draws_one_by_one(
         )
 
 
-def test_arguments_are_checked() -> None:
+def test_expand_checks_its_arguments() -> None:
     sampler, logits = _native.Sampler(VOCAB, []), np.zeros((2, VOCAB), np.float32)
     with pytest.raises(ValueError, match="width must be above 0"):
         _native.expand(POOL, logits, [Expand(0, 0, sampler, 0, 0, False)])

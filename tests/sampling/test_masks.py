@@ -1,6 +1,4 @@
-"""Masks in the sampler: what they forbid is never drawn, ranked or drafted, and nothing else
-changes.
-"""
+"""Masks in the sampler: a forbidden token is never sampled, ranked or drafted."""
 
 from typing import Any
 
@@ -41,7 +39,7 @@ def test_a_mask_has_a_bit_for_each_token() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(row=rows(), options=st.fixed_dictionaries(FILTERS), data=st.data())
-def test_draws_are_those_of_the_twin(
+def test_masked_samples_match_the_twin(
     row: NDArray[np.float32], options: dict[str, Any], data: st.DataObject
 ) -> None:
     vocab = len(row)
@@ -81,7 +79,9 @@ def test_a_mask_that_allows_all_changes_nothing() -> None:
 
 @pytest.mark.parametrize("method", list(VERIFIERS))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_row_of_a_tree_has_its_own(method: AcceptanceMethod, temperature: float) -> None:
+def test_each_row_of_a_draft_tree_has_its_own_mask(
+    method: AcceptanceMethod, temperature: float
+) -> None:
     tree = DraftTree([5, 6, 7], [-1, 0, -1])
     logits, masks = logits_of(5), masks_of([5], [6, 7], [68], [9])
     sampler = _native.Sampler(VOCAB, [], temperature=temperature, seed=1)
@@ -96,7 +96,7 @@ def test_each_row_of_a_tree_has_its_own(method: AcceptanceMethod, temperature: f
     assert [tuple(one) for one in drawn.logprobs] == raw
 
 
-def test_what_is_ranked_is_what_is_allowed() -> None:
+def test_top_tokens_are_allowed_by_the_mask() -> None:
     logits, allowed = logits_of(2), [3, 40, 69]
     (ranked,) = run_logit_ops(
         [TopTokens(1, 0, _native.Sampler(VOCAB, []), 3, masks_of(allowed))], logits
@@ -106,7 +106,7 @@ def test_what_is_ranked_is_what_is_allowed() -> None:
     assert ranked.tokens == expected and np.exp(ranked.logprobs).sum() == pytest.approx(1)
 
 
-def test_what_is_drafted_is_what_is_allowed() -> None:
+def test_expand_returns_tokens_that_the_mask_allows() -> None:
     logits, allowed = logits_of(2), [3, 40, 69]
     (drafted,) = run_logit_ops(
         [Expand(1, 0, _native.Sampler(VOCAB, [], seed=5), 0, 5, True, masks_of(allowed))],
@@ -122,7 +122,7 @@ def test_what_is_drafted_is_what_is_allowed() -> None:
     )
 
 
-def test_a_row_of_which_nothing_is_left_has_no_result() -> None:
+def test_a_mask_that_forbids_all_gives_no_result() -> None:
     logits = logits_of(2)
     logits[0, [3, 4]] = -np.inf
     samplers = [_native.Sampler(VOCAB, [], banned=[9], banned_until=5) for _ in range(4)]
@@ -152,7 +152,7 @@ def test_a_row_of_which_nothing_is_left_has_no_result() -> None:
         (7, "uint32"),
     ],
 )
-def test_hostile_masks_are_refused(masks: Any, message: str) -> None:
+def test_invalid_masks_are_refused(masks: Any, message: str) -> None:
     sampler, logits = _native.Sampler(VOCAB, []), logits_of(1)
     with pytest.raises(ValueError, match=message):
         sampler.draw(logits[0], 0, -1, masks)

@@ -1,10 +1,10 @@
-"""The lossless acceptance methods against the exact distribution of what a step gives, with a
-vocabulary of five tokens.
+"""The lossless acceptance methods against the exact distribution of a step's tokens.
 
-A step with one draft x ~ q gives one token, or, where the draft is accepted, two. Under rejection
-sampling a single token y has the probability max(p(y) - q(y), 0), and a pair (x, b) min(p(x), q(x))
-p2(b | x). Under exact verification with a draft that is independent of the draw these are p(y) (1 -
-q(y)) and p(x) q(x) p2(b | x). In both cases the first token has the distribution p.
+The vocabulary has five tokens. A step with one draft x ~ q gives one token, or two if the draft is
+accepted. Under rejection sampling a single token y has the probability max(p(y) - q(y), 0), and a
+pair (x, b) has min(p(x), q(x)) p2(b | x). Under exact verification with an independent draft these
+probabilities are p(y) (1 - q(y)) and p(x) q(x) p2(b | x). In both cases the first token has the
+distribution p.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from headrace.sampling.verification import Verifier
 VOCAB = 5
 DRAWS = 200_000
 FEWER = 40_000
-"""Draws that are enough to tell a wrong distribution."""
+"""Number of samples that reveals a wrong distribution."""
 POOL = _native.Pool(2)
 Floats = NDArray[np.float64]
 Tally = Counter[tuple[int, ...]]
@@ -48,8 +48,9 @@ P, Q, P2 = softmax(TARGET), softmax(DRAFT), softmax(AFTER)
 
 
 def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
-    """Counts of the tokens that steps give. With the same seed, 1, the draft draws with the
-    target's noise, as in the engine.
+    """Count the tokens of many steps.
+
+    With seed 1, the seed of the target, the draft samples with the target's noise, as in the engine.
     """
     counts: Tally = Counter()
     target, draft = Sampler(VOCAB, [], seed=1), Sampler(VOCAB, [], seed=draft_seed)
@@ -81,8 +82,10 @@ def first_drawn(logits: NDArray[np.float32], draws: list[SampleOp]) -> list[int]
 
 
 def exact(single: Floats, pair: Floats) -> dict[tuple[int, ...], float]:
-    """The distribution of the tokens of a step, by those of a single token [vocab] and of an
-    accepted draft token [vocab].
+    """The distribution of a step's tokens.
+
+    It follows from the distribution of a single token [vocab] and of an accepted draft token
+    [vocab].
     """
     pairs = {(x, b): float(pair[x] * P2[x, b]) for x in range(VOCAB) for b in range(VOCAB)}
     return {(y,): float(single[y]) for y in range(VOCAB)} | pairs
@@ -93,8 +96,9 @@ INDEPENDENT = exact(P * (1 - Q), P * Q)
 
 
 def is_drawn_from(counts: Tally, expected: dict[tuple[int, ...], float]) -> bool:
-    """Pearson's chi-square, with the limit of Wilson and Hilferty at four standard deviations: one
-    test in 30,000 fails by chance.
+    """Pearson's chi-square test, with the limit of Wilson and Hilferty at four standard deviations.
+
+    It fails by chance in 1 of 30,000 cases.
     """
     assert abs(sum(expected.values()) - 1) < 1e-12
     draws = sum(counts.values())
@@ -108,7 +112,7 @@ def is_drawn_from(counts: Tally, expected: dict[tuple[int, ...], float]) -> bool
 
 
 def first_tokens(counts: Tally) -> Tally:
-    """Counts of the first tokens alone."""
+    """Count only the first token of each step."""
     firsts: Tally = Counter()
     for outcome, count in counts.items():
         firsts[outcome[:1]] += count
@@ -174,9 +178,7 @@ def test_residual_and_pick() -> None:
 def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(
     spread: float, best: float, shared: float, independent: float
 ) -> None:
-    """Probabilities, given in docs/architecture.md, that a draft token is accepted, for a draft
-    that is the target with some noise.
-    """
+    """Acceptance probabilities of a draft that is the target plus noise, as in docs/speculation.md."""
     rng, rows = np.random.default_rng(0), 10_000
     target = rng.normal(0, 2, (rows, 50)).astype(np.float32)
     draft = (target + rng.normal(0, spread, target.shape)).astype(np.float32)
@@ -191,8 +193,8 @@ def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(
     assert (p * q).sum(axis=1).mean() == pytest.approx(independent, abs=0.01)
 
 
-def test_a_draft_without_probabilities_counts_as_certain() -> None:
-    """So a plain draw decides: the draft token is accepted if the draw gives it."""
+def test_a_draft_without_probabilities_has_probability_one() -> None:
+    """A plain sample decides: the draft token is accepted if the sample has it."""
     sampler, logits = Sampler(VOCAB, [], seed=3), np.stack([TARGET, AFTER[2], AFTER[4]])
     for position in range(50):
         draws = [

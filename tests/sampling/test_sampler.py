@@ -1,5 +1,5 @@
-"""The native sampler against its NumPy twin, published vectors of its generator, and the
-distribution it must draw from.
+"""The native sampler against its NumPy twin, published test vectors of its random generator, and
+the distribution that it must sample from.
 """
 
 import threading
@@ -69,7 +69,7 @@ FILTERS = {
 
 @settings(max_examples=300, deadline=None)
 @given(row=rows(), options=st.fixed_dictionaries(FILTERS), data=st.data())
-def test_native_draws_are_those_of_the_twin(
+def test_native_samples_match_the_twin(
     row: np.ndarray, options: dict[str, Any], data: st.DataObject
 ) -> None:
     vocab = len(row)
@@ -104,7 +104,7 @@ def test_native_draws_are_those_of_the_twin(
 def test_a_nucleus_that_ends_at_equal_logits(
     row: list[float], temperature: float, top_p: float, isa: str
 ) -> None:
-    """A share of 10^-13 beside two equal tokens decides whether the first alone has half of all."""
+    """A probability of 10^-13 besides two equal tokens decides whether the first alone has half."""
     logits = np.array(row, np.float32)
     options = {"temperature": temperature, "top_p": top_p}
     kept = twin.SamplerTwin(len(row), [], **options).filtered(logits, top_p)
@@ -136,7 +136,7 @@ def test_a_nucleus_is_the_smallest_of_best_tokens(
 
 @settings(max_examples=100, deadline=None)
 @given(row=rows(), num_logprobs=st.integers(0, 20), isa=st.sampled_from(ISAS), data=st.data())
-def test_logprobs_are_those_of_the_twin(
+def test_logprobs_match_the_twin(
     row: np.ndarray, num_logprobs: int, isa: str, data: st.DataObject
 ) -> None:
     token = data.draw(st.integers(0, len(row) - 1))
@@ -171,8 +171,9 @@ def test_a_clone_keeps_the_tokens_and_has_its_own_noise() -> None:
     "filters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 0.5}]
 )
 def test_draws_from_the_softmax(filters: dict[str, Any]) -> None:
-    """Chi-square over 40,000 positions; a correct sampler passes the limit by chance once in 10^6
-    runs, and the seed is fixed.
+    """Chi-square over 40,000 positions, with a fixed seed.
+
+    A correct sampler exceeds the limit by chance once in 10^6 seeds.
     """
     row = np.array([1.0, 0.0, 2.0, -1.0, 0.5, 1.5, -3.0], np.float32)
     reference = twin.SamplerTwin(len(row), [], **filters)
@@ -294,7 +295,7 @@ def test_arguments_of_a_batch_of_draws_are_checked() -> None:
 
 
 class Passing(Sequence[SampleOp]):
-    """Draws that are gone, with their samplers, as soon as they have been read."""
+    """Sample ops that are released, with their samplers, as soon as they have been read."""
 
     def __len__(self) -> int:
         return 2
@@ -314,7 +315,7 @@ def test_samplers_stay_while_they_draw() -> None:
 
 
 def test_a_sampler_is_used_by_one_thread_at_a_time() -> None:
-    """Its memory of tokens is changed by each draw."""
+    """Each sample changes the sampler's history of tokens."""
     sampler, row = (
         _native.Sampler(3000, [], presence_penalty=1.0),
         np.random.default_rng(0).normal(0, 1, 3000).astype(np.float32),
@@ -339,7 +340,7 @@ def test_a_sampler_is_used_by_one_thread_at_a_time() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_that_another_thread_writes_to(isa: str) -> None:
-    """The token is any, but one of the vocabulary."""
+    """The result may be any token of the vocabulary."""
     row, ended = np.zeros(300, np.float32), threading.Event()
 
     def change() -> None:
@@ -362,8 +363,8 @@ def test_a_row_that_another_thread_writes_to(isa: str) -> None:
 
 
 class TestForAcceptanceMethods:
-    """What rejection sampling and typical acceptance need: the distribution of a draw, uniforms of
-    a position, appended tokens.
+    """The parts of a sampler that rejection sampling and typical acceptance use: the distribution of
+    a sample, the uniform numbers of a position, appended tokens.
     """
 
     @pytest.mark.parametrize("isa", _native.isas())
@@ -376,7 +377,9 @@ class TestForAcceptanceMethods:
             {"min_p": 0.1},
         ],
     )
-    def test_probabilities_are_those_of_the_draw(self, isa: str, options: dict[str, Any]) -> None:
+    def test_probabilities_are_the_distribution_of_samples(
+        self, isa: str, options: dict[str, Any]
+    ) -> None:
         logits = np.random.default_rng(1).normal(0, 2, 40).astype(np.float32)
         sampler, numpy = (
             _native.Sampler(40, [3], seed=5, isa=isa, **options),

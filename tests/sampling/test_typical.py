@@ -58,7 +58,7 @@ def test_the_longest_path_is_kept() -> None:
     ]  # token 2 is unlikely after 1, and the first of equal paths is kept
 
 
-def test_greedy_acceptance_is_exact() -> None:
+def test_greedy_typical_acceptance_is_exact() -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         rows = rng.dirichlet(np.ones(VOCAB), 4).tolist()
