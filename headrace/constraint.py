@@ -1,7 +1,6 @@
-"""The protocols of what steers an output: where it is in a grammar, and which tokens may follow.
+"""Protocols for constrained outputs: the state of a grammar, and the tokens that may follow.
 
-A mask is a row of bits, `[words]` of uint32: bit i % 32 of word i / 32 is set where token i may be
-drawn.
+A mask is a row of bits, `[words]` of uint32: bit i % 32 of word i / 32 is set if token i is allowed.
 """
 
 from collections.abc import Iterable
@@ -19,12 +18,12 @@ MASK_BITS = 32
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of a mask over so many tokens."""
+    """Number of words of a mask."""
     return -(-vocab_size // MASK_BITS)
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
-    """The mask that allows these tokens alone."""
+    """The mask that allows only these tokens."""
     mask = np.zeros(mask_words(vocab_size), np.uint32)
     ids = np.fromiter(token_ids, np.int64)
     np.bitwise_or.at(
@@ -34,63 +33,63 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
 
 
 class GrammarState(Protocol):
-    """A place in a grammar, after some text of it. It never changes, so it needs no copies: a token
-    leads to another place.
-    """
+    """A position in a grammar after some text. It is immutable: a token leads to another state."""
 
     @property
     def is_complete(self) -> bool:
         """Whether the text may end here."""
 
     def after(self, token: int) -> Self:
-        """The place behind a token that may follow."""
+        """The state after an allowed token."""
 
     def fill(self, mask: Mask) -> None:
-        """Write which tokens may follow; none beyond the vocabulary of the tokenizer ever do.
-        Raises ConstraintError where it would take too long to find out.
+        """Write the mask of the next token; it allows no id beyond the tokenizer's vocabulary.
+
+        Raises ConstraintError if the computation exceeds its limits.
         """
 
 
 class Constraint(Protocol):
-    """What may follow in one output, by a grammar or other rules. It never changes: a token leads
-    to the constraint behind it.
+    """The tokens that may follow in one output, by a grammar or other rules.
+
+    It is immutable: a token leads to another constraint.
     """
 
     @property
     def changes(self) -> bool:
-        """Whether the mask depends on the tokens before it, so that it is not there until these are
-        known.
-        """
+        """Whether the mask depends on earlier tokens, so that it is unknown while they are pending."""
 
     @property
     def mask(self) -> Mask:
-        """The tokens that may be drawn next. Raises ConstraintError where it cannot be computed; it
-        may be empty.
+        """The tokens that may come next. It is empty if the output must end here.
+
+        Raises ConstraintError if the computation exceeds its limits.
         """
 
     @property
     def must_end(self) -> bool:
-        """Whether the output is complete as it is, and no token can follow."""
+        """Whether the output is complete and no token can follow."""
 
     def after(self, token: int) -> Self:
-        """The constraint behind a token, which the mask allows."""
+        """The constraint after a token that the mask allows."""
 
-    def beyond(self, token: int) -> "Constraint | None":
-        """The same; None where the output ends with the token, or cannot go on behind it."""
+    def continuation(self, token: int) -> "Constraint | None":
+        """The constraint after a token that the mask allows.
+
+        It is None if the output ends with the token, or has no valid continuation.
+        """
 
     def forced(self, max_tokens: int) -> list[int]:
-        """Return up to `max_tokens` next tokens that the masks force, as they allow one token each.
-        The output continues after them.
+        """Up to `max_tokens` next tokens at which the mask allows a single token.
+
+        The output continues after the last of them.
         """
 
-    def permitted(self, draft: DraftTree) -> list[int]:
-        """The nodes of a draft, ascending, that may be drawn: none behind a token that ends the
-        output.
-        """
+    def allowed_nodes(self, draft: DraftTree) -> list[int]:
+        """The allowed nodes of a draft, ascending. A token that ends the output allows no children."""
 
     def masks(self, draft: DraftTree) -> Masks:
-        """The mask here, and behind each node of a draft, all of which are permitted: [1 + nodes,
-        words].
+        """The mask here and after each node of an allowed draft: [1 + nodes, words].
 
-        Behind a node that ends the output it is any, as what is drawn there does not count.
+        After a node that ends the output the mask is arbitrary, as its sample is not used.
         """

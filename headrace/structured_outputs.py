@@ -1,5 +1,6 @@
-"""What the text of an output must be: the record that asks for it, and the checks that need no
-model. Names as in vLLM.
+"""Structured outputs: the record that describes the text of an output, and checks without a model.
+
+The names are the names of vLLM.
 """
 
 import json
@@ -11,9 +12,9 @@ from typing import Any
 from headrace.errors import RequestError
 
 MAX_CHARACTERS = 1 << 16
-"""Of a schema, a regular expression or a grammar, and of all choices together."""
+"""Max characters of a schema, regular expression or grammar, or of all choices together."""
 MAX_DEPTH = 32
-"""Of objects and lists in a schema, one inside the other."""
+"""Max nested objects and lists in a schema."""
 MAX_CHOICES = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 1024
@@ -21,22 +22,23 @@ MAX_BAD_WORD_CHARACTERS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What the output must be: just one of these. Raises RequestError, which names the field, for
-    what none of them can be.
+    """The text that an output must have, by exactly one of these fields.
+
+    Raises RequestError, which names the field, for an invalid value.
     """
 
     json: str | Mapping[str, Any] | None = None
-    """JSON that is valid by this schema, given as a record or as its text; kept as text."""
+    """JSON schema, given as a mapping or as text and kept as text."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """Text that this regular expression matches as a whole, in the syntax of Rust's `regex` without
-    look-around and backreferences.
+    """Regular expression that matches the entire text, in the syntax of Rust's `regex`, which has no
+    look-around and no backreferences.
     """
     choice: Sequence[str] | None = None
-    """One of these texts."""
+    """Allowed texts."""
     grammar: str | None = None
-    """Text of this context-free grammar, in the dialect of Lark that llguidance reads."""
+    """Context-free grammar of the text, in llguidance's dialect of Lark."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
@@ -50,10 +52,10 @@ class StructuredOutputs:
         ]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
-            named = " and ".join(given) if given else "none"
+            named = " and ".join(given) if given else "no field"
             raise RequestError(
-                "structured_outputs must have just one of json, json_object, regex, "
-                f"choice and grammar; it has {named}"
+                "structured_outputs takes exactly one field: json, json_object, regex, choice or "
+                f"grammar; it has {named}"
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
@@ -65,20 +67,23 @@ class StructuredOutputs:
 
 
 def bad_words(value: object) -> list[str] | None:
-    """`SamplingParams.bad_words`, checked. Raises RequestError."""
-    return (
-        None
-        if value is None
-        else _texts("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
-    )
+    """Check `SamplingParams.bad_words`. Raises RequestError."""
+    if value is None:
+        return None
+    return _texts("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
 
 
-def check_text(name: str, value: object, most: int) -> str:
-    """A text of 1 to `most` characters that are Unicode. Raises RequestError, which names it."""
+def check_text(name: str, value: object, max_characters: int) -> str:
+    """Check Unicode text of 1 to `max_characters` characters.
+
+    Raises RequestError, which begins with `name`.
+    """
     if not isinstance(value, str):
         raise RequestError(f"{name} must be text, not {reprlib.repr(value)}")
-    if not 0 < len(value) <= most:
-        raise RequestError(f"{name} has {len(value):,} characters; it must have 1 to {most:,}")
+    if not 0 < len(value) <= max_characters:
+        raise RequestError(
+            f"{name} has {len(value):,} characters; it must have 1 to {max_characters:,}"
+        )
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -86,25 +91,25 @@ def check_text(name: str, value: object, most: int) -> str:
     return value
 
 
-def _texts(name: str, value: object, most: int, most_characters: int) -> list[str]:
+def _texts(name: str, value: object, max_texts: int, max_characters: int) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise RequestError(f"{name} must be a list of texts, not {reprlib.repr(value)}")
-    if not 0 < len(value) <= most:
-        raise RequestError(f"{name} has {len(value):,} texts; it must have 1 to {most:,}")
-    return [check_text(name, text, most_characters) for text in value]
+    if not 0 < len(value) <= max_texts:
+        raise RequestError(f"{name} has {len(value):,} texts; it must have 1 to {max_texts:,}")
+    return [check_text(name, text, max_characters) for text in value]
 
 
 def _choices(value: object) -> list[str]:
     choices = list(dict.fromkeys(_texts("choice", value, MAX_CHOICES, MAX_CHARACTERS)))
     if (total := sum(map(len, choices))) > MAX_CHARACTERS:
         raise RequestError(
-            f"choice has {total:,} characters in all; it may have {MAX_CHARACTERS:,}"
+            f"choice has {total:,} characters in total; the maximum is {MAX_CHARACTERS:,}"
         )
     return choices
 
 
 def _schema(value: object) -> str:
-    """A schema as the text of a JSON object, whose order of properties is that of the output."""
+    """A schema as JSON text; the output has its properties in the same order."""
     try:
         if isinstance(value, Mapping):
             value = json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
@@ -116,25 +121,26 @@ def _schema(value: object) -> str:
         reason = "it is too deep" if isinstance(error, RecursionError) else reprlib.repr(str(error))
         raise RequestError(f"json is not a JSON schema: {reason}") from None
     if not isinstance(schema, dict):
-        raise RequestError(
-            f"json must be a schema, which is a JSON object, not {reprlib.repr(schema)}"
-        )
+        raise RequestError(f"json must be a schema, a JSON object, not {reprlib.repr(schema)}")
     if _depth(schema) > MAX_DEPTH:
-        raise RequestError(f"json is more than {MAX_DEPTH} objects and lists deep")
+        raise RequestError(f"json has more than {MAX_DEPTH} nested objects and lists")
     return text
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _depth(value: object) -> int:
-    """Objects and lists that are one inside the other, counted up to one more than there may be."""
+    """Number of nested objects and lists, at most MAX_DEPTH + 1."""
     level: list[Any] = [value]
     depth = 0
-    while depth <= MAX_DEPTH and (level := [one for one in level if isinstance(one, dict | list)]):
-        level = [
-            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
-        ]
+    while depth <= MAX_DEPTH:
+        containers = [item for item in level if isinstance(item, dict | list)]
+        if not containers:
+            break
+        level = []
+        for container in containers:
+            level += container.values() if isinstance(container, dict) else container
         depth += 1
     return depth

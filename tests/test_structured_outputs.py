@@ -1,4 +1,4 @@
-"""What is asked of outputs: what is refused, and how the message helps."""
+"""Structured outputs: invalid values are refused with a message that names the field."""
 
 from typing import Any
 
@@ -18,23 +18,23 @@ CYCLE["a"] = CYCLE
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("outputs", "message"),
     [
-        ({}, "just one of json, json_object, regex, choice and grammar; it has none"),
+        ({}, "exactly one field: json, json_object, regex, choice or grammar; it has no field"),
         ({"json": {}, "regex": "a"}, "it has json and regex"),
         ({"json_object": True, "choice": ["a"]}, "it has choice and json_object"),
         ({"json_object": "yes"}, "json_object must be true or false"),
         ({"json": 3}, "json must be text"),
         ({"json": "{"}, "json is not a JSON schema"),
-        ({"json": "[]"}, "json must be a schema, which is a JSON object"),
+        ({"json": "[]"}, "json must be a schema, a JSON object"),
         ({"json": "true"}, "json must be a schema"),
         ({"json": '{"const": NaN}'}, "json is not a JSON schema"),
         ({"json": {"const": float("inf")}}, "json is not a JSON schema"),
         ({"json": {"const": {1, 2}}}, "json is not a JSON schema"),
         ({"json": {"const": "\ud800"}}, "json is not valid Unicode"),
         ({"json": CYCLE}, "json is not a JSON schema"),
-        ({"json": deep(32)}, "json is more than 32 objects and lists deep"),
-        ({"json": '{"a":' * 5000 + "1" + "}" * 5000}, "json is"),
+        ({"json": deep(32)}, "json has more than 32 nested objects and lists"),
+        ({"json": '{"a":' * 5000 + "1" + "}" * 5000}, "json "),
         ({"json": {"enum": ["x" * 10**6]}}, "json has 1,000,0"),
         ({"json": ""}, "json has 0 characters"),
         ({"regex": ""}, "regex has 0 characters"),
@@ -47,17 +47,17 @@ CYCLE["a"] = CYCLE
         ({"choice": ["a"] * 1025}, "choice has 1,025 texts"),
         ({"choice": ["a", ""]}, "choice has 0 characters"),
         ({"choice": ["a", 1]}, "choice must be text"),
-        ({"choice": ["a" * 40000, "b" * 40000]}, "choice has 80,000 characters in all"),
+        ({"choice": ["a" * 40000, "b" * 40000]}, "choice has 80,000 characters in total"),
     ],
 )
-def test_refused(asked: dict[str, Any], message: str) -> None:
+def test_invalid_structured_outputs_are_refused(outputs: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as error:
-        StructuredOutputs(**asked)
+        StructuredOutputs(**outputs)
     assert message in str(error.value)
     assert len(str(error.value)) < 500
 
 
-def test_accepted() -> None:
+def test_valid_structured_outputs_are_accepted() -> None:
     assert (
         StructuredOutputs(json={"type": "object", "title": "é"}).json
         == '{"type": "object", "title": "é"}'
@@ -87,7 +87,9 @@ def test_accepted() -> None:
         ({"bad_words": ["\ud800"]}, "bad_words is not valid Unicode"),
     ],
 )
-def test_parameters_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_allowed_tokens_and_bad_words_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError) as error:
         SamplingParams(**options)
     assert message in str(error.value)

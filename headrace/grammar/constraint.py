@@ -1,6 +1,4 @@
-"""What may follow in an output: its grammar, the tokens that it is allowed, and words that are not
-to come, as one mask.
-"""
+"""The constraint of an output: grammar, allowed tokens and bad words as one mask."""
 
 from collections.abc import Iterator
 from dataclasses import field
@@ -18,30 +16,28 @@ from headrace.request import SamplingParams
 
 @frozen
 class Rules:
-    """What holds for all outputs of a request, wherever they are."""
+    """Rules that hold for all outputs of a request, at every position."""
 
     allowed: Mask
-    """The tokens that any of them may have."""
     ends: Mask
-    """Those of them that end an output with a grammar, once its text is complete."""
+    """Allowed tokens that end an output whose text completes its grammar."""
     end_ids: frozenset[int]
     min_tokens: int
-    """Tokens before the first that may end an output."""
+    """Minimum output tokens before a token of `ends`."""
     bad_words: list[tuple[int, ...]] = field(default_factory=list)
-    """Runs of two tokens or more that are not to come."""
+    """Forbidden runs of two or more tokens. A shorter bad word is missing in `allowed`."""
 
     @cached_property
     def num_recent(self) -> int:
-        """Tokens at the end of an output that decide which bad words may come to their end."""
+        """Number of last tokens that decide which bad words the next token would complete."""
         return max((len(word) - 1 for word in self.bad_words), default=0)
 
 
 class OutputConstraint:
-    """What may follow in an output of `length` tokens, the last of which are `recent`: a
-    `Constraint`.
+    """A `Constraint` on an output of `length` tokens whose last tokens are `recent`.
 
-    It keeps the constraints behind it that were asked for, so that what was computed for a draft is
-    there when the draft is accepted.
+    It caches the constraints after it, so an accepted draft uses the masks that were computed for
+    its verification.
     """
 
     def __init__(
@@ -67,9 +63,8 @@ class OutputConstraint:
             mask = np.empty_like(rules.allowed)
             self._state.fill(mask)
             others = mask & ~rules.ends
-            if (
-                self._state.is_complete or others.any()
-            ):  # else the text goes on with a stop token, and ends there
+            # If only stop tokens continue the text, one of them is its last token.
+            if self._state.is_complete or others.any():
                 mask = others
             if self._state.is_complete and self._length >= rules.min_tokens:
                 mask |= rules.ends
@@ -79,8 +74,8 @@ class OutputConstraint:
                 mask[last // MASK_BITS] &= ~np.uint32(1 << last % MASK_BITS)
         if not mask.any() and not (self._state and self._state.is_complete):
             raise ConstraintError(
-                "no token can follow: the request's structured_outputs, allowed_token_ids "
-                "and bad_words leave none"
+                "no token can follow: structured_outputs, allowed_token_ids and bad_words together "
+                "allow none; allow more"
             )
         mask.flags.writeable = False  # drafts and forks of the output share it
         return mask
@@ -103,7 +98,7 @@ class OutputConstraint:
             )
         return found
 
-    def beyond(self, token: int) -> "OutputConstraint | None":
+    def continuation(self, token: int) -> "OutputConstraint | None":
         if token in self._rules.end_ids:
             return None
         try:
@@ -114,39 +109,42 @@ class OutputConstraint:
 
     def forced(self, max_tokens: int) -> list[int]:
         tokens: list[int] = []
-        at: OutputConstraint | None = self
-        while at and len(tokens) < max_tokens and int(np.bitwise_count(at.mask).sum()) == 1:
-            word = int(np.flatnonzero(at.mask)[0])
-            token = word * MASK_BITS + int(at.mask[word]).bit_length() - 1
-            at = at.beyond(token)
-            if at:
+        current: OutputConstraint | None = self
+        while current and len(tokens) < max_tokens:
+            mask = current.mask
+            if int(np.bitwise_count(mask).sum()) != 1:
+                break
+            word = int(np.flatnonzero(mask)[0])
+            token = word * MASK_BITS + int(mask[word]).bit_length() - 1
+            current = current.continuation(token)
+            if current:
                 tokens.append(token)
         return tokens
 
-    def permitted(self, draft: DraftTree) -> list[int]:
-        return [node for node, (_, is_permitted) in enumerate(self._walk(draft)) if is_permitted]
+    def allowed_nodes(self, draft: DraftTree) -> list[int]:
+        return [node for node, (_, is_allowed) in enumerate(self._walk(draft)) if is_allowed]
 
     def masks(self, draft: DraftTree) -> Masks:
         if not draft.tokens:
             return self.mask[None]
-        return np.stack([self.mask, *((behind or self).mask for behind, _ in self._walk(draft))])
+        return np.stack([self.mask, *((after or self).mask for after, _ in self._walk(draft))])
 
     def _walk(self, draft: DraftTree) -> Iterator[tuple["OutputConstraint | None", bool]]:
-        """For each node the constraint behind it, unless the output ends there, and whether it may
-        be drawn at all.
+        """For each node, the constraint after it, or None if the output ends, and whether the node
+        is allowed.
         """
-        behind: list[OutputConstraint | None] = []
+        after: list[OutputConstraint | None] = []
         for token, parent in zip(draft.tokens, draft.parents, strict=True):
-            at = self if parent < 0 else behind[parent]
-            is_permitted = at is not None and bool(
-                at.mask[token // MASK_BITS] >> np.uint32(token % MASK_BITS) & 1
+            before = self if parent < 0 else after[parent]
+            is_allowed = before is not None and bool(
+                before.mask[token // MASK_BITS] >> np.uint32(token % MASK_BITS) & 1
             )
-            behind.append(at.beyond(token) if at and is_permitted else None)
-            yield behind[-1], is_permitted
+            after.append(before.continuation(token) if before and is_allowed else None)
+            yield after[-1], is_allowed
 
 
 class Constraints:
-    """Makes the constraints of requests. Any thread may ask it to."""
+    """Makes the constraints of requests. Any thread may call `make`."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary = vocabulary
@@ -154,10 +152,10 @@ class Constraints:
         self._grammars = Grammars(vocabulary, vocab_size)
 
     def make(self, params: SamplingParams, end_ids: frozenset[int]) -> OutputConstraint | None:
-        """What the outputs of a request may begin with; None where they may be anything.
+        """The constraint at the beginning of a request's outputs; None if any token may follow.
 
-        Raises RequestError, which names the field, for what cannot be, and where no output can have
-        a token.
+        Raises RequestError, which names the field, for a grammar that cannot be compiled, or if no
+        first token is allowed.
         """
         if (
             params.allowed_token_ids is None
@@ -165,43 +163,38 @@ class Constraints:
             and params.structured_outputs is None
         ):
             return None
+        vocab_size = self._vocab_size
         words = [word for text in params.bad_words or () for word in self._spellings(text)]
-        banned = mask_of([word[0] for word in words if len(word) == 1], self._vocab_size)
-        allowed = mask_of(
-            range(self._vocab_size)
-            if params.allowed_token_ids is None
-            else params.allowed_token_ids,
-            self._vocab_size,
+        allowed_ids = params.allowed_token_ids
+        allowed = mask_of(range(vocab_size) if allowed_ids is None else allowed_ids, vocab_size)
+        allowed &= ~mask_of([word[0] for word in words if len(word) == 1], vocab_size)
+        rules = Rules(
+            allowed=allowed,
+            ends=mask_of([token for token in end_ids if token < vocab_size], vocab_size) & allowed,
+            end_ids=end_ids,
+            min_tokens=params.min_tokens,
+            bad_words=[word for word in words if len(word) > 1],
         )
-        allowed &= ~banned
-        ends = (
-            mask_of([token for token in end_ids if token < self._vocab_size], self._vocab_size)
-            & allowed
-        )
-        longer = [word for word in words if len(word) > 1]
-        state = (
-            None
-            if params.structured_outputs is None
-            else self._grammars.compile(params.structured_outputs)
-        )
-        constraint = OutputConstraint(
-            Rules(allowed, ends, end_ids, params.min_tokens, longer), state
-        )
+        state = None
+        if params.structured_outputs is not None:
+            state = self._grammars.compile(params.structured_outputs)
+        constraint = OutputConstraint(rules, state)
+
         try:
             if constraint.must_end:
                 raise ConstraintError(
-                    "structured_outputs, allowed_token_ids and bad_words allow no first token"
+                    "structured_outputs, allowed_token_ids and bad_words together allow no first "
+                    "token; allow more"
                 )
         except ConstraintError as error:
             raise RequestError(str(error)) from None
         return constraint
 
     def _spellings(self, text: str) -> list[tuple[int, ...]]:
-        """The tokens of a word, and those with a space before it."""
-        word = text.lstrip()
-        both = (
-            tuple(self._vocabulary.encode(prefix + word, add_special=False)) for prefix in ("", " ")
-        )
-        return list(
-            dict.fromkeys(tokens for tokens in both if tokens and max(tokens) < self._vocab_size)
-        )
+        """The tokens of a word, with and without a space before it."""
+        spellings: dict[tuple[int, ...], None] = {}
+        for prefix in ("", " "):
+            tokens = self._vocabulary.encode(prefix + text.lstrip(), add_special=False)
+            if tokens and max(tokens) < self._vocab_size:
+                spellings[tuple(tokens)] = None
+        return list(spellings)

@@ -1,37 +1,36 @@
-"""What a text would take to compile and to follow, known from its shape: where llguidance's own
-limits do not bound it.
+"""Refuses grammars that would take long, by their shape, if llguidance itself sets no limit.
 
-It compiles optional members of an object in time quadratic in their number, a multiple as an
-automaton of so many states, texts that must match several expressions at once in exponential time,
-and follows n optional parts of an expression in time cubic in n.
+llguidance needs time quadratic in the number of optional members of an object, an automaton with as
+many states as a `multipleOf` has steps, exponential time for texts that must match several
+expressions at once, and time cubic in n to follow n optional parts of an expression.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import reduce
 from typing import Any
 
 from headrace.errors import RequestError
 
-_MOST_REPETITIONS = 10_000
-_MOST_OPTIONAL = 200
-"""Optional parts of an expression: the root of the sum of squares where a schema has several."""
-_MOST_PARTS = 1000
-"""Records and booleans in a schema, each of which may be a schema itself, and names that it only
-requires.
+_MAX_REPETITIONS = 10_000
+_MAX_OPTIONAL = 200
+"""Max optional parts of an expression; of a schema, the max root of the sum of their squares."""
+_MAX_PARTS = 1000
+"""Max records and booleans in a schema, each of which may be a schema itself, plus names that are
+required and have no schema.
 """
-_MOST_MULTIPLE = 10_000
-_MOST_INTERSECTED = 6
+_MAX_MULTIPLE = 10_000
+_MAX_INTERSECTED = 6
 _EXPRESSION = re.compile(
-    r"\\."  # something escaped
+    r"\\."  # an escaped character
     r"|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)"  # a class
     r"|(?P<open>\((?:\?(?:P?<\w+>|[\w-]*:?))?)"
     r"|(?P<close>\))"
     r"|(?P<bar>\|)"
-    r"|(?P<count>\{\s*(?P<least>\d+)\s*(?:,\s*(?P<bound>\d+)?\s*)?\}\??)"
+    r"|(?P<count>\{\s*(?P<min>\d+)\s*(?:,\s*(?P<max>\d+)?\s*)?\}\??)"
     r"|(?P<optional>[?*]\??)"
     r"|\+\??|[^\\[(|?*+{]",
     re.DOTALL,
@@ -39,7 +38,7 @@ _EXPRESSION = re.compile(
 
 
 def check_cost(field: str, text: str) -> None:
-    """Raise RequestError, which names the field, for a text that would take long."""
+    """Raise RequestError, which names the field, for a text that would take too long."""
     match field:
         case "regex" | "grammar":
             _check_expressions(field, [text])
@@ -51,18 +50,18 @@ def _check_schema(field: str, schema: dict[str, Any]) -> None:
     nodes = list(_nodes(schema))
     objects = [node for node in nodes if isinstance(node, dict)]
     parts = len(nodes) + sum(_num_required(node) for node in objects)
-    if parts > _MOST_PARTS:
+    if parts > _MAX_PARTS:
         raise RequestError(
-            f"{field} has {parts:,} records, booleans and further required names; "
-            f"{_MOST_PARTS:,} is the most"
+            f"{field} has {parts:,} records, booleans and required names without a schema; "
+            f"the maximum is {_MAX_PARTS:,}"
         )
     multiple = _common_multiple(
         {node["multipleOf"] for node in objects if _is_number(node.get("multipleOf"))}
     )
-    if multiple > _MOST_MULTIPLE:
+    if multiple > _MAX_MULTIPLE:
         raise RequestError(
             f"{field} has values of multipleOf whose least common multiple has more than "
-            f"{_MOST_MULTIPLE:,} steps"
+            f"{_MAX_MULTIPLE:,} steps; use fewer or rounder values"
         )
     patterns = [node["pattern"] for node in objects if isinstance(node.get("pattern"), str)]
     patterns += [
@@ -73,44 +72,43 @@ def _check_schema(field: str, schema: dict[str, Any]) -> None:
     ]
     formats = sum(isinstance(node.get("format"), str) for node in objects)
     intersected = min(len(patterns) + formats, sum(map(_num_intersected, objects)))
-    if intersected > _MOST_INTERSECTED:
+    if intersected > _MAX_INTERSECTED:
         raise RequestError(
             f"{field} combines {intersected:,} patterns and formats by allOf and $ref; "
-            f"{_MOST_INTERSECTED} is the most"
+            f"the maximum is {_MAX_INTERSECTED}"
         )
     _check_expressions(field, patterns)
 
 
 def _nodes(schema: object) -> Iterator[dict[str, Any] | bool]:
-    """Records and booleans in a schema, itself among them: each may be a schema."""
+    """All records and booleans in a schema, itself included: each may be a schema."""
     level = [schema]
     while level:
-        yield from (one for one in level if isinstance(one, dict | bool))
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
+        yield from (value for value in level if isinstance(value, dict | bool))
+        level = [child for value in level for child in _children(value)]
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _num_required(node: dict[str, Any]) -> int:
-    """Names that a schema requires and says nothing else of."""
+    """Number of names that a schema requires without a schema for them."""
     required, properties = node.get("required"), node.get("properties")
+    if not isinstance(required, list):
+        return 0
     known = properties if isinstance(properties, dict) else {}
-    return (
-        sum(isinstance(name, str) and name not in known for name in required)
-        if isinstance(required, list)
-        else 0
-    )
+    return sum(isinstance(name, str) and name not in known for name in required)
 
 
 def _num_intersected(node: dict[str, Any]) -> int:
-    """Schemas that a schema holds beside its first."""
-    further = len(node["allOf"]) - 1 if isinstance(node.get("allOf"), list) else 0
-    return further + sum(name in node for name in ("pattern", "format")) * (
-        "$ref" in node or "allOf" in node
-    )
+    """Number of schemas that a value must match in addition to the first."""
+    is_combined = "$ref" in node or "allOf" in node
+    num_own = sum(name in node for name in ("pattern", "format")) if is_combined else 0
+    num_listed = len(node["allOf"]) - 1 if isinstance(node.get("allOf"), list) else 0
+    return num_listed + num_own
 
 
 def _is_number(value: object) -> bool:
@@ -123,65 +121,63 @@ def _is_number(value: object) -> bool:
 
 
 def _common_multiple(values: set[int | float]) -> int:
-    """The least number that all of these divide, in units of its last decimal; 0 for no values."""
+    """The least common multiple in units of its last decimal; 0 for no values."""
     if not values:
         return 0
-    found = reduce(_least_multiple, (Fraction(str(value)) for value in values))
-    while found.denominator > 1:
-        found *= 10
-    return found.numerator
+    multiple = reduce(_least_multiple, (Fraction(str(value)) for value in values))
+    while multiple.denominator > 1:
+        multiple *= 10
+    return multiple.numerator
 
 
-def _least_multiple(one: Fraction, other: Fraction) -> Fraction:
-    return Fraction(
-        math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator)
-    )
+def _least_multiple(a: Fraction, b: Fraction) -> Fraction:
+    return Fraction(math.lcm(a.numerator, b.numerator), math.gcd(a.denominator, b.denominator))
 
 
 def _check_expressions(field: str, texts: list[str]) -> None:
     squares = 0
     for text in texts:
         repetitions, optional = expression_size(text)
-        if repetitions > _MOST_REPETITIONS:
+        if repetitions > _MAX_REPETITIONS:
             raise RequestError(
-                f"{field} repeats something {repetitions:,} times; {_MOST_REPETITIONS:,} "
-                "is the most"
+                f"{field} repeats something {repetitions:,} times; the maximum is "
+                f"{_MAX_REPETITIONS:,}"
             )
         squares += optional**2
-    if squares > _MOST_OPTIONAL**2:
+    if squares > _MAX_OPTIONAL**2:
         raise RequestError(
-            f"{field} has {math.isqrt(squares):,} optional parts (?, *, {{0,n}}); "
-            f"{_MOST_OPTIONAL} is the most"
+            f"{field} has {math.isqrt(squares):,} optional parts (?, *, {{0,n}}); the maximum is "
+            f"{_MAX_OPTIONAL}"
         )
 
 
 def expression_size(text: str) -> tuple[int, int]:
-    """How often an expression repeats something at least, or the largest of its counts; and its
-    optional parts, those of a group as often as the group is repeated.
+    """The largest repetition count of an expression and its number of optional parts.
+
+    Nested minimum counts multiply. The optional parts of a group count once per repetition.
     """
-    most = 1
-    groups, atom = (
-        [[1, 0]],
-        [1, 0],
-    )  # repetitions and optional parts in each open group, and in what came last
-    is_empty = True  # whether nothing stands between the last parenthesis or bar and here
-    for found in _EXPRESSION.finditer(text):
-        kind = found.lastgroup
+    max_repetitions = 1
+    # Repetitions and optional parts of each open group, and of the last atom.
+    groups, atom = [[1, 0]], [1, 0]
+    is_empty = True  # whether the current alternative has no atom yet
+    for match in _EXPRESSION.finditer(text):
+        kind = match.lastgroup
         if kind == "close":
             atom = groups.pop() if len(groups) > 1 else [1, 0]
             atom[1] += is_empty
         elif kind == "count":
-            least, bound = int(found["least"]), int(found["bound"] or 0)
-            most = max(most, bound)
-            atom = [atom[0] * least, atom[1] * (max(least, bound) - 1) + (not least)]
+            low, high = int(match["min"]), int(match["max"] or 0)
+            max_repetitions = max(max_repetitions, high)
+            atom = [atom[0] * low, atom[1] * (max(low, high) - 1) + (not low)]
         elif kind == "optional":
             atom = [1, 1]
         else:
             atom = [1, int(kind == "bar" and is_empty)]
-        most = max(most, atom[0])
+        max_repetitions = max(max_repetitions, atom[0])
         if kind == "open":
             groups.append([1, 0])
         else:
-            groups[-1] = [max(groups[-1][0], atom[0]), groups[-1][1] + atom[1]]
+            repetitions, num_optional = groups[-1]
+            groups[-1] = [max(repetitions, atom[0]), num_optional + atom[1]]
         is_empty = kind in ("open", "bar")
-    return most, sum(optional for _, optional in groups)
+    return max_repetitions, sum(num_optional for _, num_optional in groups)

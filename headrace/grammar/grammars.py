@@ -1,10 +1,9 @@
-"""Grammars over the vocabulary of a tokenizer, compiled and followed by llguidance, which is needed
-for nothing else.
+"""Grammars over the vocabulary of a tokenizer, compiled and followed by llguidance.
 
-llguidance reads the text of an output byte by byte: a lexer of regular-expression derivatives below
-an Earley parser. Which tokens may follow it finds by walking a trie of all of them, in tens of
-microseconds. Where the grammar leaves but one text, it allows the token that the tokenizer would
-write it with alone.
+llguidance reads the text of an output byte by byte: a lexer of regular-expression derivatives feeds
+an Earley parser. It finds the allowed tokens by walking a trie of the vocabulary, in tens of
+microseconds. If the grammar allows a single text, it allows only the token with which the tokenizer
+writes that text. No other module imports llguidance.
 """
 
 import importlib
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-_MOST_COMPILED = 64
-"""Most grammars that are kept compiled; the least recently used is dropped first."""
-_MOST_USES = 100
-"""Requests after which a grammar is compiled again: they share its lexer, which grows with the
-texts that it sees.
+_MAX_COMPILED = 64
+"""Max compiled grammars in the cache; the least recently used is dropped first."""
+_MAX_USES = 100
+"""Requests before a grammar is compiled again: its requests share a lexer, which grows with the
+texts that it reads.
 """
-_MOST_WRITTEN = 256
-"""Characters of a certain text that are tokenised ahead of it."""
-_MOST_KEPT = 4096
-"""Most texts whose tokens are kept: those of a grammar come again and again."""
+_MAX_FORCED_CHARACTERS = 256
+"""Characters of a forced text that are tokenised in advance."""
+_MAX_TOKENISED = 4096
+"""Max texts whose tokens are cached: a grammar forces the same texts again and again."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,  # tens of milliseconds to compile
     "step_lexer_fuel": 100_000,  # a few milliseconds of a mask
@@ -47,35 +46,36 @@ _LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Of llguidance: a text that breaks one cannot be compiled, or its requests fail where they come to
-it.
+"""Limits of llguidance. A grammar that exceeds one cannot be compiled, or its request fails at the
+text that exceeds it.
 """
 _JSON: "JsonCompileOptions" = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
 }
-"""JSON as Python's `json.dumps` writes it: where white space is free, a small model may write it
-without an end.
+"""JSON as Python's `json.dumps` writes it: with free white space a small model may write spaces
+without end.
 """
 
 
 _Key = tuple[str, str]
-"""The field of a `StructuredOutputs` that is given, and its text."""
+"""The field of a `StructuredOutputs` that is set, and its text."""
 
 
 class Vocabulary(Protocol):
     """The part of a tokenizer that grammars need."""
 
     @property
-    def special_ids(self) -> Collection[int]: ...  # control tokens, which are no text
+    def special_ids(self) -> Collection[int]: ...  # control tokens, which have no text
     def token_bytes(self, token_id: int) -> bytes: ...
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
 
 class Grammars:
-    """Compiles what is asked of outputs, over the first `vocab_size` tokens of a vocabulary. Any
-    thread may ask it to.
+    """Compiles and caches grammars over the first `vocab_size` tokens of a vocabulary.
+
+    Any thread may call `compile`.
     """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
@@ -83,26 +83,27 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[_Key, tuple[int, LLMatcher]] = OrderedDict()
-        """Each with the requests that it may still serve; the least recently used first."""
+        """Grammars with their remaining uses; the least recently used first."""
         self._lock = Lock()
 
-    def compile(self, asked: StructuredOutputs) -> GrammarState:
-        """The beginning of a text as it is asked for. Raises RequestError, which names the field,
-        for what cannot be compiled.
-        """
-        key = _key(asked)
-        with self._lock:
-            left, found = self._compiled.get(key, (0, None))
-        if found is None or not left:
-            left, found = _MOST_USES, self._compile(*key, asked)
-        with self._lock:
-            self._compiled[key] = left - 1, found
-            self._compiled.move_to_end(key)
-            while len(self._compiled) > _MOST_COMPILED:
-                self._compiled.popitem(last=False)
-            return _State(found.deep_copy(), self._vocab_size)
+    def compile(self, outputs: StructuredOutputs) -> GrammarState:
+        """The state at the beginning of a text.
 
-    def _compile(self, field: str, text: str, asked: StructuredOutputs) -> "LLMatcher":
+        Raises RequestError, which names the field, if the grammar cannot be compiled.
+        """
+        key = _key(outputs)
+        with self._lock:
+            uses_left, matcher = self._compiled.get(key, (0, None))
+        if matcher is None or not uses_left:
+            uses_left, matcher = _MAX_USES, self._compile(*key, outputs)
+        with self._lock:
+            self._compiled[key] = uses_left - 1, matcher
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return _State(matcher.deep_copy(), self._vocab_size)
+
+    def _compile(self, field: str, text: str, outputs: StructuredOutputs) -> "LLMatcher":
         llguidance = _llguidance()
         check_cost(field, text)
         with self._lock:
@@ -113,22 +114,22 @@ class Grammars:
         limits = llguidance.LLParserLimits(**_LIMITS)
         try:
             matcher: LLMatcher = llguidance.LLMatcher(
-                self._tokenizer, _grammar(llguidance.LLMatcher, asked), log_level=0, limits=limits
+                self._tokenizer, _grammar(llguidance.LLMatcher, outputs), log_level=0, limits=limits
             )
         except ValueError as error:
             raise RequestError(f"{field} cannot be compiled: {_shortened(str(error))}") from None
         if message := matcher.get_error():
             raise RequestError(f"{field} cannot be compiled: {_shortened(message)}")
         mask = np.zeros(mask_words(self._vocab_size), np.uint32)
-        with suppress(ConstraintError):  # there is nothing in the mask then
+        with suppress(ConstraintError):  # the mask stays empty
             _State(matcher, self._vocab_size).fill(mask)
         if not mask.any():
-            raise RequestError(f"{field} allows no text that the tokenizer could write")
+            raise RequestError(f"{field} allows no text that the tokenizer can write; change it")
         return matcher
 
 
 class _State:
-    """A place in a grammar: a matcher of llguidance that consumes nothing any more."""
+    """A `GrammarState`: a matcher of llguidance that consumes no further token itself."""
 
     __slots__ = ("_matcher", "_vocab_size")
 
@@ -143,7 +144,7 @@ class _State:
     def after(self, token: int) -> Self:
         matcher = self._matcher.deep_copy()
         if not matcher.consume_token(token):
-            raise ConstraintError(f"the grammar cannot go on: {_shortened(matcher.get_error())}")
+            raise ConstraintError(f"the grammar cannot continue: {_shortened(matcher.get_error())}")
         return type(self)(matcher, self._vocab_size)
 
     def fill(self, mask: Mask) -> None:
@@ -151,17 +152,15 @@ class _State:
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
             raise ConstraintError(
-                f"the grammar cannot go on: {_shortened(self._matcher.get_error())}"
+                f"the grammar cannot continue: {_shortened(self._matcher.get_error())}"
             )
         word, bit = divmod(self._vocab_size, 32)
-        bits[word] &= ~np.uint32(1 << bit)  # the end of the text
+        bits[word] &= ~np.uint32(1 << bit)  # the token of the text's end
         mask[:] = bits[: len(mask)]
 
 
 class _Tokens:
-    """The vocabulary as llguidance wants it: with a token more, which stands for the end of the
-    text.
-    """
+    """A tokenizer for llguidance: the vocabulary and one more token, for the end of the text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -171,7 +170,8 @@ class _Tokens:
         self.tokens = [vocabulary.token_bytes(token) for token in range(vocab_size)]
         if not any(self.tokens):
             raise RequestError(
-                "structured_outputs needs a tokenizer, and this model has none with text"
+                "structured_outputs needs a tokenizer with text, and this model has none; "
+                "leave it out"
             )
         self.tokens.append(b"<end>")
         self.eos_token_id = vocab_size
@@ -184,24 +184,24 @@ class _Tokens:
         for token in self.special_token_ids:
             self._by_text.pop(self.tokens[token], None)
         self._longest = max(map(len, self._by_text), default=0)
-        self._written = lru_cache(_MOST_KEPT)(self._write)
+        self._cached_encode = lru_cache(_MAX_TOKENISED)(self._encode)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text, or of its beginning, where it is long."""
-        return self._written(text[:_MOST_WRITTEN])
+        """The tokens of a text, or of its beginning if it is long."""
+        return self._cached_encode(text[:_MAX_FORCED_CHARACTERS])
 
-    def _write(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
+        data = text.encode()
         with suppress(HeadraceError):  # some tokenizers cannot encode every text
             ids = self._vocabulary.encode(text, add_special=False)
-            if (
-                all(token < self.eos_token_id for token in ids)
-                and b"".join([self.tokens[token] for token in ids]) == text.encode()
-            ):
+            is_known = all(token < self.eos_token_id for token in ids)
+            if is_known and b"".join([self.tokens[token] for token in ids]) == data:
                 return ids
-        return self._longest_first(text.encode())  # where it adds a space, or writes another text
+        # The tokenizer adds a space, or writes another text.
+        return self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        """The tokens of these bytes, each as long as can be, up to where there is none."""
+        """The longest token at each place of `data`, up to a place that no token can write."""
         ids: list[int] = []
         while data:
             sizes = range(min(self._longest, len(data)), 0, -1)
@@ -213,29 +213,27 @@ class _Tokens:
         return ids
 
 
-def _key(asked: StructuredOutputs) -> _Key:
-    if asked.choice is not None:
-        return "choice", json.dumps(asked.choice)
+def _key(outputs: StructuredOutputs) -> _Key:
+    if outputs.choice is not None:
+        return "choice", json.dumps(outputs.choice)
     return next(
         (name, str(text))
         for name in ("json", "regex", "grammar", "json_object")
-        if (text := getattr(asked, name))
+        if (text := getattr(outputs, name))
     )
 
 
-def _grammar(matcher: "type[LLMatcher]", asked: StructuredOutputs) -> str:
-    """What is asked for, as llguidance has it. Raises ValueError for what it cannot read."""
-    if asked.regex is not None:
-        return matcher.grammar_from_regex(asked.regex)
-    if asked.grammar is not None:
-        return matcher.grammar_from_lark(asked.grammar)
-    if asked.choice is not None:
-        return matcher.grammar_from_lark(
-            "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in asked.choice)
-        )
-    return matcher.grammar_from_json_schema(
-        str(asked.json) if asked.json is not None else '{"type": "object"}', defaults=_JSON
-    )
+def _grammar(matcher: "type[LLMatcher]", outputs: StructuredOutputs) -> str:
+    """The grammar in llguidance's form. Raises ValueError for a text that it cannot read."""
+    if outputs.regex is not None:
+        return matcher.grammar_from_regex(outputs.regex)
+    if outputs.grammar is not None:
+        return matcher.grammar_from_lark(outputs.grammar)
+    if outputs.choice is not None:
+        choices = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
+        return matcher.grammar_from_lark("start: " + " | ".join(choices))
+    schema = '{"type": "object"}' if outputs.json is None else str(outputs.json)
+    return matcher.grammar_from_json_schema(schema, defaults=_JSON)
 
 
 def _llguidance() -> ModuleType:
@@ -243,10 +241,10 @@ def _llguidance() -> ModuleType:
         return importlib.import_module("llguidance")
     except ImportError:
         raise RequestError(
-            "structured_outputs needs llguidance: pip install headrace[structured]"
+            "structured_outputs needs llguidance; pip install headrace[structured]"
         ) from None
 
 
 def _shortened(message: str) -> str:
-    """A message of llguidance in one line."""
+    """A message of llguidance on one line."""
     return " ".join(message.split())[:300]

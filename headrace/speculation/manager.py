@@ -303,7 +303,7 @@ def _permitted(seq: SequenceView, draft: DraftTree) -> DraftTree:
     """
     if seq.constraint is None or not draft.tokens:
         return draft
-    kept = seq.constraint.permitted(draft)
+    kept = seq.constraint.allowed_nodes(draft)
     if not kept or (draft.indivisible and len(kept) < len(draft.tokens)):
         return NO_DRAFT
     return prune(draft, kept)

@@ -264,7 +264,7 @@ PLAIN = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         (
             replace(PLAIN, structured_outputs=StructuredOutputs(regex="a+")),
             [[1]],
-            r"output_token_ids\[0\] cannot be: the grammar cannot go on",
+            r"output_token_ids\[0\] cannot be: the grammar cannot continue",
         ),
         (
             SamplingParams(beam_width=2),

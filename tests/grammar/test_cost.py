@@ -1,6 +1,4 @@
-"""What a text would take to compile is known from its shape: such that llguidance would be busy
-with for seconds are refused before.
-"""
+"""Grammars that llguidance would compile for seconds are refused by their shape."""
 
 import json
 from typing import Any
@@ -37,7 +35,7 @@ from headrace.grammar.cost import check_cost, expression_size
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_the_size_of_an_expression(text: str, size: tuple[int, int]) -> None:
+def test_expression_size(text: str, size: tuple[int, int]) -> None:
     assert expression_size(text) == size
 
 
@@ -105,7 +103,7 @@ def optional(patterns: int, each: int) -> dict[str, Any]:
         ({"pattern": "(a{200}){200}"}, "repeats something 40,000 times"),
     ],
 )
-def test_schemas(schema: dict[str, Any], message: str | None) -> None:
+def test_the_cost_of_schemas_is_limited(schema: dict[str, Any], message: str | None) -> None:
     if message is None:
         check_cost("json", json.dumps(schema))
     else:
@@ -114,7 +112,7 @@ def test_schemas(schema: dict[str, Any], message: str | None) -> None:
 
 
 @pytest.mark.parametrize("field", ["regex", "grammar"])
-def test_expressions(field: str) -> None:
+def test_the_cost_of_expressions_is_limited(field: str) -> None:
     check_cost(field, "a?" * 200 + "a" * 5000)
     for text, message in (
         ("a?" * 201, "201 optional parts"),
@@ -125,6 +123,6 @@ def test_expressions(field: str) -> None:
             check_cost(field, text)
 
 
-def test_texts_that_are_no_expressions() -> None:
+def test_choices_are_not_expressions() -> None:
     check_cost("choice", json.dumps(["a{99999}" + "?" * 5000]))
     check_cost("json_object", "True")

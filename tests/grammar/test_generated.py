@@ -1,4 +1,4 @@
-"""Generated schemas, answered by random weights: every answer is valid by its schema."""
+"""Generated schemas and random weights: every output is valid by its schema."""
 
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +12,7 @@ SCHEMAS = 30
 FOLDER = Path(__file__).parents[2] / "benchmarks/structured"
 
 
-def test_answers_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_follow_generated_schemas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     generator = import_module("generator")
     schemas = [generator.schema_of(seed) for seed in range(SCHEMAS)]

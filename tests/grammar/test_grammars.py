@@ -1,6 +1,4 @@
-"""Grammars over real kinds of tokenizers: random texts that they allow are what was asked for,
-whatever the vocabulary is made of.
-"""
+"""Grammars over several kinds of tokenizers: random texts that they allow are valid."""
 
 import json
 import random
@@ -27,7 +25,7 @@ from tests.checkpoint.test_tokenizer import byte_level, save, spaces_and_bytes
 from tests.json_vocabulary import EOS, VOCAB, JsonVocabulary
 
 BEYOND = 37
-"""Logits for which there is no token."""
+"""Logits without a token."""
 
 SCHEMAS: list[dict[str, Any]] = [
     {
@@ -97,8 +95,9 @@ def allowed(state: GrammarState, vocab_size: int) -> list[int]:
 def random_text(
     state: GrammarState, tokenizer: Tokenizer, rng: random.Random, most: int = 150
 ) -> str | None:
-    """A text that the grammar allows, of tokens that begin with a digit or end something rather
-    than others; None if it is not complete.
+    """A random text that the grammar allows; None if it is not complete.
+
+    It prefers tokens that begin with a digit or close something.
     """
     ids: list[int] = []
     while found := allowed(state, tokenizer.vocab_size + BEYOND):
@@ -114,7 +113,9 @@ def random_text(
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: next(iter(schema)))
-def test_json_is_valid(grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
+def test_json_follows_its_schema(
+    grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any]
+) -> None:
     state, num_complete = grammars.compile(StructuredOutputs(json=schema)), 0
     for seed in range(5):
         text = random_text(state, tokenizer, random.Random(seed))
@@ -161,8 +162,10 @@ def test_a_choice_is_one_of_its_texts(grammars: Grammars, tokenizer: Tokenizer) 
     assert texts <= set(choice) and len(texts) > 5
 
 
-def test_one_text_is_written_in_one_way(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    """The tokenizer's own where it can be asked; in any case there is one token at each place."""
+def test_a_forced_text_has_one_token_at_each_place(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    """They are the tokenizer's own tokens if it can encode the text."""
     text = "the quick brown fox jumps over the lazy dog, 1234 times"
     state, ids = grammars.compile(StructuredOutputs(choice=[text])), []
     while found := allowed(state, tokenizer.vocab_size + BEYOND):
@@ -174,7 +177,7 @@ def test_one_text_is_written_in_one_way(grammars: Grammars, tokenizer: Tokenizer
         assert ids == tokenizer.encode(text, add_special=False)
 
 
-def test_a_place_never_changes(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_grammar_state_never_changes(grammars: Grammars, tokenizer: Tokenizer) -> None:
     size = tokenizer.vocab_size + BEYOND
     begin = grammars.compile(StructuredOutputs(regex="(a|b)(c|d)*"))
     first = allowed(begin, size)
@@ -186,7 +189,7 @@ def test_a_place_never_changes(grammars: Grammars, tokenizer: Tokenizer) -> None
             behind.after(other)
         assert allowed(behind, size) == seen
     assert allowed(begin, size) == first
-    with pytest.raises(ConstraintError, match="cannot go on"):
+    with pytest.raises(ConstraintError, match="cannot continue"):
         begin.after(next(token for token in range(size) if token not in first))
 
 
@@ -194,7 +197,7 @@ SMALL = Grammars(JsonVocabulary(), VOCAB)
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("outputs", "message"),
     [
         ({"regex": "(a"}, "regex cannot be compiled: .*unclosed group"),
         ({"regex": "(?=a)b"}, "regex cannot be compiled: .*look-around"),
@@ -220,9 +223,11 @@ SMALL = Grammars(JsonVocabulary(), VOCAB)
         ({"json": {"type": "string", "pattern": "(a"}}, "json cannot be compiled"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(asked: dict[str, Any], message: str) -> None:
+def test_a_grammar_that_cannot_be_compiled_is_refused(
+    outputs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message) as error:
-        SMALL.compile(StructuredOutputs(**asked))
+        SMALL.compile(StructuredOutputs(**outputs))
     assert len(str(error.value)) < 500 and "\n" not in str(error.value)
 
 
@@ -231,7 +236,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "outputs",
     [
         {"regex": "((a{1,1000}){1,1000}){1,1000}b"},
         {"regex": "(a+)+b"},
@@ -256,9 +261,9 @@ def nested(depth: int) -> dict[str, Any]:
         {"choice": [f"name {i}" for i in range(1024)]},
     ],
 )
-def test_hostile_ones_are_compiled_or_refused(asked: dict[str, Any]) -> None:
+def test_a_hostile_grammar_is_compiled_or_refused(outputs: dict[str, Any]) -> None:
     try:
-        state = SMALL.compile(StructuredOutputs(**asked))
+        state = SMALL.compile(StructuredOutputs(**outputs))
         for _ in range(20):
             state = state.after(allowed(state, VOCAB)[0])
     except (RequestError, ConstraintError, IndexError):
@@ -274,22 +279,22 @@ def test_any_text_is_compiled_or_refused(text: str, field: str) -> None:
         assert field in str(error)
 
 
-def test_control_tokens_and_end_tokens_are_no_text() -> None:
+def test_control_tokens_and_end_tokens_are_not_text() -> None:
     state = SMALL.compile(StructuredOutputs(regex='(ab|[{]")+'))
     found = allowed(state, VOCAB)
     assert found and not set(EOS) & set(found)
 
 
-def test_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.grammar.grammars._MOST_COMPILED", 2)
+def test_the_cache_keeps_the_latest_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.grammar.grammars._MAX_COMPILED", 2)
     grammars = Grammars(JsonVocabulary(), VOCAB)
     for text in ("a", "b", "a", "c"):
         grammars.compile(StructuredOutputs(regex=text))
     assert [text for _, text in grammars._compiled] == ["a", "c"]
 
 
-def test_a_grammar_is_compiled_again_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.grammar.grammars._MOST_USES", 2)
+def test_a_grammar_is_compiled_again_after_its_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.grammar.grammars._MAX_USES", 2)
     grammars, found = Grammars(JsonVocabulary(), VOCAB), []
     for _ in range(4):
         grammars.compile(StructuredOutputs(regex="a"))
@@ -297,7 +302,7 @@ def test_a_grammar_is_compiled_again_now_and_then(monkeypatch: pytest.MonkeyPatc
     assert found[0] is found[1] and found[2] is found[3] and found[1] is not found[2]
 
 
-def test_without_the_library_the_message_says_what_to_install(
+def test_without_llguidance_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)

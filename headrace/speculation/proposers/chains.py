@@ -99,7 +99,7 @@ class Chain:
         self.end = node
         self.position += 1
         if self.constraint is not None:
-            after = self.constraint.beyond(expanded.tokens[0])
+            after = self.constraint.continuation(expanded.tokens[0])
             self.budget = self.budget if after else len(self.tokens)  # nothing follows
             self.constraint = after
         self.run = TokenRun(
