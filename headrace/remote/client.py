@@ -1,8 +1,7 @@
-"""The API process's side of the engine process: it starts it, sends it requests, hands out what
-comes of them, and watches over it.
+"""Client of an engine process: starts it, sends requests, streams results and restarts it.
 
-An engine that ends or hangs is started again, `_MOST_RESTARTS` times in `_RESTART_SECONDS` at most.
-All requests that it had get an error at once, and none waits for ever.
+An engine that ends or hangs is restarted, at most `_MAX_RESTARTS` times in `_RESTART_WINDOW`
+seconds. Its requests end with an error at once.
 """
 
 import asyncio
@@ -24,24 +23,27 @@ from headrace.remote.quarantine import Quarantine
 from headrace.remote.start import StartedEngine, start_engine
 from headrace.remote.stream import Stream
 
-STALE = 2.0
-"""Seconds without a pulse, and without having run, after which an engine is taken to be stopped."""
-_STOPPED = 5.0
-"""Seconds without a pulse after which it is started again, unless it has run meanwhile."""
-_LOADED = 1800.0
-"""Seconds that it may take to load the model."""
-_WATCH = 0.25
-_MOST_RESTARTS = 3
-_RESTART_SECONDS = 600.0
-_POLL = 0.01
-_GRACE = 3.0
-"""Seconds that an engine has to end by itself."""
+_STALE_SECONDS = 2.0
+"""Age of the heartbeat at which an engine that used no CPU time counts as stalled."""
+_STOPPED_SECONDS = 5.0
+"""Age of the heartbeat at which an engine counts as stalled, and is restarted if it used no CPU
+time.
+"""
+_LOAD_SECONDS = 1800.0
+"""Maximum seconds to load the model."""
+_WATCH_SECONDS = 0.25
+_POLL_SECONDS = 0.01
+_GRACE_SECONDS = 3.0
+"""Seconds that a closed engine may take to end before it is killed."""
+_MAX_RESTARTS = 3
+_RESTART_WINDOW = 600.0
+_CHUNK_BYTES = 1 << 18
 
 log = logging.getLogger("headrace.server")
 
 
 class EngineClient:
-    """The engine process, whichever one runs: a `RemoteEngine`."""
+    """A `RemoteEngine` that runs in a child process."""
 
     def __init__(
         self,
@@ -51,15 +53,15 @@ class EngineClient:
         stall_seconds: float,
         started: StartedEngine | None = None,
     ) -> None:
-        """`stall_seconds`: for how long a step may run before the engine is started again;
-        `started`: the first process, if it is there.
+        """`stall_seconds`: maximum duration of a step before the engine is restarted; `started`: a
+        process to use first.
         """
         self.info: frames.EngineInfo | None = None
         self.report = frames.Report({}, {}, {})
         self.state: State = "loading"
         self.restarts = 0
+        self.exit_code = 0
         self.adapters = dict(adapters)
-        """Paths of the adapters that requests may name, by name."""
         self._model = model
         self._config = config
         self._stall_seconds = stall_seconds
@@ -70,48 +72,39 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._heartbeat: Heartbeat | None = None
-        self._restarted: list[float] = []
-        self._why = ""
-        self._supervising: asyncio.Future[None] | None = None
-        self._changed = asyncio.Event()
-        self.exit_code = 0
+        self._restart_times: list[float] = []
+        self._reason = ""
+        """Why the engine is not ready."""
+        self._supervisor: asyncio.Future[None] | None = None
+        self._state_changed = asyncio.Event()
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken, and the engine has a pulse."""
         return self.state == "ready"
 
     @property
     def step_seconds(self) -> float:
-        """For how long the present step has run."""
         return self._heartbeat.read().step if self._heartbeat else 0.0
 
     async def start(self) -> None:
-        """Start the engine, and return once it is ready. Raises EngineDeadError, with the reason,
-        where it cannot be.
-        """
-        self._supervising = asyncio.ensure_future(self._supervise())
+        self._supervisor = asyncio.ensure_future(self._supervise())
         while self.state == "loading":
-            await self._changed.wait()
-            self._changed.clear()
+            await self._state_changed.wait()
+            self._state_changed.clear()
         if self.state != "ready":
-            raise EngineDeadError(self._why)
+            raise EngineDeadError(self._reason)
 
     async def submit(self, request: frames.Add) -> Stream:
-        """Send a request, and return the stream of what comes of it once the engine has taken it.
-
-        Raises RefusedError where the engine cannot serve it, NotReadyError where there is no
-        engine, EngineDeadError if it ends meanwhile.
-        """
         await self._quarantine.enter(request)
         try:
-            stream = self._open(request)
+            stream = self._open_stream(request)
         except NotReadyError:
-            self._quarantine.left(request)
+            self._quarantine.leave(request)
             raise
         self._send(msgspec.structs.replace(request, id=stream.id))
+
         try:
-            await stream.accepted()
+            await stream.reply()
         except BaseException:
             stream.close()
             self._forget(stream.id)
@@ -119,42 +112,38 @@ class EngineClient:
         return stream
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter for requests that name it. Raises as `submit` does."""
-        await self._ask(lambda request_id: frames.LoadAdapter(request_id, name, path))
+        await self._run_command(lambda request_id: frames.LoadAdapter(request_id, name, path))
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; requests under way keep it. Raises as `submit` does."""
-        await self._ask(lambda request_id: frames.UnloadAdapter(request_id, name))
+        await self._run_command(lambda request_id: frames.UnloadAdapter(request_id, name))
         self.adapters.pop(name, None)
 
     async def block_map(self) -> frames.Blocks:
-        """Which request holds which blocks, as it is between two steps. Raises as `submit` does."""
-        answer = await self._ask(frames.MapBlocks)
-        assert isinstance(answer, frames.Blocks)
-        return answer
+        blocks = await self._run_command(frames.MapBlocks)
+        assert isinstance(blocks, frames.Blocks)
+        return blocks
 
     async def close(self) -> None:
-        """End the engine, and all requests with it."""
-        self._become("closed")
+        self._set_state("closed")
         self._fail_all(NotReadyError("closed", "the server is shutting down"))
-        if self._supervising:
-            self._supervising.cancel()
-            await asyncio.gather(self._supervising, return_exceptions=True)
+        if self._supervisor:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
 
-    async def _ask(self, command: Callable[[str], frames.Command]) -> frames.Answer:
-        """What comes of a command that is made of its id."""
-        stream = self._open()
-        self._send(command(stream.id))
+    async def _run_command(self, make_command: Callable[[str], frames.Command]) -> frames.Reply:
+        """Send the command that `make_command` builds from a request id; return the reply."""
+        stream = self._open_stream()
+        self._send(make_command(stream.id))
         try:
-            return await stream.accepted()
+            return await stream.reply()
         finally:
             self._forget(stream.id)
 
-    def _open(self, asked: frames.Add | None = None) -> Stream:
+    def _open_stream(self, request: frames.Add | None = None) -> Stream:
         if self.state not in ("ready", "stalled"):
-            raise NotReadyError(self.state, self._why)
-        stream = Stream(str(next(self._ids)), asked, self._abort)
+            raise NotReadyError(self.state, self._reason)
+        stream = Stream(str(next(self._ids)), request, self._abort)
         self._streams[stream.id] = stream
         return stream
 
@@ -163,42 +152,43 @@ class EngineClient:
             self._send(frames.Abort(request_id))
 
     def _forget(self, request_id: str) -> bool:
-        """Let go of a stream before its end; whether it was there."""
+        """Drop a stream before its end; returns whether it was open."""
         stream = self._streams.pop(request_id, None)
-        if stream and stream.asked:
-            self._quarantine.left(stream.asked)
+        if stream and stream.request:
+            self._quarantine.leave(stream.request)
         return stream is not None
 
     def _send(self, command: frames.Setup | frames.Command) -> None:
         if self._writer and not self._writer.is_closing():
             self._writer.write(frames.encode(command))
 
-    def _become(self, state: State, why: str = "") -> None:
-        self.state, self._why = state, why
-        self._changed.set()
+    def _set_state(self, state: State, reason: str = "") -> None:
+        self.state, self._reason = state, reason
+        self._state_changed.set()
 
     async def _supervise(self) -> None:
-        """Run one engine after the other."""
+        """Run one engine process after another until the client is closed or gives up."""
         while self.state != "closed":
-            why = await self._run_one()
+            reason = await self._run_engine()
             self._quarantine.engine_ended(
-                [stream.asked for stream in self._streams.values() if stream.asked]
+                [stream.request for stream in self._streams.values() if stream.request]
             )
-            self._fail_all(EngineDeadError(why))
+            self._fail_all(EngineDeadError(reason))
             if self.info is None or not self._may_restart():
-                self._become("dead", why)
+                self._set_state("dead", reason)
                 return
-            log.error("the engine ended: %s; it is started again", why)
+            log.error("the engine ended: %s; restarting it", reason)
             self.restarts += 1
-            self._become("loading", why)
+            self._set_state("loading", reason)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
-        self._restarted = [*(at for at in self._restarted if now - at < _RESTART_SECONDS), now]
-        return len(self._restarted) <= _MOST_RESTARTS
+        recent = [start for start in self._restart_times if now - start < _RESTART_WINDOW]
+        self._restart_times = [*recent, now]
+        return len(self._restart_times) <= _MAX_RESTARTS
 
-    async def _run_one(self) -> str:
-        """Start an engine and serve it to its end; returns why it ended."""
+    async def _run_engine(self) -> str:
+        """Start an engine process and serve it until it ends; return why it ended."""
         started, self._started = self._started or start_engine(), None
         self._process, heartbeat = started.process, started.heartbeat
         self._heartbeat = heartbeat
@@ -207,7 +197,7 @@ class EngineClient:
             self._send(frames.Setup(self._model, self._config, self.adapters))
             watch = asyncio.ensure_future(self._watch(heartbeat))
             try:
-                return await self._read(reader)
+                return await self._read_events(reader)
             finally:
                 watch.cancel()
         finally:
@@ -215,10 +205,10 @@ class EngineClient:
             self._heartbeat = None
             heartbeat.close()
 
-    async def _read(self, reader: asyncio.StreamReader) -> str:
-        """Hand out events until the engine ends; returns why."""
+    async def _read_events(self, reader: asyncio.StreamReader) -> str:
+        """Dispatch events until the engine ends; return why it ended."""
         buffer = bytearray()
-        while chunk := await _chunk(reader):
+        while chunk := await _read_chunk(reader):
             buffer += chunk
             for body in frames.bodies(buffer):
                 event = frames.read_event(body)
@@ -227,67 +217,71 @@ class EngineClient:
                         self.report = event
                     case frames.EngineInfo():
                         self.info = event
-                        self._become("ready")
+                        self._set_state("ready")
                     case frames.Refused("", _, message):
                         self.exit_code = 1
-                        self._why = message
+                        self._reason = message
                     case _:
-                        self._hand_out(event)
+                        self._dispatch(event)
+
         code = await self._end_process()
         self.exit_code = code if code > 0 else 1
-        return self._why or (f"signal {-code}" if code < 0 else f"exit code {code}")
+        return self._reason or (f"signal {-code}" if code < 0 else f"exit code {code}")
 
-    def _hand_out(
-        self, event: frames.Answer | frames.Refused | frames.StepOutput | frames.Ended
+    def _dispatch(
+        self, event: frames.Reply | frames.Refused | frames.StepOutput | frames.Ended
     ) -> None:
-        """An event of a request that is not there any more is dropped."""
+        """Put an event in its stream. An event of a closed stream is dropped."""
         stream = self._streams.get(event.id)
-        is_last = stream and not stream.put(event)
-        engine_ends = (
+        if stream is None or stream.put(event):
+            return
+        # The streams of an engine that closes stay open: `_supervise` quarantines their requests.
+        engine_closes = (
             isinstance(event, frames.Ended) and event.error and event.error.kind == "closed"
         )
-        if stream and is_last and not engine_ends:  # else it is one under which the engine ended
+        if not engine_closes:
             self._streams.pop(event.id, None)
-            if stream.asked:
-                self._quarantine.ended_well(stream.asked)
+            if stream.request:
+                self._quarantine.finished(stream.request)
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Watch the pulse, which begins once the model is loaded: without one the engine is not
-        ready, and after a while it is ended.
+        """Set the state by the heartbeat, and kill an engine that stops or hangs.
 
-        On a machine that is far too busy a process may have no pulse for seconds although it runs:
-        then it is not ready a little later, and has as long as a step.
+        A process on an overloaded machine may write no heartbeat for seconds although it runs. Its
+        CPU time tells it from a stopped process, so it gets as long as a step may take.
         """
         process, ticks = self._process, None
         assert process
         while True:
-            await asyncio.sleep(_WATCH)
+            await asyncio.sleep(_WATCH_SECONDS)
             pulse, is_loading = heartbeat.read(), self.state == "loading"
-            if pulse.age <= STALE:
+            if pulse.age <= _STALE_SECONDS:
                 ticks = cpu_ticks(process.pid)
-            stalled, most = (
-                max(pulse.age, pulse.step),
-                _LOADED if is_loading else self._stall_seconds,
-            )
-            stands_still = pulse.age > STALE and cpu_ticks(process.pid) == ticks
-            if stalled > most or (not is_loading and stands_still and pulse.age > _STOPPED):
-                self._why = f"it stood still for {stalled:.0f} s"
-                process.send_signal(signal.SIGUSR1)  # its stacks, on stderr
-                await asyncio.sleep(_WATCH)
+
+            stalled_seconds = max(pulse.age, pulse.step)
+            max_seconds = _LOAD_SECONDS if is_loading else self._stall_seconds
+            uses_no_cpu = pulse.age > _STALE_SECONDS and cpu_ticks(process.pid) == ticks
+            is_stopped = not is_loading and uses_no_cpu and pulse.age > _STOPPED_SECONDS
+            if stalled_seconds > max_seconds or is_stopped:
+                self._reason = f"no progress for {stalled_seconds:.0f} s"
+                process.send_signal(signal.SIGUSR1)  # prints its stacks to stderr
+                await asyncio.sleep(_WATCH_SECONDS)
                 process.kill()
                 return
-            if self.state == "loading":
+            if is_loading:
                 continue
-            has_no_pulse = stands_still or pulse.age > _STOPPED
-            if has_no_pulse and self.state == "ready":
-                log.error("the engine has had no pulse for %.1f s", pulse.age)
-                self._become("stalled", "the engine does not answer")
-            elif not has_no_pulse and self.state == "stalled":
-                self._become("ready")
+
+            is_stale = uses_no_cpu or pulse.age > _STOPPED_SECONDS
+            if is_stale and self.state == "ready":
+                log.error("the engine sent no heartbeat for %.1f s", pulse.age)
+                self._set_state("stalled", "the engine does not respond")
+            elif not is_stale and self.state == "stalled":
+                self._set_state("ready")
 
     async def _end_process(self) -> int:
-        """Close the socket, at which the engine ends, or else kill it; returns its exit code, which
-        is below 0 for a signal.
+        """Close the connection, which ends the engine, and kill it after a grace period.
+
+        Returns the exit code, which is negative for a signal.
         """
         if self._writer:
             self._writer.close()
@@ -295,11 +289,11 @@ class EngineClient:
         process = self._process
         if process is None:
             return 0
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _GRACE_SECONDS
         while process.poll() is None:
             if time.monotonic() > deadline:
                 process.kill()
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(_POLL_SECONDS)
         self._process = None
         return process.returncode
 
@@ -309,11 +303,9 @@ class EngineClient:
             stream.put(error)
 
 
-async def _chunk(reader: asyncio.StreamReader) -> bytes:
-    """What the engine has written; nothing once it has ended, be it with commands that it has not
-    read, which reset the connection.
-    """
+async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
+    """Read the next bytes; empty after the engine has ended."""
     try:
-        return await reader.read(1 << 18)
-    except ConnectionError:
+        return await reader.read(_CHUNK_BYTES)
+    except ConnectionError:  # an engine that ends with unread commands resets the connection
         return b""

@@ -1,6 +1,4 @@
-"""What the routes use of an engine: that of one process beside this one (`engine_client.py`), or a
-fleet of them elsewhere.
-"""
+"""Protocol of an engine that runs elsewhere: in a child process, or as a fleet of replicas."""
 
 from collections.abc import Mapping
 from typing import Literal, Protocol
@@ -12,60 +10,56 @@ State = Literal["loading", "ready", "stalled", "dead", "closed"]
 
 
 class RemoteEngine(Protocol):
-    """An engine, or several that look like one."""
+    """An engine process (`EngineClient`), or several that act as one (`Fleet`)."""
 
     @property
     def info(self) -> frames.EngineInfo | None:
-        """What it said of itself; None before it was ready for the first time."""
+        """Properties of the engine; None before it is ready for the first time."""
 
     @property
     def report(self) -> frames.Report:
-        """What it does now, as it last said."""
+        """The latest statistics."""
 
     @property
-    def state(self) -> State:
-        """Whether it has a pulse."""
+    def state(self) -> State: ...
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine accepts requests."""
 
     @property
     def step_seconds(self) -> float:
-        """For how long the present step has run."""
+        """Seconds since the current step started; 0 between steps."""
 
     @property
-    def restarts(self) -> int:
-        """Times that it was started again."""
+    def restarts(self) -> int: ...
 
     @property
     def exit_code(self) -> int:
-        """With which this process is to end where it could not be started."""
+        """Exit code for a process whose engine could not start."""
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """Paths of the adapters that requests may name, by name."""
+        """Paths of the loaded adapters, by name."""
 
     async def start(self) -> None:
-        """Start it, and return once it is ready. Raises EngineDeadError, with the reason, where it
-        cannot be.
-        """
+        """Start the engine; return when it is ready. Raises EngineDeadError with the reason."""
 
     async def submit(self, request: frames.Add) -> Stream:
-        """Send a request, and return the stream of what comes of it once it was taken.
+        """Send a request; return its stream when the engine has accepted it.
 
-        Raises RefusedError where it cannot be served, NotReadyError where there is no engine,
-        EngineDeadError if it ends meanwhile.
+        Raises RefusedError for a request that the engine cannot serve, NotReadyError if there is no
+        engine, EngineDeadError if the engine ends.
         """
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter for requests that name it. Raises as `submit` does."""
+        """Load an adapter under a name. Raises as `submit` does."""
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; requests under way keep it. Raises as `submit` does."""
+        """Unload an adapter; running requests keep it. Raises as `submit` does."""
 
     async def block_map(self) -> frames.Blocks:
-        """Which request holds which blocks, as it is between two steps. Raises as `submit` does."""
+        """Return the KV blocks of each request, as of the last step. Raises as `submit` does."""
 
     async def close(self) -> None:
-        """End it, and all requests with it."""
+        """End the engine and all its requests."""

@@ -5,11 +5,11 @@ from headrace.remote.frames import ErrorKind
 
 
 class EngineError(HeadraceError):
-    """A request cannot go on."""
+    """A request cannot continue."""
 
 
 class RefusedError(EngineError):
-    """The engine cannot serve the request as it is."""
+    """The engine cannot serve the request."""
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)
@@ -17,7 +17,7 @@ class RefusedError(EngineError):
 
 
 class NotReadyError(EngineError):
-    """There is no engine that could take the request now."""
+    """No engine can accept the request now."""
 
     def __init__(self, state: str, message: str) -> None:
         super().__init__(message or f"the engine is {state}")
@@ -25,11 +25,11 @@ class NotReadyError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine ended under the request, or could not start."""
+    """The engine ended during the request, or could not start."""
 
 
 class EngineStartError(HeadraceError):
-    """The engine could not be started; the exit code is the engine process's own."""
+    """The engine could not start. The exit code is the exit code of the engine process."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -37,4 +37,4 @@ class EngineStartError(HeadraceError):
 
 
 class TooSlowError(EngineError):
-    """The client reads slower than its answer is written."""
+    """The client reads slower than the engine generates."""

@@ -1,8 +1,6 @@
-"""What the API process and the engine process say to each other: msgpack frames over a socket, each
-after its length.
+"""Messages between an engine process and its client: msgpack frames, each after its length.
 
-Only what is new crosses it: the tokens of a step once, and no result as a whole. Errors cross it as
-a kind and a message.
+A frame carries only new data: each token is sent once. An error is sent as a kind and a message.
 """
 
 from collections.abc import Iterator
@@ -20,23 +18,25 @@ from headrace.request import (
     SamplingParams,
 )
 
-HEAD = 4
-"""Bytes before each frame: its length, little endian."""
-MAX_FRAME = 64 << 20
+LENGTH_BYTES = 4
+"""Bytes of the length before each frame, little endian."""
+MAX_FRAME_BYTES = 64 << 20
 CONTENT_TYPE = "application/msgpack"
-"""The type of a frame in the body of an HTTP request."""
+"""Content type of an HTTP request whose body is a frame."""
 
 ErrorKind = Literal["request", "not_finite", "closed", "internal", "quarantined"]
 
 
 class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Load a model with adapters, whose paths are given by name: the first frame. The answer is
-    `EngineInfo`, or `Refused` under no id.
+    """Load a model and adapters: the first frame that a client sends.
+
+    The reply is `EngineInfo`, or `Refused` with an empty id.
     """
 
     model: str
     config: EngineConfig
     adapters: dict[str, str]
+    """Paths by name."""
 
 
 class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
@@ -49,17 +49,17 @@ class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
     pooling: PoolingParams | None = None
     options: RequestOptions = DEFAULT_OPTIONS
     output_token_ids: list[list[int]] = []
-    """The tokens that each continuation has already, where another engine began it."""
+    """Tokens that another engine has generated, for each output."""
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """End a request; one that has ended is no matter."""
+    """End a request, if it is running. There is no reply."""
 
     id: str
 
 
 class LoadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Load an adapter under a name. The answer is `Accepted` or `Refused`, under the id."""
+    """Load an adapter under a name. The reply is `Accepted` or `Refused`."""
 
     id: str
     name: str
@@ -67,14 +67,14 @@ class LoadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class UnloadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Unload an adapter. The answer is `Accepted` or `Refused`, under the id."""
+    """Unload an adapter. The reply is `Accepted` or `Refused`."""
 
     id: str
     name: str
 
 
 class MapBlocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Say which request holds which blocks. The answer is `Blocks` or `Refused`, under the id."""
+    """Report the KV blocks of each request. The reply is `Blocks` or `Refused`."""
 
     id: str
 
@@ -82,8 +82,8 @@ class MapBlocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
 Command = Add | Abort | LoadAdapter | UnloadAdapter | MapBlocks
 
 
-class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The engine is ready."""
+class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
+    """Properties of an engine. The engine sends it when it is ready."""
 
     architecture: str
     vocab_size: int
@@ -91,7 +91,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     max_model_len: int
     max_num_seqs: int
     kv_tokens: int
-    """Token slots of the group of layers that sees furthest."""
+    """Token slots of the KV group with the longest window."""
     kv_bytes: int
     weight_bytes: int
     kv_dtype: KvDtype
@@ -100,25 +100,25 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True):
     lossy: str
     activations: Activations
     block_size: int
-    """Tokens of a block of KV."""
+    """Tokens of a KV block."""
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What was asked for is done, or queued."""
+    """A command was carried out, or a request was queued."""
 
     id: str
 
 
 class Refused(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What was asked for cannot be done."""
+    """A command or request failed."""
 
     id: str
     kind: ErrorKind
     message: str
 
 
-class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What a step brought to one continuation of a request: see `request.Update`."""
+class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
+    """New tokens and text of one output of a request: see `request.Update`."""
 
     id: str
     index: int
@@ -129,59 +129,58 @@ class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True):
     stop_reason: int | str | None
 
 
-class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """A request has ended; nothing more comes of it."""
+class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
+    """The end of a request: its last event."""
 
     id: str
-    prompt_tokens: int
-    cached_tokens: int
-    queue: float
-    prefill: float
-    decode: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
     """Seconds, as in `request.Timing`."""
-    error: Refused | None
-    prompt_logprobs: list[Logprobs | None] | None
-    embedding: bytes | None
-    """Of a prompt that was embedded: float32, little endian."""
+    error: Refused | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    embedding: bytes | None = None
+    """The pooled embedding: float32, little endian."""
 
 
 class Report(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What the engine does now, and what it has done: the fields of `stats.Stats` that are numbers,
-    and those of its KV.
-    """
+    """Statistics of an engine."""
 
     figures: dict[str, float]
+    """The numeric fields and KV properties of `stats.Stats`."""
     adapters: dict[str, int]
     drafts: dict[str, list[float]]
+    """Steps, proposed and accepted tokens of each proposer."""
 
 
-class Holding(msgspec.Struct, frozen=True):
-    """The blocks of a sequence."""
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV blocks of a sequence. A run is a pair: the first block, the number of blocks."""
 
     request: str
     seq: int
     computed: int
-    """Slots with KV, from the first on, those of blocks that it let go included."""
+    """Slots with KV, counted from position 0 and including released blocks."""
     released: int
-    """Blocks at its beginning that it let go."""
+    """Blocks at the beginning that the sequence has released."""
     runs: list[int]
-    """Its other blocks in position order, as runs: the first block and their number, for each run.
-    """
+    """The other blocks in position order, as runs."""
 
 
-class GroupBlocks(msgspec.Struct, frozen=True):
-    """The blocks of the layers that keep alike and see alike: see `stats.GroupMap`."""
+class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of a KV group: see `stats.GroupMap`."""
 
     layers: int
     window: int
     num_blocks: int
     holdings: list[Holding]
     cached: list[int]
-    """Free blocks that still hold KV, as runs in ascending order."""
+    """Free blocks with cached KV, as runs in ascending order."""
 
 
 class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Which sequence holds which blocks of KV: see `stats.BlockMap`."""
+    """The KV blocks of each sequence: see `stats.BlockMap`."""
 
     id: str
     block_size: int
@@ -189,8 +188,8 @@ class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 Event = EngineInfo | Accepted | Refused | StepOutput | Ended | Report | Blocks
-Answer = Accepted | Blocks
-"""What comes of a command that is not refused."""
+Reply = Accepted | Blocks
+"""The first event after a command, if it is not `Refused`."""
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)
@@ -198,41 +197,49 @@ _events = msgspec.msgpack.Decoder(Event)
 
 
 def encode(*frames: Setup | Command | Event) -> bytes:
-    """Frames as they go over the socket."""
-    parts = [_encoder.encode(frame) for frame in frames]
-    return b"".join([part for body in parts for part in (len(body).to_bytes(HEAD, "little"), body)])
+    """Encode frames, each after its length."""
+    parts: list[bytes] = []
+    for frame in frames:
+        body = _encoder.encode(frame)
+        parts += (length_prefix(body), body)
+    return b"".join(parts)
+
+
+def length_prefix(body: bytes) -> bytes:
+    return len(body).to_bytes(LENGTH_BYTES, "little")
 
 
 def read_setup(body: bytes) -> Setup:
-    """What the first frame asks for. Raises msgspec.DecodeError."""
+    """Decode the first frame. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(body, type=Setup)
 
 
 def read_command(body: bytes) -> Command:
-    """The command in the body of a frame. Raises msgspec.DecodeError."""
+    """Decode a frame of a client. Raises msgspec.DecodeError."""
     command: Command = _commands.decode(body)
     return command
 
 
 def read_event(body: bytes) -> Event:
-    """The event in the body of a frame. Raises msgspec.DecodeError."""
+    """Decode a frame of an engine. Raises msgspec.DecodeError."""
     event: Event = _events.decode(body)
     return event
 
 
 def bodies(buffer: bytearray) -> Iterator[bytes]:
-    """Take the bodies of all whole frames from the front of a buffer. Raises ValueError for one
-    that is longer than any may be.
+    """Remove all complete frames from the front of a buffer, without their lengths.
+
+    Raises ValueError for a frame above `MAX_FRAME_BYTES`.
     """
     start = 0
     try:
-        while len(buffer) - start >= HEAD:
-            size = int.from_bytes(buffer[start : start + HEAD], "little")
-            if size > MAX_FRAME:
-                raise ValueError(f"a frame of {size:,} bytes")
-            if len(buffer) - start - HEAD < size:
+        while len(buffer) - start >= LENGTH_BYTES:
+            size = int.from_bytes(buffer[start : start + LENGTH_BYTES], "little")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size:,} bytes is above {MAX_FRAME_BYTES:,}")
+            if len(buffer) - start - LENGTH_BYTES < size:
                 return
-            yield bytes(buffer[start + HEAD : start + HEAD + size])
-            start += HEAD + size
+            yield bytes(buffer[start + LENGTH_BYTES : start + LENGTH_BYTES + size])
+            start += LENGTH_BYTES + size
     finally:
         del buffer[:start]

@@ -1,8 +1,7 @@
-"""The engine's pulse: a page of memory that the engine process writes and the API process reads, so
-that no queue stands between.
+"""Heartbeat of an engine process: a page of shared memory that its client reads.
 
-A process that is stopped writes nothing, whatever it was doing. One whose step hangs goes on
-writing, and says for how long the step has run.
+A stopped process writes no heartbeat. A process whose step hangs still writes it, with the time at
+which the step started.
 """
 
 import mmap
@@ -17,18 +16,16 @@ _SIZE = mmap.PAGESIZE
 
 
 class Pulse(NamedTuple):
-    """What was read, in seconds."""
+    """One reading of a heartbeat, in seconds."""
 
     age: float
-    """Since the process last wrote."""
+    """Since the last write."""
     step: float
-    """For how long a step has run then; 0 between steps."""
+    """Duration of the current step at the last write; 0 between steps."""
 
 
 def cpu_ticks(pid: int) -> int | None:
-    """What a process has used of the processor, in ticks of the system's clock; None where that
-    cannot be known.
-    """
+    """Return the CPU time of a process in clock ticks; None if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -37,9 +34,7 @@ def cpu_ticks(pid: int) -> int | None:
 
 
 class Heartbeat:
-    """The page, by its file descriptor. Times are those of the system's monotonic clock, which
-    processes share.
-    """
+    """The shared page, by file descriptor. Times are of the system's monotonic clock."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -47,24 +42,23 @@ class Heartbeat:
 
     @classmethod
     def create(cls) -> "Heartbeat":
-        """A new page, which has just been written."""
+        """Create a page and write it once."""
         fd = os.memfd_create("headrace-heartbeat")
         os.ftruncate(fd, _SIZE)
         heartbeat = cls(fd)
         heartbeat.beat(None)
         return heartbeat
 
-    def beat(self, step_begun: float | None) -> None:
-        """Write that the process is alive, and when its step began, if it is in one."""
+    def beat(self, step_started: float | None) -> None:
+        """Write the current time, and the start of the current step if there is one."""
         now = time.monotonic()
-        self._page[: _LAYOUT.size] = _LAYOUT.pack(now, now if step_begun is None else step_begun)
+        start = now if step_started is None else step_started
+        self._page[: _LAYOUT.size] = _LAYOUT.pack(now, start)
 
     def read(self) -> Pulse:
-        """The pulse now."""
-        written, step_begun = _LAYOUT.unpack(self._page[: _LAYOUT.size])
-        return Pulse(time.monotonic() - written, written - step_begun)
+        written, step_started = _LAYOUT.unpack(self._page[: _LAYOUT.size])
+        return Pulse(age=time.monotonic() - written, step=written - step_started)
 
     def close(self) -> None:
-        """Let go of the page."""
         self._page.close()
         os.close(self.fd)

@@ -1,8 +1,7 @@
-"""An engine that is told what to do by frames, and says by frames what comes of it, whatever
-carries them.
+"""An engine that handles commands and puts events, over any transport.
 
-In the engine process of a server that is a socket (`engine_process.py`), in a replica on Ray its
-handle (`scaleout/ray_replica.py`).
+The engine process (`process.py`) sends them over a socket, a replica on Ray
+(`scaleout/ray_replica.py`) over its handle.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +30,24 @@ if TYPE_CHECKING:
     from headrace.parallel.launch import Launcher
 
 Put = Callable[[frames.Event], None]
-"""Takes an event, in any thread: must not block, and raises nothing."""
+"""Takes an event, in any thread. It must not block, and raises nothing."""
+
+_KV_FIGURES = (
+    "blocks_total",
+    "blocks_free",
+    "blocks_cached",
+    "kv_bytes",
+    "kv_bytes_used",
+    "occupancy",
+    "waste",
+)
+"""Properties of `Stats` that a report has in addition to the numeric fields."""
 
 
 def open_engine(
     setup: frames.Setup, launcher: "Launcher | None" = None
 ) -> tuple[Engine, ModelSpec]:
-    """The engine that is asked for, with its adapters, and what its model is; `launcher`: of its
-    ranks, see `compile_ranks`.
+    """Load an engine with its adapters; `launcher` starts its other ranks.
 
     Raises as `load_model`.
     """
@@ -51,48 +60,55 @@ def open_engine(
     return engine, checkpoint.spec
 
 
-class _Sink:
-    """Receives the updates of one request."""
+class _RequestSink:
+    """Converts the updates of one request to events."""
 
     def __init__(self, request_id: str, put: Put) -> None:
         self._id = request_id
         self._put = put
 
     def put(self, item: Update | BaseException, /) -> None:
-        """Say what is new."""
         try:
             if not isinstance(item, BaseException):
-                self._tell(item)
+                self._put_update(item)
                 return
         except Exception as error:
             item = error
-        self._put(frames.Ended(self._id, 0, 0, 0, 0, 0, refused(self._id, item), None, None))
+        self._put(frames.Ended(id=self._id, error=refused_event(self._id, item)))
 
-    def _tell(self, item: Update) -> None:
-        if item.token_ids or item.text or item.finish_reason:
-            news = (item.text, item.token_ids, item.logprobs, item.finish_reason, item.stop_reason)
-            self._put(frames.StepOutput(self._id, item.index, *news))
-        if item.result:
-            self._put(ended(self._id, item.result))
+    def _put_update(self, update: Update) -> None:
+        if update.token_ids or update.text or update.finish_reason:
+            self._put(
+                frames.StepOutput(
+                    id=self._id,
+                    index=update.index,
+                    text=update.text,
+                    token_ids=update.token_ids,
+                    logprobs=update.logprobs,
+                    finish_reason=update.finish_reason,
+                    stop_reason=update.stop_reason,
+                )
+            )
+        if update.result:
+            self._put(ended_event(self._id, update.result))
 
 
 class EngineHost:
-    """One engine, in its thread."""
+    """An engine in its thread, driven by commands."""
 
     def __init__(self, engine: Engine, spec: ModelSpec, put: Put) -> None:
         self.thread = EngineThread(engine)
         self.engine = engine
+        self.info = engine_info(engine, spec)
         self._spec = spec
         self._put = put
-        self.info = engine_info(engine, spec)
-        """What can be known of the engine once it is ready."""
 
     def report(self) -> frames.Report:
-        """What the engine does now. Raises ClosedError."""
+        """Return the statistics of the engine. Raises ClosedError."""
         return report_of(self.thread.call(self.engine.stats))
 
-    def obey(self, command: frames.Command) -> None:
-        """Carry out a command, whose answer and all that comes of it is said by events."""
+    def handle(self, command: frames.Command) -> None:
+        """Carry out a command; its reply and results are put as events."""
         try:
             match command:
                 case frames.Abort(request_id):
@@ -111,7 +127,7 @@ class EngineHost:
                     self.thread.call(lambda: self.engine.unload_adapter(name))
             self._put(frames.Accepted(command.id))
         except Exception as error:
-            self._put(refused(command.id, error))
+            self._put(refused_event(command.id, error))
 
     def _add(self, command: frames.Add) -> None:
         request = self.engine.check(
@@ -122,15 +138,15 @@ class EngineHost:
             output_token_ids=command.output_token_ids,
         )
         self._put(frames.Accepted(command.id))
-        self.thread.add([request], [command.id], _Sink(command.id, self._put))
+        self.thread.add([request], [command.id], _RequestSink(command.id, self._put))
 
     def close(self) -> None:
-        """End the engine, and all requests with it."""
+        """End the engine and all its requests."""
         self.thread.close()
 
 
-def refused(request_id: str, error: BaseException) -> frames.Refused:
-    """An error as it crosses the socket: its kind, and a message that is of use to the client."""
+def refused_event(request_id: str, error: BaseException) -> frames.Refused:
+    """Convert an error to its kind and a message for the client."""
     match error:
         case RequestError():
             return frames.Refused(request_id, "request", str(error))
@@ -138,77 +154,71 @@ def refused(request_id: str, error: BaseException) -> frames.Refused:
             return frames.Refused(request_id, "not_finite", str(error))
         case ClosedError():
             return frames.Refused(request_id, "closed", str(error))
-        case MemoryLimitError():  # of a step that failed of this request alone
+        case MemoryLimitError():  # a step that failed for this request alone
             return frames.Refused(request_id, "internal", str(error))
         case HeadraceError():
             return frames.Refused(request_id, "request", str(error))
     return frames.Refused(request_id, "internal", f"{type(error).__name__}: {error}")
 
 
-def ended(request_id: str, result: RequestOutput) -> frames.Ended:
-    """The end of a request, without what its news have said."""
-    timing = result.timing
+def ended_event(request_id: str, result: RequestOutput) -> frames.Ended:
+    """Convert a result to an event, without the tokens, which were sent before."""
+    timing, embedding = result.timing, result.embedding
     return frames.Ended(
-        request_id,
-        len(result.prompt_token_ids),
-        result.cached_tokens,
-        *(timing.queue, timing.prefill, timing.decode),
-        refused(request_id, result.error) if result.error else None,
-        result.prompt_logprobs,
-        None if result.embedding is None else result.embedding.astype("<f4").tobytes(),
+        id=request_id,
+        prompt_tokens=len(result.prompt_token_ids),
+        cached_tokens=result.cached_tokens,
+        queue=timing.queue,
+        prefill=timing.prefill,
+        decode=timing.decode,
+        error=refused_event(request_id, result.error) if result.error else None,
+        prompt_logprobs=result.prompt_logprobs,
+        embedding=None if embedding is None else embedding.astype("<f4").tobytes(),
     )
 
 
 def report_of(stats: Stats) -> frames.Report:
-    """The statistics as they cross the socket."""
     figures = {
         name: float(value)
         for name, value in stats._asdict().items()
         if isinstance(value, int | float)
     }
-    for name in (
-        "blocks_total",
-        "blocks_free",
-        "blocks_cached",
-        "kv_bytes",
-        "kv_bytes_used",
-        "occupancy",
-        "waste",
-    ):
-        figures[name] = float(getattr(stats, name))
+    figures |= {name: float(getattr(stats, name)) for name in _KV_FIGURES}
     drafts = {
-        name: [float(one.steps), float(one.proposed), float(one.accepted)]
-        for name, one in stats.drafts.items()
+        name: [float(counts.steps), float(counts.proposed), float(counts.accepted)]
+        for name, counts in stats.drafts.items()
     }
     return frames.Report(figures, dict(stats.adapters), drafts)
 
 
-def blocks_of(request_id: str, blocks: BlockMap) -> frames.Blocks:
-    """The map of the blocks as it crosses the socket: a full pool of one long sequence is then a
-    few numbers.
-    """
+def blocks_of(request_id: str, block_map: BlockMap) -> frames.Blocks:
+    """Encode a block map with runs, so one long sequence in a full pool is a few numbers."""
     groups = [
         frames.GroupBlocks(
-            g.layers,
-            g.window,
-            g.num_blocks,
-            [_holding(one) for one in g.holdings],
-            _runs(sorted(g.cached)),
+            layers=group.layers,
+            window=group.window,
+            num_blocks=group.num_blocks,
+            holdings=[_encode_holding(holding) for holding in group.holdings],
+            cached=_runs(sorted(group.cached)),
         )
-        for g in blocks.groups
+        for group in block_map.groups
     ]
-    return frames.Blocks(request_id, blocks.block_size, groups)
+    return frames.Blocks(request_id, block_map.block_size, groups)
 
 
-def _holding(held: Holding) -> frames.Holding:
-    present = [block for block in held.blocks if block >= 0]
+def _encode_holding(holding: Holding) -> frames.Holding:
+    present = [block for block in holding.blocks if block >= 0]
     return frames.Holding(
-        held.request, held.seq, held.computed, len(held.blocks) - len(present), _runs(present)
+        request=holding.request,
+        seq=holding.seq,
+        computed=holding.computed,
+        released=len(holding.blocks) - len(present),
+        runs=_runs(present),
     )
 
 
 def _runs(blocks: Sequence[int]) -> list[int]:
-    """Blocks as runs of neighbours: the first and the number of each."""
+    """Encode blocks as runs of consecutive ids: the first id and the length of each run."""
     if not blocks:
         return []
     ids = np.asarray(blocks)
@@ -218,7 +228,6 @@ def _runs(blocks: Sequence[int]) -> list[int]:
 
 
 def engine_info(engine: Engine, spec: ModelSpec) -> frames.EngineInfo:
-    """What the API process is told once the engine is ready."""
     limits, config, stats = engine.limits, engine.config, engine.stats()
     return frames.EngineInfo(
         architecture=spec.architecture,

@@ -1,6 +1,4 @@
-"""What the engine process has to say, until it is written: what comes while the API process is busy
-is put together.
-"""
+"""Queue of events to send. Events that wait while the reader is busy are merged."""
 
 import socket
 from contextlib import suppress
@@ -10,26 +8,22 @@ from headrace.remote import frames
 
 
 class Outbox:
-    """A queue of events. Any thread may put some in, and waits for nothing; one thread takes them
-    out.
-    """
+    """A queue of events: any thread puts, without blocking; one thread writes."""
 
     def __init__(self) -> None:
         self._events: SimpleQueue[frames.Event | None] = SimpleQueue()
 
     def put(self, event: frames.Event) -> None:
-        """Add an event."""
         self._events.put(event)
 
     def close(self) -> None:
-        """Let the thread that writes end once it has written what is there."""
+        """End the writing thread after it has written the queued events."""
         self._events.put(None)
 
     def write_next(self, connection: socket.socket) -> bool:
-        """Wait for events, and write all that are there; whether there may be more. Raises OSError
-        where the other end has closed.
+        """Wait for events, merge and write all that are queued; returns False after `close`.
 
-        A reader that is behind so gets fewer events, not later ones.
+        A slow reader gets fewer, larger events. Raises OSError if the other end has closed.
         """
         events, is_open = [self._events.get()], True
         with suppress(Empty):
@@ -38,37 +32,34 @@ class Outbox:
         if events[-1] is None:
             events.pop()
             is_open = False
-        connection.sendall(frames.encode(*merged([event for event in events if event])))
+        connection.sendall(frames.encode(*merge([event for event in events if event])))
         return is_open
 
 
-def merged(events: list[frames.Event]) -> list[frames.Event]:
-    """The same events, with all that is new of one continuation told at once, where the first of it
-    was told.
-    """
-    told: list[frames.Event | list[frames.StepOutput]] = []
-    news: dict[tuple[str, int], list[frames.StepOutput]] = {}
+def merge(events: list[frames.Event]) -> list[frames.Event]:
+    """Merge the step outputs of each output of a request into one event, at the first's place."""
+    merged: list[frames.Event | list[frames.StepOutput]] = []
+    outputs: dict[tuple[str, int], list[frames.StepOutput]] = {}
     for event in events:
         if not isinstance(event, frames.StepOutput):
-            told.append(event)
-        elif known := news.get((event.id, event.index)):
-            known.append(event)
+            merged.append(event)
+        elif earlier := outputs.get((event.id, event.index)):
+            earlier.append(event)
         else:
-            told.append(news.setdefault((event.id, event.index), [event]))
-    return [_joined(one) if isinstance(one, list) else one for one in told]
+            merged.append(outputs.setdefault((event.id, event.index), [event]))
+    return [_concatenate(item) if isinstance(item, list) else item for item in merged]
 
 
-def _joined(news: list[frames.StepOutput]) -> frames.StepOutput:
-    """What is new of one continuation, as one."""
-    if len(news) == 1:
-        return news[0]
-    last = news[-1]
+def _concatenate(outputs: list[frames.StepOutput]) -> frames.StepOutput:
+    if len(outputs) == 1:
+        return outputs[0]
+    last = outputs[-1]
     return frames.StepOutput(
-        last.id,
-        last.index,
-        "".join([one.text for one in news]),
-        [token for one in news for token in one.token_ids],
-        [entry for one in news for entry in one.logprobs],
-        last.finish_reason,
-        last.stop_reason,
+        id=last.id,
+        index=last.index,
+        text="".join([output.text for output in outputs]),
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=[entry for output in outputs for entry in output.logprobs],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
     )

@@ -1,12 +1,10 @@
-"""The engine process: reads commands from its socket, runs the engine in a thread of its own, and
-writes what comes of it.
+"""The engine process: reads commands from a socket, runs the engine and writes its events.
 
-`headrace.remote.start` starts it, with a socket and a page for its pulse, which it inherits.
-It ends when its parent closes the socket, or ends; signals of a terminal are for the parent.
+`headrace.remote.start` starts it with an inherited socket and heartbeat. It ends when its parent
+closes the socket or ends. Signals of the terminal are for the parent alone.
 
-The main thread reads frames and checks what they ask for, so a step never waits for that. The
-thread of the engine (`engine/thread.py`) puts what is new in a queue, and a third thread encodes
-and writes it (`outbox.py`): a reader that is slow holds up no step.
+The main thread reads and checks commands, the engine's thread runs the steps, and a third thread
+encodes and writes events. So no step waits for a check, or for a slow reader.
 """
 
 import atexit
@@ -28,16 +26,16 @@ from headrace.remote.heartbeat import Heartbeat
 from headrace.remote.host import EngineHost, open_engine
 from headrace.remote.outbox import Outbox
 
-_BEAT = 0.1
-"""Seconds between two looks at the step."""
-_REPORT = 0.25
-"""Seconds between two reports, while something happens."""
-_CHUNK = 1 << 18
+_BEAT_SECONDS = 0.1
+"""Seconds between heartbeats."""
+_REPORT_SECONDS = 0.25
+"""Seconds between reports while the engine is busy."""
+_CHUNK_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
 
 
 class EngineServer:
-    """Serves one engine to the socket of the API process."""
+    """Serves an engine over the socket of its client."""
 
     def __init__(
         self,
@@ -47,65 +45,61 @@ class EngineServer:
         incoming: Iterable[bytes],
         heartbeat: Heartbeat,
     ) -> None:
-        """`outbox`: where the host puts its events."""
+        """`incoming`: bodies of the frames that arrive."""
         self._host = host
         self._outbox = outbox
         self._connection = connection
         self._incoming = incoming
         self._heartbeat = heartbeat
-        self._stirred, self._over = Flag(), Flag()
-        self._stirred.set()
+        self._closed = Flag()
+        self._has_written = Flag()
+        """Whether events were written since the last report."""
+        self._has_written.set()
 
     def serve(self) -> None:
-        """Serve until the API process closes the socket."""
-        threads = [
-            Thread(target=work, daemon=True) for work in (self._write, self._beat, self._report)
-        ]
-        for thread in threads:
-            thread.start()
+        """Serve until the client closes the socket."""
+        for work in (self._write_events, self._write_heartbeat, self._put_reports):
+            Thread(target=work, daemon=True).start()
         try:
             for body in self._incoming:
-                self._host.obey(frames.read_command(body))
+                self._host.handle(frames.read_command(body))
         finally:
-            self._over.set()
+            self._closed.set()
             self._outbox.close()
-            self._stirred.set()
+            self._has_written.set()
             self._host.close()
 
-    def _write(self) -> None:
-        """Write what the outbox has, as it comes."""
-        with suppress(OSError):  # the API process has gone: the reader sees it, too
+    def _write_events(self) -> None:
+        with suppress(OSError):  # the client has ended; `serve` sees that as well
             while self._outbox.write_next(self._connection):
-                self._stirred.set()
+                self._has_written.set()
 
-    def _beat(self) -> None:
-        while not self._over.wait(_BEAT):
-            # by an error of its own: without an engine this process ends, and another is started
+    def _write_heartbeat(self) -> None:
+        while not self._closed.wait(_BEAT_SECONDS):
+            # The engine has closed itself after an error: end this process, so the client
+            # starts another.
             if self._host.thread.closed:
                 self._connection.shutdown(socket.SHUT_RD)
                 return
             self._heartbeat.beat(self._host.thread.step_begun)
 
-    def _report(self) -> None:
-        """Say what the engine does, while that changes."""
+    def _put_reports(self) -> None:
+        """Put a report after events were written, until two reports are equal."""
         report = None
         with suppress(ClosedError):
-            while not self._over.wait(_REPORT):
-                self._stirred.wait()
-                self._stirred.clear()
+            while not self._closed.wait(_REPORT_SECONDS):
+                self._has_written.wait()
+                self._has_written.clear()
                 last, report = report, self._host.report()
                 if report != last:
-                    self._outbox.put(
-                        report
-                    )  # which stirs: there is another look until nothing changes
+                    self._outbox.put(report)
 
 
-def _bodies(connection: socket.socket) -> Iterator[bytes]:
-    """The bodies of the frames that come, up to the end of the connection."""
+def _read_bodies(connection: socket.socket) -> Iterator[bytes]:
     buffer = bytearray()
     while True:
         try:
-            chunk = connection.recv(_CHUNK)
+            chunk = connection.recv(_CHUNK_BYTES)
         except ConnectionResetError:
             return
         if not chunk:
@@ -115,40 +109,42 @@ def _bodies(connection: socket.socket) -> Iterator[bytes]:
 
 
 def main(*arguments: str) -> None:
-    """Make the engine that the first frame asks for, and serve it. An error of the model or of its
-    options is the only frame then, and the exit code is its own.
+    """Load the engine of the first frame and serve it.
 
-    `arguments`: the descriptors of the socket and of the heartbeat, and the id of the API process.
+    An error of the model or its options is sent as the only event; its exit code is the exit code
+    of the process. `arguments`: descriptors of the socket and the heartbeat, and the parent's id.
     """
     socket_fd, heartbeat_fd, parent = map(int, arguments)
     faulthandler.enable()
-    faulthandler.register(
-        signal.SIGUSR1, all_threads=True
-    )  # the API process asks for the stacks of an engine that hangs
+    # The client sends SIGUSR1 to an engine that hangs, to see its stacks.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has gone meanwhile
+    if os.getppid() != parent:  # the parent ended before prctl
         return
+
     connection, heartbeat = socket.socket(fileno=socket_fd), Heartbeat(heartbeat_fd)
-    incoming = _bodies(connection)
+    incoming = _read_bodies(connection)
     setup = next(map(frames.read_setup, incoming), None)
-    if setup is None:  # the API process has given it up
+    if setup is None:  # the client has closed the connection
         return
     try:
         engine, spec = open_engine(setup)
     except HeadraceError as error:
-        with suppress(OSError):  # the API process has met the same error
+        # A client that has met the same error may have closed the connection.
+        with suppress(OSError):
             connection.sendall(frames.encode(frames.Refused("", "request", str(error))))
         sys.exit(error.exit_code)
+
     gc.freeze()
     if engine.config.traits.on_gpu:
-        # what torch and Triton hold at exit would count as leaks of the native module
+        # Objects of torch and Triton would count as leaks of the native module at exit.
         atexit.register(gc.unfreeze)
     outbox = Outbox()
     host = EngineHost(engine, spec, outbox.put)
-    with suppress(BrokenPipeError):  # the API process has gone
+    with suppress(BrokenPipeError):  # the client has ended
         connection.sendall(frames.encode(host.info))
         EngineServer(host, outbox, connection, incoming, heartbeat).serve()
 

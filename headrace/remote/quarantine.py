@@ -1,8 +1,7 @@
-"""Requests under which the engine ended: those that come back are tried a few at a time, and the
-one that ends it again is refused.
+"""Quarantine of requests that were running when an engine ended.
 
-A request is known by its prompt, its parameters and its adapter, so it makes no difference which
-client sends it again.
+A suspect that is sent again runs with few or no other suspects. If the engine ends again, a suspect
+that ran alone is refused. A request is identified by its content, whichever client sends it.
 """
 
 import asyncio
@@ -17,87 +16,88 @@ import msgspec
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 
-_SECONDS = 600.0
-"""For how long a request is remembered."""
-_FEW = 8
-"""Suspects that may be under way at once, before an engine ends under them, too."""
+_SUSPECT_SECONDS = 600.0
+"""Seconds for which a request stays a suspect."""
+_MAX_SUSPECTS = 8
+"""Maximum suspects that run at once, before an engine ends during them as well."""
 
 
-class _Record(NamedTuple):
+class _Suspicion(NamedTuple):
     until: float
-    """By the system's monotonic clock."""
-    most: int
-    """Suspects that may be under way at once where it is one of them; 0: it is refused."""
+    """On the system's monotonic clock."""
+    max_suspects: int
+    """Maximum suspects that run at once, this request included; 0: the request is refused."""
 
 
 class Quarantine:
-    """What is remembered of engines that ended."""
+    """Suspect requests of one engine client."""
 
     def __init__(self) -> None:
-        self._records: dict[bytes, _Record] = {}
-        self._inside = Counter[bytes]()
-        """Suspects that are under way."""
+        self._suspicions: dict[bytes, _Suspicion] = {}
+        self._running = Counter[bytes]()
+        """Suspects that are running."""
         self._changed = asyncio.Event()
 
-    async def enter(self, asked: frames.Add) -> None:
-        """Let a request pass once it may. Raises RefusedError for one that is known to end
-        engines.
-        """
-        if not self._records:
+    async def enter(self, request: frames.Add) -> None:
+        """Wait until a request may run. Raises RefusedError if it has ended engines."""
+        if not self._suspicions:
             return
-        mark, now = mark_of(asked), monotonic()
-        self._records = {one: record for one, record in self._records.items() if record.until > now}
-        while (record := self._records.get(mark)) and self._inside.total() >= self._most(record):
-            if not record.most:
+        key, now = request_key(request), monotonic()
+        self._suspicions = {
+            other: suspicion
+            for other, suspicion in self._suspicions.items()
+            if suspicion.until > now
+        }
+        while suspicion := self._suspicions.get(key):
+            if self._running.total() < self._limit(suspicion):
+                break
+            if not suspicion.max_suspects:
                 raise RefusedError(
                     "quarantined",
-                    "the engine ended twice under this request, which is not tried again "
-                    "for a while",
+                    "the engine ended twice during this request; send it again in 10 minutes",
                 )
             await self._changed.wait()
-        if record:
-            self._inside[mark] += 1
+        if suspicion:
+            self._running[key] += 1
 
-    def ended_well(self, asked: frames.Add) -> None:
-        """A request has come to its end."""
-        if self._inside:
-            self._records.pop(mark_of(asked), None)
-            self.left(asked)
+    def finished(self, request: frames.Add) -> None:
+        """Clear a request that has run to its end."""
+        if self._running:
+            self._suspicions.pop(request_key(request), None)
+            self.leave(request)
 
-    def left(self, asked: frames.Add) -> None:
-        """A request is not under way any more: its client has left, or the engine did not
-        take it.
+    def leave(self, request: frames.Add) -> None:
+        """Note that a request was aborted or refused."""
+        if self._running:
+            self._running -= Counter([request_key(request)])
+            self._notify()
+
+    def engine_ended(self, running: Iterable[frames.Add]) -> None:
+        """Blame the running suspects for an engine's end; without any, all running requests.
+
+        A suspect that ran alone is refused from now on.
         """
-        if self._inside:
-            self._inside -= Counter([mark_of(asked)])
-            self._change()
+        blamed = set(self._running) or {request_key(request) for request in running}
+        if len(blamed) > _MAX_SUSPECTS:
+            max_suspects = _MAX_SUSPECTS
+        else:
+            max_suspects = 0 if self._running.total() == 1 else 1
+        suspicion = _Suspicion(monotonic() + _SUSPECT_SECONDS, max_suspects)
+        self._suspicions |= dict.fromkeys(blamed, suspicion)
+        self._running.clear()
+        self._notify()
 
-    def engine_ended(self, under_way: Iterable[frames.Add]) -> None:
-        """The engine has ended under these. It is one of the suspects among them, if there are any;
-        if that is one alone, it is refused.
-        """
-        blamed = set(self._inside) or {mark_of(asked) for asked in under_way}
-        most = _FEW if len(blamed) > _FEW else 0 if self._inside.total() == 1 else 1
-        self._records |= dict.fromkeys(blamed, _Record(monotonic() + _SECONDS, most))
-        self._inside.clear()
-        self._change()
+    def _limit(self, suspicion: _Suspicion) -> int:
+        """Return the smallest limit of a suspect and the running suspects."""
+        running = [self._suspicions[key] for key in self._running if key in self._suspicions]
+        return min(other.max_suspects for other in (suspicion, *running))
 
-    def _most(self, record: _Record) -> int:
-        """Suspects that there may be, this one and those that are under way included."""
-        return min(
-            [
-                record.most,
-                *(self._records[mark].most for mark in self._inside if mark in self._records),
-            ]
-        )
-
-    def _change(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
-def mark_of(asked: frames.Add) -> bytes:
-    """By which a request is known: the same for all that ask for the same."""
-    return blake2b(
-        frames.encode(msgspec.structs.replace(asked, id="", output_token_ids=[])), digest_size=16
-    ).digest()
+def request_key(request: frames.Add) -> bytes:
+    """Hash the content of a request: prompt, parameters and options."""
+    content = msgspec.structs.replace(request, id="", output_token_ids=[])
+    return blake2b(frames.encode(content), digest_size=16).digest()

@@ -1,5 +1,7 @@
-"""Starts an engine process, which imports its modules while the one that starts it imports its own;
-what it is to load is sent later.
+"""Start of an engine process.
+
+The process imports its modules while its parent imports others. The model is chosen later, by
+`frames.Setup`.
 """
 
 import os
@@ -12,10 +14,8 @@ from typing import NamedTuple
 
 from headrace.remote.heartbeat import Heartbeat
 
-ENGINE = (sys.executable, "-P", "-m", "headrace.remote.process")
-"""The command, before the descriptors of its socket and of its heartbeat and the id of this
-process.
-"""
+COMMAND = (sys.executable, "-P", "-m", "headrace.remote.process")
+"""Arguments follow: descriptors of the socket and the heartbeat, and the id of the parent."""
 
 
 class StartedEngine(NamedTuple):
@@ -27,19 +27,18 @@ class StartedEngine(NamedTuple):
 
 
 def start_engine() -> StartedEngine:
-    """Start a process, which ends with this one or when its connection is closed.
-
-    It imports from where this one does, and never from the working directory, which may well be a
-    checkout of another version.
-    """
+    """Start an engine process, which ends with this process or when its connection is closed."""
     ours, theirs = socket.socketpair()
     heartbeat = Heartbeat.create()
+    # The process imports from the paths of this one, and never from the working directory, which
+    # may be a checkout of another version.
+    python_path = os.pathsep.join(map(os.path.abspath, sys.path))
     process = subprocess.Popen(
-        [*ENGINE, str(theirs.fileno()), str(heartbeat.fd), str(os.getpid())],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        [*COMMAND, str(theirs.fileno()), str(heartbeat.fd), str(os.getpid())],
+        env=os.environ | {"PYTHONPATH": python_path},
         pass_fds=(theirs.fileno(), heartbeat.fd),
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in the terminal is for this process
+        start_new_session=True,  # so Ctrl-C in the terminal reaches only this process
     )
     theirs.close()
     return StartedEngine(process, ours, heartbeat)
@@ -47,9 +46,7 @@ def start_engine() -> StartedEngine:
 
 @contextmanager
 def starting_engine() -> Iterator[StartedEngine]:
-    """An engine process for a server that is about to be; it does not outlive the context, whatever
-    becomes of the server.
-    """
+    """Start an engine process for a server, and kill it when the context is left."""
     started = start_engine()
     try:
         yield started

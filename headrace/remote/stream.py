@@ -1,4 +1,4 @@
-"""What comes of one request of the engine, as the API process hands it out."""
+"""Events of one request or command, as an engine client receives them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,56 +6,51 @@ from collections.abc import AsyncIterator, Callable
 from headrace.remote import frames
 from headrace.remote.errors import EngineError, RefusedError, TooSlowError
 
-_MOST_UNREAD = 4096
-"""Events that its reader may leave unread: a reader slower than that loses its request."""
+_MAX_UNREAD = 4096
+"""Events that may wait for their reader before the request ends with TooSlowError."""
 
 
 class Stream:
-    """What comes of one request. `close` ends the request, unless it has ended."""
+    """The events of a request. `close` aborts the request if it is running."""
 
     def __init__(
-        self, request_id: str, asked: frames.Add | None, abort: Callable[[str], None]
+        self, request_id: str, request: frames.Add | None, abort: Callable[[str], None]
     ) -> None:
+        """`request`: None for any other command."""
         self.id = request_id
-        self.asked = asked
-        """The request; None for a command of another kind."""
-        self._abort = abort
-        self._events: asyncio.Queue[frames.Event | EngineError] = asyncio.Queue()
-        self._over = False
+        self.request = request
         self.output_tokens = 0
         self.finish_reasons: list[str] = []
         self.ended: frames.Ended | None = None
         self.error: EngineError | frames.Refused | None = None
+        self._abort = abort
+        self._events: asyncio.Queue[frames.Event | EngineError] = asyncio.Queue()
+        self._is_over = False
 
     def put(self, event: frames.Event | EngineError) -> bool:
-        """Hand over an event; whether there may be more."""
-        if self._events.qsize() >= _MOST_UNREAD and not isinstance(
-            event, frames.Ended | EngineError
-        ):
+        """Queue an event; returns False after the last event."""
+        is_last = isinstance(event, frames.Ended | EngineError)
+        if self._events.qsize() >= _MAX_UNREAD and not is_last:
             self._abort(self.id)
-            event = TooSlowError("the client reads slower than its answer is written")
-        self._note(event)
-        self._over = isinstance(event, frames.Ended | EngineError)
+            event = TooSlowError("the client reads slower than the engine generates")
+        self._record(event)
+        self._is_over = isinstance(event, frames.Ended | EngineError)
         self._events.put_nowait(event)
-        return not self._over
+        return not self._is_over
 
-    async def accepted(self) -> frames.Answer:
-        """Wait until the engine has done what was asked. Raises RefusedError where it cannot, or
-        what has ended the engine.
-        """
+    async def reply(self) -> frames.Reply:
+        """Wait for the first event. Raises RefusedError, or the error that ended the engine."""
         event = await self._events.get()
         if isinstance(event, frames.Refused):
-            self._over = True
+            self._is_over = True
             raise RefusedError(event.kind, event.message)
         if isinstance(event, EngineError):
             raise event
-        assert isinstance(event, frames.Answer), "nothing else comes first"
+        assert isinstance(event, frames.Reply), "the first event is a reply"
         return event
 
     async def __aiter__(self) -> AsyncIterator[frames.StepOutput | frames.Ended]:
-        """The news of the request, and how it ended, which comes last. Raises what has ended the
-        engine.
-        """
+        """Iterate over the outputs, then the end. Raises the error that ended the engine."""
         while True:
             event = await self._events.get()
             if isinstance(event, EngineError):
@@ -67,12 +62,11 @@ class Stream:
                 return
 
     def close(self) -> None:
-        """End the request, unless it has ended."""
-        if not self._over:
-            self._over = True
+        if not self._is_over:
+            self._is_over = True
             self._abort(self.id)
 
-    def _note(self, event: frames.Event | EngineError) -> None:
+    def _record(self, event: frames.Event | EngineError) -> None:
         match event:
             case frames.StepOutput():
                 self.output_tokens += len(event.token_ids)

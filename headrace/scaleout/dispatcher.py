@@ -13,12 +13,12 @@ from headrace.remote.replica_status import ReplicaStatus
 class ReplicaLostError(EngineError):
     """The replica that ran a request went away before its end."""
 
-    def __init__(self, boot: str, why: str) -> None:
-        """`boot`: the replica's, so that no two deaths are taken for one, nor one for two; empty
+    def __init__(self, boot_id: str, why: str) -> None:
+        """`boot_id`: the replica's, so that no two deaths are taken for one, nor one for two; empty
         where it never took the request.
         """
         super().__init__(why)
-        self.boot = boot
+        self.boot_id = boot_id
 
 
 class Dispatcher(Protocol):

@@ -71,7 +71,7 @@ class Fleet:
         """`ready` while one of them takes requests."""
         if self._closed:
             return "closed"
-        if any(replica.takes_requests for replica in self._dispatcher.replicas.values()):
+        if any(replica.accepts_requests for replica in self._dispatcher.replicas.values()):
             return "ready"
         return "stalled" if self._known else "loading"
 
@@ -117,7 +117,7 @@ class Fleet:
             self._run(with_seed(asked, self._seed, number), stream)
         )
         try:
-            await stream.accepted()
+            await stream.reply()
         except BaseException:
             stream.close()
             self._abort(asked.id)
@@ -217,8 +217,8 @@ class Fleet:
         too often.
         """
         request.losses += 1
-        if error.boot:
-            self._suspects.died_under(asked, error.boot)
+        if error.boot_id:
+            self._suspects.died_under(asked, error.boot_id)
         if request.losses > _MOST_LOSSES:
             raise EngineDeadError(
                 f"{request.losses} replicas went away under the request, the last of them "

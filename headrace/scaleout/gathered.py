@@ -72,15 +72,15 @@ class Totals:
 
     def __init__(self) -> None:
         self._last: dict[str, frames.Report] = {}
-        """By boot."""
+        """By boot_id."""
 
     def report(self, replicas: Collection[ReplicaStatus]) -> frames.Report:
         """As one engine would report it."""
-        self._last |= {replica.boot: replica.report for replica in replicas}
-        present = {replica.boot for replica in replicas}
+        self._last |= {replica.boot_id: replica.report for replica in replicas}
+        present = {replica.boot_id for replica in replicas}
         figures, adapters, drafts = Counter[str](), Counter[str](), dict[str, list[float]]()
-        for boot, report in self._last.items():
-            here = boot in present
+        for boot_id, report in self._last.items():
+            here = boot_id in present
             figures.update(
                 {name: value for name, value in report.figures.items() if here or name in _COUNTED}
             )
@@ -91,7 +91,7 @@ class Totals:
                     for a, b in zip(drafts.get(name, [0.0] * len(numbers)), numbers, strict=True)
                 ]
         merged = dict[str, float](figures)
-        reports = [self._last[boot].figures for boot in present]
+        reports = [self._last[boot_id].figures for boot_id in present]
         for name in _LONGEST:
             merged[name] = max((one.get(name, 0.0) for one in reports), default=0.0)
         whole = sum(one.get("kv_bytes", 0.0) for one in reports)

@@ -61,11 +61,11 @@ class HttpWorker:
         """Whether a request was lost since it said its last word."""
 
     @property
-    def takes_requests(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether requests may be sent to it."""
         return (
             self.status is not None
-            and self.status.takes_requests
+            and self.status.accepts_requests
             and not self._unsure
             and not self.problem
         )
@@ -119,7 +119,7 @@ class HttpWorker:
         self._unsure = True
         is_meant = self.status is not None and self.status.draining
         raise ReplicaLostError(
-            status.boot if is_accepted and not is_meant else "", f"{self.url}: {why}"
+            status.boot_id if is_accepted and not is_meant else "", f"{self.url}: {why}"
         )
 
     async def ask(self, method: str, path: str, body: Any = None) -> bytes:

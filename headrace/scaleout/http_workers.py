@@ -52,7 +52,7 @@ class HttpWorkers:
         """What the first worker said of `_ALIKE`."""
         self._router: PrefixRouter | None = None
         self._times: dict[str, tuple[str, StepTimes]] = {}
-        """Of the boot of each worker."""
+        """Of the boot_id of each worker."""
         self._common = StepTimes()
         self._watching: list[asyncio.Task[None]] = []
         self._heard = asyncio.Event()
@@ -76,7 +76,7 @@ class HttpWorkers:
         self._watching = [
             asyncio.ensure_future(worker.watch()) for worker in self._workers.values()
         ]
-        while not any(worker.takes_requests for worker in self._workers.values()):
+        while not any(worker.accepts_requests for worker in self._workers.values()):
             problems = [worker.problem for worker in self._workers.values() if worker.problem]
             if problems and all(worker.tried for worker in self._workers.values()):
                 raise EngineDeadError("; ".join(problems))
@@ -93,7 +93,7 @@ class HttpWorkers:
         """Run a request on the worker that is expected to begin soonest, or on the next if that
         takes no more now.
         """
-        left = {url for url, worker in self._workers.items() if worker.takes_requests}
+        left = {url for url, worker in self._workers.items() if worker.accepts_requests}
         while True:
             routed = self._route(asked, left)
             try:
@@ -195,15 +195,18 @@ class HttpWorkers:
             self._router = PrefixRouter(status.info.block_size)
         cost = self._cost(worker.url, status)
         self._router.join(
-            worker.url, status.boot, cost, max(1, status.info.kv_tokens // status.info.block_size)
+            worker.url,
+            status.boot_id,
+            cost,
+            max(1, status.info.kv_tokens // status.info.block_size),
         )
 
     def _cost(self, url: str, status: ReplicaStatus) -> StepCost:
         """What a step of a worker takes, by all that it and the others have said."""
-        boot, times = self._times.get(url, ("", StepTimes()))
-        if boot != status.boot:  # it may be another machine
+        boot_id, times = self._times.get(url, ("", StepTimes()))
+        if boot_id != status.boot_id:  # it may be another machine
             times = StepTimes()
-        self._times[url] = status.boot, times
+        self._times[url] = status.boot_id, times
         times.observe(status.report)
         self._common.observe(status.report)
         return times.cost(status.info.max_num_seqs, self._common)

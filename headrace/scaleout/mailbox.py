@@ -8,7 +8,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from headrace.remote import frames
-from headrace.remote.outbox import merged
+from headrace.remote.outbox import merge
 
 Event = frames.Accepted | frames.Refused | frames.StepOutput | frames.Ended | frames.Blocks
 
@@ -57,7 +57,7 @@ class Mailroom:
         while True:
             await box.filled.wait()
             box.filled.clear()
-            events, box.events = merged(box.events), []
+            events, box.events = merge(box.events), []
             yield events
             if isinstance(events[-1], frames.Ended | frames.Refused):
                 return

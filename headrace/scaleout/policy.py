@@ -61,7 +61,7 @@ class _Replica(NamedTuple):
     """A replica that is there."""
 
     number: int
-    boot: str
+    boot_id: str
     max_blocks: int
 
 
@@ -94,19 +94,21 @@ class PrefixRouter:
         """Names of the replicas that are there."""
         return tuple(self._replicas)
 
-    def join(self, replica: str, boot: str, cost: StepCost, max_blocks: int | None = None) -> None:
-        """A replica is there, or says so again, perhaps with another cost. Another `boot` is
+    def join(
+        self, replica: str, boot_id: str, cost: StepCost, max_blocks: int | None = None
+    ) -> None:
+        """A replica is there, or says so again, perhaps with another cost. Another `boot_id` is
         another process, which holds nothing yet.
         """
         known = self._replicas.get(replica)
-        if known and known.boot != boot:
+        if known and known.boot_id != boot_id:
             self.leave(replica)
             known = None
         if known:
             self._loads.set_cost(known.number, cost)
         number = known.number if known else self._loads.join(cost)
         self._replicas[replica] = _Replica(
-            number, boot, self._max_blocks if max_blocks is None else max_blocks
+            number, boot_id, self._max_blocks if max_blocks is None else max_blocks
         )
         self._names[number] = replica
 

@@ -77,7 +77,7 @@ class RayDispatcher:
             _by_reference=False, request_serialization="pickle", response_serialization="pickle"
         )
         await self._look()
-        while not any(replica.takes_requests for replica in self._statuses.values()):
+        while not any(replica.accepts_requests for replica in self._statuses.values()):
             await asyncio.sleep(_LOOK / 10)
             await self._look()
         self._watching = asyncio.ensure_future(self._watch())
@@ -153,8 +153,8 @@ class RayDispatcher:
         return router_of(self._app)
 
     def _lost(self, told: "_Told", why: str) -> ReplicaLostError:
-        boot = self._router.lost(told.asked.id) if self._router else ""
-        return ReplicaLostError(boot if told.is_accepted else "", f"the replica has gone: {why}")
+        boot_id = self._router.lost(told.asked.id) if self._router else ""
+        return ReplicaLostError(boot_id if told.is_accepted else "", f"the replica has gone: {why}")
 
     async def _watch(self) -> None:
         while True:
@@ -165,28 +165,30 @@ class RayDispatcher:
                 log.warning("the replicas could not be asked how they are: %s", error)
 
     async def _look(self) -> None:
-        asked = self._router.boots if self._router else set()
+        asked = self._router.boot_ids if self._router else set()
         statuses = [
             read_status(_body(answer))
             for answer in await answers_of(self._handle, "status", seconds=_SILENT)
         ]
         for other in {
-            status.boot for status in statuses if status.model != self._model
+            status.boot_id for status in statuses if status.model != self._model
         } - self._others:
             self._others.add(other)
             log.error(
                 "a replica has another model or tokenizer than this process, so it is not "
                 "used: MODEL must mean the same on all nodes"
             )
-        self._statuses = {status.boot: status for status in statuses if status.model == self._model}
+        self._statuses = {
+            status.boot_id: status for status in statuses if status.model == self._model
+        }
         router = self._router
         if router is None:
             return
         for status in statuses:
             router.hear(status)
-        router.silent = (asked & router.boots) - self._statuses.keys()
+        router.silent = (asked & router.boot_ids) - self._statuses.keys()
         for request_id, messages in list(self._streams.items()):
-            if router.boot_of(request_id) in router.silent:
+            if router.boot_id_of(request_id) in router.silent:
                 messages.cancel()
         for name, path in self._loaded.items():
             if any(name not in status.adapters for status in statuses):
@@ -200,7 +202,7 @@ class RayDispatcher:
     def _encoded(self, command: Callable[[str], frames.Command]) -> bytes:
         return frames.encode(command(f"{self._prefix}-command-{next(self._ids)}"))
 
-    async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Answer]:
+    async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Reply]:
         """What all replicas answer. Raises RefusedError where one of them refuses."""
         answers = []
         for data in await answers_of(
@@ -209,7 +211,7 @@ class RayDispatcher:
             event = frames.read_event(_body(data))
             if isinstance(event, frames.Refused):
                 raise RefusedError(event.kind, event.message)
-            assert isinstance(event, frames.Answer)
+            assert isinstance(event, frames.Reply)
             answers.append(event)
         return answers
 

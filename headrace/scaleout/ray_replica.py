@@ -47,7 +47,7 @@ class Replica:
         self._host = EngineHost(engine, spec, self._mail.put)
         self._model = fingerprint_of(asked.model, asked.config)
         self._stall_seconds = stall_seconds
-        self._boot = secrets.token_hex(8)
+        self._boot_id = secrets.token_hex(8)
         self._adapters = dict(asked.adapters)
         self._report = frames.Report({}, {}, {})
         self._reporting: asyncio.Future[None] | None = None
@@ -60,21 +60,21 @@ class Replica:
         self._mail.open(command.id)
         is_over = False
         try:
-            await asyncio.to_thread(self._host.obey, command)  # to check it may take long
+            await asyncio.to_thread(self._host.handle, command)  # to check it may take long
             async for events in self._mail.read(command.id):
                 is_over = isinstance(events[-1], frames.Ended | frames.Refused)
                 yield frames.encode(*events)
         finally:
             self._mail.close(command.id)
             if not is_over:
-                self._host.obey(frames.Abort(command.id))
+                self._host.handle(frames.Abort(command.id))
 
     async def command(self, asked: bytes) -> bytes:
         """The answer to any other command."""
         command = _command_of(asked)
         self._mail.open(command.id)
         try:
-            await asyncio.to_thread(self._host.obey, command)
+            await asyncio.to_thread(self._host.handle, command)
             async for events in self._mail.read(command.id):
                 match events[0], command:
                     case frames.Accepted(), frames.LoadAdapter(_, name, path):
@@ -95,7 +95,7 @@ class Replica:
             [self._reporting], timeout=_REPORT
         )  # a step that takes longer holds up no status
         status = ReplicaStatus(
-            boot=self._boot,
+            boot_id=self._boot_id,
             state="dead" if thread.closed else "ready",
             draining=False,  # Ray sends it no more then
             info=self._host.info,
@@ -116,7 +116,7 @@ class Replica:
         engine = self._host.engine
         kv = engine.limits.kv
         return metadata_of(
-            ReplicaFacts(self._boot, kv.block_size, max(kv.num_blocks), engine.config.max_seqs)
+            ReplicaFacts(self._boot_id, kv.block_size, max(kv.num_blocks), engine.config.max_seqs)
         )
 
     def check_health(self) -> None:

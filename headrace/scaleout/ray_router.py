@@ -28,7 +28,7 @@ _routers: "WeakValueDictionary[str, PrefixRequestRouter]" = WeakValueDictionary(
 class ReplicaFacts(msgspec.Struct, frozen=True):
     """What a replica says of itself once it is ready."""
 
-    boot: str
+    boot_id: str
     """Another each time that its process starts: what was cached before is gone."""
     block_size: int
     num_blocks: int
@@ -39,7 +39,7 @@ class _UnderWay(NamedTuple):
     """A request that was routed."""
 
     routed: Routed
-    boot: str
+    boot_id: str
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
@@ -87,7 +87,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         """The replica for a request, alone: Ray asks again where that takes no more."""
         available = self.select_available_replicas(candidate_replicas) or candidate_replicas
         by_name = {
-            _name(one.replica_id): one for one in available if self._boot(one) not in self.silent
+            _name(one.replica_id): one for one in available if self._boot_id(one) not in self.silent
         }
         asked = _asked(pending_request)
         if pending_request is not None:
@@ -107,7 +107,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             HeadraceError
         ):  # an error here would end Ray's task: the engine says what is wrong with the request
             return [list(by_name.values())]
-        self._under_way[asked.id] = _UnderWay(routed, self._facts[routed.replica].boot)
+        self._under_way[asked.id] = _UnderWay(routed, self._facts[routed.replica].boot_id)
         return [[by_name[routed.replica]]]
 
     def first_token(self, request_id: str) -> None:
@@ -125,41 +125,41 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self._policy.ended(one.routed, tokens)
 
     def lost(self, request_id: str) -> str:
-        """The replica of a request does not answer: it gets no more until it does. Returns its boot
+        """The replica of a request does not answer: it gets no more until it does. Returns its boot_id
         id, if known.
         """
         one = self._under_way.get(request_id)
         if one is None:
             return ""
-        self.silent.add(one.boot)
-        return one.boot
+        self.silent.add(one.boot_id)
+        return one.boot_id
 
     @property
-    def boots(self) -> set[str]:
+    def boot_ids(self) -> set[str]:
         """Those of all replicas that there are."""
-        return {fact.boot for fact in self._facts.values()}
+        return {fact.boot_id for fact in self._facts.values()}
 
-    def boot_of(self, request_id: str) -> str:
+    def boot_id_of(self, request_id: str) -> str:
         """That of the replica which a request is on; empty where it is on none."""
         one = self._under_way.get(request_id)
-        return one.boot if one else ""
+        return one.boot_id if one else ""
 
     def hear(self, status: ReplicaStatus) -> None:
         """A replica has said how it is, and so what its steps take."""
-        for name in [name for name, fact in self._facts.items() if fact.boot == status.boot]:
+        for name in [name for name, fact in self._facts.items() if fact.boot_id == status.boot_id]:
             self._times[name].observe(status.report)
             self._common.observe(status.report)
             self._join(name)
 
     def _boot(self, replica: RunningReplica) -> str:
-        return facts_of(replica.replica_metadata).boot
+        return facts_of(replica.replica_metadata).boot_id
 
     def _join(self, name: str) -> None:
         fact = self._facts[name]
         assert self._policy
         self._policy.join(
             name,
-            fact.boot,
+            fact.boot_id,
             self._times[name].cost(fact.max_num_seqs, self._common),
             fact.num_blocks,
         )

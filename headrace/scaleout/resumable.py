@@ -106,17 +106,7 @@ class Resumable:
         if not self.has_told_all or self._prompt_logprobs is not None:
             return None
         return self.end(
-            frames.Ended(
-                self._asked.id,
-                len(self._asked.prompt_token_ids),
-                0,
-                0.0,
-                0.0,
-                0.0,
-                None,
-                None,
-                None,
-            )
+            frames.Ended(id=self._asked.id, prompt_tokens=len(self._asked.prompt_token_ids))
         )
 
     @property

@@ -10,7 +10,7 @@ from time import monotonic
 
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
-from headrace.remote.quarantine import mark_of
+from headrace.remote.quarantine import request_key
 
 _SECONDS = 600.0
 """For how long a request is remembered."""
@@ -24,7 +24,7 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self._boots: dict[bytes, dict[str, float]] = {}
+        self._boot_ids: dict[bytes, dict[str, float]] = {}
         """Of the replicas that died under a request, each with the time at which that is forgotten,
         by the system's monotonic clock.
         """
@@ -47,22 +47,22 @@ class Suspects:
                 )
             yield
 
-    def died_under(self, asked: frames.Add, boot: str) -> None:
+    def died_under(self, asked: frames.Add, boot_id: str) -> None:
         """A replica has died under this request, and under others, it may be."""
-        self._boots.setdefault(mark_of(asked), {})[boot] = monotonic() + _SECONDS
+        self._boot_ids.setdefault(request_key(asked), {})[boot_id] = monotonic() + _SECONDS
 
     def ended_well(self, asked: frames.Add) -> None:
         """A request has come to its end."""
-        if self._boots:
-            self._boots.pop(mark_of(asked), None)
+        if self._boot_ids:
+            self._boot_ids.pop(request_key(asked), None)
 
     def _deaths(self, asked: frames.Add) -> int:
-        if not self._boots:
+        if not self._boot_ids:
             return 0
         now = monotonic()
         kept = {
-            mark: {boot: until for boot, until in boots.items() if until > now}
-            for mark, boots in self._boots.items()
+            mark: {boot_id: until for boot_id, until in boot_ids.items() if until > now}
+            for mark, boot_ids in self._boot_ids.items()
         }
-        self._boots = {mark: boots for mark, boots in kept.items() if boots}
-        return len(self._boots.get(mark_of(asked), ()))
+        self._boot_ids = {mark: boot_ids for mark, boot_ids in kept.items() if boot_ids}
+        return len(self._boot_ids.get(request_key(asked), ()))

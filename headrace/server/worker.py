@@ -92,7 +92,7 @@ def _status(state: ServerState) -> ReplicaStatus:
     engine = state.engine
     assert engine.info is not None, "a served engine has sent its info"
     return ReplicaStatus(
-        boot=f"{state.boot_id}-{engine.restarts}",
+        boot_id=f"{state.boot_id}-{engine.restarts}",
         state=engine.state,
         draining=state.draining,
         info=engine.info,

@@ -1,6 +1,4 @@
-"""What the API process makes of the engine's pulse: one that is stopped is ended, one that hardly
-gets to run is not.
-"""
+"""The client's watch over the heartbeat: it kills a stopped engine, not one on a busy machine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,14 +16,16 @@ from headrace.remote.heartbeat import Pulse
 
 
 class Pulses:
+    """A heartbeat with given readings; cancels the watch after the last."""
+
     def __init__(self, pulses: Iterator[Pulse]) -> None:
         self._pulses = pulses
 
     def read(self) -> Pulse:
-        found = next(self._pulses, None)
-        if found is None:
+        pulse = next(self._pulses, None)
+        if pulse is None:
             raise asyncio.CancelledError
-        return found
+        return pulse
 
 
 @pytest.mark.parametrize(
@@ -40,10 +40,10 @@ class Pulses:
         (Pulse(0.1, 29), repeat(7), "ready"),
     ],
 )
-def test_watch(
+def test_heartbeat_watch(
     monkeypatch: pytest.MonkeyPatch, pulse: Pulse, ticks: Iterator[int], state: str
 ) -> None:
-    monkeypatch.setattr(engine_client, "_WATCH", 0)
+    monkeypatch.setattr(engine_client, "_WATCH_SECONDS", 0)
     monkeypatch.setattr(engine_client, "cpu_ticks", lambda pid: next(ticks))
     killed: list[str] = []
 
@@ -53,7 +53,7 @@ def test_watch(
         client._process = SimpleNamespace(
             pid=1, send_signal=lambda number: None, kill=lambda: killed.append("killed")
         )
-        with suppress(asyncio.CancelledError):  # at the last pulse
+        with suppress(asyncio.CancelledError):  # after the last reading
             await client._watch(Pulses(chain([Pulse(0.1, 0)], repeat(pulse, 20))))
         return str(client.state)
 

@@ -1,4 +1,6 @@
-"""Frames between the two processes: what is written is read, however the bytes come."""
+"""Frames between an engine process and its client: decoding gives back the encoded frames, however
+the bytes are cut.
+"""
 
 import pytest
 from hypothesis import given
@@ -31,45 +33,45 @@ EVENTS: list[frames.Event] = [
     frames.Accepted("7"),
     frames.Refused("8", "request", "why"),
     frames.StepOutput(
-        "7",
-        1,
-        "text \N{SNOWMAN}",
-        [5, 6],
-        [{5: Logprob(-0.25, 1, "a"), 9: Logprob(float("-inf"), 7, "\ufffd")}],
-        "stop",
-        5,
+        id="7",
+        index=1,
+        text="text \N{SNOWMAN}",
+        token_ids=[5, 6],
+        logprobs=[{5: Logprob(-0.25, 1, "a"), 9: Logprob(float("-inf"), 7, "\ufffd")}],
+        finish_reason="stop",
+        stop_reason=5,
     ),
     frames.Ended(
-        "7",
-        3,
-        2,
-        0.1,
-        0.2,
-        0.3,
-        frames.Refused("7", "internal", "x"),
-        [None, {1: Logprob(-1.0, 2, "b")}],
-        b"\0\1",
+        id="7",
+        prompt_tokens=3,
+        cached_tokens=2,
+        queue=0.1,
+        prefill=0.2,
+        decode=0.3,
+        error=frames.Refused("7", "internal", "x"),
+        prompt_logprobs=[None, {1: Logprob(-1.0, 2, "b")}],
+        embedding=b"\0\1",
     ),
     frames.Report({"running": 1.0}, {"adapter": 2}, {"ngram": [1.0, 2.0, 3.0]}),
 ]
 
 
 @given(st.lists(st.sampled_from([*COMMANDS, *EVENTS]), max_size=6), st.data())
-def test_all_cuts(sent: list[frames.Command | frames.Event], data: st.DataObject) -> None:
-    whole = frames.encode(*sent)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=5)))
+def test_frames_are_read_however_the_bytes_are_cut(
+    sent: list[frames.Command | frames.Event], data: st.DataObject
+) -> None:
+    encoded = frames.encode(*sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(encoded)), max_size=5)))
     buffer, read = bytearray(), []
-    for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
-        buffer += whole[begin:end]
+    for begin, end in zip([0, *cuts], [*cuts, len(encoded)], strict=True):
+        buffer += encoded[begin:end]
         for body in frames.bodies(buffer):
-            read.append(
-                frames.read_command(body)
-                if len(read) < len(sent) and sent[len(read)] in COMMANDS
-                else frames.read_event(body)
-            )
+            is_command = len(read) < len(sent) and sent[len(read)] in COMMANDS
+            read.append(frames.read_command(body) if is_command else frames.read_event(body))
     assert read == sent and not buffer
 
 
-def test_an_endless_frame_is_refused() -> None:
+def test_frame_above_the_maximum_size_is_refused() -> None:
+    length = (frames.MAX_FRAME_BYTES + 1).to_bytes(frames.LENGTH_BYTES, "little")
     with pytest.raises(ValueError, match="67,108,865 bytes"):
-        list(frames.bodies(bytearray((frames.MAX_FRAME + 1).to_bytes(frames.HEAD, "little"))))
+        list(frames.bodies(bytearray(length)))

@@ -12,7 +12,7 @@ from headrace.engine.thread import EngineThread
 from headrace.errors import ClosedError, NoReplicaError, RequestError
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
-from headrace.remote.host import blocks_of, ended, report_of
+from headrace.remote.host import blocks_of, ended_event, report_of
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.request import Update
 from headrace.scaleout.dispatcher import ReplicaLostError
@@ -26,8 +26,8 @@ Event = frames.StepOutput | frames.Ended | BaseException
 class Replica:
     """An engine that runs requests for a fleet until it dies."""
 
-    def __init__(self, boot: str, engine: Engine) -> None:
-        self.boot = boot
+    def __init__(self, boot_id: str, engine: Engine) -> None:
+        self.boot_id = boot_id
         self.engine = engine
         self.thread = EngineThread(engine)
         self.queues: dict[str, asyncio.Queue[Event]] = {}
@@ -37,7 +37,7 @@ class Replica:
         for queue in self.queues.values():
             while not queue.empty():
                 queue.get_nowait()
-            queue.put_nowait(ReplicaLostError(self.boot, "it died"))
+            queue.put_nowait(ReplicaLostError(self.boot_id, "it died"))
         self.queues.clear()
         self.thread.close()
 
@@ -57,13 +57,22 @@ class _Sink:
         if queue is None:
             return
         if isinstance(item, BaseException):
-            queue.put_nowait(ReplicaLostError(self._replica.boot, str(item)))
+            queue.put_nowait(ReplicaLostError(self._replica.boot_id, str(item)))
             return
         if item.token_ids or item.text or item.finish_reason:
-            news = (item.text, item.token_ids, item.logprobs, item.finish_reason, item.stop_reason)
-            queue.put_nowait(frames.StepOutput(self._id, item.index, *news))
+            queue.put_nowait(
+                frames.StepOutput(
+                    id=self._id,
+                    index=item.index,
+                    text=item.text,
+                    token_ids=item.token_ids,
+                    logprobs=item.logprobs,
+                    finish_reason=item.finish_reason,
+                    stop_reason=item.stop_reason,
+                )
+            )
         if item.result:
-            queue.put_nowait(ended(self._id, item.result))
+            queue.put_nowait(ended_event(self._id, item.result))
 
 
 class LocalReplicas:
@@ -71,7 +80,7 @@ class LocalReplicas:
 
     def __init__(self, make: Callable[[], Engine], number: int) -> None:
         self._make = make
-        self._boots = count()
+        self._boot_ids = count()
         self._next = count()
         self.alive = [self._born() for _ in range(number)]
         self.asked: list[frames.Add] = []
@@ -84,7 +93,7 @@ class LocalReplicas:
         """
 
     def _born(self) -> Replica:
-        return Replica(f"boot-{next(self._boots)}", self._make())
+        return Replica(f"boot-{next(self._boot_ids)}", self._make())
 
     def let_die(self, replica: Replica, *, again: bool = True) -> None:
         """A replica goes; another one comes in its place."""
@@ -96,7 +105,7 @@ class LocalReplicas:
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
-        return {replica.boot: status_of(replica) for replica in self.alive}
+        return {replica.boot_id: status_of(replica) for replica in self.alive}
 
     async def start(self) -> None:
         return
@@ -142,7 +151,7 @@ class LocalReplicas:
     ) -> None:
         self.on_event(replica, event)
         if replica not in self.alive:
-            raise ReplicaLostError(replica.boot, "it died with this on its lips")
+            raise ReplicaLostError(replica.boot_id, "it died with this on its lips")
 
     async def load_adapter(self, name: str, path: str) -> None:
         raise RefusedError("request", f"there is no adapter {path}")
@@ -152,7 +161,7 @@ class LocalReplicas:
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
         return {
-            r.boot: blocks_of("", await asyncio.to_thread(r.thread.call, r.engine.block_map))
+            r.boot_id: blocks_of("", await asyncio.to_thread(r.thread.call, r.engine.block_map))
             for r in self.alive
         }
 
@@ -181,7 +190,7 @@ def status_of(replica: Replica) -> ReplicaStatus:
     )
     report = report_of(replica.thread.call(replica.engine.stats))
     return ReplicaStatus(
-        boot=replica.boot,
+        boot_id=replica.boot_id,
         state="ready",
         draining=False,
         info=info,

@@ -10,11 +10,19 @@ from headrace.scaleout.mailbox import Mailroom
 
 
 def news(request: str, text: str, index: int = 0) -> frames.StepOutput:
-    return frames.StepOutput(request, index, text, [1], [], None, None)
+    return frames.StepOutput(
+        id=request,
+        index=index,
+        text=text,
+        token_ids=[1],
+        logprobs=[],
+        finish_reason=None,
+        stop_reason=None,
+    )
 
 
 def ended(request: str) -> frames.Ended:
-    return frames.Ended(request, 1, 0, 0.0, 0.0, 0.0, None, None, None)
+    return frames.Ended(id=request, prompt_tokens=1)
 
 
 def in_thread(mail: Mailroom, *events: frames.Event) -> None:

@@ -33,8 +33,8 @@ class Twin:
     first.
     """
 
-    def __init__(self, boot: str) -> None:
-        self.boot = boot
+    def __init__(self, boot_id: str) -> None:
+        self.boot_id = boot_id
         self.prefixes: list[Prefix] = []
         self.active: dict[int, tuple[Routed, int]] = {}
         """Requests by number, each with the rows that it has queued."""
@@ -65,13 +65,13 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(NAMES),
-        boot=st.sampled_from("12"),
+        boot_id=st.sampled_from("12"),
         cost=st.sampled_from([COST, replace(COST, row_seconds=0.001)]),
     )
-    def join(self, name: str, boot: str, cost: StepCost) -> None:
-        self.router.join(name, boot, cost)
-        if name not in self.twins or self.twins[name].boot != boot:
-            self.twins[name] = Twin(boot)
+    def join(self, name: str, boot_id: str, cost: StepCost) -> None:
+        self.router.join(name, boot_id, cost)
+        if name not in self.twins or self.twins[name].boot_id != boot_id:
+            self.twins[name] = Twin(boot_id)
 
     @rule(name=st.sampled_from(NAMES))
     def leave(self, name: str) -> None:

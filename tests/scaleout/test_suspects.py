@@ -38,10 +38,10 @@ async def passes(suspects: Suspects, asked: frames.Add) -> bool:
 
 def test_one_at_a_time() -> None:
     async def work(suspects: Suspects) -> None:
-        for boot in ("1", "2"):
+        for boot_id in ("1", "2"):
             assert await passes(suspects, A) and await passes(suspects, B)
             for asked in (A, B):
-                suspects.died_under(asked, boot)
+                suspects.died_under(asked, boot_id)
         async with suspects.turn(A):
             assert not await passes(suspects, B) and await passes(suspects, C)
             suspects.ended_well(A)
@@ -68,12 +68,12 @@ def test_the_death_of_one_replica_counts_once() -> None:
 
 def test_it_is_the_same_request_however_far_it_is() -> None:
     async def work(suspects: Suspects) -> None:
-        for boot in ("1", "2", "3"):
+        for boot_id in ("1", "2", "3"):
             suspects.died_under(
                 frames.Add(
                     id="7", prompt_token_ids=[0], params=SamplingParams(), output_token_ids=[[5, 6]]
                 ),
-                boot,
+                boot_id,
             )
         with pytest.raises(RefusedError):
             async with suspects.turn(A):
@@ -87,13 +87,13 @@ def test_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspects, "monotonic", lambda: now[0])
 
     async def work(suspects: Suspects) -> None:
-        for boot in ("1", "2", "3"):
-            suspects.died_under(A, boot)
+        for boot_id in ("1", "2", "3"):
+            suspects.died_under(A, boot_id)
             now[0] += 1
         now[0] = 601.5
         assert await passes(suspects, A)
-        assert len(suspects._boots) == 1
+        assert len(suspects._boot_ids) == 1
         now[0] = 700
-        assert await passes(suspects, A) and not suspects._boots
+        assert await passes(suspects, A) and not suspects._boot_ids
 
     within(work)

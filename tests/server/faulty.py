@@ -78,7 +78,7 @@ def serve() -> None:
             self._asked.seed == SEEDS["event"] and self._answer.usage.completion > 3
         ),
     )
-    engine_start.ENGINE = (sys.executable, "-m", "tests.server.faulty")
+    engine_start.COMMAND = (sys.executable, "-m", "tests.server.faulty")
     entry()
 
 
@@ -137,7 +137,11 @@ def engine() -> None:
         "news",
         lambda self: self.params.seed == SEEDS["news"] and len(self.seqs[0].output.token_ids) > 3,
     )
-    plan(engine_host, "ended", lambda request_id, result: len(result.outputs[0].token_ids) == 13)
+    plan(
+        engine_host,
+        "ended_event",
+        lambda request_id, result: len(result.outputs[0].token_ids) == 13,
+    )
     for number in (signal.SIGKILL, signal.SIGSTOP):
         plan(MultiStep, "plan", end_process(number))
     engine_process.main(*sys.argv[1:])
