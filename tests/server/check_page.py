@@ -81,7 +81,7 @@ class TestChat:
             "tokens/s" in meta
             and "first token after" in meta
             and "20 tokens" in meta
-            and "cut at the most" in meta
+            and "stopped at max tokens" in meta
         )
         assert page.run("document.querySelector('#question').value") == ""
         ask(page, "And again")
@@ -217,12 +217,12 @@ class TestEngine:
         ask(page, "Hello there, " * 60, 200)
         answered(page, 1)
         page.until(
-            "Number(document.querySelector('#total-tokens-written').textContent.replace(',', "
+            "Number(document.querySelector('#total-output-tokens').textContent.replace(',', "
             "'')) >= 200"
         )
         assert page.run("document.querySelectorAll('.plots canvas').length") == 6
         page.until(
-            "document.querySelector('#blocks-note').textContent.includes('kept for prefixes')"
+            "document.querySelector('#blocks-note').textContent.includes('cached for prefixes')"
         )
         assert page.run("document.querySelector('#blocks-value').textContent").endswith("of 64")
         assert (

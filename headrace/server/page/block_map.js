@@ -1,25 +1,25 @@
-// Which request holds which block of KV: a cell for each block in the order of memory, coloured by request, filled as far as it holds KV.
+// KV blocks by request: one cell per block in memory order, coloured by request, filled up to its last KV entry.
 
 import { address } from "./address.js";
 import { byId, say } from "./dom.js";
 import { percent, whole } from "./format.js";
 import { colour, onThemeChange, seriesColour } from "./theme.js";
 
-const PERIOD = 900; // milliseconds between two looks
+const PERIOD = 900; // minimum milliseconds between two requests of the map
 const HEIGHT = 168;
 const LABEL = 14; // pixels above each of several grids
-const LEAST_BLOCKS = 256;
-const LARGEST_CELL = 22;
+const MIN_BLOCKS = 256;
+const MAX_CELL = 22;
 
 const canvas = byId("blocks");
 const value = byId("blocks-value");
 const note = byId("blocks-note");
 let map = null;
 let grids = [];
-let seen = ""; // the figures for which the map was made
-let next = 0; // when there may be another look
+let seen = ""; // figures at the time of the last map
+let next = 0; // earliest time of the next request
 
-// Asks for the map where the figures say that it has changed, and not too often.
+// Requests the map if the figures show that it has changed.
 export async function follow({ figures: f, restarts, status }) {
   const figures = [f.steps, f.blocks_free, f.blocks_cached, f.running, restarts].join();
   const now = performance.now();
@@ -32,7 +32,7 @@ export async function follow({ figures: f, restarts, status }) {
     seen = figures;
     draw();
   } catch {
-    // the server is away: the stream of statistics says so
+    // the stream of statistics reports that the server is away
   }
 }
 
@@ -60,14 +60,14 @@ function draw() {
   describe();
 }
 
-// The blocks from the first to the last that was ever in use, up to a power of two: a pool is mostly empty, and cells are to be seen.
+// Shows the blocks up to the last one ever used, rounded up to a power of two, so that cells stay visible in a large pool.
 function layOut(group, width, height, top) {
   let last = 0;
   const look = (runs) => each(runs, (first, count) => (last = Math.max(last, first + count)));
   group.holdings.forEach((holding) => look(holding.runs));
   look(group.cached);
-  const shown = Math.min(group.num_blocks, Math.max(LEAST_BLOCKS, 2 ** Math.ceil(Math.log2(Math.max(1, last)))));
-  let pitch = Math.min(LARGEST_CELL, Math.sqrt((width * height) / shown));
+  const shown = Math.min(group.num_blocks, Math.max(MIN_BLOCKS, 2 ** Math.ceil(Math.log2(Math.max(1, last)))));
+  let pitch = Math.min(MAX_CELL, Math.sqrt((width * height) / shown));
   while (Math.floor(width / pitch) * Math.floor(height / pitch) < shown) pitch *= 0.99;
   const columns = Math.floor(width / pitch);
   return { group, shown, pitch, columns, top, owners: owners(group) };
@@ -121,9 +121,9 @@ function describe() {
   const total = grids.reduce((sum, grid) => sum + grid.group.num_blocks, 0);
   const cached = grids.reduce((sum, grid) => sum + count(grid.group.cached), 0);
   say(value, `${percent(held / total)} of ${whole(total)}`);
-  const parts = [`${whole(held)} held, ${whole(cached)} kept for prefixes`];
+  const parts = [`${whole(held)} held, ${whole(cached)} cached for prefixes`];
   const [grid] = grids;
-  if (grid.shown < grid.group.num_blocks) parts.push(`first ${whole(grid.shown)} shown, the others were never used`);
+  if (grid.shown < grid.group.num_blocks) parts.push(`first ${whole(grid.shown)} shown, the rest were never used`);
   say(note, parts.join("; "));
 }
 

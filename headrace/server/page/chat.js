@@ -1,20 +1,20 @@
-// The conversation: kept in memory, sent whole with each question, answered as a stream.
+// The conversation. Each request sends all of it; the response is a stream.
 
 import { address } from "./address.js";
 import { byId, element, say } from "./dom.js";
 import { events } from "./event_stream.js";
 import { number, seconds } from "./format.js";
 import { Markdown } from "./markdown.js";
-import { asked } from "./settings.js";
+import { requestOptions } from "./settings.js";
 
-const NEAR_THE_END = 60; // pixels: a reader who is nearer follows what is written
+const NEAR_THE_END = 60; // pixels: a reader closer to the end than this follows new text
 
 const log = byId("log");
 const question = byId("question");
 const send = byId("send");
 const empty = log.querySelector(".empty");
 let messages = [];
-let running = null; // the AbortController of the answer that is being written
+let running = null; // AbortController of the response in progress
 
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -45,17 +45,17 @@ function ask() {
   question.value = "";
   fit();
   empty.remove();
-  log.querySelectorAll(".error button").forEach((button) => button.remove()); // only the last answer can be tried again
+  log.querySelectorAll(".error button").forEach((button) => button.remove()); // only the last response can be retried
   log.append(element("article", { class: "message user", "aria-label": "You" }, element("p", {}, content)));
   messages.push({ role: "user", content });
-  answer();
+  respond();
 }
 
-async function answer() {
-  const view = new AnswerView();
+async function respond() {
+  const view = new ResponseView();
   const conversation = messages;
   const controller = (running = new AbortController());
-  become("Stop");
+  setButton("Stop");
   try {
     await read(view, controller.signal);
   } catch (error) {
@@ -66,18 +66,18 @@ async function answer() {
     view.end();
     if (running === controller) {
       running = null;
-      become("Send");
+      setButton("Send");
     }
   }
 }
 
-function become(label) {
+function setButton(label) {
   say(send, label);
   send.classList.toggle("stops", label === "Stop");
 }
 
 async function read(view, signal) {
-  const { system, body } = asked();
+  const { system, body } = requestOptions();
   const all = system ? [{ role: "system", content: system }, ...messages] : messages;
   const response = await fetch(address("v1/chat/completions"), {
     method: "POST",
@@ -85,33 +85,33 @@ async function read(view, signal) {
     body: JSON.stringify({ ...body, messages: all, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await responseError(response);
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw Object.assign(new Error(chunk.error.message), { code: chunk.error.code });
     view.take(chunk);
   }
-  throw new Error("The answer broke off: the server has closed the connection.");
+  throw new Error("The response is incomplete: the server closed the connection.");
 }
 
-async function refusal(response) {
+async function responseError(response) {
   try {
     const { error } = await response.json();
     return Object.assign(new Error(error.message), { code: error.code, status: response.status });
   } catch {
-    return Object.assign(new Error(response.statusText || "The server refused."), { status: response.status });
+    return Object.assign(new Error(response.statusText || "The server refused the request."), { status: response.status });
   }
 }
 
-// One answer as it grows, drawn once per frame at most.
-class AnswerView {
+// One response in progress, drawn at most once per frame.
+class ResponseView {
   constructor() {
     this.content = "";
     this.reasoning = "";
     this.reason = null;
     this.usage = null;
-    this.timing = null; // of the server, in seconds
+    this.timing = null; // seconds, measured by the server
     this.begun = performance.now();
     this.first = null;
     this.thought = element("div", { class: "thought" });
@@ -162,7 +162,7 @@ class AnswerView {
     if (running) return;
     if (messages.at(-1)?.role === "assistant") messages.pop();
     this.root.remove();
-    answer();
+    respond();
   }
 
   end() {
@@ -173,7 +173,7 @@ class AnswerView {
     if (tokens > 1 && taken > 0) parts.push(`${number((tokens - 1) / taken)} tokens/s`);
     if (this.first !== null) parts.push(`first token after ${seconds((this.first - this.begun) / 1000)}`);
     if (tokens) parts.push(`${tokens} ${tokens === 1 ? "token" : "tokens"}`);
-    if (this.reason === "length") parts.push("cut at the most tokens");
+    if (this.reason === "length") parts.push("stopped at max tokens");
     if (this.reason === "stopped") parts.push("stopped");
     say(this.meta, parts.join(" · "));
     this.root.setAttribute("aria-busy", "false");

@@ -1,4 +1,4 @@
-// The engine's figures, as the server sends them twice a second while the page is open.
+// The engine's statistics, which the server sends twice a second while the page is open.
 
 import { address } from "./address.js";
 import { follow } from "./block_map.js";
@@ -11,14 +11,14 @@ import { offer } from "./settings.js";
 const STATES = {
   ready: "ready",
   loading: "loading the model",
-  stalled: "the engine does not answer",
+  stalled: "the engine does not respond",
   dead: "the engine has ended",
-  closed: "the server is ending",
-  draining: "the server is ending",
+  closed: "the server is shutting down",
+  draining: "the server is shutting down",
 };
 
 let latest = null;
-let history = []; // of SPAN seconds, the oldest first
+let history = []; // the last SPAN seconds, oldest first
 
 const plots = byId("plots");
 const short = (value, isTick) => (isTick ? si(value).replace(" ", "") : number(value));
@@ -30,37 +30,37 @@ const speed = new Plot(plots, {
   title: "Tokens/s",
   series: [{ label: "out", colour: 0 }, { label: "rows", colour: 1 }],
   show: short,
-  least: 10,
+  minTop: 10,
 });
 const queue = new Plot(plots, {
   title: "Sequences",
   series: [{ label: "running", colour: 0 }, { label: "waiting", colour: 1 }],
   show: counts,
-  least: 4,
+  minTop: 4,
 });
 const memory = new Plot(plots, {
   title: "KV",
   series: [{ label: "held", colour: 0 }, { label: "cached", colour: 2 }],
   show: share,
-  least: 0.04,
+  minTop: 0.04,
 });
 const firstToken = new Plot(plots, {
   title: "Time to first token",
   series: [{ label: "", colour: 0, points: true }],
   show: time,
-  least: 0.05,
+  minTop: 0.05,
 });
 const perStep = new Plot(plots, {
   title: "Tokens per step",
   series: [{ label: "", colour: 0 }],
   show: short,
-  least: 2,
+  minTop: 2,
 });
 const drafts = new Plot(plots, {
   title: "Drafts accepted",
   series: [{ label: "", colour: 3 }],
   show: share,
-  least: 1,
+  minTop: 1,
   absent: "none",
 });
 
@@ -81,7 +81,7 @@ function take(stats) {
   follow(stats);
 }
 
-// What came since the last event, per step where the engine has made any.
+// The changes since the last event, per step if there were steps.
 function point({ time: now, figures: f, restarts }, before) {
   const same = before && before.restarts === restarts;
   const gained = (name) => (same ? f[name] - before.figures[name] : 0);
@@ -121,21 +121,21 @@ function describe(stats) {
   words.push(`${si(engine.weight_bytes)}B of weights`, `${engine.kv_dtype} KV`, `${whole(engine.max_model_len)} tokens of context`);
   say(byId("model"), words.join(" · "));
   totals({
-    "tokens written": whole(f.tokens ?? 0),
+    "output tokens": whole(f.tokens ?? 0),
     "prompt tokens": whole(f.prompt_tokens ?? 0),
-    "of them cached": whole(f.cached_tokens ?? 0),
+    "cached prompt tokens": whole(f.cached_tokens ?? 0),
     "steps": whole(f.steps ?? 0),
-    "requests done": whole(f.finished ?? 0),
-    "aborted": whole(f.aborted ?? 0),
+    "finished requests": whole(f.finished ?? 0),
+    "aborted requests": whole(f.aborted ?? 0),
     "preemptions": whole(f.preemptions ?? 0),
-    "up": seconds(Math.max(1, stats.time - stats.started)),
+    "uptime": seconds(Math.max(1, stats.time - stats.started)),
     ...drafted(stats.drafts),
   });
 }
 
 function drafted(methods) {
   const used = Object.entries(methods).filter(([, { proposed }]) => proposed);
-  return Object.fromEntries(used.map(([name, { proposed, accepted }]) => [`drafts of ${name}`, `${whole(accepted)} of ${whole(proposed)}`]));
+  return Object.fromEntries(used.map(([name, { proposed, accepted }]) => [`accepted drafts, ${name}`, `${whole(accepted)} of ${whole(proposed)}`]));
 }
 
 function totals(figures) {

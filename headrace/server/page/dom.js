@@ -1,4 +1,4 @@
-// Elements are made here and nowhere of text: whatever a model or a server says stays text.
+// Makes elements, never from markup: text of a model or a server stays text.
 
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -14,7 +14,7 @@ export function element(tag, attributes = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
-// Text is written only where it differs, so that nothing is laid out again for nothing.
+// Writes text only if it differs, to avoid needless layout.
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

@@ -1,4 +1,4 @@
-// The data of server-sent events in the body of a response, each as soon as it is whole.
+// Yields the data of server-sent events in a response body, each as soon as it is complete.
 
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,4 +1,4 @@
-// Numbers as words, always with the same few digits.
+// Formats numbers, always with the same number of digits.
 
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 

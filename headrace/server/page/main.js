@@ -1,4 +1,4 @@
-// Puts the parts together; on a narrow screen one of them is shown at a time.
+// Starts the parts of the page; a narrow screen shows one part at a time.
 
 import "./chat.js";
 import { watch } from "./dashboard.js";

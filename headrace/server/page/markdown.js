@@ -1,4 +1,4 @@
-// The Markdown that models write, as elements: paragraphs, headings, lists, quotes, code, bold, italics. HTML in it stays text.
+// Renders Markdown: paragraphs, headings, lists, quotes, code, bold, italics. HTML stays text.
 
 import { element } from "./dom.js";
 
@@ -7,7 +7,7 @@ const ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|__(.+?)__|\*(\S(?:.*?\S)?)\*/g;
 
-// Shows a text that grows: only the blocks that have changed are made again.
+// Shows a growing text; only changed blocks are rendered again.
 export class Markdown {
   constructor(root) {
     this.root = root;
@@ -53,7 +53,7 @@ function blocks(text) {
       found.push({ kind: "code", lines: [opened[2]] });
       blank = true;
     } else if (!line.trim()) {
-      blank = found.at(-1)?.kind !== "list"; // an empty line between two items leaves them one list
+      blank = found.at(-1)?.kind !== "list"; // an empty line does not end a list
       if (!blank) found.at(-1).loose = true;
     } else if (HEADING.test(line)) add("heading", line);
     else if (ITEM.test(line)) add("list", line);
@@ -88,7 +88,7 @@ function items(lines) {
   return found;
 }
 
-// Items that are further to the right than the first are the list below the one before them.
+// Items indented more than the first form a nested list.
 function list(all) {
   const [first] = all;
   const made = first.number ? element("ol", { start: first.number }) : element("ul");

@@ -1,4 +1,4 @@
-// Small plots of the last two minutes, side by side under one cursor, each with its present figures in words.
+// Small plots of the last two minutes with a common cursor, each with its present values as text.
 
 import { element, say } from "./dom.js";
 import { colour, onThemeChange, seriesColour } from "./theme.js";
@@ -10,10 +10,10 @@ const FONT = "10px system-ui, sans-serif";
 const plots = [];
 let now = 0;
 
-// `series`: label, colour's number and whether it has points instead of a line; `show`: a value in words; `least`: how far the scale
-// goes at least.
+// `series`: label, number of the colour, and whether to draw points instead of a line. `show` formats a value.
+// `minTop`: minimum upper end of the scale.
 export class Plot {
-  constructor(parent, { title, series, show, least, absent }) {
+  constructor(parent, { title, series, show, minTop, absent }) {
     this.series = series;
     this.show = show;
     this.absent = absent ?? "–";
@@ -24,12 +24,12 @@ export class Plot {
     const caption = element("figcaption", {}, element("h3", {}, title), element("output", {}, ...legend));
     this.box = element("div", { class: "plot", role: "img", "aria-label": `${title}, last two minutes` });
     parent.append(element("figure", { class: "panel" }, caption, this.box));
-    this.plot = new uPlot(this.options(least), [[], ...series.map(() => [])], this.box);
+    this.plot = new uPlot(this.options(minTop), [[], ...series.map(() => [])], this.box);
     new ResizeObserver(() => this.fit()).observe(this.box);
     plots.push(this);
   }
 
-  options(least) {
+  options(minTop) {
     const stroke = () => colour("faint");
     return {
       width: 200,
@@ -39,7 +39,7 @@ export class Plot {
       cursor: { sync: { key: "engine" }, drag: { x: false, y: false }, y: false, points: { size: 5 } },
       scales: {
         x: { time: false, range: () => [now - SPAN, now] },
-        y: { range: (_, __, most) => [0, Math.max(least, 1.08 * (most || 0))] },
+        y: { range: (_, __, max) => [0, Math.max(minTop, 1.08 * (max || 0))] },
       },
       axes: [
         { show: false },
@@ -64,7 +64,7 @@ export class Plot {
     this.tell();
   }
 
-  // The figures under the cursor, else the last ones.
+  // Shows the values under the cursor, or the latest values.
   tell() {
     if (!this.plot) return;
     const at = this.plot.cursor.idx ?? this.plot.data[0].length - 1;

@@ -1,4 +1,4 @@
-// The limits of this machine, and where the engine's last steps stand under them (Williams et al. 2009).
+// The roofline of this machine with the engine's last steps (Williams et al. 2009).
 
 import { byId, say } from "./dom.js";
 import { percent, seconds, si, whole } from "./format.js";
@@ -18,7 +18,7 @@ let trail = []; // the last steps, the latest at the end
 export function show({ limits: known, standing }) {
   limits = known;
   if (!limits) {
-    say(note, "This machine was not measured yet: `headrace doctor` does it, and the next start of the server shows it.");
+    say(note, "This machine has not been measured: run `headrace doctor`, then restart the server.");
     return;
   }
   const last = trail.at(-1);
@@ -29,7 +29,7 @@ export function show({ limits: known, standing }) {
     const rate = `${si(standing.bytes / standing.seconds)}B/s of ${si(limits.bandwidth)}B/s`;
     say(value, `${percent(standing.least_seconds / standing.seconds)} of the limit`);
     say(note, `${rows} in ${seconds(standing.seconds)}, ${depth}; ${si(standing.bytes)}B read: ${rate}`);
-  } else if (!last) say(note, "Nothing has run since this page was opened.");
+  } else if (!last) say(note, "No step has run since this page was opened.");
   draw();
 }
 
@@ -52,14 +52,14 @@ function draw() {
 // Both axes are logarithmic: operations per byte, operations per second.
 function scales(width) {
   const rates = Object.values(limits.rates);
-  const most = Math.max(...rates);
-  const [x0, x1] = [0, Math.ceil(Math.log10((8 * most) / limits.bandwidth))];
-  const y1 = Math.log10(2.2 * most);
+  const maxRate = Math.max(...rates);
+  const [x0, x1] = [0, Math.ceil(Math.log10((8 * maxRate) / limits.bandwidth))];
+  const y1 = Math.log10(2.2 * maxRate);
   const y0 = Math.min(Math.floor(Math.log10(limits.bandwidth)), ...trail.map((one) => Math.floor(Math.log10(one.flops / one.seconds))));
   const [wide, high] = [width - MARGIN.left - MARGIN.right, HEIGHT - MARGIN.top - MARGIN.bottom];
   const x = (intensity) => MARGIN.left + (wide * (Math.log10(intensity) - x0)) / (x1 - x0);
   const y = (rate) => MARGIN.top + high * (1 - (Math.log10(rate) - y0) / (y1 - y0));
-  return { x, y, x0, x1, y0, y1, most };
+  return { x, y, x0, x1, y0, y1 };
 }
 
 function axes(context, { x, y, x0, x1, y0, y1 }, width) {

@@ -1,4 +1,4 @@
-// What a chat asks for beside its messages. A field that is empty is left to the server.
+// Options of a chat. If a field is empty, the server's default applies.
 
 import { byId, element } from "./dom.js";
 
@@ -12,7 +12,7 @@ toggle.addEventListener("click", () => {
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 
-export function asked() {
+export function requestOptions() {
   const { model, system, temperature, max_tokens } = form.elements;
   const body = {};
   if (model.value) body.model = model.value;
@@ -21,7 +21,7 @@ export function asked() {
   return { system: system.value.trim(), body };
 }
 
-// The model and the adapters that can stand in its place, and what the server takes where nothing is asked for.
+// Lists the model and its adapters, and shows the server's default temperature.
 export function offer(names, advised) {
   const { model, temperature } = form.elements;
   temperature.placeholder = String(advised.temperature ?? 1);

@@ -1,4 +1,4 @@
-// Colours stand in the style sheet alone; what is drawn on a canvas asks for them here.
+// Colours of the style sheet, for drawing on a canvas.
 
 const scheme = matchMedia("(prefers-color-scheme: dark)");
 const known = new Map();
