@@ -193,7 +193,7 @@ class TestRefusal:
             ),
             (
                 ("--proposer", "self_draft", "--draft-layers", "30"),
-                "draft_layers is 30, and must be 1 to 29",
+                "draft_layers is 30, but must be 1 to 29",
             ),
             (
                 ("--acceptance-method", "rejection", "--proposer", "ngram"),
