@@ -38,7 +38,7 @@ from headrace.planner.roofline import op_seconds, step_seconds
 from headrace.program.collective import Collective
 from headrace.program.op import StepSize
 from headrace.program.trace import Program
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.backend.batches import Sequence as Slots
 from tests.backend.batches import batch_of
 from tests.parallel.test_processes import children

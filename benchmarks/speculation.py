@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from speculation_texts import WORKLOADS, prompts
 
 from headrace import LLM, SamplingParams
-from headrace.request import RequestOutput
+from headrace.outputs import RequestOutput
 from headrace.speculation.coordinator import Speculation
 from headrace.speculation.proposers import METHODS, NEEDS, DraftModels, asked_for
 

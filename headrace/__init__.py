@@ -1,6 +1,6 @@
 """Headrace: a transformer inference engine for the hardware you have."""
 
-TYPE_CHECKING = False  # and not that of `typing`, which takes longer to import than all this
+TYPE_CHECKING = False  # importing the name from `typing` takes longer than this whole module
 if TYPE_CHECKING:
     from typing import Any
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from headrace.measure.evaluate import evaluate
     from headrace.measure.profile import profile
     from headrace.measure.selftest import selftest
-    from headrace.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from headrace.outputs import CompletionOutput, Logprob, RequestOutput
+    from headrace.sampling_params import SamplingParams
     from headrace.structured_outputs import StructuredOutputs
 
 __all__ = [
@@ -34,10 +35,10 @@ __all__ = [
 _MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
-    "CompletionOutput": "request",
-    "Logprob": "request",
-    "RequestOutput": "request",
-    "SamplingParams": "request",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
     "StructuredOutputs": "structured_outputs",
     "bench_latency": "measure.bench",
     "bench_throughput": "measure.bench",
@@ -46,21 +47,18 @@ _MODULES = {
     "profile": "measure.profile",
     "selftest": "measure.selftest",
 }
-"""The module of each public name."""
+"""Modules of the public names."""
 
 
 def __getattr__(name: str) -> "Any":
-    """Import the public names when they are first used, so that `import headrace` and the command
-    line start fast.
-    """
+    """Import a public name at its first use, so that the command line starts fast."""
     if name in _MODULES:
         from importlib import import_module
 
         return getattr(import_module(f"headrace.{_MODULES[name]}"), name)
     if name == "__version__":
-        from importlib import (
-            metadata,
-        )  # which takes longer than any other module: `from headrace import _native` comes here too
+        # `from headrace import _native` calls this function, too, and this import is slow.
+        from importlib import metadata
 
         return metadata.version("headrace")
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -14,16 +14,10 @@ from numpy.typing import NDArray
 from headrace.config import SERVING
 from headrace.errors import RequestFailedError
 from headrace.llm import BaseLLM
+from headrace.outputs import RequestOutput, Update
 from headrace.prompts import ChatOptions, Message, Prompt
-from headrace.request import (
-    CheckedRequest,
-    Pooling,
-    PoolingParams,
-    RequestOptions,
-    RequestOutput,
-    SamplingParams,
-    Update,
-)
+from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 
 
 class _AsyncInbox:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.request import RequestOutput
+    from headrace.outputs import RequestOutput
 
 
 class HeadraceError(Exception):

@@ -20,16 +20,10 @@ from headrace.errors import RequestError, RequestFailedError
 from headrace.loader.load import load_model
 from headrace.loader.options import engine_config
 from headrace.model.spec import ModelSpec
+from headrace.outputs import RequestOutput, Update
 from headrace.prompts import ChatOptions, Message, Prompt, TokenizedPrompt, is_conversation
-from headrace.request import (
-    CheckedRequest,
-    Pooling,
-    PoolingParams,
-    RequestOptions,
-    RequestOutput,
-    SamplingParams,
-    Update,
-)
+from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 from headrace.stats import BlockMap, Stats
 
 _T = TypeVar("_T")

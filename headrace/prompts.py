@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypedDict, TypeGuard
 from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
-from headrace.request import check_names
+from headrace.validation import check_names
 
 Prompt = str | Mapping[str, Any]
 """Text, `{"prompt": text}`, or `{"prompt_token_ids": [...]}` with an optional `"prompt"` text."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from headrace.request import DraftStats
+from headrace.outputs import DraftStats
 
 
 class KvStats(NamedTuple):

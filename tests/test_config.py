@@ -11,7 +11,7 @@ from headrace.cli import main as cli
 from headrace.cli import run
 from headrace.config import INTERACTIVE, OFFLINE, SERVING, EngineConfig, Preset
 from headrace.loader.options import engine_config
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 PRESETS = {"serving": SERVING, "offline": OFFLINE, "interactive": INTERACTIVE}
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headrace.batch import NO_DRAFT, Commit, DraftTree, Ints, RaggedBatch
 from headrace.logit_ops import LogitOp, SampleOp, SampleResult, StepResult, Ticket
 from headrace.proposer import ProposerTraits
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.engine import toy
 from tests.texts import NAME, ROOT, files, texts
 

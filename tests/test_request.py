@@ -1,4 +1,4 @@
-"""Sampling parameters: what is refused, and how the message helps."""
+"""Sampling parameters: accepted values, and messages for invalid ones."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -37,23 +37,23 @@ from headrace.request import SamplingParams
         ({"beam_width": 0}, "beam_width must be a whole number from 1 to 128, not 0"),
         (
             {"beam_width": 2, "n": 3},
-            "n is 3, and a search with beam_width 2 has no more than 2 results",
+            "n 3 is greater than beam_width 2; a beam search returns at most 2 beams",
         ),
         (
             {"beam_width": 2, "temperature": 0.7},
-            "a beam search draws nothing, so temperature must be 0 or 1, not 0.7",
+            "temperature must be 0 or 1 in a beam search, which samples nothing, not 0.7",
         ),
         (
             {"beam_width": 2, "top_p": 0.9},
-            "a beam search draws nothing, so top_p must be 1, not 0.9",
+            "top_p must be 1 in a beam search, which samples nothing, not 0.9",
         ),
-        ({"beam_width": 2, "top_k": 5}, "so top_k must be 0 or -1, not 5"),
-        ({"beam_width": 2, "min_p": 0.1}, "so min_p must be 0, not 0.1"),
+        ({"beam_width": 2, "top_k": 5}, "top_k must be 0 or -1 in a beam search"),
+        ({"beam_width": 2, "min_p": 0.1}, "min_p must be 0 in a beam search"),
         ({"length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10"),
         ({"early_stopping": "never"}, "early_stopping must be true or false"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
-        ({"min_tokens": 17}, "min_tokens is 17, more than max_tokens, 16"),
+        ({"min_tokens": 17}, "min_tokens 17 is greater than max_tokens 16"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"logprobs": 21}, "logprobs"),
@@ -76,14 +76,14 @@ from headrace.request import SamplingParams
         ({"zzz": 1.0}, "unknown sampling parameter 'zzz'; choose from: n, temperature"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_sampling_params_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as error:
         SamplingParams(**options)
     assert message in str(error.value)
     assert len(str(error.value)) < 500
 
 
-def test_accepted() -> None:
+def test_valid_sampling_params_are_converted() -> None:
     params = SamplingParams(
         temperature=np.float32(0.5),
         top_k=-1,
@@ -104,7 +104,7 @@ def test_accepted() -> None:
     assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=16, n=1)
 
 
-def test_replace_checks_again() -> None:
+def test_replaced_sampling_params_are_checked() -> None:
     params = SamplingParams(temperature=0.5, stop=["a"])
     assert replace(params, n=2).stop == ["a"]
     with pytest.raises(RequestError):

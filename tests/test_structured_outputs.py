@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.structured_outputs import StructuredOutputs
 
 

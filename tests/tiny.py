@@ -14,9 +14,10 @@ from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
 from headrace.model import tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
+from headrace.outputs import RequestOutput, Update
 from headrace.proposer import Proposer
 from headrace.quant.formats import StoredTensor
-from headrace.request import RequestOutput, SamplingParams, Update
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import make_proposers
 from tests.backend.stored import random_stored
 from tests.late import LateExecutable

@@ -31,7 +31,7 @@ from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.logit_ops import ShiftedSampleOps
 from headrace.model.spec import ModelSpec
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import make_proposers
 from tests.backend.cuda.hollow import SPECS
 from tests.tiny import TinyVocabulary

@@ -14,8 +14,8 @@ import numpy as np
 from harness import Bench, Column, Timed, main
 from native import Floats, LinearPlan
 
-from headrace.request import SamplingParams
 from headrace.sampling.sampler import make_sampler
+from headrace.sampling_params import SamplingParams
 from tests.backend.stored import random_stored
 
 FORMATS = ("Q4_1", "Q6_K", "Q8_0")

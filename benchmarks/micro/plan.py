@@ -31,7 +31,7 @@ from headrace.planner.host import cpu_name
 from headrace.planner.roofline import step_seconds
 from headrace.program.op import StepSize
 from headrace.quant.formats import StoredTensor
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.tiny import tiny_engine, tiny_model
 
 MODEL = "smollm2"

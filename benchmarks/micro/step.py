@@ -19,7 +19,7 @@ from headrace.config import OFFLINE, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.multi_step import MultiStep
 from headrace.loader.load import load_model
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -18,8 +18,10 @@ from headrace.batch import Ints, RaggedBatch
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.logit_ops import Done, LogitOp, StepResult
-from headrace.request import RequestOptions, RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.request import RequestOptions
 from headrace.sampling.host import run_logit_ops
+from headrace.sampling_params import SamplingParams
 from headrace.scaleout.policy import Scope, StepCost
 from tests.engine.toy import FULL, toy_groups
 from tests.tiny import TinyVocabulary

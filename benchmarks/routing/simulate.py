@@ -11,7 +11,7 @@ from policies import Policy
 from replica import BLOCK_SIZE, News, Replica
 from traces import Conversation, Trace
 
-from headrace.request import RequestOutput
+from headrace.outputs import RequestOutput
 from headrace.scaleout.prefix_tree import PrefixTree
 
 

@@ -22,7 +22,7 @@ from headrace.loader.load import load_model
 from headrace.loader.options import engine_config
 from headrace.measure.table import print_table
 from headrace.planner import host
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 class Ask(NamedTuple):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from headrace.batch import Commit, DraftTree, TokenLogprobs
 from headrace.constraint import Constraint, Masks
 from headrace.logit_ops import LogitOp, LogitOpResult, SamplerState
-from headrace.request import FinishReason
+from headrace.outputs import FinishReason
 
 
 class OutputView(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.checkpoint.files import find, read_json
 from headrace.checkpoint.gguf import Metadata
 from headrace.errors import FormatError, RequestError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 _FOLDER = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _GGUF = {

@@ -9,8 +9,9 @@ from typing import Any
 from headrace.cli import signals
 from headrace.cli.session import Session
 from headrace.cli.terminal import say, write
+from headrace.outputs import RequestOutput, Update
 from headrace.prompts import Message, Prompt
-from headrace.request import RequestOutput, SamplingParams, Update
+from headrace.sampling_params import SamplingParams
 
 SEPARATOR = "\n---\n"
 """Stands between the answers to one prompt."""

@@ -5,7 +5,7 @@ from headrace.cli.keyboard import read_turn, set_up
 from headrace.cli.session import Session
 from headrace.cli.terminal import say, write
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 HELP = """\
 /reset   forget the conversation

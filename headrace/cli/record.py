@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION
-from headrace.request import DraftStats
+from headrace.outputs import DraftStats
 from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats, Stats
 
 Record = dict[str, Any]

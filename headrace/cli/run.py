@@ -34,7 +34,7 @@ from headrace.cli.arguments import (
 )
 from headrace.config import INTERACTIVE, EngineConfig
 from headrace.errors import RequestError
-from headrace.request import SAMPLING_FIELDS, SamplingParams
+from headrace.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 _DEFAULTS = {
     field.name: field.default

@@ -12,12 +12,14 @@ from headrace.cli.signals import Stop
 from headrace.config import EngineConfig
 from headrace.loader.drafts import model_program
 from headrace.loader.load import load_model
+from headrace.outputs import RequestOutput, Update
 from headrace.planner import hardware
 from headrace.planner.answer import decode_seconds, decode_steps
 from headrace.program.adapter import Adapter, adapted
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
-from headrace.request import RequestOptions, RequestOutput, SamplingParams, Update
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 
 
 class Session:

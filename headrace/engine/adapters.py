@@ -6,7 +6,7 @@ from itertools import count
 from headrace.backend import Executable
 from headrace.errors import RequestError
 from headrace.program.adapter import Adapter
-from headrace.request import check_names
+from headrace.validation import check_names
 
 
 @dataclass(eq=False)

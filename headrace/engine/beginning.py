@@ -14,8 +14,9 @@ from headrace.engine.output import Output, TokenizerView, end_ids
 from headrace.engine.sequence import Request, Sequence
 from headrace.engine.stops import StopPattern
 from headrace.errors import ConstraintError, RequestError
-from headrace.request import CheckedRequest, token_ids
+from headrace.request import CheckedRequest
 from headrace.sampling.sampler import derive_seed, make_sampler
+from headrace.validation import token_ids
 
 
 def begin(

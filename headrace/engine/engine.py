@@ -37,22 +37,16 @@ from headrace.errors import ClosedError, RequestError
 from headrace.grammar.constraint import Constraints
 from headrace.kv.host import HostTier
 from headrace.kv.manager import Demand, KvManager
+from headrace.outputs import RequestOutput, Update
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
 from headrace.record import frozen
-from headrace.request import (
-    DEFAULT_OPTIONS,
-    CheckedRequest,
-    PoolingParams,
-    RequestOptions,
-    RequestOutput,
-    SamplingParams,
-    Update,
-    token_ids,
-)
+from headrace.request import DEFAULT_OPTIONS, CheckedRequest, PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.manager import SpeculationManager
 from headrace.stats import BlockMap, Stats
+from headrace.validation import token_ids
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 """By the name of `EngineConfig.batching`."""

@@ -6,7 +6,7 @@ The blocks of a sequence that ends are freed.
 from headrace.batch import Commit
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, Sequence
-from headrace.request import FinishReason
+from headrace.outputs import FinishReason
 
 
 def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:

@@ -9,7 +9,8 @@ from typing import Protocol, Self
 from headrace.batch import TokenLogprobs
 from headrace.constraint import Constraint
 from headrace.engine.stops import StopFinder, StopPattern
-from headrace.request import CompletionOutput, FinishReason, Logprob, Logprobs, SamplingParams
+from headrace.outputs import CompletionOutput, FinishReason, Logprob, Logprobs
+from headrace.sampling_params import SamplingParams
 
 
 class TextDecoder(Protocol):

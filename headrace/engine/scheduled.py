@@ -9,7 +9,7 @@ from headrace.engine.output import Output
 from headrace.engine.sequence import Sequence
 from headrace.kv.manager import Copy
 from headrace.logit_ops import SamplerState
-from headrace.request import DraftStats
+from headrace.outputs import DraftStats
 
 
 @dataclass(slots=True, eq=False)

@@ -13,16 +13,9 @@ from headrace.engine.pooling import PromptPooling
 from headrace.kv.manager import Tables
 from headrace.kv.prefix import Node, Scope
 from headrace.logit_ops import SamplerState
-from headrace.request import (
-    DEFAULT_OPTIONS,
-    DraftStats,
-    Logprobs,
-    RequestOptions,
-    RequestOutput,
-    SamplingParams,
-    Timing,
-    Update,
-)
+from headrace.outputs import DraftStats, Logprobs, RequestOutput, Timing, Update
+from headrace.request import DEFAULT_OPTIONS, RequestOptions
+from headrace.sampling_params import SamplingParams
 
 
 class Stopwatch:

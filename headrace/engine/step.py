@@ -27,7 +27,7 @@ from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots, prepare_blocks
-from headrace.request import Update
+from headrace.outputs import Update
 from headrace.speculation.manager import SpeculationManager
 
 

@@ -27,7 +27,8 @@ from weakref import WeakSet
 
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, HeadraceError
-from headrace.request import CheckedRequest, Update
+from headrace.outputs import Update
+from headrace.request import CheckedRequest
 
 _T = TypeVar("_T")
 _LINGER = 0.1

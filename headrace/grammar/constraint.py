@@ -11,7 +11,7 @@ from headrace.constraint import MASK_BITS, GrammarState, Mask, Masks, mask_of
 from headrace.errors import ConstraintError, RequestError
 from headrace.grammar.grammars import Grammars, Vocabulary
 from headrace.record import frozen
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 @frozen

@@ -16,8 +16,8 @@ from headrace.config import (
 from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
 from headrace.loader.kv_size import MAX_BLOCKS
-from headrace.request import check_names, integer, number
 from headrace.speculation.proposers import PROPOSERS, check_speculation
+from headrace.validation import check_names, integer, number
 
 _INTEGERS = {  # option: (min, max)
     "threads": (0, 1024),

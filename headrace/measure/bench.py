@@ -32,7 +32,7 @@ from headrace.planner.hardware import Machine
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 from headrace.record import frozen
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 
 
 @frozen(kw_only=True)

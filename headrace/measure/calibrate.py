@@ -33,7 +33,8 @@ from headrace.model import trace_model
 from headrace.planner.draft_gain import Costs, Gain, best_gain
 from headrace.planner.host import usable_cores
 from headrace.record import frozen
-from headrace.request import SamplingParams, integer
+from headrace.sampling_params import SamplingParams
+from headrace.validation import integer
 
 PROMPT = "Write a short story about a miller who builds a channel to bring water to the mill.\n\n"
 MIN_SPEEDUP = 1.05

@@ -22,7 +22,7 @@ from headrace.planner.host import usable_cores
 from headrace.quant.encode import ENCODERS
 from headrace.quant.format_names import named_format
 from headrace.record import frozen
-from headrace.request import integer
+from headrace.validation import integer
 
 if TYPE_CHECKING:
     from headrace.quant.formats import StoredTensor

@@ -2,11 +2,11 @@
 each at its limit.
 """
 
+from headrace.outputs import RequestOutput
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds
 from headrace.program.op import StepSize
 from headrace.program.trace import Program
-from headrace.request import RequestOutput
 
 
 def decode_steps(

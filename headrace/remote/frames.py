@@ -10,13 +10,9 @@ import msgspec
 
 from headrace.backend_traits import KvDtype
 from headrace.config import Activations, EngineConfig
-from headrace.request import (
-    DEFAULT_OPTIONS,
-    Logprobs,
-    PoolingParams,
-    RequestOptions,
-    SamplingParams,
-)
+from headrace.outputs import Logprobs
+from headrace.request import DEFAULT_OPTIONS, PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 
 LENGTH_BYTES = 4
 """Bytes of the length before each frame, little endian."""

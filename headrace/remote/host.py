@@ -22,8 +22,8 @@ from headrace.errors import (
 )
 from headrace.loader.load import load_engine, open_model
 from headrace.model.spec import ModelSpec
+from headrace.outputs import RequestOutput, Update
 from headrace.remote import frames
-from headrace.request import RequestOutput, Update
 from headrace.stats import BlockMap, Holding, Stats
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from headrace._native import Sampler
 from headrace._native import token_logprobs as native_token_logprobs
 from headrace.batch import TokenLogprobs
-from headrace.request import SAMPLING_FIELDS, SamplingParams
+from headrace.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 __all__ = [
     "NativeSample",

@@ -14,12 +14,12 @@ from headrace.errors import RequestError
 from headrace.loader.options import engine_config
 from headrace.parallel.config import mesh_of
 from headrace.remote import frames
-from headrace.request import check_names
 from headrace.scaleout.ray_cluster import Scale
 from headrace.scaleout.ray_ingress import Ingress
 from headrace.scaleout.ray_replica import Replica
 from headrace.scaleout.ray_router import PrefixRequestRouter  # noqa: F401 # see _ROUTER
 from headrace.server.settings import Settings
+from headrace.validation import check_names
 
 _HEALTH = 2.0
 """Seconds between two looks at the health of a replica."""

@@ -9,8 +9,8 @@ from time import monotonic
 import msgspec
 
 from headrace.remote import frames
-from headrace.request import SamplingParams
 from headrace.sampling.sampler import derive_seed
+from headrace.sampling_params import SamplingParams
 
 _LEAST_SECONDS = 1e-3
 

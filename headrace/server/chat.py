@@ -6,7 +6,8 @@ from typing import Any
 from uuid import uuid4
 
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.request import Logprobs, RequestOptions
+from headrace.outputs import Logprobs
+from headrace.request import RequestOptions
 from headrace.server.asgi_app import sse_error
 from headrace.server.conversation import Conversation, Generation, OutputChunk, generate
 from headrace.server.errors import invalid

@@ -6,10 +6,11 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
+from headrace.outputs import Logprobs
 from headrace.prompts import TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.stream import Stream
-from headrace.request import Logprobs, RequestOptions, token_ids
+from headrace.request import RequestOptions
 from headrace.server.asgi_app import sse_error
 from headrace.server.errors import ApiError, invalid
 from headrace.server.field_types import MAX_PROMPTS
@@ -24,6 +25,7 @@ from headrace.server.http_exchange import SSE_DONE, HttpExchange, sse_event
 from headrace.server.logprobs import completion_logprobs
 from headrace.server.openai_records import CompletionRequest
 from headrace.server.state import ServerState, merge_streams
+from headrace.validation import token_ids
 
 _DEFAULT_MAX_TOKENS = 16
 

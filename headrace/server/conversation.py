@@ -5,10 +5,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headrace.outputs import Logprobs
 from headrace.prompts import TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.stream import Stream
-from headrace.request import DEFAULT_OPTIONS, Logprobs, RequestOptions, SamplingParams
+from headrace.request import DEFAULT_OPTIONS, RequestOptions
+from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, invalid
 from headrace.server.generation import RequestTimer, Usage, finish_reason
 from headrace.server.http_exchange import HttpExchange

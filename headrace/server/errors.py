@@ -11,7 +11,8 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.remote.errors import EngineDeadError, NotReadyError, RefusedError, TooSlowError
-from headrace.request import RequestOptions, SamplingParams
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 
 
 class ApiError(Exception):

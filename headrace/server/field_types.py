@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace.request import MAX_STOP_CHARACTERS, MAX_STOPS
+from headrace.sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 
 MAX_PROMPTS = 256
 MAX_TOOLS = 256

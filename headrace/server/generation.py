@@ -6,9 +6,10 @@ from time import monotonic
 from typing import Any
 
 from headrace.errors import RequestError
+from headrace.outputs import Logprobs
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
-from headrace.request import SAMPLING_FIELDS, Logprobs, SamplingParams
+from headrace.sampling_params import SAMPLING_FIELDS, SamplingParams
 from headrace.server.errors import request_error
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.request import Logprob, Logprobs
+from headrace.outputs import Logprob, Logprobs
 
 _MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express."""

@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.server.anthropic_records import (
     AnthropicMessage,
     AnthropicTool,

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from headrace.request import (
-    MAX_LOGPROBS,
-    MAX_PRIORITY,
-    MAX_SALT_CHARACTERS,
-    SAMPLING_FIELDS,
-    Pooling,
-    SamplingField,
-)
+from headrace.request import MAX_PRIORITY, MAX_SALT_CHARACTERS, Pooling
+from headrace.sampling_params import MAX_LOGPROBS, SAMPLING_FIELDS, SamplingField
 from headrace.server.field_types import (
     Biases,
     Prompts,

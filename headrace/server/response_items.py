@@ -5,7 +5,7 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.server.conversation import Generation
 from headrace.server.output_parsers.deltas import (
     Content,

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.server.conversation import Conversation, generate
 from headrace.server.errors import ApiError, as_api_error, invalid, request_error
 from headrace.server.http_exchange import HttpExchange, named_sse_event

@@ -18,7 +18,8 @@ from headrace.remote import frames
 from headrace.remote.engine import RemoteEngine
 from headrace.remote.errors import NotReadyError
 from headrace.remote.stream import Stream
-from headrace.request import PoolingParams, RequestOptions, SamplingParams
+from headrace.request import PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 from headrace.server.errors import (
     ApiError,
     context_exceeded,

@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.config import EngineConfig
 from headrace.logit_ops import StepResult
+from headrace.outputs import DraftStats
 from headrace.proposer import Proposer, SequenceView
-from headrace.request import DraftStats
 from headrace.speculation.adaptive_policy import AdaptivePolicy
 from headrace.speculation.guard import Guard
 from headrace.speculation.policy import DraftCandidate, DraftPolicy, FixedPolicy

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.sampling.sampler_twin import SamplerTwin, logprobs
 
 

@@ -10,8 +10,8 @@ from headrace.acceptors.beam import BeamSearch
 from headrace.engine.output import Output
 from headrace.engine.stops import StopPattern
 from headrace.logit_ops import Ranked, TopTokens
-from headrace.request import SamplingParams
 from headrace.sampling.host import run_logit_ops
+from headrace.sampling_params import SamplingParams
 from tests.acceptors.sampled import Sampled
 from tests.tiny import TinyVocabulary
 

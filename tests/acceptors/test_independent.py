@@ -5,7 +5,7 @@ from headrace.acceptors.independent import IndependentAcceptor
 from headrace.batch import NO_DRAFT, Commit, DraftTree, TokenLogprobs
 from headrace.engine.output import Output
 from headrace.logit_ops import SampleOp, SampleResult
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.acceptors.sampled import Sampled
 from tests.tiny import TinyVocabulary
 

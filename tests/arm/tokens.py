@@ -7,7 +7,7 @@ import os
 
 from headrace import _native
 from headrace.quant.formats import FORMATS
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.tiny import run_all, tiny_engine, tiny_model
 
 PROMPTS = ([3, 17, 42, 5, 8, 11, 60, 2], [9], [30, 31, 32, 33])

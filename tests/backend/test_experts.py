@@ -20,7 +20,7 @@ from headrace.model.spec import ExpertSpec, ModelSpec
 from headrace.program.ops import Activation
 from headrace.program.trace import Program
 from headrace.quant import formats
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_linear import run_rows
 from tests.backend.test_cpu_program import BLOCKS, random_steps

@@ -107,7 +107,7 @@ RUN = [
     Row("run {model} hello -n 0", 2, "n must be a whole number from 1 to 128"),
     Row("run {model} hello --n -1", 2, "n must be a whole number from 1 to 128"),
     Row("run {model} hello -n 200", 2, "n must be a whole number from 1 to 128"),
-    Row("run {model} hello -n 3 --beam-width 2", 2, "no more than 2 results"),
+    Row("run {model} hello -n 3 --beam-width 2", 2, "n 3 is greater than beam_width 2"),
     *(
         Row(
             f"run {{model}} hello --temperature {x}",

@@ -16,7 +16,7 @@ import pytest
 from headrace.cli import main as cli
 from headrace.cli import run as verb
 from headrace.cli.answer import SEPARATOR, in_order
-from headrace.request import Update
+from headrace.outputs import Update
 
 HEADRACE = [sys.executable, "-m", "headrace"]
 CLOSING = re.compile(

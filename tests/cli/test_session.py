@@ -12,10 +12,10 @@ from headrace.backend import lower_program
 from headrace.cli.session import Session
 from headrace.config import EngineConfig
 from headrace.model import trace_model
+from headrace.outputs import CompletionOutput, DraftStats, RequestOutput, Timing
 from headrace.planner.answer import decode_seconds, decode_steps
 from headrace.planner.hardware import Machine
 from headrace.program.kv import number_bytes
-from headrace.request import CompletionOutput, DraftStats, RequestOutput, Timing
 from tests.tiny import tiny_model
 
 SPEC, TENSORS = tiny_model(0, format="Q4_0", dim=64)

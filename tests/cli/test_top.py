@@ -20,7 +20,7 @@ from headrace.cli.watching import Watch
 from headrace.engine import publish
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import toy_engine
 
 

@@ -14,8 +14,10 @@ from headrace.backend_traits import traits_of
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.model import linear_weights, tensor_shapes
+from headrace.outputs import RequestOutput
 from headrace.program.adapter import Adapter, LowRank
-from headrace.request import RequestOptions, RequestOutput, SamplingParams
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import BACKENDS, EOS, LOADS, MODELS, REQUESTS, VOCAB, model, same
 from tests.random_trees import RandomTrees

@@ -16,7 +16,9 @@ from headrace.backend import compile_program, forward
 from headrace.checkpoint.load import open_checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.model import trace_model
-from headrace.request import PoolingParams, RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.request import PoolingParams
+from headrace.sampling_params import SamplingParams
 from tests.backend.batches import Sequence, batch_of
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import LOADS, REQUESTS, VOCAB, keeps_the_promise, model, same, truth

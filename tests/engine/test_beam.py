@@ -16,7 +16,8 @@ from headrace.backend import forward
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import NonFiniteLogitsError, RequestError
-from headrace.request import RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers.ngram import NgramProposer
 from tests.acceptors.beam_twin import Beam, beam_search
 from tests.backend.batches import Sequence, batch_of

@@ -6,7 +6,7 @@ from headrace.batch import DraftTree
 from headrace.engine.build import build_batch
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.kv.blocks import Table
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import toy_engine
 
 

@@ -11,7 +11,8 @@ import pytest
 from headrace.backend import Executable, compile_program
 from headrace.engine.engine import Engine
 from headrace.model import trace_model
-from headrace.request import RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams
 from tests.composability import CASES, METHODS, OPTIONS, PAGE, REAL_CASES, Case, Method, page, title
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import same

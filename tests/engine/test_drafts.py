@@ -11,7 +11,7 @@ import pytest
 
 from headrace.batch import DraftTree
 from headrace.proposer import ProposerTraits
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.manager import SpeculationManager, StepDrafts
 from headrace.speculation.proposers.draft_model import DraftModelProposer
 from headrace.speculation.proposers.trees import prune

@@ -12,9 +12,11 @@ from headrace.batch import DraftTree
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ClosedError, NonFiniteLogitsError, RequestError
+from headrace.outputs import RequestOutput
 from headrace.proposer import ProposerTraits
-from headrace.request import RequestOptions, RequestOutput, SamplingParams
+from headrace.request import RequestOptions
 from headrace.sampling.sampler import token_logprobs
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import METHODS, NEEDS, DraftModel, DraftModels
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv, toy_logits
 from tests.tiny import drain, run_all

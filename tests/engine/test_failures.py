@@ -16,7 +16,9 @@ from headrace.engine.deadlines import Deadlines
 from headrace.engine.engine import Engine
 from headrace.engine.in_flight import InFlightStep
 from headrace.engine.scheduled import ScheduledSequence
-from headrace.request import Pooling, PoolingParams, RequestOptions, RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.request import Pooling, PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import plain_decoding, toy_engine, toy_vector
 from tests.tiny import drain
 

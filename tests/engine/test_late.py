@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.engine.engine import Engine
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.engine.test_promise import REQUESTS, same
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.late import LateExecutable

@@ -5,7 +5,9 @@ of the pool.
 import pytest
 
 from headrace.errors import RequestError
-from headrace.request import PoolingParams, RequestOptions, RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.request import PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.tiny import tiny_engine, tiny_model
 
 MODEL = tiny_model(0)

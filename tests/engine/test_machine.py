@@ -18,8 +18,10 @@ from headrace.batch import Commit, DraftTree
 from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
+from headrace.outputs import Update
 from headrace.proposer import Proposer
-from headrace.request import Pooling, PoolingParams, RequestOptions, SamplingParams, Update
+from headrace.request import Pooling, PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.acceptors.beam_twin import beam_search
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits, toy_vector
 from tests.random_trees import RandomTrees

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.engine.engine import Engine
 from headrace.logit_ops import StepResult
+from headrace.outputs import RequestOutput
 from headrace.proposer import ProposerTraits
-from headrace.request import RequestOutput, SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.engine.test_promise import same
 from tests.engine.toy import ToyExecutable, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees

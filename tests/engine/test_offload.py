@@ -14,8 +14,9 @@ from hypothesis.stateful import initialize, rule
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.loader.options import engine_config
+from headrace.outputs import RequestOutput
 from headrace.remote.host import report_of
-from headrace.request import RequestOutput, SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.server.metrics import Metrics
 from tests.engine.test_machine import SHAPES, STEMS, Life, Unruly
 from tests.engine.test_prefix import one

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from headrace.batch import TokenLogprobs
 from headrace.engine.output import Output
 from headrace.engine.stops import StopFinder, StopPattern
-from headrace.request import Logprob, SamplingParams
+from headrace.outputs import Logprob
+from headrace.sampling_params import SamplingParams
 from tests.tiny import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(60, eos_ids=(5,))

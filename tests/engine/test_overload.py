@@ -11,7 +11,9 @@ import pytest
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import Sequence
 from headrace.errors import RequestError
-from headrace.request import RequestOptions, RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 
 NUM_BLOCKS, BLOCK_SIZE, LONGEST = 64, 4, 320

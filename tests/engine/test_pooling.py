@@ -15,8 +15,10 @@ from headrace.engine.engine import Engine
 from headrace.engine.pooling import PromptPooling
 from headrace.errors import NonFiniteLogitsError, RequestError
 from headrace.logit_ops import Pooled
-from headrace.request import Pooling, PoolingParams, RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.request import Pooling, PoolingParams
 from headrace.sampling.pooling import RowSum, mean_vector
+from headrace.sampling_params import SamplingParams
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import LOADS, MODELS, REQUESTS, VOCAB, alone, model, same, truth
 from tests.engine.toy import toy_engine, toy_vector

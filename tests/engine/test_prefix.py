@@ -6,7 +6,9 @@ import pytest
 
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
-from headrace.request import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.request import DEFAULT_OPTIONS, RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.tiny import drain, run_all, tiny_engine, tiny_model
 

@@ -9,7 +9,8 @@ import pytest
 from headrace.engine.scheduler import STEPS_PER_PRIORITY
 from headrace.engine.step_timer import WINDOW, StepTimer
 from headrace.errors import RequestError
-from headrace.request import RequestOptions, SamplingParams
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import plain_decoding, toy_engine
 from tests.tiny import drain
 

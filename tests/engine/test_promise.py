@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from headrace.backend_traits import KvDtype, traits_of
 from headrace.engine.engine import Engine
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
-from headrace.request import Logprobs, RequestOutput, SamplingParams
+from headrace.outputs import Logprobs, RequestOutput
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import NEEDS, PROPOSERS
 from tests.draft_engines import draft_engine
 from tests.random_trees import RandomTrees

@@ -20,8 +20,9 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.model import trace_model
+from headrace.outputs import RequestOutput
 from headrace.proposer import Proposer
-from headrace.request import RequestOutput, SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import NEEDS, PROPOSERS, make_proposers
 from tests.engine.test_promise import same, truth
 from tests.random_trees import RandomTrees

@@ -5,7 +5,7 @@ go on.
 from headrace.batch import TokenLogprobs
 from headrace.engine.resolve import _concatenate
 from headrace.logit_ops import SampleResult
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
 from tests.tiny import run_all

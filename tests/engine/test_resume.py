@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
-from headrace.request import Logprobs, PoolingParams, RequestOutput, SamplingParams, Update
+from headrace.outputs import Logprobs, RequestOutput, Update
+from headrace.request import PoolingParams
+from headrace.sampling_params import SamplingParams
 from headrace.structured_outputs import StructuredOutputs
 from tests.engine.test_promise import truth
 from tests.engine.test_structured import GRAMMAR, REGEX, SCHEMA

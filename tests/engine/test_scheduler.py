@@ -5,7 +5,8 @@ from typing import Any
 from headrace.engine.engine import Engine
 from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.kv.manager import Copy
-from headrace.request import RequestOptions, SamplingParams
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees
 from tests.tiny import drain

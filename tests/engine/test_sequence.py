@@ -1,7 +1,7 @@
 """The engine's own records of requests and sequences."""
 
 from headrace.engine.sequence import Stopwatch
-from headrace.request import Timing
+from headrace.outputs import Timing
 
 
 class Clock:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.loader.options import engine_config
-from headrace.request import RequestOptions, SamplingParams
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.engine.test_scheduler import add, step
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine
 from tests.random_trees import RandomTrees

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.engine import snapshot
 from headrace.engine.meter import HISTORY, WINDOW, Meter
 from headrace.errors import RequestError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.stats import GroupMap, SequenceStats
 from tests.engine.test_scheduler import add, step
 from tests.engine.toy import VOCAB, toy_engine

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConstraintError, RequestError
-from headrace.request import RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import NEEDS, PROPOSERS
 from headrace.structured_outputs import StructuredOutputs
 from tests.draft_engines import draft_engine

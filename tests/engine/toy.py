@@ -25,8 +25,9 @@ from headrace.kv.manager import KvManager, Tables
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.kv import KvGroup, KvLayout
 from headrace.proposer import Proposer
-from headrace.request import Pooling, SamplingParams
+from headrace.request import Pooling
 from headrace.sampling.host import run_logit_ops, tokens_of
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import make_proposers
 from tests.late import LateExecutable
 from tests.sampling.sampler_twin import SamplerTwin

@@ -12,7 +12,7 @@ from headrace.checkpoint.load import open_checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.model import trace_model
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.tiny import TinyVocabulary, run_all
 
 VOCAB = 61

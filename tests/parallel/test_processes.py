@@ -19,8 +19,8 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.errors import RankLostError
+from headrace.outputs import RequestOutput
 from headrace.parallel.transport import GlooCarrier
-from headrace.request import RequestOutput
 from tests.families import save_model
 from tests.test_adapters import write_adapter
 

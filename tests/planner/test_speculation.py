@@ -12,7 +12,7 @@ from headrace.batch import Commit, DraftTree
 from headrace.logit_ops import StepResult
 from headrace.planner.draft_gain import Costs, best_gain, expected_tokens, gain
 from headrace.proposer import SequenceView
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers.draft_model import DraftModelProposer
 from tests.engine.toy import Kept, ToyExecutable, toy_engine, toy_kv
 from tests.tiny import run_all

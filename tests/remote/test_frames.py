@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.outputs import Logprob
 from headrace.remote import frames
-from headrace.request import Logprob, PoolingParams, RequestOptions, SamplingParams
+from headrace.request import PoolingParams, RequestOptions
+from headrace.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(
     stop=["a", "b"],

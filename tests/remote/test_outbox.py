@@ -9,9 +9,9 @@ from threading import Thread
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.outputs import Logprob
 from headrace.remote import frames
 from headrace.remote.outbox import Outbox, merge
-from headrace.request import Logprob
 
 Contents = dict[tuple[str, int], list[object]]
 

@@ -12,8 +12,8 @@ import pytest
 
 from headrace._native import Sampler
 from headrace.cli import run
-from headrace.request import SAMPLING_FIELDS, SamplingField, SamplingParams
 from headrace.sampling.sampler import make_sampler
+from headrace.sampling_params import SAMPLING_FIELDS, SamplingField, SamplingParams
 from headrace.server.generation import sampling_params
 from headrace.server.openai_records import CompletionRequest, Sampling
 from tests.sampling.sampler_twin import SamplerTwin

@@ -10,11 +10,11 @@ from itertools import count
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread
 from headrace.errors import ClosedError, NoReplicaError, RequestError
+from headrace.outputs import Update
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 from headrace.remote.host import blocks_of, ended_event, report_of
 from headrace.remote.replica_status import ReplicaStatus
-from headrace.request import Update
 from headrace.scaleout.dispatcher import ReplicaLostError
 
 _WAY = 0.002

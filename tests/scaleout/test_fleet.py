@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.outputs import Logprobs, RequestOutput
 from headrace.remote import frames
 from headrace.remote.errors import EngineDeadError, NotReadyError, RefusedError
 from headrace.remote.stream import Stream
-from headrace.request import Logprobs, PoolingParams, RequestOutput, SamplingParams
+from headrace.request import PoolingParams
 from headrace.sampling.sampler import derive_seed
+from headrace.sampling_params import SamplingParams
 from headrace.scaleout.fleet import Fleet
 from tests.engine.test_resume import engine, requests, undisturbed
 from tests.scaleout.replicas import LocalReplicas, Replica

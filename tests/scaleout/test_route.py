@@ -17,7 +17,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from headrace.remote import frames
-from headrace.request import RequestOptions, SamplingParams
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 from tests.checkpoint.conftest import SHAPE, write_tiny_gguf
 from tests.scaleout.cluster import (
     LONG,

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.scaleout import suspects
 from headrace.scaleout.suspects import Suspects
 

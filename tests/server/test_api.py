@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from headrace.request import MAX_SEQUENCES
+from headrace.sampling_params import MAX_SEQUENCES
 from headrace.server.field_types import MAX_PROMPTS
 from tests.server.api_cases import Description, as_clients_write
 from tests.server.running import Running, running, until

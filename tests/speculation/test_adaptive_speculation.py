@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.logit_ops import StepResult
 from headrace.proposer import ProposerTraits
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.engine.toy import VOCAB, ToyExecutable, toy_engine, toy_logits
 from tests.tiny import run_all
 

@@ -17,8 +17,8 @@ from headrace.config import EngineConfig
 from headrace.kv.manager import KvManager, Tables
 from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.logit_ops import Done, LogitOp
-from headrace.request import SamplingParams
 from headrace.sampling.sampler import make_sampler
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import DraftModel, DraftModels, make_proposers
 from headrace.speculation.proposers.draft_model import DraftModelProposer, max_rows
 from headrace.speculation.proposers.self_draft import SelfDraftProposer

@@ -10,7 +10,7 @@ from headrace.batch import Commit
 from headrace.config import EngineConfig
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.logit_ops import StepResult
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.manager import SpeculationManager
 from tests.engine.toy import VOCAB, toy_engine
 from tests.speculation.test_adaptive_policy import Machine

@@ -16,7 +16,7 @@ from headrace.model import trace_model
 from headrace.program.trace import trace
 from headrace.proposer import ProposerTraits
 from headrace.quant.formats import StoredTensor
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers.medusa import (
     MedusaProposer,
     _input_rows,

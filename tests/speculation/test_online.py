@@ -3,7 +3,7 @@
 import gc
 
 from headrace.batch import NO_DRAFT, DraftTree
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers.online import OnlineProposer
 from tests.engine.toy import toy_engine
 from tests.speculation.test_ngram import View

@@ -12,7 +12,8 @@ from headrace.backend.cuda import compile
 from headrace.backend.reference.executable import ReferenceExecutable
 from headrace.config import KvConfig
 from headrace.model import trace_model
-from headrace.request import PoolingParams, SamplingParams
+from headrace.request import PoolingParams
+from headrace.sampling_params import SamplingParams
 from headrace.structured_outputs import StructuredOutputs
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored

@@ -13,7 +13,8 @@ from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.model import trace_model
-from headrace.request import RequestOutput, SamplingParams
+from headrace.outputs import RequestOutput
+from headrace.sampling_params import SamplingParams
 from tests.backend.cuda.examples import examples
 from tests.backend.cuda.late import LateStream
 from tests.engine.test_promise import Ask, keeps_the_promise, model, same, truth

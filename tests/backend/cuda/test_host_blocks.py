@@ -27,7 +27,7 @@ from headrace.loader.memory import memory_for
 from headrace.loader.options import engine_config
 from headrace.model import trace_model
 from headrace.program.kv import KvGroup, KvLayout
-from headrace.request import SamplingParams
+from headrace.sampling_params import SamplingParams
 from tests.backend.cuda.examples import examples
 from tests.backend.cuda.late import LateStream
 from tests.engine.test_promise import Ask, keeps_the_promise, model
