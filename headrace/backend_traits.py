@@ -48,7 +48,7 @@ BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
 
 
 def traits_of(backend: str) -> BackendTraits:
-    """Traits of the backend with this name. `auto` has the traits of `cpu` until the loader chooses.
+    """Traits of a backend. `auto` has the traits of `cpu` until the loader chooses a backend.
 
     Raises RequestError if no backend has the name.
     """
@@ -60,8 +60,7 @@ def traits_of(backend: str) -> BackendTraits:
 
 def check_kv_dtype(backend: str, dtype: KvDtype) -> None:
     """Raise RequestError if the backend cannot keep KV in this number format."""
-    *others, last = traits_of(backend).kv_dtypes
-    if dtype not in (*others, last):
-        raise RequestError(
-            f"kv_dtype '{dtype}' is not supported on {backend}; choose {', '.join(others)} or {last}"
-        )
+    supported = traits_of(backend).kv_dtypes
+    if dtype not in supported:
+        choices = f"{', '.join(supported[:-1])} or {supported[-1]}"
+        raise RequestError(f"kv_dtype '{dtype}' is not supported on {backend}; choose {choices}")

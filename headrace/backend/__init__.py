@@ -1,5 +1,7 @@
-"""Backends by name. Each is a module with `lower(program, weights)` and `compile(program, weights,
-kv, threads)`.
+"""Backends by name, and the protocol of their executables.
+
+A backend is a module with `lower(program, weights)` and `compile(program, weights, kv, threads,
+activations)`. `headrace/backend_traits.py` lists the backends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,44 +23,34 @@ from headrace.quant.formats import StoredTensor
 
 
 class HostBlocks(Protocol):
-    """Blocks in the host's memory for copies of those that an executable stores, made in order with
-    its launches.
-    """
+    """Copies of KV blocks in the host's memory. Copying is in order with launches."""
 
     num_blocks: tuple[int, ...]
-    """Most of each group. They take memory when they are first used, the lowest first."""
+    """Max blocks of each KV group. A block takes memory at its first use, lower numbers first."""
     block_bytes: tuple[int, ...]
-    """Bytes of one of each group."""
+    """Bytes of a block of each KV group."""
     block_seconds: float
-    """What it takes to copy a block of every group back."""
+    """Seconds to copy one block of every group back to the device."""
 
     def save(self, group: int, block: int, host_block: int) -> None:
-        """Copy a block of a group to the host, all layers and heads. Raises MemoryError where there
-        is no memory for it.
-        """
+        """Copy a block of all layers and heads to the host. Raises MemoryError if that is full."""
 
     def load(self, group: int, host_block: int, block: int) -> None:
         """Copy a block of the host back, into any block of its group."""
 
 
 class Executable(Protocol):
-    """A compiled program with its weights and KV storage. Launches, draws, moves and what is done
-    with adapters take effect in order.
-    """
+    """A compiled program with its weights and KV. Its calls take effect in order."""
 
     program: Program
-    """What runs: the program as `lower_program` gives it."""
+    """The lowered program."""
     max_in_flight: int
-    """Launches that may be outstanding before one is waited for: 1 where a launch runs at once."""
+    """Max launches before the first result is waited for; 1 if a launch runs at once."""
     kv_groups: tuple[KvGroup, ...]
-    """The groups of the KV that it stores; a program that is attached over the same KV uses those
-    of the program it is attached to.
-    """
+    """The KV groups that it stores. An attached program over the same KV uses the same groups."""
 
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        """Do what steps of up to so many rows, and of these so many with logits, would else wait
-        for. It may take a while.
-        """
+        """Prepare for steps of up to these sizes, so that no step waits. It may take a while."""
 
     def launch(
         self,
@@ -68,57 +60,52 @@ class Executable(Protocol):
         logits: bool = False,
         hidden: bool = False,
     ) -> Ticket:
-        """One forward over all rows of the batch, and these ops on its logits.
+        """Run one forward over all rows of the batch, then the ops on its logits.
 
-        `logits` and `hidden` ask for the rows themselves. A row of the batch may take its token
-        from an op of the launch before.
+        `logits` and `hidden` request these rows as results. A row of the batch may take its token
+        from an op of the previous launch.
         """
 
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> "Executable":
-        """Another program on the same threads, over the same KV, or over KV of its own. It is
-        closed on its own.
+        """Compile another program on the same threads, over the same KV or over its own `kv`.
 
-        Over the same KV a weight that both programs name is there once.
+        Over the same KV, both programs share weights with the same name. The attached executable
+        is closed separately.
         """
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
-        """The same forward, with a clock beside it."""
+        """Run one forward, and measure the time of each op."""
 
     def expert_loads(self) -> NDArray[np.int64]:
-        """Rows that have gone to each expert since it was compiled, [ops over experts, experts];
-        [0, 0] where it has none.
+        """Rows that went to each expert since compilation, [ops over experts, experts].
 
-        Where ops have different numbers of experts, the rows of the array end in zeros.
+        A program without experts has [0, 0]. If ops have different numbers of experts, rows of the
+        array end in zeros.
         """
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Keep an adapter for the sequences of a batch that name its number, which it returns."""
+        """Store an adapter and return its number, by which sequences of a batch refer to it."""
 
     def remove_adapter(self, number: int) -> None:
-        """Give the memory of an adapter back. Its number may come again."""
+        """Free an adapter. A later adapter may get its number."""
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
-        """Copy the KV of slots `source[i]` to `target[i]`, in order, all layers and heads of a
-        group.
-        """
+        """Copy the KV of slots `source[i]` to `target[i]`, in order, in all layers of a group."""
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        """Blocks in so many bytes of the host's memory; None where all KV is there, or the bytes
-        are too few.
-        """
+        """Host blocks within this memory; None if it is too small, or if all KV is on the host."""
 
     def close(self) -> None:
-        """Give the memory back; the executable is not used afterwards."""
+        """Free the memory. The executable must not be used afterwards."""
 
 
 def lower_program(backend: str, program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program as the named backend runs it: in its ops, with the bytes that its weights take in
-    its memory.
+    """The program as the backend runs it: its ops, and the bytes of weights in its memory.
 
-    Nothing of the weights is read. Raises RequestError for a name that is not in BACKENDS, and
-    UnsupportedModelError for weights in a format that the backend has no kernel for.
+    Reads no weight. Raises RequestError for an unknown backend, and UnsupportedModelError for a
+    format without a kernel.
     """
     lowered: Program = _module(backend).lower(program, weights)
     return lowered
@@ -132,36 +119,33 @@ def compile_program(
     threads: int,
     activations: Activations = "int8",
 ) -> Executable:
-    """Compile for the named backend. Raises RequestError for a name that is not in BACKENDS, and
-    for KV that it does not keep.
-    """
+    """Compile a program. Raises RequestError for an unknown backend or an unsupported KV format."""
     check_kv_dtype(backend, kv.dtype)
     executable: Executable = _module(backend).compile(program, weights, kv, threads, activations)
     return executable
 
 
 def host_block_counts(num_bytes: int, groups: Sequence[tuple[int, int]]) -> list[int]:
-    """How many blocks of each group so many bytes are for, in proportion to the blocks that there
-    are, which have so many bytes each.
+    """The number of host blocks of each KV group for this memory.
+
+    `groups`: (number of blocks, bytes of a block) on the device. The shares are proportional.
     """
-    whole = sum(num_blocks * size for num_blocks, size in groups)
-    return [num_bytes * num_blocks // whole for num_blocks, _ in groups]
+    total_bytes = sum(num_blocks * block_bytes for num_blocks, block_bytes in groups)
+    return [num_bytes * num_blocks // total_bytes for num_blocks, _ in groups]
 
 
 def forward(executable: Executable, batch: RaggedBatch) -> StepResult:
-    """One forward, waited for, with its logits and the hidden rows that the program keeps; valid
-    until the next launch.
-    """
+    """Run one forward and return its logits and hidden rows, valid until the next launch."""
     return executable.launch(batch, logits=True, hidden=True).wait()
 
 
 def expert_table(
-    loads: Sequence[Sequence[int]],
+    expert_rows: Sequence[Sequence[int]],
 ) -> NDArray[np.int64]:  # [ops over experts, experts]
-    """What `Executable.expert_loads` returns, from the rows that went to each expert of each op."""
-    table = np.zeros((len(loads), max(map(len, loads), default=0)), np.int64)
-    for row, own in zip(table, loads, strict=True):
-        row[: len(own)] = own
+    """The result of `Executable.expert_loads`, from the rows of each expert of each op."""
+    table = np.zeros((len(expert_rows), max(map(len, expert_rows), default=0)), np.int64)
+    for row, counts in zip(table, expert_rows, strict=True):
+        row[: len(counts)] = counts
     return table
 
 

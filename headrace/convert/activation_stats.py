@@ -122,7 +122,9 @@ def _run(
     blocks, groups = num_blocks(max(map(len, pieces))), len(program.kv_groups)
     kept = frozenset(value.id for value in inputs)
     kv = KvConfig((blocks,) * groups)
-    executable = cpu.CpuExecutable(program, tensors, kv, threads, "", lower=cpu.sized, kept=kept)
+    executable = cpu.CpuExecutable(
+        program, tensors, kv, threads, "", lower=cpu.lower_unfused, kept=kept
+    )
 
     for i, piece in enumerate(pieces):
         # With logits for a part of the rows, the last layers would compute these rows alone.

@@ -45,7 +45,7 @@ class Carrier(Protocol):
 
 
 class Exchange:
-    """Runs the collectives of a rank's program: the `Links` of a backend."""
+    """Runs the collectives of a rank's program: the `ProcessGroup` of a backend."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier

@@ -76,7 +76,7 @@ class Rank:
             config.threads,
             "",
             activations=config.activations,
-            links=exchange,
+            process_group=exchange,
         )
         self.executables = [compiled]
 

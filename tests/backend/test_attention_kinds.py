@@ -183,7 +183,7 @@ def test_attention_equals_reference_and_fused(
         reference.compile(program, tensors, kv, 1),
         cpu.CpuExecutable(program, tensors, kv, threads, isa),
     )
-    plain = cpu.CpuExecutable(program, tensors, kv, 1, isa, lower=cpu.sized)
+    plain = cpu.CpuExecutable(program, tensors, kv, 1, isa, lower=cpu.lower_unfused)
     for batch in random_steps(np.random.default_rng(seed), VOCAB, trees, num_groups):
         want, got = forward(truth, batch).logits, forward(fused, batch).logits
         assert np.linalg.norm(got - want) <= TOLERANCE[dtype] * np.linalg.norm(want)

@@ -457,7 +457,7 @@ def test_a_model_with_experts(model: tuple[ModelSpec, Tensors], isa: str) -> Non
     truth = reference.compile(program, tensors, kv, 1)
     fused, plain = (
         cpu.CpuExecutable(program, tensors, kv, 2, isa, lower=lower)
-        for lower in (cpu.lower, cpu.sized)
+        for lower in (cpu.lower, cpu.lower_unfused)
     )
     rows, logit_rows = 0, 0
     for batch in random_steps(np.random.default_rng(2), spec.vocab_size, trees=True):

@@ -66,7 +66,7 @@ def run(
     truth = reference.compile(program, tensors, KV, 1)
     fused, plain = (
         cpu.CpuExecutable(program, tensors, KV, threads, isa, lower=lower)
-        for lower in (cpu.lower, cpu.sized)
+        for lower in (cpu.lower, cpu.lower_unfused)
     )
     with np.errstate(all="ignore"):
         want, got, same = (

@@ -68,7 +68,7 @@ def op_by_op(
 ) -> cpu.CpuExecutable:
     spec, tensors = program_of
     executable = cpu.CpuExecutable(
-        trace_model(spec, tensors), tensors, kv, threads, isa, lower=cpu.sized
+        trace_model(spec, tensors), tensors, kv, threads, isa, lower=cpu.lower_unfused
     )
     assert {ops.Rope, ops.KvWrite, ops.Glu, ops.Add} <= {type(op) for op in executable.program.ops}
     return executable
@@ -261,7 +261,7 @@ def test_what_stands_around_attention(
     truth = reference.compile(program, tensors, kv, 1)
     fast, plain = (
         cpu.CpuExecutable(program, tensors, kv, 2, isa, lower=lower)
-        for lower in (cpu.lower, cpu.sized)
+        for lower in (cpu.lower, cpu.lower_unfused)
     )
     assert sum(isinstance(op, ops.QkvRopeWrite) for op in fast.program.ops) == fused_writes
     assert (

@@ -75,7 +75,7 @@ def odd_model(format_name: str) -> tuple[Program, Tensors]:
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("lower", [cpu.lower, cpu.sized], ids=["fused", "op-by-op"])
+@pytest.mark.parametrize("lower", [cpu.lower, cpu.lower_unfused], ids=["fused", "op-by-op"])
 def test_cpu_takes_what_it_says_to_the_byte(format_name: str, lower: Lower) -> None:
     program, tensors = odd_model(format_name)
     predicted = lower(program, unread(tensors))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headrace.backend.cpu.executable import CpuExecutable, lower, sized
+from headrace.backend.cpu.executable import CpuExecutable, lower, lower_unfused
 from headrace.batch import ints
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
@@ -51,7 +51,9 @@ def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups)
     for fused in (True, False):
-        one = CpuExecutable(program, checkpoint.tensors, kv, 1, "", lower=lower if fused else sized)
+        one = CpuExecutable(
+            program, checkpoint.tensors, kv, 1, "", lower=lower if fused else lower_unfused
+        )
         many = Threads(mesh, program, checkpoint.tensors, kv, fused)
         sequences = [Sequence([1, 3], 32), Sequence([2, 0], 32)]
         for chunk in (5, 3, 1):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.backend.cpu.executable import CpuExecutable, lower, sized
+from headrace.backend.cpu.executable import CpuExecutable, lower, lower_unfused
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
 from headrace.parallel.collectives import Exchange, Floats
@@ -98,7 +98,7 @@ class Threads:
         ]
         self.ranks = []
         for rank, carrier in enumerate(self.carriers):
-            own, how = mesh.program(program, rank), lower if fused else sized
+            own, how = mesh.program(program, rank), lower if fused else lower_unfused
             self.ranks.append(
                 CpuExecutable(
                     own,
@@ -107,7 +107,7 @@ class Threads:
                     1,
                     "",
                     lower=how,
-                    links=Exchange(carrier),
+                    process_group=Exchange(carrier),
                     **others,
                 )
             )

@@ -1,6 +1,4 @@
-"""The CPU backend: lowers a program to a native plan. A step is one native call with the GIL
-released.
-"""
+"""The executable of the CPU backend: a native plan that runs a step in one call without the GIL."""
 
 import os
 import time
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend import HostBlocks, expert_table
-from headrace.backend.cpu.lowering import Links, Lowering
+from headrace.backend.cpu.lowering import Lowering, ProcessGroup
 from headrace.backend.cpu.packing import column_order, named_in_errors, packed_bytes
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
@@ -21,64 +19,66 @@ from headrace.errors import RequestError, UnsupportedModelError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.adapter import Adapter
 from headrace.program.fuse import LINEAR_OPS, fuse
-from headrace.program.op import Weight
+from headrace.program.op import Value, Weight
 from headrace.program.ops import Linear
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
 from headrace.sampling.host import run_logit_ops, tokens_of
 
+Floats = NDArray[np.float32]
+Lower = Callable[[Program, Mapping[str, StoredTensor]], Program]
+
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program in fused ops, with the bytes of packed weights.
+    """The program in fused ops, with the bytes of its packed weights.
 
-    Where the matrices of one fused op read their columns in different orders it stays op by op.
-    Raises UnsupportedModelError for a matrix that has such an order and is read by anything but a
-    linear op.
+    A program is not fused if the matrices of a fused op have different column orders. Raises
+    UnsupportedModelError if another op than a linear one uses a matrix with a column order.
     """
-    ordered = {
-        w.name
+    reordered = {
+        weight.name
         for op in program.ops
-        for w in op.matrices()
-        if weights[w.name].column_order is not None
+        for weight in op.matrices()
+        if weights[weight.name].column_order is not None
     }
     for op in program.ops:
-        if (
-            found := []
-            if isinstance(op, Linear)
-            else [w.name for w in op.matrices() if w.name in ordered]
-        ):
-            raise UnsupportedModelError(
-                f"tensor {found[0]}: groups of columns in another order (act order) are "
-                "read by linear ops alone"
-            )
-    fused = fuse(
-        program,
-        {op.x.id for op in program.ops if isinstance(op, Linear) and op.weight.name in ordered},
-    )
-    alike = all(
-        len({column_order(weights[w.name]) for w in op.matrices()}) == 1
+        for weight in () if isinstance(op, Linear) else op.matrices():
+            if weight.name in reordered:
+                raise UnsupportedModelError(
+                    f"tensor {weight.name}: groups of columns in another order (act order) are "
+                    "supported in linear ops only"
+                )
+
+    # The inputs of reordered matrices are packed in that order, from float32.
+    inputs = {
+        op.x.id for op in program.ops if isinstance(op, Linear) and op.weight.name in reordered
+    }
+    fused = fuse(program, unpacked=inputs)
+    orders = (
+        {column_order(weights[weight.name]) for weight in op.matrices()}
         for op in fused.ops
         if isinstance(op, LINEAR_OPS)
     )
-    return sized(fused if alike else program, weights)
+    can_fuse = all(len(orders_of_op) == 1 for orders_of_op in orders)
+    return lower_unfused(fused if can_fuse else program, weights)
 
 
-def sized(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The same program with the bytes of its weights once they are packed; nothing of them is read.
+def lower_unfused(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
+    """The program in its own ops, with the bytes of its packed weights.
 
-    Raises UnsupportedModelError, which names the tensor, for a format that no kernel reads.
+    Reads no weight. Raises UnsupportedModelError for a format without a kernel.
     """
 
     def packed(weight: Weight) -> Weight:
         with named_in_errors(weight.name):
             return replace(weight, nbytes=packed_bytes(weights[weight.name]))
 
-    matrices = {w.name: packed(w) for op in program.ops for w in op.matrices()}
+    matrices = {weight.name: packed(weight) for op in program.ops for weight in op.matrices()}
     vectors = {
-        w.name: replace(w, nbytes=_native.vector_bytes(w.cols))
+        weight.name: replace(weight, nbytes=_native.vector_bytes(weight.cols))
         for op in program.ops
-        for w in op.vectors()
+        for weight in op.vectors()
     }
     return program.with_weights(matrices | vectors)
 
@@ -90,9 +90,7 @@ def compile(
     threads: int,
     activations: Activations = "int8",
 ) -> "CpuExecutable":
-    """Compile for this processor, with one thread at least; HEADRACE_ISA can lower the instruction
-    set.
-    """
+    """Compile for this processor. The variable HEADRACE_ISA can choose a lower instruction set."""
     return _compile(program, weights, kv, threads, activations)
 
 
@@ -105,18 +103,17 @@ def _compile(
 ) -> "CpuExecutable":
     if kv.block_size != BLOCK_SIZE:
         raise RequestError(
-            f"the cpu backend stores KV in blocks of {BLOCK_SIZE} tokens, not {kv.block_size}"
+            f"block_size {kv.block_size} is not supported on cpu; choose {BLOCK_SIZE}"
         )
-    return CpuExecutable(
-        program, weights, kv, threads, os.environ.get("HEADRACE_ISA", ""), activations=activations
-    )
+    isa = os.environ.get("HEADRACE_ISA", "")
+    return CpuExecutable(program, weights, kv, threads, isa, activations=activations)
 
 
 class CpuExecutable:
-    """A native plan with its weights (packed once) and KV cache. A launch runs at once.
+    """A native plan with its packed weights and its KV. A launch runs at once.
 
-    `lower` makes of a program what runs; with `sized` that is the program op by op, which gives the
-    same bits in more time. Then values that are `kept`, by id, can be read after a launch.
+    With `lower_unfused` as `lower`, it runs the program op by op: the same bits in more time. Then
+    values with an id in `kept` can be read after a launch.
     """
 
     max_in_flight = 1
@@ -128,12 +125,15 @@ class CpuExecutable:
         kv: KvConfig,
         threads: int | _native.Pool,
         isa: str,
-        lower: Callable[[Program, Mapping[str, StoredTensor]], Program] = lower,
+        lower: Lower = lower,
         kept: frozenset[int] = frozenset(),
         activations: Activations = "int8",
-        links: Links | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
-        self._lower, self._kept, self._activations, self._links = lower, kept, activations, links
+        self._lower = lower
+        self._kept = kept
+        self._activations = activations
+        self._process_group = process_group
         self.program = lower(program, weights)
         self.kv_groups = program.kv_groups
         try:
@@ -141,11 +141,11 @@ class CpuExecutable:
             if activations == "f32":
                 self.plan.use_float_activations()
             for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True):
-                layout = group.layout
-                sizes = layout.num_heads, layout.key_dim, layout.value_dim
                 self.plan.add_kv_group(
                     len(group.layers),
-                    *sizes,
+                    group.layout.num_heads,
+                    group.layout.key_dim,
+                    group.layout.value_dim,
                     group.window,
                     num_blocks,
                     kv.dtype,
@@ -154,44 +154,45 @@ class CpuExecutable:
         except ValueError as error:
             raise RequestError(str(error)) from None
         self.pool = self.plan.pool
-        self._number = 0
-        self._views: dict[tuple[int, int], NDArray[np.float32]] = {}
-        """Views of the plan's buffers, by buffer and number of rows, until they move: to make one
-        takes as long as to draw a token.
+        self._number = 0  # of the program in the plan
+        self._views: dict[tuple[int, int], Floats] = {}
+        """Views of the plan's buffers, by buffer and number of rows, until the buffers move. Making
+        a view takes as long as drawing a token.
         """
-        self._values: list[LogitOpResult] = []
-        """Results of the logit ops of the last launch."""
+        self._results: list[LogitOpResult] = []  # of the last launch
         self._fill_plan(weights, None)
 
-    def _fill_plan(self, weights: Mapping[str, StoredTensor], earlier: "Lowering | None") -> None:
+    def _fill_plan(self, weights: Mapping[str, StoredTensor], earlier: Lowering | None) -> None:
         places = {
             layer: (number, i)
             for number, group in enumerate(self.kv_groups)
             for i, layer in enumerate(group.layers)
         }
         self._lowering = Lowering(
-            self.plan, self.program, weights, places, earlier, self._kept, self._links
+            self.plan, self.program, weights, places, earlier, self._kept, self._process_group
         )
         self._lowering.lower()
-        self._logits, self._hidden, self._pooled = (
-            self._lowering.buffers[value.id] if value else None
-            for value in (self.program.logits, self.program.hidden, self.program.pooled)
-        )
+        self._logits = self._result_buffer(self.program.logits)
+        self._hidden = self._result_buffer(self.program.hidden)
+        self._pooled = self._result_buffer(self.program.pooled)
+
+    def _result_buffer(self, value: Value | None) -> int | None:
+        return self._lowering.buffers[value.id] if value else None
 
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> "CpuExecutable":
         if kv is not None:
             return _compile(program, weights, kv, self.pool, self._activations)
-        other = copy(self)
+        attached = copy(self)
         weights = {**self._lowering.tensors, **weights}
-        other.program = self._lower(program, weights)
-        other._number = self.plan.add_program()
-        other._fill_plan(weights, self._lowering)
-        return other
+        attached.program = self._lower(program, weights)
+        attached._number = self.plan.add_program()
+        attached._fill_plan(weights, self._lowering)
+        return attached
 
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        """Nothing is made ahead."""
+        pass
 
     def launch(
         self,
@@ -201,40 +202,37 @@ class CpuExecutable:
         logits: bool = False,
         hidden: bool = False,
     ) -> Done:
-        self.run(batch, tokens_of(batch, self._values))
-        rows = self.logits(batch)
-        assert rows is not None, "a stage without logits is not launched"
-        self._values = run_logit_ops(ops, rows, self.pooled(batch), self.pool)
+        self.run(batch, tokens_of(batch, self._results))
+        logit_rows = self.logits(batch)
+        assert logit_rows is not None, "a stage without logits is not launched"
+        self._results = run_logit_ops(ops, logit_rows, self.pooled(batch), self.pool)
         return Done(
             StepResult(
-                self._values, rows if logits else None, self.hidden(batch) if hidden else None
+                self._results,
+                logit_rows if logits else None,
+                self.hidden(batch) if hidden else None,
             )
         )
 
-    def logits(self, batch: RaggedBatch) -> NDArray[np.float32] | None:  # [logit rows, vocab]
-        """The logits of the last run, until the next; None in a stage that has none."""
+    def logits(self, batch: RaggedBatch) -> Floats | None:  # [logit rows, vocab]
+        """The logits of the last run, until the next run; None in a stage without logits."""
         return None if self._logits is None else self._rows(self._logits, len(batch.logit_rows))
 
-    def hidden(self, batch: RaggedBatch) -> NDArray[np.float32] | None:  # [logit rows, dim]
-        """The rows before the head, of a program that keeps them, in the last run."""
+    def hidden(self, batch: RaggedBatch) -> Floats | None:  # [logit rows, dim]
+        """The rows before the head in the last run, if they are a result of the program."""
         return None if self._hidden is None else self._rows(self._hidden, len(batch.logit_rows))
 
-    def pooled(self, batch: RaggedBatch) -> NDArray[np.float32] | None:  # [pooled rows, dim]
-        """The pooled rows of the last run, of a program and a batch that have them."""
-        pooled = batch.pooled_rows
-        return (
-            None
-            if pooled is None or self._pooled is None
-            else self._rows(self._pooled, len(pooled))
-        )
+    def pooled(self, batch: RaggedBatch) -> Floats | None:  # [pooled rows, dim]
+        """The pooled rows of the last run, if program and batch have any."""
+        if self._pooled is None or batch.pooled_rows is None:
+            return None
+        return self._rows(self._pooled, len(batch.pooled_rows))
 
     def run(self, batch: RaggedBatch, tokens: Ints) -> None:
-        """One forward over the rows of a batch, with these tokens; what it gives back is read
-        afterwards.
-        """
-        if self._links:
-            self._links.begin(tokens)
-        moved = True  # as it may be where a run fails on its way
+        """Run one forward over the rows of a batch, with these tokens."""
+        if self._process_group:
+            self._process_group.begin(tokens)
+        moved = True  # a run that fails may have moved the buffers
         try:
             moved = self.plan.run(
                 tokens,
@@ -254,21 +252,21 @@ class CpuExecutable:
             if moved:
                 self._views.clear()
 
-    def _rows(self, buffer: int, num_rows: int) -> NDArray[np.float32]:
+    def _rows(self, buffer: int, num_rows: int) -> Floats:
         key = buffer, num_rows
         if key not in self._views:
             self._views[key] = self.plan.floats(*key)
         return self._views[key]
 
-    def value(self, number: int, num_rows: int) -> NDArray[np.float32]:  # [rows, width]
-        """The rows of a kept value in the last launch, until the next."""
-        return self._rows(self._lowering.buffers[number], num_rows)
+    def value(self, value_id: int, num_rows: int) -> Floats:  # [rows, width]
+        """The rows of a kept value in the last launch, until the next launch."""
+        return self._rows(self._lowering.buffers[value_id], num_rows)
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
-        self.plan.set_profiling(True)  # from zero
-        started = time.perf_counter()
+        self.plan.set_profiling(True)  # also resets the times
+        start = time.perf_counter()
         self.run(batch, batch.tokens)
-        wall = time.perf_counter() - started
+        wall = time.perf_counter() - start
         ops, barriers = self.plan.profile()
         self.plan.set_profiling(False)
         return StepTimes(wall, dict(ops), barriers)
@@ -290,8 +288,8 @@ class CpuExecutable:
         )
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        """None: its KV is in the host's memory."""
+        """None, because the KV is in the host's memory."""
         return None
 
     def close(self) -> None:
-        del self.plan, self.pool, self._lowering, self._views, self._values
+        del self.plan, self.pool, self._lowering, self._views, self._results

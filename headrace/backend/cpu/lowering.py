@@ -1,6 +1,4 @@
-"""From the ops of a program to the native ops of a plan, its values to buffers, its weights to
-packed ones.
-"""
+"""Lowers a program to a native plan: its ops to native ops, its values to buffers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,35 +23,38 @@ from headrace.program.op import Op, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import Format, StoredTensor
 
-_KEEPS_PRODUCTS = (
-    *(ops.Norm, ops.Rope, ops.Scale, ops.SoftCap, ops.ConcatHeads),
-    *(
-        collective.AllGather,
-        collective.TakeColumns,
-        collective.ColumnsToRows,
-        collective.GatherShares,
-    ),
+_TRANSPARENT_OPS = (
+    ops.Norm,
+    ops.Rope,
+    ops.Scale,
+    ops.SoftCap,
+    ops.ConcatHeads,
+    collective.AllGather,
+    collective.TakeColumns,
+    collective.ColumnsToRows,
+    collective.GatherShares,
 )
-_Readers = frozenset[tuple[Format, bool]]
+"""Ops that a product passes on its way to become queries, keys or logits."""
 Floats = NDArray[np.float32]
+_Readers = frozenset[tuple[Format, bool]]
+"""Formats of the weights that a value is multiplied with, each with or without offset."""
 _Shape = tuple[int, str, bool, _Readers]
 
 
-class Links(Protocol):
-    """What carries the rows of a rank to the others of its group."""
+class ProcessGroup(Protocol):
+    """Exchanges rows with the other ranks that run a program."""
 
     def begin(self, tokens: Ints) -> None:
-        """A step over these tokens is about to run, [rows]."""
+        """Prepare for a step over these tokens, [rows]."""
 
     def run(self, op: collective.Collective, out: Floats | None, *inputs: Floats) -> None:
-        """Read the rows of `inputs`, and write those of `out`, where the op has one. Raises
-        RankLostError.
-        """
+        """Read the rows of `inputs`, and write the rows of `out`. Raises RankLostError."""
 
 
 class Lowering:
-    """Fills a plan: with native ops, buffers that are reused once their value is dead, and packed
-    weights.
+    """Fills a native plan with ops, buffers and packed weights.
+
+    A buffer is used again when no op reads its value any more.
     """
 
     def __init__(
@@ -64,43 +65,43 @@ class Lowering:
         places: Mapping[int, tuple[int, int]],
         earlier: "Lowering | None",
         kept: frozenset[int] = frozenset(),
-        links: "Links | None" = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
+        """`places`: (KV group, index in the group) of each layer. `earlier`: the lowering of a
+        program in the same plan, whose weights and buffers are shared. `kept`: ids of values that
+        keep their buffers, so that they can be read after a step.
+        """
         self.plan = plan
         self.program = program
-        self.links = links
-        self.places = places  # (group, place in it) of each layer that keeps something
+        self.process_group = process_group
+        self.places = places
         self.tensors = weights
+        self.kept = kept
         self.packed: dict[str, int] = earlier.packed if earlier else {}
         self.vectors: dict[str, int] = earlier.vectors if earlier else {}
-        self.buffers: dict[int, int] = {}  # of values that are alive
-        self.copies: dict[
-            tuple[int, tuple[int, ...]], Value
-        ] = {}  # packed ones, by value and order of columns
-        # values, by id, whose buffers are not used again, so that they can be read after a step
-        self.kept = kept
+        self.buffers: dict[int, int] = {}  # by id of a value that is still read
+        self.packed_values: dict[tuple[int, tuple[int, ...]], Value] = {}
+        """Packed copies of values, by id and column order."""
+        self.angles: dict[tuple[int, int], int] = {}
+        """Buffers of angles by id and head size. They are never used again."""
         self.free: dict[_Shape, list[int]] = {}
-        if (
-            earlier
-        ):  # not the packed ones: they would be packed in the forms that either program reads
+        if earlier:
+            # Packed buffers are not shared: they would be packed for the readers of both programs.
             self.free = {
                 shape: list(buffers) for shape, buffers in earlier.free.items() if not shape[2]
             }
         self.offset_products = _offset_products(program)
         self.readers = self._readers()
-        self.angles: dict[
-            tuple[int, int], int
-        ] = {}  # by value and head size: buffers of their own, never reused
 
     def lower(self) -> None:
-        """Fills the plan; in the end `buffers` has what the program gives back."""
-        new = {
-            w.name: w.nbytes
+        """Fill the plan. Afterwards `buffers` has the results of the program."""
+        new_bytes = {
+            weight.name: weight.nbytes
             for op in self.program.ops
-            for w in op.matrices()
-            if w.name not in self.packed
+            for weight in op.matrices()
+            if weight.name not in self.packed
         }
-        self.plan.reserve_weights(sum(new.values()))
+        self.plan.reserve_weights(sum(new_bytes.values()))
         last_use = self.program.last_use()
         for index, op in enumerate(self.program.ops):
             LOWER[type(op)](self, op)
@@ -109,57 +110,58 @@ class Lowering:
                     self.release(value)
 
     def buffer(self, value: Value) -> int:
-        """The buffer of a value, a free one of the same shape if it has none yet."""
+        """The buffer of a value. A new value takes a free buffer of its shape, if there is one."""
         if value.id not in self.buffers:
-            free = self.free.get(self.shape(value))
-            self.buffers[value.id] = (
-                free.pop() if free else self.plan.add_buffer(value.width, value.rows, value.packed)
-            )
+            if free := self.free.get(self.shape(value)):
+                self.buffers[value.id] = free.pop()
+            else:
+                buffer = self.plan.add_buffer(value.width, value.rows, value.packed)
+                self.buffers[value.id] = buffer
         return self.buffers[value.id]
 
     def shape(self, value: Value) -> _Shape:
-        """What two values must share to share a buffer: with the same readers it is packed in the
-        forms that they read, and no others.
+        """The properties that two values must share to use one buffer.
+
+        A packed value has only the forms that its readers need, so these must be equal too.
         """
-        return (
-            value.width,
-            value.rows,
-            value.packed,
-            self.readers.get(value.id, frozenset()) if value.packed else frozenset(),
-        )
+        readers = self.readers.get(value.id, frozenset()) if value.packed else frozenset()
+        return value.width, value.rows, value.packed, readers
 
     def release(self, value: Value) -> None:
-        for v in (value, *(copy for (of, _), copy in self.copies.items() if of == value.id)):
-            if v.id in self.buffers and v.id not in self.kept:
-                self.free.setdefault(self.shape(v), []).append(self.buffers.pop(v.id))
+        """Free the buffers of a value and of its packed copies."""
+        copies = [copy for (id, _), copy in self.packed_values.items() if id == value.id]
+        for unused in (value, *copies):
+            if unused.id in self.buffers and unused.id not in self.kept:
+                self.free.setdefault(self.shape(unused), []).append(self.buffers.pop(unused.id))
 
     def write(self, out: Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:
-        """Lowers an op that writes float32; where the value is to be packed, packs the result.
+        """Lower an op that writes float32, and pack its result if the value is packed.
 
-        `packs_groups`: the op can itself pack a row piece by piece, which does where the scales are
-        those of groups.
+        `packs_groups`: the op itself can pack groups of columns. Scales of whole rows need a
+        separate pass, because a row is complete only after the op.
         """
-        whole_rows = any(
+        has_row_scales = any(
             "row_scales" in read.parts and not read.table_rows
             for read, _ in self.readers.get(out.id, ())
         )
-        if not out.packed or (packs_groups and not whole_rows):
+        if not out.packed or (packs_groups and not has_row_scales):
             return lower(self.buffer(out))
-        loose = replace(out, id=-1, packed=False)
-        lower(self.buffer(loose))
-        self.plan.pack(self.buffer(out), self.buffer(loose))
-        self.release(loose)
+        unpacked = replace(out, id=-1, packed=False)
+        lower(self.buffer(unpacked))
+        self.plan.pack(self.buffer(out), self.buffer(unpacked))
+        self.release(unpacked)
         return None
 
     def packed_input(self, x: Value, weight: Weight) -> int:
-        """The packed form of a linear op's input; one that others read as float32 too, or in
-        another order of columns, is packed here.
+        """The packed buffer of a linear op's input.
+
+        A value that other ops read as float32, or in another column order, is packed here.
         """
         if x.packed:
             return self.buffer(x)
         order = column_order(self.tensors[weight.name])
-        packed = self.copies.setdefault(
-            (x.id, order), replace(x, id=-2 - len(self.copies), packed=True)
+        packed = self.packed_values.setdefault(
+            (x.id, order), replace(x, id=-2 - len(self.packed_values), packed=True)
         )
         if packed.id not in self.buffers:
             self.readers[packed.id] = self.readers[x.id]
@@ -172,9 +174,7 @@ class Lowering:
         return self.packed[weight.name]
 
     def weight_pair(self, a: Weight, b: Weight) -> tuple[int, int]:
-        """Two matrices of one shape, packed together where neither is packed yet, since they are
-        read in turns.
-        """
+        """Two matrices of one shape, packed together because a kernel alternates between them."""
         if not {a.name, b.name} & self.packed.keys() and a != b:
             self.packed[a.name], self.packed[b.name] = add_weight_pair(
                 self.plan, self.tensors[a.name], self.tensors[b.name]
@@ -191,17 +191,16 @@ class Lowering:
         return self.vectors[weight.name]
 
     def reads_offset(self, op: Op) -> bool:
-        """Whether an op reads int8 activations around the middle of their range.
+        """Whether an op reads int8 activations with an offset, which uses their whole range.
 
-        Queries, keys, values and logits are worth the finer activations: together they make half of
-        what int8 activations cost in KL, for a sixth of a prefill's arithmetic.
+        Queries, keys, values and logits need these finer activations: they cause half of the KL
+        divergence of int8 activations, at a sixth of a prefill's arithmetic.
         """
         return isinstance(op, ops.QkvRopeWrite) or (
             isinstance(op, ops.Linear) and op.out.id in self.offset_products
         )
 
     def _readers(self) -> dict[int, _Readers]:
-        """By id of a value: the weights that it is multiplied with, and whether with offset."""
         readers: dict[int, _Readers] = {}
         for op in self.program.ops:
             if isinstance(op, LINEAR_OPS):
@@ -213,16 +212,14 @@ class Lowering:
 
 
 def _offset_products(program: Program) -> set[int]:
-    """The values, by id, that become queries, keys, values or logits without another product on the
-    way.
-    """
+    """Ids of values that become queries, keys, values or logits without a further product."""
     found = {program.logits.id} if program.logits else set()
     for op in reversed(program.ops):
         if isinstance(op, ops.Attention):
             found.add(op.q.id)
         elif isinstance(op, ops.KvWrite):
             found |= {value.id for value in (op.k, op.v) if value}
-        elif isinstance(op, _KEEPS_PRODUCTS) and op.out.id in found:
+        elif isinstance(op, _TRANSPARENT_OPS) and op.out.id in found:
             found |= {value.id for value in op.inputs()}
     return found
 
@@ -240,8 +237,9 @@ def _take_columns(lo: Lowering, op: collective.TakeColumns) -> None:
 
 
 def _collective(lo: Lowering, op: collective.Collective) -> None:
-    assert lo.links, "a program with collectives is compiled with links"
-    exchange, inputs = partial(lo.links.run, op), [lo.buffer(x) for x in op.inputs()]
+    assert lo.process_group, "a program with collectives needs a process group"
+    exchange = partial(lo.process_group.run, op)
+    inputs = [lo.buffer(x) for x in op.inputs()]
     if out := op.output():
         lo.write(out, lambda to: lo.plan.exchange(op.name, to, inputs, exchange))
     else:

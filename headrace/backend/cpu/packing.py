@@ -1,4 +1,4 @@
-"""From stored tensors to the packed weights of a native plan."""
+"""Packs stored tensors into the weights of a native plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,45 +15,44 @@ GROUP = 32
 """Columns that share a scale in packed activations."""
 
 _CHUNK_CODES = 1 << 22
-"""Codes of a matrix that are told apart at a time."""
+"""Codes of a matrix that are unpacked at a time."""
 
 
 def packed_bytes(tensor: StoredTensor) -> int:
-    """Bytes that a matrix takes once it is packed; nothing of it is read. Raises ValueError for a
-    format that no kernel reads.
-    """
+    """Bytes of a packed matrix. Raises ValueError for a format without a kernel."""
     spec = _table_spec(tensor)
-    return (
-        spec.nbytes if spec else _native.packed_bytes(tensor.format.name, tensor.rows, tensor.cols)
-    )
+    if spec:
+        return spec.nbytes
+    return _native.packed_bytes(tensor.format.name, tensor.rows, tensor.cols)
 
 
 def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
-    """Pack a matrix and give the pages of its file back; returns its number. Raises
-    UnsupportedModelError, which names the tensor.
+    """Pack a matrix, release the pages of its file, and return its number in the plan.
+
+    Raises UnsupportedModelError, which names the tensor, if the kernels refuse it.
     """
     with named_in_errors(tensor.name):
         if spec := _table_spec(tensor):
             weight = plan.add_table(spec)
             _fill(plan, weight, tensor)
         else:
-            name, codes = tensor.format.name, tensor.parts["codes"]
             weight = plan.add_weight(
-                name,
+                tensor.format.name,
                 tensor.rows,
                 tensor.cols,
-                codes,
+                tensor.parts["codes"],
                 tensor.row_order,
                 tensor.scales,
-                _integers(tensor),
+                _codebook(tensor),
             )
     tensor.release()
     return weight
 
 
 def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tuple[int, int]:
-    """The same for two matrices of one shape, which lie tile by tile in turn where they are alike,
-    since they are read in turns.
+    """Pack two matrices of one shape, tile by tile in turn if their formats are alike.
+
+    A kernel that alternates between the matrices then reads memory in order.
     """
     first, second = _table_spec(a), _table_spec(b)
     if (
@@ -69,28 +68,30 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
             _fill(plan, weights[0], a)
             _fill(plan, weights[1], b)
         else:
-            parts = (
-                (a.format.name, a.parts["codes"], a.scales),
-                (b.format.name, b.parts["codes"], b.scales),
+            weights = plan.add_weight_pair(
+                a.format.name,
+                a.parts["codes"],
+                a.scales,
+                b.format.name,
+                b.parts["codes"],
+                b.scales,
+                a.rows,
+                a.cols,
+                _codebook(a),
             )
-            weights = plan.add_weight_pair(*parts[0], *parts[1], a.rows, a.cols, _integers(a))
     a.release()
     b.release()
     return weights
 
 
 def column_order(tensor: StoredTensor) -> tuple[int, ...]:
-    """The columns of activations in the order in which a packed matrix has them; empty: as they
-    are.
-    """
+    """The column of the activations for each column of the packed matrix; empty: no reordering."""
     return () if tensor.column_order is None else tuple(tensor.column_order.tolist())
 
 
 @contextmanager
 def named_in_errors(tensor: str) -> Iterator[None]:
-    """Raises UnsupportedModelError, which names the tensor, for a weight that the kernels
-    refuse.
-    """
+    """Turn a ValueError of the kernels into an UnsupportedModelError that names the tensor."""
     try:
         yield
     except ValueError as error:
@@ -98,9 +99,7 @@ def named_in_errors(tensor: str) -> Iterator[None]:
 
 
 def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
-    """How a matrix with a table of scales is packed; None for one that is packed as its file has
-    it.
-    """
+    """The packing of a matrix with a table of scales; None for all other formats."""
     spec = tensor.format.spec
     if spec is None or tensor.format.table_rows is None:
         return None
@@ -112,14 +111,12 @@ def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
     )
 
 
-def _integers(tensor: StoredTensor) -> NDArray[np.int8] | None:
+def _codebook(tensor: StoredTensor) -> NDArray[np.int8] | None:
     return tensor.format.integers() if tensor.format.integers else None
 
 
 def _fill(plan: _native.Plan, weight: int, tensor: StoredTensor) -> None:
-    """Bring the rows of a matrix with a table of scales: those of ggml's blocks as they lie, others
-    some at a time.
-    """
+    """Fill a packed matrix with a table of scales, from ggml blocks or some rows at a time."""
     if tensor.format.block > 1:
         plan.fill_table_blocks(weight, tensor.format.name, tensor.parts["codes"], tensor.row_order)
         return
