@@ -77,7 +77,7 @@ def test_what_is_refused(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> 
         llm.generate(PROMPT, adapter="rank 5")
     with pytest.raises(RequestError, match="adapter has 1 values for 2 prompts"):
         llm.generate([PROMPT] * 2, adapter=["rank 4"])
-    with pytest.raises(RequestError, match="an adapter 'rank 4' is loaded already"):
+    with pytest.raises(RequestError, match="adapter 'rank 4' is already loaded"):
         llm.load_adapter("rank 4", folders["rank 16"])
     with pytest.raises(RequestError, match="name of the adapter must be text that is not empty"):
         llm.load_adapter("", folders["rank 16"])

@@ -51,7 +51,7 @@ def test_beside_texts(llm: LLM) -> None:
         ([""], {}, "the prompt is empty"),
         ([[1, 2]], {}, "a prompt must be text or a dictionary, not list"),
         ({"prompt_token_ids": [10**6]}, {}, "the vocabulary ends at"),
-        ({"prompt_token_ids": [1] * 65}, {}, "65 tokens, and the context of 64 must hold it"),
+        ({"prompt_token_ids": [1] * 65}, {}, "65 tokens, but max_model_len 64 allows 64"),
         ("hello", {"pooling": "max"}, "pooling must be last, mean, cls"),
         ("hello", {"normalise": "yes"}, "normalise must be true or false"),
         ("hello", {"priority": 10**6}, "priority must be"),

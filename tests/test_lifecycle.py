@@ -159,7 +159,7 @@ class TestCollection:
             assert said == []
         else:
             assert llm.generate("hello", GREEDY)[0].finished
-            assert said == ["the engine cannot be asked from within one of its own steps"]
+            assert said == ["the engine cannot be called from within its own step"]
 
     def test_an_llm_that_is_let_go_leaves_nothing(self, model: str) -> None:  # noqa: F811
         until(lambda: not threads_named("headrace-engine"))  # those of other tests
@@ -222,7 +222,7 @@ class TestClosing:
         monkeypatch.setattr(llm._engine, "step", fails)
         for use in (lambda: llm.generate("hello"), llm.stats, lambda: list(llm.stream("hello"))):
             with pytest.raises(
-                ClosedError, match=r"the engine has ended by an error of its own: .*beyond repair"
+                ClosedError, match=r"the engine stopped after an internal error: .*beyond repair"
             ):
                 use()
         llm.close()
@@ -242,7 +242,7 @@ class TestClosing:
             patch.setattr(llm._engine, "close", fails)
             with pytest.raises(ClosedError, match="MemoryError"):
                 llm.generate("hello")
-            until(lambda: not llm._thread._at_work.locked())
+            until(lambda: not llm._thread._lock.locked())
         assert unhandled == [] and llm._thread._is_released
         llm._engine.close()
 
@@ -261,7 +261,7 @@ class TestThread:
         seen, started = list[Any](), time.monotonic()
 
         def look() -> None:
-            thread, begun = threading.current_thread(), llm._thread.step_begun
+            thread, begun = threading.current_thread(), llm._thread.step_started
             seen.append(
                 (
                     thread.name,
@@ -271,10 +271,10 @@ class TestThread:
             )
 
         in_step(llm, monkeypatch, look)
-        assert llm._thread.step_begun is None
+        assert llm._thread.step_started is None
         llm.generate("hello", GREEDY)
         assert seen == [("headrace-engine", True, True)]
-        until(lambda: llm._thread.step_begun is None)
+        until(lambda: llm._thread.step_started is None)
 
     def test_in_a_step_it_knows_whether_a_command_waits(
         self,
@@ -284,9 +284,9 @@ class TestThread:
         known = list[bool]()
 
         def look() -> None:
-            known.append(llm._thread._command_waits())
+            known.append(llm._thread._has_commands())
             llm._thread.abort(["nobody"])
-            known.append(llm._thread._command_waits())
+            known.append(llm._thread._has_commands())
 
         in_step(llm, monkeypatch, look)
         llm.generate("hello", GREEDY)
@@ -298,13 +298,13 @@ class TestThread:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(engine_thread, "_LINGER", 0.01)
-        drain, waits = llm._thread._drain, set[tuple[bool, float]]()
+        drain, waits = llm._thread._run_commands, set[tuple[bool, float]]()
 
         def watched(seconds: float) -> None:
             waits.add((llm._engine.has_work, seconds))
             drain(seconds)
 
-        monkeypatch.setattr(llm._thread, "_drain", watched)
+        monkeypatch.setattr(llm._thread, "_run_commands", watched)
         llm.generate("hello", GREEDY)
         assert waits == {(False, 0.01), (True, 0)}
 
@@ -322,7 +322,7 @@ class TestThread:
         assert llm._thread.call(lambda: 1) == 1
         inbox = engine_thread.Inbox()
         llm._thread.add([llm._engine.check([5], GREEDY)] * 2, ["a", "a"], inbox)
-        with pytest.raises(RequestError, match="under way already"):
+        with pytest.raises(RequestError, match="is in use; choose another id"):
             inbox.get()
 
     @pytest.mark.parametrize("only_results", [False, True])
@@ -370,7 +370,7 @@ class TestThread:
         assert llm.generate("hello", GREEDY)[0].finished and clean(llm)
         monkeypatch.setattr(engine_thread, "Thread", refuse)
         assert llm.generate("hello", GREEDY)[0].finished
-        until(lambda: not llm._thread._at_work.locked())
+        until(lambda: not llm._thread._lock.locked())
         monkeypatch.setattr(engine_thread, "start_new_thread", refuse)
         llm.close()
         assert llm._thread._is_released

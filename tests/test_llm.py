@@ -38,7 +38,7 @@ def clean(llm: LLM) -> bool:
     """Whether nothing is left of past requests."""
     stats = llm.stats()
     return stats.blocks_free == stats.blocks_total and not (
-        stats.running or stats.waiting or llm._thread._routes or llm._engine.has_work
+        stats.running or stats.waiting or llm._thread._receivers or llm._engine.has_work
     )
 
 
@@ -135,7 +135,7 @@ class TestGenerate:
             ([["hello"]], "a prompt must be text or a dictionary, not list"),
             ({"promt": "hello"}, "unknown key of a prompt 'promt'; did you mean prompt"),
             ({"prompt_token_ids": [100_000]}, "the vocabulary ends at"),
-            ("x" * 64, "the prompt has 6[45] tokens, and the context of 64"),
+            ("x" * 64, "the prompt has 6[45] tokens, but max_model_len 64 allows 63"),
             (
                 "x" * 2_000_000,
                 "the prompt has 2,000,000 bytes, more than a context of 64 tokens can hold",

@@ -150,21 +150,21 @@ class TestRefusals:
             ({"prompt_token_ids": [2**31]}, "prompt_token_ids must be a whole number from 0"),
             (
                 {"prompt_token_ids": [100_000]},
-                "prompt_token_ids has 100,000, and the vocabulary ends at",
+                "prompt_token_ids has token 100,000, but the vocabulary ends at",
             ),
             (
                 {"prompt_token_ids": [1] * CONTEXT},
-                "the prompt has 64 tokens, and the context of 64 must hold it and one more",
+                "the prompt has 64 tokens, but max_model_len 64 allows 63; shorten the prompt",
             ),
             (
                 {"prompt_token_ids": Untouchable()},
-                "the prompt has 1,000,000,000,000 tokens, and the context of 64",
+                "the prompt has 1,000,000,000,000 tokens, but max_model_len 64 allows 63",
             ),
             (
                 {"prompt_token_ids": Endless()},
-                "the prompt has more than 63 tokens, and the context of 64",
+                "the prompt has more than 63 tokens, but max_model_len 64 allows 63",
             ),
-            ("x" * CONTEXT, "and the context of 64 must hold it and one more"),
+            ("x" * CONTEXT, "but max_model_len 64 allows 63"),
             (
                 "x" * 2_000_000,
                 "the prompt has 2,000,000 bytes, more than a context of 64 tokens can hold",
@@ -256,6 +256,6 @@ class TestOnce:
             request.prompt,
             request.options,
         ) == ("mine", "text", options)
-        with pytest.raises(RequestError, match="a request 'mine' is under way already"):
+        with pytest.raises(RequestError, match="request_id 'mine' is in use; choose another id"):
             engine.add(checked, "mine")
         engine.abort("mine")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION
+from headrace.engine.publish import MAX_BLOCKS, MAX_SEQUENCES, VERSION
 from headrace.outputs import DraftStats
 from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats, Stats
 
@@ -33,7 +33,7 @@ def parse_record(data: bytes) -> Record:
     record["stats"] = _stats(found.get("stats"))
     record["history"] = [_value("history", float, value) for value in _items(found.get("history"))]
     record["seqs"] = [
-        _read(SequenceStats, line)._asdict() for line in _items(found.get("seqs"))[:MOST_LINES]
+        _read(SequenceStats, line)._asdict() for line in _items(found.get("seqs"))[:MAX_SEQUENCES]
     ]
     return record | ({"map": _block_map(found["map"])} if "map" in found else {})
 
@@ -86,7 +86,7 @@ def _block_map(found: object) -> BlockMap:
     for values in _items(_named(BlockMap, found)["groups"]):
         group = _named(GroupMap, values)
         size = _value("num_blocks", int, group["num_blocks"])
-        if size > MOST_BLOCKS:
+        if size > MAX_BLOCKS:
             raise ValueError("too many blocks")
         holdings = []
         for values in _items(group["holdings"]):

@@ -1,4 +1,4 @@
-"""The adapters that an engine has loaded, and the requests that have them."""
+"""The adapters that an engine has loaded, and the number of requests that use them."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -11,17 +11,19 @@ from headrace.validation import check_names
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """An adapter that the executable keeps."""
+    """An adapter in the memory of the executable."""
 
     name: str
     number: int
-    """By which the batches of the executable name it."""
+    """Number of the adapter in the batches of the executable."""
     scope: str
-    """Within which KV may be shared: of no other adapter, also not of another one that is loaded
-    under this name later.
+    """Scope within which requests may share KV. An adapter that is loaded later under the same name
+    has another scope.
     """
     num_users: int = 0
-    """Requests under way that have it. Once it is unloaded it goes with the last of them."""
+    """Running and waiting requests that use the adapter. An unloaded adapter is removed when its
+    last user ends.
+    """
 
 
 class Adapters:
@@ -34,46 +36,44 @@ class Adapters:
 
     @property
     def users(self) -> dict[str, int]:
-        """Requests under way of each, by name."""
+        """Number of unfinished requests of each adapter, by name."""
         return {name: adapter.num_users for name, adapter in self._loaded.items()}
 
     def load(self, name: str, adapter: Adapter) -> None:
-        """Make an adapter known. Raises RequestError for a name that is taken."""
+        """Load an adapter. Raises RequestError if the name is taken."""
         if name in self._loaded:
             raise RequestError(
-                f"an adapter {name!r} is loaded already: unload it first, or choose another name"
+                f"adapter {name!r} is already loaded; unload it first or choose another name"
             )
-        self._loaded[name] = LoadedAdapter(
-            name, self._executable.add_adapter(adapter), f"{name}#{next(self._scopes)}"
-        )
+        number = self._executable.add_adapter(adapter)
+        scope = f"{name}#{next(self._scopes)}"
+        self._loaded[name] = LoadedAdapter(name, number, scope)
 
     def unload(self, name: str) -> None:
-        """Forget a name; requests under way keep its adapter to their end. Raises RequestError for
-        one that is not loaded.
-        """
+        """Unload an adapter; unfinished requests keep it. Raises RequestError if it is not loaded."""
         self.check(name)
         self._remove_unused(self._loaded.pop(name))
 
     def check(self, name: str) -> None:
-        """Raise RequestError for a name under which nothing is loaded."""
+        """Raise RequestError if no adapter of this name is loaded."""
         if not self._loaded:
-            raise RequestError(f"there is no adapter {name!r}: none is loaded")
+            raise RequestError(f"unknown adapter {name!r}; no adapter is loaded")
         check_names("adapter", [name], self._loaded)
 
     def find(self, name: str | None) -> LoadedAdapter | None:
-        """The adapter that a request names, if any. Raises RequestError as `check` does."""
+        """Return the adapter that a request names, if any. Raises RequestError as `check` does."""
         if name is None:
             return None
         self.check(name)
         return self._loaded[name]
 
     def acquire(self, adapter: LoadedAdapter | None) -> None:
-        """A request with it is under way."""
+        """Count a new request as a user of its adapter."""
         if adapter:
             adapter.num_users += 1
 
     def release(self, adapter: LoadedAdapter | None) -> None:
-        """A request with it has ended."""
+        """Stop counting a request that has ended."""
         if adapter:
             adapter.num_users -= 1
             self._remove_unused(adapter)

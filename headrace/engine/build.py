@@ -1,4 +1,4 @@
-"""From the scheduled sequences of a step to the ragged batch that a program sees."""
+"""Builds the ragged batch of a step from its scheduled sequences."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,14 @@ from headrace.engine.scheduled import ScheduledSequence
 from headrace.kv.rows import kv_rows
 
 WORD_BITS = 64
-"""Draft rows for which a word of `ancestors` has bits."""
+"""Draft rows per word of `RaggedBatch.ancestors`."""
 
 
 def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
-    """One batch of all rows; notes in each item where the logits that score its prompt, and those
-    that it draws from, will be.
+    """Return the batch of all rows.
+
+    Also sets, in each scheduled sequence, the indices of its rows among the logit rows and among
+    the pooled rows.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -24,31 +26,34 @@ def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBa
     logit_rows: list[int] = []
     seq_of: list[int] = []
     pooled_rows: list[int] = []
+
     for i, item in enumerate(scheduled):
         seq, draft = item.seq, item.draft
         first, end, start = seq.computed, seq.computed + item.num_scheduled, len(tokens)
-        tokens += (
-            seq.known[first:end] if end <= len(seq.known) else [0]
-        )  # a pending token is alone, and comes from `token_source`
+
+        # Rows: the scheduled tokens, then the draft. A pending token is alone in its step, and
+        # comes from `token_source`.
+        tokens += seq.known[first:end] if end <= len(seq.known) else [0]
         positions += range(first, end)
         if draft.tokens:
             tokens += draft.tokens
             positions += (end - 1 + depth for depth in _depths(draft))
         written.append(range(first, end + len(draft.tokens)))
         row_start.append(len(tokens))
+
+        # Rows with logits, and rows to pool.
         item.first_score_row = len(logit_rows)
         if seq.request.reads_prompt_rows:
-            item.scored, item.pooled = (
-                seq.prompt_rows(item.num_scheduled),
-                seq.pooled_rows(item.num_scheduled),
-            )
+            item.scored = seq.prompt_rows(item.num_scheduled)
             logit_rows += [start + position - first for position in item.scored]
+            item.pooled = seq.pooled_rows(item.num_scheduled)
             item.first_pooled_row = len(pooled_rows)
             pooled_rows += [start + position - first for position in item.pooled]
         item.first_sample_row = len(logit_rows)
         if item.can_sample:
             logit_rows += range(start + item.num_scheduled - 1, len(tokens))
         seq_of += [i] * (len(logit_rows) - item.first_score_row)
+
     return RaggedBatch(
         tokens=ints(tokens),
         positions=ints(positions),
@@ -65,11 +70,10 @@ def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBa
     )
 
 
-def _token_source(
-    scheduled: list[ScheduledSequence], row_start: list[int]
-) -> Ints | None:  # [rows]
-    """The logit ops of the launch before that draw pending tokens; None where all tokens are
-    known.
+def _token_source(scheduled: list[ScheduledSequence], row_start: list[int]) -> Ints | None:
+    """Return the op of the last launch that samples each pending token, [rows].
+
+    Returns None if all tokens are known.
     """
     if not any(item.seq.num_pending for item in scheduled):
         return None
@@ -80,17 +84,16 @@ def _token_source(
     return source
 
 
-def _adapters(scheduled: list[ScheduledSequence]) -> Ints | None:  # [sequences]
-    """The adapter of each sequence; None where none has one."""
-    if not any(item.seq.request.adapter for item in scheduled):
+def _adapters(scheduled: list[ScheduledSequence]) -> Ints | None:
+    """Return the adapter number of each sequence, [sequences]; None if no sequence has one."""
+    adapters = [item.seq.request.adapter for item in scheduled]
+    if not any(adapters):
         return None
-    return ints(
-        [item.seq.request.adapter.number if item.seq.request.adapter else -1 for item in scheduled]
-    )
+    return ints([adapter.number if adapter else -1 for adapter in adapters])
 
 
 def _depths(draft: DraftTree) -> Iterator[int]:
-    """Distance of each node from the last scheduled token."""
+    """Return the distance of each draft node from the last scheduled token."""
     depths: list[int] = []
     for parent in draft.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -99,16 +102,17 @@ def _depths(draft: DraftTree) -> Iterator[int]:
 
 def _ancestors(
     scheduled: list[ScheduledSequence], row_start: list[int]
-) -> NDArray[np.uint64] | None:  # [rows, words]
-    """Bits over the draft rows of a sequence; None when every draft is a chain, in which all
-    earlier nodes are ancestors.
+) -> NDArray[np.uint64] | None:
+    """Return a bit for each draft row that a row sees, [rows, words].
+
+    Returns None if every draft is a chain, in which all earlier nodes are ancestors.
     """
     if all(
         parent == node - 1 for item in scheduled for node, parent in enumerate(item.draft.parents)
     ):
         return None
-    words = -(-max(len(item.draft.tokens) for item in scheduled) // WORD_BITS)
-    bits = np.zeros((row_start[-1], words), np.uint64)
+    num_words = -(-max(len(item.draft.tokens) for item in scheduled) // WORD_BITS)
+    bits = np.zeros((row_start[-1], num_words), np.uint64)
     for item, start in zip(scheduled, row_start, strict=False):
         first = start + item.num_scheduled
         for node, parent in enumerate(item.draft.parents):

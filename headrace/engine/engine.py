@@ -1,5 +1,6 @@
-"""The engine: requests in, updates out. Everything here runs in the caller's thread, and only in
-one at a time (`engine/thread.py`).
+"""The engine: requests in, updates out.
+
+An engine has no thread of its own. `engine/thread.py` makes sure that one thread at a time uses it.
 """
 
 import logging
@@ -20,17 +21,18 @@ from headrace.backend import Executable
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import snapshot
 from headrace.engine.adapters import Adapters
-from headrace.engine.beginning import begin, begin_again, check_given
 from headrace.engine.deadlines import Deadlines
 from headrace.engine.finish import fail_request, finish_request
+from headrace.engine.in_flight import InFlightStep
 from headrace.engine.jump_forward import JumpForward
 from headrace.engine.meter import Meter
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView, end_ids
 from headrace.engine.pooling import PromptPooling
-from headrace.engine.publish import MOST_BLOCKS, MOST_LINES, VERSION, Publisher
+from headrace.engine.publish import MAX_BLOCKS, MAX_SEQUENCES, VERSION, Publisher
+from headrace.engine.resume import check_output_tokens, create_sequences, recreate_sequences
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Request, Stopwatch
+from headrace.engine.sequence import Request, RequestTimer
 from headrace.engine.static import StaticScheduler
 from headrace.engine.step import StepLoop
 from headrace.errors import ClosedError, RequestError
@@ -49,33 +51,31 @@ from headrace.stats import BlockMap, Stats
 from headrace.validation import token_ids
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
-"""By the name of `EngineConfig.batching`."""
-
-_log = logging.getLogger("headrace.engine")
+"""Schedulers by `EngineConfig.batching`."""
 
 NO_PROPOSERS: Mapping[str, Proposer] = MappingProxyType({})
 """Plain decoding."""
 
+_log = logging.getLogger("headrace.engine")
+
 
 @frozen
 class EngineLimits:
-    """What the model and its executable can hold."""
+    """The limits of a model and its executable."""
 
     vocab_size: int
     """Width of a row of logits."""
     max_model_len: int
-    """Longest sequence, prompt and output."""
+    """Max tokens of a sequence, prompt and output together."""
     kv: KvConfig
     kv_groups: tuple[KvGroup, ...]
-    """Layers by what they keep and how far back they see."""
+    """Groups of layers with the same KV layout and attention window."""
     attention_crossover: float = inf
-    """Context with which attention takes a row as long as all the rest."""
+    """Context length at which attention takes as long as the rest of a row."""
 
 
 class Engine:
-    """Many requests over one executable. `name` is what `headrace top` calls it; `clock` gives all
-    its times, in seconds.
-    """
+    """Serves many requests with one executable."""
 
     def __init__(
         self,
@@ -87,43 +87,42 @@ class Engine:
         name: str = "",
         clock: Callable[[], float] = perf_counter,
     ) -> None:
+        """`headrace top` shows `name`. `clock` returns the time in seconds."""
         self.name = name
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
         self._clock = clock
-        host_blocks = (
-            executable.host_blocks(config.kv_offload_bytes)
-            if config.kv_offload_bytes and config.prefix_cache
-            else None
+
+        self._kv = KvManager(
+            limits.kv_groups, limits.kv, config.max_rows, _host_tier(executable, limits, config)
         )
-        host = HostTier(host_blocks, limits.kv.block_size)
-        self._kv = KvManager(limits.kv_groups, limits.kv, config.max_rows, host)
         self._speculation = SpeculationManager(proposers, config, limits.vocab_size, clock)
         self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
-        multi_step = MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock)
-        jump_forward = JumpForward(config.max_draft_tokens if config.jump_forward else 0)
         self._loop = StepLoop(
-            self._scheduler,
-            self._speculation,
-            executable,
-            self._kv,
-            tokenizer,
-            multi_step,
-            jump_forward,
-            clock,
+            scheduler=self._scheduler,
+            speculation=self._speculation,
+            executable=executable,
+            kv=self._kv,
+            tokenizer=tokenizer,
+            multi_step=MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock),
+            jump_forward=JumpForward(config.max_draft_tokens if config.jump_forward else 0),
+            clock=clock,
         )
+
         self._independent = IndependentAcceptor(config.acceptance_method)
         self._adapters = Adapters(executable)
         self._constraints = Constraints(tokenizer, limits.vocab_size)
         self._requests: dict[str, Request] = {}
+        self._numbers = count()
         self._deadlines = Deadlines()
         self._queue_deadlines = Deadlines()
-        self._numbers = count()
         self._meter = Meter(clock())
         self._publisher = Publisher(self._record)
         self._started = time.time()
         self._closed = False
+
+    # Requests
 
     def add_request(
         self,
@@ -135,9 +134,7 @@ class Engine:
         prompt: str | None = None,
         output_token_ids: Iterable[Iterable[int]] = (),
     ) -> str:
-        """Check a request, queue it and return its id: `check` and `add` in one, with their
-        arguments and errors.
-        """
+        """Check a request, queue it, and return its id: `check` and `add` in one call."""
         self._check_open()
         checked = self.check(
             prompt_token_ids, params, options, prompt=prompt, output_token_ids=output_token_ids
@@ -154,12 +151,13 @@ class Engine:
         pooling: PoolingParams | None = None,
         output_token_ids: Iterable[Iterable[int]] = (),
     ) -> CheckedRequest:
-        """The request that these make, fit to be added: see `CheckedRequest` for what they mean.
-        One with `pooling` has no `params`.
+        """Check a request without queueing it, and return it for `add`.
 
-        `output_token_ids` are of a request that another engine began, with the same seed: it goes
-        on behind them to the same tokens. Raises RequestError for what this engine could not serve.
-        Queues nothing, and may be called from any thread.
+        With `pooling` the prompt is embedded, and `params` is not used. `output_token_ids` are
+        tokens that another engine generated for the request with the same seed; this engine
+        continues with the tokens that the other engine would have generated next.
+
+        Raises RequestError if this engine cannot serve the request. May be called from any thread.
         """
         try:
             params = SamplingParams() if params is None else params
@@ -182,9 +180,12 @@ class Engine:
                 pooling=pooling,
                 constraint=constraint,
             )
-            most = self._limit(len(known), params, pooling) - len(known)
-            return check_given(
-                output_token_ids, checked, most, self._tokenizer, self.limits.vocab_size
+            return check_output_tokens(
+                output_token_ids,
+                checked,
+                max_tokens=self._limit(len(known), params, pooling) - len(known),
+                tokenizer=self._tokenizer,
+                vocab_size=self.limits.vocab_size,
             )
         except RequestError:
             self._meter.refused += 1
@@ -193,15 +194,14 @@ class Engine:
     def add(
         self, checked: CheckedRequest, request_id: str | None = None, *, only_result: bool = False
     ) -> str:
-        """Queue a request that `check` of this engine returned, and return its id; with
-        `only_result` it has no update but the last.
+        """Queue a request that `check` of this engine returned, and return its id.
 
-        Raises RequestError for an id that is under way, and for an adapter that has been unloaded
-        since.
+        With `only_result` the request has a single update, its last. Raises RequestError if the id
+        is in use, or if the adapter has been unloaded since `check`.
         """
         self._check_open()
         if request_id in self._requests:
-            raise RequestError(f"a request {request_id!r} is under way already")
+            raise RequestError(f"request_id {request_id!r} is in use; choose another id")
         params, options, pooling = checked.params, checked.options, checked.pooling
         num_prompt_tokens = len(checked.prompt_token_ids)
         adapter = self._adapters.find(options.adapter)
@@ -215,14 +215,14 @@ class Engine:
             params=params,
             limit=self._limit(num_prompt_tokens, params, pooling),
             acceptor=self._acceptor(params),
-            stopwatch=Stopwatch(self._clock),
+            timer=RequestTimer(self._clock),
             options=options,
             adapter=adapter,
             pooling=PromptPooling(pooling, num_prompt_tokens) if pooling else None,
             constraint=checked.constraint,
             only_result=only_result,
         )
-        seqs = begin(
+        seqs = create_sequences(
             request,
             self.config,
             self._tokenizer,
@@ -233,92 +233,15 @@ class Engine:
         self._requests[request_id] = request
         self._adapters.acquire(adapter)
 
-        added = request.stopwatch.added
+        added = request.timer.added
         if options.timeout is not None:
             self._deadlines.add(added + options.timeout, request)
         if self.config.queue_timeout:
             self._queue_deadlines.add(added + self.config.queue_timeout, request)
         return request_id
 
-    def _checked_prompt(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams, pooling: PoolingParams | None
-    ) -> list[int]:
-        """The prompt as a list of ints."""
-        longest, vocab = self.limits.max_model_len, self.limits.vocab_size
-        too_many = (
-            f"the prompt has {{count}} tokens, and the context of {longest:,} must hold "
-            f"it{'' if pooling else ' and one more'}"
-        )
-        known = token_ids(
-            "prompt_token_ids", prompt_token_ids, longest if pooling else longest - 1, too_many
-        )
-        if not known:
-            raise RequestError("the prompt is empty")
-        named: dict[str, Iterable[int]] = {"prompt_token_ids": known}
-        named |= {
-            name: getattr(params, name) or ()
-            for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")
-        }
-        for name, ids in named.items():
-            if max(ids, default=0) >= vocab:
-                raise RequestError(
-                    f"{name} has {max(ids):,}, and the vocabulary ends at {vocab - 1:,}"
-                )
-        self._check_size(len(known), params, pooling)
-        return known
-
-    def step(self, should_stop: Callable[[], bool] = lambda: False) -> list[Update]:
-        """Run one step, or several of plain decoding until `should_stop`; empty when there is nothing
-        to do, or nothing to say yet.
-
-        An error in the step never leaves it. The requests that have been admitted are recomputed in
-        an empty KV cache, each alone at first, and the one with which a step fails again ends with
-        the error.
-        """
-        self._check_open()
-        begun, num_tokens, step = self._clock(), -self._loop.num_tokens, None
-        updates: list[Update] = []
-        try:
-            self._expire(updates)
-            self._loop.launch(should_stop)
-            if self._loop.in_flight:
-                step = self._loop.finish(updates)
-                self._scheduler.acquit(step.scheduled)
-        except Exception as error:
-            step = None
-            self._recover(error, updates)
-        num_tokens += self._loop.num_tokens
-        for result in [update.result for update in updates if update.result]:
-            if self._requests[result.request_id].acceptor.is_group:
-                num_tokens += sum(len(output.token_ids) for output in result.outputs)
-            self._meter.finished += 1
-            self._forget(result.request_id)
-        if step:
-            now, num_launches = self._clock(), len(step.tickets)
-            self._scheduler.step_timer.record((now - begun) / num_launches)
-            self._kv.host.record(step.num_rows, (now - step.started) / num_launches)
-            self._meter.step(begun, now, num_tokens, self._loop.num_rows, num_launches)
-            self._publisher.tick(now, last=not self._requests)
-        return updates
-
-    def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Load an adapter whose weights are the model's, for requests that name it. Raises
-        RequestError for a name that is taken.
-        """
-        self._check_open()
-        self._adapters.load(name, adapter)
-
-    def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; requests under way keep it to their end. Raises RequestError for a
-        name that is not loaded.
-        """
-        self._check_open()
-        self._adapters.unload(name)
-
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request, in whatever state, and return what there is of it; None for an id that is
-        not under way.
-        """
+        """End a request in any state, and return its output so far; None for an unknown id."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -328,22 +251,147 @@ class Engine:
         self._forget(request_id)
         return result
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights, as the backend holds them; those of draft models and adapters not
-        among them.
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Load an adapter for requests that name it. Raises RequestError if the name is taken.
+
+        The base of the adapter must be the model's own weights.
         """
-        return self._loop.executable.program.weight_bytes
+        self._check_open()
+        self._adapters.load(name, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; unfinished requests keep it. Raises RequestError if it is not loaded."""
+        self._check_open()
+        self._adapters.unload(name)
+
+    # Steps
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is under way, or a step that has been launched for one."""
+        """Whether a request is unfinished, or a step is in flight."""
         return bool(self._requests or self._loop.in_flight)
 
+    def step(self, should_stop: Callable[[], bool] = lambda: False) -> list[Update]:
+        """Run one step, and return its updates.
+
+        In plain decoding one call may run several steps; it returns early when `should_stop()`.
+
+        An error in the step is never raised. All admitted requests are recomputed with an empty KV
+        cache, each alone at first. The request with which a step fails again ends with the error.
+        """
+        self._check_open()
+        started = self._clock()
+        num_tokens_before = self._loop.num_tokens
+        updates: list[Update] = []
+        step = None
+        try:
+            self._expire(updates)
+            self._loop.launch(should_stop)
+            if self._loop.in_flight:
+                step = self._loop.finish(updates)
+                self._scheduler.clear_suspects(step.scheduled)
+        except Exception as error:
+            step = None
+            self._recover(error, updates)
+
+        num_tokens = self._loop.num_tokens - num_tokens_before
+        for result in [update.result for update in updates if update.result]:
+            # The tokens of a beam search count when it ends: only then is its output known.
+            if self._requests[result.request_id].acceptor.is_group:
+                num_tokens += sum(len(output.token_ids) for output in result.outputs)
+            self._meter.finished += 1
+            self._forget(result.request_id)
+        if step:
+            self._record_step(step, started, num_tokens)
+        return updates
+
+    def _record_step(self, step: InFlightStep, started: float, num_tokens: int) -> None:
+        """Record the time of a step for admission, offloading, statistics and `headrace top`."""
+        now, num_launches = self._clock(), len(step.tickets)
+        self._scheduler.step_timer.record((now - started) / num_launches)
+        self._kv.host.record(step.num_rows, (now - step.started) / num_launches)
+        self._meter.record(
+            started,
+            now,
+            num_tokens=num_tokens,
+            total_rows=self._loop.num_rows,
+            num_steps=num_launches,
+        )
+        self._publisher.tick(now, last=not self._requests)
+
+    def _expire(self, updates: list[Update]) -> None:
+        """End the requests whose deadline has passed."""
+        now = self._clock()
+        overdue = self._deadlines.pop_overdue(now) if self._deadlines else []
+        if self._queue_deadlines:
+            overdue += [
+                request
+                for request in self._queue_deadlines.pop_overdue(now)
+                if request.timer.started is None
+            ]
+        for request in dict.fromkeys(overdue):
+            finish_request(request, "timeout", self._scheduler)
+            updates += request.new_updates()
+
+    def _recover(self, error: Exception, updates: list[Update]) -> None:
+        """Restart the requests that a failed step may have touched, or fail the culprit.
+
+        A step may fail halfway through any change, so the steps in flight are discarded and all
+        blocks are freed. A suspect runs alone, so if one was in the step, it is the culprit.
+        """
+        self._meter.failed_steps += 1
+        # The caller may keep the error; its frames would keep sequences and draft models alive.
+        clear_frames(error.__traceback__)
+
+        self._loop.abandon()
+        suspects = self._scheduler.suspects
+        touched = self._scheduler.restart(self._requests.values())
+        found_culprit = any(request in suspects for request in touched)
+        for request in touched:
+            if request in suspects:
+                _log.error("a step failed because of one request, which ends", exc_info=error)
+                fail_request(request, error, self._scheduler)
+            elif not request.ended:
+                if not found_culprit:
+                    suspects[request] = request.num_tokens
+                self._restart_request(request)
+            updates += request.new_updates()
+        if not found_culprit:
+            _log.warning(
+                "a step failed: its %d requests restart one by one", len(touched), exc_info=error
+            )
+
+    def _restart_request(self, request: Request) -> None:
+        seqs = recreate_sequences(
+            request,
+            self._acceptor(request.params),
+            self.config,
+            self._tokenizer,
+            self.limits.vocab_size,
+        )
+        for seq in seqs:
+            self._scheduler.queue(seq)
+
+    def _forget(self, request_id: str) -> None:
+        """Remove a request that has ended."""
+        request = self._requests.pop(request_id)
+        self._scheduler.suspects.pop(request, None)
+        request.seqs.clear()  # they refer to the request, too
+        self._deadlines.discard(request)
+        self._queue_deadlines.discard(request)
+        self._adapters.release(request.adapter)
+
+    # Statistics
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's weights in the backend, without draft models and adapters."""
+        return self._loop.executable.program.weight_bytes
+
     def stats(self) -> Stats:
-        """A snapshot."""
+        """Return counters and rates at this moment."""
         meter, loop, scheduler = self._meter, self._loop, self._scheduler
-        tokens_per_second, rows_per_second = meter.rates(self._clock())
+        rates = meter.rates(self._clock())
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -355,8 +403,8 @@ class Engine:
             rows_last=meter.rows_last,
             step_seconds=meter.step_seconds,
             tokens=meter.latest.tokens,
-            tokens_per_second=tokens_per_second,
-            rows_per_second=rows_per_second,
+            tokens_per_second=rates.tokens_per_second,
+            rows_per_second=rates.rows_per_second,
             drafted=loop.num_drafted,
             accepted=loop.num_accepted,
             forced=loop.jump_forward.num_accepted,
@@ -377,123 +425,14 @@ class Engine:
         )
 
     def block_map(self) -> BlockMap:
-        """Which sequence holds which block of KV now."""
+        """Return the KV blocks that each sequence holds."""
         return snapshot.block_map(self._scheduler.running, self._kv, self.limits.kv_groups)
 
-    def close(self) -> None:
-        """Abort all requests and give the memory back. May be called more than once."""
-        if not self._closed:
-            self._closed = True
-            for request_id in list(self._requests):
-                self.abort(request_id)
-            self._loop.abandon()
-            self._publisher.close()
-            self._speculation.close()
-            self._kv.host.close()
-            self._loop.executable.close()
-
-    def _expire(self, updates: list[Update]) -> None:
-        """End the requests whose time is up."""
-        now = self._clock()
-        overdue = self._deadlines.overdue(now) if self._deadlines else []
-        if self._queue_deadlines:
-            overdue += [
-                request
-                for request in self._queue_deadlines.overdue(now)
-                if request.stopwatch.started is None
-            ]
-        for request in dict.fromkeys(overdue):
-            finish_request(request, "timeout", self._scheduler)
-            updates += request.new_updates()
-
-    def _recover(self, error: Exception, updates: list[Update]) -> None:
-        """Let the requests that a failed step may have touched begin again, and end the one that it
-        failed of, once that is known.
-
-        Nothing is believed of what was in the middle of a change: steps in flight are forgotten and
-        all blocks are free. Where a suspect was among them it was alone in the step.
-        """
-        self._meter.failed_steps += 1
-        clear_frames(
-            error.__traceback__
-        )  # so that an error that is kept keeps no sequences, and no KV of draft models with them
-        self._loop.abandon()
-        suspects = self._scheduler.suspects
-        touched = self._scheduler.restart(self._requests.values())
-        is_found = any(request in suspects for request in touched)
-        for request in touched:
-            if request in suspects:
-                _log.error("a step failed of one request, which ends", exc_info=error)
-                fail_request(request, error, self._scheduler)
-            elif not request.ended:
-                if not is_found:
-                    suspects[request] = request.num_tokens
-                for seq in begin_again(
-                    request,
-                    self._acceptor(request.params),
-                    self.config,
-                    self._tokenizer,
-                    self.limits.vocab_size,
-                ):
-                    self._scheduler.queue(seq)
-            updates += request.new_updates()
-        if not is_found:
-            _log.warning(
-                "a step failed: its requests are tried one by one, %d in all",
-                len(touched),
-                exc_info=error,
-            )
-
-    def _check_size(
-        self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None
-    ) -> None:
-        """Sequences that draw together must fit in a step and in the pool together; of others any
-        one, by itself.
-        """
-        width, size = params.beam_width or 1, self._kv.block_size
-        for name, most in (
-            ("max_num_seqs", self.config.max_seqs),
-            ("max_num_batched_tokens", self.config.max_rows),
-        ):
-            if width > most:
-                raise RequestError(
-                    f"beam_width is {width}, and {name} is {most}: search with fewer "
-                    "beams, or raise it"
-                )
-        whole = Demand(self._limit(prompt_len, params, pooling) - 1, 0, width, prompt_len)
-        for pool in self._kv.pools:
-            if pool.needed(*whole) > pool.num_blocks:
-                outputs = (
-                    f"{params.max_tokens or 'all possible'} "
-                    f"more{f' in each of {width} beams' if width > 1 else ''}"
-                )
-                more = " needs" if pooling else f" and {outputs} need"
-                raise RequestError(
-                    f"the prompt of {prompt_len:,} tokens{more} up to "
-                    f"{pool.needed(*whole):,} blocks of {size} tokens, "
-                    f"and there are {pool.num_blocks:,}: ask for fewer, or raise kv_blocks"
-                )
-
-    def _acceptor(self, params: SamplingParams) -> Acceptor:
-        if params.beam_width is None:
-            return self._independent
-        num_end_ids, needs_logits = (
-            len(end_ids(params, self._tokenizer)),
-            bool(params.stop) or params.logprobs is not None,
-        )
-        return BeamSearch(
-            params.beam_width,
-            params.n,
-            params.length_penalty,
-            params.early_stopping,
-            num_end_ids,
-            needs_logits,
-        )
-
     def _record(self, with_map: bool) -> dict[str, Any]:
-        """What `headrace top` shows, fit for JSON."""
+        """Return the record that `headrace top` shows, as JSON values."""
         now = self._clock()
         num_seqs = len(self._scheduler.running) + len(self._scheduler.waiting)
+        seqs = islice(snapshot.sequence_stats(self._scheduler, now), MAX_SEQUENCES)
         record: dict[str, Any] = {
             "version": VERSION,
             "pid": os.getpid(),
@@ -503,35 +442,128 @@ class Engine:
             "time": time.time(),
             "stats": self.stats()._asdict(),
             "history": self._meter.history(now),
-            "seqs": [
-                line._asdict() for line in islice(snapshot.lines(self._scheduler, now), MOST_LINES)
-            ],
-            "sequences_left_off": max(0, num_seqs - MOST_LINES),
+            "seqs": [seq._asdict() for seq in seqs],
+            "sequences_left_off": max(0, num_seqs - MAX_SEQUENCES),
         }
-        if with_map and sum(pool.num_blocks for pool in self._kv.pools) <= MOST_BLOCKS:
+        if with_map and sum(pool.num_blocks for pool in self._kv.pools) <= MAX_BLOCKS:
             record["map"] = self.block_map()._asdict()
         return record
 
-    def _limit(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> int:
-        """Tokens, prompt and output, at which a sequence of the request ends: one more than have
-        KV.
+    # Checks
+
+    def _checked_prompt(
+        self, prompt_token_ids: Iterable[int], params: SamplingParams, pooling: PoolingParams | None
+    ) -> list[int]:
+        """Return the prompt as a list of ints. Raises RequestError."""
+        max_model_len, vocab_size = self.limits.max_model_len, self.limits.vocab_size
+        too_many = (
+            f"the prompt has {{count}} tokens, but max_model_len {max_model_len:,} allows "
+            "{limit:,}; shorten the prompt"
+        )
+        # A prompt that is continued must leave room for one output token.
+        max_prompt_len = max_model_len if pooling else max_model_len - 1
+        known = token_ids("prompt_token_ids", prompt_token_ids, max_prompt_len, too_many)
+        if not known:
+            raise RequestError("the prompt is empty")
+
+        token_fields: dict[str, Iterable[int]] = {
+            "prompt_token_ids": known,
+            "stop_token_ids": params.stop_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for name, ids in token_fields.items():
+            highest = max(ids, default=0)
+            if highest >= vocab_size:
+                raise RequestError(
+                    f"{name} has token {highest:,}, but the vocabulary ends at {vocab_size - 1:,}"
+                )
+        self._check_size(len(known), params, pooling)
+        return known
+
+    def _check_size(
+        self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None
+    ) -> None:
+        """Check that a request can run when it is alone.
+
+        Beams sample together, so they must fit in one step and in the KV cache together.
+        Independent sequences must fit one at a time.
         """
-        longest = self.limits.max_model_len
+        width = params.beam_width or 1
+        limits = {
+            "max_num_seqs": self.config.max_seqs,
+            "max_num_batched_tokens": self.config.max_rows,
+        }
+        for name, limit in limits.items():
+            if width > limit:
+                raise RequestError(
+                    f"beam_width {width} exceeds {name} {limit}; use fewer beams or raise {name}"
+                )
+
+        demand = Demand(
+            num_tokens=self._limit(prompt_len, params, pooling) - 1,
+            computed=0,
+            width=width,
+            common=prompt_len,
+        )
+        for pool in self._kv.pools:
+            num_blocks = pool.needed(*demand)
+            if num_blocks > pool.num_blocks:
+                output = f"{params.max_tokens or 'all possible'} output tokens"
+                beams = f" in each of {width} beams" if width > 1 else ""
+                needs = "needs" if pooling else f"and {output}{beams} need"
+                raise RequestError(
+                    f"the prompt of {prompt_len:,} tokens {needs} up to {num_blocks:,} blocks of "
+                    f"{self._kv.block_size} tokens, but the cache has {pool.num_blocks:,}; "
+                    "use fewer tokens or raise kv_blocks"
+                )
+
+    def _limit(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> int:
+        """Return the number of tokens, prompt and output, at which a sequence ends.
+
+        It is one more than the number of tokens that need KV.
+        """
         if pooling:
             return prompt_len + 1
-        return (
-            longest if params.max_tokens is None else min(longest, prompt_len + params.max_tokens)
+        if params.max_tokens is None:
+            return self.limits.max_model_len
+        return min(self.limits.max_model_len, prompt_len + params.max_tokens)
+
+    def _acceptor(self, params: SamplingParams) -> Acceptor:
+        if params.beam_width is None:
+            return self._independent
+        return BeamSearch(
+            width=params.beam_width,
+            num_results=params.n,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            num_end_ids=len(end_ids(params, self._tokenizer)),
+            needs_logits=bool(params.stop) or params.logprobs is not None,
         )
 
-    def _forget(self, request_id: str) -> None:
-        """Let go of a request that has ended; its sequences and it refer to each other."""
-        request = self._requests.pop(request_id)
-        self._scheduler.suspects.pop(request, None)
-        request.seqs.clear()
-        self._deadlines.discard(request)
-        self._queue_deadlines.discard(request)
-        self._adapters.release(request.adapter)
+    # Closing
+
+    def close(self) -> None:
+        """Abort all requests and free the memory. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._loop.abandon()
+        self._publisher.close()
+        self._speculation.close()
+        self._kv.host.close()
+        self._loop.executable.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed")
+
+
+def _host_tier(executable: Executable, limits: EngineLimits, config: EngineConfig) -> HostTier:
+    """Return the host memory of the prefix cache, which is empty unless offloading is on."""
+    store = None
+    if config.kv_offload_bytes and config.prefix_cache:
+        store = executable.host_blocks(config.kv_offload_bytes)
+    return HostTier(store, limits.kv.block_size)

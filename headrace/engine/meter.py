@@ -1,4 +1,4 @@
-"""Counters of the engine, and its rates over the last seconds: a few additions in each step."""
+"""Counters of the engine, and its rates over the last seconds."""
 
 from bisect import bisect_right
 from collections import deque
@@ -6,69 +6,81 @@ from itertools import pairwise
 from typing import NamedTuple
 
 WINDOW = 4.0
-"""Seconds that a rate is measured over."""
+"""Seconds over which a rate is measured."""
 HISTORY = 60
-"""Seconds of history, with one figure for each."""
-_SPACING = 0.5
-"""Least seconds between two marks, which bounds their number."""
+"""Seconds of history, with one rate for each second."""
+_MIN_SPACING = 0.5
+"""Min seconds between two marks. It bounds the number of marks."""
 
 
 class Mark(NamedTuple):
-    """The tokens and rows counted up to a time, in seconds."""
+    """The tokens and rows counted up to a time."""
 
-    time: float
+    time: float  # seconds
     tokens: int
     rows: int
 
 
+class Rates(NamedTuple):
+    """Rates over the last `WINDOW` seconds."""
+
+    tokens_per_second: float
+    rows_per_second: float
+
+
 class Meter:
-    """Counts requests by how they ended, steps that failed, and output tokens and rows over time.
-    Times are seconds of one clock.
-    """
+    """Counts ended requests, failed steps, and output tokens and rows over time."""
 
     def __init__(self, now: float) -> None:
+        """`now` is the time in seconds. All other times are of the same clock."""
         self.finished = self.aborted = self.refused = self.failed_steps = 0
         self.rows_last = 0
+        """Rows of the last step."""
         self.step_seconds = 0.0
-        self.latest = Mark(now, 0, 0)
-        self._marks = deque([self.latest], maxlen=round((HISTORY + WINDOW) / _SPACING) + 1)
+        """Seconds of the last step."""
+        self.latest = Mark(now, tokens=0, rows=0)
+        max_marks = round((HISTORY + WINDOW) / _MIN_SPACING) + 1
+        self._marks = deque([self.latest], maxlen=max_marks)
 
-    def step(self, begun: float, ended: float, tokens: int, rows: int, num_steps: int) -> None:
-        """Record `num_steps` steps with `tokens` output tokens in all; `rows` is the number of rows
-        since the engine was made.
+    def record(
+        self, started: float, ended: float, num_tokens: int, total_rows: int, num_steps: int
+    ) -> None:
+        """Record `num_steps` steps that sampled `num_tokens` tokens in all.
+
+        `total_rows` counts all rows since the engine was created.
         """
         before = self.latest
-        if begun - self._marks[-1].time >= _SPACING:
-            self._marks.append(Mark(begun, before.tokens, before.rows))
-        self.rows_last = (rows - before.rows) // num_steps
-        self.step_seconds = (ended - begun) / num_steps
-        self.latest = Mark(ended, before.tokens + tokens, rows)
+        if started - self._marks[-1].time >= _MIN_SPACING:
+            self._marks.append(before._replace(time=started))
+        self.rows_last = (total_rows - before.rows) // num_steps
+        self.step_seconds = (ended - started) / num_steps
+        self.latest = Mark(ended, tokens=before.tokens + num_tokens, rows=total_rows)
 
-    def rates(self, now: float) -> tuple[float, float]:
-        """Tokens and rows per second over the last `WINDOW` seconds, or since the engine was
-        made.
-        """
+    def rates(self, now: float) -> Rates:
+        """Return the rates over the last `WINDOW` seconds, or since the engine was created."""
         since = max(now - WINDOW, self._marks[0].time)
-        if now <= since:
-            return 0.0, 0.0
-        tokens, rows = self._at(since)
-        return (self.latest.tokens - tokens) / (now - since), (self.latest.rows - rows) / (
-            now - since
+        seconds = now - since
+        if seconds <= 0:
+            return Rates(0.0, 0.0)
+        tokens, rows = self._counts_at(since)
+        return Rates(
+            tokens_per_second=(self.latest.tokens - tokens) / seconds,
+            rows_per_second=(self.latest.rows - rows) / seconds,
         )
 
     def history(self, now: float) -> list[float]:
-        """Tokens per second in each of the last `HISTORY` seconds, the oldest first."""
-        counts = [self._at(now - second)[0] for second in range(HISTORY, -1, -1)]
+        """Return the tokens per second in each of the last `HISTORY` seconds, oldest first."""
+        counts = [self._counts_at(now - second)[0] for second in range(HISTORY, -1, -1)]
         return [round(after - before, 1) for before, after in pairwise(counts)]
 
-    def _at(self, time: float) -> tuple[float, float]:
-        """Tokens and rows counted up to a time, interpolated between two marks."""
+    def _counts_at(self, time: float) -> tuple[float, float]:
+        """Return the tokens and rows counted up to a time, interpolated between two marks."""
         marks = [*self._marks, self.latest]
         after = bisect_right(marks, time, key=lambda mark: mark.time)
         if after == 0:
             return marks[0].tokens, marks[0].rows
         if after == len(marks):
             return self.latest.tokens, self.latest.rows
-        a, b = marks[after - 1 : after + 1]
+        a, b = marks[after - 1], marks[after]
         share = (time - a.time) / (b.time - a.time)
         return a.tokens + share * (b.tokens - a.tokens), a.rows + share * (b.rows - a.rows)

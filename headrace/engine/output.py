@@ -1,6 +1,4 @@
-"""The output of a sequence, from its drawn tokens: text, stop conditions, log-probabilities and the
-finish reason.
-"""
+"""The output of a sequence: its text, stop conditions, log-probabilities and finish reason."""
 
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -14,10 +12,12 @@ from headrace.sampling_params import SamplingParams
 
 
 class TextDecoder(Protocol):
-    """Decodes a growing sequence of tokens; gives complete characters only."""
+    """Decodes a growing list of tokens; returns complete characters only."""
 
     def push(self, token_id: int) -> str: ...
+
     def flush(self) -> str: ...
+
     def clone(self) -> Self: ...
 
 
@@ -26,18 +26,22 @@ class TokenizerView(Protocol):
 
     @property
     def eos_ids(self) -> Collection[int]: ...
-    def decoder(
-        self, skip_special: bool, continues: bool
-    ) -> TextDecoder: ...  # continues: text precedes the tokens
-    def token_bytes(self, token_id: int) -> bytes: ...
+
     @property
     def special_ids(self) -> Collection[int]: ...
+
+    def decoder(self, skip_special: bool, continues: bool) -> TextDecoder:
+        """Return a decoder; `continues` if other text precedes the tokens."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
 
 class Output:
-    """The growing output of one sequence. It ends with a stop token, a stop string, a text that is
-    complete or at `max_tokens`.
+    """The growing output of one sequence.
+
+    It ends with a stop token, a stop string, a complete text of its grammar, or at `max_tokens`.
     """
 
     def __init__(
@@ -54,53 +58,57 @@ class Output:
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self.constraint = constraint
-        """What may follow; None: anything."""
-        self._params = params
-        self._tokenizer = tokenizer
+        """Grammar or rules for the next token; None: any token may follow."""
         self.end_ids = end_ids(params, tokenizer)
         """Tokens that end the output once it has more than `min_tokens`."""
+        self._params = params
+        self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._decoder = tokenizer.decoder(params.skip_special_tokens, continues=True)
         self._finder = StopFinder(patterns)
-        self._taken: list[str] = []  # text that `take` has returned
-        self._fresh = ""  # text after it
-        self._num_taken = 0  # tokens that `take` has returned
-        self._num_resumed = 0  # tokens that were there before it began
+
+        # `take` splits the text into pieces that were taken, and new text after them.
+        self._taken: list[str] = []
+        self._new = ""
+        self._num_taken = 0  # tokens
+        self._num_resumed = 0  # tokens without log-probabilities, from before a resume
         self._end_taken = False
 
     def clone(self) -> "Output":
-        """An independent output that continues this one."""
+        """Return an independent output that continues from here."""
         clone = copy(self)
-        clone.token_ids, clone.logprobs, clone._taken = (
-            self.token_ids[:],
-            self.logprobs[:],
-            self._taken[:],
-        )
-        clone._decoder, clone._finder = self._decoder.clone(), self._finder.clone()
+        clone.token_ids = self.token_ids[:]
+        clone.logprobs = self.logprobs[:]
+        clone._taken = self._taken[:]
+        clone._decoder = self._decoder.clone()
+        clone._finder = self._finder.clone()
         return clone
 
     @property
     def text(self) -> str:
-        """The full text, with an end that may yet become a stop string."""
-        return "".join(self._taken) + self._fresh
+        """The full text, including an end that may become a stop string."""
+        return "".join(self._taken) + self._new
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a token, and end the output where a stop condition is met. Raises ConstraintError
-        where no other token can follow.
+        """Append a token, and end the output if a stop condition is met.
+
+        Raises ConstraintError if the grammar allows no token after it.
         """
         if logprobs is not None:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs.logprob
         self.token_ids.append(token)
-        armed = len(self.token_ids) > self._params.min_tokens
-        if armed and token in self.end_ids:
+
+        can_stop = len(self.token_ids) > self._params.min_tokens
+        if can_stop and token in self.end_ids:
             if self._params.include_stop_str_in_output:
-                self._fresh += self._decoder.push(token)
+                self._new += self._decoder.push(token)
             self.finish("stop", token if token in (self._params.stop_token_ids or ()) else None)
             return
+
         if self.constraint is not None:
             self.constraint = self.constraint.after(token)
-        if stop := self._add_text(self._decoder.push(token), armed):
+        if stop := self._append_text(self._decoder.push(token), can_stop):
             self.finish_reason, self.stop_reason = "stop", stop
         elif self.constraint is not None and self.constraint.must_end:
             self.finish("stop")
@@ -108,10 +116,10 @@ class Output:
             self.finish("length")
 
     def resume(self, token_ids: Iterable[int]) -> None:
-        """Go on behind tokens of which another output like this one has told all there was to tell,
-        up to one that ends it.
+        """Append tokens that another engine has already reported, up to a token that ends the
+        output.
 
-        There are no log-probabilities of them. Raises as `push` does.
+        They have no log-probabilities. Raises as `push` does.
         """
         for token in token_ids:
             if self.finish_reason:
@@ -121,70 +129,75 @@ class Output:
         self._num_resumed = self._num_taken
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End the output, with the incomplete character at its end if there is one."""
-        self._fresh += self._decoder.flush()
+        """End the output; an incomplete character at its end is flushed."""
+        self._new += self._decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def fail(self, message: str) -> None:
-        """End the output as it is, by an error, which may be the tokenizer's own."""
+        """End the output with an error. The decoder is not used, as the error may be its own."""
         self.finish_reason, self.stop_reason = "error", message
 
     @property
-    def has_news(self) -> bool:
+    def has_new(self) -> bool:
         """Whether `take` would return new tokens or the end of the output."""
-        return self._num_taken < len(self.token_ids) or (
-            self.finish_reason is not None and not self._end_taken
-        )
+        if self._num_taken < len(self.token_ids):
+            return True
+        return self.finish_reason is not None and not self._end_taken
 
     def take(self) -> tuple[str, list[int], list[Logprobs]]:
-        """Text, tokens and log-probabilities since the last call; text that may yet become a stop
-        string is held back.
+        """Return the text, tokens and log-probabilities since the last call.
+
+        Text that may become a stop string is held back.
         """
-        end = len(self._fresh) - (0 if self.finish_reason else self._finder.held)
-        text, self._fresh = self._fresh[:end], self._fresh[end:]
+        num_held = 0 if self.finish_reason else self._finder.num_held
+        end = len(self._new) - num_held
+        text, self._new = self._new[:end], self._new[end:]
         self._taken.append(text)
+
         first, self._num_taken = self._num_taken, len(self.token_ids)
         self._end_taken = self.finish_reason is not None
         return text, self.token_ids[first:], self.logprobs[max(0, first - self._num_resumed) :]
 
     def completion(self, index: int) -> CompletionOutput:
-        """The output as it is now, as the record that a caller sees."""
+        """Return the output so far as the record that a caller sees."""
         return CompletionOutput(
-            index,
-            self.text,
-            self.token_ids,
-            None if self._params.logprobs is None else self.logprobs,
-            self.cumulative_logprob,
-            self.finish_reason,
-            self.stop_reason,
+            index=index,
+            text=self.text,
+            token_ids=self.token_ids,
+            logprobs=None if self._params.logprobs is None else self.logprobs,
+            cumulative_logprob=self.cumulative_logprob,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
         )
 
-    def _add_text(self, piece: str, armed: bool) -> str | None:
+    def _append_text(self, piece: str, can_stop: bool) -> str | None:
         """Append text up to the first stop string in it, and return that string."""
-        stop = self._finder.push(piece, armed)
+        stop = self._finder.push(piece, can_stop)
         if stop is None:
-            self._fresh += piece
+            self._new += piece
             return None
-        self._fresh += piece[: stop.end]
+        self._new += piece[: stop.end]
         if not self._params.include_stop_str_in_output:
-            self._fresh = self._fresh[
-                : -len(stop.text)
-            ]  # `take` has not returned any of it, since a match is held back
+            # `take` held the match back, so the whole match is still in the new text.
+            self._new = self._new[: -len(stop.text)]
         return stop.text
 
 
 def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
-    """The tokens that end an output."""
-    return frozenset(params.stop_token_ids or ()) | frozenset(
-        () if params.ignore_eos else tokenizer.eos_ids
-    )
+    """Return the tokens that end an output."""
+    eos_ids = () if params.ignore_eos else tokenizer.eos_ids
+    return frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
 
 
 def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:
-    """Log-probability records of a token and of the likeliest tokens at its position, by
-    token id.
-    """
-    ids, values = [token, *logprobs.top_ids], [logprobs.logprob, *logprobs.top_logprobs]
-    ranks = [logprobs.rank, *range(1, len(ids))]
-    texts = [tokenizer.token_bytes(id_).decode(errors="replace") for id_ in ids]
-    return {id_: Logprob(*fields) for id_, *fields in zip(ids, values, ranks, texts, strict=True)}
+    """Return the log-probabilities of a token and of the top tokens at its position, by token id."""
+    described = {token: Logprob(logprobs.logprob, logprobs.rank, _text(tokenizer, token))}
+    for rank, (top, logprob) in enumerate(
+        zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1
+    ):
+        described[top] = Logprob(logprob, rank, _text(tokenizer, top))
+    return described
+
+
+def _text(tokenizer: TokenizerView, token: int) -> str:
+    return tokenizer.token_bytes(token).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Prompts that are embedded: which of their rows are pooled, and what has been pooled of them."""
+"""Embedded prompts: the rows that are pooled, and the vector that results."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from headrace.sampling.pooling import RowSum, mean_vector
 
 
 class PromptPooling:
-    """The pooling of a prompt of `num_tokens` tokens, over all its steps."""
+    """The pooling of one prompt over all its steps."""
 
     def __init__(self, params: PoolingParams, num_tokens: int) -> None:
         self._params = params
@@ -18,24 +18,25 @@ class PromptPooling:
             "mean": range(num_tokens),
             "cls": range(1),
         }[params.pooling]
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Forget what has been pooled."""
+    def reset(self) -> None:
+        """Forget all pooled rows."""
         self._num_pooled = 0
         self.state = RowSum()
         self.vector: NDArray[np.float32] | None = None
-        """What the prompt becomes, [dim], once all its rows have been pooled."""
+        """The embedding, [dim]; None until all rows have been pooled."""
 
     def rows(self, computed: int, num_scheduled: int) -> range:
-        """Positions of the next `num_scheduled` rows that are still to be pooled, when `computed`
-        tokens have KV.
+        """Return the positions to pool among the next `num_scheduled` rows.
+
+        `computed` tokens have KV before these rows.
         """
         first = self._positions.start + self._num_pooled
         return range(max(computed, first), min(computed + num_scheduled, self._positions.stop))
 
     def receive(self, num_rows: int, result: LogitOpResult) -> bool:
-        """Take over what a step has pooled; whether it is finite."""
+        """Add the rows that a step has pooled; returns whether they are finite."""
         if not isinstance(result, Pooled):
             return False
         self._num_pooled += num_rows

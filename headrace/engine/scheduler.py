@@ -161,7 +161,7 @@ class Scheduler:
                 self._dropped.remove(seq)
                 self._release(seq)
 
-    def acquit(self, scheduled: list[ScheduledSequence]) -> None:
+    def clear_suspects(self, scheduled: list[ScheduledSequence]) -> None:
         """A step of these has gone well: those that are further than when they became suspect are
         not suspect any more.
         """
@@ -409,18 +409,20 @@ class Scheduler:
             self._cache.share(hit, seq.tables)
         self._kv.reserve(seq.tables, seq.computed, seq.num_uncomputed)
         request = seq.request
-        if request.stopwatch.start():
+        if request.timer.start():
             request.cached_tokens = min(seq.computed, seq.prompt_len)
             self.num_prompt_tokens += seq.prompt_len
             self.num_cached_tokens += request.cached_tokens
-        self.step_timer.admit()
+        self.step_timer.reset()
 
     def _may_run(self, seq: Sequence) -> bool:
         """Whether steps are fast enough for another sequence, and few enough run. A sequence alone
         has one always.
         """
         num_running = sum(b.width for b in (*self.running, seq))
-        return not self.running or (self.step_timer.allows and num_running <= self._config.max_seqs)
+        return not self.running or (
+            self.step_timer.allows_admission and num_running <= self._config.max_seqs
+        )
 
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether there are blocks for all its tokens beside one more for every running sequence. A
@@ -437,7 +439,7 @@ class Scheduler:
         """What the cache has of a sequence."""
         if self._cache is None:
             return Hit(None, [[] for _ in self._kv.pools], 0)
-        node = self._cache.find(seq.request.scope, seq.known, seq.most_cached)
+        node = self._cache.find(seq.request.scope, seq.known, seq.max_cached)
         return Hit(node, self._cache.blocks(node), node.depth * self._kv.block_size)
 
     def _remember(self, seq: Sequence) -> None:

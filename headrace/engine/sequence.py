@@ -1,4 +1,4 @@
-"""The engine's own view of a request: the sequences that it owns, and where its time went."""
+"""The engine's view of a request: its sequences, and the time that it spent in each phase."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,33 +18,36 @@ from headrace.request import DEFAULT_OPTIONS, RequestOptions
 from headrace.sampling_params import SamplingParams
 
 
-class Stopwatch:
-    """Splits the time of a request into queue, prefill and decode, by a clock in seconds."""
+class RequestTimer:
+    """Splits the time of a request into queue, prefill and decode."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds."""
         self._clock = clock
         self.added = clock()
         self.started: float | None = None
         self.first_token: float | None = None
 
     def start(self) -> bool:
-        """The request, or a sequence of it, is admitted; whether that is the first time."""
+        """Record the admission of a sequence; returns whether it is the first of the request."""
         if self.started is not None:
             return False
         self.started = self._clock()
         return True
 
     def token(self) -> None:
-        """A token was drawn."""
+        """Record a new token."""
         if self.first_token is None:
             self.first_token = self._clock()
 
     def timing(self) -> Timing:
-        """The split up to now."""
+        """Return the split up to now."""
         now = self._clock()
         started = now if self.started is None else self.started
         first_token = now if self.first_token is None else self.first_token
-        return Timing(started - self.added, first_token - started, now - first_token)
+        return Timing(
+            queue=started - self.added, prefill=first_token - started, decode=now - first_token
+        )
 
 
 @dataclass(eq=False)
@@ -59,36 +62,34 @@ class Request:
     limit: int
     """Tokens, prompt and output, at which a sequence ends."""
     acceptor: Acceptor
-    """How its sequences go on."""
-    stopwatch: Stopwatch
+    timer: RequestTimer
     options: RequestOptions = DEFAULT_OPTIONS
     adapter: LoadedAdapter | None = None
     pooling: PromptPooling | None = None
-    """Where the prompt is embedded: its sequence draws nothing, and ends when its rows are pooled.
+    """Set if the prompt is embedded. Its sequence samples nothing, and ends when its rows are
+    pooled.
     """
     constraint: Constraint | None = None
-    """What its outputs may begin with; None: anything."""
+    """Grammar or rules for the first token of each output; None: any token may follow."""
     only_result: bool = False
-    """Whether nothing is said of it before its result."""
+    """Whether the request has no updates before its result."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
-    """One for each prompt token so far, where they are asked for."""
+    """One entry for each prompt token so far, if the request returns them."""
     seqs: list["Sequence"] = field(default_factory=list)
-    """In index order, those that have ended included, where each goes on by itself; else those
-    alive, best first.
-
-    Empty once the request has ended.
+    """Independent sequences: all of them, by index, ended ones included. A beam search: the live
+    beams, best first. Empty once the request has ended.
     """
     arrival: int = 0
-    """The step at which it came, moved by its priority: see `Scheduler`."""
+    """The step at which the request arrived, moved by its priority: see `Scheduler`."""
     cached_tokens: int = 0
-    """Of the prompt, with KV from the prefix cache when it was admitted."""
+    """Prompt tokens whose KV came from the prefix cache at the first admission."""
     error: Exception | None = None
     drafts: dict[str, DraftStats] = field(default_factory=dict)
-    """What came of speculation for it, by method."""
+    """Draft statistics of the request, by proposer."""
 
     @property
     def scope(self) -> Scope:
-        """The scope within which its KV may be shared."""
+        """The scope within which requests may share KV."""
         return Scope(self.options.cache_salt, self.adapter.scope if self.adapter else None)
 
     @property
@@ -97,127 +98,128 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its longest output."""
+        """Tokens of the longest output."""
         return max((len(seq.output.token_ids) for seq in self.seqs), default=0)
 
     @property
     def outputs(self) -> list[Output]:
-        """What it answers, by index."""
+        """The final outputs, by index."""
         return self.acceptor.outputs([seq.output for seq in self.seqs])
 
     @property
     def reads_prompt_rows(self) -> bool:
-        """Whether rows of its prompt are scored or pooled."""
+        """Whether rows of the prompt are scored or pooled."""
         return self.pooling is not None or self.params.prompt_logprobs is not None
 
     @property
     def scorer(self) -> "Sequence | None":
-        """The sequence whose rows give the prompt log-probabilities, where several have the prompt
-        to compute.
-        """
+        """The sequence whose rows give the prompt log-probabilities."""
         return next((seq for seq in self.seqs if seq.output.finish_reason is None), None)
 
     @property
     def width(self) -> int:
-        """Sequences that it has once its prompt has ended."""
+        """Number of sequences after the end of the prompt."""
         return self.params.beam_width or self.params.n
 
     def new_updates(self) -> list[Update]:
-        """What there is that was not said before; with the last update of the request comes its
-        result.
+        """Return everything that was not reported before.
+
+        The last update of the request carries its result.
         """
         if self.only_result and not self.ended:
             return []
-        fresh = [(index, output) for index, output in enumerate(self.outputs) if output.has_news]
-        updates = [
-            Update(self.id, index, *output.take(), output.finish_reason, output.stop_reason, None)
-            for index, output in fresh
-        ]
+        updates: list[Update] = []
+        for index, output in enumerate(self.outputs):
+            if output.has_new:
+                text, token_ids, logprobs = output.take()
+                update = Update(
+                    request_id=self.id,
+                    index=index,
+                    text=text,
+                    token_ids=token_ids,
+                    logprobs=logprobs,
+                    finish_reason=output.finish_reason,
+                    stop_reason=output.stop_reason,
+                    result=None,
+                )
+                updates.append(update)
         if updates and self.ended:
             updates[-1] = replace(updates[-1], result=self.result())
         return updates[-1:] if self.only_result else updates
 
     def result(self) -> RequestOutput:
-        """All there is to say of the request now."""
-        outputs = [output.completion(index) for index, output in enumerate(self.outputs)]
-        prompt_logprobs = None if self.params.prompt_logprobs is None else self.prompt_logprobs
-        prompt = (self.prompt, self.prompt_token_ids, prompt_logprobs)
-        timing, drafts, vector = (
-            self.stopwatch.timing(),
-            dict(self.drafts),
-            self.pooling.vector if self.pooling else None,
-        )
+        """Return the whole output so far."""
         return RequestOutput(
-            self.id,
-            *prompt,
-            outputs,
-            self.ended,
-            timing,
-            self.error,
-            self.cached_tokens,
-            drafts,
-            vector,
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=(None if self.params.prompt_logprobs is None else self.prompt_logprobs),
+            outputs=[output.completion(index) for index, output in enumerate(self.outputs)],
+            finished=self.ended,
+            timing=self.timer.timing(),
+            error=self.error,
+            cached_tokens=self.cached_tokens,
+            drafts=dict(self.drafts),
+            embedding=self.pooling.vector if self.pooling else None,
         )
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A row of tokens that grows. All but the last of the known tokens have, or had, KV."""
+    """A growing list of tokens. The last known token has no KV before the next step."""
 
     seq_id: tuple[int, int]
-    """Number of the request, index in it; that of a beam is its place of the moment."""
+    """Number of the request, and index in the request. The index of a beam is its current rank."""
     request: Request
     known: list[int]
+    """All decided tokens: prompt and output."""
     sampler: SamplerState
     output: Output
     fork_at: int
-    """Tokens that it has in common with its siblings: those of the prompt or, when beams are
-    computed again, more.
-    """
+    """Number of tokens shared with the siblings: the prompt, or more when beams are recomputed."""
     siblings: list["Sequence"] = field(default_factory=list)
-    """Sequences to be forked off when so many tokens are computed."""
+    """Sequences to fork off once `fork_at` tokens are computed."""
     computed: int = 0
-    """Known and pending tokens that have KV, or will have it once the launched steps have run."""
+    """Known and pending tokens that have KV once all launched steps have run."""
     settled: int = 0
-    """Those of them whose KV finished steps have written."""
+    """Computed tokens whose KV finished steps have written."""
     tables: Tables = ()
-    """Its blocks in each group of layers; none of them while it waits."""
+    """Block table in each KV group; empty while the sequence waits."""
     node: Node | None = None
-    """Of the last full block that the prefix cache knows of."""
+    """Node of the prefix cache for the last full block that the cache has."""
     num_admitted: int = 0
-    """Known tokens when it was last admitted."""
+    """Known tokens at the last admission."""
     num_pending: int = 0
-    """Tokens beyond the known ones that launched steps will draw."""
+    """Tokens that launched steps will sample."""
     num_in_flight: int = 0
-    """Launched steps that it takes part in, and that have not been finished."""
+    """Launched steps with this sequence that have not been finished."""
     last_op: int = -1
-    """Index of the logit op that draws the last pending token, in the launch that came last."""
+    """Index of the logit op that samples the last pending token, in the last launch."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Its place in the order of all sequences, the lowest first; it never changes but among
-        beams of one request.
+        """Place in the order of all sequences, lowest first. Only the ranks of beams within one
+        request ever change.
         """
         return (self.request.arrival, *self.seq_id)
 
     @property
     def has_drawn(self) -> bool:
-        """Whether it has a new token since it was last admitted."""
+        """Whether a token was sampled since the last admission."""
         return len(self.known) > self.num_admitted
 
     @property
     def scope(self) -> Scope:
-        """The scope within which its KV may be shared."""
         return self.request.scope
 
     @property
     def constraint(self) -> Constraint | None:
-        """What may follow its output; None: anything."""
+        """Grammar or rules for the next token; None: any token may follow."""
         return self.output.constraint
 
     @property
     def has_changing_mask(self) -> bool:
-        """Whether the mask of its next draw is not there before its next token is known."""
+        """Whether the mask of the token after the next depends on the next token."""
         return self.constraint is not None and self.constraint.changes
 
     @property
@@ -226,20 +228,19 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Known and pending tokens."""
+        """Number of known and pending tokens."""
         return len(self.known) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
-        """Known and pending tokens without KV: at least 1, unless it is a prompt that is
-        embedded.
-        """
+        """Known and pending tokens without KV: at least 1, except for embedded prompts."""
         return len(self.known) + self.num_pending - self.computed
 
     @property
     def at_limit(self) -> bool:
-        """Whether its pending tokens are the last that it may have, or it draws none, so that it
-        ends without another step.
+        """Whether the sequence ends without another step.
+
+        Either its pending tokens reach the limit, or its prompt is embedded and fully computed.
         """
         return (
             self.num_pending > 0 and self.length >= self.request.limit
@@ -247,27 +248,27 @@ class Sequence:
 
     @property
     def num_until_sample(self) -> int:
-        """Uncomputed tokens up to where it forks, or draws."""
+        """Uncomputed tokens until the sequence forks or samples."""
         return (self.fork_at if self.siblings else self.length) - self.computed
 
     @property
     def width(self) -> int:
-        """Sequences that come of it, itself included, at its next fork."""
-        begins_search = self.request.acceptor.is_group and len(self.known) == self.fork_at
-        return self.request.width if begins_search else 1 + len(self.siblings)
+        """Number of sequences after the next fork, this one included."""
+        starts_search = self.request.acceptor.is_group and len(self.known) == self.fork_at
+        return self.request.width if starts_search else 1 + len(self.siblings)
 
     @property
     def may_fork(self) -> bool:
-        """Whether it may fork when it draws."""
+        """Whether the next sampled token may fork the sequence."""
         return bool(self.siblings) or self.request.acceptor.is_group
 
     @property
     def group(self) -> object:
-        """What it has in common with just those sequences that draw when it does."""
+        """An object that sequences share if they must sample in the same step."""
         return self.request if self.request.acceptor.is_group else self
 
     def fork(self, tables: Tables) -> "Sequence":
-        """Another that goes on from here, with tables of its own."""
+        """Return a copy that continues on its own, with block tables of its own."""
         return replace(
             self,
             known=self.known[:],
@@ -277,41 +278,36 @@ class Sequence:
         )
 
     def prompt_rows(self, num_scheduled: int) -> range:
-        """Positions of those of the next `num_scheduled` rows whose logits give a prompt
-        log-probability that is still to be recorded.
-        """
+        """Return the positions to score among the next `num_scheduled` rows."""
         if self.request.params.prompt_logprobs is None or self is not self.request.scorer:
             return range(0)
-        recorded = len(self.request.prompt_logprobs)
-        return range(
-            max(self.computed, recorded - 1),
-            min(self.computed + num_scheduled, self.prompt_len - 1),
-        )
+        num_recorded = len(self.request.prompt_logprobs)
+        first = max(self.computed, num_recorded - 1)
+        return range(first, min(self.computed + num_scheduled, self.prompt_len - 1))
 
     def pooled_rows(self, num_scheduled: int) -> range:
-        """Positions of those of the next `num_scheduled` rows that are still to be pooled."""
+        """Return the positions to pool among the next `num_scheduled` rows."""
         pooling = self.request.pooling
         return pooling.rows(self.computed, num_scheduled) if pooling else range(0)
 
     @property
-    def most_cached(self) -> int:
-        """Known tokens whose KV may come from the prefix cache: not that of rows that are pooled,
-        or have logits, as the last row has.
+    def max_cached(self) -> int:
+        """Max known tokens whose KV may come from the prefix cache.
+
+        Rows that are pooled, scored or sampled from must be computed.
         """
-        wanted = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
-        return wanted.start if wanted else self.computed + self.num_until_sample - 1
+        read = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
+        return read.start if read else self.computed + self.num_until_sample - 1
 
     @property
     def num_logprobs(self) -> int:
-        """Log-probabilities beside a drawn token's own; -1: none at all."""
-        asked = self.request.params.logprobs
-        return -1 if asked is None else asked
+        """Number of top log-probabilities to return with a token's own; -1: return none."""
+        num_logprobs = self.request.params.logprobs
+        return -1 if num_logprobs is None else num_logprobs
 
     def receive(self, commit: Commit) -> bool:
-        """Take over the new tokens, up to the one that ends the output; whether there was such a
-        one.
-        """
-        self.request.stopwatch.token()
+        """Append new tokens to the output until it ends; returns whether it ended."""
+        self.request.timer.token()
         for token, logprobs in zip(commit.tokens, commit.logprobs or repeat(None), strict=False):
             self.output.push(token, logprobs)
             if self.output.finish_reason:

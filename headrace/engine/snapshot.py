@@ -1,4 +1,4 @@
-"""What can be seen of the sequences and their blocks between two steps."""
+"""Statistics of the sequences and their blocks between two steps."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -14,11 +14,11 @@ from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats
 def kv_stats(
     seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup], config: KvConfig
 ) -> list[KvStats]:
-    """The blocks of each group, and what of them these sequences leave empty."""
+    """Return the block counts of each KV group, and the slots that these sequences leave empty."""
     stats = []
     for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
         empty = _empty_slots(seqs, number, kv.block_size, lambda seq: seq.computed)
-        beyond = _empty_slots(seqs, number, kv.block_size, lambda seq: len(seq.known))
+        never_filled = _empty_slots(seqs, number, kv.block_size, lambda seq: len(seq.known))
         stats.append(
             KvStats(
                 layers=len(group.layers),
@@ -29,7 +29,7 @@ def kv_stats(
                 blocks_free=pool.num_free,
                 blocks_cached=pool.num_evictable,
                 slots_empty=empty,
-                slots_promised=empty - beyond,
+                slots_promised=empty - never_filled,
             )
         )
     return stats
@@ -38,58 +38,70 @@ def kv_stats(
 def _empty_slots(
     seqs: Iterable[Sequence], group: int, block_size: int, filled: Callable[[Sequence], int]
 ) -> int:
-    """Slots beyond the first `filled(sequence)` in the blocks of these sequences; a shared block,
-    filled alike for all, counts once.
+    """Count the slots beyond the first `filled(sequence)` in the blocks of these sequences.
+
+    A shared block counts once; all its sequences fill it to the same slot.
     """
     empty: dict[int, int] = {}
     for seq in seqs:
         end, table = filled(seq), seq.tables[group]
-        for i in range(max(end // block_size, table.window_start), len(table)):
-            empty[table[i]] = min(block_size, (i + 1) * block_size - end)
+        for index in range(max(end // block_size, table.window_start), len(table)):
+            empty[table[index]] = min(block_size, (index + 1) * block_size - end)
     return sum(empty.values())
 
 
 def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]) -> BlockMap:
-    """Which sequence holds which block of KV now, for each KV group."""
+    """Return the blocks that each sequence holds, for each KV group."""
     maps = []
     for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
         holdings = [
-            Holding(seq.request.id, seq.seq_id[1], seq.computed, list(seq.tables[number]))
+            Holding(
+                request=seq.request.id,
+                seq=seq.seq_id[1],
+                computed=seq.computed,
+                blocks=list(seq.tables[number]),
+            )
             for seq in seqs
         ]
         maps.append(
             GroupMap(
-                len(group.layers), group.window, pool.num_blocks, holdings, pool.evictable_blocks()
+                layers=len(group.layers),
+                window=group.window,
+                num_blocks=pool.num_blocks,
+                holdings=holdings,
+                cached=pool.evictable_blocks(),
             )
         )
     return BlockMap(kv.block_size, maps)
 
 
-def lines(scheduler: Scheduler, now: float) -> Iterator[SequenceStats]:
-    """A line for each sequence: those that run and then those that wait, each in the order of
-    rank.
-    """
+def sequence_stats(scheduler: Scheduler, now: float) -> Iterator[SequenceStats]:
+    """Yield the statistics of the running sequences, then of the waiting ones, by rank."""
     return chain(
-        (_line(seq, False, now) for seq in scheduler.running),
-        (_line(seq, True, now) for seq in scheduler.waiting),
+        (_stats_of(seq, _running_state(seq), now) for seq in scheduler.running),
+        (_stats_of(seq, _waiting_state(seq), now) for seq in scheduler.waiting),
     )
 
 
-def _line(seq: Sequence, waits: bool, now: float) -> SequenceStats:
+def _running_state(seq: Sequence) -> str:
+    if seq.output.finish_reason:
+        return "padding"
+    is_decoding = seq.num_uncomputed == 1 and not seq.request.pooling
+    return "decode" if is_decoding else "prefill"
+
+
+def _waiting_state(seq: Sequence) -> str:
+    return "waiting" if seq.request.timer.started is None else "preempted"
+
+
+def _stats_of(seq: Sequence, state: str, now: float) -> SequenceStats:
     request = seq.request
-    if waits:
-        state = "waiting" if request.stopwatch.started is None else "preempted"
-    elif seq.output.finish_reason:
-        state = "padding"
-    else:
-        state = "decode" if seq.num_uncomputed == 1 and not request.pooling else "prefill"
-    output = len(seq.output.token_ids)
     return SequenceStats(
-        request.id,
-        seq.seq_id[1],
-        seq.prompt_len,
-        output,
-        request.cached_tokens,
-        state,
-        now - request.stopwatch.added,
+        request=request.id,
+        seq=seq.seq_id[1],
+        prompt=seq.prompt_len,
+        output=len(seq.output.token_ids),
+        cached=request.cached_tokens,
+        state=state,
+        age=now - request.timer.added,
     )

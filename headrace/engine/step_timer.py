@@ -1,34 +1,38 @@
-"""The time of steps, and whether it allows one more sequence."""
+"""The time of steps, and whether it allows another sequence."""
 
 from collections import deque
 
-WINDOW = 5  # which is odd
-"""Steps whose median is compared with the target, so that one slow step does not count."""
+WINDOW = 5
+"""Number of steps whose median is compared with the target. It is odd, and a median ignores one
+slow step.
+"""
 
 
 class StepTimer:
-    """Holds back admissions while steps take longer than `target_ms` milliseconds; 0: never.
+    """Holds back admissions while steps take longer than `target_ms` milliseconds; 0 turns it off.
 
-    Every decoding sequence gets a token in a step, so the time of a step is the time of a token. It
-    is measured anew after each admission, so that no two sequences are admitted by the same
-    figures. It decides which sequences wait, and never a token.
+    A step gives every decoding sequence one token, so the time of a step is the time between
+    tokens. The times are forgotten at each admission, so each admission rests on new measurements.
+    Only the order of work depends on them, never a token.
     """
 
     def __init__(self, target_ms: float) -> None:
-        self._target = target_ms / 1000
+        self._target_seconds = target_ms / 1000
         self._seconds = deque[float](maxlen=WINDOW)
 
     def record(self, seconds: float) -> None:
-        """Record the seconds of a step."""
+        """Record the time of a step."""
         self._seconds.append(seconds)
 
-    def admit(self) -> None:
-        """Forget the recorded steps: a sequence was admitted."""
+    def reset(self) -> None:
+        """Forget the recorded steps, because a sequence was admitted."""
         self._seconds.clear()
 
     @property
-    def allows(self) -> bool:
-        """Whether one more sequence may be admitted."""
-        return not self._target or (
-            len(self._seconds) == WINDOW and sorted(self._seconds)[WINDOW // 2] <= self._target
-        )
+    def allows_admission(self) -> bool:
+        if not self._target_seconds:
+            return True
+        if len(self._seconds) < WINDOW:
+            return False
+        median = sorted(self._seconds)[WINDOW // 2]
+        return median <= self._target_seconds

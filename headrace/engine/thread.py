@@ -1,17 +1,16 @@
-"""The thread of an engine: everything that touches an engine runs in it, one command or one step
-after the other.
+"""The thread of an engine: it alone touches the engine, one command or one step at a time.
 
-So a step is atomic. An exception of a signal handler (Ctrl-C), or a finaliser that the garbage
-collector runs, meets a caller that waits, and never the middle of a step. What it wants of the
-engine is one more command, which is carried out between two steps.
+So a step is atomic. An exception of a signal handler (Ctrl-C), or a finaliser of the garbage
+collector, interrupts a waiting caller and never a step. Such a caller queues a command, and the
+thread runs it between two steps.
 
-A command is put in a `SimpleQueue`, which takes no lock that its own thread could hold already:
-signal handlers and finalisers may do it at any point. The thread starts with the first command and
-ends when there has been no work for `_LINGER` seconds. It is a daemon thread, which interpreter
-exit would cut off in a native call; so an `atexit` hook closes all engines before that.
+Commands go into a `SimpleQueue`. Its `put` takes no lock that the same thread may already hold, so
+signal handlers and finalisers may call it at any point. The thread starts with the first command,
+and ends after `_LINGER` seconds without work. It is a daemon thread, which interpreter exit would
+cut off inside a native call; an `atexit` hook closes all engines before that.
 
-A process that was forked has no such thread. There every call ends with a ClosedError, and `close`
-does nothing.
+A forked process has no such thread. Every call there raises ClosedError, except `close`, which does
+nothing.
 """
 
 import atexit
@@ -32,46 +31,41 @@ from headrace.request import CheckedRequest
 
 _T = TypeVar("_T")
 _LINGER = 0.1
-"""Seconds for which the thread waits for more work before it ends: to start one takes as long as a
-tenth of a small model's step.
+"""Seconds that the thread waits for more work before it ends. Starting a thread takes a tenth of a
+small model's step.
 """
 _CLOSED = "the engine is closed"
 _FORKED = (
-    "this process was forked from the one that the engine works in, and has no copy of "
-    "its threads: "
-    "make another LLM here, or start processes with the 'spawn' method"
+    "the engine runs in the process that this process was forked from, and its thread was not "
+    "copied; make another LLM here or start processes with the 'spawn' method"
 )
 
 _threads = WeakSet["EngineThread"]()
-"""All that may have to be closed at exit."""
+"""All engine threads, to close them at exit."""
 
 
 class Receiver(Protocol):
-    """Where the updates of requests go."""
+    """Receives the updates of requests."""
 
     def put(self, item: Update | BaseException, /) -> None:
-        """Take an update, or the reason why there will be no more, in the engine's thread: must not
-        block, and raises nothing.
+        """Receive an update, or the error that ends all updates.
+
+        The engine's thread calls this method, so it must neither block nor raise.
         """
 
 
 class Inbox:
-    """A receiver that is asked for the updates of the requests of one call, in the order in which
-    they come.
-    """
+    """A receiver that queues the updates of one call until the caller reads them."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[Update | BaseException] = SimpleQueue()
         self._pid = os.getpid()
 
     def put(self, item: Update | BaseException) -> None:
-        """Add an update, or the reason why there will be no more. Wakes the caller that waits."""
         self._items.put(item)
 
     def get(self) -> Update:
-        """The next update, waited for. Raises what ended the call: a ClosedError, or the error of
-        adding its requests.
-        """
+        """Wait for the next update and return it. Raises the error that ended the call."""
         if os.getpid() != self._pid:
             raise ClosedError(_FORKED)
         item = self._items.get()
@@ -81,38 +75,39 @@ class Inbox:
 
 
 class EngineThread:
-    """An engine and the thread that it runs in. All methods may be called from any thread, signal
-    handler or finaliser.
+    """An engine and its thread.
+
+    All methods may be called from any thread, signal handler or finaliser.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._at_work = allocate_lock()
-        """Held by the one thread that touches the engine."""
+        self._lock = allocate_lock()
+        """Held by the thread that uses the engine."""
         self._ident: int | None = None
-        """That thread."""
-        self.step_begun: float | None = None
-        """When the step that runs began, by the system's monotonic clock; None between steps."""
-        self._routes: dict[str, Receiver] = {}
-        """Where the updates of a request go, by its id."""
+        """Identifier of that thread."""
+        self.step_started: float | None = None
+        """Start of the current step by the system's monotonic clock; None between steps."""
+        self._receivers: dict[str, Receiver] = {}
+        """Receiver of the updates of each request, by its id."""
         self._pid = os.getpid()
-        self._why_closed = ""
+        self._close_reason = ""
         self._is_released = False
-        """Whether closing has come to its end."""
+        """Whether closing is complete."""
         _threads.add(self)
 
     @property
     def closed(self) -> bool:
-        """Whether there is nothing to be had any more."""
-        return bool(self._why_closed) or os.getpid() != self._pid
+        """Whether every further call raises ClosedError."""
+        return bool(self._close_reason) or os.getpid() != self._pid
 
     def check_open(self) -> None:
-        """Raise ClosedError where there is nothing to be had any more."""
+        """Raise ClosedError if the engine is closed or belongs to another process."""
         if os.getpid() != self._pid:
             raise ClosedError(_FORKED)
-        if self._why_closed:
-            raise ClosedError(self._why_closed)
+        if self._close_reason:
+            raise ClosedError(self._close_reason)
 
     def add(
         self,
@@ -122,51 +117,50 @@ class EngineThread:
         *,
         only_results: bool = False,
     ) -> None:
-        """Queue requests, all before the next step; with `only_results`, only the last update of
-        each goes to the receiver.
+        """Queue requests, all of them before the next step, without waiting.
 
-        Waits for nothing: what goes wrong goes to the receiver. The caller aborts them if it does
-        not wait for their end.
+        With `only_results` the receiver gets only the last update of each request. It gets errors
+        as well. A caller that does not wait for the end of its requests must abort them.
         """
         self._post(lambda: self._add(requests, ids, receiver, only_results))
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End requests; those that have ended, or never came, are no matter. Waits for nothing, and
-        raises nothing.
-        """
+        """End requests, without waiting. Unknown ids are ignored, and nothing is raised."""
         if os.getpid() == self._pid:
-            # No thread has to be started: where there is none, the requests are not in the engine,
-            # or their queue is still to be read.
+            # No thread has to be started. Without a thread, either the engine has no requests, or
+            # the command that adds them is still in the queue before this one.
             self._commands.put(lambda: self._abort(ids))
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """What the function returns or raises in the thread of the engine, between two steps."""
+        """Call a function in the engine's thread between two steps, and return its result.
+
+        Raises whatever the function raises.
+        """
         self.check_open()
         if get_ident() == self._ident:
-            raise HeadraceError("the engine cannot be asked from within one of its own steps")
-        answer: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
+            raise HeadraceError("the engine cannot be called from within its own step")
+        response: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
 
         def command() -> None:
             try:
                 self.check_open()
-                answer.put((function(), None))
+                response.put((function(), None))
             except BaseException as error:
-                answer.put((None, error))
+                response.put((None, error))
 
         self._post(command)
-        value, error = answer.get()
+        value, error = response.get()
         if error:
             raise error
         return value  # type: ignore[return-value]
 
     def close(self) -> None:
-        """End all requests, whose callers get a ClosedError, and give the memory back. Waits for
-        the end of the step that runs.
+        """End all requests, whose callers get a ClosedError, and free the memory.
 
-        May be called more than once. Within a step, where a finaliser may call it, it does not
-        wait.
+        Waits for the end of the current step, except when a finaliser calls it within that step.
+        May be called more than once.
         """
-        self._why_closed = self._why_closed or _CLOSED
+        self._close_reason = self._close_reason or _CLOSED
         if os.getpid() != self._pid or self._is_released:
             return
         done: SimpleQueue[None] = SimpleQueue()
@@ -179,7 +173,7 @@ class EngineThread:
         if get_ident() != self._ident:
             try:
                 self._start()
-            except RuntimeError:  # no thread can be started, but one of the engine may be there
+            except RuntimeError:  # the system gives no more threads
                 self._run()
             done.get()
 
@@ -189,61 +183,64 @@ class EngineThread:
         self._start()
 
     def _start(self) -> None:
-        """See to it that there is a thread after a command was put in the queue.
+        """Start the thread if it does not run, after a command was queued.
 
-        It is started by another, which no signal reaches: `Thread.start` left half way by an
-        exception would leave half a thread behind. Raises RuntimeError where the system gives no
+        A helper thread, which no signal reaches, starts it: an exception in the middle of
+        `Thread.start` would leave a half-started thread. Raises RuntimeError if the system gives no
         more threads.
         """
-        if not self._at_work.locked():
+        if not self._lock.locked():
             start_new_thread(self._launch, ())
 
     def _launch(self) -> None:
         try:
             Thread(target=self._run, name="headrace-engine", daemon=True).start()
-        except Exception:  # this one must do
-            self._run()
+        except Exception:
+            self._run()  # the helper thread takes over
 
     def _run(self) -> None:
-        """Serve until there is no more work. A command that comes as this ends finds the lock free,
-        or is found here.
+        """Serve until there is no more work.
+
+        A command that arrives while this returns finds the lock free and starts another thread, or
+        it is seen by the check of the queue.
         """
-        while self._at_work.acquire(blocking=False):
+        while self._lock.acquire(blocking=False):
             self._ident = get_ident()
             try:
                 self._serve()
             finally:
                 self._ident = None
-                self._at_work.release()
+                self._lock.release()
             if self._commands.empty():
                 return
 
     def _serve(self) -> None:
-        """Carry out commands and run steps until both have been wanting for a while."""
+        """Run commands and steps until there have been none for `_LINGER` seconds."""
         while True:
             try:
-                self._drain(0 if self._is_released or self._engine.has_work else _LINGER)
+                is_busy = self._is_released or self._engine.has_work
+                self._run_commands(0 if is_busy else _LINGER)
                 if self._is_released or not self._engine.has_work:
                     return
-                self.step_begun = monotonic()
-                for update in self._engine.step(self._command_waits):
+                self.step_started = monotonic()
+                for update in self._engine.step(self._has_commands):
                     self._deliver(update)
-                self.step_begun = None
-            except BaseException as error:  # what it does not get over: see `Engine.step`
-                self._why_closed = f"the engine has ended by an error of its own: {error!r}"
+                self.step_started = None
+            except BaseException as error:  # the engine cannot recover: see `Engine.step`
+                self._close_reason = f"the engine stopped after an internal error: {error!r}"
                 with suppress(Exception):
                     self._close()
 
-    def _command_waits(self) -> bool:
-        """Whether a command waits."""
+    def _has_commands(self) -> bool:
         return not self._commands.empty()
 
-    def _drain(self, seconds: float) -> None:
-        """Carry out the commands that are there, the first of which is waited for so long; those
-        that follow come after a step.
+    def _run_commands(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a command, and run all commands in the queue.
+
+        Commands that arrive meanwhile run after the next step.
         """
         with suppress(Empty):
-            self._commands.get(timeout=seconds)()
+            self._commands.get(timeout=timeout)()
             for _ in range(self._commands.qsize()):
                 self._commands.get_nowait()()
 
@@ -258,46 +255,46 @@ class EngineThread:
             self.check_open()
             for request_id, request in zip(ids, requests, strict=True):
                 self._engine.add(request, request_id, only_result=only_results)
-                self._routes[request_id] = receiver
+                self._receivers[request_id] = receiver
         except BaseException as error:
             receiver.put(error)
 
     def _abort(self, ids: Iterable[str]) -> None:
         for request_id in ids:
-            self._routes.pop(request_id, None)
+            self._receivers.pop(request_id, None)
             if not self._is_released:
                 self._engine.abort(request_id)
 
     def _deliver(self, update: Update) -> None:
-        receiver = (
-            self._routes.pop(update.request_id)
-            if update.result
-            else self._routes[update.request_id]
-        )
+        receiver = self._receivers[update.request_id]
+        if update.result:
+            del self._receivers[update.request_id]
         receiver.put(update)
 
     def _close(self) -> None:
-        if not self._is_released:
-            receivers = {id(receiver): receiver for receiver in self._routes.values()}
-            self._routes.clear()
-            for receiver in receivers.values():
-                receiver.put(ClosedError(self._why_closed))
-            try:
-                self._engine.close()
-            finally:
-                self._is_released = True
+        if self._is_released:
+            return
+        receivers = {id(receiver): receiver for receiver in self._receivers.values()}
+        self._receivers.clear()
+        for receiver in receivers.values():
+            receiver.put(ClosedError(self._close_reason))
+        try:
+            self._engine.close()
+        finally:
+            self._is_released = True
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close all engines before interpreter exit cuts their threads off. Threads that wait then are
-    daemons, and are not woken again.
+    """Close all engines before interpreter exit cuts their threads off.
+
+    Threads that still wait at this point are daemons, so they get no ClosedError.
     """
     for thread in list(_threads):
-        thread._routes.clear()
+        thread._receivers.clear()
         while True:
             try:
                 thread.close()
                 break
-            except KeyboardInterrupt:  # a step ends soon, and must
+            except KeyboardInterrupt:  # the current step must end, which does not take long
                 continue

@@ -81,7 +81,7 @@ class EngineServer:
             if self._host.thread.closed:
                 self._connection.shutdown(socket.SHUT_RD)
                 return
-            self._heartbeat.beat(self._host.thread.step_begun)
+            self._heartbeat.beat(self._host.thread.step_started)
 
     def _put_reports(self) -> None:
         """Put a report after events were written, until two reports are equal."""

@@ -88,7 +88,7 @@ class Replica:
 
     async def status(self) -> bytes:
         """A `ReplicaStatus`, in msgpack."""
-        thread, begun = self._host.thread, self._host.thread.step_begun
+        thread, begun = self._host.thread, self._host.thread.step_started
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.ensure_future(self._take_report())
         await asyncio.wait(
@@ -124,7 +124,7 @@ class Replica:
         thread = self._host.thread
         if thread.closed:
             raise UnhealthyError("the engine has ended")
-        begun = thread.step_begun
+        begun = thread.step_started
         if begun is not None and monotonic() - begun > self._stall_seconds:
             raise UnhealthyError(f"a step has run for {monotonic() - begun:.0f} s")
 

@@ -117,8 +117,8 @@ class TestWriting:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, most_blocks: int, with_map: bool
     ) -> None:
         """By lines, of what runs and of what waits, and by the 64 blocks of a map."""
-        monkeypatch.setattr("headrace.engine.engine.MOST_LINES", 5)
-        monkeypatch.setattr("headrace.engine.engine.MOST_BLOCKS", most_blocks)
+        monkeypatch.setattr("headrace.engine.engine.MAX_SEQUENCES", 5)
+        monkeypatch.setattr("headrace.engine.engine.MAX_BLOCKS", most_blocks)
         watch, engine = Watch(with_map=True), busy_engine(9, max_num_seqs=3)
         engine.step()
         (record,) = watch.read()

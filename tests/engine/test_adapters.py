@@ -175,7 +175,7 @@ def test_unloaded_while_it_runs() -> None:
     assert engine.stats().adapters["a1"] == 1
     engine.unload_adapter("a1")
     engine.load_adapter("a1", adapter(0, 2))
-    with pytest.raises(RequestError, match="loaded already"):
+    with pytest.raises(RequestError, match="is already loaded"):
         engine.load_adapter("a1", adapter(0, 2))
     updates += drain(engine)
     assert updates[-1].result
@@ -210,7 +210,7 @@ def test_an_unloaded_adapter_goes_with_the_last_request_that_has_it() -> None:
 
 def test_names_are_checked() -> None:
     engine = tiny_engine(model(0))
-    with pytest.raises(RequestError, match="there is no adapter 'x': none is loaded"):
+    with pytest.raises(RequestError, match="unknown adapter 'x'; no adapter is loaded"):
         engine.add_request([1], options=RequestOptions(adapter="x"))
     engine_with(engine, 0)
     with pytest.raises(RequestError, match="unknown adapter 'a9'; did you mean"):

@@ -226,12 +226,12 @@ def test_preemption_is_not_seen_and_keeps_the_prompt_shared() -> None:
 @pytest.mark.parametrize(
     ("prompt_len", "params", "message"),
     [
-        (3, {"beam_width": 7}, "beam_width is 7, and max_num_seqs is 6: search with fewer"),
-        (3, {"beam_width": 6}, "beam_width is 6, and max_num_batched_tokens is 5"),
+        (3, {"beam_width": 7}, "beam_width 7 exceeds max_num_seqs 6; use fewer beams"),
+        (3, {"beam_width": 6}, "beam_width 6 exceeds max_num_batched_tokens 5"),
         (
             9,
             {"beam_width": 5, "max_tokens": 20},
-            "20 more in each of 5 beams need up to 27 blocks of 4 tokens, and there are 26",
+            "20 output tokens in each of 5 beams need up to 27 blocks of 4 tokens, but the cache has 26",
         ),
     ],
 )

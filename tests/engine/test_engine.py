@@ -40,25 +40,25 @@ class TestRefusals:
             (
                 [1] * 40,
                 {},
-                "the prompt has 40 tokens, and the context of 40 must hold it and one more",
+                "the prompt has 40 tokens, but max_model_len 40 allows 39",
             ),
             ([1] * 5000, {}, "the prompt has 5,000 tokens"),
-            ([VOCAB], {}, "prompt_token_ids has 23, and the vocabulary ends at 22"),
+            ([VOCAB], {}, "prompt_token_ids has token 23, but the vocabulary ends at 22"),
             ([-1], {}, "prompt_token_ids must be a whole number from 0"),
             ([2**31], {}, "prompt_token_ids"),
             ([1.0], {}, "prompt_token_ids"),
             ([True], {}, "prompt_token_ids"),
             ("12", {}, "prompt_token_ids must be a list"),
             (7, {}, "prompt_token_ids must be a list"),
-            ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids has 23"),
-            ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias has 23"),
+            ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids has token 23"),
+            ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias has token 23"),
             (
                 [1] * 30,
                 {"max_tokens": 8},
-                "the prompt of 30 tokens and 8 more need up to 10 blocks of 4 tokens, and "
-                "there are 9",
+                "the prompt of 30 tokens and 8 output tokens need up to 10 blocks of 4 tokens, "
+                "but the cache has 9",
             ),
-            ([1] * 39, {"max_tokens": None}, "and all possible more need up to 10 blocks"),
+            ([1] * 39, {"max_tokens": None}, "and all possible output tokens need up to 10 blocks"),
         ],
     )
     def test_named_and_harmless(self, prompt: Any, params: dict[str, Any], message: str) -> None:
@@ -75,7 +75,7 @@ class TestRefusals:
     def test_an_id_in_use(self) -> None:
         engine = toy_engine()
         engine.add_request([1], GREEDY, request_id="a")
-        with pytest.raises(RequestError, match="'a' is under way"):
+        with pytest.raises(RequestError, match="'a' is in use"):
             engine.add_request([1], GREEDY, request_id="a")
         drain(engine)
         engine.add_request([1], GREEDY, request_id="a")

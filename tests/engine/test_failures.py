@@ -467,7 +467,7 @@ def test_deadlines_are_swept_when_most_are_of_ended_requests() -> None:
     deadlines.discard(last)
     assert (len(deadlines), len(deadlines._heap)) == (11, 11)
     left = sorted(list(times)[29:], key=times.__getitem__)
-    assert [deadlines.overdue(times[request]) for request in left] == [
+    assert [deadlines.pop_overdue(times[request]) for request in left] == [
         [request] for request in left
     ]
     assert not deadlines and not deadlines._heap

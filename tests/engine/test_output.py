@@ -68,7 +68,7 @@ class TestStopStrings:
             assert found is None
             done += len(piece)
             prefixes = [stop[:length] for stop in stops for length in range(1, len(stop))]
-            assert finder.held == max(
+            assert finder.num_held == max(
                 (len(prefix) for prefix in prefixes if text[:done].endswith(prefix)), default=0
             )
 
@@ -217,11 +217,11 @@ def test_a_clone_continues_independently(tokens: list[int], at: int, other: list
 
 def test_the_end_is_news_once() -> None:
     out = output()
-    assert not out.has_news
+    assert not out.has_new
     out.push(EOS, None)
-    assert out.has_news
+    assert out.has_new
     out.take()
-    assert not out.has_news and out.finish_reason == "stop"
+    assert not out.has_new and out.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("skip", [True, False])

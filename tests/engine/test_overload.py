@@ -66,7 +66,7 @@ def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache
     for prompt, params, priority in requests(random.Random(3), 1000):
         if len(prompt) + (params.max_tokens or 0) - 1 > NUM_BLOCKS * BLOCK_SIZE:
             with pytest.raises(
-                RequestError, match=r"need up to \d+ blocks of 4 tokens, and there are 64"
+                RequestError, match=r"need up to \d+ blocks of 4 tokens, but the cache has 64"
             ):
                 engine.add_request(prompt, params, options=RequestOptions(priority=priority))
         else:

@@ -270,12 +270,14 @@ def test_a_prompt_may_fill_the_context() -> None:
     assert (
         vector_of(results_of(engine)[request_id]).tolist() == toy_vector([1] * 12, "last").tolist()
     )
-    with pytest.raises(RequestError, match=r"13 tokens, and the context of 12 must hold it$"):
+    with pytest.raises(
+        RequestError, match="13 tokens, but max_model_len 12 allows 12; shorten the prompt"
+    ):
         embed(engine, [1] * 13, PoolingParams())
     engine = toy_engine(max_model_len=12, num_blocks=2)
     with pytest.raises(
         RequestError,
-        match="the prompt of 12 tokens needs up to 3 blocks of 4 tokens, and there are 2",
+        match="the prompt of 12 tokens needs up to 3 blocks of 4 tokens, but the cache has 2",
     ):
         embed(engine, [1] * 12, PoolingParams())
 

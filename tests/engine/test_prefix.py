@@ -95,7 +95,7 @@ def test_scores_that_are_recorded_need_no_rows() -> None:
     engine.step()
     (seq,) = engine._scheduler.running
     engine._scheduler._preempt(seq)
-    assert (seq.computed, seq.most_cached) == (0, 6)
+    assert (seq.computed, seq.max_cached) == (0, 6)
     engine.step()
     assert engine._loop.num_rows == 6 + 6  # four of the cache, six rows more
     drain(engine)

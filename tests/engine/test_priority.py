@@ -111,18 +111,18 @@ class TestPace:
         step_timer = StepTimer(target_ms=10)
         for seconds in [0.001] * (WINDOW - 1):
             step_timer.record(seconds)
-            assert not step_timer.allows
+            assert not step_timer.allows_admission
         step_timer.record(9.0)
-        assert step_timer.allows
-        step_timer.admit()
-        assert not step_timer.allows
+        assert step_timer.allows_admission
+        step_timer.reset()
+        assert not step_timer.allows_admission
         for _ in range(WINDOW):
             step_timer.record(0.011)
-        assert not step_timer.allows
+        assert not step_timer.allows_admission
         for _ in range(WINDOW // 2 + 1):
             step_timer.record(0.010)
-        assert step_timer.allows
-        assert StepTimer(0).allows
+        assert step_timer.allows_admission
+        assert StepTimer(0).allows_admission
 
     def test_slow_steps_make_requests_wait_and_change_no_token(self) -> None:
         engine = toy_engine(target_token_ms=1e-6)  # no step is so fast

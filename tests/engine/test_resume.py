@@ -229,7 +229,11 @@ PLAIN = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 @pytest.mark.parametrize(
     ("params", "given", "said"),
     [
-        (PLAIN, [[VOCAB]], f"output_token_ids has {VOCAB}, and the vocabulary ends at {VOCAB - 1}"),
+        (
+            PLAIN,
+            [[VOCAB]],
+            f"output_token_ids has token {VOCAB}, but the vocabulary ends at {VOCAB - 1}",
+        ),
         (PLAIN, [[-1]], r"output_token_ids\[0\] must be a whole number"),
         (PLAIN, [["a"]], r"output_token_ids\[0\] must be a whole number"),
         (PLAIN, ["ab"], r"output_token_ids\[0\] must be a list of token ids"),
@@ -239,39 +243,39 @@ PLAIN = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         (
             PLAIN,
             [[1] * 5],
-            r"output_token_ids\[0\] has 5 tokens, and no more than 4 may follow the prompt",
+            r"output_token_ids\[0\] has 5 tokens, but at most 4 may follow the prompt",
         ),
         (PLAIN, [[1] * 10**6], r"output_token_ids\[0\] has 1,000,000 tokens"),
         (
             PLAIN,
             [[1], [2]],
-            "output_token_ids has 2 lists, and n is 1: give one for each continuation",
+            "output_token_ids has 2 lists, but n is 1; give one list for each output",
         ),
-        (replace(PLAIN, n=2), [[1]], "output_token_ids has 1 lists, and n is 2"),
+        (replace(PLAIN, n=2), [[1]], "output_token_ids has 1 lists, but n is 2"),
         (
             PLAIN,
             [[1, 2, 3, 4]],
-            "output_token_ids leaves nothing to do: all continuations have come to their ends",
+            "output_token_ids leaves nothing to generate; all outputs have ended",
         ),
         (
             replace(PLAIN, ignore_eos=False),
             [[1, EOS[0], 2]],
-            r"output_token_ids\[0\] goes on behind its end, which is its token 2",
+            r"output_token_ids\[0\] has 3 tokens, but the output ends after 2",
         ),
         (
             replace(PLAIN, stop=["}"]),
             [[1, 2]],
-            r"output_token_ids\[0\] goes on behind its end, which is its token 1",
+            r"output_token_ids\[0\] has 2 tokens, but the output ends after 1",
         ),
         (
             replace(PLAIN, structured_outputs=StructuredOutputs(regex="a+")),
             [[1]],
-            r"output_token_ids\[0\] cannot be: the grammar cannot continue",
+            r"output_token_ids\[0\] is not valid: the grammar cannot continue",
         ),
         (
             SamplingParams(beam_width=2),
             [[1]],
-            "output_token_ids must be empty: a beam search begins from its prompt",
+            "output_token_ids must be empty; a beam search always starts from its prompt",
         ),
     ],
 )
@@ -283,7 +287,7 @@ def test_what_no_engine_can_have_told(params: SamplingParams, given: Any, said: 
 
 
 def test_an_embedding_has_none() -> None:
-    with pytest.raises(RequestError, match="an embedding begins from its prompt"):
+    with pytest.raises(RequestError, match="an embedding always starts from its prompt"):
         undisturbed().check([1, 2], pooling=PoolingParams(), output_token_ids=[[1]])
 
 
@@ -292,7 +296,7 @@ def test_the_context_is_the_limit() -> None:
     one = undisturbed()
     with pytest.raises(
         RequestError,
-        match=r"output_token_ids\[0\] has 95 tokens, and no more than 94 may follow the prompt",
+        match=r"output_token_ids\[0\] has 95 tokens, but at most 94 may follow the prompt",
     ):
         one.add_request([1, 2], replace(PLAIN, max_tokens=None), output_token_ids=[[1] * 95])
 

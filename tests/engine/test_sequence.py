@@ -1,6 +1,6 @@
 """The engine's own records of requests and sequences."""
 
-from headrace.engine.sequence import Stopwatch
+from headrace.engine.sequence import RequestTimer
 from headrace.outputs import Timing
 
 
@@ -14,10 +14,10 @@ class Clock:
         return self.seconds
 
 
-class TestStopwatch:
+class TestRequestTimer:
     def test_each_part_ends_where_the_next_begins(self) -> None:
         clock = Clock()
-        watch = Stopwatch(clock)
+        watch = RequestTimer(clock)
         clock.seconds = 101
         assert watch.timing() == Timing(1, 0, 0)
         assert watch.start()
@@ -29,7 +29,7 @@ class TestStopwatch:
 
     def test_only_the_first_admission_and_the_first_token_count(self) -> None:
         clock = Clock()
-        watch = Stopwatch(clock)
+        watch = RequestTimer(clock)
         for first in (True, False, False):
             clock.seconds += 1
             assert watch.start() is first

@@ -218,7 +218,7 @@ class TestLines:
         step(engine)
         assert [
             (line.request, line.prompt, line.output, line.state)
-            for line in snapshot.lines(scheduler, 0.0)
+            for line in snapshot.sequence_stats(scheduler, 0.0)
         ] == [
             ("0", 8, 1, "decode"),
             ("1", 8, 0, "prefill"),
@@ -226,7 +226,7 @@ class TestLines:
         ]
         while not engine.stats().preemptions:
             step(engine)
-        assert [line.state for line in snapshot.lines(scheduler, 0.0)] == [
+        assert [line.state for line in snapshot.sequence_stats(scheduler, 0.0)] == [
             "decode",
             "preempted",
             "waiting",
@@ -243,7 +243,7 @@ class TestLines:
         )
         step(engine)
         engine.add_request([3] * 6, request_id="late")
-        assert list(snapshot.lines(engine._scheduler, 10.5)) == [
+        assert list(snapshot.sequence_stats(engine._scheduler, 10.5)) == [
             SequenceStats("two", 0, 10, 1, 8, "decode", 3.5),
             SequenceStats("two", 1, 10, 1, 8, "decode", 3.5),
             SequenceStats("late", 0, 6, 0, 0, "waiting", 3.5),
@@ -254,7 +254,7 @@ class TestLines:
         add(engine, 2, max_tokens=1)
         add(engine, 2, max_tokens=5)
         step(engine)
-        assert [line.state for line in snapshot.lines(engine._scheduler, 0.0)] == [
+        assert [line.state for line in snapshot.sequence_stats(engine._scheduler, 0.0)] == [
             "padding",
             "decode",
         ]
@@ -272,7 +272,7 @@ class TestMeter:
     def test_a_steady_rate(self) -> None:
         meter = Meter(100.0)
         for one in self.steady(100.0, 20, 800):
-            meter.step(*one)
+            meter.record(*one)
         tokens, rows = meter.rates(120.0)
         assert tokens == pytest.approx(800) and rows == pytest.approx(100)
         assert meter.history(120.0) == pytest.approx([0] * (HISTORY - 20) + [800] * 20)
@@ -280,14 +280,14 @@ class TestMeter:
     def test_a_young_engine_is_measured_over_its_life(self) -> None:
         meter = Meter(0.0)
         for one in self.steady(0.0, 1, 800):
-            meter.step(*one)
+            meter.record(*one)
         assert meter.rates(1.0)[0] == pytest.approx(800)
         assert Meter(5.0).rates(5.0) == (0.0, 0.0)
 
     def test_idle_time_counts_as_such(self) -> None:
         meter = Meter(0.0)
         for one in [*self.steady(0.0, 10, 800), *self.steady(1000.0, 1, 800)]:
-            meter.step(*one)
+            meter.record(*one)
         assert meter.rates(1001.0)[0] == pytest.approx(800 / WINDOW, rel=0.02)
         assert meter.rates(2000.0) == (0.0, 0.0) and not any(meter.history(2000.0))
         assert (
@@ -297,14 +297,14 @@ class TestMeter:
 
     def test_history_is_in_tenths(self) -> None:
         meter = Meter(0.0)
-        meter.step(0.0, 3.0, 5, 1, 1)
+        meter.record(0.0, 3.0, 5, 1, 1)
         assert meter.history(3.0)[-3:] == [1.7, 1.7, 1.7]
 
     def test_several_steps_at_once_count_as_their_mean(self) -> None:
         meter = Meter(1.0)
         assert (meter.rows_last, meter.step_seconds) == (0, 0.0)
-        meter.step(1.0, 2.0, 4, 8, 4)
-        meter.step(3.0, 5.0, 4, 20, 4)
+        meter.record(1.0, 2.0, 4, 8, 4)
+        meter.record(3.0, 5.0, 4, 20, 4)
         assert (meter.rows_last, meter.step_seconds) == (3, 0.5) and isinstance(
             meter.rows_last, int
         )
@@ -315,11 +315,11 @@ class TestMeter:
         """
         meter = Meter(0.0)
         for tenth in range(1000):
-            meter.step(tenth / 10, (tenth + 1) / 10, int(400 <= tenth < 410), tenth + 1, 1)
+            meter.record(tenth / 10, (tenth + 1) / 10, int(400 <= tenth < 410), tenth + 1, 1)
         assert meter.history(100.0) == pytest.approx([10] + [0] * (HISTORY - 1))
 
     def test_memory_is_bounded(self) -> None:
         meter = Meter(0.0)
         for second in range(10_000):
-            meter.step(second, second + 0.5, 1, second, 1)
+            meter.record(second, second + 0.5, 1, second, 1)
         assert len(meter._marks) <= 2 * (HISTORY + WINDOW) + 1

@@ -461,10 +461,7 @@ class TestTheRouteOfAWorker:
         past = msgspec.structs.replace(self.ASKED, output_token_ids=[[1, 2, 3, 4, 5]])
         status, events = self.post(pair, msgspec.msgpack.encode(past))
         assert status == 200 and [type(event) for event in events] == [frames.Refused]
-        assert (
-            isinstance(events[0], frames.Refused)
-            and "no more than 4 may follow" in events[0].message
-        )
+        assert isinstance(events[0], frames.Refused) and "at most 4 may follow" in events[0].message
         for body in (
             b"",
             b"\xff" * 100,

@@ -1,0 +1,154 @@
+"""The sequences of a request: new ones, or resumed after tokens that its outputs already have.
+
+A request has such tokens if it is restarted after a failed step, or if another engine started it
+and this engine takes over.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Lists
+
+from headrace.acceptors import Acceptor
+from headrace.config import EngineConfig
+from headrace.engine.output import Output, TokenizerView, end_ids
+from headrace.engine.sequence import Request, Sequence
+from headrace.engine.stops import StopPattern
+from headrace.errors import ConstraintError, RequestError
+from headrace.request import CheckedRequest
+from headrace.sampling.sampler import derive_seed, make_sampler
+from headrace.validation import token_ids
+
+_TOO_MANY = "{name} has {count} tokens, but at most {limit:,} may follow the prompt"
+
+
+def create_sequences(
+    request: Request,
+    config: EngineConfig,
+    tokenizer: TokenizerView,
+    vocab_size: int,
+    output_token_ids: Lists[Lists[int]] = (),
+) -> list[Sequence]:
+    """Create all sequences of a request, and return the sequences to queue.
+
+    `output_token_ids` are tokens that each output already has, as checked by `check_output_tokens`.
+    Without them the first sequence computes the prompt, and the others are its siblings until then.
+    """
+    params, prompt = request.params, request.prompt_token_ids
+    seed = derive_seed(config.seed, request.number) if params.seed is None else params.seed
+    sampler = make_sampler(params, prompt, vocab_size, seed, end_ids(params, tokenizer))
+    patterns = [StopPattern(stop) for stop in params.stop or ()]
+    max_tokens = request.limit - len(prompt)
+
+    seqs: list[Sequence] = []
+    for index in range(params.n if params.beam_width is None else 1):
+        output = Output(params, tokenizer, patterns, max_tokens, request.constraint)
+        if output_token_ids:
+            output.resume(output_token_ids[index])
+        seq = Sequence(
+            seq_id=(request.number, index),
+            request=request,
+            known=list(prompt),
+            sampler=sampler.clone(index),
+            output=output,
+            fork_at=len(prompt),
+        )
+        seqs.append(seq)
+    request.seqs = seqs
+    return _resume_after_outputs(request)
+
+
+def recreate_sequences(
+    request: Request,
+    acceptor: Acceptor,
+    config: EngineConfig,
+    tokenizer: TokenizerView,
+    vocab_size: int,
+) -> list[Sequence]:
+    """Replace all sequences of a request after a failed step, and return the sequences to queue.
+
+    The new sequences have no KV and continue after the tokens of the old outputs. Nothing else of
+    the old sequences is reused, since the step may have changed it halfway. A beam search, which
+    has reported no token yet, restarts from its prompt with the new `acceptor`. Pooling restarts
+    too.
+    """
+    outputs = [seq.output for seq in request.seqs]
+    request.acceptor = acceptor
+    if request.pooling:
+        request.pooling.reset()
+    create_sequences(request, config, tokenizer, vocab_size)
+    if not acceptor.is_group:
+        for seq, output in zip(request.seqs, outputs, strict=True):
+            seq.output = output
+    return _resume_after_outputs(request)
+
+
+def _resume_after_outputs(request: Request) -> list[Sequence]:
+    """Append the tokens of its output to each sequence, and return the sequences to queue."""
+    first, *others = request.seqs
+    if not any(seq.output.token_ids for seq in request.seqs):
+        first.siblings = others
+        return [first]
+
+    # The outputs differ, so each sequence computes its tokens by itself.
+    first.siblings = []
+    for seq in request.seqs:
+        seq.known += seq.output.token_ids
+        for token in seq.output.token_ids:
+            seq.sampler.append(token)
+    return [seq for seq in request.seqs if seq.output.finish_reason is None]
+
+
+def check_output_tokens(
+    output_token_ids: object,
+    checked: CheckedRequest,
+    max_tokens: int,
+    tokenizer: TokenizerView,
+    vocab_size: int,
+) -> CheckedRequest:
+    """Return the request with the tokens that its outputs already have, one list for each output.
+
+    Raises RequestError for tokens that no engine can have generated: unknown tokens, tokens that
+    the grammar forbids, or tokens after the end of an output.
+    """
+    name, params = "output_token_ids", checked.params
+    if isinstance(output_token_ids, str | bytes) or not isinstance(output_token_ids, Iterable):
+        raise RequestError(
+            f"{name} must be a list of lists of token ids, not {type(output_token_ids).__name__}"
+        )
+    lists = [
+        token_ids(f"{name}[{i}]", tokens, max_tokens, _TOO_MANY)
+        for i, tokens in enumerate(output_token_ids)
+    ]
+    if not lists:
+        return checked
+
+    if params.beam_width is not None or checked.pooling:
+        kind = "an embedding" if checked.pooling else "a beam search"
+        raise RequestError(f"{name} must be empty; {kind} always starts from its prompt")
+    if len(lists) != params.n:
+        raise RequestError(
+            f"{name} has {len(lists)} lists, but n is {params.n}; give one list for each output"
+        )
+    highest = max(map(max, filter(None, lists)), default=0)
+    if highest >= vocab_size:
+        raise RequestError(
+            f"{name} has token {highest:,}, but the vocabulary ends at {vocab_size - 1:,}"
+        )
+
+    # Append the tokens to new outputs to find out where these end.
+    patterns = [StopPattern(stop) for stop in params.stop or ()]
+    num_ended = 0
+    for i, tokens in enumerate(lists):
+        output = Output(params, tokenizer, patterns, max_tokens, checked.constraint)
+        try:
+            output.resume(tokens)
+        except ConstraintError as error:
+            raise RequestError(f"{name}[{i}] is not valid: {error}") from None
+        length = len(output.token_ids)
+        if length < len(tokens):
+            raise RequestError(
+                f"{name}[{i}] has {len(tokens):,} tokens, but the output ends after {length:,}"
+            )
+        num_ended += output.finish_reason is not None
+    if num_ended == len(lists):
+        raise RequestError(f"{name} leaves nothing to generate; all outputs have ended")
+    return checked._replace(output_token_ids=lists)
