@@ -21,7 +21,7 @@ def documented() -> dict[str, dict[str, str]]:
     text = (
         (Path(__file__).parents[1] / "docs/internals/scheduling.md")
         .read_text()
-        .partition("## Faces and their defaults")[2]
+        .partition("## Presets")[2]
     )
     heading, _, *rows = re.findall(r"^\|(.*)\|$", text.partition("\n## ")[0], re.MULTILINE)
     presets = [cell.split()[0] for cell in heading.split("|")[1:]]
