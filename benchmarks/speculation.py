@@ -22,7 +22,7 @@ from speculation_texts import WORKLOADS, prompts
 from headrace import LLM, SamplingParams
 from headrace.outputs import RequestOutput
 from headrace.speculation.coordinator import Speculation
-from headrace.speculation.proposers import METHODS, NEEDS, DraftModels, asked_for
+from headrace.speculation.proposers import METHODS, REQUIRED_OPTION, DraftModels, enabled_methods
 
 WAYS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
 TWIN = "again"
@@ -152,12 +152,13 @@ def speculation(llm: LLM, method: str) -> Speculation:
     models = {
         name: guard._proposer
         for name, guard in engine._speculation._guards.items()
-        if name in NEEDS
+        if name in REQUIRED_OPTION
     }
     named: dict[str, Any] = {"proposer": "off" if method == TWIN else method}
     config = replace(engine.config, **named)
     proposers = {
-        name: models.get(name) or METHODS[name](config, DraftModels()) for name in asked_for(config)
+        name: models.get(name) or METHODS[name](config, DraftModels())
+        for name in enabled_methods(config)
     }
     return Speculation(proposers, config, engine.limits.vocab_size, perf_counter)
 
@@ -183,7 +184,7 @@ def main() -> None:
         "--methods",
         type=lambda text: text.split(","),
         default=list(WAYS),
-        help=f"of {', '.join((*WAYS, *NEEDS))}",
+        help=f"of {', '.join((*WAYS, *REQUIRED_OPTION))}",
     )
     parser.add_argument(
         "--no-control", action="store_true", help="use all drafts, whether or not they pay"
@@ -203,7 +204,9 @@ def main() -> None:
     methods = ["off", *(method for method in args.methods if method != "off")]
     blocks = max(args.batches) * TOKENS_OF_SEQUENCE // 32
     options = {"threads": args.threads, "kv_blocks": blocks, "max_model_len": 2048}
-    models = {option: value for option in NEEDS.values() if (value := getattr(args, option))}
+    models = {
+        option: value for option in REQUIRED_OPTION.values() if (value := getattr(args, option))
+    }
     llm = LLM(
         args.model,
         proposer="auto",

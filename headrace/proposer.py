@@ -1,4 +1,4 @@
-"""The protocol of proposers, which draft tokens, and the part of a sequence that they may see."""
+"""The protocol of proposers, which draft tokens, and the part of a sequence that they see."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
@@ -9,64 +9,59 @@ from headrace.logit_ops import SamplerState, StepResult
 
 
 class SequenceView(Protocol):
-    """The part of a sequence that a proposer may see."""
+    """The part of a sequence that proposers see. They must not change it."""
 
     @property
-    def seq_id(
-        self,
-    ) -> tuple[
-        int, int
-    ]: ...  # (request number, index in the request); the index of a beam is its present rank
+    def seq_id(self) -> tuple[int, int]:
+        """Number of the request, and index in the request; the index of a beam is its rank."""
+
     @property
-    def known(self) -> list[int]: ...  # all decided tokens, prompt and output; read only
+    def known(self) -> list[int]:
+        """All decided tokens, prompt and output."""
+
     @property
     def prompt_len(self) -> int: ...
     @property
-    def computed(self) -> int: ...  # known tokens with KV
+    def computed(self) -> int:
+        """Number of known tokens with KV."""
+
     @property
-    def tables(
-        self,
-    ) -> (
-        Any
-    ): ...  # in each KV group, the blocks of their KV slots, and of those reserved for drafts
+    def tables(self) -> Any:
+        """The blocks of the sequence in each KV group, with the blocks reserved for drafts."""
+
     @property
-    def scope(
-        self,
-    ) -> Hashable: ...  # drafts for a sequence of one scope must not come from tokens of another
+    def scope(self) -> Hashable:
+        """Drafts must not come from tokens of sequences with another scope."""
+
     @property
-    def constraint(self) -> Constraint | None: ...  # what may follow; None: anything
+    def constraint(self) -> Constraint | None:
+        """The tokens that may follow; None: all."""
+
     @property
-    def sampler(
-        self,
-    ) -> (
-        SamplerState
-    ): ...  # draft with a clone, which has the same noise and leaves the sequence unchanged
+    def sampler(self) -> SamplerState:
+        """The sampler of the sequence. A proposer samples with a clone, which has the same noise."""
 
 
 class ProposerTraits(NamedTuple):
-    """What the engine must know of a proposer before it calls it."""
+    """Properties of a proposer that the engine knows before it calls it."""
 
     max_nodes: int
-    """Most draft nodes for a sequence in a step."""
+    """Max draft nodes for a sequence in a step."""
     width: int = 0
-    """Nodes at each depth, for a proposer that takes time for each depth; 0: a deeper draft takes
-    no longer.
-    """
+    """Nodes per depth, if each depth takes the proposer time; 0: deeper drafts take no longer."""
     in_engine_thread: bool = False
-    """Whether it is called in the engine's thread, where it may use executables, rather than in one
-    of its own.
-    """
+    """Whether it runs in the engine's thread, where it may use executables, or in its own."""
     time_limit: float | None = 1.0
-    """Seconds after which a call counts as failed and the proposer is retired; None: no limit, for
-    one that is known to be quick.
+    """Seconds after which a call fails and the proposer is retired; None: no limit, for a proposer
+    that is known to be quick.
     """
     learns_from_rows: bool = False
-    """Whether it learns from its draft rows, so that it needs some now and then even if they are
-    not expected to pay.
+    """Whether it learns from its draft rows. Such a proposer gets some rows now and then even if
+    they are not expected to pay.
     """
     acceptance: tuple[float, ...] = (0.5,)
-    """Share of drafts whose first token is right, by confidence, as far as is known before any is
-    tried; the last is for all above.
+    """Assumed share of drafts whose first token is right, by confidence, before any is measured.
+    The last share also holds for higher confidences.
     """
     needs_logits: bool = False
     """Whether `observe` reads the logits of the step."""
@@ -75,7 +70,7 @@ class ProposerTraits(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens. A wrong draft costs time, and never changes a token."""
+    """Proposes draft tokens. A wrong draft costs time and never changes a token."""
 
     traits: ProposerTraits
 
@@ -83,6 +78,7 @@ class Proposer(Protocol):
         """A tree of at most `budgets[i]` nodes below the last known token of each sequence."""
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
-        """Learn from a finished step, which it need not have drafted for; `seqs[commit.source]` has
-        the new tokens already.
+        """Learn from a finished step, with or without drafts of this proposer.
+
+        `seqs[commit.source]` already has the new tokens.
         """

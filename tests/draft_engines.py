@@ -17,7 +17,13 @@ from headrace.model.spec import ModelSpec
 from headrace.program.trace import trace
 from headrace.proposer import Proposer
 from headrace.quant.formats import StoredTensor
-from headrace.speculation.proposers import NEEDS, DraftModel, DraftModels, asked_for, make_proposers
+from headrace.speculation.proposers import (
+    REQUIRED_OPTION,
+    DraftModel,
+    DraftModels,
+    enabled_methods,
+    make_proposers,
+)
 from headrace.speculation.proposers.draft_model import max_rows
 from headrace.speculation.proposers.medusa import head_forward
 from tests.tiny import BLOCK_SIZE, Tensors, tiny_engine
@@ -36,7 +42,7 @@ def draft_engine(
     width: int = 1,
     slots: int = 256,
     draft_slots: int = 0,
-    longest: int = 0,
+    max_length: int = 0,
     kv_dtype: KvDtype = "f32",
     **config: Any,
 ) -> tuple[Engine, dict[str, Proposer]]:
@@ -47,7 +53,7 @@ def draft_engine(
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
-    needed = {option: 1 for method, option in NEEDS.items() if how in (method, "auto")}
+    needed = {option: 1 for method, option in REQUIRED_OPTION.items() if how in (method, "auto")}
     given: dict[str, Any] = needed | {
         "proposer": how,
         "draft_depth": depth,
@@ -55,7 +61,7 @@ def draft_engine(
         "max_draft_tokens": 128,
     }
     wanted = EngineConfig(acceptance_method=config.get("acceptance_method", "exact"), **given)
-    methods = asked_for(wanted)
+    methods = enabled_methods(wanted)
     sees = (
         config.get("attention_window", 0),
         config.get("attention_sinks", EngineConfig.attention_sinks),
@@ -79,13 +85,13 @@ def draft_engine(
         compiled = target.attach(draft_program, draft_tensors, own)
         manager = KvManager(draft_program.kv_groups, own, max_rows(depth))
         draft_models = replace(
-            draft_models, draft=DraftModel(compiled, manager, longest or spec.max_context)
+            draft_models, draft=DraftModel(compiled, manager, max_length or spec.max_context)
         )
     if "self_draft" in methods:
         short = trace_model(
             replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors
         ).with_window(*sees)
-        draft_models = replace(draft_models, short=target.attach(short, tensors))
+        draft_models = replace(draft_models, first_layers=target.attach(short, tensors))
     if "medusa" in methods:
         draft_models = replace(draft_models, heads=medusa_heads(target, spec, depth))
     proposers = make_proposers(wanted, draft_models)

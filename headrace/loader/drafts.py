@@ -19,7 +19,7 @@ from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program, trace
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
-from headrace.speculation.proposers import DraftModel, DraftModels, asked_for
+from headrace.speculation.proposers import DraftModel, DraftModels, enabled_methods
 from headrace.speculation.proposers.draft_model import max_rows
 from headrace.speculation.proposers.medusa import head_forward
 
@@ -63,7 +63,7 @@ def open_draft_checkpoints(
     vocabulary, the heads belong to another model, or `draft_layers` exceeds the model's layers.
     """
     layers, max_layers = config.draft_layers, target.spec.num_layers - 1
-    methods = asked_for(config)
+    methods = enabled_methods(config)
     if "self_draft" in methods and not 1 <= layers <= max_layers:
         raise RequestError(
             f"draft_layers is {layers}, but must be 1 to {max_layers} for this model; `headrace "
@@ -90,7 +90,7 @@ def model_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
 def target_program(config: EngineConfig, target: Checkpoint) -> Program:
     """Trace the target model with row pooling, and with its hidden rows as output for heads."""
     program = model_program(config, target).with_pooled()
-    return program.with_hidden() if "medusa" in asked_for(config) else program
+    return program.with_hidden() if "medusa" in enabled_methods(config) else program
 
 
 def compile_draft_models(
@@ -112,11 +112,11 @@ def compile_draft_models(
         draft_models = replace(
             draft_models, draft=DraftModel(compiled, manager, checkpoint.spec.max_context)
         )
-    if "self_draft" in asked_for(config):
+    if "self_draft" in enabled_methods(config):
         short = first_layers(target, config.draft_layers).with_window(
             config.attention_window, config.attention_sinks
         )
-        draft_models = replace(draft_models, short=executable.attach(short, target.tensors))
+        draft_models = replace(draft_models, first_layers=executable.attach(short, target.tensors))
     if tensors := draft_checkpoints.heads:
         programs = _head_programs(target.spec, tensors)
         draft_models = replace(

@@ -1,1 +1,1 @@
-"""Speculative decoding: what proposes draft tokens, when drafting pays, and how much to draft."""
+"""Speculative decoding: which tokens to draft, when drafting pays, and how much to draft."""

@@ -1,6 +1,4 @@
-"""The guard between the engine and a proposer: any failure of the proposer gives no draft, and is
-counted.
-"""
+"""The guard around a proposer: a failed call gives no draft and is counted."""
 
 import operator
 from collections.abc import Callable
@@ -14,19 +12,18 @@ from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer, SequenceView
 
-MOST_CONFIDENT = 7
+MAX_CONFIDENCE = 7
 """Highest confidence of a draft tree; the lowest is 0."""
 
 
 class Guard:
-    """A wrapper of a proposer. A call that raises, or returns something other than valid draft
-    trees, gives no draft and is counted.
+    """Calls a proposer. A call that raises, or returns no valid draft trees, gives no draft.
 
-    A proposer is called in a thread of its own unless its traits say otherwise. Python cannot stop
-    a thread, so a call that takes longer than the time limit is abandoned and its proposer retired.
-    It holds up this one step only, since the engine's state is given to it to read and not to
-    change. A call in the engine's thread is waited for, and retires its proposer as well if it took
-    longer than the limit. `clock` gives seconds.
+    The proposer runs in its own thread unless its traits choose the engine's thread. Python cannot
+    stop a thread, so a call that exceeds the time limit is abandoned and the proposer is retired.
+    Only this step waits: the abandoned call may still read the engine's state but never changes it.
+    A call in the engine's thread always runs to its end; the proposer is retired after it if it
+    exceeded the limit. `clock` returns seconds.
     """
 
     def __init__(
@@ -42,18 +39,17 @@ class Guard:
         self._worker = None if self.traits.in_engine_thread else _Worker(self.traits.time_limit)
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
-        """A valid draft for each sequence; the proposer is asked only for those with a budget."""
+        """A valid draft for each sequence; the proposer sees only sequences with a budget."""
         drafts = [NO_DRAFT] * len(seqs)
-        asked = [i for i, nodes in enumerate(budgets) if nodes > 0]
-        if not asked:
+        indices = [i for i, budget in enumerate(budgets) if budget > 0]
+        if not indices:
             return drafts
-        proposed = self._call(
-            lambda: self._proposer.propose([seqs[i] for i in asked], [budgets[i] for i in asked])
-        )
+        chosen_seqs, chosen_budgets = [seqs[i] for i in indices], [budgets[i] for i in indices]
+        proposed = self._call(lambda: self._proposer.propose(chosen_seqs, chosen_budgets))
         if proposed is None or self.retired:
             return drafts
         try:
-            pairs = list(zip(asked, proposed, strict=True))
+            pairs = list(zip(indices, proposed, strict=True))
         except Exception:  # a failing proposer must not end the step
             self.failures += 1
             return drafts
@@ -64,46 +60,43 @@ class Guard:
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         """Let the proposer observe the step."""
-        self._call(lambda: self._proposer.observe(seqs, commits, result), answers=False)
+        self._call(lambda: self._proposer.observe(seqs, commits, result), returns=False)
 
     def close(self) -> None:
         """Release the proposer, which must not be called again."""
         del self._proposer
 
-    def _call(self, function: Callable[[], Any], *, answers: bool = True) -> Any:
-        """What the function returns, or None if it fails; with `answers`, a return value of None
-        counts as a failure.
+    def _call(self, function: Callable[[], Any], *, returns: bool = True) -> Any:
+        """Return the value of a call, or None if it fails or the proposer is retired.
+
+        With `returns`, a value of None counts as a failure.
         """
         if self.retired:
             return None
         try:
-            answer = self._worker.call(function) if self._worker else self._call_here(function)
+            value = self._worker.call(function) if self._worker else self._call_here(function)
         except Exception as error:
-            self.retired = isinstance(error, _TookTooLongError)
+            self.retired = isinstance(error, _TimeLimitError)
             self.failures += 1
             return None
-        if answers and answer is None:
+        if returns and value is None:
             self.failures += 1
-        return answer
+        return value
 
     def _call_here(self, function: Callable[[], Any]) -> Any:
-        """What the function returns in this thread; raises _TookTooLongError if it took longer than
-        the limit.
-        """
-        limit, begun = self.traits.time_limit, self._clock()
-        answer = function()
-        if limit is not None and self._clock() - begun > limit:
-            raise _TookTooLongError
-        return answer
+        """Call in this thread. Raises _TimeLimitError if the call took longer than the limit."""
+        limit, start = self.traits.time_limit, self._clock()
+        value = function()
+        if limit is not None and self._clock() - start > limit:
+            raise _TimeLimitError
+        return value
 
     def _checked(self, draft: DraftTree, budget: int) -> DraftTree:
         """The draft with plain ints, or no draft if it is not a valid tree within the budget."""
         try:
-            tokens, parents = (
-                [operator.index(t) for t in draft.tokens],
-                [operator.index(p) for p in draft.parents],
-            )
-            confidence = min(max(operator.index(draft.confidence), 0), MOST_CONFIDENT)
+            tokens = [operator.index(token) for token in draft.tokens]
+            parents = [operator.index(parent) for parent in draft.parents]
+            confidence = min(max(operator.index(draft.confidence), 0), MAX_CONFIDENCE)
             valid = (
                 len(tokens) == len(parents) <= budget
                 and all(0 <= token < self._vocab_size for token in tokens)
@@ -117,63 +110,72 @@ class Guard:
             valid = False
         if not valid:
             self.failures += 1
-        return (
-            DraftTree(tokens, parents, confidence, bool(draft.indivisible), probabilities)
-            if valid
-            else NO_DRAFT
+            return NO_DRAFT
+        return DraftTree(
+            tokens=tokens,
+            parents=parents,
+            confidence=confidence,
+            indivisible=bool(draft.indivisible),
+            probabilities=probabilities,
         )
 
 
-class _TookTooLongError(Exception):
+class _TimeLimitError(Exception):
     """A call took longer than the time limit."""
 
 
-class _Answer(NamedTuple):
+class _Outcome(NamedTuple):
     value: Any
     error: Exception | None
 
 
 class _Worker:
-    """A thread that makes calls, each waited for at most `time_limit` seconds. It ends when the
-    worker is collected.
+    """A thread for calls that may take up to `time_limit` seconds.
+
+    It ends when this object is collected.
     """
 
     def __init__(self, time_limit: float | None) -> None:
         self._time_limit = time_limit
         self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._answers: SimpleQueue[_Answer] = SimpleQueue()
+        self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         self._thread: Thread | None = None
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """What the function returns or raises. After a _TookTooLongError there must be no other
-        call, as its answer may yet come.
+        """Call a function in the thread; returns its value or raises its error.
+
+        Raises _TimeLimitError. After that there must be no other call, because the outcome of this
+        one may still arrive.
         """
         if self._thread is None:
             thread = Thread(
                 target=_serve,
-                args=(self._calls, self._answers),
+                args=(self._calls, self._outcomes),
                 name="headrace-proposer",
                 daemon=True,
             )
-            thread.start()  # raises where there is none to be had, which is a failure of this call
+            thread.start()  # raises if the system has no thread left, which fails this call
             self._thread = thread
             finalize(self, self._calls.put, None)
         self._calls.put(function)
         try:
-            answer = self._answers.get(timeout=self._time_limit)
+            outcome = self._outcomes.get(timeout=self._time_limit)
         except Empty:
-            raise _TookTooLongError from None
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+            raise _TimeLimitError from None
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
 
 
-def _serve(calls: "SimpleQueue[Callable[[], Any] | None]", answers: "SimpleQueue[_Answer]") -> None:
+def _serve(
+    calls: "SimpleQueue[Callable[[], Any] | None]", outcomes: "SimpleQueue[_Outcome]"
+) -> None:
     while function := calls.get():
         try:
-            answer = _Answer(function(), None)
+            outcome = _Outcome(function(), None)
         except Exception as error:
-            answer = _Answer(None, error)
-        del function  # it refers to sequences, which would live until the next call
-        answers.put(answer)
-        del answer
+            outcome = _Outcome(None, error)
+        # Both refer to sequences, which would otherwise live until the next call.
+        del function
+        outcomes.put(outcome)
+        del outcome

@@ -189,7 +189,7 @@ class TestRefusal:
             (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
             (
                 ("--draft-model", "smollm2", "--proposer", "off"),
-                "is for proposer 'draft_model' or 'auto', and the proposer is 'off'",
+                "is for proposer 'draft_model' or 'auto', and proposer is 'off'",
             ),
             (
                 ("--proposer", "self_draft", "--draft-layers", "30"),
@@ -197,7 +197,7 @@ class TestRefusal:
             ),
             (
                 ("--acceptance-method", "rejection", "--proposer", "ngram"),
-                "acceptance_method 'rejection' is for chains of drafts drawn by a model",
+                "acceptance_method 'rejection' needs chains that a model has sampled",
             ),
         ],
     )

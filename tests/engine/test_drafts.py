@@ -115,7 +115,7 @@ def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
 
 
 def test_a_draft_may_be_made_for_shorter_texts() -> None:
-    engine, _ = draft_engine(MODEL, "draft_model", longest=20)
+    engine, _ = draft_engine(MODEL, "draft_model", max_length=20)
     (result,) = run_all(
         engine, [([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))]
     )

@@ -17,7 +17,7 @@ from headrace.proposer import ProposerTraits
 from headrace.request import RequestOptions
 from headrace.sampling.sampler import token_logprobs
 from headrace.sampling_params import SamplingParams
-from headrace.speculation.proposers import METHODS, NEEDS, DraftModel, DraftModels
+from headrace.speculation.proposers import METHODS, REQUIRED_OPTION, DraftModel, DraftModels
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv, toy_logits
 from tests.tiny import drain, run_all
 
@@ -325,7 +325,7 @@ def test_timing_sums_to_wall_time() -> None:
 
 @pytest.mark.parametrize("control", [True, False])
 @pytest.mark.parametrize(
-    "method", [*(name for name in METHODS if name not in NEEDS), "draft_model"]
+    "method", [*(name for name in METHODS if name not in REQUIRED_OPTION), "draft_model"]
 )
 def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
     """Whatever a proposer holds for a sequence goes when the sequence ends."""

@@ -50,10 +50,10 @@ class DraftedLife(Life):
     def draft_blocks_add_up(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.draft.kv.check([draft.tables for draft in self.draft._drafts.values()])
+        self.draft.kv.check([draft.tables for draft in self.draft._contexts.values()])
         executable = self.draft._executable
         assert isinstance(executable, ToyExecutable)
-        for draft in self.draft._drafts.values():
+        for draft in self.draft._contexts.values():
             executable.check(self.draft.kv, draft.tables, draft.tokens)
         assert self.engine.stats().proposer_failures == 0
 

@@ -17,7 +17,7 @@ from headrace.engine.engine import Engine
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.outputs import Logprobs, RequestOutput
 from headrace.sampling_params import SamplingParams
-from headrace.speculation.proposers import NEEDS, PROPOSERS
+from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTION
 from tests.draft_engines import draft_engine
 from tests.random_trees import RandomTrees
 from tests.tiny import Tensors, drain, run_all, tiny_engine, tiny_model
@@ -254,7 +254,7 @@ def keeps_the_promise(
 @settings(max_examples=100, deadline=None)
 @given(
     drafts=st.sampled_from(
-        [*(name for name in PROPOSERS if name not in NEEDS), "trees", "wide trees"]
+        [*(name for name in PROPOSERS if name not in REQUIRED_OPTION), "trees", "wide trees"]
     ),
     seed=st.integers(0, 1000),
     **LOADS,

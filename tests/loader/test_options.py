@@ -17,7 +17,7 @@ from headrace.loader.options import engine_config
         ({"proposer": "nrgam"}, "proposer must be one of off, auto, ngram"),
         (
             {"draft_model": "smollm2"},
-            "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'off'",
+            "draft_model is for proposer 'draft_model' or 'auto', and proposer is 'off'",
         ),
         ({"proposer": "ngram", "draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
         ({"draft_width": 0}, "draft_width must be a whole number from 1"),
@@ -27,15 +27,15 @@ from headrace.loader.options import engine_config
         ),
         (
             {"acceptance_method": "typical"},
-            "acceptance_method 'typical' is about drafts, and the proposer is 'off'",
+            "acceptance_method 'typical' verifies drafts, and proposer is 'off'",
         ),
         (
             {"proposer": "ngram", "acceptance_method": "rejection"},
-            "is for chains of drafts drawn by a model",
+            "needs chains that a model has sampled",
         ),
         (
             {"proposer": "auto", "acceptance_method": "rejection"},
-            "is for chains of drafts drawn by a model",
+            "needs chains that a model has sampled",
         ),
         (
             {

@@ -71,13 +71,13 @@ class Counting(ToyExecutable):
 
 
 def draft_model(
-    num_blocks: int = 64, longest: int = 1000, windows: tuple[int, ...] = FULL, **config: Any
+    num_blocks: int = 64, max_length: int = 1000, windows: tuple[int, ...] = FULL, **config: Any
 ) -> DraftModelProposer:
     """The toy model as a draft."""
     options = EngineConfig(proposer="draft_model", **config)
     kv = toy_kv(num_blocks, SIZE, windows, max_rows(options.draft_depth))
     (proposer,) = make_proposers(
-        options, DraftModels(draft=DraftModel(Counting(windows=windows), kv, longest))
+        options, DraftModels(draft=DraftModel(Counting(windows=windows), kv, max_length))
     ).values()
     assert isinstance(proposer, DraftModelProposer)
     return proposer
@@ -107,8 +107,8 @@ def check(proposer: DraftModelProposer) -> None:
     """Assert that the draft's own blocks add up, and keep what it says they do."""
     executable = proposer._executable
     assert isinstance(executable, ToyExecutable)
-    proposer.kv.check([draft.tables for draft in proposer._drafts.values()])
-    for draft in proposer._drafts.values():
+    proposer.kv.check([draft.tables for draft in proposer._contexts.values()])
+    for draft in proposer._contexts.values():
         executable.check(proposer.kv, draft.tables, draft.tokens)
 
 
@@ -237,7 +237,7 @@ def test_blocks_come_from_sequences_that_do_not_draft_now() -> None:
 
 
 def test_no_draft_goes_beyond_what_the_draft_was_trained_for() -> None:
-    proposer = draft_model(longest=12, draft_depth=3, draft_width=2)
+    proposer = draft_model(max_length=12, draft_depth=3, draft_width=2)
     for length, budget in ((9, 6), (10, 4), (11, 2), (12, 0), (13, 0)):
         seq = sequence(list(range(length)), seq_id=(length, 0))
         assert proposer.propose([seq], [6]) == [continuation(seq.known, budget, 2)]
@@ -270,7 +270,7 @@ def self_draft(
     executable = Counting(windows=windows)
     (made,) = make_proposers(
         EngineConfig(proposer="self_draft", **config),
-        DraftModels(short=executable, block_size=SIZE),
+        DraftModels(first_layers=executable, block_size=SIZE),
     ).values()
     assert isinstance(made, SelfDraftProposer)
     return made, toy_kv(40, SIZE, windows)

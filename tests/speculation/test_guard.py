@@ -16,12 +16,12 @@ from headrace.proposer import ProposerTraits
 from headrace.speculation.guard import Guard
 from headrace.speculation.proposers import (
     METHODS,
-    NEEDS,
     PROPOSERS,
+    REQUIRED_OPTION,
     DraftModel,
     DraftModels,
-    asked_for,
     check_speculation,
+    enabled_methods,
     make_proposers,
 )
 from tests.engine.toy import ToyExecutable, toy_kv
@@ -133,26 +133,26 @@ def test_proposers_are_made_by_name() -> None:
     made = {
         name: make_proposers(EngineConfig(proposer=name, max_draft_tokens=5))  # type: ignore[arg-type]
         for name in PROPOSERS
-        if name not in NEEDS
+        if name not in REQUIRED_OPTION
     }
     assert made["off"] == {} and list(made["auto"]) == ["ngram", "online"]
     assert all(
         list(made[name]) == [name] and made[name][name].traits.max_nodes == 5
         for name in METHODS
-        if name not in NEEDS
+        if name not in REQUIRED_OPTION
     )
     assert set(get_args(get_type_hints(EngineConfig)["proposer"])) == set(PROPOSERS)
-    with pytest.raises(RequestError, match="there are: off, auto, ngram"):
+    with pytest.raises(RequestError, match="choose from off, auto, ngram"):
         make_proposers(EngineConfig(proposer="nrgam"))  # type: ignore[arg-type]
-    for name in NEEDS:
+    for name in REQUIRED_OPTION:
         with pytest.raises(RequestError, match=f"proposer '{name}' needs"):
             make_proposers(EngineConfig(proposer=name))  # type: ignore[arg-type]
 
 
 def test_auto_has_the_configured_proposers() -> None:
     every = EngineConfig(proposer="auto", draft_model="x", draft_layers=2, medusa_heads="y")
-    assert asked_for(every) == ("ngram", "online", "draft_model", "self_draft", "medusa")
-    assert asked_for(EngineConfig(proposer="auto", draft_layers=2)) == (
+    assert enabled_methods(every) == ("ngram", "online", "draft_model", "self_draft", "medusa")
+    assert enabled_methods(EngineConfig(proposer="auto", draft_layers=2)) == (
         "ngram",
         "online",
         "self_draft",
@@ -165,20 +165,20 @@ def test_auto_has_the_configured_proposers() -> None:
     ("options", "message"),
     [
         ({}, ""),
-        ({"acceptance_method": "typical"}, "acceptance_method 'typical' is about drafts"),
-        ({"acceptance_method": "rejection"}, "acceptance_method 'rejection' is about drafts"),
+        ({"acceptance_method": "typical"}, "acceptance_method 'typical' verifies drafts"),
+        ({"acceptance_method": "rejection"}, "acceptance_method 'rejection' verifies drafts"),
         ({"proposer": "ngram", "acceptance_method": "typical"}, ""),
-        ({"proposer": "ngram", "acceptance_method": "rejection"}, "'rejection' is for chains"),
-        ({"proposer": "auto", "acceptance_method": "rejection"}, "'rejection' is for chains"),
+        ({"proposer": "ngram", "acceptance_method": "rejection"}, "'rejection' needs chains"),
+        ({"proposer": "auto", "acceptance_method": "rejection"}, "'rejection' needs chains"),
         ({"proposer": "auto", "acceptance_method": "rejection", "draft_layers": 2}, ""),
         (
             {"proposer": "draft_model", "acceptance_method": "rejection", "draft_width": 2},
-            "'rejection' is for chains",
+            "'rejection' needs chains",
         ),
         ({"proposer": "draft_model", "acceptance_method": "rejection"}, ""),
         (
             {"proposer": "self_draft", "draft_model": "x"},
-            "draft_model is for proposer 'draft_model' or 'auto', and the proposer is 'self_draft'",
+            "draft_model is for proposer 'draft_model' or 'auto', and proposer is 'self_draft'",
         ),
         ({"draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
         ({"proposer": "medusa", "medusa_heads": "x"}, ""),

@@ -142,7 +142,7 @@ class TestLookahead:
     def test_memory_is_bounded_and_what_was_seen_lately_is_kept(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("headrace.speculation.proposers.lookahead._POOL", 2)
+        monkeypatch.setattr("headrace.speculation.proposers.lookahead._MAX_FIRST_TOKENS", 2)
         state = _State([7])
         for first in (1, 2, 1, 3):
             state._remember(first, (first + 10, first + 20))

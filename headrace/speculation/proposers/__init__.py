@@ -1,4 +1,4 @@
-"""Proposers by name."""
+"""Proposers of draft tokens, by name."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,12 +18,12 @@ from headrace.speculation.proposers.self_draft import SelfDraftProposer
 
 __all__ = [
     "METHODS",
-    "NEEDS",
     "PROPOSERS",
+    "REQUIRED_OPTION",
     "DraftModel",
     "DraftModels",
-    "asked_for",
     "check_speculation",
+    "enabled_methods",
     "make_proposers",
 ]
 
@@ -34,69 +34,67 @@ class DraftModel:
 
     executable: Executable
     kv: KvManager
-    """Its own."""
-    longest: int
-    """Tokens of the longest sequence that it was trained for."""
+    max_length: int
+    """Tokens of the longest sequence that the model was trained for."""
 
 
 @frozen
 class DraftModels:
-    """What proposers are made from; each takes what it needs."""
+    """The compiled programs that draft."""
 
     draft: DraftModel | None = None
-    short: Executable | None = None
-    """The first layers of the model and its head, over its weights and KV."""
+    first_layers: Executable | None = None
+    """The first layers of the target model and its head, over the target's weights and KV."""
     block_size: int = KvConfig.block_size
-    """Of that KV."""
+    """Block size of the target's KV."""
     heads: Sequence[Executable] = ()
-    """Medusa heads, the nearest first."""
+    """Medusa heads, ascending by the distance of the token that they predict."""
 
     @property
     def executables(self) -> list[Executable]:
-        """All that draft."""
-        return [
-            *([self.draft.executable] if self.draft else []),
-            *([self.short] if self.short else []),
-            *self.heads,
-        ]
+        draft = [self.draft.executable] if self.draft else []
+        first_layers = [self.first_layers] if self.first_layers else []
+        return [*draft, *first_layers, *self.heads]
 
 
 NO_DRAFT_MODELS = DraftModels()
 
 
 def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
-    if draft_models.draft is None:
+    draft = draft_models.draft
+    if draft is None:
         raise RequestError(
-            "proposer 'draft_model' needs a smaller model with the same vocabulary: set "
-            "draft_model to one"
+            "proposer 'draft_model' needs a smaller model with the same vocabulary; set draft_model"
         )
-    draft, wants = draft_models.draft, config.acceptance_method == "rejection"
-    shape = (config.draft_depth, config.draft_width)
     return DraftModelProposer(
-        draft.executable, draft.kv, draft.longest, *shape, probabilities=wants
+        draft.executable,
+        draft.kv,
+        draft.max_length,
+        config.draft_depth,
+        config.draft_width,
+        probabilities=config.acceptance_method == "rejection",
     )
 
 
 def _self_draft(config: EngineConfig, draft_models: DraftModels) -> Proposer:
-    if draft_models.short is None:
+    if draft_models.first_layers is None:
         raise RequestError(
-            "proposer 'self_draft' needs draft_layers: `headrace calibrate` suggests how many"
+            "proposer 'self_draft' needs draft_layers; `headrace calibrate` suggests a number"
         )
-    wants = config.acceptance_method == "rejection"
     return SelfDraftProposer(
-        draft_models.short,
+        draft_models.first_layers,
         draft_models.block_size,
         config.draft_depth,
         config.draft_width,
-        probabilities=wants,
+        probabilities=config.acceptance_method == "rejection",
     )
 
 
 def _medusa(config: EngineConfig, draft_models: DraftModels) -> Proposer:
     if not draft_models.heads:
         raise RequestError(
-            "proposer 'medusa' needs heads that were trained for the model: set "
-            "medusa_heads to their safetensors file"
+            "proposer 'medusa' needs heads that were trained for the model; set medusa_heads to "
+            "their safetensors file"
         )
     return MedusaProposer(draft_models.heads, config.draft_depth, config.draft_width)
 
@@ -110,60 +108,67 @@ METHODS: dict[str, Callable[[EngineConfig, DraftModels], Proposer]] = {
     "self_draft": _self_draft,
     "medusa": _medusa,
 }
-"""Each proposer by its name."""
+"""Functions that make a proposer, by its name."""
 PROPOSERS = ("off", "auto", *METHODS)
-"""What `EngineConfig.proposer` may be."""
-NEEDS = {"draft_model": "draft_model", "self_draft": "draft_layers", "medusa": "medusa_heads"}
-"""Methods with an option that they cannot do without, and that is for them alone."""
-_AT_HAND = ("ngram", "online")
-"""Those that `auto` always has: they cost microseconds, and nothing where they have nothing to say.
-"""
-_DRAWN = ("draft_model", "self_draft")
-"""Those whose drafts are draws from a distribution."""
+"""Values of `EngineConfig.proposer`."""
+REQUIRED_OPTION = {
+    "draft_model": "draft_model",
+    "self_draft": "draft_layers",
+    "medusa": "medusa_heads",
+}
+"""The option that a method requires and that only this method uses."""
+_ALWAYS_ENABLED = ("ngram", "online")
+"""Methods that `auto` always has: their calls take microseconds."""
+_WITH_PROBABILITIES = ("draft_model", "self_draft")
+"""Methods whose drafts are samples from a distribution, as rejection sampling requires."""
 
 
-def asked_for(config: EngineConfig) -> tuple[str, ...]:
-    """The methods that a configuration asks for. Raises RequestError for a name that is not in
-    PROPOSERS.
+def enabled_methods(config: EngineConfig) -> tuple[str, ...]:
+    """The methods that a configuration enables.
+
+    Raises RequestError for a proposer that is not in PROPOSERS.
     """
     name = config.proposer
     if name not in PROPOSERS:
-        raise RequestError(f"unknown proposer {name!r}; there are: {', '.join(PROPOSERS)}")
-    if name == "auto":
-        return (*_AT_HAND, *(method for method, option in NEEDS.items() if getattr(config, option)))
-    return () if name == "off" else (name,)
+        raise RequestError(f"unknown proposer {name!r}; choose from {', '.join(PROPOSERS)}")
+    if name == "off":
+        return ()
+    if name != "auto":
+        return (name,)
+    configured = [method for method, option in REQUIRED_OPTION.items() if getattr(config, option)]
+    return (*_ALWAYS_ENABLED, *configured)
 
 
 def make_proposers(
     config: EngineConfig, draft_models: DraftModels = NO_DRAFT_MODELS
 ) -> dict[str, Proposer]:
-    """New proposers, by name: those that the configuration asks for.
+    """Make the proposers that a configuration enables, by name.
 
-    Raises RequestError for a name that is not in PROPOSERS, and where what a proposer is made from
-    is missing.
+    Raises RequestError for an unknown proposer, or if `draft_models` lacks a program that one of
+    them needs.
     """
-    return {name: METHODS[name](config, draft_models) for name in asked_for(config)}
+    return {name: METHODS[name](config, draft_models) for name in enabled_methods(config)}
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Refuse options of speculative decoding that do not go together: RequestError."""
+    """Raise RequestError for options of speculative decoding that exclude each other."""
     proposer, acceptance = config.proposer, config.acceptance_method
-    for method, option in NEEDS.items():
-        if getattr(config, option) and method not in asked_for(config):
+    methods = enabled_methods(config)
+    for method, option in REQUIRED_OPTION.items():
+        if getattr(config, option) and method not in methods:
             raise RequestError(
-                f"{option} is for proposer {method!r} or 'auto', and the proposer is "
-                f"{proposer!r}: set the one, or leave out the other"
+                f"{option} is for proposer {method!r} or 'auto', and proposer is {proposer!r}; "
+                "change the proposer or leave the option out"
             )
     if acceptance != "exact" and proposer == "off":
         raise RequestError(
-            f"acceptance_method {acceptance!r} is about drafts, and the proposer is "
-            "'off': set proposer, or leave acceptance_method out"
+            f"acceptance_method {acceptance!r} verifies drafts, and proposer is 'off'; set "
+            "proposer, or leave acceptance_method out"
         )
-    if acceptance == "rejection" and (
-        config.draft_width > 1 or not set(_DRAWN).intersection(asked_for(config))
-    ):
+    can_reject = config.draft_width == 1 and set(_WITH_PROBABILITIES).intersection(methods)
+    if acceptance == "rejection" and not can_reject:
         raise RequestError(
-            "acceptance_method 'rejection' is for chains of drafts drawn by a model "
-            "(proposer draft_model or self_draft, or auto "
-            "with one of them, draft_width 1); 'exact' takes any drafts"
+            "acceptance_method 'rejection' needs chains that a model has sampled: proposer "
+            "draft_model or self_draft (or auto with either) and draft_width 1; 'exact' verifies "
+            "any drafts"
         )

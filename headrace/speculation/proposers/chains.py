@@ -1,5 +1,6 @@
-"""Drafts by a model: it continues several sequences at once, one token each in a launch, with the
-noise of their own draws.
+"""Chains of drafts sampled by a model, for several sequences at once, one depth per launch.
+
+The model samples with the noise that each sequence will use itself.
 """
 
 from collections.abc import Sequence
@@ -17,35 +18,35 @@ from headrace.logit_ops import Expand, Expanded, SamplerState
 from headrace.proposer import SequenceView
 
 TIME_LIMIT = 10.0
-"""Seconds that a drafting model may take for one call before it is retired: a long prompt takes one
-a while to catch up with.
+"""Seconds of one call before a drafting model is retired: catching up with a long prompt takes it
+long.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """What a drafting model makes of one sequence: a chain of its draws, each with the next best
-    tokens as siblings.
+    """The draft of a model for one sequence: a chain of samples, each with the next best tokens as
+    siblings.
     """
 
     run: TokenRun
     """The tokens to compute next."""
     seq_index: int
-    """Which sequence of the request it is: that gives its noise."""
+    """Index of the sequence in its request, which selects its noise."""
     sampler: SamplerState
-    """Draws as the sequence will, from the drafting model's logits."""
+    """A clone of the sequence's sampler."""
     position: int
-    """Of the next token."""
+    """Position of the next token in the sequence."""
     budget: int
-    """Draft nodes that it may have."""
+    """Max draft nodes."""
     probabilities: list[NDArray[np.float64]] | None
-    """Of each node, if they are wanted."""
+    """The distribution [vocab] that each node was sampled from; None if it is not needed."""
     constraint: Constraint | None = None
-    """What may follow; None: anything."""
+    """The tokens that may follow; None: all."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     end: int = -1
-    """The node from which the chain goes on."""
+    """The last node of the chain; -1 before the first."""
 
     @property
     def draft(self) -> DraftTree:
@@ -57,7 +58,7 @@ class Chain:
 
     @property
     def path(self) -> list[int]:
-        """The tokens of the chain itself."""
+        """The tokens of the chain without the siblings."""
         path: list[int] = []
         node = self.end
         while node >= 0:
@@ -67,31 +68,29 @@ class Chain:
 
     @property
     def num_left(self) -> int:
-        """Nodes that it may still have."""
+        """Number of nodes left in the budget."""
         return self.budget - len(self.tokens)
 
     def expand(self, row: int, width: int) -> Expand:
-        """The op that gives its next depth by a row of logits."""
-        wants = self.probabilities is not None
-        masks = None if self.constraint is None else self.constraint.masks(NO_DRAFT)
+        """The op that samples the next depth from a row of logits."""
         return Expand(
-            row,
-            self.position,
-            self.sampler,
-            self.seq_index,
-            min(width, self.num_left),
-            wants,
-            masks,
+            row=row,
+            position=self.position,
+            sampler=self.sampler,
+            seq_index=self.seq_index,
+            width=min(width, self.num_left),
+            probabilities=self.probabilities is not None,
+            masks=None if self.constraint is None else self.constraint.masks(NO_DRAFT),
         )
 
     def grow(self, expanded: Expanded, width: int) -> None:
-        """Add these tokens, `width` or as many as there were to draw, below its end, and go on
-        below the first.
+        """Add the tokens of the next depth below the end, and move the end to the first of them.
+
+        There are fewer than `width` tokens if the masks allow fewer.
         """
         node = len(self.tokens)
-        self.budget -= min(width, self.num_left) - len(
-            expanded.tokens
-        )  # what is missing here makes the chain no deeper
+        # Missing siblings reduce the budget, so that the chain does not become deeper instead.
+        self.budget -= min(width, self.num_left) - len(expanded.tokens)
         self.tokens += expanded.tokens
         self.parents += [self.end] * len(expanded.tokens)
         if self.probabilities is not None and expanded.probabilities is not None:
@@ -99,9 +98,9 @@ class Chain:
         self.end = node
         self.position += 1
         if self.constraint is not None:
-            after = self.constraint.continuation(expanded.tokens[0])
-            self.budget = self.budget if after else len(self.tokens)  # nothing follows
-            self.constraint = after
+            self.constraint = self.constraint.continuation(expanded.tokens[0])
+            if self.constraint is None:  # the output ends here
+                self.budget = len(self.tokens)
         self.run = TokenRun(
             [self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.tables
         )
@@ -110,40 +109,36 @@ class Chain:
 def chain(
     seq: SequenceView, computed: int, tables: Tables, budget: int, *, probabilities: bool
 ) -> Chain:
-    """A chain below a sequence of which the draft has KV for the first `computed` tokens, in
-    `tables`.
+    """An empty chain below a sequence.
+
+    The drafting model has KV for the first `computed` tokens, in `tables`.
     """
-    run = TokenRun(seq.known[computed:], computed, tables)
     index = seq.seq_id[1]
     return Chain(
-        run,
-        index,
-        seq.sampler.clone(index),
-        len(seq.known),
-        budget,
-        [] if probabilities else None,
-        seq.constraint,
+        run=TokenRun(seq.known[computed:], computed, tables),
+        seq_index=index,
+        sampler=seq.sampler.clone(index),
+        position=len(seq.known),
+        budget=budget,
+        probabilities=[] if probabilities else None,
+        constraint=seq.constraint,
     )
 
 
 def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size: int) -> None:
-    """Continue the chains, `width` nodes at each depth, until each has as many as it may, or its
-    logits are not finite.
+    """Extend the chains by `width` nodes per depth, until their budgets are spent.
 
-    Their tables must have slots for all depths but the last.
+    A chain whose logits are not finite ends. The tables must have slots for all depths but the
+    last.
     """
     while chains:
         batch = batch_of_runs([c.run for c in chains], block_size, logits=True)
-        values = (
-            executable.launch(batch, [c.expand(row, width) for row, c in enumerate(chains)])
-            .wait()
-            .values
-        )
-        pairs = [
-            (c, value)
-            for c, value in zip(chains, values, strict=True)
-            if isinstance(value, Expanded)
-        ]
-        for c, value in pairs:
-            c.grow(value, width)
-        chains = [c for c, _ in pairs if c.num_left > 0]
+        ops = [c.expand(row, width) for row, c in enumerate(chains)]
+        values = executable.launch(batch, ops).wait().values
+        growing: list[Chain] = []
+        for c, value in zip(chains, values, strict=True):
+            if isinstance(value, Expanded):
+                c.grow(value, width)
+                if c.num_left > 0:
+                    growing.append(c)
+        chains = growing

@@ -1,10 +1,12 @@
-"""A smaller model drafts what the larger one will draw (Leviathan et al. 2023; Chen et al. 2023).
+"""A smaller model drafts for a larger one.
 
-The draft draws with the noise that the target will use at the same place, so that of two near
-distributions both draw the same token as often as not: the Gumbel coupling that needs no
-probabilities. Its KV follows the sequences: what it has of a sequence is kept beside it, compared
-with what is known by now, rewound to where they part, and caught up with. So preemption, forks and
-prefix hits of the target need nothing here.
+The draft model samples with the noise that the target will use at the same position. So both often
+sample the same token if their distributions are near: the Gumbel coupling, which needs no
+probabilities.
+
+The draft model has its own KV for each sequence. In each step it is rewound to the tokens that the
+sequence still has, and catches up with the new ones. So preemption, forks and prefix hits of the
+target need no code here. (Leviathan et al. 2023; Chen et al. 2023)
 """
 
 from dataclasses import dataclass, field
@@ -21,27 +23,28 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain, grow
 
 _CATCH_UP_ROWS = 512
-"""Known tokens that may be computed in one step: a long prompt is caught up with over several."""
+"""Max known tokens computed in one step: catching up with a long prompt takes several steps."""
 
 
 def max_rows(depth: int) -> int:
-    """Most slots of a sequence that are reserved at once by a draft of so many depths."""
+    """Max slots that a draft of `depth` tokens reserves at once for a sequence."""
     return _CATCH_UP_ROWS + depth - 1
 
 
 @dataclass(slots=True, eq=False)
 class _DraftContext:
-    """What the draft has of a sequence."""
+    """The draft model's KV of a sequence."""
 
     tables: Tables
-    tokens: list[int] = field(default_factory=list)  # with KV
-    agreed: int = 0  # so many of them are known to be those of the sequence
+    tokens: list[int] = field(default_factory=list)
+    """The tokens that have KV."""
+    agreed: int = 0
+    """Number of them that are known to equal the tokens of the sequence."""
 
-    def follow(self, known: list[int], kv: KvManager) -> None:
-        """Rewind to where it parts from what is known, and before the last token: that one is to
-        give logits.
+    def rewind(self, known: list[int], kv: KvManager) -> None:
+        """Drop the tokens that differ from `known`, and its last token, whose row gives logits.
 
-        To the beginning, where windows have let go what would be seen there.
+        Drop all tokens if an attention window has freed KV that the next row reads.
         """
         self.agreed += _num_common(self.tokens[self.agreed :], known[self.agreed : -1])
         if not kv.sees_all(self.tables, self.agreed):
@@ -52,19 +55,20 @@ class _DraftContext:
 
 
 def _num_common(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
 class DraftModelProposer:
-    """Drafts what another model draws."""
+    """Drafts the samples of another model."""
 
     def __init__(
         self,
         executable: Executable,
         kv: KvManager,
-        longest: int,
+        max_length: int,
         depth: int,
         width: int,
         *,
@@ -74,88 +78,91 @@ class DraftModelProposer:
             depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT
         )
         self.kv = kv
-        """The draft model's own."""
+        """The KV of the draft model."""
         self._executable = executable
-        self._longest = longest  # what the draft was trained for
+        self._max_length = max_length
+        """Tokens of the longest sequence that the draft model was trained for."""
         self._depth = depth
         self._probabilities = probabilities
-        self._drafts: WeakKeyDictionary[SequenceView, _DraftContext] = WeakKeyDictionary()
+        self._contexts: WeakKeyDictionary[SequenceView, _DraftContext] = WeakKeyDictionary()
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
         chains: dict[int, Chain] = {}
-        behind: list[tuple[_DraftContext, TokenRun]] = []
-        rows, begun = _CATCH_UP_ROWS, set[int]()
+        catching_up: list[tuple[_DraftContext, TokenRun]] = []
+        rows_left = _CATCH_UP_ROWS
+        new_requests = set[int]()
         for i, seq in enumerate(seqs):
-            nodes = min(budgets[i], (self._longest - len(seq.known)) * self.traits.width)
-            draft = self._drafts.get(seq) or self._begin(seq, begun)
-            if nodes <= 0 or draft is None:
+            max_depth = self._max_length - len(seq.known)
+            num_nodes = min(budgets[i], max_depth * self.traits.width)
+            context = self._contexts.get(seq) or self._new_context(seq, new_requests)
+            if num_nodes <= 0 or context is None:
                 continue
-            draft.follow(seq.known, self.kv)
-            num_uncomputed = len(seq.known) - draft.agreed
-            num_rows = min(num_uncomputed, rows)
-            if not num_rows or not self._reserve(draft, num_rows + self._depth - 1, seqs):
+
+            context.rewind(seq.known, self.kv)
+            computed = context.agreed
+            num_uncomputed = len(seq.known) - computed
+            num_rows = min(num_uncomputed, rows_left)
+            if not num_rows or not self._reserve(context, num_rows + self._depth - 1, seqs):
                 continue
-            rows -= num_rows
+            rows_left -= num_rows
             if num_rows == num_uncomputed:
                 chains[i] = chain(
-                    seq, draft.agreed, draft.tables, nodes, probabilities=self._probabilities
+                    seq, computed, context.tables, num_nodes, probabilities=self._probabilities
                 )
             else:
-                behind.append(
-                    (
-                        draft,
-                        TokenRun(
-                            seq.known[draft.agreed : draft.agreed + num_rows],
-                            draft.agreed,
-                            draft.tables,
-                        ),
-                    )
-                )
-        self._catch_up(behind)
+                tokens = seq.known[computed : computed + num_rows]
+                catching_up.append((context, TokenRun(tokens, computed, context.tables)))
+
+        self._catch_up(catching_up)
         grow(self._executable, list(chains.values()), self.traits.width, self.kv.block_size)
         for i, grown in chains.items():  # the last token of a chain has no KV
-            self._drafts[seqs[i]].tokens[:] = seqs[i].known + grown.path[:-1]
+            self._contexts[seqs[i]].tokens[:] = seqs[i].known + grown.path[:-1]
         return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
 
-    def _catch_up(self, behind: list[tuple[_DraftContext, TokenRun]]) -> None:
-        if behind:
-            self._executable.launch(
-                batch_of_runs([run for _, run in behind], self.kv.block_size, logits=False)
-            ).wait()
-        for draft, run in behind:
-            draft.tokens += run.tokens
+    def _catch_up(self, contexts: list[tuple[_DraftContext, TokenRun]]) -> None:
+        """Compute KV of known tokens, without logits."""
+        if contexts:
+            runs = [run for _, run in contexts]
+            batch = batch_of_runs(runs, self.kv.block_size, logits=False)
+            self._executable.launch(batch).wait()
+        for context, run in contexts:
+            context.tokens += run.tokens
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         pass
 
-    def _begin(self, seq: SequenceView, begun: set[int]) -> _DraftContext | None:
-        """A draft that shares what one of the same request has; None: one has just begun, and in
-        the next step will have more.
+    def _new_context(self, seq: SequenceView, new_requests: set[int]) -> _DraftContext | None:
+        """A context that shares the KV of another sequence of the same request.
+
+        Returns None if the first context of the request is new in this step: in the next step it
+        has KV to share.
         """
         request = seq.seq_id[0]
-        if request in begun:
+        if request in new_requests:
             return None
-        kin = [draft for other, draft in self._drafts.items() if other.seq_id[0] == request]
-        if kin:
-            common = [_num_common(other.tokens, seq.known) for other in kin]
-            best = int(np.argmax(common))
-            draft = _DraftContext(self.kv.fork(kin[best].tables), kin[best].tokens[: common[best]])
+        siblings = [each for other, each in self._contexts.items() if other.seq_id[0] == request]
+        if siblings:
+            num_common = [_num_common(sibling.tokens, seq.known) for sibling in siblings]
+            best = int(np.argmax(num_common))
+            tables = self.kv.fork(siblings[best].tables)
+            context = _DraftContext(tables, siblings[best].tokens[: num_common[best]])
         else:
-            draft = _DraftContext(self.kv.new_tables())
-            begun.add(request)
-        self._drafts[seq] = draft
-        finalize(seq, self.kv.free, draft.tables).atexit = False
-        return draft
+            context = _DraftContext(self.kv.new_tables())
+            new_requests.add(request)
+        self._contexts[seq] = context
+        finalize(seq, self.kv.free, context.tables).atexit = False
+        return context
 
-    def _reserve(self, draft: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
-        """Slots behind what is computed, at the cost of sequences that do not draft now; whether
-        there are enough.
+    def _reserve(self, context: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
+        """Reserve slots after the computed tokens; returns whether there are enough.
+
+        If blocks are short, contexts of sequences that do not draft now lose their KV.
         """
-        while (copies := self.kv.reserve(draft.tables, draft.agreed, length)) is None:
+        while (copies := self.kv.reserve(context.tables, context.agreed, length)) is None:
             unused = next(
                 (
                     other
-                    for seq, other in self._drafts.items()
+                    for seq, other in self._contexts.items()
                     if any(other.tables) and seq not in busy
                 ),
                 None,

@@ -1,8 +1,8 @@
-"""Jacobi decoding: drafts are the model's own likeliest tokens in the rows of the last, partly
-wrong draft (Santilli et al. 2023).
+"""Jacobi decoding: the draft is the model's likeliest tokens in the rows of the last draft.
 
 All rows of a chain are computed at once, each from the draft token before it. Their likeliest
-tokens are the chain of the next step, and converge from left to right to what plain decoding gives.
+tokens are the chain of the next step. From left to right they converge to the tokens of plain
+decoding. (Santilli et al. 2023)
 """
 
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ from headrace.proposer import ProposerTraits, SequenceView
 
 
 class JacobiProposer:
-    """Drafts by Jacobi iteration; takes one argmax over the logits of each draft row."""
+    """Drafts by Jacobi iteration, at the cost of one argmax for each draft row."""
 
     def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(
@@ -29,19 +29,18 @@ class JacobiProposer:
         return [self._draft(seq, nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
-        assert result.logits is not None, "the traits ask for them"
+        assert result.logits is not None, "the traits request logits"
         for commit in commits:
             if commit.draft.tokens:
-                # The rows up to the accepted path gave the new tokens. The next row is that of the
+                # The rows of the accepted path gave the new tokens. The next row is the row of the
                 # first wrong draft token.
-                first, end = (
-                    commit.row + 1 + len(commit.path),
-                    commit.row + 1 + len(commit.draft.tokens),
-                )
-                self._chains[seqs[commit.source]] = result.logits[first:end].argmax(axis=1).tolist()
+                first_node = commit.row + 1
+                wrong = first_node + len(commit.path)
+                end = first_node + len(commit.draft.tokens)
+                likeliest = result.logits[wrong:end].argmax(axis=1).tolist()
+                self._chains[seqs[commit.source]] = likeliest
 
     def _draft(self, seq: SequenceView, budget: int) -> DraftTree:
-        # The iteration may start from any tokens; those of the sequence are likelier than others to
-        # occur in it again.
+        # The iteration may start from any tokens. Tokens of the sequence are likely to occur again.
         chain = [*self._chains.pop(seq, ()), *seq.known[:budget]][:budget]
         return DraftTree(chain, list(range(-1, len(chain) - 1)))

@@ -1,12 +1,12 @@
-"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations that collects n-grams, and
-n-grams from it that are verified.
+"""Lookahead decoding: a window of Jacobi iterations collects n-grams, which become drafts.
 
-A column of the window is a run of draft tokens, one from each of the last iterations. With the
-likeliest token after it, it makes an n-gram, which goes into a pool under its first token. The
-n-grams that begin with the last known token are drafts. The attention mask of the window is that of
-a tree: its first level is a chain below the last scheduled row, and the rest of a column is a chain
-below the node of the column in that level. So the window and the n-grams share one draft tree, and
-a node of the window may be accepted too.
+A column of the window is a run of draft tokens, one of each of the last iterations. Together with
+the likeliest token after it, it is an n-gram, which is kept in a pool by its first token. N-grams
+that begin with the last known token become drafts.
+
+The window is a draft tree: its first level is a chain below the last scheduled row, and the rest of
+a column is a chain below the column's node in that level. So window and n-grams share one tree, and
+a node of the window may be accepted too. (Fu et al. 2024)
 """
 
 from collections import OrderedDict
@@ -18,17 +18,17 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.trees import Tree
 
 _LEVELS = 2
-"""Levels of the window, which are the tokens of a column; an n-gram has one token more."""
-_WINDOW = 5
-"""Most columns of the window."""
-_NGRAMS = 3
-"""Most n-grams kept under a first token, the latest first."""
-_POOL = 2048
-"""Most first tokens in the pool of a sequence; the least recently used is dropped first."""
+"""Levels of the window: tokens of a column. An n-gram has one token more."""
+_MAX_COLUMNS = 5
+"""Max columns of the window."""
+_MAX_NGRAMS = 3
+"""Max n-grams kept by first token, the latest first."""
+_MAX_FIRST_TOKENS = 2048
+"""Max first tokens in the pool of a sequence; the least recently used is dropped first."""
 
 
 class LookaheadProposer:
-    """Drafts by Jacobi iteration, and n-grams that earlier iterations gave."""
+    """Drafts by Jacobi iteration and with the n-grams of earlier iterations."""
 
     def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(
@@ -59,28 +59,25 @@ class LookaheadProposer:
 
 
 class _State:
-    """Window and n-gram pool of a sequence."""
+    """Window and n-gram pool of one sequence."""
 
     def __init__(self, known: list[int]) -> None:
-        # The iteration may start from any tokens; those of the sequence are likelier than others to
-        # occur in it again.
-        self._fill = (known * (_WINDOW * _LEVELS))[: _WINDOW * _LEVELS]
+        # The iteration may start from any tokens. Tokens of the sequence are likely to occur again.
+        self._fill = (known * (_MAX_COLUMNS * _LEVELS))[: _MAX_COLUMNS * _LEVELS]
         self._levels = [self._fill[level::_LEVELS] for level in range(_LEVELS)]  # [levels][columns]
         self._pool: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
         self._columns: list[list[int]] = []
         """Nodes of each column in the last draft."""
 
     def draft(self, known: list[int], budget: int) -> DraftTree:
-        """The columns that fit in the budget, then the n-grams that begin with the last known
-        token.
-        """
+        """A tree of columns within the budget and of n-grams that begin with the last known token."""
         tree = Tree(budget)
         self._columns = []
         stem = -1
         for column in zip(*self._levels, strict=True):
-            if len(tree.tokens) + _LEVELS > budget - _LEVELS * bool(
-                self._columns
-            ):  # beyond the first column, keep the budget of an n-gram
+            # Columns after the first leave the budget of one n-gram.
+            reserved = _LEVELS if self._columns else 0
+            if len(tree.tokens) + _LEVELS > budget - reserved:
                 break
             nodes = tree.add_chain(column, stem)
             self._columns.append(nodes)
@@ -90,10 +87,10 @@ class _State:
         return DraftTree(tree.tokens, tree.parents, indivisible=True)
 
     def observe(self, commit: Commit, result: StepResult) -> None:
-        """Add the columns to the pool as n-grams, and move the window forward by the new tokens."""
+        """Add the n-grams of the columns to the pool, and move the window past the new tokens."""
         columns, self._columns = self._columns, []
         if commit.draft.tokens:
-            assert result.logits is not None, "the traits ask for them"
+            assert result.logits is not None, "the traits request logits"
             tokens = commit.draft.tokens
             ends = [commit.row + 1 + nodes[-1] for nodes in columns]
             newest = [int(result.logits[end].argmax()) for end in ends]
@@ -103,10 +100,10 @@ class _State:
             older = [[tokens[nodes[level]] for nodes in columns] for level in range(1, _LEVELS)]
             self._levels = [*older, newest]
         skipped = len(commit.tokens) - 1
-        self._levels = [(level[skipped:] + self._fill)[:_WINDOW] for level in self._levels]
+        self._levels = [(level[skipped:] + self._fill)[:_MAX_COLUMNS] for level in self._levels]
 
     def _remember(self, first: int, rest: tuple[int, ...]) -> None:
         others = [ngram for ngram in self._pool.pop(first, ()) if ngram != rest]
-        self._pool[first] = [rest, *others[: _NGRAMS - 1]]
-        if len(self._pool) > _POOL:
+        self._pool[first] = [rest, *others[: _MAX_NGRAMS - 1]]
+        if len(self._pool) > _MAX_FIRST_TOKENS:
             self._pool.popitem(last=False)

@@ -1,9 +1,8 @@
-"""Medusa heads (Cai et al. 2024): small extra heads draft, from the row that gave the last token,
-those after the next.
+"""Medusa heads: small extra heads draft from the hidden row that gave the last token.
 
-Head i looks i + 2 tokens ahead of its row. The row has drawn one token by the time it is asked, so
-head i gives depth i of the tree. What it takes to be likeliest, in every combination that may pay,
-makes a static tree.
+Head i predicts the token i + 2 positions after its row. The last token is known by then, so head i
+gives depth i of the draft tree. The tree is static: the combinations of the heads' likeliest tokens
+that are most probable. (Cai et al. 2024)
 """
 
 from collections.abc import Sequence
@@ -23,21 +22,17 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.chains import TIME_LIMIT
 
 _FIRST = 0.6
-"""Taken as the chance that a head's likeliest token is right, at the first head; each next head has
-four fifths of it.
-"""
+"""Assumed probability that the likeliest token of the first head is right."""
 _NEXT_HEAD = 0.8
+"""Assumed factor on that probability from one head to the next."""
 _NEXT_RANK = 0.3
-"""Taken as the chance of a token beside that of the next likelier one."""
+"""Assumed factor on the probability from one token of a head to the next likeliest."""
 
 
 def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
-    """The equations of a head: logits = W_out (x + silu(W x + b)) of each row x that the caller
-    gives.
-    """
-    x = g.gather_rows(
-        g.input(dim)
-    )  # all of them; what follows is as long as what has logits, not as a step may be
+    """Trace a head: logits = W_out (x + silu(W x + b)) for each input row x [dim]."""
+    # All rows are gathered, so the workspace is sized by logit rows and not by rows of a step.
+    x = g.gather_rows(g.input(dim))
     mixed = g.linear(
         x,
         g.weight(f"medusa.{index}.0.linear.weight", dim, dim),
@@ -48,15 +43,15 @@ def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
     )
 
 
-class _Kept(NamedTuple):
-    """Of a sequence, from the step that drew its last token."""
+class _LastRow(NamedTuple):
+    """The row that a sequence's last token was sampled from."""
 
-    num_known: int
+    num_known: int  # known tokens of the sequence with the last token
     hidden: NDArray[np.float32]  # [dim]
 
 
 class MedusaProposer:
-    """Drafts by heads that were trained for the model."""
+    """Drafts with heads that were trained for the model."""
 
     def __init__(self, heads: Sequence[Executable], depth: int, width: int) -> None:
         max_nodes = min(depth, len(heads)) * width
@@ -65,29 +60,30 @@ class MedusaProposer:
         )
         self._tree = static_tree(min(depth, len(heads)), max_nodes)
         self._heads = heads[: max(map(len, self._tree))]
-        self._kept: WeakKeyDictionary[SequenceView, _Kept] = WeakKeyDictionary()
-
-    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
-        kept = [self._kept.get(seq) for seq in seqs]
-        asked = [
-            i
-            for i, (seq, k) in enumerate(zip(seqs, kept, strict=True))
-            if k and k.num_known == len(seq.known)
-        ]
-        if not asked:
-            return [NO_DRAFT] * len(seqs)
-        batch = _input_rows(np.stack([k.hidden for i in asked if (k := kept[i])]))
-        ranks = [
+        self._num_top = [
             1 + max(path[depth] for path in self._tree if len(path) > depth)
             for depth in range(len(self._heads))
         ]
-        top = [
-            _top_tokens(head, batch, most) for head, most in zip(self._heads, ranks, strict=True)
-        ]
+        """Number of likeliest tokens of each head that occur in the tree."""
+        self._last_rows: WeakKeyDictionary[SequenceView, _LastRow] = WeakKeyDictionary()
+
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        hidden: dict[int, NDArray[np.float32]] = {}
+        for i, seq in enumerate(seqs):
+            last = self._last_rows.get(seq)
+            if last and last.num_known == len(seq.known):
+                hidden[i] = last.hidden
         drafts = [NO_DRAFT] * len(seqs)
-        for row, i in enumerate(asked):
-            if all(by_head[row] for by_head in top):
-                drafts[i] = self._draft([by_head[row] for by_head in top], budgets[i])
+        if not hidden:
+            return drafts
+        batch = _input_rows(np.stack(list(hidden.values())))
+        top_by_head = [
+            _top_tokens(head, batch, count)
+            for head, count in zip(self._heads, self._num_top, strict=True)
+        ]
+        for i, top in zip(hidden, zip(*top_by_head, strict=True), strict=True):
+            if all(top):
+                drafts[i] = self._draft(top, budgets[i])
         return drafts
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
@@ -96,13 +92,13 @@ class MedusaProposer:
         seen = set[int]()
         for commit in commits:
             seq = seqs[commit.source]
-            if (
-                commit.tokens and commit.source not in seen
-            ):  # the first of several goes to the sequence itself
-                self._kept[seq] = _Kept(len(seq.known), result.hidden[commit.last_row].copy())
+            # The first commit of a source belongs to the sequence, further ones to its forks.
+            if commit.tokens and commit.source not in seen:
+                hidden = result.hidden[commit.last_row].copy()
+                self._last_rows[seq] = _LastRow(len(seq.known), hidden)
             seen.add(commit.source)
 
-    def _draft(self, top: list[list[int]], budget: int) -> DraftTree:
+    def _draft(self, top: Sequence[list[int]], budget: int) -> DraftTree:
         paths = self._tree[:budget]
         nodes = {path: node for node, path in enumerate(paths)}
         tokens = [top[len(path) - 1][path[-1]] for path in paths]
@@ -110,18 +106,19 @@ class MedusaProposer:
 
 
 def _top_tokens(head: Executable, batch: RaggedBatch, count: int) -> list[list[int]]:
-    """The `count` likeliest tokens of a head for each row, best first; none where its logits are
-    not finite.
+    """The `count` likeliest tokens of a head for each row, best first.
+
+    A row whose logits are not finite has no tokens.
     """
-    values = (
-        head.launch(batch, [Score(row, 0, count) for row in range(len(batch.tokens))]).wait().values
-    )
+    ops = [Score(row, token=0, num_logprobs=count) for row in range(len(batch.tokens))]
+    values = head.launch(batch, ops).wait().values
     return [value.top_ids if isinstance(value, TokenLogprobs) else [] for value in values]
 
 
 def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:
-    """The paths, as ranks from the root down, that are likeliest to be right; parents come before
-    children.
+    """The most probable paths of a tree, as the ranks of their tokens from the root down.
+
+    Parents come before children.
     """
     tree: list[tuple[int, ...]] = []
     queue: list[tuple[float, tuple[int, ...]]] = [(-_FIRST, (0,))] if num_heads else []
@@ -135,10 +132,18 @@ def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:
 
 
 def _input_rows(x: NDArray[np.float32]) -> RaggedBatch:
-    """A step of these rows, for a program that keeps nothing."""
+    """A batch of input rows [rows, dim], for a program without KV."""
     count = len(x)
     zeros, rows = ints([0] * count), ints(list(range(count)))
-    row_start = ints(list(range(count + 1)))
     return RaggedBatch(
-        zeros, zeros, row_start, zeros, ints([1] * count), (), None, rows, rows, inputs=x
+        tokens=zeros,
+        positions=zeros,
+        row_start=ints(list(range(count + 1))),
+        context_len=zeros,
+        scheduled_len=ints([1] * count),
+        kv=(),
+        ancestors=None,
+        logit_rows=rows,
+        seq_of=rows,
+        inputs=x,
     )

@@ -1,5 +1,6 @@
-"""Prompt lookup: drafts what followed the last few tokens where they occurred before, in prompt or
-output (Saxena 2023).
+"""Prompt lookup: drafts the tokens that followed earlier occurrences of the last few tokens.
+
+The occurrences are in the prompt and the output of the same sequence. (Saxena 2023)
 """
 
 from array import array
@@ -12,26 +13,24 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
-"""Lengths of the runs that are looked up, longest first."""
+"""Lengths of the runs of tokens that are looked up, longest first."""
 _MAX_PLACES = 4
-"""Most places kept of each run, the latest ones."""
+"""Max occurrences considered for each run, the latest first."""
 _MAX_CANDIDATES = 3
-"""Most places to take a continuation from."""
+"""Max occurrences whose continuations are drafted."""
 _MAX_MATCH = 16
-"""Tokens up to which the length of a match is measured."""
+"""Max tokens of a match; longer matches count as this long."""
 _ACCEPTANCE = (0.5, 0.75, 0.85, 0.95)
-"""Where matches of 2, 4, 8 and 16 tokens are right before anything is measured, as
-`ProposerTraits.acceptance`: a little below what 96 answers of the default model gave, to prompts to
-quote, edit, transform and chat (`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96).
+"""Assumed acceptance of matches of 2, 4, 8 and 16 tokens, as `ProposerTraits.acceptance`. It is a
+little below the rates of 96 outputs of the default model for prompts to quote, edit, transform and
+chat (`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96).
 """
 _MAX_RUNS = 1 << 15
-"""Most runs of a size that are kept of a sequence; the oldest is dropped first."""
+"""Max runs of one size kept for a sequence; the oldest is dropped first."""
 
 
 class NgramProposer:
-    """Drafts repetitions of a sequence's own text. It takes microseconds for each sequence and each
-    new token of it.
-    """
+    """Drafts repetitions of a sequence's own text, in microseconds per sequence and new token."""
 
     def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(
@@ -59,13 +58,15 @@ class NgramProposer:
         chains = [
             _continuation(known, place, budget) for length, place in matches if 2 * length > longest
         ]
-        return merge(
-            chains, budget, confidence=longest.bit_length() - 2
-        )  # 0, 1, 2, 3 from 2, 4, 8, 16 tokens on
+        confidence = longest.bit_length() - 2  # 0, 1, 2, 3 from 2, 4, 8, 16 tokens on
+        return merge(chains, budget, confidence)
 
 
 class _Index:
-    """The places where each run of tokens was followed by another token: by size of the runs."""
+    """The places after each run of tokens of a sequence, by size of the runs.
+
+    A place is the position of the token that follows a run.
+    """
 
     def __init__(self) -> None:
         self._runs = [_Runs(size) for size in _SIZES]
@@ -78,8 +79,9 @@ class _Index:
         self._length = len(known)
 
     def matches(self, known: list[int]) -> list[tuple[int, int]]:
-        """(length, position after it) of earlier occurrences of what ends the sequence: the longest
-        first, of equal ones the latest.
+        """(length, place) of earlier occurrences of the sequence's end.
+
+        The longest is first; of equal lengths, the latest.
         """
         found: dict[int, int] = {}
         for runs in self._runs:
@@ -94,27 +96,25 @@ class _Index:
 
 
 class _Runs:
-    """The places behind runs of `size` tokens. Each leads to the one before it, so a long prompt is
-    added without a list for each run.
+    """The places after runs of `size` tokens.
+
+    Each place links to the previous place of the same run, so a long prompt needs no list per run.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._last: dict[bytes, int] = {}
-        """The latest place behind each run; the run that was met first is the first to be dropped.
-        """
+        """The latest place after each run, in the order in which the runs were first added."""
         self._before = array("i", [-1]) * size
-        """By place: the one before it behind the same run; -1: there is none."""
+        """The previous place of the same run, by place; -1: none."""
 
     def extend(self, known: list[int], length: int) -> None:
         """Add the runs before each token from `length` on."""
         last, before = self._last, self._before
         first = max(length, self.size)
-        data, step, width = (
-            _key(known[first - self.size : -1]),
-            self._before.itemsize,
-            self._before.itemsize * self.size,
-        )
+        data = _key(known[first - self.size : -1])
+        step = self._before.itemsize
+        width = step * self.size
         for place, start in enumerate(range(0, len(data) - width + 1, step), first):
             run = data[start : start + width]
             before.append(last.get(run, -1))
@@ -123,7 +123,7 @@ class _Runs:
             del last[next(iter(last))]
 
     def places(self, run: bytes) -> Iterator[int]:
-        """The latest places behind a run, the latest first."""
+        """The latest places after a run, the latest first."""
         place = self._last.get(run, -1)
         for _ in range(_MAX_PLACES):
             if place < 0:
@@ -133,23 +133,25 @@ class _Runs:
 
 
 def _key(tokens: list[int]) -> bytes:
-    """A run, or several that overlap, as bytes: sooner made and found than tuples, and nothing for
-    the garbage collector.
+    """A run, or overlapping runs, as bytes.
+
+    Bytes are faster to make and look up than tuples, and the garbage collector ignores them.
     """
     return array("i", tokens).tobytes()
 
 
 def _match_length(known: list[int], place: int, size: int) -> int:
-    """Number of tokens before `place` that are also those at the end of the sequence; at least
-    `size`, which is known.
+    """Number of tokens before `place` that equal the last tokens of the sequence.
+
+    At least `size` are known to be equal.
     """
-    length, most = size, min(_MAX_MATCH, place)
-    while length < most and known[place - length - 1] == known[-length - 1]:
+    length, max_length = size, min(_MAX_MATCH, place)
+    while length < max_length and known[place - length - 1] == known[-length - 1]:
         length += 1
     return length
 
 
 def _continuation(known: list[int], start: int, length: int) -> list[int]:
-    """The `length` tokens from `start` on, as if the text from there on repeated for ever."""
+    """The `length` tokens from `start` on, as if the text from there repeated forever."""
     period = len(known) - start
     return [known[start + i % period] for i in range(length)]

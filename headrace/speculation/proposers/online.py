@@ -1,9 +1,8 @@
-"""A table of the tokens that followed runs of tokens in the outputs of earlier requests: it learns
-while the engine serves.
+"""A table of the tokens that followed runs of tokens in the outputs of earlier requests.
 
-Where answers repeat across requests, it drafts what no single prompt has. Tokens learned from a
-request are used only for requests with the same cache salt: as with any shared cache, the speed of
-an answer hints at what others were answered.
+It learns while the engine serves. If outputs repeat across requests, it drafts text that the prompt
+does not have. Tokens learned from a request serve only requests of the same scope (cache salt and
+adapter): as with any shared cache, the speed of an output hints at the outputs of others.
 """
 
 from collections import deque
@@ -16,19 +15,20 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
-"""Lengths of the runs that are looked up, longest first."""
+"""Lengths of the runs of tokens that are looked up, longest first."""
 _ACCEPTANCE = (0.5, 0.75, 0.85)
-"""Where runs of 2, 4 and 8 tokens are right before anything is measured, as
-`ProposerTraits.acceptance`: about what 96 answers of the default model gave one after another
-(`benchmarks/acceptance.py`: 0.49, 0.75, 0.88).
+"""Assumed acceptance after runs of 2, 4 and 8 tokens, as `ProposerTraits.acceptance`: about the
+rates of 96 outputs of the default model, one after another (`benchmarks/acceptance.py`: 0.49, 0.75,
+0.88).
 """
-_FOLLOWERS = 2
-"""Most different tokens kept after a run, the latest first."""
+_MAX_FOLLOWERS = 2
+"""Max different tokens kept for each run, the latest first."""
 
 
 class OnlineProposer:
-    """Drafts repetitions of earlier outputs. It keeps at most `max_runs` runs; the least recently
-    used is dropped first.
+    """Drafts repetitions of earlier outputs.
+
+    The table has at most `max_runs` runs; the least recently used is dropped first.
     """
 
     def __init__(self, max_nodes: int, max_runs: int = 1 << 16) -> None:
@@ -41,8 +41,7 @@ class OnlineProposer:
         self._ended = deque[_Transcript]()
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
-        # Tokens are learned only here: many at once take far less time than one by one after each
-        # step.
+        # Tokens are learned only here: many at once take far less time than a few after each step.
         while self._ended:
             self._learn(self._ended.popleft())
         return [
@@ -51,7 +50,7 @@ class OnlineProposer:
         ]
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
-        pass  # `propose` reads the new tokens of a sequence, and of those that have ended
+        pass  # `propose` reads the new tokens of all sequences
 
     def _transcript(self, seq: SequenceView) -> "_Transcript":
         """The transcript of a sequence, learned up to its last token."""
@@ -75,9 +74,7 @@ class OnlineProposer:
         return merge(chains, budget, confidence=_SIZES[::-1].index(size))
 
     def _continuation(self, scope: Hashable, tokens: list[int], length: int) -> list[int]:
-        """The tokens that last followed, one after another, at most `length`; fewer where the table
-        has none.
-        """
+        """Up to `length` tokens that last followed, one after another, as far as the table has them."""
         chain: list[int] = []
         while len(chain) < length and (found := self._look_up(scope, tokens)):
             chain.append(found[1][0])
@@ -85,9 +82,7 @@ class OnlineProposer:
         return chain
 
     def _look_up(self, scope: Hashable, tokens: list[int]) -> tuple[int, list[int]] | None:
-        """The length of the longest known run that ends these tokens, and the tokens that followed
-        it.
-        """
+        """The length of the longest known run at the end of `tokens`, and the run's followers."""
         for size in _SIZES:
             run = (scope, *tokens[-size:])
             if len(run) == 1 + size and (followers := self._followers.get(run)):
@@ -106,9 +101,8 @@ class OnlineProposer:
                     if followers is None:
                         followers = [token]
                     elif followers[0] != token:
-                        followers = [token, *(other for other in followers if other != token)][
-                            :_FOLLOWERS
-                        ]
+                        others = [other for other in followers if other != token]
+                        followers = [token, *others][:_MAX_FOLLOWERS]
                     table[run] = followers
         transcript.learned = len(known)
         while len(table) > self._max_runs:
@@ -116,13 +110,11 @@ class OnlineProposer:
 
 
 class _Transcript:
-    """The tokens of a sequence, and how many have been learned; it outlives the sequence, so that
-    the rest can be learned.
-    """
+    """The tokens of a sequence. It outlives the sequence, so that its last tokens are learned."""
 
     def __init__(self, seq: SequenceView) -> None:
         self.scope = seq.scope
         self.known = seq.known
         """The sequence's own list, which grows."""
         self.learned = seq.prompt_len
-        """Number of tokens that need not be learned any more; those of the prompt never are."""
+        """Number of tokens that have been learned, or belong to the prompt, which is not learned."""

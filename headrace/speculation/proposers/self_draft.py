@@ -1,9 +1,8 @@
-"""The model's own first layers and its head draft what the whole of it will draw (Zhang et al.
-2024, Draft & Verify; Elhoushi et al. 2024, LayerSkip).
+"""Self-draft: the first layers of the model and its head draft for the entire model.
 
-The short program runs over the weights and the KV of the long one. What these layers have of the
-context is there already; what they write for drafts lies in slots that the step writes again, with
-the same numbers where the draft stays the same.
+The short program runs over the weights and the KV of the model, so the KV of the context exists
+already. The KV that it writes for drafts lies in slots that the step writes again. (Zhang et al.
+2024, Draft & Verify; Elhoushi et al. 2024, LayerSkip)
 """
 
 from headrace.backend import Executable
@@ -12,14 +11,14 @@ from headrace.logit_ops import StepResult
 from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.chains import TIME_LIMIT, chain, grow
 
-_MOST_ROWS = 16
-"""Of known tokens without KV. At the end of a prompt there are more, and computing them twice costs
-more than a draft brings.
+_MAX_UNCOMPUTED = 16
+"""Max known tokens without KV, which are computed twice. At the end of a prompt there are more, and
+computing them twice costs more than a draft gains.
 """
 
 
 class SelfDraftProposer:
-    """Drafts by leaving out the last layers."""
+    """Drafts with the first layers of the target model."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class SelfDraftProposer:
         chains = {
             i: chain(seq, seq.computed, seq.tables, nodes, probabilities=self._probabilities)
             for i, (seq, nodes) in enumerate(zip(seqs, budgets, strict=True))
-            if nodes > 0 and len(seq.known) - seq.computed <= _MOST_ROWS
+            if nodes > 0 and len(seq.known) - seq.computed <= _MAX_UNCOMPUTED
         }
         grow(self._executable, list(chains.values()), self.traits.width, self._block_size)
         return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]

@@ -1,4 +1,4 @@
-"""Building and pruning draft trees, for proposers."""
+"""Helpers to build and prune draft trees."""
 
 from collections.abc import Iterable
 
@@ -6,8 +6,9 @@ from headrace.batch import DraftTree
 
 
 class Tree:
-    """A draft tree under construction, of at most `budget` nodes. The children of a node have
-    different tokens.
+    """A draft tree under construction, with at most `budget` nodes.
+
+    The children of a node have different tokens.
     """
 
     def __init__(self, budget: int) -> None:
@@ -17,9 +18,7 @@ class Tree:
         self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with this token, added if there is none; None if the budget is
-        spent.
-        """
+        """The child of `parent` with this token, added if it is new; None if the budget is spent."""
         node = self._nodes.get((parent, token))
         if node is None and len(self.tokens) < self._budget:
             node = self._nodes[parent, token] = len(self.tokens)
@@ -28,7 +27,7 @@ class Tree:
         return node
 
     def add_chain(self, tokens: Iterable[int], parent: int = -1) -> list[int]:
-        """The nodes of a chain below `parent`, as far as the budget goes."""
+        """Add a chain below `parent` within the budget; returns its nodes."""
         nodes: list[int] = []
         for token in tokens:
             node = self.add(nodes[-1] if nodes else parent, token)
@@ -39,8 +38,9 @@ class Tree:
 
 
 def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTree:
-    """The chains as one tree, filled level by level: the more chains agree, the deeper the budget
-    goes.
+    """Merge chains into one tree, level by level.
+
+    The more chains agree, the deeper the tree within the same budget.
     """
     tree = Tree(budget)
     ends = [-1] * len(chains)
@@ -55,7 +55,7 @@ def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTre
 
 
 def prune(draft: DraftTree, kept: list[int]) -> DraftTree:
-    """The tree of the `kept` nodes alone, which are ascending and have their parents among them."""
+    """The tree of the `kept` nodes only; they are ascending and contain their parents."""
     if len(kept) == len(draft.tokens):
         return draft
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
