@@ -69,7 +69,7 @@ def page() -> tuple[str, str, str]:
     return before, found, after
 
 
-def test_the_tables_are_those_of_the_families() -> None:
+def test_families_page_equals_the_registered_families() -> None:
     assert page()[1] == table()
 
 

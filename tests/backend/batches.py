@@ -1,6 +1,4 @@
-"""Random ragged batches: prompt chunks, single rows and draft trees at random depths of their
-contexts.
-"""
+"""Random ragged batches: prompt chunks, single rows and draft trees at random depths."""
 
 import numpy as np
 
@@ -8,7 +6,7 @@ from headrace.batch import KvRows, RaggedBatch
 
 
 class Sequence:
-    """One sequence's slots: a shuffled block table, and how much of its context has KV."""
+    """A sequence: a shuffled block table, and its number of tokens with KV."""
 
     def __init__(self, blocks: list[int], block_size: int) -> None:
         self.block_size = block_size
@@ -29,8 +27,8 @@ def batch_of(
     trees: bool,
     num_groups: int = 1,
 ) -> RaggedBatch:
-    """One step: scheduled tokens and a (tokens, parents) tree for each sequence, logits for all
-    rows; the same blocks in each group.
+    """A batch with scheduled tokens and a (tokens, parents) tree for each sequence, and logits for
+    all rows. All KV groups have the same blocks.
     """
     tokens, positions, slots, starts, rows_seen = [], [], [], [0], []
     for sequence, decided, (drafted, parents) in zip(sequences, num_scheduled, drafts, strict=True):

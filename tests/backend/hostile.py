@@ -1,7 +1,6 @@
-"""Calls of a plan's builder and batches, most of them nearly right: whatever they are, Python gets
-an exception or an answer.
+"""Random calls of a plan's builder and random batches, most of them nearly valid.
 
-Everything is drawn from one `random.Random`, which hypothesis or a fuzzer's seed drives.
+All are drawn from one `random.Random`, which hypothesis or the seed of a fuzzer drives.
 """
 
 from collections.abc import Callable
@@ -21,11 +20,11 @@ Maker = Callable[[Random], Any]
 EXTREMES = [-(2**31), -1, 0, 1, 2, 31, 32, 33, 64, 2**30, 2**31 - 1]
 SIZES = [*EXTREMES, 2**31, 2**40, 2**62, 2**63, 2**64 - 1]
 ROWS = [(1, 0), (3, 2), (3, 61)]
-"""Rows of a batch, and the tokens before them."""
+"""(rows, tokens before them) of each sequence."""
 
 
 def attempt(call: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a call is accepted; it may be refused by nothing but these."""
+    """Whether a call is accepted. It may only raise these errors."""
     try:
         call(*arguments)
     except (ValueError, TypeError, MemoryError, OverflowError):
@@ -38,7 +37,7 @@ def one_of(*values: Any) -> Maker:
 
 
 def mostly(*values: Any) -> Maker:
-    """One of these, or now and then an extreme number."""
+    """One of the choices, or rarely an extreme number."""
     return lambda rng: rng.choice(EXTREMES) if rng.randrange(12) == 0 else rng.choice(values)
 
 
@@ -47,7 +46,7 @@ def several(*makers: Maker) -> Maker:
 
 
 def near(right: tuple[Any, ...], *makers: Maker) -> Maker:
-    """What is right on a furnished plan, but for one or two arguments."""
+    """Arguments that are valid on a furnished plan, except for one or two."""
 
     def make(rng: Random) -> tuple[Any, ...]:
         changed = {rng.randrange(len(right)) for _ in range(rng.randrange(3))}
@@ -57,9 +56,7 @@ def near(right: tuple[Any, ...], *makers: Maker) -> Maker:
 
 
 def spoilt(rng: Random, array: Array) -> Any:
-    """The array most of the time, else something that is none, or another in length, dtype, shape
-    or layout.
-    """
+    """Mostly the array, else an array of another length, dtype, shape or layout, or no array."""
     kind = rng.randrange(30)
     if kind < 20:
         return array
@@ -79,7 +76,7 @@ def spoilt(rng: Random, array: Array) -> Any:
 
 
 def ints(rng: Random, near: list[int]) -> Any:
-    """The right array most of the time, else one with a wrong number, or something else."""
+    """Mostly the valid array, else one with a wrong number, or another object."""
     values = np.array(near, np.int32)
     if near and rng.randrange(16) == 0:
         values[rng.randrange(len(near))] = rng.choice(EXTREMES)
@@ -87,7 +84,7 @@ def ints(rng: Random, near: list[int]) -> Any:
 
 
 def ids(rng: Random) -> list[int]:
-    """Some ids, of weights or vectors."""
+    """Some ids of weights or vectors."""
     return [ID(rng) for _ in range(rng.choice([0, 1, 1, 2, 9]))]
 
 
@@ -97,7 +94,6 @@ def stored(name: str, rows: int, cols: int) -> StoredTensor:
 
 
 def weight(rng: Random) -> tuple[Any, ...]:
-    """The arguments of `add_weight`."""
     name = rng.choice(
         [
             *(name for name, form in FORMATS.items() if not form.table_rows),
@@ -125,7 +121,7 @@ def weight(rng: Random) -> tuple[Any, ...]:
 
 
 def integers(rng: Random, name: str) -> Any:
-    """What the codes of a format are looked up in, or now and then something else."""
+    """The codebook of a format, or rarely another object."""
     found = FORMATS[name].integers
     if not found or rng.randrange(10) == 0:
         return rng.choice([None] * 9 + [np.zeros(16, np.int8)])
@@ -141,7 +137,7 @@ def weight_pair(rng: Random) -> tuple[Any, ...]:
 
 
 def table(rng: Random) -> _native.TableSpec:
-    """A matrix with a table of scales, which nothing fills unless a call does."""
+    """A matrix with a table of scales, which a later call may fill."""
     return _native.TableSpec(
         rng.choice(["2", "3", "4", "8", "e4m3"]),
         rng.choice([16, 33]),
@@ -153,7 +149,7 @@ def table(rng: Random) -> _native.TableSpec:
 
 
 def table_rows(rng: Random) -> tuple[Any, ...]:
-    """Rows of the matrix with a table that a furnished plan has, or of something else."""
+    """Rows for the table matrix of a furnished plan, or for another."""
     codes, scales = np.zeros((16, 32), np.uint8), np.zeros((16, 2), np.uint8)
     if rng.randrange(3):
         return 4, rng.choice([0, 16]), codes, scales, None
@@ -167,7 +163,7 @@ def table_rows(rng: Random) -> tuple[Any, ...]:
 
 
 def table_blocks(rng: Random) -> tuple[Any, ...]:
-    """Blocks for the second matrix with a table of a furnished plan, or for something else."""
+    """Blocks for the second table matrix of a furnished plan, or for another."""
     name = rng.choice(["TQ1_0"] * 6 + ["TQ2_0", "IQ4_NL", "Q4_0", "?"])
     data = stored("TQ2_0" if name == "TQ2_0" else "TQ1_0", 33, 256).parts["codes"]
     order = (
@@ -282,7 +278,7 @@ BUILDER: dict[str, Maker] = {
     "profile": several(),
     "move_slots": lambda rng: (mostly(0, 1)(rng), ints(rng, [0, 33]), ints(rng, [1, 2])),
 }
-"""Calls of a plan, with what makes their arguments."""
+"""Calls of a plan, each with a function that draws its arguments."""
 FUNCTIONS: dict[str, Maker] = {
     "kv_block_bytes": several(one_of("f32", "int4", "?"), mostly(16), mostly(0, 16)),
     "packed_bytes": several(one_of("Q4_0", "Q6_K", "F32", "?"), mostly(32), mostly(256)),
@@ -307,11 +303,13 @@ FUNCTIONS: dict[str, Maker] = {
         one_of((1, 2, 3, 4), (1, 2), (2**32,) * 4), one_of((0, 0), (-1, 0)), one_of("", "?")
     ),
 }
-"""Functions beside a plan that take numbers."""
+"""Functions outside a plan that take numbers."""
 
 
 def furnished(rng: Random | None) -> _native.Plan:
-    """A plan with some of everything, so that ids are often right; without `rng`, one that runs."""
+    """A plan with objects of every kind, so that random ids are often valid; without `rng`, it can
+    run.
+    """
     plan = _native.Plan(rng.choice(_native.isas()) if rng else "", rng.choice([1, 2]) if rng else 1)
     for head_dim, window, kv_dtype in (
         (16, 0, rng.choice(["f32", "bf16", "int4"]) if rng else "f32"),
@@ -362,14 +360,14 @@ def furnished(rng: Random | None) -> _native.Plan:
 
 
 def build(rng: Random, plan: _native.Plan) -> bool:
-    """Make a call of the builder, or of a function beside it; whether it is accepted."""
+    """Make a random call of the builder, and return whether it was accepted."""
     table, owner = (FUNCTIONS, _native) if rng.randrange(20) == 0 else (BUILDER, plan)
     name = rng.choice(sorted(table))
     return attempt(getattr(owner, name), *table[name](rng))
 
 
 def right_batch(rows: int, context: int) -> tuple[Any, ...]:
-    """The arguments of a run that is accepted."""
+    """Valid arguments of a run."""
     near = [[1] * rows, range(context, context + rows), [0, rows], [context], [rows]]
     kv = ((np.arange(rows, dtype=np.int32), np.array([[0, 1]], np.int32)),) * 3
     return (
@@ -384,7 +382,6 @@ def right_batch(rows: int, context: int) -> tuple[Any, ...]:
 
 
 def batch(rng: Random) -> tuple[Any, ...]:
-    """The arguments of a run."""
     rows, context = rng.choice(ROWS)
     scheduled = rng.choice([rows, 1])
     near = [[1] * rows, list(range(context, context + rows)), [0, rows], [context], [scheduled]]

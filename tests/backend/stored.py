@@ -1,6 +1,4 @@
-"""Random tensors in every stored format, with sane scales, and the reference twins of activation
-packing.
-"""
+"""Random tensors in every stored format, and the reference twins of activation packing."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +25,7 @@ _LARGEST = {
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), 166),
     **{"IQ3_XXS": 480, "IQ3_S": 465, "IQ4_NL": 127, "IQ4_XS": 4064, "TQ1_0": 1, "TQ2_0": 2},
 }
-"""Values of blocks whose scale is 1; of the others 16 will do."""
+"""Largest values of blocks with scale 1; 16 for all others."""
 
 
 def random_stored(
@@ -39,8 +37,8 @@ def random_stored(
     scale: float = 0.1,
     fill: int | None = None,
 ) -> StoredTensor:
-    """A [rows, cols] tensor of random codes and scales; values are of the order of `scale`. With
-    `fill` all bytes of codes are that one.
+    """A [rows, cols] tensor of random codes and scales, with values of the order of `scale`. With
+    `fill`, all code bytes have this value.
     """
     rng = np.random.default_rng(seed)
     random_bytes = lambda shape: (  # noqa: E731
@@ -97,8 +95,8 @@ def random_stored(
 
 
 def quantised_rows(x: NDArray[np.float32], offset: bool, group: int = 32) -> NDArray[np.float64]:
-    """What the int8 activation forms stand for: per group of columns 255 codes around 0, or around
-    the middle of the group's range.
+    """The values of int8 activations: for each group of columns, 255 codes around 0 or around the
+    middle of the range.
     """
     rows, cols = x.shape
     groups = np.pad(x, ((0, 0), (0, -cols % group))).reshape(rows, -1, group)

@@ -1,6 +1,4 @@
-"""Adapters in the native plan: every instruction set against the reference, and calls that must be
-refused.
-"""
+"""Adapters in the native plan equal the reference, and invalid calls are refused."""
 
 from typing import Any
 
@@ -53,7 +51,7 @@ def logits(executable: Any, adapters: list[int]) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("isa", _native.isas())
-def test_against_the_reference(isa: str) -> None:
+def test_adapters_equal_the_reference(isa: str) -> None:
     program = trace_model(SPEC, TENSORS)
     ours, truth = (
         CpuExecutable(program, TENSORS, KV, 2, isa),
@@ -70,7 +68,7 @@ def test_against_the_reference(isa: str) -> None:
     ).all()
 
 
-def test_what_is_not_finite_stays_with_those_that_have_it() -> None:
+def test_not_finite_adapter_spoils_only_its_own_sequences() -> None:
     executable = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "")
     base = logits(executable, [-1] * 4)
     name = "layers.0.gate"
@@ -92,7 +90,7 @@ def test_what_is_not_finite_stays_with_those_that_have_it() -> None:
         ([(0, np.zeros(8), np.zeros((8, 2)), 1.0)], r"down is \[rank, columns\]"),
     ],
 )
-def test_matrices_that_do_not_fit(
+def test_adapter_matrices_of_wrong_shape_are_refused(
     matrices: list[tuple[int, Any, Any, float]], message: str
 ) -> None:
     plan = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "").plan
@@ -107,7 +105,7 @@ def test_matrices_that_do_not_fit(
         plan.adapter_bytes(0)
 
 
-def test_numbers_that_are_no_adapters() -> None:
+def test_unknown_adapter_numbers_are_refused() -> None:
     executable = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "")
     number = executable.add_adapter(made(3))
     for wrong in ([number + 1] * 4, [-2] * 4, [2**31 - 1] * 4):
@@ -122,7 +120,7 @@ def test_numbers_that_are_no_adapters() -> None:
         executable.remove_adapter(number)
 
 
-def test_the_bytes_that_a_step_reads() -> None:
+def test_adapter_bytes_of_a_step() -> None:
     executable = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "")
     adapter, step = made(16), StepSize(((0, 1),), 1, 4.0)
     with_it, without = (

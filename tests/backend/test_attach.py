@@ -1,6 +1,4 @@
-"""Programs attached to an executable: the same numbers as alone, with one copy of weights, KV and
-threads.
-"""
+"""Attached programs compute the same numbers as alone, and share weights, KV and threads."""
 
 from dataclasses import replace
 
@@ -21,10 +19,8 @@ KV = KvConfig((BLOCKS,), 32, "f32")
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("format", ["F32", "Q4_0"])
 @pytest.mark.parametrize("kv_dtype", ["f32", "int8", "int4"])
-def test_first_layers(backend: str, format: str, kv_dtype: KvDtype) -> None:
-    """They see the KV that the whole program wrote, and write what it would, in groups of layers
-    whose order is their own.
-    """
+def test_attached_first_layers_share_the_kv(backend: str, format: str, kv_dtype: KvDtype) -> None:
+    """They use the KV of the whole program, and may have another order of KV groups."""
     kv = KvConfig((BLOCKS, BLOCKS), 32, kv_dtype)
     spec, tensors = tiny_model(7, layers=4, format=format, window=(0, 9, 9))
     short_spec = replace(spec, num_layers=2, windows=spec.windows[:2])
@@ -42,7 +38,7 @@ def test_first_layers(backend: str, format: str, kv_dtype: KvDtype) -> None:
         assert np.array_equal(forward(whole, batch).logits, before)
 
 
-def test_weights_are_there_once() -> None:
+def test_attached_programs_share_weights() -> None:
     spec, tensors = tiny_model(7, layers=3)
     whole = compile_program("cpu", trace_model(spec, tensors), tensors, KV, 1)
     before = whole.plan.weight_bytes  # type: ignore[attr-defined]
@@ -53,7 +49,7 @@ def test_weights_are_there_once() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_hidden_rows_are_those_before_the_head_and_change_nothing(backend: str) -> None:
+def test_hidden_rows_are_the_rows_before_the_head(backend: str) -> None:
     spec, tensors = tiny_model(8)
     program = trace_model(spec, tensors)
     plain, keeping = (
@@ -69,7 +65,7 @@ def test_hidden_rows_are_those_before_the_head_and_change_nothing(backend: str) 
         )
 
 
-def test_input_rows_must_fit() -> None:
+def test_input_rows_without_an_input_op_are_refused() -> None:
     spec, tensors = tiny_model(8)
     whole = compile_program("cpu", trace_model(spec, tensors), tensors, KV, 1)
     batch = next(iter(random_steps(np.random.default_rng(1), spec.vocab_size, trees=False)))

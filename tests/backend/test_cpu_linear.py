@@ -1,6 +1,4 @@
-"""Every packed format in every instruction set of this machine, against the definition of the
-stored format.
-"""
+"""Products in every packed format and instruction set equal the definition of the format."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +42,7 @@ def product(
     threads: int = 1,
     order: Array | None = None,
 ) -> Array:
-    """x @ W.T by a native plan; the rows of x come in through an embedding of float32."""
+    """x @ W.T by a native plan, with the rows of x in a float32 embedding."""
     plan = _native.Plan(isa, threads)
     num_rows, cols = x.shape
     loose, packed = (plan.add_buffer(cols, "step", packs) for packs in (False, True))
@@ -62,7 +60,7 @@ def product(
 
 
 def run_rows(plan: _native.Plan, num_rows: int) -> None:
-    """One step of `num_rows` one-row sequences; row i carries token i."""
+    """Run a step of `num_rows` sequences with one row each; row i has token i."""
     i32 = lambda x: np.ascontiguousarray(x, np.int32)  # noqa: E731
     rows, zeros = np.arange(num_rows), np.zeros(num_rows)
     plan.run(
@@ -78,9 +76,7 @@ def run_rows(plan: _native.Plan, num_rows: int) -> None:
 
 
 def exact(isa: str, stored: StoredTensor, x: Array, offset: bool) -> tuple[Array, Array]:
-    """The exact product over the activations as the kernel sees them, and the scale of its rounding
-    error.
-    """
+    """The exact product with the packed activations, and the scale of its rounding error."""
     weight = stored.dequantise().astype(np.float64)
     if "row_scales" in stored.format.parts:
         x = quantised_rows(x, False, x.shape[1])
@@ -117,8 +113,10 @@ def test_linear_matches_the_stored_format(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("offset", [False, True])
-def test_a_row_does_not_depend_on_its_neighbours(isa: str, format_name: str, offset: bool) -> None:
-    """Promise 1 in the kernel: bit-equal alone, in any block, on one thread or two."""
+def test_linear_bits_of_a_row_do_not_depend_on_other_rows(
+    isa: str, format_name: str, offset: bool
+) -> None:
+    """Promise 1: bit-equal alone, in any block of rows, on one thread or two."""
     x = np.random.default_rng(1).standard_normal((37, 256)).astype(np.float32)
     whole = linear(isa, format_name, x, 50, 2, offset, threads=2)
     for first, last in ((0, 1), (5, 6), (3, 20), (0, 36), (30, 37)):
@@ -133,10 +131,10 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format_name: str, off
     "format_name",
     [name for name, form in FORMATS.items() if form.quantised and not form.needs_floats],
 )
-def test_codes_and_activations_at_the_ends_of_their_ranges(
+def test_linear_with_extreme_codes_and_activations(
     isa: str, format_name: str, offset: bool
 ) -> None:
-    """Sums of products may be kept in 16 bits, which the largest ones must not overflow."""
+    """Partial sums have 16 bits in some kernels."""
     x = np.ones((6, 256), np.float32) * np.array([[1], [-1], [1], [-1], [0.5], [3]], np.float32)
     x[2:4, ::2] *= -1
     if offset:
@@ -160,10 +158,8 @@ def test_row_order_permutes_outputs(format_name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_longest_row_does_not_overflow(isa: str) -> None:
-    """int8 by row sums up in 32 bits: 131,072 products at the ends of their ranges fit, of either
-    sign; one column more is refused.
-    """
+def test_linear_of_the_longest_row_does_not_overflow(isa: str) -> None:
+    """Sums of int8 by row have 32 bits: 131,072 extreme products fit, one column more is refused."""
     cols = 1 << 17
     data = np.repeat(np.array([-128, 127], np.int8), cols).view(np.uint8)
     scales = np.array([1.0, 2.0], np.float32)
@@ -176,7 +172,7 @@ def test_the_longest_row_does_not_overflow(isa: str) -> None:
         plan.add_weight("I8_ROW", 1, cols + 1, np.zeros(cols + 1, np.uint8), None, scales[:1])
 
 
-def test_scales_go_with_the_formats_that_have_them() -> None:
+def test_scales_are_required_by_format() -> None:
     plan = _native.Plan("", 1)
     for name, scales in (
         ("I8_ROW", None),
@@ -196,9 +192,7 @@ def test_scales_go_with_the_formats_that_have_them() -> None:
 
 @pytest.mark.parametrize("name", ["MXFP4", "MXFP4_PAIRS"])
 def test_every_value_of_float_codes_is_exact(name: str) -> None:
-    """As an embedding: each code times each power of two, of which those below 2^-126 count
-    as 0.
-    """
+    """Each code times each power of two, as an embedding. Powers below 2^-126 count as 0."""
     exponents, codes = np.arange(256, dtype=np.uint8), np.arange(16, dtype=np.uint8)
     if name == "MXFP4":
         blocks = np.concatenate(
@@ -226,9 +220,7 @@ def test_every_value_of_float_codes_is_exact(name: str) -> None:
     "name", [name for name, form in FORMATS.items() if form.block > 1 and "MXFP4" not in name]
 )
 def test_every_code_of_a_row_is_exact(name: str) -> None:
-    """As an embedding: codes are taken out of their lines one by one, and random ones are all that
-    there are.
-    """
+    """Random codes of a row, as an embedding."""
     stored = random_stored(name, 32, 512, 6)
     plan = _native.Plan("", 1)
     out = plan.add_buffer(512, "step", False)
@@ -237,9 +229,9 @@ def test_every_code_of_a_row_is_exact(name: str) -> None:
     np.testing.assert_array_equal(plan.floats(out, 32), stored.dequantise())
 
 
-def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
-    """The maximum of a row is known once it is complete: such a plan would compute with a wrong
-    one, so it cannot be made.
+def test_row_scales_need_whole_rows() -> None:
+    """Row scales need the maximum of the complete row, so a plan that packs groups of it is
+    refused.
     """
     plan = _native.Plan("", 1)
     x, y, out = (plan.add_buffer(32, "step", packed) for packed in (True, True, False))
@@ -258,10 +250,8 @@ def test_what_is_written_in_pieces_has_no_scale_by_row() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("offset", [False, True])
-def test_extreme_codes(isa: str, offset: bool) -> None:
-    """All codes at the ends of their range against all activations at the ends of theirs: no
-    intermediate saturates.
-    """
+def test_linear_of_extreme_codes_does_not_saturate(isa: str, offset: bool) -> None:
+    """Extreme codes times extreme activations."""
     for format_name in ("Q8_0", "Q4_0", "Q5_1", "Q6_K", "MXFP4"):
         stored = random_stored(format_name, 16, 256, 0)
         for fill in (0x00, 0xFF, 0x80, 0x7F, 0x77):

@@ -1,4 +1,4 @@
-"""What the process of a loaded model has in memory."""
+"""Memory of a process with a loaded model."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ print(host.peak_memory(), executable.plan.weight_bytes)
 
 
 def test_weights_are_in_memory_once() -> None:
-    """Packed, and not as the file has them too: that would be 98 MB more."""
+    """The pages of the file are released; they would add 98 MB."""
     child = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True, check=True)
     peak, weights = map(int, child.stdout.split())
     assert weights < peak < weights + (80 << 20)
@@ -81,12 +81,10 @@ print([size for size, _ in mapped() if size in map(pages, predicted)])
         (6, "f32", 24 + 64),
     ],
 )
-def test_kv_takes_what_is_predicted_to_the_byte(
+def test_kv_bytes_equal_the_prediction(
     head_dim: int, dtype: str, vector: int, blocks: tuple[int, int]
 ) -> None:
-    """In each group of layers: whole pages are mapped for it, and nothing of it is in memory before
-    it is used.
-    """
+    """Each KV group maps whole pages, and uses memory only once it is written."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     words = [sys.executable, "-c", MAP, str(head_dim), dtype, *map(str, blocks)]
     child = subprocess.run(words, capture_output=True, text=True, env=environment)

@@ -1,8 +1,7 @@
-"""Whole programs on the cpu backend against the reference, for every instruction set of this
-machine.
+"""Whole programs on the cpu backend equal the reference in every instruction set.
 
-Weights and KV are float32 here, so that only the order of the sums differs: what quantised formats
-and bf16 do is tested op by op in test_cpu_linear.py and on the real model.
+Weights and KV are float32 here, so only the order of sums differs. test_cpu_linear.py tests other
+formats op by op.
 """
 
 import numpy as np
@@ -40,9 +39,7 @@ SHAPES = st.fixed_dictionaries(
 
 
 def slack(width: int) -> int:
-    """How much more error a model so narrow may have: its norms divide by a few numbers that may
-    all be near 0.
-    """
+    """Factor of the tolerance for narrow models, whose norms divide by few numbers near 0."""
     return 10 if width < 8 else 1
 
 
@@ -51,9 +48,7 @@ def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> tuple[list[
 
 
 def random_steps(rng: np.random.Generator, vocab: int, trees: bool, num_groups: int = 1):
-    """A few steps of up to four sequences: prompt chunks of all sizes, then single rows; contexts
-    cross blocks and splits.
-    """
+    """Steps of up to four sequences: prompt chunks, then single rows, across blocks and splits."""
     order = rng.permutation(BLOCKS)
     sequences = [
         Sequence([int(b) for b in part], 32) for part in np.array_split(order, rng.integers(1, 5))
@@ -96,8 +91,8 @@ def test_cpu_equals_reference(isa: str, shape: dict, trees: bool, threads: int, 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_ops_that_do_not_fuse(isa: str) -> None:
-    """Values with several readers keep their ops apart: add and glu alone, and inputs that are
-    packed beside their float32 form.
+    """Values with several readers prevent fusion: lone add and glu, and inputs in float32 and
+    packed.
     """
     spec, tensors = tiny_model(4, layers=1, dim=64, heads=2, kv_heads=1, ffn=96)
 
@@ -141,9 +136,7 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
 def test_kv_formats(
     isa: str, dtype: KvDtype, tolerance: float, shape: dict, trees: bool, threads: int, seed: int
 ) -> None:
-    """Float32 weights over KV that is rounded: a number on the edge of two codes may fall to either
-    side, no more.
-    """
+    """With float32 weights, only rounding of KV differs, by at most one code."""
     heads = shape["heads"] * shape["groups"]
     options = {key: shape[key] for key in ("layers", "ffn", "vocab", "window")}
     spec, tensors = tiny_model(
@@ -163,10 +156,8 @@ def test_kv_formats(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
-def test_move_slots(isa: str, dtype: str) -> None:
-    """A context whose slots were moved, in each group of layers, gives the same bits as the one
-    that was there.
-    """
+def test_move_slots_of_kv_formats(isa: str, dtype: str) -> None:
+    """A context with moved slots gives the same bits, in each KV group."""
     spec, tensors = tiny_model(3, dim=48, heads=6, kv_heads=3, layers=3, window=(0, 40))
     program, kv = trace_model(spec, tensors), KvConfig((8, 8), 32, dtype)
     executable = cpu.CpuExecutable(program, tensors, kv, 1, isa)
@@ -217,7 +208,7 @@ def test_fused_program_equals_the_traced_one() -> None:
 
 
 @pytest.mark.parametrize("isa", _native.isas())
-def test_gates_of_any_size(isa: str) -> None:
+def test_glu_with_gates_of_any_size(isa: str) -> None:
     gates = np.array(
         [[-1e6, -1000, -200, -88, -1, -0.0, 0, 1, 88, 200, 1000, 1e30, np.nan, 3, -3, 0.5]],
         np.float32,
@@ -234,7 +225,7 @@ def test_gates_of_any_size(isa: str) -> None:
     np.testing.assert_allclose(plan.floats(out, 1), expected, rtol=1e-5, atol=1e-28)
 
 
-def test_a_view_of_rows_outlives_their_buffer() -> None:
+def test_a_view_of_logits_outlives_its_buffer() -> None:
     plan = _native.Plan("", 1)
     out = plan.add_buffer(1024, "step", False)
     table = np.arange(2 * 1024, dtype=np.float32)

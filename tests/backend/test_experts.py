@@ -1,6 +1,4 @@
-"""Mixtures of experts on the cpu backend, held to the reference: routing, experts, and what a row
-must not depend on.
-"""
+"""Mixtures of experts on the cpu backend equal the reference: routing and experts."""
 
 from typing import get_args
 
@@ -30,7 +28,7 @@ from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
 ISAS = _native.isas()
 FORMATS = ("F32", "BF16", "F16", "Q4_0", "Q8_0", "Q4_K", "I8_ROW", "I8_MIXED", "IQ2_XS", "IQ3_XXS")
 TOLERANCE = {"F32": 1e-5, "F16": 1e-5, "BF16": 0.01}
-"""Of the norm of the result; 0.03 in other formats, with int8 activations."""
+"""Tolerance relative to the norm of the result; 0.03 for formats with int8 activations."""
 NO_KV = KvConfig(())
 
 
@@ -43,7 +41,7 @@ def outputs(executable: Executable, x: Rows) -> Rows:
 
 
 def random_rows(num_rows: int, dim: int, seed: int, step: float = 0.0) -> Rows:
-    """Normal numbers; multiples of `step` where it is given, among which many are equal."""
+    """Normal numbers, rounded to multiples of `step` (so that many are equal) if it is given."""
     x = np.random.default_rng(seed).standard_normal((num_rows, dim)).astype(np.float32)
     return (np.round(x / step) * step).astype(np.float32) if step else x
 
@@ -57,7 +55,7 @@ SIZES = [
     (64, 8, (8, 4)),
     (1, 1, (1, 1)),
 ]
-"""Experts, those that a row goes to, groups and those that are kept."""
+"""(experts, top_k, groups, top_groups)"""
 ROUTINGS = st.fixed_dictionaries(
     {
         "scoring": st.sampled_from(["softmax", "sigmoid"]),
@@ -76,10 +74,8 @@ ROUTINGS = st.fixed_dictionaries(
     threads=st.sampled_from([1, 2]),
     seed=st.integers(0, 2**16),
 )
-def test_rows_are_routed_as_the_reference_says(
-    options: dict, step: float, threads: int, seed: int
-) -> None:
-    """Also where logits are equal, or so large that scores are."""
+def test_route_equals_reference(options: dict, step: float, threads: int, seed: int) -> None:
+    """Including equal logits, and logits so large that scores are equal."""
     experts, top_k, groups = options.pop("sizes")
     made = MoeModel(experts, top_k, groups=groups, **options).routing()
     x = random_rows(9, experts, seed, step)
@@ -92,7 +88,7 @@ def test_rows_are_routed_as_the_reference_says(
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_equal_scores_go_to_the_lower_numbers(scoring: str) -> None:
+def test_route_breaks_ties_by_lower_number(scoring: str) -> None:
     x = np.zeros((2, 8), np.float32)
     x[1, [3, 6, 7]] = 1
     for made in (
@@ -147,7 +143,7 @@ def test_experts_equal_reference(
     ("format", "down"),
     [("Q4_0", "Q8_0"), ("Q8_0", "F32"), ("BF16", "Q4_0"), ("Q4_0", "I8_ROW"), ("I8_ROW", "Q4_1")],
 )
-def test_down_has_a_format_of_its_own(isa: str, format: str, down: str) -> None:
+def test_experts_with_another_format_of_down(isa: str, format: str, down: str) -> None:
     made = MoeModel(format=format, down_format=down, hidden=32).program()
     x = random_rows(21, 64, 5)
     want, got = outputs(reference.compile(*made, NO_KV, 1), x), outputs(on_cpu(made, isa, 2), x)
@@ -165,10 +161,8 @@ def test_experts_of_every_activation(isa: str, activation: Activation) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
-    """Promise 1: the same bits alone, in any order, in chunks, among others, on one thread or
-    more.
-    """
+def test_expert_bits_of_a_row_do_not_depend_on_other_rows(isa: str, format: str) -> None:
+    """Promise 1: the same bits alone, in any order, in chunks, among other rows, on any threads."""
     made = shaped((6, 2, 64, 96), format, layers=2).program()
     x = random_rows(150, made[1]["router"].cols, 0)
     x[:100, 4] += 5  # most rows go to one expert
@@ -188,8 +182,8 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, format: str) -> None:
 
 
 @pytest.mark.parametrize(("down", "regions"), [("Q4_0", 2), ("I8_ROW", 3), ("I8_MIXED", 3)])
-def test_a_single_row_meets_few_barriers(down: str, regions: int) -> None:
-    """Gate with up, and down; the rest of it, the routing too, is one item and needs none."""
+def test_experts_of_a_single_row_need_few_barriers(down: str, regions: int) -> None:
+    """One barrier after gate and up, and one after down."""
     made = MoeModel(format="Q4_0", down_format=down, layers=5).program()
     executable = on_cpu(made, threads=2)
     assert executable.profile(rows_batch(random_rows(1, 64, 0))).barriers == 5 * regions
@@ -198,8 +192,8 @@ def test_a_single_row_meets_few_barriers(down: str, regions: int) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", ["F32", "Q8_0", "I8_ROW"])
-def test_all_rows_go_to_one_expert(isa: str, format: str) -> None:
-    """More of them than make one run of blocks; the other experts have none."""
+def test_experts_when_all_rows_choose_one(isa: str, format: str) -> None:
+    """More rows than one run of blocks."""
     made = MoeModel(top_k=1, format=format).program()
     x = random_rows(300, 64, 3)
     x[:, 5] += 20
@@ -212,8 +206,8 @@ def test_all_rows_go_to_one_expert(isa: str, format: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", ["F32", "BF16", "Q4_0", "I8_ROW"])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_what_is_not_finite_stays_in_its_row(isa: str, format: str, scoring: str) -> None:
-    """Whether it is a logit of the routing or another number of the row."""
+def test_experts_keep_not_finite_numbers_in_their_row(isa: str, format: str, scoring: str) -> None:
+    """In a logit of the routing or in another number of the row."""
     made = MoeModel(format=format, scoring=scoring, groups=(4, 2)).program()
     x = random_rows(20, 64, 4)
     fast = on_cpu(made, isa, 2)
@@ -229,9 +223,7 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, format: str, scoring: str
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
-def test_a_row_that_cannot_choose_goes_to_the_first_experts(
-    scoring: str, groups: tuple[int, int]
-) -> None:
+def test_route_of_not_finite_logits(scoring: str, groups: tuple[int, int]) -> None:
     made = MoeModel(top_k=3, scoring=scoring, groups=groups).routing()
     x = random_rows(4, 8, 5)
     x[1:, 6] = -np.inf, np.inf, np.nan
@@ -245,8 +237,8 @@ def test_a_row_that_cannot_choose_goes_to_the_first_experts(
         )
 
 
-def test_loads_count_rows_since_the_start() -> None:
-    """Of each op, and of each program over the same plan by itself."""
+def test_expert_loads_count_rows() -> None:
+    """For each op, and for each program of a plan separately."""
     made = MoeModel(layers=2).program()
     for executable in (reference.compile(*made, NO_KV, 1), on_cpu(made)):
         assert not executable.expert_loads().any()
@@ -267,8 +259,8 @@ def test_loads_count_rows_since_the_start() -> None:
         assert executable.expert_loads().shape == (0, 0)
 
 
-def test_weights_of_two_forms_are_refused() -> None:
-    """By the name of a tensor: the rows of a block are packed once, for all experts."""
+def test_experts_of_two_packed_forms_are_refused() -> None:
+    """The rows of a block are packed once for all experts."""
     program, tensors = MoeModel(format="Q4_0").program()
     with pytest.raises(UnsupportedModelError, match=r"tensor gate\.0: .*one form"):
         on_cpu((program, {**tensors, "gate.3": random_stored("F32", 96, 64, 0)}))
@@ -282,9 +274,7 @@ def test_weights_of_two_forms_are_refused() -> None:
 
 
 class Native:
-    """A plan of ops over three experts, of any formats one after the other, whose rows and routing
-    come from outside.
-    """
+    """A plan of ops over three experts in several formats, with given rows and routing."""
 
     def __init__(self, x: Rows, routing: Rows) -> None:
         self.plan, self.num_rows, dim = _native.Plan("", 2), len(x), x.shape[1]
@@ -320,10 +310,8 @@ class Native:
         return [np.array(self.plan.floats(out, self.num_rows)) for out in self.outs]
 
 
-def test_layers_of_different_formats_share_their_memory() -> None:
-    """Also where one wants whole rows of what comes of gate and up, and the other takes them in
-    pieces.
-    """
+def test_expert_layers_of_different_formats_share_buffers() -> None:
+    """Including a format that packs whole rows after gate and up, and one that packs groups."""
     x, routing = (
         random_rows(40, 256, 1),
         np.random.default_rng(2).integers(0, 3, (40, 4)).astype(np.float32),
@@ -344,8 +332,8 @@ def test_layers_of_different_formats_share_their_memory() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 6])
-def test_a_routing_that_no_router_has_written(num_rows: int) -> None:
-    """A number that is no expert's counts as the first; a row may go to one expert twice."""
+def test_experts_with_hostile_routing(num_rows: int) -> None:
+    """An invalid expert number counts as the first expert; a row may choose an expert twice."""
     x = random_rows(num_rows, 64, 1)
     wrong, right = (np.full((num_rows, 8), 0.5, np.float32) for _ in range(2))
     wrong[:, :4], right[:, :4] = [2, 2, 1.75, 0], [2, 2, 1, 0]
@@ -377,7 +365,7 @@ def test_a_routing_that_no_router_has_written(num_rows: int) -> None:
         ({"activation": "sine"}, "activation"),
     ],
 )
-def test_what_the_builder_refuses(change: dict, message: str) -> None:
+def test_invalid_experts_are_refused(change: dict, message: str) -> None:
     plan = _native.Plan("", 1)
     for width, rows in (
         (64, "step"),
@@ -423,7 +411,7 @@ def test_what_the_builder_refuses(change: dict, message: str) -> None:
         ({"out": 2}, "for each choice"),
     ],
 )
-def test_what_the_builder_refuses_of_a_routing(change: dict, message: str) -> None:
+def test_invalid_route_is_refused(change: dict, message: str) -> None:
     plan = _native.Plan("", 1)
     for width, rows in ((8, "step"), (6, "step"), (6, "logit")):
         plan.add_buffer(width, rows, False)
@@ -445,13 +433,13 @@ def test_what_the_builder_refuses_of_a_routing(change: dict, message: str) -> No
 
 @pytest.fixture(scope="module")
 def model() -> tuple[ModelSpec, Tensors]:
-    """Six experts in each layer, of which a row goes to two."""
+    """A model with six experts in each layer and top_k 2."""
     return tiny_model(5, dim=64, architecture="mixtral", experts=ExpertSpec(6, 2, 96))
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_model_with_experts(model: tuple[ModelSpec, Tensors], isa: str) -> None:
-    """The experts of its last layer work on the rows whose logits are wanted, and no others."""
+def test_moe_model_equals_reference(model: tuple[ModelSpec, Tensors], isa: str) -> None:
+    """Experts of the last layer compute only the logit rows."""
     spec, tensors = model
     program, kv = trace_model(spec, tensors), KvConfig((BLOCKS,), 32, "f32")
     truth = reference.compile(program, tensors, kv, 1)
@@ -470,8 +458,8 @@ def test_a_model_with_experts(model: tuple[ModelSpec, Tensors], isa: str) -> Non
     assert np.array_equal(fused.expert_loads(), truth.expert_loads())
 
 
-def test_an_engine_says_how_many_rows_went_to_each_expert(model: tuple[ModelSpec, Tensors]) -> None:
-    """And gives each request the tokens that it has alone."""
+def test_engine_reports_expert_loads(model: tuple[ModelSpec, Tensors]) -> None:
+    """Each request also gets the tokens that it gets alone."""
     requests = [
         ([1 + i % 50 for i in range(n)], SamplingParams(max_tokens=9, seed=n)) for n in (3, 40, 17)
     ]

@@ -1,6 +1,4 @@
-"""Quantised weights times activations in float32, in every instruction set of this machine and
-every format that has them.
-"""
+"""Quantised weights times float32 activations, in every instruction set and format."""
 
 from functools import partial
 from operator import sub
@@ -40,7 +38,7 @@ product = partial(table_product, float_activations=True)
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", [*GROUPED, *KINDS])
-def test_products_are_those_of_floats(isa: str, name: str) -> None:
+def test_float_activation_products(isa: str, name: str) -> None:
     for seed, (num_rows, rows, offset) in enumerate(
         ((1, 17, False), (7, 40, True), (20, 16, False))
     ):
@@ -59,7 +57,7 @@ def test_products_are_those_of_floats(isa: str, name: str) -> None:
     "name",
     ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "IQ1_M", "IQ3_S", "IQ4_XS", "int3-point", "nf4", "e5m2-row"],
 )
-def test_a_row_does_not_depend_on_its_neighbours(isa: str, name: str) -> None:
+def test_float_activation_bits_of_a_row_do_not_depend_on_other_rows(isa: str, name: str) -> None:
     x = np.random.default_rng(1).standard_normal((37, 256)).astype(np.float32)
     weight = stored(name, 50, 256, 2)
     whole = product(isa, weight, x, False, threads=2)
@@ -68,8 +66,8 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["Q4_0", "Q8_0"])
-def test_a_model_is_nearer_to_the_truth(format: str) -> None:
-    """The engine's fused ops, with every matrix in the format, against the reference backend."""
+def test_float_activations_reduce_the_error_of_a_model(format: str) -> None:
+    """Fused ops with every matrix in the format, compared with the reference backend."""
     spec, tensors = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61, format=format)
     program = trace_model(spec, tensors)
     kv = KvConfig((4,), dtype="f32")
@@ -86,7 +84,7 @@ def test_a_model_is_nearer_to_the_truth(format: str) -> None:
     assert errors["f32"] < 1e-4 * np.abs(truth).max() and errors["f32"] < 0.1 * errors["int8"]
 
 
-def test_int8_by_row_stays_as_it_is() -> None:
+def test_float_activations_do_not_change_int8_by_row() -> None:
     weight = random_stored("I8_ROW", 32, 64, 0)
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     values = weight.dequantise().astype(np.float64)
@@ -97,7 +95,7 @@ def test_int8_by_row_stays_as_it_is() -> None:
     )
 
 
-def test_activations_in_float32_are_nearer_to_the_truth(write_gguf: Any) -> None:  # noqa: F811
+def test_float_activations_reduce_the_error_in_llm(write_gguf: Any) -> None:  # noqa: F811
     model = str(write_gguf(kind="Q8_0"))
 
     def logprobs(**options: Any) -> list[float]:

@@ -1,6 +1,4 @@
-"""Whatever a plan is told to do, and whatever batch it is given, Python gets an exception or an
-answer, and the process goes on.
-"""
+"""Invalid calls of a plan and invalid batches raise exceptions, and the process survives."""
 
 import os
 import random
@@ -23,8 +21,8 @@ from tests.backend.hostile import attempt
 
 @settings(max_examples=100, deadline=None)
 @given(rng=st.randoms(use_true_random=False))
-def test_any_calls_and_any_batch(rng: random.Random) -> None:
-    """Calls of the builder come before batches, between them and after them."""
+def test_random_plan_calls_and_batches_never_crash(rng: random.Random) -> None:
+    """Calls of the builder come before, between and after batches."""
     plan = hostile.furnished(rng)
     for _ in range(rng.randrange(30)):
         hostile.build(rng, plan)
@@ -34,8 +32,8 @@ def test_any_calls_and_any_batch(rng: random.Random) -> None:
             hostile.build(rng, plan)
 
 
-def test_most_calls_are_nearly_right() -> None:
-    """So that more than the first check is tried."""
+def test_random_plan_calls_are_mostly_valid() -> None:
+    """So later checks are tested, too."""
     plan, rng = hostile.furnished(None), random.Random(0)
     assert sum(attempt(plan.run, *hostile.batch(rng)) for _ in range(200)) > 25
     for name, arguments in hostile.BUILDER.items():
@@ -47,15 +45,17 @@ def test_most_calls_are_nearly_right() -> None:
 @pytest.mark.parametrize(
     ("rows", "cols"), [(0, 32), (-1, 32), (32, 0), (32, -32), (2**31 - 1, 2**31 - 32), (64, 32)]
 )
-def test_a_weight_has_the_shape_of_its_bytes(rows: int, cols: int) -> None:
+def test_weight_shape_must_match_its_bytes(rows: int, cols: int) -> None:
     plan, codes = _native.Plan("", 1), np.zeros(32 * 34, np.uint8)
     assert not attempt(plan.add_weight, "Q8_0", rows, cols, codes, None)
     assert not attempt(plan.add_weight_pair, "Q8_0", codes, None, "Q8_0", codes, None, rows, cols)
     assert attempt(plan.add_weight, "Q8_0", 32, 32, codes, None)
 
 
-def test_a_second_caller_gets_an_error() -> None:
-    """And the first its answer: a plan runs one step at a time, and is not changed under it."""
+def test_concurrent_plan_calls_raise() -> None:
+    """The first caller gets its result: a plan runs one step at a time and does not change during
+    it.
+    """
     plan = _native.Plan("", 2)
     out, num_rows = plan.add_buffer(4096, "step", False), 20_000
     plan.embed(out, plan.add_weight("F32", 1, 4096, np.ones(4096, np.float32).view(np.uint8), None))
@@ -106,13 +106,15 @@ print(_native.Plan("", 2).threads)
 """
 
 
-def test_threads_that_cannot_be_started() -> None:
-    """Each needs 8 MB of addresses for its stack."""
+def test_threads_that_cannot_start() -> None:
+    """Each thread needs 8 MB of address space for its stack."""
     assert limited(FEW_THREADS) == ["RuntimeError", "ValueError", "2"]
 
 
 def limited(code: str) -> list[str]:
-    """What a program prints whose memory is limited; a sanitizer's own would not fit."""
+    """The output of a program with limited memory; sanitizers are switched off, since they need
+    more.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
@@ -167,10 +169,8 @@ print(int(before.min()), int(before.max()), int(plan.floats(rows, 3).sum()) == 3
 """
 
 
-def test_no_memory_in_a_thread_or_for_the_buffers() -> None:
-    """Python gets the exception, and the plan goes on once there is memory; views of the old
-    buffers stay.
-    """
+def test_out_of_memory_in_threads_and_buffers() -> None:
+    """Python gets the exception, the plan works again with more memory, and old views stay valid."""
     assert limited(NO_MEMORY) == ["worker", "growth", "none", "1", "1", "True"]
 
 
@@ -182,8 +182,8 @@ def one_row(*tokens: int) -> tuple[Any, ...]:
     return *arrays, (), None, np.zeros(0, np.int32)
 
 
-def test_ops_that_come_after_a_run() -> None:
-    """The buffers that they need are made by the next run, for which there seemed to be room."""
+def test_ops_added_after_a_run() -> None:
+    """The next run allocates their buffers, although the old buffers have enough rows."""
     plan = _native.Plan("", 1)
     rows = plan.add_buffer(32, "step", False)
     plan.embed(rows, plan.add_weight("F32", 1, 32, np.ones(32, np.float32).view(np.uint8), None))
@@ -202,8 +202,8 @@ def test_ops_that_come_after_a_run() -> None:
     plan.run(*one_row(0))
 
 
-def test_a_step_of_very_many_rows() -> None:
-    """The product of its blocks and of its items is more than an int holds."""
+def test_a_step_with_too_many_rows() -> None:
+    """The product of blocks and items overflows an int."""
     plan, num_rows = _native.Plan("portable", 1), 600_000
     rows, packed, out = (
         plan.add_buffer(1, "step", False),
@@ -224,12 +224,12 @@ def test_a_step_of_very_many_rows() -> None:
     ("reserve_weights", (2**64 - 1,)),
     ("reserve_weights", (2**63,)),
 ])  # fmt: skip
-def test_sizes_that_overflow(call: str, arguments: tuple[Any, ...]) -> None:
+def test_overflowing_sizes_are_refused(call: str, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(MemoryError):
         getattr(_native.Plan("", 1), call)(*arguments)
 
 
-def test_measurements_that_overflow() -> None:
+def test_overflowing_measurements_are_refused() -> None:
     for nbytes in (2**64 - 1, 2**63, 2**46):
         with pytest.raises(MemoryError):
             _native.read_bandwidth(1, nbytes)
@@ -249,13 +249,13 @@ def test_measurements_that_overflow() -> None:
         )
 
 
-def test_a_weight_that_is_refused_takes_no_memory() -> None:
+def test_refused_weights_take_no_memory() -> None:
     plan = _native.Plan("", 1)
     assert not attempt(plan.add_weight, "F32", 32, 32, np.zeros(7, np.uint8), None)
     assert plan.weight_bytes == 0
 
 
-def test_an_object_is_made_once() -> None:
+def test_native_objects_cannot_be_initialised_twice() -> None:
     plan = _native.Plan("", 1)
     for make in (lambda: plan.__init__("", 2), lambda: _native.Plan.__new__(_native.Plan).threads):
         with pytest.warns(RuntimeWarning), pytest.raises((TypeError, RuntimeError)):
@@ -263,10 +263,8 @@ def test_an_object_is_made_once() -> None:
     assert plan.threads == 1
 
 
-def test_arrays_that_another_thread_changes() -> None:
-    """What a step was checked with is what it runs with; token 2^30 would be far outside the
-    weight.
-    """
+def test_arrays_changed_by_another_thread() -> None:
+    """A step runs with the numbers that were checked; token 2^30 would be far outside the weight."""
     plan = _native.Plan("", 2)
     out = plan.add_buffer(64, "step", False)
     plan.embed(out, plan.add_weight("F32", 1, 64, np.ones(64, np.float32).view(np.uint8), None))
@@ -291,8 +289,8 @@ def test_arrays_that_another_thread_changes() -> None:
     assert attempt(plan.run, *batch) and plan.floats(out, 4000).min() == 1
 
 
-def test_weights_are_packed_without_pythons_lock() -> None:
-    """Another thread goes on meanwhile, and gets an error from the plan."""
+def test_packing_releases_the_gil() -> None:
+    """Another thread continues meanwhile, and gets an error from the plan."""
     plan, codes, scales = (
         _native.Plan("", 1),
         np.zeros(1 << 24, np.uint8),

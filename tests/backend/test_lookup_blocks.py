@@ -1,6 +1,4 @@
-"""Blocks of GGUF files as kernels read them, of whatever bytes, against their meaning in NumPy
-(`quant/gguf_blocks.py`).
-"""
+"""GGUF blocks of any bytes: kernels equal their definition in NumPy (`quant/gguf_blocks.py`)."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,15 +25,14 @@ HALF_SCALED = [
     for name, form in FORMATS.items()
     if form.block > 1 and len(form.parts) == 1 and name not in ("MXFP4", "NVFP4")
 ]
-"""Blocks whose scale may be infinite or NaN: powers of two and e4m3 have none, as ggml reads them.
-"""
+"""Formats whose scale may be infinite or NaN; powers of two and e4m3 never are in ggml."""
 SCALE = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64}
-"""Where the float16 scale of a block lies, if not in front of it."""
+"""Offset of the float16 scale in a block, if it is not 0."""
 Array = NDArray[Any]
 
 
 def embedded(stored: StoredTensor) -> Array:
-    """The rows of a packed matrix, as bits: numbers that are not finite have some of their own."""
+    """The rows of a packed matrix as bits, so that NaNs can be compared."""
     plan = _native.Plan("", 2)
     out = plan.add_buffer(stored.cols, "step", False)
     plan.embed(out, add_weight(plan, stored))
@@ -63,7 +60,9 @@ def any_blocks(name: str, rows: int, blocks: int, seed: int, permuted: bool) -> 
     seed=st.integers(0, 2**16),
     permuted=st.booleans(),
 )
-def test_every_value_is_exact(name: str, rows: int, blocks: int, seed: int, permuted: bool) -> None:
+def test_lookup_values_are_exact(
+    name: str, rows: int, blocks: int, seed: int, permuted: bool
+) -> None:
     stored = any_blocks(name, rows, blocks, seed, permuted)
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(embedded(stored), stored.dequantise())
@@ -77,12 +76,10 @@ def test_every_value_is_exact(name: str, rows: int, blocks: int, seed: int, perm
     seed=st.integers(0, 2**16),
     permuted=st.booleans(),
 )
-def test_tables_are_those_of_the_reference(
+def test_lookup_products_equal_reference(
     name: str, rows: int, blocks: int, seed: int, permuted: bool
 ) -> None:
-    """A matrix that is packed from its blocks is the one that is packed from the codes and scales
-    that they are.
-    """
+    """Packing from blocks equals packing from the codes and scales of the blocks."""
     stored = any_blocks(name, rows, blocks, seed, permuted)
     form = stored.format
     assert form.spec and form.table_rows
@@ -100,10 +97,8 @@ def test_tables_are_those_of_the_reference(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", HALF_SCALED)
 @pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00, 0xFFFF])
-def test_a_scale_that_is_not_finite(isa: str, name: str, bits: int) -> None:
-    """Its row of the matrix gives nothing that is finite, and other rows what they do without
-    it.
-    """
+def test_lookup_scale_that_is_not_finite(isa: str, name: str, bits: int) -> None:
+    """Its row gives no finite results, and other rows do not change."""
     cols = 512
     good = random_stored(name, 33, cols, 0)
     codes = good.parts["codes"].copy()
@@ -122,7 +117,7 @@ def test_a_scale_that_is_not_finite(isa: str, name: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_resident_bytes_are_those_of_the_file(name: str) -> None:
+def test_lookup_weights_take_the_bytes_of_the_file(name: str) -> None:
     for rows, cols in ((16, 768), (64, 2048)):
         stored = random_stored(name, rows, cols, 0)
         assert stored.nbytes <= packed_bytes(stored) <= 1.02 * stored.nbytes
@@ -130,7 +125,7 @@ def test_resident_bytes_are_those_of_the_file(name: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", LOOKUPS)
-def test_gate_and_up_lie_in_turns(isa: str, name: str) -> None:
+def test_lookup_gate_and_up_are_packed_as_a_pair(isa: str, name: str) -> None:
     gate, up = random_stored(name, 40, 512, 1), random_stored(name, 40, 512, 2)
     assert np.array_equal(
         *(gated_unit(isa, gate, up, as_pair=as_pair) for as_pair in (False, True))
@@ -138,7 +133,7 @@ def test_gate_and_up_lie_in_turns(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
-def test_values_come_with_the_matrix(name: str) -> None:
+def test_lookup_codebook_is_required(name: str) -> None:
     form = FORMATS[name]
     assert form.integers
     codes, integers = random_stored(name, 16, 256, 0).parts["codes"], form.integers()
@@ -156,7 +151,7 @@ def test_values_come_with_the_matrix(name: str) -> None:
         plan.add_weight("Q4_K", 16, 256, np.zeros(16 * 144, np.uint8), None, None, integers)
 
 
-def test_integers_of_a_grid_have_room() -> None:
+def test_lookup_grid_integers_do_not_overflow() -> None:
     plan, codes = _native.Plan("", 1), np.zeros(16 * 66, np.uint8)
     for value in (62, -62):
         plan.add_weight("IQ2_XXS", 16, 256, codes, None, None, np.full((256, 8), value, np.int8))
@@ -167,7 +162,7 @@ def test_integers_of_a_grid_have_room() -> None:
             )
 
 
-def test_blocks_of_another_kind_are_refused() -> None:
+def test_lookup_blocks_of_another_kind_are_refused() -> None:
     plan = _native.Plan("", 1)
     ternary = plan.add_table(_native.TableSpec("2", 20, 512, 256, "f16", None))
     codes = random_stored("TQ2_0", 20, 512, 0).parts["codes"]

@@ -1,5 +1,5 @@
-"""Numbers that are not finite stay so, in the rows that they belong to and in no other: the logits
-of such a row are not finite, and its request alone fails.
+"""Numbers that are not finite affect only their own rows, whose logits are not finite either, so
+that only their request fails.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_linear import product
-from tests.backend.test_ops_alone import op_by_op
+from tests.backend.test_unfused_ops import op_by_op
 from tests.tiny import Tensors, tiny_model
 
 ISAS = _native.isas()
@@ -23,13 +23,15 @@ BAD = [
     np.array([bits], np.uint32).view(np.float32)[0]
     for bits in (0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0xFF800000)
 ]
-"""NaN of both signs, also with all bits set, and both infinities."""
+"""NaNs of both signs, also with all bits set, and both infinities."""
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("offset", [False, True])
-def test_a_linear_op_in_every_format(isa: str, format_name: str, offset: bool) -> None:
+def test_linear_keeps_not_finite_numbers_in_their_row(
+    isa: str, format_name: str, offset: bool
+) -> None:
     cols = 256 if FORMATS[format_name].block > 32 else 96
     stored = random_stored(format_name, 20, cols, 0)
     x = np.random.default_rng(1).standard_normal((11, cols)).astype(np.float32)
@@ -45,8 +47,8 @@ def test_a_linear_op_in_every_format(isa: str, format_name: str, offset: bool) -
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("wide", [5, 64, 200])
-def test_a_norm(isa: str, wide: int) -> None:
-    """Also where the sum of squares is too large: a factor of 0 would make zeros of the row."""
+def test_norm_keeps_not_finite_numbers_in_their_row(isa: str, wide: int) -> None:
+    """Also if the sum of squares overflows: a factor of 0 would turn the row to zeros."""
     for bad in (*BAD, np.float32(1e30)):
         x = np.ones((2, wide), np.float32)
         x[1, wide // 2] = bad
@@ -70,9 +72,11 @@ def spoilt_model(tensor: str, bad: float, row: int, **options: int) -> tuple[obj
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, fused: bool) -> None:
-    """Token 7 has an embedding that is not finite. Rows before it, drafts beside it and other
-    sequences keep their bits.
+def test_not_finite_token_spoils_only_rows_that_see_it(
+    isa: str, dtype: KvDtype, fused: bool
+) -> None:
+    """Token 7 has an embedding that is not finite. Earlier rows, sibling drafts and other sequences
+    keep their bits.
     """
     for bad in BAD[2:]:
         spec, tensors = spoilt_model("embed", bad, 7)
@@ -118,12 +122,10 @@ def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, fused: bo
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("part", ["k", "v"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_key_or_value_that_is_not_finite(
+def test_attention_with_not_finite_keys_and_values(
     isa: str, dtype: KvDtype, part: str, fused: bool
 ) -> None:
-    """A row of the weight is so large that keys, or values, overflow, of token 7 alone. Nothing but
-    the KV shows it.
-    """
+    """A weight row is so large that only keys or values of token 7 overflow, and only in the KV."""
     spec, tensors = tiny_model(3, layers=1, dim=64, heads=4, kv_heads=2, vocab=40)
     embed, weight = tensors["embed"].dequantise(), tensors[f"layers.0.{part}"].dequantise()
     embed[:, 5], weight[9, :] = 0, 0
@@ -163,10 +165,8 @@ def test_a_key_or_value_that_is_not_finite(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", BAD[:-1])
-def test_a_row_of_logits(isa: str, bad: float) -> None:
-    """Minus infinity is a token that cannot be drawn, and no error; a row of nothing else is
-    one.
-    """
+def test_sampling_from_not_finite_logits(isa: str, bad: float) -> None:
+    """Minus infinity excludes a token and is no error, unless a row has no other logit."""
     for vocab in (1, 15, 16, 17, 300):
         for at in {0, vocab // 2, vocab - 1}:
             row = np.zeros(vocab, np.float32)

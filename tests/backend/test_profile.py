@@ -1,4 +1,4 @@
-"""What an executable says of its own time, on every backend."""
+"""Profiles of executables, on every backend."""
 
 import numpy as np
 import pytest
@@ -26,29 +26,29 @@ def batch(request: pytest.FixtureRequest, executable: Executable) -> RaggedBatch
     return batch_of([Sequence([0, 1], size)], [[1, 2, 3]], [([], [])], False)
 
 
-def test_the_parts_are_within_the_whole(executable: Executable, batch: RaggedBatch) -> None:
+def test_profiled_ops_take_at_most_the_step_time(
+    executable: Executable, batch: RaggedBatch
+) -> None:
     times = executable.profile(batch)
     assert all(seconds > 0 for seconds in times.ops.values())
     assert 0 < sum(times.ops.values()) <= times.wall
     assert times.barriers >= 0
 
 
-def test_all_linear_ops_and_attention_go_by_their_names(
-    executable: Executable, batch: RaggedBatch
-) -> None:
+def test_profile_names_ops(executable: Executable, batch: RaggedBatch) -> None:
     names = {op.name for op in executable.program.ops if op.weights() and "linear" in op.name} | {
         "attention"
     }
     assert names <= set(executable.profile(batch).ops)
 
 
-def test_every_profile_starts_from_zero(executable: Executable, batch: RaggedBatch) -> None:
+def test_profile_starts_from_zero(executable: Executable, batch: RaggedBatch) -> None:
     first, second = executable.profile(batch), executable.profile(batch)
     assert first.ops.keys() == second.ops.keys() and first.barriers == second.barriers
     assert sum(second.ops.values()) <= second.wall
 
 
-def test_a_clock_changes_no_bit(executable: Executable, batch: RaggedBatch) -> None:
+def test_profiling_changes_no_bit(executable: Executable, batch: RaggedBatch) -> None:
     plain = forward(executable, batch).logits.copy()
     executable.profile(batch)
     assert np.array_equal(forward(executable, batch).logits, plain)

@@ -1,6 +1,4 @@
-"""Matrices whose scales lie in a table, in every instruction set of this machine, against what
-their codes stand for.
-"""
+"""Matrices with a table of scales equal the definition of their codes, in every instruction set."""
 
 from typing import Any
 
@@ -22,7 +20,7 @@ ISAS = _native.isas()
 WIDE = {
     kind for kind, spec in KINDS.items() if spec.group == 16 or spec.codebook in ("e4m3", "e5m2")
 }
-"""Kinds that are multiplied with activations in float32."""
+"""Kinds that are multiplied with float32 activations."""
 Array = NDArray[Any]
 
 
@@ -51,9 +49,7 @@ def product(
 
 
 def multiplied(kind: str, stored: StoredTensor) -> Array:
-    """The weights that kernels multiply with: values that are looked up are rounded to integers of
-    a unit that suits them.
-    """
+    """The weights that kernels multiply with: looked-up values are rounded to integers of a unit."""
     weight = stored.dequantise().astype(np.float64)
     spec = KINDS[kind]
     if spec.codebook not in CODEBOOKS or kind in WIDE or stored.cols % 32:
@@ -79,7 +75,7 @@ def multiplied(kind: str, stored: StoredTensor) -> Array:
     offset=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_products_are_those_of_the_values(
+def test_table_format_products(
     isa: str, kind: str, num_rows: int, rows: int, cols: int, offset: bool, seed: int
 ) -> None:
     cols = (
@@ -102,7 +98,9 @@ def test_products_are_those_of_the_values(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [False, True])
-def test_a_row_does_not_depend_on_its_neighbours(isa: str, kind: str, offset: bool) -> None:
+def test_table_format_bits_of_a_row_do_not_depend_on_other_rows(
+    isa: str, kind: str, offset: bool
+) -> None:
     x = np.random.default_rng(1).standard_normal((37, 256)).astype(np.float32)
     stored = random_table(kind, 50, 256, 2)
     whole = product(isa, stored, x, offset, threads=2)
@@ -112,8 +110,8 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str, kind: str, offset: bo
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WIDE])
-def test_codes_at_the_ends_of_their_ranges(isa: str, kind: str) -> None:
-    """No sum of 16 bits overflows."""
+def test_table_formats_with_extreme_codes(isa: str, kind: str) -> None:
+    """Sums of 16 bits do not overflow."""
     x = np.ones((6, 256), np.float32) * np.array([[1], [-1], [1], [-1], [0.5], [3]], np.float32)
     x[2:4, ::2] *= -1
     for code in (0, (1 << KINDS[kind].bits) - 1):
@@ -123,7 +121,7 @@ def test_codes_at_the_ends_of_their_ranges(isa: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_value_is_exact_as_an_embedding_and_takes_the_bytes_of_its_format(kind: str) -> None:
+def test_table_format_embeddings_are_exact(kind: str) -> None:
     stored = random_table(kind, 48, 512, 6)
     plan = _native.Plan("", 2)
     out = plan.add_buffer(512, "step", False)
@@ -143,7 +141,7 @@ def test_every_value_is_exact_as_an_embedding_and_takes_the_bytes_of_its_format(
 def gated_unit(
     isa: str, gate: StoredTensor, up: StoredTensor, *, as_pair: bool
 ) -> Array:  # [5, rows]
-    """What a gated unit makes of some rows, its matrices packed together or each by itself."""
+    """The result of a GluLinear, its matrices packed as a pair or separately."""
     x = np.random.default_rng(3).standard_normal((5, gate.cols)).astype(np.float32)
     plan = _native.Plan(isa, 2)
     loose, packed = (plan.add_buffer(gate.cols, "step", packs) for packs in (False, True))
@@ -161,10 +159,8 @@ def gated_unit(
 
 
 @pytest.mark.parametrize("kind", ["int4-point", "e4m3", "nf4"])
-def test_gate_and_up_lie_in_turns(kind: str) -> None:
-    """A gated unit of a pair is that of two matrices of their own, and rows may come in another
-    order than they are stored.
-    """
+def test_table_format_gate_and_up_are_packed_as_a_pair(kind: str) -> None:
+    """Packing as a pair changes no bit, also with another row order than the stored one."""
     gate, up = random_table(kind, 40, 128, 1, "gate"), random_table(kind, 40, 128, 2, "up")
     x = np.random.default_rng(3).standard_normal((5, 128)).astype(np.float32)
     assert np.array_equal(*(gated_unit("", gate, up, as_pair=as_pair) for as_pair in (False, True)))
@@ -172,7 +168,7 @@ def test_gate_and_up_lie_in_turns(kind: str) -> None:
     assert np.array_equal(product("", gate.take("some", order), x), product("", gate, x)[:, order])
 
 
-def test_what_no_kernel_reads_is_refused() -> None:
+def test_table_formats_without_a_kernel_are_refused() -> None:
     for arguments in (
         ("5", 16, 32, 32, "f16", None),
         ("4", 16, 32, 48, "f16", None),

@@ -1,6 +1,4 @@
-"""What a backend says that weights take in its memory, before any is read, against what they take
-there.
-"""
+"""The predicted bytes of weights equal the bytes that a backend allocates."""
 
 import os
 import subprocess
@@ -55,7 +53,6 @@ Lower = Callable[[Program, Tensors], Program]
 
 
 def unread(tensors: Tensors) -> Tensors:
-    """The tensors without their data."""
     return {
         name: replace(t, parts={part: data[:0] for part, data in t.parts.items()})
         for name, t in tensors.items()
@@ -63,7 +60,7 @@ def unread(tensors: Tensors) -> Tensors:
 
 
 def odd_model(format_name: str) -> tuple[Program, Tensors]:
-    """A model whose rows and columns fill no tile and no unit, as far as the format goes."""
+    """A model whose rows and columns fill no whole tile, as far as the format allows."""
     block = FORMATS[format_name].block
     heads, head_dim, ffn = {1: (2, 6, 37), 32: (2, 48, 160), 64: (2, 96, 320), 256: (2, 128, 768)}[
         block
@@ -76,7 +73,7 @@ def odd_model(format_name: str) -> tuple[Program, Tensors]:
 
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("lower", [cpu.lower, cpu.lower_unfused], ids=["fused", "op-by-op"])
-def test_cpu_takes_what_it_says_to_the_byte(format_name: str, lower: Lower) -> None:
+def test_packed_bytes_equal_the_prediction(format_name: str, lower: Lower) -> None:
     program, tensors = odd_model(format_name)
     predicted = lower(program, unread(tensors))
     executable = cpu.CpuExecutable(program, tensors, KV, 1, "", lower=lower)
@@ -94,7 +91,7 @@ def test_bits_of_a_packed_number(format_name: str) -> None:
     assert plan.weight_bytes == packed
 
 
-def test_biases_and_a_weight_that_is_read_by_itself_and_in_a_pair() -> None:
+def test_packed_bytes_of_biases_and_of_a_paired_weight() -> None:
     shapes = {"gate": (20, 33), "up": (20, 33), "head": (61, 33)}
     tensors = {
         name: random_stored("F16", *shape, i, name)
@@ -122,7 +119,7 @@ def test_biases_and_a_weight_that_is_read_by_itself_and_in_a_pair() -> None:
     assert executable.plan.weight_bytes == executable.program.weight_bytes
 
 
-def test_a_weight_that_both_programs_name_counts_once() -> None:
+def test_packed_bytes_of_a_shared_weight() -> None:
     program, tensors = odd_model("Q4_0")
     whole = cpu.CpuExecutable(program, tensors, KV, 1, "")
     before = whole.plan.weight_bytes
@@ -136,7 +133,7 @@ def test_a_weight_that_both_programs_name_counts_once() -> None:
     assert whole.plan.weight_bytes - before == attach.program.weights["extra"].nbytes
 
 
-def test_reference_has_float64() -> None:
+def test_reference_bytes_are_float64() -> None:
     program, tensors = odd_model("Q4_0")
     executable = reference.compile(program, tensors, KV, 1)
     assert lower_program("reference", program, unread(tensors)) == executable.program
@@ -145,7 +142,7 @@ def test_reference_has_float64() -> None:
     )
 
 
-def test_what_no_kernel_reads_is_refused_before_anything_is_read() -> None:
+def test_formats_without_a_kernel_are_refused_before_reading() -> None:
     program, tensors = odd_model("F32")
     tensors = unread(tensors) | {
         "layers.1.up": replace(
@@ -219,8 +216,8 @@ print(anonymous_bytes() - before, executable.program.weight_bytes, executable.pl
     "format_name",
     [*(name for name, form in FORMATS.items() if not form.table_rows), "IQ4_NL", "TQ1_0"],
 )
-def test_what_becomes_resident_is_what_it_says(format_name: str) -> None:
-    """Within 1 %, of models of 100 to 260 MB whose weights nearly fill their last huge page."""
+def test_resident_bytes_equal_the_prediction(format_name: str) -> None:
+    """Within 1 %, for models of 100 to 260 MB whose weights nearly fill their last huge page."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.run(
         [sys.executable, "-c", LOAD, format_name], capture_output=True, text=True, env=environment

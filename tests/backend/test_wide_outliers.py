@@ -1,6 +1,4 @@
-"""LLM.int8: activations beyond 6 stay float32, the others of their row are int8 by row; in every
-instruction set of this machine.
-"""
+"""LLM.int8: activations beyond 6 stay float32, and the other numbers of a row are int8 by row."""
 
 from functools import partial
 
@@ -14,7 +12,7 @@ from tests.backend.test_table_formats import product as table_product
 
 ISAS = _native.isas()
 MOST = 32
-"""Outliers of a row."""
+"""Number of outliers in a row."""
 THRESHOLD = 6.0
 
 product = partial(table_product, float_activations=False)
@@ -23,7 +21,7 @@ product = partial(table_product, float_activations=False)
 def activations(
     rows: int, cols: int, outliers: int, seed: int, size: float = 40.0
 ) -> NDArray[np.float32]:
-    """Rows of numbers within the threshold, but for so many in each row that are beyond it."""
+    """Rows of numbers within the threshold, except for `outliers` numbers in each row."""
     rng = np.random.default_rng(seed)
     x = rng.uniform(-THRESHOLD, THRESHOLD, (rows, cols)).astype(np.float32)
     for row in x:
@@ -34,7 +32,7 @@ def activations(
 
 
 def mixed(x: NDArray[np.float32], values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """What is to be computed: the reference twin."""
+    """The expected result."""
     result = np.empty((len(x), len(values)))
     for i, row in enumerate(x):
         threshold = np.float32(THRESHOLD)
@@ -48,7 +46,7 @@ def mixed(x: NDArray[np.float32], values: NDArray[np.float32]) -> NDArray[np.flo
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("outliers", [0, 1, 5, MOST, MOST + 1, 100])
-def test_products(isa: str, outliers: int) -> None:
+def test_outlier_products(isa: str, outliers: int) -> None:
     for seed, (num_rows, rows, cols) in enumerate(((1, 17, 256), (7, 40, 300), (20, 16, 131))):
         x = activations(num_rows, cols, outliers, seed)
         weight = random_stored("I8_MIXED", rows, cols, seed)
@@ -70,7 +68,7 @@ def test_outliers_do_not_coarsen_the_others(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_without_outliers_it_is_int8_by_row(isa: str) -> None:
+def test_outlier_format_without_outliers_equals_int8_by_row(isa: str) -> None:
     x = activations(9, 256, 0, 0)
     row, mixed_row = (
         product(isa, random_stored(name, 48, 256, 7), x, False) for name in ("I8_ROW", "I8_MIXED")
@@ -79,7 +77,7 @@ def test_without_outliers_it_is_int8_by_row(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_row_does_not_depend_on_its_neighbours(isa: str) -> None:
+def test_outlier_bits_of_a_row_do_not_depend_on_other_rows(isa: str) -> None:
     x = np.concatenate([activations(5, 256, outliers, outliers) for outliers in (0, 2, 40, 0, 7)])
     weight = random_stored("I8_MIXED", 50, 256, 2)
     whole = product(isa, weight, x, False, threads=2)
@@ -89,8 +87,8 @@ def test_a_row_does_not_depend_on_its_neighbours(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("what", [np.nan, np.inf, 3e38])
-def test_rows_that_are_not_finite(isa: str, what: float) -> None:
-    """They spoil their own results alone; the largest numbers are outliers like others."""
+def test_outlier_rows_that_are_not_finite(isa: str, what: float) -> None:
+    """Only their own results are affected; the largest finite numbers are outliers."""
     x = activations(4, 256, 2, 0)
     x[1, 17] = what
     weight = random_stored("I8_MIXED", 32, 256, 3, scale=1e-3)

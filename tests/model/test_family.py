@@ -1,6 +1,4 @@
-"""What families promise the loader: names for every tensor of every model that they can
-describe.
-"""
+"""Families have a source for every tensor of every model that they describe."""
 
 import math
 from dataclasses import replace
@@ -40,8 +38,8 @@ def layouts(family: Family) -> list[Layout]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_tensor_has_a_place_in_every_layout(name: str) -> None:
-    """Its own, or a share of one: no two of ours have the same rows."""
+def test_every_tensor_has_a_source_in_every_layout(name: str) -> None:
+    """The source is a whole tensor or a part of one, and no two of our tensors share rows."""
     family = FAMILIES[VARIANTS[name].family]
     assert family.name == VARIANTS[name].family and family.config
     spec = spec_of(name)
@@ -146,7 +144,7 @@ OSS_20B = {
     ("family", "config", "millions"),
     [("deepseek_v2", V2_LITE, 15_706.5), ("gpt_oss", OSS_20B, 20_914.8)],
 )
-def test_published_models_have_as_many_parameters_as_their_makers_say(
+def test_parameters_of_published_models(
     family: str, config: dict[str, Any], millions: float
 ) -> None:
     layout = FAMILIES[family].config
@@ -159,10 +157,8 @@ def test_published_models_have_as_many_parameters_as_their_makers_say(
     )
 
 
-def test_the_scale_of_scores_goes_with_the_temperature_of_yarn() -> None:
-    """DeepSeek multiplies it with the square, and what cosines and sines are multiplied with
-    cancels out.
-    """
+def test_yarn_temperature_scales_attention_scores() -> None:
+    """DeepSeek multiplies scores with its square; the factors of cosines and sines cancel."""
     layout = FAMILIES["deepseek_v2"].config
     assert layout
     spec = layout.spec(JsonFields(V2_LITE, "config.json"))
@@ -183,7 +179,7 @@ def test_the_scale_of_scores_goes_with_the_temperature_of_yarn() -> None:
         ("gpt_oss", OSS_20B | {"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
+def test_unsupported_config_fields_are_refused_by_name(
     family: str, config: dict[str, Any], field: str
 ) -> None:
     layout = FAMILIES[family].config
@@ -206,14 +202,14 @@ def test_what_is_not_computed_is_refused_by_name(
         ),
     ],
 )
-def test_latent_rows_that_cannot_be(change: dict[str, int], message: str) -> None:
+def test_invalid_mla_sizes_are_refused(change: dict[str, int], message: str) -> None:
     layout = FAMILIES["deepseek_v2"].config
     assert layout
     with pytest.raises(FormatError, match=message):
         checked(layout.spec(JsonFields(V2_LITE | change, "config.json")), "config.json")
 
 
-def test_no_two_families_claim_the_same_files() -> None:
+def test_architecture_names_are_unique() -> None:
     for kind in ("config", "gguf"):
         claimed = [
             name
@@ -224,7 +220,7 @@ def test_no_two_families_claim_the_same_files() -> None:
         assert len(claimed) == len(set(claimed))
 
 
-def test_shapes_are_those_that_tracing_asserts() -> None:
+def test_tensor_shapes_equal_the_shapes_that_tracing_checks() -> None:
     spec = replace(SPEC, qkv_bias=True, mlp_bias=True)
     shapes = tensor_shapes(spec)
     assert shapes["embed"] == (5, 8) and shapes["norm"] == (8,)
@@ -244,12 +240,12 @@ def test_shapes_are_those_that_tracing_asserts() -> None:
             trace_model(spec, tensors | {name: wrong})
 
 
-def test_an_unknown_family_is_named() -> None:
+def test_unknown_architecture() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'hyena'; supported: llama"):
         tensor_shapes(replace(SPEC, architecture="hyena"))
 
 
-def test_places() -> None:
+def test_tensor_sources() -> None:
     tensors = {
         "embed": TensorSource("wte"),
         "layers.{}.experts.{}.up": TensorSource("h.{}.mlp.{}.up"),
@@ -291,9 +287,7 @@ def test_half_split_pairs() -> None:
     ],
 )
 @pytest.mark.parametrize("split", [False, True])
-def test_queries_keys_and_values_of_one_matrix(
-    layout: QkvLayout, heads: dict[str, list[int]], split: bool
-) -> None:
+def test_fused_qkv_rows(layout: QkvLayout, heads: dict[str, list[int]], split: bool) -> None:
     tensors = fused_qkv("w", layout, is_half_split=split, bias="b")
     for part, expected in heads.items():
         within = [0, 2, 1, 3] if split and part != "v" else [0, 1, 2, 3]
@@ -318,7 +312,7 @@ class TestFields:
         "a.json",
     )
 
-    def test_values(self) -> None:
+    def test_typed_getters(self) -> None:
         fields = self.FIELDS
         assert (
             fields.integer("i"),
@@ -356,20 +350,20 @@ class TestFields:
             ("section", "i", "i must be an object"),
         ],
     )
-    def test_refused(self, getter: str, key: str, message: str) -> None:
+    def test_wrong_types_are_refused(self, getter: str, key: str, message: str) -> None:
         with pytest.raises(FormatError, match=message):
             getattr(self.FIELDS, getter)(key)
 
-    def test_sections_say_where_they_are(self) -> None:
+    def test_section_errors_name_the_section(self) -> None:
         with pytest.raises(FormatError, match=r"a\.json: o: i must be an integer, found x"):
             self.FIELDS.section("o").integer("i")
 
-    def test_neutral(self) -> None:
+    def test_require_neutral(self) -> None:
         self.FIELDS.require_neutral({"i": (3,), "n": (), "none": ()})
         with pytest.raises(UnsupportedModelError, match=r"a\.json: f = 0\.5 is not supported"):
             self.FIELDS.require_neutral({"f": (1,)})
 
-    def test_messages_stay_short(self) -> None:
+    def test_messages_shorten_values(self) -> None:
         assert (
             max(len(shown(value)) for value in ("x" * 1000, ["y" * 1000] * 1000, np.zeros(10**6)))
             <= 80

@@ -1,6 +1,4 @@
-"""GGUF files of families that have keys or tensors of their own, as llama.cpp's converter writes
-them of a variant.
-"""
+"""GGUF metadata and tensors of families, as the converter of llama.cpp writes them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -66,7 +64,7 @@ DEEPSEEK = {
 }
 V3 = {"expert_gating_func": 2, "expert_weights_scale": 2.5, "expert_weights_norm": True}
 LEGACY = {"attention.head_count_kv": 4, "attention.key_length": 24, "attention.value_length": 12}
-"""Before there were keys of their own for the absorbed form."""
+"""Keys of older files, without the keys of the absorbed form."""
 OSS = {
     **{
         "block_count": 3,
@@ -102,8 +100,8 @@ LEGACY_DEEPSEEK = {
 def opened(
     variant: str, keys: Mapping[str, Any], is_legacy: bool = False
 ) -> tuple[ModelSpec, ModelSpec, GgufLayout, dict[str, StoredTensor]]:
-    """What `config.json` of a variant says, what such metadata says, and a file with zeros for
-    tensors.
+    """The spec from a variant's `config.json`, the spec from its GGUF metadata, and its tensors as
+    zeros.
     """
     config_spec = spec_of(variant)
     family = "deepseek_v2" if config_spec.mla else config_spec.architecture
@@ -133,11 +131,11 @@ def opened(
         ("gpt-oss", OSS, False),
     ],
 )
-def test_metadata_says_what_the_configuration_says(
+def test_gguf_metadata_gives_the_same_spec_as_config_json(
     variant: str, keys: Mapping[str, Any], is_legacy: bool
 ) -> None:
-    """All but the size of cosines and sines, where YaRN has another weight on them than on scores:
-    a file does not say it.
+    """Except the factor of cosines and sines if YaRN weights it differently from scores: a GGUF
+    file does not contain it.
     """
     want, got, layout, stored = opened(variant, keys, is_legacy)
     assert want.rope and got.rope and got.attention_scale == pytest.approx(want.attention_scale)
@@ -157,6 +155,6 @@ def test_metadata_says_what_the_configuration_says(
     "change",
     [{"expert_gating_func": 3}, {"nextn_predict_layers": 1}, {"attention.temperature_scale": 0.1}],
 )
-def test_what_is_not_computed(change: dict[str, Any]) -> None:
+def test_unsupported_gguf_keys_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=next(iter(change))):
         opened("deepseek-v2", DEEPSEEK | change)

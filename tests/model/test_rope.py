@@ -73,7 +73,7 @@ CASES: list[tuple[RopeSpec, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("rope", "parameters"), CASES)
-def test_scaling_is_that_of_transformers(rope: RopeSpec, parameters: dict[str, Any]) -> None:
+def test_rope_scaling_equals_transformers(rope: RopeSpec, parameters: dict[str, Any]) -> None:
     config = LlamaConfig(
         hidden_size=4 * rope.dim,
         num_attention_heads=4,
@@ -87,21 +87,21 @@ def test_scaling_is_that_of_transformers(rope: RopeSpec, parameters: dict[str, A
     assert scale == pytest.approx(factor)
 
 
-def test_none() -> None:
+def test_rope_without_scaling() -> None:
     frequencies, scale = inverse_frequencies(RopeSpec(8, 10000.0), 100, 100)
     np.testing.assert_allclose(frequencies, [1, 0.1, 0.01, 0.001])
     assert scale == 1.0
 
 
-def test_factors_divide() -> None:
+def test_rope_factors_divide_frequencies() -> None:
     frequencies, _ = inverse_frequencies(
         RopeSpec(8, 10000.0, factors=(1.0, 2.0, 4.0, 8.0)), 100, 100
     )
     np.testing.assert_allclose(frequencies, [1, 0.05, 0.0025, 0.000125])
 
 
-def test_llama3_as_factors_is_llama3() -> None:
-    """GGUF files carry the llama3 rule as one factor for each pair."""
+def test_llama3_scaling_as_factors() -> None:
+    """GGUF files store the llama3 rule as one factor for each pair."""
     rope = RopeSpec(64, 500000.0, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     scaled, _ = inverse_frequencies(rope, 131072, 131072)
     plain, _ = inverse_frequencies(RopeSpec(64, 500000.0), 131072, 131072)
@@ -111,7 +111,7 @@ def test_llama3_as_factors_is_llama3() -> None:
     np.testing.assert_allclose(again, scaled)
 
 
-def test_the_context_of_training_defaults_to_the_longest() -> None:
+def test_original_context_defaults_to_max_context() -> None:
     given = RopeSpec(64, 10000.0, "yarn", 4.0, 4096)
     np.testing.assert_array_equal(
         inverse_frequencies(given, 1, 1)[0],

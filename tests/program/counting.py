@@ -1,6 +1,4 @@
-"""Arrays that count what is done with them: multiply-adds, operations on single numbers, and the
-cells of memory that are touched.
-"""
+"""Arrays that count their multiply-adds, their element-wise operations and the memory cells used."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,31 +22,30 @@ MOVING = {
     np.unique,
     np.where,
 }
-"""Functions that compare and move numbers, and compute none."""
+"""Functions that only compare or move numbers."""
 ELEMENTWISE = {
     *(np.add, np.subtract, np.multiply, np.true_divide, np.maximum, np.minimum),
     *(np.exp, np.sqrt, np.sin, np.cos, np.tanh, erfc),
 }
-"""Each counts one for each number of its result, or of its operand where it reduces one; not for
-whole numbers, which say where.
+"""Functions that count one operation for each number of the result, or of the operand of a
+reduction. Integers do not count, because they are indices.
 """
 
 
 class Memory:
-    """Numbers that lie in memory, and which of them were read and written."""
+    """An array, with marks for the cells that were read and written."""
 
     def __init__(self, values: NDArray[Any]) -> None:
         self.values = np.ascontiguousarray(values)
         self.was_read, self.was_written = (np.zeros(self.values.shape, bool) for _ in range(2))
 
     def holds(self, array: NDArray[Any]) -> bool:
-        """Whether the array is a view of this memory."""
         return (
             array.size > 0 and 0 <= array.ctypes.data - self.values.ctypes.data < self.values.nbytes
         )
 
     def cells(self, marks: NDArray[np.bool_], view: NDArray[Any]) -> NDArray[np.bool_]:
-        """The marks of the numbers that a view of this memory shows, in the shape of the view."""
+        """The marks of the cells of a view, in the shape of the view."""
         size = self.values.itemsize
         first = (view.ctypes.data - self.values.ctypes.data) // size
         return as_strided(
@@ -57,7 +54,7 @@ class Memory:
 
 
 class Tally:
-    """What has been counted."""
+    """The counts."""
 
     def __init__(self) -> None:
         self.memories: list[Memory] = []
@@ -66,18 +63,18 @@ class Tally:
     def clear(self) -> None:
         self.multiply_adds = 0
         self.single = 0
-        """Operations on single numbers, without those on the one number that stands for a row."""
+        """Element-wise operations, without operations on one number per row."""
         for memory in self.memories:
             memory.was_read[...] = memory.was_written[...] = False
 
     def counted(self, values: NDArray[Any]) -> "Counted":
-        """The same numbers, which count."""
+        """The same array as a counting array."""
         array = values.view(Counted)
         array.tally, array.memory = self, None
         return array
 
     def memory(self, values: NDArray[Any]) -> tuple["Counted", Memory]:
-        """The same numbers as memory, whose cells are followed."""
+        """The same array as a counting array with marks."""
         memory = Memory(values)
         self.memories.append(memory)
         array = self.counted(memory.values)
@@ -86,20 +83,18 @@ class Tally:
 
 
 def read(arrays: Sequence[Any]) -> None:
-    """Mark the cells of those arrays that show memory."""
+    """Mark the cells that these arrays are views of as read."""
     for array in arrays:
         if isinstance(array, Counted) and (memory := array.home):
             memory.cells(memory.was_read, array)[...] = True
 
 
 class Counted(np.ndarray):
-    """An array of which every use is counted. What is not known here raises, so that nothing goes
-    by uncounted.
-    """
+    """An array that counts every operation on it. An unknown operation raises an error."""
 
     tally: Tally
     memory: Memory | None = None
-    """Memory that it is a view of, or was copied from."""
+    """The memory that it is a view or a copy of."""
 
     def __array_finalize__(self, source: Any) -> None:
         if isinstance(source, Counted):
@@ -107,7 +102,7 @@ class Counted(np.ndarray):
 
     @property
     def home(self) -> Memory | None:
-        """Memory that it is a view of."""
+        """The memory that it is a view of."""
         return self.memory if self.memory and self.memory.holds(self) else None
 
     def __array_ufunc__(
@@ -139,7 +134,7 @@ class Counted(np.ndarray):
         return self.tally.counted(np.asarray(result))
 
     def _einsum(self, formula: str, *operands: Any) -> "Counted":
-        """One multiply-add for each way to choose the indices."""
+        """An einsum counts one multiply-add for each choice of its indices."""
         read(operands)
         letters = formula.partition("->")[0].split(",")
         sizes = {

@@ -1,4 +1,4 @@
-"""Programs of generated shapes, which together have every op."""
+"""Programs of generated shapes that together contain every op."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ SHAPES = st.fixed_dictionaries(
 
 
 def decoder(shape: dict[str, Any]) -> tuple[Program, Tensors]:
-    """A decoder of this shape, which pools rows."""
+    """A decoder with pooled rows."""
     heads, head_dim = shape["kv_heads"] * shape["groups"], shape["head_dim"]
     sizes = {
         "dim": heads * head_dim,
@@ -44,8 +44,8 @@ def decoder(shape: dict[str, Any]) -> tuple[Program, Tensors]:
 
 
 def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
-    """What no decoder here has: inputs, silu by itself, biases everywhere, a layer without rope
-    before one with it.
+    """A program with input rows, a lone silu, biases everywhere, and a layer without rope before a
+    layer with rope.
     """
     dim, kv_dim, ffn = (
         n * shape["head_dim"] for n in (shape["kv_heads"] * shape["groups"], shape["kv_heads"], 2)
@@ -89,8 +89,8 @@ def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
 
 
 def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
-    """What models of other families have: learned positions, norms with a mean and by head, MLPs
-    without gate, attention of all kinds.
+    """A program with learned positions, LayerNorm and head norms, MLPs without a gate, and all
+    kinds of attention.
     """
     head_dim, heads = shape["head_dim"], shape["kv_heads"] * shape["groups"]
     dim, kv_dim = heads * head_dim, shape["kv_heads"] * head_dim
@@ -177,7 +177,7 @@ def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
 
 
 def moe_models(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
-    """Mixtures of experts: with all that there is to a routing, and with none of it."""
+    """Mixtures of experts, with every option of the routing and with none."""
     sizes = {
         "experts": 2 * shape["groups"] * shape["kv_heads"],
         "hidden": 32 * shape["groups"],

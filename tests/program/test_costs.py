@@ -1,4 +1,4 @@
-"""What ops say that they cost, against what the reference backend is seen to do."""
+"""The costs of ops equal the counted operations of the reference backend."""
 
 from collections.abc import Sequence as Many
 from typing import Any
@@ -27,11 +27,11 @@ BLOCK = 4
 SEQUENCES = st.lists(
     st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=4
 )
-"""Context, known rows and drafts of each sequence."""
+"""Context, known rows and draft rows of each sequence."""
 
 
 def programs(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
-    """Each program as both backends run it: op by op, and fused."""
+    """Each program op by op and fused."""
     made = [decoder(shape), others(shape), families(shape), *moe_models(shape)]
     return [
         (lower_program(backend, program, tensors), tensors)
@@ -41,7 +41,7 @@ def programs(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
 
 
 class CountedStep:
-    """A step of the reference backend whose weights, KV and values count."""
+    """A step of the reference backend on counting arrays."""
 
     def __init__(
         self, program: Program, tensors: Tensors, batch: RaggedBatch, num_blocks: int
@@ -68,9 +68,7 @@ class CountedStep:
         )
 
     def run(self, op: Op, number_bytes: float) -> tuple[int, float]:
-        """Operations and bytes that the op is seen to need, with so many bytes for a number
-        of KV.
-        """
+        """Counted operations and bytes of the op; `number_bytes`: bytes of a KV number."""
         self.tally.clear()
         self._step.run(op)
         nbytes = {weight.name: weight.nbytes for weight in op.weights()}
@@ -82,11 +80,11 @@ class CountedStep:
 
     @property
     def strays(self) -> list[str]:
-        """Weights that the last op has read."""
+        """Names of the weights that the last op has read."""
         return [name for name, memory in self.weights.items() if memory.was_read.any()]
 
     def experts(self, op: moe.Experts) -> list[int]:
-        """Those that a row has gone to."""
+        """The experts that rows went to."""
         return (
             np.unique(np.asarray(self._step.rows[op.routing.id])[:, : op.top_k])
             .astype(int)
@@ -97,10 +95,8 @@ class CountedStep:
 def batch_and_size(
     seqs: Many[tuple[int, int, int]], num_logits: int
 ) -> tuple[RaggedBatch, StepSize, int]:
-    """A step of these sequences, each with blocks of its own, what a program is told of it, and the
-    number of blocks.
-
-    The tokens differ as far as the vocabulary goes.
+    """A batch of these sequences, its step size, and the number of KV blocks. Tokens differ as far
+    as the vocabulary allows.
     """
     sequences, known, drafts, token, block = [], [], [], 0, 0
     for context, rows, nodes in seqs:
@@ -133,7 +129,7 @@ def batch_and_size(
     [(20, 19, 3)] * 3,
     4,
 )
-def test_every_op_costs_what_it_says(
+def test_costs_equal_the_counted_operations_and_bytes(
     shape: dict[str, Any], dtype: KvDtype, seqs: list[tuple[int, int, int]], num_logits: int
 ) -> None:
     batch, size, num_blocks = batch_and_size(seqs, num_logits)
@@ -159,7 +155,7 @@ def test_every_op_costs_what_it_says(
             assert set(step.strays) == {weight.name for weight in read}
 
 
-def test_every_op_is_counted() -> None:
+def test_costs_cover_every_op() -> None:
     shape = {
         "kv_heads": 1,
         "groups": 2,
@@ -178,8 +174,9 @@ def test_every_op_is_counted() -> None:
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (64, 8), (5, 5), (1, 1)])
 @pytest.mark.parametrize("rows", [0, 1, 3, 20])
-def test_experts_to_be_expected(experts: int, top_k: int, rows: int) -> None:
-    """As many as random choices hit, in the mean over many."""
+def test_distinct_experts_equals_the_mean_of_random_routings(
+    experts: int, top_k: int, rows: int
+) -> None:
     x, weight = Value(0, 4, "step"), Weight("w", 4, 4, 64)
     op = moe.Experts(x, x, Value(1, 2 * top_k, "step"), *((weight,) * experts,) * 3, "silu")
     rng = np.random.default_rng(0)
@@ -192,8 +189,8 @@ def test_experts_to_be_expected(experts: int, top_k: int, rows: int) -> None:
     )
 
 
-def test_a_tree_costs_no_more_than_a_chain() -> None:
-    """Of equally many rows; it is what an op says of either."""
+def test_a_draft_tree_costs_no_more_than_a_chain() -> None:
+    """The op states the cost of a chain for both."""
     shape = {
         "kv_heads": 1,
         "groups": 2,

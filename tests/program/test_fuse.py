@@ -1,4 +1,4 @@
-"""Which ops become one, and which must not."""
+"""Ops that are fused, and ops that must not be."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ TENSORS["n"] = random_stored("F32", 1, DIM, 9, "n")
 
 
 class Parts(NamedTuple):
-    """What a layer writes and attends with."""
+    """The keys, values and queries of a layer."""
 
     q: Value
     k: Value
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 def fused(layer: Callable[[Tracer, Value], Parts], layers: int = 1) -> list[type[Op]]:
-    """The kinds of ops of a program whose layers write and read the KV of these parts."""
+    """The kinds of ops in the fused program of these layers."""
 
     def forward(g: Tracer) -> Value:
         x = g.input(DIM)
@@ -76,7 +76,7 @@ def keys_first(g: Tracer, x: Value) -> Parts:
     return Parts(q, k, linear(g, x, "v"))
 
 
-def test_queries_keys_and_values_become_one() -> None:
+def test_fuse_qkv() -> None:
     for layer in (plain, keys_first):
         assert fused(layer, layers=2)[1:] == 2 * [*fused(layer)[1:]]
         assert [kind for kind in fused(layer) if kind in (QkvRopeWrite, Rope, KvWrite)] == [
@@ -109,7 +109,7 @@ def two_bases(g: Tracer, x: Value) -> Parts:
 
 
 def other_heads(g: Tracer, x: Value) -> Parts:
-    """Ropes over heads of another size than those that attention sees."""
+    """Ropes with another head size than the attention."""
     angles = g.rope_angles((1.0,), 1.0)
     q, k = (g.rope(linear(g, x, name), angles, HEAD // 2) for name in ("q", "k"))
     return Parts(q, k, linear(g, x, "v"))
@@ -148,14 +148,14 @@ def keys_read_twice(g: Tracer, x: Value) -> Parts:
         keys_read_twice,
     ],
 )
-def test_what_must_stay_apart(layer: Callable[[Tracer, Value], Parts]) -> None:
+def test_ops_that_must_not_fuse(layer: Callable[[Tracer, Value], Parts]) -> None:
     kinds = fused(layer)
     assert KvWrite in kinds and QkvRopeWrite not in kinds
 
 
 @settings(max_examples=10, deadline=None)
 @given(shape=SHAPES)
-def test_a_fused_program_computes_the_same(shape: dict[str, Any]) -> None:
+def test_a_fused_program_computes_the_same_logits(shape: dict[str, Any]) -> None:
     sequence, rng = Sequence([1, 0, 2], 4), np.random.default_rng(0)
     batch = batch_of([sequence], [rng.integers(0, VOCAB, 9).tolist()], [([], [])], trees=False)
     inputs = (
@@ -176,15 +176,15 @@ def test_a_fused_program_computes_the_same(shape: dict[str, Any]) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
 
 
-def test_a_layer_that_stays_apart_does_not_keep_the_next_one_so() -> None:
+def test_an_unfused_layer_does_not_stop_fusing_the_next() -> None:
     program, _ = others({"kv_heads": 1, "groups": 1, "head_dim": 32, "format": "F32"})
     kinds = [type(op) for op in fuse(program).ops]
     assert kinds.index(KvWrite) < kinds.index(QkvRopeWrite)
 
 
 @pytest.mark.parametrize("keeps_hidden", [False, True])
-def test_what_only_linear_ops_read_is_packed(keeps_hidden: bool) -> None:
-    """But not what the program gives back."""
+def test_values_of_linear_ops_are_packed(keeps_hidden: bool) -> None:
+    """Results of the program are not packed."""
     for make in (decoder, others, families):
         program, _ = make(
             {
@@ -218,10 +218,8 @@ def test_what_only_linear_ops_read_is_packed(keeps_hidden: bool) -> None:
                 )
 
 
-def test_an_activation_after_a_linear_op_becomes_one() -> None:
-    """But not where the linear op has another reader, and not before the sum that it is added
-    to.
-    """
+def test_fuse_activation_into_linear() -> None:
+    """Unless the linear op has another reader, or its result is added to the residual."""
 
     def kinds(reads_twice: bool) -> list[type[Op]]:
         def forward(g: Tracer) -> Value:

@@ -1,4 +1,4 @@
-"""Blocks and bytes of the KV of groups of layers."""
+"""Blocks and bytes of KV groups."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from tests.families import spec_of
 TWO, ONE = KvGroup((0, 2), KvLayout(3, 64, 64), window=8), KvGroup((1,), KvLayout(1, 96, 96))
 
 
-def test_bytes_of_a_block_are_those_of_all_layers_and_heads() -> None:
+def test_block_bytes() -> None:
     for dtype in ("f32", "bf16", "int8", "int4"):
         record = kv.block_bytes(dtype, 64, 64)
         assert [TWO.block_bytes(dtype, size) for size in (32, 64, 16)] == [
@@ -29,7 +29,7 @@ def test_bytes_of_a_block_are_those_of_all_layers_and_heads() -> None:
         assert isinstance(TWO.block_bytes(dtype, 32), int)
 
 
-def test_bytes_of_a_number_and_of_a_token() -> None:
+def test_number_bytes_and_token_bytes() -> None:
     assert TWO.block_bytes("f32", 32) == 32 * 4 * TWO.numbers == 32 * 4 * 2 * 3 * 128
     assert number_bytes((TWO, ONE), "f32") == 4 and token_bytes((TWO, ONE), "f32") == 4 * (
         6 * 128 + 192
@@ -43,9 +43,9 @@ def test_bytes_of_a_number_and_of_a_token() -> None:
 @pytest.mark.parametrize(
     ("name", "kv_heads", "numbers"), [("deepseek-v2", 1, 40 + 8), ("llama3-gqa", 2, 2 * 16)]
 )
-def test_bytes_of_a_token_are_those_of_the_formula(name: str, kv_heads: int, numbers: int) -> None:
-    """Of latent rows those of one row with the rotated numbers of keys, else a key and a value for
-    each KV head.
+def test_token_bytes_of_families(name: str, kv_heads: int, numbers: int) -> None:
+    """With absorbed MLA, a token has one latent row with the rotated part of keys; else a key and a
+    value for each KV head.
     """
     spec = spec_of(name)
     if spec.mla:
@@ -55,19 +55,17 @@ def test_bytes_of_a_token_are_those_of_the_formula(name: str, kv_heads: int, num
         assert token_bytes(groups, dtype) == spec.num_layers * kv_heads * numbers * size
 
 
-def test_bytes_of_a_token_of_deepseek_v2_lite() -> None:
-    """(512 + 64) numbers in each of 27 layers, whatever heads there are; the plain form has 16 of
-    192 + 128.
+def test_token_bytes_of_deepseek_v2_lite() -> None:
+    """The absorbed form has 512 + 64 numbers in each of 27 layers, the plain form 16 heads of 192 +
+    128.
     """
     layers = tuple(range(27))
     assert token_bytes((KvGroup(layers, KvLayout(1, 512 + 64, 0)),), "bf16") == 27 * 576 * 2
     assert token_bytes((KvGroup(layers, KvLayout(16, 192, 128)),), "bf16") == 27 * 16 * 320 * 2
 
 
-def test_five_windows_to_one_keep_less_than_a_quarter() -> None:
-    """Of 32,768 tokens that come in chunks of 512, with windows of 1,024 (Gemma 3, 4B), at any
-    time.
-    """
+def test_windows_of_gemma3_need_less_than_a_quarter_of_the_kv() -> None:
+    """32,768 tokens in chunks of 512, with windows of 1,024 (Gemma 3, 4B)."""
     layout, length, chunk = KvLayout(4, 256, 256), 32768, 512
     groups = KvGroup((0, 1, 2, 3, 4), layout, 1024), KvGroup((5,), layout)
     manager = KvManager(groups, KvConfig((length // 32, length // 32), 32), chunk)
@@ -95,12 +93,10 @@ def test_five_windows_to_one_keep_less_than_a_quarter() -> None:
     block_size=st.sampled_from([1, 4, 8]),
     num_tokens=st.integers(1, 90),
 )
-def test_most_blocks_of_a_sequence(
+def test_max_blocks_of_a_sequence(
     window: int, max_rows: int, block_size: int, num_tokens: int
 ) -> None:
-    """Those that hold what the rows of one step see, wherever it begins and however many rows it
-    has.
-    """
+    """The count equals the blocks that a step's rows see, at any start and for any number of rows."""
     most = 0
     for computed in range(num_tokens):
         last = min(computed + max_rows, num_tokens) - 1

@@ -1,4 +1,4 @@
-"""What an op says of its weights, and what a program says of all of them."""
+"""The weights of ops and of programs."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 
 @frozen
 class Many(Op):
-    """An op with weights in tuples, one of them nested, as an op over experts would have."""
+    """An op with weights in tuples, one of them nested."""
 
     out: Value
     x: Value
@@ -38,11 +38,11 @@ def many() -> Many:
 
 
 class TestWeights:
-    def test_those_in_tuples_are_found(self, many: Many) -> None:
+    def test_weights_in_tuples_are_found(self, many: Many) -> None:
         assert [w.name for w in many.weights()] == ["a", "b", "c", "d", "router", "bias"]
         assert [w.name for w in many.vectors()] == ["bias"]
 
-    def test_those_in_tuples_are_replaced(self, many: Many) -> None:
+    def test_weights_in_tuples_are_replaced(self, many: Many) -> None:
         new = {w.name: Weight(w.name, 4, 4, i) for i, w in enumerate(many.weights())}
         replaced = many.with_weights(new)
         assert [w.nbytes for w in replaced.weights()] == [0, 1, 2, 3, 4, 5]
@@ -89,13 +89,13 @@ class TestProgram:
             type(op) for op in program.ops
         ]
 
-    def test_the_rows_before_the_head_are_kept_where_they_are_asked_for(self) -> None:
+    def test_with_hidden(self) -> None:
         program = trace_model(*tiny_model(0))
         head = program.ops[-1]
         assert isinstance(head, Linear) and program.hidden is None
         assert program.with_hidden() == replace(program, hidden=head.x)
 
-    def test_the_last_use_of_each_value(self) -> None:
+    def test_last_use(self) -> None:
         program = trace_model(*tiny_model(0)).with_hidden()
         last = {
             value.id: [i for i, op in enumerate(program.ops) if value in op.inputs()]

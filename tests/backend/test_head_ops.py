@@ -1,6 +1,4 @@
-"""Ops by heads on the cpu backend, held to the reference: linear ops with a matrix for each head,
-and heads that are put together.
-"""
+"""HeadLinear and ConcatHeads on the cpu backend equal the reference."""
 
 from typing import Any
 
@@ -14,11 +12,11 @@ from headrace.program.op import Value
 from headrace.program.trace import Tracer, trace
 from headrace.quant.formats import FORMATS
 from tests.backend.stored import random_stored
-from tests.backend.test_families import NOT_FINITE, Floats, Tensors, alone, run
+from tests.backend.test_family_ops import NOT_FINITE, Floats, Tensors, alone, run
 
 ISAS = _native.isas()
 TOLERANCE = {"F32": 1e-5, "F16": 1e-5, "BF16": 0.01}
-"""Of the norm of the result; 0.05 in other formats, with int8 activations."""
+"""Tolerance relative to the norm of the result; 0.05 for formats with int8 activations."""
 
 
 def head_tensors(format: str, num_heads: int, rows: int, cols: int) -> Tensors:
@@ -48,10 +46,10 @@ def random_rows(num_rows: int, width: int) -> Floats:
     num_rows=st.sampled_from([1, 3, 17, 150]),
     is_shared=st.booleans(),
 )
-def test_a_linear_op_by_heads(
+def test_head_linear_equals_reference(
     isa: str, format: str, num_heads: int, rows: int, cols: int, num_rows: int, is_shared: bool
 ) -> None:
-    """The bits of a row do not depend on the rows beside it, nor on the threads."""
+    """The bits of a row do not depend on other rows or on threads."""
     cols = 256 if FORMATS[format].block == 256 else cols
     tensors, x = (
         head_tensors(format, num_heads, rows, cols),
@@ -66,7 +64,7 @@ def test_a_linear_op_by_heads(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0", "I8_ROW"])
-def test_what_is_not_finite_stays_in_its_row_and_head(isa: str, format: str) -> None:
+def test_head_linear_keeps_not_finite_numbers_in_their_head(isa: str, format: str) -> None:
     tensors, x = head_tensors(format, 3, 20, 32), random_rows(7, 96)
     good = alone(lambda g, y: head_linear(tensors, g, y), x, isa, tensors)[1]
     for i, bad in enumerate(NOT_FINITE):
@@ -83,8 +81,8 @@ def test_what_is_not_finite_stays_in_its_row_and_head(isa: str, format: str) -> 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("x_heads", "y_heads"), [(4, 4), (4, 1), (1, 4), (1, 1)])
-def test_heads_are_put_together(isa: str, x_heads: int, y_heads: int) -> None:
-    """Bit by bit, whatever the numbers are, and into packed rows too."""
+def test_concat_heads_equals_reference(isa: str, x_heads: int, y_heads: int) -> None:
+    """Bit-equal for any numbers, also into packed rows."""
     tensors = {
         name: random_stored("F32", rows, 24, rows, name, 1.0)
         for name, rows in (("x", 6 * x_heads), ("y", 3 * y_heads))
@@ -129,7 +127,7 @@ def test_heads_are_put_together(isa: str, x_heads: int, y_heads: int) -> None:
     ("concat_heads", (5, 1, 1, 2, 16, 16), "all rows"),
     ("concat_heads", (0, 1, 9, 2, 16, 16), "no such buffer"),
 ])  # fmt: skip
-def test_what_a_builder_refuses(call: str, arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_head_ops_are_refused(call: str, arguments: tuple[Any, ...], message: str) -> None:
     plan = _native.Plan("", 1)
     for width, rows, packed in (
         *((64, "step", False), (16, "step", False), (48, "step", False), (33, "step", False)),

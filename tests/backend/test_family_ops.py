@@ -1,6 +1,4 @@
-"""Ops of other families than Llama, each alone on the cpu backend against the reference, for every
-instruction set of this machine.
-"""
+"""Single ops of families other than Llama: the cpu backend equals the reference."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,9 +56,7 @@ Tensors = dict[str, StoredTensor]
 def run(
     program: Program, tensors: Tensors, x: Floats, isa: str, threads: int = 1
 ) -> tuple[Floats, Floats, Floats]:
-    """Logits by the reference, by the fused and by the unfused program on `cpu`, of a prompt with
-    these input rows.
-    """
+    """Logits of a prompt with these input rows: reference, cpu fused, cpu unfused."""
     sequence = Sequence([*range(len(x) // 32 + 1)], 32)
     batch = batch_of([sequence], [[0] * len(x)], [([], [])], trees=False)._replace(kv=(), inputs=x)
     truth = reference.compile(program, tensors, KV, 1)
@@ -78,7 +74,7 @@ def run(
 def alone(
     op: Callable[[Tracer, Value], Value], x: Floats, isa: str, tensors: Tensors | None = None
 ) -> tuple[Floats, Floats]:
-    """What one op makes of input rows, by the reference and by `cpu`."""
+    """The result of one op for input rows, by the reference and by `cpu`."""
     want, got, same = run(
         trace(lambda g: op(g, g.input(x.shape[1])), tensors or {}), tensors or {}, x, isa
     )
@@ -102,7 +98,7 @@ def vector(name: str, size: int, seed: int) -> StoredTensor:
     shift=st.sampled_from([0.0, 100.0]),
     seed=st.integers(0, 99),
 )
-def test_a_norm(
+def test_norm_equals_reference(
     isa: str,
     kind: Any,
     size: int,
@@ -113,7 +109,7 @@ def test_a_norm(
     shift: float,
     seed: int,
 ) -> None:
-    """With LayerNorm the mean may be much larger than what differs from it."""
+    """For LayerNorm, the mean may be much larger than the deviations."""
     width = size * groups
     sizes = {"w": width if whole else size, "b": width if bias == "whole" else size}
     tensors = {name: vector(name, n, i) for i, (name, n) in enumerate(sizes.items())}
@@ -140,8 +136,8 @@ def test_a_norm(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", get_args(ops.NormKind))
 @pytest.mark.parametrize("size", [5, 16, 64])
-def test_a_row_that_is_not_finite_in_a_norm(isa: str, kind: Any, size: int) -> None:
-    """Its groups of columns are apart: only those with such a number are spoilt."""
+def test_norm_keeps_not_finite_numbers_in_their_row(isa: str, kind: Any, size: int) -> None:
+    """Only the groups of columns with such a number are affected."""
     tensors = {"w": vector("w", size, 0)}
     x = np.random.default_rng(1).standard_normal((3, 2 * size)).astype(np.float32)
 
@@ -161,7 +157,7 @@ def test_a_row_that_is_not_finite_in_a_norm(isa: str, kind: Any, size: int) -> N
 
 
 def spread(cols: int) -> Floats:
-    """Rows of numbers of all sizes."""
+    """Rows with numbers of all magnitudes."""
     numbers = np.concatenate(
         [SPECIAL, np.linspace(-15, 15, 6001), np.random.default_rng(0).standard_normal(999)]
     )
@@ -170,10 +166,8 @@ def spread(cols: int) -> Floats:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_activation(isa: str, activation: ops.Activation) -> None:
-    """To a millionth of the result and, far below 0, where that is of no account, a little less;
-    silu takes a cheaper exponential.
-    """
+def test_activation_equals_reference(isa: str, activation: ops.Activation) -> None:
+    """To a relative error of 1e-6, and a little more far below 0; silu uses a cheaper exponential."""
     x = spread(37)
     want, got = alone(lambda g, y: g.activate(y, activation), x, isa)
     far = {"silu": 1e-5, "gelu": 2e-6, "gelu_tanh": 2e-5, "relu": 0}[activation]
@@ -184,7 +178,7 @@ def test_an_activation(isa: str, activation: ops.Activation) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", get_args(ops.Activation))
-def test_a_gate(isa: str, activation: ops.Activation) -> None:
+def test_glu_equals_reference(isa: str, activation: ops.Activation) -> None:
     x = spread(34)[:, :34]
 
     def op(g: Tracer, y: Value) -> Value:
@@ -203,7 +197,7 @@ def test_a_gate(isa: str, activation: ops.Activation) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", get_args(ops.Activation))
-def test_what_is_not_finite_stays_so(isa: str, activation: ops.Activation) -> None:
+def test_activation_of_not_finite_numbers(isa: str, activation: ops.Activation) -> None:
     plan = _native.Plan(isa, 1)
     numbers = np.array(
         [[*NOT_FINITE, *[1.0] * 6, -2.0, *NOT_FINITE], [*[2.0] * 10, 0.0, *NOT_FINITE]], np.float32
@@ -228,7 +222,7 @@ def test_what_is_not_finite_stays_so(isa: str, activation: ops.Activation) -> No
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("cap", [0.5, 30.0, 50.0])
-def test_a_soft_cap(isa: str, cap: float) -> None:
+def test_soft_cap_equals_reference(isa: str, cap: float) -> None:
     x = spread(19)
     want, got = alone(lambda g, y: g.soft_cap(y, cap), x, isa)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-30)
@@ -265,7 +259,7 @@ def test_scale_and_gated_rows(isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", ["F32", "Q8_0"])
 def test_learned_positions(isa: str, format: str) -> None:
-    """A position beyond the last has the embedding of that."""
+    """Positions beyond the last row use the last row."""
     tensors = {"p": random_stored(format, 9, 64, 0, "p", 1.0)}
     x = np.random.default_rng(0).standard_normal((13, 64)).astype(np.float32)
     want, got = alone(
@@ -278,10 +272,10 @@ def test_learned_positions(isa: str, format: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", ["F32", "Q4_0", "I8_ROW"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_mlp_without_gate(isa: str, format: str, activation: ops.Activation) -> None:
-    """Of two linear ops with an activation between: fused they give the same bits, with threads or
-    without, whatever rows stand beside.
-    """
+def test_linear_activate_equals_reference(
+    isa: str, format: str, activation: ops.Activation
+) -> None:
+    """Fused and unfused programs give the same bits, on any threads, among any rows."""
     shapes = {"up": (96, 64), "down": (64, 96)}
     tensors = {
         name: random_stored(format, *shape, i, name)
@@ -335,7 +329,9 @@ def test_an_mlp_without_gate(isa: str, format: str, activation: ops.Activation) 
     ("embed_position", (1, 0), "as wide as its buffer"),
     ("embed_position", (3, 0), "all rows"),
 ])  # fmt: skip
-def test_what_a_builder_refuses(call: str, arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_ops_of_families_are_refused(
+    call: str, arguments: tuple[Any, ...], message: str
+) -> None:
     plan = _native.Plan("", 1)
     for width, rows, packed in (
         (32, "step", False),

@@ -1,7 +1,6 @@
-"""Every op has a kernel of its own on every backend: programs that fuse in part, or not at all.
+"""Programs that are fused in part or not at all.
 
-Fusing must make a program faster and nothing else, so on the cpu backend the fused and the unfused
-program give the same bits.
+Fusing changes only speed: on the cpu backend, fused and unfused programs give the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ SHAPES = st.fixed_dictionaries(
 def model_of(
     shape: dict[str, int], seed: int, rope_share: float = 1.0, **options: str
 ) -> tuple[ModelSpec, Tensors]:
-    """A model whose heads are rotated in this share of their dimensions, at least two of them."""
+    """A model that rotates this share of each head, at least two numbers."""
     heads, head_dim = shape["kv_heads"] * shape["groups"], shape["head_dim"]
     sizes = {
         "heads": heads,
@@ -75,7 +74,7 @@ def op_by_op(
 
 
 def chunks(tokens: list[int], sizes: list[int]) -> Iterator[RaggedBatch]:
-    """A prompt in steps of these sizes and a last one, in blocks that are not in order."""
+    """A prompt in steps of these sizes and a last step, in shuffled blocks."""
     sequence = Sequence([5, 0, 3, 1], 32)
     for size in (*sizes, len(tokens)):
         part = tokens[sequence.computed : sequence.computed + size]
@@ -126,8 +125,8 @@ def test_op_by_op_equals_reference_and_fused(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", ["Q4_0", "Q8_0", "BF16", "I8_ROW"])
-def test_op_by_op_reads_the_activations_that_fused_ops_read(isa: str, format: str) -> None:
-    """Queries, keys and values come from the finer int8 activations either way."""
+def test_op_by_op_reads_the_same_activations_as_fused(isa: str, format: str) -> None:
+    """Queries, keys and values use int8 activations with offset in both programs."""
     model, kv = (
         model_of({"kv_heads": 2, "groups": 2, "head_dim": 16, "window": 0}, 3, format=format),
         KvConfig((BLOCKS,), 32, "bf16"),
@@ -144,7 +143,9 @@ def test_op_by_op_reads_the_activations_that_fused_ops_read(isa: str, format: st
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("head_dim", [6, 32])
-def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype, head_dim: int) -> None:
+def test_op_by_op_bits_do_not_depend_on_chunks_and_threads(
+    isa: str, dtype: KvDtype, head_dim: int
+) -> None:
     model, kv = (
         model_of({"kv_heads": 2, "groups": 2, "head_dim": head_dim, "window": 0}, 5),
         KvConfig((8,), 32, dtype),
@@ -156,10 +157,8 @@ def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype, head_dim: in
 
 
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
-def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: KvDtype) -> None:
-    """Half of a pair of values that share a word may be an earlier owner's: it counts for nothing,
-    and is finite.
-    """
+def test_stale_kv_in_a_block_is_not_read(dtype: KvDtype) -> None:
+    """A word may hold a value of this sequence and a stale one, which must not count."""
     model, kv = (
         model_of({"kv_heads": 2, "groups": 1, "head_dim": 16, "window": 0}, 6),
         KvConfig((8,), 32, dtype),
@@ -178,8 +177,8 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_read(dtype: KvDtype) -> No
 def decoder(
     spec: ModelSpec, bases: tuple[float, ...], qk_norm: bool = False
 ) -> Callable[[Tracer], Value]:
-    """A decoder whose layers take the rope bases in turns, or have none; with a norm over all of q
-    and k, and gates for a head.
+    """A decoder whose layers alternate between rope bases or have none, with norms over rows of q
+    and k.
     """
 
     def attended(g: Tracer, layer: int, x: Value, angles: list[Value]) -> Value:
@@ -235,7 +234,7 @@ def decoder(
     ],
     ids=["plain", "qk-norm", "no-rope", "two-bases", "two-bases-qk-norm"],
 )
-def test_what_stands_around_attention(
+def test_partly_fused_attention(
     isa: str,
     dtype: KvDtype,
     heads: int,
@@ -244,11 +243,10 @@ def test_what_stands_around_attention(
     qk_norm: bool,
     fused_writes: int,
 ) -> None:
-    """A norm over queries and keys, no rope at all, and layers that alternate between two rope
-    bases, as in Gemma 3.
+    """Norms of queries and keys, no rope, and layers that alternate between two rope bases (Gemma
+    3).
 
-    With one head, rows are as wide as its angles: where these once shared buffers with other
-    values, such rows came out wrong.
+    With one head, rows are as wide as angles, which must not share buffers with them.
     """
     spec, tensors = tiny_model(9, layers=4, dim=24 * heads, heads=heads, kv_heads=kv_heads)
     for layer in range(spec.num_layers):
@@ -274,7 +272,7 @@ def test_what_stands_around_attention(
         assert np.array_equal(got, forward(plain, batch).logits)
 
 
-def test_a_rope_needs_its_own_angles() -> None:
+def test_rope_needs_its_own_angles() -> None:
     plan = _native.Plan("", 1)
     plan.add_kv_group(1, 1, 16, 16, 0, 1, "f32")
     narrow, wide, q, k = (

@@ -1,6 +1,5 @@
-"""Attention of other families than Llama on the cpu backend against the reference: capped, sloped,
-with sinks, with keys and values of different sizes, and with values that are part of the keys;
-alone, and several kinds in one program.
+"""Attention with soft caps, ALiBi, sinks, keys and values of different sizes, and MLA: the cpu
+backend equals the reference.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from headrace.quant.formats import StoredTensor
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_program import BLOCKS, random_steps
-from tests.backend.test_ops_alone import TOLERANCE
+from tests.backend.test_unfused_ops import TOLERANCE
 
 ISAS = _native.isas()
 DIM, VOCAB = 32, 41
@@ -34,8 +33,6 @@ Tensors = dict[str, StoredTensor]
 
 
 class Kind(NamedTuple):
-    """A layer of attention."""
-
     kv_heads: int
     share: int
     key_dim: int
@@ -97,7 +94,6 @@ ALL = (
 
 
 def model(*kinds: Kind, seed: int = 0) -> tuple[Program, Tensors]:
-    """A program with a layer of each kind."""
     rng = np.random.default_rng(seed)
     tensors: Tensors = {}
 
@@ -192,7 +188,7 @@ def test_attention_equals_reference_and_fused(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
-def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype) -> None:
+def test_attention_bits_do_not_depend_on_chunks_and_threads(isa: str, dtype: KvDtype) -> None:
     program, tensors = model(*ALL)
     assert len(program.kv_groups) == 4
     kv = kv_of(program, dtype, 16)
@@ -221,10 +217,8 @@ def test_chunks_and_threads_change_no_bit(isa: str, dtype: KvDtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
-def test_the_latent_rows_of_deepseek(isa: str, dtype: KvDtype) -> None:
-    """Keys of 512 latent and 64 rotated numbers, of which the latent ones are the values of 16
-    heads.
-    """
+def test_mla_attention_of_deepseek(isa: str, dtype: KvDtype) -> None:
+    """Keys have 512 latent and 64 rotated numbers; the latent part is the value of 16 heads."""
     program, tensors = model(Kind(1, 16, 576, 512, latent=True))
     kv = kv_of(program, dtype, 12)
     truth, fast = (
@@ -242,7 +236,7 @@ def test_the_latent_rows_of_deepseek(isa: str, dtype: KvDtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
-def test_moved_slots(isa: str, dtype: KvDtype) -> None:
+def test_moved_slots_keep_attention(isa: str, dtype: KvDtype) -> None:
     program, tensors = model(*ALL)
     executable = cpu.CpuExecutable(program, tensors, kv_of(program, dtype, 8), 1, isa)
     tokens = np.random.default_rng(0).integers(0, VOCAB, 45).tolist()
@@ -260,10 +254,10 @@ def test_moved_slots(isa: str, dtype: KvDtype) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("kind", ALL)
-def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, kind: Kind) -> None:
-    """Also where its values are made of its key, and none of the rows that share its chunk or that
-    come to its block later.
-    """
+def test_not_finite_token_spoils_only_rows_that_see_it(
+    isa: str, dtype: KvDtype, kind: Kind
+) -> None:
+    """With MLA too. Rows of the same chunk, and later rows of its block, are not affected."""
     for bad in (np.float32(np.nan), np.float32(-np.inf), np.float32(3e38)):
         program, tensors = model(kind._replace(window=0))
         embed = tensors["embed"].dequantise()
@@ -295,11 +289,10 @@ def test_a_token_spoils_the_rows_that_see_it(isa: str, dtype: KvDtype, kind: Kin
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_slopes_at_a_long_distance(isa: str) -> None:
-    """What a score is lowered by is exact at any position: a context that begins with 100,000
-    unseen tokens changes nothing near its end.
+def test_alibi_slopes_at_a_long_distance(isa: str) -> None:
+    """ALiBi is exact at any position: 100,000 unseen tokens before a context change no bit.
 
-    The blocks before are all one block of zeros.
+    The blocks of the unseen tokens are one block of zeros.
     """
     kind = Kind(1, 2, 16, 16, sloped=True)
     program, tensors = model(kind)
@@ -321,8 +314,8 @@ def test_slopes_at_a_long_distance(isa: str) -> None:
 
 
 def plan_with(key_dim: int, value_dim: int, packed: bool = False) -> _native.Plan:
-    """A plan with buffers for 2 query heads of one KV head: 0 queries, 1 what attention writes, 2
-    another of 3 columns.
+    """A plan for 2 query heads of one KV head. Buffers: 0 queries, 1 result, 2 another with 3
+    columns.
     """
     plan = _native.Plan("", 1)
     plan.add_kv_group(1, 1, key_dim, value_dim, 0, 2, "bf16")
@@ -359,19 +352,20 @@ Call = Callable[[_native.Plan], Any]
     ((15, 8), lambda p: None, "even head sizes"),
     ((16, -2), lambda p: None, "2.24 numbers"),
 ])  # fmt: skip
-def test_what_a_builder_refuses(sizes: tuple[int, int], call: Call, message: str) -> None:
+def test_invalid_attention_sizes_are_refused(
+    sizes: tuple[int, int], call: Call, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call(plan_with(*sizes))
 
 
-def test_heads_that_are_not_whole_groups_are_not_packed() -> None:
+def test_heads_of_partial_groups_are_not_packed() -> None:
     with pytest.raises(ValueError, match="whole groups"):
         plan_with(16, 8, packed=True).attention(1, 0, (0, 0), 2, 8, 1.0)
     plan_with(16, 32, packed=True).attention(1, 0, (0, 0), 2, 32, 1.0)
 
 
-def test_keys_and_values_of_different_sizes_stay_apart() -> None:
-    """Queries, keys and values with a rope become one op only where keys are as long as values."""
+def test_keys_and_values_of_different_sizes_do_not_fuse() -> None:
     tensors = {
         name: random_stored("F32", rows, 16, i, name)
         for i, (name, rows) in enumerate((("q", 32), ("k", 32), ("v", 8), ("w", 32)))
