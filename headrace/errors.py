@@ -1,4 +1,4 @@
-"""Every error Headrace raises on purpose, each with the exit code the command line gives it."""
+"""Errors that Headrace raises on purpose, with the exit codes of the `headrace` command."""
 
 from typing import TYPE_CHECKING
 
@@ -7,81 +7,79 @@ if TYPE_CHECKING:
 
 
 class HeadraceError(Exception):
-    """Base of all errors of our own. `exit_code` is what `headrace` exits with."""
+    """Base class of all Headrace errors."""
 
     exit_code = 1
+    """Exit code of the `headrace` command."""
 
 
 class RequestError(HeadraceError, ValueError):
-    """A request or an option that cannot be served as written: out of range, too long,
-    contradictory.
-    """
+    """A request or an option is invalid: out of range, too long or contradictory. Exit code 2."""
 
     exit_code = 2
 
 
 class ModelError(HeadraceError):
-    """The model is missing, malformed or of a kind that Headrace does not know."""
+    """The model is missing, malformed or not supported. Exit code 3."""
 
     exit_code = 3
 
 
 class ModelNotFoundError(ModelError):
-    """No such file, alias or package."""
+    """No file, alias or package has this name. Exit code 3."""
 
 
 class FormatError(ModelError):
-    """A model file that breaks its format: truncated, out of bounds, inconsistent."""
+    """A model file is malformed: truncated, out of bounds or inconsistent. Exit code 3."""
 
 
 class UnsupportedModelError(ModelError):
-    """A well-formed model of an architecture, tensor type or feature that Headrace does not
-    know.
+    """The model is well-formed, but its architecture, tensor type or feature is not supported.
+    Exit code 3.
     """
 
 
 class ChecksumError(ModelError):
-    """A download whose SHA-256 is not the pinned one; nothing of it is kept."""
+    """The SHA-256 of a download differs from the pinned one; the file is deleted. Exit code 3."""
 
 
 class CacheError(HeadraceError):
-    """The folder of downloads cannot be written."""
+    """The download folder is not writable. Exit code 1."""
 
 
 class MemoryLimitError(HeadraceError):
-    """The model or its KV cache does not fit in memory; the message gives the arithmetic."""
+    """The model or its KV cache does not fit in memory; the message shows the sum. Exit code 4."""
 
     exit_code = 4
 
 
 class ClosedError(HeadraceError):
-    """The engine was used after `close()`."""
+    """The engine was used after `close()`. Exit code 1."""
 
 
 class RankLostError(HeadraceError):
-    """A process that runs a part of the model ended, or does not answer; those that are left start
-    it again.
-    """
+    """The process of a rank ended or stopped responding; the engine restarts it. Exit code 1."""
 
 
 class NoReplicaError(HeadraceError):
-    """No replica is there that could take a request."""
+    """No replica can take the request. Exit code 1."""
 
 
 class NonFiniteLogitsError(HeadraceError):
-    """The model computed NaN or infinity; the request that met it fails alone."""
+    """The model produced NaN or infinity; only the affected request fails. Exit code 1."""
 
 
 class ConstraintError(HeadraceError):
-    """No token can follow in an output by its own rules, or it takes too long to find out which;
-    its request fails alone.
+    """The grammar allows no next token, or its check takes too long; only this request fails.
+    Exit code 1.
     """
 
 
 class RequestFailedError(HeadraceError):
-    """Requests that failed while they ran. `outputs` has the results of all, the whole ones
-    included.
-    """
+    """Requests failed while they ran. Exit code 1."""
+
+    outputs: "list[RequestOutput]"
+    """Results of all requests of the call, complete ones included."""
 
     def __init__(self, message: str, outputs: "list[RequestOutput]") -> None:
         super().__init__(message)

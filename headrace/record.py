@@ -1,9 +1,8 @@
-"""Frozen records: `dataclass(frozen=True)` with methods that all records share.
+"""`@frozen`: a `dataclass(frozen=True)` whose methods are shared by all records.
 
-The standard decorator compiles six methods for each class, which takes a millisecond of every
-start: a tenth of a second for all that an engine is made of. A record has the same fields,
-keywords, comparison and errors, and `dataclasses.replace`, `fields` and the like take it for what
-it is.
+The standard decorator compiles six methods per class, which takes 1 ms. For the records of an
+engine that is 0.1 s of every start. A record has the same fields, keywords, comparison and errors,
+and the functions of `dataclasses`, such as `replace` and `fields`, accept it.
 """
 
 from collections.abc import Callable
@@ -26,8 +25,9 @@ def frozen(*, eq: bool = True, kw_only: bool = False) -> Callable[[type[_T]], ty
 def frozen(
     cls: type[_T] | None = None, /, *, eq: bool = True, kw_only: bool = False
 ) -> type[_T] | Callable[[type[_T]], type[_T]]:
-    """Make a frozen record of a class with annotated fields. Without `eq` it is equal to itself
-    alone.
+    """Make a frozen record of a class with annotated fields.
+
+    With `eq=False` a record equals only itself.
     """
     if cls is None:
         return lambda cls: _frozen(cls, eq, kw_only)
@@ -35,31 +35,36 @@ def frozen(
 
 
 def _frozen(cls: type[_T], eq: bool, kw_only: bool) -> type[_T]:
-    made: Any = dataclass(cls, init=False, repr=False, eq=False, kw_only=kw_only)
-    made.__init__ = _initialiser(made)
-    made.__repr__, made.__setattr__, made.__delattr__ = _show, _refuse_to_set, _refuse_to_delete
+    record: Any = dataclass(cls, init=False, repr=False, eq=False, kw_only=kw_only)
+    record.__init__ = _initialiser(record)
+    record.__repr__ = _repr
+    record.__setattr__ = _refuse_to_set
+    record.__delattr__ = _refuse_to_delete
     if eq:
-        made.__eq__, made.__hash__ = _comparison(made)
+        record.__eq__, record.__hash__ = _comparison(record)
     return cls
 
 
 def _initialiser(cls: Any) -> Callable[..., None]:
-    """`__init__`, which puts the fields into the instance in their order."""
-    in_order = [one.name for one in fields(cls) if not one.kw_only]
-    names = in_order + [one.name for one in fields(cls) if one.kw_only]
-    defaults = {one.name: one.default for one in fields(cls) if one.default is not MISSING}
+    """Make an `__init__` that stores the fields in their order."""
+    positional = [item.name for item in fields(cls) if not item.kw_only]
+    names = positional + [item.name for item in fields(cls) if item.kw_only]
+    defaults = {item.name: item.default for item in fields(cls) if item.default is not MISSING}
     factories = {
-        one.name: one.default_factory for one in fields(cls) if one.default_factory is not MISSING
+        item.name: item.default_factory
+        for item in fields(cls)
+        if item.default_factory is not MISSING
     }
     has_post_init = hasattr(cls, "__post_init__")
 
     def __init__(self: Any, /, *args: Any, **named: Any) -> None:
         count = len(args)
-        if count > len(in_order):
+        if count > len(positional):
             raise TypeError(
-                f"{cls.__name__} takes {len(in_order)} positional arguments, and {count} were given"
+                f"{cls.__name__} takes {len(positional)} positional arguments, but {count} were "
+                "given"
             )
-        values = dict(zip(in_order, args, strict=False))
+        values = dict(zip(positional, args, strict=False))
         for name in names[count:]:
             if name in named:
                 values[name] = named.pop(name)
@@ -70,7 +75,9 @@ def _initialiser(cls: Any) -> Callable[..., None]:
             else:
                 raise TypeError(f"{cls.__name__} needs a value for {name!r}")
         if named:
-            raise TypeError(f"{cls.__name__} has no further field {next(iter(named))!r}")
+            name = next(iter(named))
+            problem = "got two values for" if name in values else "has no"
+            raise TypeError(f"{cls.__name__} {problem} field {name!r}")
         self.__dict__.update(values)
         if has_post_init:
             self.__post_init__()
@@ -79,8 +86,8 @@ def _initialiser(cls: Any) -> Callable[..., None]:
 
 
 def _comparison(cls: Any) -> tuple[Callable[[Any, object], bool], Callable[[Any], int]]:
-    """`__eq__` and `__hash__`, by all fields."""
-    names = [one.name for one in fields(cls)]
+    """Make `__eq__` and `__hash__` over all fields."""
+    names = [item.name for item in fields(cls)]
     values: Callable[[Any], object] = attrgetter(*names) if names else lambda self: ()
 
     def __eq__(self: Any, other: object) -> bool:
@@ -92,8 +99,9 @@ def _comparison(cls: Any) -> tuple[Callable[[Any, object], bool], Callable[[Any]
     return __eq__, __hash__
 
 
-def _show(self: Any) -> str:
-    return f"{type(self).__qualname__}({', '.join(f'{one.name}={getattr(self, one.name)!r}' for one in fields(self))})"
+def _repr(self: Any) -> str:
+    values = (f"{item.name}={getattr(self, item.name)!r}" for item in fields(self))
+    return f"{type(self).__qualname__}({', '.join(values)})"
 
 
 def _refuse_to_set(self: object, name: str, value: object) -> NoReturn:

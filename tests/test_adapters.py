@@ -1,4 +1,4 @@
-"""Adapters through the faces, `LLM` and the command line, over the default model."""
+"""LoRA adapters of `LLM` and of `headrace run`, with the default model."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def llm(folders: dict[str, Path]) -> Iterator[LLM]:
         yield llm
 
 
-def test_one_for_each_prompt_or_one_for_all(llm: LLM, folders: dict[str, Path]) -> None:
+def test_adapter_per_prompt_or_for_all(llm: LLM, folders: dict[str, Path]) -> None:
     names = [None, *folders, None]
     together = llm.generate([PROMPT] * 4, GREEDY, adapter=names)
     for result, name in zip(together, names, strict=True):
@@ -72,7 +72,7 @@ def test_one_for_each_prompt_or_one_for_all(llm: LLM, folders: dict[str, Path]) 
     assert llm.stats().adapters == dict.fromkeys(folders, 0)
 
 
-def test_what_is_refused(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_invalid_adapters_raise(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="unknown adapter 'rank 5'; did you mean rank 4"):
         llm.generate(PROMPT, adapter="rank 5")
     with pytest.raises(RequestError, match="adapter has 1 values for 2 prompts"):
@@ -87,7 +87,7 @@ def test_what_is_refused(llm: LLM, folders: dict[str, Path], tmp_path: Path) -> 
         llm.unload_adapter("empty")
 
 
-def test_the_command_line(
+def test_lora_flag_of_headrace_run(
     llm: LLM, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [

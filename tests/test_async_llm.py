@@ -1,6 +1,4 @@
-"""The face for event loops: the results of `LLM`, many at once, and requests that end with their
-tasks.
-"""
+"""`AsyncLLM`: results equal to `LLM`, concurrent requests, and cancelled tasks."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -39,7 +37,7 @@ def expected(model: str) -> list[Any]:  # noqa: F811
         return [*llm.generate(PROMPTS[:3], PARAMS), *llm.chat(MESSAGES, PARAMS)]
 
 
-def test_whole_results_all_at_once(model: str, expected: list[Any]) -> None:  # noqa: F811
+def test_concurrent_generate_equals_llm(model: str, expected: list[Any]) -> None:  # noqa: F811
     async def work(llm: AsyncLLM) -> list[Any]:
         return list(await asyncio.gather(*(llm.generate(prompt, PARAMS) for prompt in PROMPTS)))
 
@@ -48,7 +46,7 @@ def test_whole_results_all_at_once(model: str, expected: list[Any]) -> None:  # 
     ]
 
 
-def test_streams_all_at_once(model: str, expected: list[Any]) -> None:  # noqa: F811
+def test_concurrent_streams_equal_llm(model: str, expected: list[Any]) -> None:  # noqa: F811
     async def one(llm: AsyncLLM, prompt: Any) -> Any:
         updates = [update async for update in llm.stream(prompt, PARAMS)]
         assert all(update.result is None for update in updates[:-1])
@@ -62,7 +60,7 @@ def test_streams_all_at_once(model: str, expected: list[Any]) -> None:  # noqa: 
     assert with_llm(model, work) == [result.outputs for result in expected]
 
 
-def test_embeddings(model: str) -> None:  # noqa: F811
+def test_concurrent_embeddings_equal_llm(model: str) -> None:  # noqa: F811
     async def work(llm: AsyncLLM) -> list[Any]:
         return list(
             await asyncio.gather(
@@ -77,7 +75,7 @@ def test_embeddings(model: str) -> None:  # noqa: F811
         )
 
 
-def test_requests_end_with_their_tasks(model: str) -> None:  # noqa: F811
+def test_cancelled_task_ends_its_request(model: str) -> None:  # noqa: F811
     async def work(llm: AsyncLLM) -> None:
         for _ in range(20):
             task = asyncio.ensure_future(llm.generate("hello", LONG))
@@ -91,7 +89,7 @@ def test_requests_end_with_their_tasks(model: str) -> None:  # noqa: F811
     with_llm(model, work)
 
 
-def test_errors(model: str) -> None:  # noqa: F811
+def test_async_errors(model: str) -> None:  # noqa: F811
     async def work(llm: AsyncLLM) -> None:
         for prompt, options in [
             ("", {}),

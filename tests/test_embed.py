@@ -21,7 +21,7 @@ def llm(write_gguf: Any) -> Iterator[LLM]:  # noqa: F811
         yield llm
 
 
-def test_a_vector_for_each_prompt(llm: LLM) -> None:
+def test_embed_returns_one_embedding_per_prompt(llm: LLM) -> None:
     for pooling in ("last", "mean", "cls"):
         vectors = llm.embed(PROMPTS, pooling)
         assert vectors.shape == (3, llm.spec.dim) and vectors.dtype == np.float32
@@ -36,7 +36,7 @@ def test_a_vector_for_each_prompt(llm: LLM) -> None:
     assert stats.blocks_free == stats.blocks_total and stats.tokens == 0 and stats.prompt_tokens > 0
 
 
-def test_beside_texts(llm: LLM) -> None:
+def test_embed_during_a_stream(llm: LLM) -> None:
     stream = llm.stream("hello", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     next(stream)
     assert llm.embed(PROMPTS, "mean").shape == (3, llm.spec.dim)
@@ -58,13 +58,13 @@ def test_beside_texts(llm: LLM) -> None:
         (["hello"], {"timeout": [1, 2]}, "timeout has 2 values for 1 prompts"),
     ],
 )
-def test_what_is_refused(llm: LLM, prompts: Any, options: Any, message: str) -> None:
+def test_invalid_embed_calls_raise(llm: LLM, prompts: Any, options: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.embed(prompts, **options)
     assert not llm.stats().running
 
 
-def test_a_prompt_whose_time_is_up_has_no_vector(llm: LLM) -> None:
+def test_embed_timeout_fails_the_call(llm: LLM) -> None:
     with pytest.raises(
         RequestFailedError, match="prompt 1 timed out before its embedding"
     ) as failure:

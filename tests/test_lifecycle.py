@@ -1,6 +1,4 @@
-"""How calls of an `LLM` and its process end: interrupted, closed under it, collected, forked,
-exited. A step is atomic in all of it.
-"""
+"""Interrupts, closing, garbage collection, forks and exits of an `LLM`: no step is ever cut."""
 
 import gc
 import os
@@ -60,7 +58,7 @@ def interrupt() -> None:
 
 class TestInterrupts:
     @pytest.mark.parametrize("num_prompts", [1, 3])
-    def test_a_step_is_not_cut_in_two(
+    def test_interrupt_does_not_cut_a_step(
         self,
         llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
@@ -73,7 +71,11 @@ class TestInterrupts:
         assert clean(llm) and len(ended) >= 2
         assert llm.generate("hello", GREEDY)[0].outputs == expected
 
-    def test_other_threads_go_on(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_interrupt_leaves_other_threads_running(
+        self,
+        llm: LLM,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         expected, results = llm.generate("w", LONG)[0].outputs, list[Any]()
         other = threading.Thread(target=lambda: results.append(llm.generate("w", LONG)[0].outputs))
         in_step(
@@ -86,7 +88,7 @@ class TestInterrupts:
         other.join(60)
         assert results == [expected] and clean(llm)
 
-    def test_at_any_moment(self, llm: LLM) -> None:  # noqa: F811
+    def test_interrupt_at_any_moment(self, llm: LLM) -> None:  # noqa: F811
         """An exception of a signal handler, at random moments of all that a caller does."""
         rng, expected, caught = random.Random(12), llm.generate("hello", GREEDY)[0].outputs, 0
 
@@ -114,7 +116,7 @@ class TestInterrupts:
 
 
 class TestCollection:
-    def test_a_stream_that_is_collected_in_a_step_ends_after_it(
+    def test_stream_collected_in_a_step_ends_after_it(
         self,
         llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
@@ -138,7 +140,7 @@ class TestCollection:
         assert held == [{"1"}] and clean(llm) and llm.stats().aborted == 1
 
     @pytest.mark.parametrize("use", ["close", "stats"])
-    def test_what_a_finaliser_asks_in_a_step_never_waits(
+    def test_finaliser_in_a_step_never_waits(
         self,
         llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
@@ -161,7 +163,7 @@ class TestCollection:
             assert llm.generate("hello", GREEDY)[0].finished
             assert said == ["the engine cannot be called from within its own step"]
 
-    def test_an_llm_that_is_let_go_leaves_nothing(self, model: str) -> None:  # noqa: F811
+    def test_dropped_llm_is_collected(self, model: str) -> None:  # noqa: F811
         until(lambda: not threads_named("headrace-engine"))  # those of other tests
         before = len(os.listdir("/proc/self/task"))
         llm = LLM(model, threads=2, max_model_len=64)  # noqa: F811
@@ -178,7 +180,7 @@ class TestCollection:
 
 
 class TestClosing:
-    def test_threads_that_wait_are_woken(self, model: str) -> None:  # noqa: F811
+    def test_close_wakes_waiting_threads(self, model: str) -> None:  # noqa: F811
         llm, said = LLM(model, backend="reference"), list[str]()  # noqa: F811
 
         def work() -> None:
@@ -202,7 +204,7 @@ class TestClosing:
         assert said == ["the engine is closed"] * 4
         llm.close()
 
-    def test_in_a_signal_handler(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_close_in_a_signal_handler(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         previous = signal.signal(signal.SIGINT, lambda number, frame: llm.close())
         try:
             in_step(llm, monkeypatch, interrupt)
@@ -211,7 +213,7 @@ class TestClosing:
         finally:
             signal.signal(signal.SIGINT, previous)
 
-    def test_what_the_engine_does_not_get_over_closes_it(
+    def test_fatal_engine_error_closes_the_llm(
         self,
         llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
@@ -227,7 +229,7 @@ class TestClosing:
                 use()
         llm.close()
 
-    def test_what_cannot_be_closed_is_given_up(
+    def test_close_gives_up_if_the_engine_hangs(
         self,
         llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
@@ -247,17 +249,17 @@ class TestClosing:
         llm._engine.close()
 
 
-class TestThread:
+class TestEngineThread:
     @pytest.fixture(autouse=True)
     def at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine_thread, "_LINGER", 0)
 
-    def test_it_ends_with_its_work(self, llm: LLM) -> None:  # noqa: F811
+    def test_engine_thread_ends_without_work(self, llm: LLM) -> None:  # noqa: F811
         llm.generate("hello", GREEDY)
         until(lambda: not threads_named("headrace-engine"))
         assert llm.generate("hello", GREEDY)[0].finished
 
-    def test_what_is_seen_of_it_in_a_step(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_engine_thread_during_a_step(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
         seen, started = list[Any](), time.monotonic()
 
         def look() -> None:
@@ -276,7 +278,7 @@ class TestThread:
         assert seen == [("headrace-engine", True, True)]
         until(lambda: llm._thread.step_started is None)
 
-    def test_in_a_step_it_knows_whether_a_command_waits(
+    def test_engine_thread_sees_waiting_commands_in_a_step(
         self,
         llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
@@ -292,7 +294,7 @@ class TestThread:
         llm.generate("hello", GREEDY)
         assert known == [False, True]
 
-    def test_it_waits_for_commands_only_where_there_is_no_work(
+    def test_engine_thread_waits_for_commands_only_when_idle(
         self,
         llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
@@ -308,7 +310,11 @@ class TestThread:
         llm.generate("hello", GREEDY)
         assert waits == {(False, 0.01), (True, 0)}
 
-    def test_it_stays_for_the_next_command(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_engine_thread_lingers_for_the_next_command(
+        self,
+        llm: LLM,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         monkeypatch.setattr(engine_thread, "_LINGER", 60)
         threads = list[threading.Thread]()
         in_step(llm, monkeypatch, lambda: threads.append(threading.current_thread()))
@@ -316,7 +322,7 @@ class TestThread:
         time.sleep(0.02)  # in which it would end
         assert [llm._thread.call(threading.current_thread)] == threads
 
-    def test_an_error_of_a_command_or_of_adding_is_the_callers(self, llm: LLM) -> None:  # noqa: F811
+    def test_errors_of_commands_reach_the_caller(self, llm: LLM) -> None:  # noqa: F811
         with pytest.raises(ZeroDivisionError):
             llm._thread.call(lambda: 1 // 0)
         assert llm._thread.call(lambda: 1) == 1
@@ -326,7 +332,7 @@ class TestThread:
             inbox.get()
 
     @pytest.mark.parametrize("only_results", [False, True])
-    def test_a_receiver_of_results_alone_is_given_no_other_update(
+    def test_only_results_receiver_gets_no_other_update(
         self,
         llm: LLM,  # noqa: F811
         only_results: bool,
@@ -338,7 +344,7 @@ class TestThread:
             updates.append(inbox.get())
         assert (len(updates) == 1) == only_results
 
-    def test_no_command_is_lost_where_it_ends(self, llm: LLM) -> None:  # noqa: F811
+    def test_no_command_is_lost_when_the_engine_thread_ends(self, llm: LLM) -> None:  # noqa: F811
         """Commands come at every moment of its ending."""
         counts = [0] * 3
 
@@ -355,7 +361,7 @@ class TestThread:
         assert counts == [150] * 3
         until(lambda: not threads_named("headrace-engine"))
 
-    def test_where_the_system_gives_no_thread(
+    def test_system_out_of_threads(
         self,
         llm: LLM,  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
@@ -437,7 +443,7 @@ run()
     ],
     ids=["daemon", "streams", "thread", "forks", "forks in a step"],
 )
-def test_the_end_of_a_process(model: str, code: str) -> None:  # noqa: F811
+def test_process_exit_is_clean(model: str, code: str) -> None:  # noqa: F811
     """It ends by itself, with nothing to say, whatever threads and forks there are."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     command = [sys.executable, "-c", PRELUDE + code, model]
@@ -447,7 +453,7 @@ def test_the_end_of_a_process(model: str, code: str) -> None:  # noqa: F811
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
-def test_a_failure_of_one_call_is_not_one_of_another(
+def test_failure_of_one_call_does_not_affect_another(
     llm: LLM,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The offline face over a tiny model on disk, from file to text."""
+"""`LLM` over a tiny model on disk, from file to text."""
 
 import gc
 import os
@@ -51,7 +51,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 class TestGenerate:
-    def test_one_prompt(self, llm: LLM) -> None:
+    def test_generate_one_prompt(self, llm: LLM) -> None:
         (result,) = llm.generate("hello w", GREEDY)
         tokenizer = llm.get_tokenizer()
         assert result.prompt == "hello w"
@@ -68,7 +68,7 @@ class TestGenerate:
         assert (output.logprobs, output.cumulative_logprob) == (None, None)
         assert clean(llm)
 
-    def test_beams_come_best_first_and_stream_in_one_piece(self, llm: LLM) -> None:
+    def test_beam_search_orders_results_and_streams_at_its_end(self, llm: LLM) -> None:
         params = SamplingParams(beam_width=3, n=3, max_tokens=6, ignore_eos=True)
         searched, plain = llm.generate(["hello w", "hello w"], [params, GREEDY])
         totals = [output.cumulative_logprob or 0.0 for output in searched.outputs]
@@ -81,7 +81,7 @@ class TestGenerate:
         ]
         assert clean(llm)
 
-    def test_all_forms_of_prompts_in_order(self, llm: LLM) -> None:
+    def test_generate_accepts_every_prompt_form(self, llm: LLM) -> None:
         ids = llm.get_tokenizer().encode("hello")
         prompts = [
             "hello",
@@ -94,7 +94,7 @@ class TestGenerate:
         assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
         assert llm.generate({"prompt_token_ids": ids}, GREEDY)[0].outputs == results[0].outputs
 
-    def test_many_prompts_each_with_its_own_parameters(self, llm: LLM) -> None:
+    def test_generate_with_params_per_prompt(self, llm: LLM) -> None:
         prompts = [f"hello {i}" for i in range(20)]
         params = [replace(GREEDY, max_tokens=1 + i % 5) for i in range(20)]
         results = llm.generate(prompts, params)
@@ -107,7 +107,7 @@ class TestGenerate:
         ]
         assert alone == [result.outputs for result in results]
 
-    def test_defaults(self, llm: LLM) -> None:
+    def test_generate_default_params(self, llm: LLM) -> None:
         (result,) = llm.generate("hello")
         assert len(result.outputs[0].token_ids) <= 16
         assert llm.generate([]) == []
@@ -143,7 +143,9 @@ class TestGenerate:
             ("\ud800", "surrogates"),
         ],
     )
-    def test_a_bad_one_among_good_ones(self, llm: LLM, prompts: Any, message: str) -> None:
+    def test_one_invalid_prompt_rejects_the_call(
+        self, llm: LLM, prompts: Any, message: str
+    ) -> None:
         bad = (
             [] if isinstance(prompts, int) else prompts if isinstance(prompts, list) else [prompts]
         )
@@ -152,7 +154,7 @@ class TestGenerate:
         assert llm.stats().steps == 0
         assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
 
-    def test_terms_for_each_prompt_or_for_all(self, llm: LLM) -> None:
+    def test_request_options_per_prompt_or_for_all(self, llm: LLM) -> None:
         text = "hello " * 20
         first, late = llm.generate(
             [text, text], replace(GREEDY, max_tokens=2), cache_salt=["a", "b"], timeout=[None, 0.0]
@@ -198,7 +200,7 @@ class TestGenerate:
             ({"cache_salt": 7}, "cache_salt must be text of at most 1,024 characters, not 7"),
         ],
     )
-    def test_parameters_and_terms_that_cannot_be(
+    def test_invalid_params_and_request_options_raise(
         self, llm: LLM, options: dict[str, Any], message: str
     ) -> None:
         for use, prompts in ((llm.generate, ["hello", "w"]), (llm.chat, [MESSAGES, MESSAGES])):
@@ -207,14 +209,14 @@ class TestGenerate:
             assert message in str(error.value)
         assert llm.stats().steps == 0 and clean(llm)
 
-    def test_parameters_may_be_left_out_for_some(self, llm: LLM) -> None:
+    def test_params_may_be_none_for_some_prompts(self, llm: LLM) -> None:
         results = llm.generate(["hello", "hello"], [None, GREEDY])  # type: ignore[list-item]
         assert [
             len(result.outputs[0].token_ids) <= n
             for result, n in zip(results, (16, 8), strict=True)
         ] == [True, True]
 
-    def test_a_failure_brings_all_results(self, model: str, write_gguf: Any) -> None:  # noqa: F811
+    def test_request_failed_error_has_all_results(self, model: str, write_gguf: Any) -> None:  # noqa: F811
         with LLM(model, backend="reference", max_model_len=64, multi_step_ms=0) as whole:
             expected = whole.generate("hello w", GREEDY)[0].outputs
             launch = whole._engine._loop.executable.launch
@@ -240,7 +242,7 @@ class TestGenerate:
             assert whole.generate("hello w", GREEDY)[0].outputs == expected
             assert clean(whole)
 
-    def test_progress(self, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_progress_bar(self, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         assert (
             llm.generate("hello", GREEDY, progress=True)[0].outputs
             == llm.generate("hello", GREEDY)[0].outputs
@@ -248,12 +250,12 @@ class TestGenerate:
 
 
 class TestChat:
-    def test_renders_the_template(self, llm: LLM) -> None:
+    def test_chat_renders_the_template(self, llm: LLM) -> None:
         (result,) = llm.chat(MESSAGES, GREEDY)
         assert result.prompt == "hello"
         assert result.prompt_token_ids == llm.get_tokenizer().encode("hello", add_special=False)
 
-    def test_several_conversations(self, llm: LLM) -> None:
+    def test_chat_with_several_conversations(self, llm: LLM) -> None:
         results = llm.chat([MESSAGES, [*MESSAGES, {"role": "assistant", "content": " w"}]], GREEDY)
         assert [result.prompt for result in results] == ["hello", "hello w"]
 
@@ -268,14 +270,14 @@ class TestChat:
             (7, "messages must be a list of messages, or a list of such lists, not int"),
         ],
     )
-    def test_bad_conversations(self, llm: LLM, messages: Any, message: str) -> None:
+    def test_invalid_conversations_raise(self, llm: LLM, messages: Any, message: str) -> None:
         with pytest.raises(RequestError, match=message):
             llm.chat(messages, GREEDY)
 
-    def test_no_conversations(self, llm: LLM) -> None:
+    def test_chat_with_an_empty_list(self, llm: LLM) -> None:
         assert llm.chat([], GREEDY) == []
 
-    def test_its_defaults_are_those_of_the_command_line(self, llm: LLM) -> None:
+    def test_chat_default_params_equal_headrace_run(self, llm: LLM) -> None:
         """An answer goes on to its end: here to that of the context, as the model's random weights
         do not know an end.
         """
@@ -285,7 +287,7 @@ class TestChat:
         *_, last = llm.stream(MESSAGES)
         assert last.result is not None and last.result.outputs == expected.outputs
 
-    def test_arguments_of_the_template(self, write_gguf: Any) -> None:  # noqa: F811
+    def test_chat_template_options(self, write_gguf: Any) -> None:  # noqa: F811
         path = write_gguf(
             {
                 "tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ "
@@ -307,7 +309,7 @@ class TestChat:
 
 
 class TestStream:
-    def test_pieces_join_to_the_text(self, llm: LLM) -> None:
+    def test_streamed_text_joins_to_the_result(self, llm: LLM) -> None:
         expected = llm.generate("hello", GREEDY)[0].outputs[0].text
         assert "".join(llm.stream_text("hello", GREEDY)) == expected
         assert (
@@ -316,7 +318,7 @@ class TestStream:
         )
 
     @pytest.mark.parametrize("n", [1, 3])
-    def test_updates_have_all_that_the_result_has(self, llm: LLM, n: int) -> None:
+    def test_stream_updates_contain_the_whole_result(self, llm: LLM, n: int) -> None:
         params = replace(GREEDY, n=n, temperature=1.0, seed=5, logprobs=1, prompt_logprobs=0)
         *_, last = updates = list(llm.stream("hello w", params))
         (expected,) = llm.generate("hello w", params)
@@ -335,7 +337,7 @@ class TestStream:
             assert [update.finish_reason for update in own] == [None] * (len(own) - 1) + ["length"]
         assert clean(llm)
 
-    def test_a_conversation_takes_the_options_of_a_template(self, write_gguf: Any) -> None:  # noqa: F811
+    def test_stream_takes_chat_template_options(self, write_gguf: Any) -> None:  # noqa: F811
         path = write_gguf(
             {
                 "tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ "
@@ -354,7 +356,9 @@ class TestStream:
             ):
                 llm.stream("hello", GREEDY, **options)
 
-    def test_a_failure_ends_it(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failed_request_ends_the_stream(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(llm._engine._loop.executable, "launch", lambda *args, **options: 1 / 0)
         with pytest.raises(
             RequestFailedError, match="the request failed: division by zero"
@@ -362,7 +366,7 @@ class TestStream:
             list(llm.stream("hello", GREEDY))
         assert error.value.outputs[0].outputs[0].finish_reason == "error" and clean(llm)
 
-    def test_closed_early(self, llm: LLM) -> None:
+    def test_stream_closed_early_ends_the_request(self, llm: LLM) -> None:
         pieces = llm.stream("hello", replace(GREEDY, max_tokens=240, ignore_eos=True))
         next(pieces)
         assert llm.stats().running == 1
@@ -370,16 +374,16 @@ class TestStream:
         assert llm.stats().aborted == 1
         assert clean(llm)
 
-    def test_let_go(self, llm: LLM) -> None:
+    def test_dropped_stream_ends_the_request(self, llm: LLM) -> None:
         next(llm.stream("hello", replace(GREEDY, max_tokens=50)))
         gc.collect()
         assert clean(llm)
 
-    def test_never_read(self, llm: LLM) -> None:
+    def test_stream_that_is_never_read(self, llm: LLM) -> None:
         llm.stream("hello", GREEDY)
         assert clean(llm)
 
-    def test_several_at_once(self, llm: LLM) -> None:
+    def test_several_streams_at_once(self, llm: LLM) -> None:
         expected = [
             llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in ("hello", "w", "ll")
         ]
@@ -391,14 +395,14 @@ class TestStream:
         assert texts == expected
         assert clean(llm)
 
-    def test_refused_at_once(self, llm: LLM) -> None:
+    def test_stream_rejects_invalid_input_at_once(self, llm: LLM) -> None:
         with pytest.raises(RequestError, match="the prompt is empty"):
             llm.stream("", GREEDY)
         with pytest.raises(RequestError, match="n is 2, and stream_text yields one continuation"):
             llm.stream_text("hello", replace(GREEDY, n=2))
 
 
-def test_several_threads(llm: LLM) -> None:
+def test_llm_shared_by_several_threads(llm: LLM) -> None:
     prompts = ["hello", "w", "ll", "hell"]
     expected = [result.outputs for result in llm.generate(prompts, GREEDY)]
     results: dict[int, Any] = {}
@@ -416,14 +420,14 @@ def test_several_threads(llm: LLM) -> None:
     assert clean(llm)
 
 
-class TestLife:
-    def test_a_model_is_a_name_or_a_path(self, model: str) -> None:
+class TestLifetime:
+    def test_model_argument_is_a_name_or_a_path(self, model: str) -> None:
         with LLM(Path(model), backend="reference") as llm:
             assert repr(llm).startswith(f"LLM({model!r}: llama")
         with pytest.raises(RequestError, match="model must be a name or a path, not int"):
             LLM(5)  # type: ignore[arg-type]
 
-    def test_closed(self, model: str) -> None:
+    def test_closed_llm_raises_closed_error(self, model: str) -> None:
         llm = LLM(model, backend="reference")
         assert "context 256" in repr(llm) and "llama, 2 layers of width 64" in repr(llm)
         llm.close()
@@ -447,7 +451,7 @@ class TestLife:
             {"batching": "static"},
         ],
     )
-    def test_closing_gives_all_back_at_once(self, model: str, options: dict[str, Any]) -> None:
+    def test_close_frees_memory_at_once(self, model: str, options: dict[str, Any]) -> None:
         """The thread beside the caller's lives as long as the packed weights, the descriptor as
         long as the file's pages.
         """
@@ -471,7 +475,7 @@ class TestLife:
         finally:
             gc.enable()
 
-    def test_closed_under_a_stream(self, model: str) -> None:
+    def test_close_during_a_stream(self, model: str) -> None:
         llm = LLM(model, backend="reference")
         pieces = llm.stream(
             "hello", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -481,7 +485,7 @@ class TestLife:
         with pytest.raises(ClosedError):
             list(pieces)
 
-    def test_the_package_is_light(self) -> None:
+    def test_import_headrace_is_light(self) -> None:
         assert set(headrace.__all__) <= set(dir(headrace))
         with pytest.raises(AttributeError, match="no attribute 'Llm'"):
             _ = headrace.Llm

@@ -1,6 +1,4 @@
-"""Prompts in all their forms, to token ids: what is read, and what is refused in the same words by
-every face.
-"""
+"""Prompts of all forms become token ids; invalid prompts raise equal messages everywhere."""
 
 from collections.abc import Iterator
 from itertools import repeat
@@ -79,7 +77,7 @@ class Endless:
 
 
 class TestRead:
-    def test_text_and_dictionaries(self, llm: LLM) -> None:
+    def test_read_text_and_dictionary_prompts(self, llm: LLM) -> None:
         reader, encode = llm._prompts, llm.get_tokenizer().encode
         ids = encode("hello")
         assert (
@@ -93,7 +91,7 @@ class TestRead:
             ids, "as I say"
         )
 
-    def test_a_conversation_brings_its_special_tokens_itself(self, llm: LLM) -> None:
+    def test_chat_template_writes_the_special_tokens(self, llm: LLM) -> None:
         tokenizer = llm.get_tokenizer()
         reader = PromptReader(
             "m", tokenizer, "{{ bos_token }}{{ messages[0].content }}", Renderer(), CONTEXT
@@ -111,7 +109,7 @@ class TestRead:
             rendered.token_ids
         )  # a user's text is text
 
-    def test_what_a_conversation_is(self) -> None:
+    def test_is_conversation(self) -> None:
         assert is_conversation(MESSAGES) and is_conversation(tuple(MESSAGES))
         assert not any(
             map(
@@ -121,7 +119,7 @@ class TestRead:
         )
 
 
-class TestRefusals:
+class TestInvalidPrompts:
     @pytest.mark.parametrize(
         ("prompt", "message"),
         [
@@ -178,7 +176,9 @@ class TestRefusals:
             (7, "a conversation must be a list of messages, each with a role and content"),
         ],
     )
-    def test_in_the_same_words(self, llm: LLM, session: Session, prompt: Any, message: str) -> None:
+    def test_llm_and_session_raise_equal_messages(
+        self, llm: LLM, session: Session, prompt: Any, message: str
+    ) -> None:
         said = []
         for use in (
             lambda: llm.stream(prompt, GREEDY),
@@ -190,7 +190,7 @@ class TestRefusals:
         assert said[0] == said[1] and message in said[0] and len(said[0]) < 200
         assert llm.stats().steps == 0 and not llm._engine.has_work and not session._engine.has_work
 
-    def test_no_chat_template(self, write_gguf: Any) -> None:  # noqa: F811
+    def test_model_without_a_chat_template(self, write_gguf: Any) -> None:  # noqa: F811
         model = str(write_gguf({"tokenizer.chat_template": None}))
         said = (
             f"{model} has no chat template, so it cannot read a conversation; use plain text, "
@@ -209,7 +209,7 @@ class TestRefusals:
                     use()
                 assert str(error.value) == said
 
-    def test_text_that_cannot_fit_is_not_tokenised(self, llm: LLM) -> None:
+    def test_text_too_long_for_the_context_is_not_tokenised(self, llm: LLM) -> None:
         tokenizer: Any = Counted(llm.get_tokenizer())
         reader = PromptReader("m", tokenizer, "{{ messages[0].content }}", Renderer(), CONTEXT)
         for prompt in ("é" * 1_000_000, [{"role": "user", "content": "é" * 1_000_000}]):
@@ -223,8 +223,8 @@ class TestRefusals:
         assert tokenizer.texts == 1
 
 
-class TestOnce:
-    def test_tokens_are_looked_at_once(self, llm: LLM) -> None:
+class TestTokenIds:
+    def test_prompt_token_ids_are_iterated_once(self, llm: LLM) -> None:
         looked = []
 
         class Ids(list[int]):
@@ -235,7 +235,7 @@ class TestOnce:
         llm.generate([{"prompt_token_ids": Ids([1, 2, 3])}] * 3, GREEDY)
         assert len(looked) == 3
 
-    def test_what_was_checked_is_added_as_it_is(self, llm: LLM) -> None:
+    def test_checked_request_is_added_unchanged(self, llm: LLM) -> None:
         engine = llm._engine
         checked = engine.check(
             np.array([1, 2, 3]),

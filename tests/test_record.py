@@ -1,4 +1,4 @@
-"""Frozen records beside the dataclasses that they stand for."""
+"""`@frozen` records behave like frozen dataclasses."""
 
 from collections.abc import Callable
 from copy import copy
@@ -65,7 +65,7 @@ class Twin:
 
 
 class TestFrozen:
-    def test_values_and_defaults(self) -> None:
+    def test_record_values_and_defaults(self) -> None:
         assert (
             (point := Point(1)).total == 3 and point.tags == [] and point.tags is not Point(1).tags
         )
@@ -73,7 +73,7 @@ class TestFrozen:
         assert list(vars(Point(tags=[], y=1, x=0))) == ["x", "y", "tags"]
         assert Named(1, 2, [], "n").name == "N" and Loose(a=3).b == 1
 
-    def test_as_the_standard_one(self) -> None:
+    def test_record_equals_a_frozen_dataclass(self) -> None:
         for args, named in (((1,), {}), ((1, "a", (2,)), {}), ((), {"z": (3,), "x": 4})):
             standard, twin = Standard(*args, **named), Twin(*args, **named)
             assert repr(twin) == repr(standard).replace("Standard", "Twin") and hash(twin) == hash(
@@ -84,7 +84,7 @@ class TestFrozen:
                 (one.name, one.default) for one in fields(standard)
             ]
 
-    def test_equality(self) -> None:
+    def test_record_equality_and_hash(self) -> None:
         assert (
             Twin(1) == Twin(1) != Twin(2)
             and Twin(1) != Standard(1)
@@ -95,13 +95,13 @@ class TestFrozen:
         loose = Loose(a=1)
         assert loose == loose != Loose(a=1) and len({loose, Loose(a=1)}) == 2
 
-    def test_nothing_is_changed(self) -> None:
+    def test_record_fields_are_frozen(self) -> None:
         with pytest.raises(FrozenInstanceError, match="cannot assign to field 'x'"):
             Point(1).x = 2  # type: ignore[misc]
         with pytest.raises(FrozenInstanceError, match="cannot delete field 'x'"):
             del Point(1).x
 
-    def test_changed_copies(self) -> None:
+    def test_replaced_and_copied_records(self) -> None:
         named = Named(1, name="n")
         assert replace(named, x=7) == Named(7, 2, [], "n") and copy(named) == named
 
@@ -109,12 +109,12 @@ class TestFrozen:
         ("make", "message"),
         [
             (lambda: Point(), "Point needs a value for 'x'"),
-            (lambda: Point(1, 2, [], 4), "Point takes 3 positional arguments, and 4 were given"),
-            (lambda: Point(1, z=3), "Point has no further field 'z'"),
-            (lambda: Point(1, x=3), "Point has no further field 'x'"),
-            (lambda: Loose(1), "Loose takes 0 positional arguments, and 1 were given"),
+            (lambda: Point(1, 2, [], 4), "Point takes 3 positional arguments, but 4 were given"),
+            (lambda: Point(1, z=3), "Point has no field 'z'"),
+            (lambda: Point(1, x=3), "Point got two values for field 'x'"),
+            (lambda: Loose(1), "Loose takes 0 positional arguments, but 1 were given"),
         ],
     )
-    def test_wrong_arguments(self, make: Callable[[], Any], message: str) -> None:
+    def test_wrong_record_arguments_raise(self, make: Callable[[], Any], message: str) -> None:
         with pytest.raises(TypeError, match=message):
             make()

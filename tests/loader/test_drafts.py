@@ -1,6 +1,4 @@
-"""What drafts for a model on disk: draft models, first layers and heads, found, checked and
-refused.
-"""
+"""Draft models, self-drafting layers and Medusa heads of a model on disk."""
 
 import gc
 import weakref
@@ -62,7 +60,7 @@ def options_for(how: str, model: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
 @pytest.mark.parametrize("width", [1, 2])
-def test_from_file_to_text(model: Path, how: str, width: int) -> None:
+def test_drafts_from_file_to_text(model: Path, how: str, width: int) -> None:
     with (
         LLM(str(model), **OPTIONS) as plain,
         LLM(
@@ -101,7 +99,7 @@ def test_drafts_on_the_gpu_backend(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
-def test_closing_gives_everything_back(model: Path, how: str) -> None:
+def test_close_frees_draft_models(model: Path, how: str) -> None:
     llm = LLM(str(model), proposer=how, **OPTIONS, **options_for(how, model))
     llm.generate("hello", GREEDY)
     proposer = weakref.ref(llm._engine._speculation._guards[how]._proposer)
@@ -111,7 +109,7 @@ def test_closing_gives_everything_back(model: Path, how: str) -> None:
     assert proposer() is None  # the only one that holds what drafts
 
 
-def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_memory_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = open_checkpoint(model)
     weights = lower_program(
         "cpu", trace_model(target.spec, target.tensors), target.tensors
@@ -124,7 +122,7 @@ def test_the_memory_of_a_draft_counts(model: Path, monkeypatch: pytest.MonkeyPat
         LLM(str(model), max_model_len=32, proposer="draft_model", draft_model=str(model))
 
 
-def test_the_memory_of_heads_is_that_of_their_weights(model: Path) -> None:
+def test_medusa_memory_equals_its_weights(model: Path) -> None:
     """As the executables beside the target's hold them, to the byte."""
     config = engine_config({"backend": "cpu", "proposer": "medusa"} | options_for("medusa", model))
     target = open_checkpoint(model)
@@ -142,7 +140,7 @@ def test_the_memory_of_heads_is_that_of_their_weights(model: Path) -> None:
     )
 
 
-def test_another_vocabulary_is_refused(model: Path, write_gguf: Any) -> None:  # noqa: F811
+def test_draft_model_with_another_vocabulary_raises(model: Path, write_gguf: Any) -> None:  # noqa: F811
     tokens = list(metadata("llama")["tokenizer.ggml.tokens"])
     tokens[len(SPECIAL)], tokens[len(SPECIAL) + 1] = tokens[len(SPECIAL) + 1], tokens[len(SPECIAL)]
     swapped = write_gguf({"tokenizer.ggml.tokens": tokens})
@@ -166,13 +164,13 @@ def test_another_vocabulary_is_refused(model: Path, write_gguf: Any) -> None:  #
         LLM(str(model), proposer="draft_model", draft_model=str(larger))
 
 
-class TestHeads:
+class TestMedusaHeads:
     def read(self, model: Path, stored: dict[str, Any]) -> dict[str, Any]:
         file = model.with_name("heads.safetensors")
         save_file(stored, file)
         return read_heads(file, open_checkpoint(model).spec)
 
-    def test_with_and_without_a_prefix(self, model: Path) -> None:
+    def test_medusa_heads_with_and_without_a_prefix(self, model: Path) -> None:
         plain = self.read(model, heads())
         assert (
             sorted(plain)[:3]
@@ -202,14 +200,14 @@ class TestHeads:
             ),
         ],
     )
-    def test_anything_else_is_refused(
+    def test_malformed_medusa_heads_raise(
         self, model: Path, change: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(FormatError) as error:
             self.read(model, heads(**change))
         assert message in str(error.value)
 
-    def test_no_heads(self, model: Path) -> None:
+    def test_medusa_file_without_heads_raises(self, model: Path) -> None:
         with pytest.raises(
             FormatError, match=r"unknown tensors 0.0.linear.bias, 0.0.linear.weight, 0.1.weight"
         ):

@@ -1,4 +1,4 @@
-"""How much KV an engine keeps beside its weights."""
+"""Sizes of the KV cache, next to the weights."""
 
 from typing import Any
 
@@ -32,20 +32,20 @@ class TestKvSize:
         )
         return kv
 
-    def test_enough_for_all_sequences(self) -> None:
+    def test_kv_for_all_sequences(self) -> None:
         assert self.size(10_000, max_num_seqs=3) == KvConfig((3 * 32,), 32, "bf16")
 
-    def test_half_of_the_memory(self) -> None:
+    def test_kv_takes_half_of_the_memory(self) -> None:
         assert self.size(200).num_blocks == (100,)
         assert self.size(200, kv_dtype="f32").num_blocks == (50,)
 
-    def test_at_least_one_sequence(self) -> None:
+    def test_kv_for_at_least_one_sequence(self) -> None:
         assert self.size(40).num_blocks == (32,)
 
-    def test_as_asked_for(self) -> None:
+    def test_kv_blocks_option(self) -> None:
         assert self.size(8, kv_blocks=7).num_blocks == (7,)
 
-    def test_layers_with_a_window_have_what_all_sequences_can_need(self) -> None:
+    def test_kv_of_layers_with_a_window(self) -> None:
         """Two layers see everything and four 64 tokens: of those a step of 512 rows touches 19
         blocks.
         """
@@ -101,7 +101,9 @@ class TestKvSize:
             (-1, {}, "the model is too large for this machine"),
         ],
     )
-    def test_too_much(self, blocks: float, options: dict[str, Any], message: str) -> None:
+    def test_kv_too_large_raises(
+        self, blocks: float, options: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(MemoryLimitError) as error:
             self.size(blocks, **options)
         assert message in str(error.value)

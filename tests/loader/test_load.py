@@ -1,4 +1,4 @@
-"""From the name of a model to an engine: and what is refused."""
+"""Loading a model by its name, and errors of loading."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def model(write_gguf: Any) -> str:  # noqa: F811
     return str(path)
 
 
-def test_one_record(model: str) -> None:
+def test_load_model_returns_engine_and_prompts(model: str) -> None:
     engine, prompts, tokenizer, checkpoint = load_model(
         model, engine_config({"backend": "reference", "max_model_len": 64}, OFFLINE)
     )
@@ -41,7 +41,7 @@ def test_one_record(model: str) -> None:
     engine.close()
 
 
-def test_the_context_is_the_models_own_unless_shorter(model: str) -> None:
+def test_context_defaults_to_the_model(model: str) -> None:
     engine = load_model(model, engine_config({"backend": "reference"})).engine
     assert engine.limits.max_model_len == 256
     engine.close()
@@ -62,7 +62,7 @@ def test_the_context_is_the_models_own_unless_shorter(model: str) -> None:
         ({"max_model_len": 257}, "max_model_len is 257, but the model's context has 256 tokens"),
     ],
 )
-def test_options_that_the_model_cannot_have(
+def test_options_unsuited_to_the_model_raise(
     model: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((RequestError, ModelNotFoundError)) as error:
@@ -73,7 +73,7 @@ def test_options_that_the_model_cannot_have(
 @pytest.mark.parametrize(
     ("options", "is_absorbed"), [({}, False), ({"latent_attention": "absorbed"}, True)]
 )
-def test_the_form_of_attention_is_that_of_the_options(
+def test_latent_attention_option_reaches_the_checkpoints(
     model: str, options: dict[str, Any], is_absorbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the model and its draft model."""
@@ -94,7 +94,7 @@ def test_the_form_of_attention_is_that_of_the_options(
     assert opened == [is_absorbed, is_absorbed]
 
 
-def test_no_such_model() -> None:
+def test_unknown_model_raises() -> None:
     with pytest.raises(ModelNotFoundError):
         load_model("/no/such/model.gguf", engine_config({}))
 
@@ -106,7 +106,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("kind", ["F32", "Q5_0"])
-    def test_a_byte_decides(
+    def test_memory_limit_is_exact_to_a_byte(
         self,
         backend: str,
         kind: str,
@@ -149,5 +149,5 @@ class TestMemory:
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(49_152, 341), (256_000, 65), (1 << 20, 64)])
-def test_logit_rows_are_bounded_by_their_memory(vocab: int, rows: int) -> None:
+def test_default_logit_rows_are_bounded_by_memory(vocab: int, rows: int) -> None:
     assert default_logit_rows(vocab) == rows

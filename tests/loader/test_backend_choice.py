@@ -1,4 +1,4 @@
-"""Which backend is chosen, on machines that are made up."""
+"""The choice of a backend, on simulated machines."""
 
 import logging
 from collections.abc import Callable
@@ -52,14 +52,14 @@ def chosen(checkpoint: Checkpoint, **options: Any) -> tuple[str, str]:
     return tuple(choose_backend(engine_config(options), checkpoint))
 
 
-def test_auto_is_the_default(on: Callable[..., None], checkpoint: Checkpoint) -> None:
+def test_backend_auto_is_the_default(on: Callable[..., None], checkpoint: Checkpoint) -> None:
     on(READY)
     assert EngineConfig().backend == "auto" and chosen(checkpoint) == ("cuda", "")
     assert with_backend(EngineConfig(), checkpoint) == replace(EngineConfig(), backend="cuda")
 
 
 @pytest.mark.parametrize("options", [{"backend": "cpu"}, {"backend": "reference"}, {}])
-def test_without_a_gpu_nothing_is_said(
+def test_backend_without_a_gpu_logs_nothing(
     options: dict[str, Any],
     on: Callable[..., None],
     checkpoint: Checkpoint,
@@ -86,7 +86,7 @@ def test_without_a_gpu_nothing_is_said(
         ({}, {"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported on cuda"),
     ],
 )
-def test_a_gpu_that_is_not_used_is_told_of_in_one_line(
+def test_unused_gpu_is_logged_in_one_line(
     change: dict[str, Any],
     options: dict[str, Any],
     why: str,
@@ -107,7 +107,7 @@ def test_a_gpu_that_is_not_used_is_told_of_in_one_line(
     assert [record.getMessage() for record in caplog.records] == [remark]
 
 
-def test_a_model_that_does_not_fit_runs_on_the_cpu(
+def test_model_too_large_for_the_gpu_runs_on_the_cpu(
     on: Callable[..., None], checkpoint: Checkpoint
 ) -> None:
     weights = lower_program(
@@ -156,7 +156,7 @@ def test_a_model_that_does_not_fit_runs_on_the_cpu(
         ),
     ],
 )
-def test_a_gpu_that_is_asked_for_and_cannot_be_had(
+def test_named_gpu_backend_that_cannot_run_raises(
     host: GpuHost, message: str, on: Callable[..., None], checkpoint: Checkpoint
 ) -> None:
     on(host)
@@ -165,7 +165,7 @@ def test_a_gpu_that_is_asked_for_and_cannot_be_had(
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_gpu_that_is_asked_for(on: Callable[..., None], checkpoint: Checkpoint) -> None:
+def test_named_gpu_backend(on: Callable[..., None], checkpoint: Checkpoint) -> None:
     """What does not fit is an error of its own then."""
     on(READY, free=0)
     assert chosen(checkpoint, backend="cuda") == ("cuda", "")
