@@ -1,9 +1,9 @@
-"""LoRA adapters as PEFT stores them: a folder with `adapter_config.json` and
+"""LoRA adapters in PEFT's format: a folder with `adapter_config.json` and
 `adapter_model.safetensors`.
 
-The matrices of a module are `lora_A` [rank, columns] and `lora_B` [rows, rank], with the rows of
-the module's weight: those go the way that the weight's own rows go (`TensorSource.rows`), so a fused
-module gives each of our weights its share, and rotary rows come in our order.
+A module has the matrices `lora_A` [rank, columns] and `lora_B` [rows, rank]. Rows of
+`lora_B` are reordered as the rows of the module's weight are (`TensorSource.rows`), so each
+part of a fused module gets its own rows.
 """
 
 import re
@@ -30,57 +30,49 @@ _MAX_RANK = 1024
 _Floats = NDArray[np.float32]
 _Matrices = tuple[_Floats, _Floats]
 _INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Ways to begin a training that leave the model's own weights as they are."""
+"""Initialisations that leave the model's own weights as they are."""
 _HARMLESS = {
-    *(
-        "peft_type",
-        "peft_version",
-        "task_type",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "runtime_config",
-    ),
-    *(
-        "r",
-        "rank_pattern",
-        "lora_alpha",
-        "alpha_pattern",
-        "use_rslora",
-        "lora_dropout",
-        "init_lora_weights",
-        "fan_in_fan_out",
-    ),
-    *(
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "megatron_core",
-        "megatron_config",
-    ),
-    *(
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "qalora_group_size",
-        "ensure_weight_tying",
-    ),
+    "peft_type",
+    "peft_version",
+    "task_type",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+    "r",
+    "rank_pattern",
+    "lora_alpha",
+    "alpha_pattern",
+    "use_rslora",
+    "lora_dropout",
+    "init_lora_weights",
+    "fan_in_fan_out",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "megatron_config",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
+    "ensure_weight_tying",
 }
-"""Fields that are read, that the tensors say as well, or that matter in training alone."""
+"""Fields that are read, that the tensors repeat, or that matter in training only."""
 
 
 def read_adapter(path: Path, spec: ModelSpec) -> Adapter:
-    """The adapter in a folder, for a model of this specification.
+    """Read the adapter in a folder, for a model of this specification.
 
-    Raises ModelNotFoundError, FormatError (malformed, or of another model's shapes) or
-    UnsupportedModelError, which names what is more than low-rank matrices beside the weights of
-    linear layers.
+    Raises ModelNotFoundError, FormatError (malformed, or shapes of another model), or
+    UnsupportedModelError, which names a feature beyond low-rank matrices of linear
+    layers.
     """
     if not find(path, _CONFIG):
-        raise ModelNotFoundError(f"{path}: no {_CONFIG}; an adapter is a folder as PEFT saves it")
+        raise ModelNotFoundError(f"{path}: no {_CONFIG}; name the folder that PEFT saved")
     config = JsonFields(read_json(member(path, _CONFIG)), _CONFIG)
     _check(config)
     if not find(path, _TENSORS):
@@ -89,7 +81,7 @@ def read_adapter(path: Path, spec: ModelSpec) -> Adapter:
     family = FAMILIES[spec.architecture]
     if family.config is None:
         raise UnsupportedModelError(
-            f"{_TENSORS}: nothing says what PEFT calls the modules of a {spec.architecture} model"
+            f"{_TENSORS}: PEFT's names of the modules of a {spec.architecture} model are unknown"
         )
     scales = {module: _scale(config, module, len(down)) for module, (down, _) in modules.items()}
     return _placed(modules, scales, family.config, spec)
@@ -109,17 +101,17 @@ def _check(config: JsonFields) -> None:
 
 
 def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, _Matrices]:
-    """The two matrices of each module, by the name that it has in the model."""
+    """The two matrices of each module, by its name in the model."""
     halves: dict[str, dict[str, _Floats]] = {}
     for name, tensor in tensors.items():
         if not (match := _NAME.fullmatch(name)):
             raise UnsupportedModelError(
-                f"{_TENSORS}: tensor {name[:200]} is no matrix of a linear layer's adapter"
+                f"{_TENSORS}: tensor {name[:200]} is not a LoRA matrix of a linear layer"
             )
         if len(tensor.shape) != 2 or tensor.format.name not in ("F32", "F16", "BF16"):
             raise FormatError(
                 f"{_TENSORS}: tensor {name[:200]} is {tensor.format.name} "
-                f"{list(tensor.shape)}, and no matrix of floats"
+                f"{list(tensor.shape)}, not a matrix of floats"
             )
         halves.setdefault(match["module"], {})[match["half"]] = tensor.dequantise()
     if not halves:
@@ -134,22 +126,20 @@ def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, _Matrices]:
                 f"lora_{half} {list(matrix.shape)}" for half, matrix in sorted(both.items())
             )
             raise FormatError(
-                f"{_TENSORS}: {module[:200]} has {shapes}; they go together, with a rank "
+                f"{_TENSORS}: {module[:200]} has {shapes}; expected both matrices with one rank "
                 f"of up to {_MAX_RANK:,}"
             )
     return {module: (both["A"], both["B"]) for module, both in halves.items()}
 
 
 def _scale(config: JsonFields, module: str, rank: int) -> float:
-    """The factor of a module: alpha / rank or, with rank stabilisation (Kalajdzievski 2023), alpha
-    / sqrt(rank).
-    """
+    """The factor: alpha / rank or, with rank stabilisation (Kalajdzievski 2023), alpha / sqrt(rank)."""
     alpha, patterns = config.number("lora_alpha", 8.0), config.section("alpha_pattern")
     for pattern in patterns:
         if re.search(r"[^\w.-]", pattern):
             raise UnsupportedModelError(
-                f"{_CONFIG}: alpha_pattern has a regular expression, {pattern[:80]!r}; "
-                "name the modules instead"
+                f"{_CONFIG}: alpha_pattern {pattern[:80]!r} is a regular expression; "
+                "list the modules by name"
             )
         if f".{module}".endswith(f".{pattern}"):
             alpha = patterns.number(pattern)
@@ -166,9 +156,11 @@ def _placed(
         tensor_shapes(spec),
     )
     places = {name: layout.source_of(name) for name, shape in shapes.items() if len(shape) == 2}
-    if spec.tied_embeddings:  # an adapter of the head is one of the head alone
+    if spec.tied_embeddings:
+        # An adapter of a tied head applies to the logits, not to the embedding.
         places["embed"] = layout.tensors["head"], ()
-    found: dict[str, LowRank] = {}
+
+    adapter: dict[str, LowRank] = {}
     rows = Counter[str]()
     for name, (place, numbers) in places.items():
         module = place.name.removesuffix(".weight")
@@ -176,34 +168,35 @@ def _placed(
             continue
         if name not in linear:
             raise UnsupportedModelError(
-                f"{_TENSORS}: {module} is not one linear layer here, and adapters of "
-                "others are not supported"
+                f"{_TENSORS}: {module} is not a single linear layer here; only linear layers "
+                "can have an adapter"
             )
         down, up = modules[module]
-        needs = shapes[name]
-        if down.shape[1] != needs[1]:
+        num_rows, num_cols = shapes[name]
+        if down.shape[1] != num_cols:
             raise FormatError(
-                f"{_TENSORS}: lora_A of {module} has {down.shape[1]:,} columns, and the "
-                f"model needs {needs[1]:,}"
+                f"{_TENSORS}: lora_A of {module} has {down.shape[1]:,} columns, but the "
+                f"model needs {num_cols:,}"
             )
-        rows[module] += needs[0]
-        which = np.arange(needs[0]) if place.rows is None else place.rows(spec, numbers)
-        if which.max() >= len(up):
+        rows[module] += num_rows
+        indices = np.arange(num_rows) if place.rows is None else place.rows(spec, numbers)
+        if indices.max() >= len(up):
             raise FormatError(
-                f"{_TENSORS}: lora_B of {module} has {len(up):,} rows, and the model needs more"
+                f"{_TENSORS}: lora_B of {module} has {len(up):,} rows, but the model needs more"
             )
-        found[name] = LowRank(
-            np.ascontiguousarray(down), np.ascontiguousarray(up[which]), scales[module]
+        adapter[name] = LowRank(
+            np.ascontiguousarray(down), np.ascontiguousarray(up[indices]), scales[module]
         )
+
     for module, (_, up) in modules.items():
         if module not in rows:
             raise UnsupportedModelError(
-                f"{_TENSORS}: {module} has no place in a {spec.architecture} model of "
+                f"{_TENSORS}: {module} is not a module of a {spec.architecture} model with "
                 f"{spec.num_layers} layers"
             )
         if rows[module] != len(up):
             raise FormatError(
-                f"{_TENSORS}: lora_B of {module} has {len(up):,} rows, and the model "
+                f"{_TENSORS}: lora_B of {module} has {len(up):,} rows, but the model "
                 f"needs {rows[module]:,}"
             )
-    return found
+    return adapter

@@ -1,5 +1,5 @@
-"""The sampling parameters that the authors of a model advise: in `generation_config.json`, or under
-`general.sampling` in GGUF.
+"""The sampling parameters that a model's authors advise: in `generation_config.json`,
+or under `general.sampling` in GGUF.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,10 @@ _GGUF = {
 
 
 def advised_sampling(source: Metadata | Path) -> dict[str, Any]:
-    """Those that are given, by field of `SamplingParams`; the same ones as in vLLM. Raises
-    FormatError for values out of range.
+    """Read the advised values by field of `SamplingParams`; the fields are vLLM's
+    choice.
+
+    Raises FormatError for values out of range.
     """
     if isinstance(source, Path):
         path = find(source, "generation_config.json")
@@ -31,13 +33,13 @@ def advised_sampling(source: Metadata | Path) -> dict[str, Any]:
         given: Mapping[str, Any] = read_json(path) if path else {}
     else:
         where, names, given = source.where, _GGUF, source
-    found = {
+    advised = {
         field: given[name]
         for field, name in names.items()
         if name in given and given[name] is not None
     }
     try:
-        params = SamplingParams(**found)
+        params = SamplingParams(**advised)
     except RequestError as error:
         raise FormatError(f"{where}: {error}") from error
-    return {field: getattr(params, field) for field in found}
+    return {field: getattr(params, field) for field in advised}

@@ -1,5 +1,5 @@
-"""Which family the files of a model belong to, and what to say where there is none: what is
-missing, and which known one is nearest.
+"""Finding the family of a model's files, and describing an unknown architecture by the
+nearest family.
 """
 
 import re
@@ -11,7 +11,7 @@ from headrace.errors import HeadraceError, UnsupportedModelError
 from headrace.model.family import Layout
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_MOST_SHOWN = 4
+_MAX_SHOWN = 4
 
 _Layout = TypeVar("_Layout", bound=Layout)
 
@@ -22,9 +22,10 @@ def layout_of(
     where: str,
     tensor_names: Callable[[], Iterable[str]],
 ) -> _Layout:
-    """The layout of the files that call their architecture `name`.
+    """Find the layout whose files call their architecture `name`.
 
-    Raises UnsupportedModelError, which names what is nearest by the names of the tensors.
+    Raises UnsupportedModelError, which names the nearest family by the names of
+    tensors.
     """
     known = []
     for layout in filter(None, layouts):
@@ -39,33 +40,34 @@ def _unknown(
 ) -> UnsupportedModelError:
     try:
         kinds = Counter(_NUMBER.sub("{}", tensor) for tensor in tensor_names())
-    except HeadraceError:  # a folder without weights, or with broken ones
+    except HeadraceError:
+        # The folder has no weights, or broken ones.
         kinds = Counter()
     known = ", ".join(sorted({layout.architectures[0] for layout in layouts}))
-    error = f"{where}: architecture {name[:80]!r} is not known"
+    error = f"{where}: unknown architecture {name[:80]!r}"
     if not kinds:
-        return UnsupportedModelError(f"{error}; known are: {known}")
-    nearest = max(
-        layouts, key=lambda layout: sum(n for kind, n in kinds.items() if kind in _places(layout))
-    )
-    strange = [
+        return UnsupportedModelError(f"{error}; known: {known}")
+
+    def num_known_tensors(layout: Layout) -> int:
+        return sum(n for kind, n in kinds.items() if kind in _places(layout))
+
+    nearest = max(layouts, key=num_known_tensors)
+    unknown = [
         kind
         for kind in kinds
         if kind not in _places(nearest) and not kind.endswith(nearest.ignored)
     ]
-    if len(strange) == len(kinds):
+    if len(unknown) == len(kinds):
         return UnsupportedModelError(
-            f"{error}, and no tensor of it is called as in any that is: {known}"
+            f"{error}, whose tensor names match no known architecture; known: {known}"
         )
-    more = f" and {len(strange) - _MOST_SHOWN} more" if len(strange) > _MOST_SHOWN else ""
-    shown = ", ".join(kind[:80] for kind in sorted(strange)[:_MOST_SHOWN])
-    lacking = (
-        f", which has no place for {shown}{more}"
-        if strange
-        else ", which has a place for all of its tensors"
-    )
+    tensors = "has all of its tensors"
+    if unknown:
+        more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
+        shown = ", ".join(kind[:80] for kind in sorted(unknown)[:_MAX_SHOWN])
+        tensors = f"does not have {shown}{more}"
     return UnsupportedModelError(
-        f"{error}; the nearest that works is {nearest.architectures[0]}{lacking}"
+        f"{error}; the nearest known architecture, {nearest.architectures[0]}, {tensors}"
     )
 
 

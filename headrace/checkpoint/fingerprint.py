@@ -1,4 +1,6 @@
-"""A model in a few letters: two processes that have the same agree about tokens and weights."""
+"""A short fingerprint of a model: processes with equal fingerprints have the same
+tokens and weights.
+"""
 
 from dataclasses import replace
 from hashlib import blake2b
@@ -10,10 +12,11 @@ from headrace.checkpoint.tokenizer import Tokenizer
 
 
 def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """Of the specification, the vocabulary, and of each tensor its format and three of its rows: no
-    file is read as a whole.
+    """Hash the specification, the vocabulary, and three rows and the format of each
+    tensor.
 
-    The context that is asked for makes no difference. It shows a mistake, and no forgery.
+    No file is read as a whole. The requested context length does not count. The
+    fingerprint detects mistakes, not forgeries.
     """
     digest = blake2b(digest_size=16)
     digest.update(repr(replace(checkpoint.spec, context=0)).encode())

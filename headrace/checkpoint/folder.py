@@ -1,5 +1,5 @@
-"""What a Hugging Face folder says of its model: which family and how it is quantised, its
-specification, its chat template.
+"""The configuration of a Hugging Face folder: family, quantisation, specification, chat
+template.
 """
 
 import os
@@ -24,9 +24,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 @frozen(eq=False)
 class Folder:
-    """A folder whose `config.json` has been read and checked; of its tensors nothing has been
-    opened.
-    """
+    """A folder whose `config.json` is checked; its weights are not opened yet."""
 
     path: Path
     config: JsonFields
@@ -34,20 +32,18 @@ class Folder:
     spec: ModelSpec
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """The tensors by the file's names, with the parts of quantised ones together. Raises as
-        `read_folder` and the method do.
+        """Read the tensors by the file's names; the parts of quantised tensors are
+        joined. Raises as `read_folder` and the quantisation method.
         """
         tensors, quantisation = read_folder(self.path), self.config.get(_QUANTISATION)
-        return (
-            tensors
-            if quantisation is None
-            else method_of(quantisation).assemble(quantisation, tensors, self.path.name)
-        )
+        if quantisation is None:
+            return tensors
+        return method_of(quantisation).assemble(quantisation, tensors, self.path.name)
 
 
 def open_folder(path: Path) -> Folder:
-    """Read `config.json`. Raises UnsupportedModelError naming the field, FormatError for a missing
-    or malformed one.
+    """Read `config.json`. Raises UnsupportedModelError, which names the field, or
+    FormatError.
     """
     config = JsonFields(read_json(member(path, "config.json")), "config.json")
     layout = layout_of(
@@ -62,13 +58,12 @@ def open_folder(path: Path) -> Folder:
 
 
 def chat_template(folder: Path, name: str = "default") -> str | None:
-    """The chat template of this name: in a file of its own, else in `tokenizer_config.json`, which
-    has the default one or several.
+    """Read the chat template of this name from its own file, or from
+    `tokenizer_config.json`, which has the default template or a list of named ones.
     """
     home = folder if name == "default" else find(folder, "additional_chat_templates")
-    if home and (
-        path := find(home, "chat_template.jinja" if name == "default" else f"{name}.jinja")
-    ):
+    file_name = "chat_template.jinja" if name == "default" else f"{name}.jinja"
+    if home and (path := find(home, file_name)):
         try:
             return read_file(path, _MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError as error:
@@ -87,14 +82,14 @@ def chat_template(folder: Path, name: str = "default") -> str | None:
         return None
     if template is not None and not isinstance(template, str):
         raise FormatError(
-            "tokenizer_config.json: chat_template must be a string or a list of named ones"
+            "tokenizer_config.json: chat_template is not a string or a list of named templates"
         )
     return template
 
 
 def model_name(folder: Path) -> str:
-    """The folder's name; for the Hugging Face cache (`models--ORG--NAME/snapshots/REVISION`) that
-    of the repository.
+    """The folder's name, or the repository's name for a folder of the Hugging Face
+    cache (`models--ORG--NAME/snapshots/REVISION`).
     """
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -102,9 +97,7 @@ def model_name(folder: Path) -> str:
 
 
 def _family_name(config: JsonFields) -> str:
-    named: Any = config.get("architectures")
-    return (
-        named[0]
-        if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str)
-        else str(config.get("model_type"))
-    )
+    names: Any = config.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+        return names[0]
+    return str(config.get("model_type"))

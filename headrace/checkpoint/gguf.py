@@ -1,10 +1,11 @@
-"""GGUF v2 and v3 files, memory-mapped and bounds-checked; nothing in the file is trusted.
+"""GGUF v2 and v3 files, memory-mapped and bounds-checked; nothing in a file is trusted.
 
-Layout (ggml, `docs/gguf.md`), little endian: magic, version, tensor count, key-value count;
-key-values; tensor records (name, dimensions, type, offset); padding; tensor data. Sizes in the file
-are 64-bit and Python integers cannot overflow: each is held against the bytes that remain before
-anything is allocated. Metadata values are decoded when asked for, so that opening a file costs one
-pass over its header and memory stays small whatever the header claims.
+Layout (ggml, `docs/gguf.md`), little endian: magic, version, tensor count, key-value
+count; key-values; tensor records (name, dimensions, type, offset); padding; tensor
+data. Python integers cannot overflow, so each 64-bit size is compared with the
+remaining bytes before anything is allocated. Metadata values are decoded when they are
+read: opening a file takes one pass over its header, and little memory whatever the
+header claims.
 """
 
 import math
@@ -25,16 +26,16 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
 _MAX_RECORDS = 65_536
-"""Most key-values and most tensors in a file."""
+"""Limit of key-values, and of tensors."""
 _MAX_KEY_BYTES = 65_535
 _MAX_NAME_BYTES = 64
 MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 MAX_ALIGNMENT = 64 << 10
 _MAX_TEXT_BYTES = 4 << 20
-"""Of a value that is text, and is read; the longest are chat templates."""
+"""Limit of a string value that is read; the longest are chat templates."""
 _MAX_STRINGS = 4 << 20
-"""In an array that is read: each costs far more in memory than its length in the file."""
+"""Limit of an array that is read: strings take far more memory than file."""
 _INT64_MAX = 2**63 - 1
 
 BOOL, STRING, ARRAY = 7, 8, 9
@@ -53,7 +54,7 @@ SCALARS = {
 }
 _SCALAR_BYTES = {kind: np.dtype(name).itemsize for kind, name in SCALARS.items()}
 
-# By ggml's type number; "-" are numbers that ggml has retired.
+# By ggml's type number; ggml has retired the types "-".
 TENSOR_TYPES = dict(
     enumerate(
         "F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS "
@@ -79,31 +80,31 @@ class _Cursor:
     def fail(self, message: str) -> NoReturn:
         raise FormatError(f"{self.name}: {message} (at byte {self.offset:,})")
 
-    def take(self, size: int, what: str) -> int:
-        """Step over `size` bytes and return where they start."""
+    def take(self, size: int, item: str) -> int:
+        """Skip `size` bytes and return their start."""
         start = self.offset
         if size > len(self.data) - start:
-            self.fail(f"{what} needs {size:,} bytes, {len(self.data) - start:,} are left")
+            self.fail(f"{item} needs {size:,} bytes, but {len(self.data) - start:,} remain")
         self.offset = start + size
         return start
 
-    def u32(self, what: str) -> int:
-        value: int = _U32(self.data, self.take(4, what))[0]
+    def u32(self, item: str) -> int:
+        value: int = _U32(self.data, self.take(4, item))[0]
         return value
 
-    def u64(self, what: str) -> int:
-        value: int = _U64(self.data, self.take(8, what))[0]
+    def u64(self, item: str) -> int:
+        value: int = _U64(self.data, self.take(8, item))[0]
         return value
 
-    def text(self, what: str, limit: int, encoding: str) -> str:
-        size = self.u64(what)
+    def text(self, item: str, limit: int, encoding: str) -> str:
+        size = self.u64(item)
         if size > limit:
-            self.fail(f"{what} of {size:,} bytes, more than {limit:,}")
-        start = self.take(size, what)
+            self.fail(f"{item} of {size:,} bytes, more than the limit of {limit:,}")
+        start = self.take(size, item)
         try:
             return self.data[start : start + size].decode(encoding)
         except UnicodeDecodeError:
-            self.fail(f"{what} is not valid {encoding}")
+            self.fail(f"{item} is not valid {encoding}")
 
     def skip_strings(self, count: int) -> None:
         try:
@@ -118,14 +119,13 @@ class _Cursor:
             self.take(self.u64("a string length"), "a string")
         elif kind == ARRAY:
             if depth == _MAX_ARRAY_DEPTH:
-                self.fail(f"arrays nested more than {_MAX_ARRAY_DEPTH} deep")
+                self.fail(f"arrays are nested more than {_MAX_ARRAY_DEPTH} deep")
             element, count = self.u32("an array type"), self.u64("an array length")
             if element in _SCALAR_BYTES:
                 self.take(count * _SCALAR_BYTES[element], "an array")
                 return
-            if (
-                count > (len(self.data) - self.offset) // 8
-            ):  # a string takes at least 8 bytes, an array 12
+            # A string takes at least 8 bytes, an array 12.
+            if count > (len(self.data) - self.offset) // 8:
                 self.fail(f"an array of {count:,} entries does not fit in the file")
             if element == STRING:
                 self.skip_strings(count)
@@ -136,39 +136,34 @@ class _Cursor:
             self.fail(f"unknown value type {kind}")
 
     def value(self, kind: int) -> Any:
-        """Decode the value at the cursor, which `skip_value` has been over already."""
+        """Decode the value at the cursor, which `skip_value` has checked."""
         if kind == STRING:
             size = self.u64("a string length")
             if size > _MAX_TEXT_BYTES:
-                self.fail(f"a string of {size:,} bytes, more than {_MAX_TEXT_BYTES:,}")
+                self.fail(f"a string of {size:,} bytes, more than the limit of {_MAX_TEXT_BYTES:,}")
             start = self.take(size, "a string")
             return self.data[start : start + size].decode()
         if kind != ARRAY:
-            scalar = np.frombuffer(
-                self.data, SCALARS[kind], 1, self.take(_SCALAR_BYTES[kind], "a value")
-            )[0].item()
+            start = self.take(_SCALAR_BYTES[kind], "a value")
+            scalar = np.frombuffer(self.data, SCALARS[kind], 1, start)[0].item()
             return bool(scalar) if kind == BOOL else scalar
         element, count = self.u32("an array type"), self.u64("an array length")
         if element == STRING:
             return self.strings(count)
         if element == ARRAY:
             return [self.value(ARRAY) for _ in range(count)]
-        return np.frombuffer(
-            self.data,
-            SCALARS[element],
-            count,
-            self.take(count * _SCALAR_BYTES[element], "an array"),
-        )
+        start = self.take(count * _SCALAR_BYTES[element], "an array")
+        return np.frombuffer(self.data, SCALARS[element], count, start)
 
     def strings(self, count: int) -> list[str]:
         if count > _MAX_STRINGS:
-            self.fail(f"an array of {count:,} strings, more than {_MAX_STRINGS:,}")
+            self.fail(f"an array of {count:,} strings, more than the limit of {_MAX_STRINGS:,}")
         strings, self.offset = _native.read_strings(self.bytes, self.offset, count)
         return strings
 
 
 class RawValue(NamedTuple):
-    """A value of the metadata as it lies in the file."""
+    """An encoded value of the metadata."""
 
     kind: int
     """The number of its type."""
@@ -176,7 +171,7 @@ class RawValue(NamedTuple):
 
 
 class Metadata(Fields):
-    """The key-values of a GGUF file; a value is decoded when it is asked for."""
+    """The key-values of a GGUF file, each decoded when it is read."""
 
     def __init__(self, data: mmap.mmap, name: str, entries: dict[str, tuple[int, int]]) -> None:
         self._data = data
@@ -193,8 +188,8 @@ class Metadata(Fields):
         return len(self._entries)
 
     def __getitem__(self, key: str) -> Any:
-        """The value: int, float, bool, str, a numeric array (a view of the file), or a list of
-        strings or arrays.
+        """The value: int, float, bool, str, a numeric array (a view of the file), or a
+        list of strings or arrays.
         """
         kind, offset = self._entries[key]
         try:
@@ -205,7 +200,7 @@ class Metadata(Fields):
             ) from error
 
     def raw(self, key: str) -> RawValue:
-        """The value with its type, byte by byte, to be written again."""
+        """The value as the file encodes it."""
         kind, offset = self._entries[key]
         cursor = _Cursor(self._data, self.where, offset)
         cursor.skip_value(kind)
@@ -224,8 +219,6 @@ class Metadata(Fields):
 
 @frozen(eq=False)
 class GgufFile:
-    """An open GGUF file: its metadata and its tensors by name."""
-
     path: Path
     version: int
     metadata: Metadata
@@ -235,8 +228,8 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Open a GGUF file.
 
-    Raises FormatError, with the file's name and the offset, for anything that breaks the format,
-    and UnsupportedModelError for a tensor of a type that is not in `FORMATS`.
+    Raises FormatError, with the file's name and the offset, for a malformed file, and
+    UnsupportedModelError for a tensor whose type is not in `FORMATS`.
     """
     cursor = _Cursor(map_file(path), path.name)
     start = cursor.take(4, "the magic number")
@@ -246,14 +239,14 @@ def read_gguf(path: Path) -> GgufFile:
     if version not in (2, 3):
         big_endian = version & 0xFFFF == 0 and version != 0
         cursor.fail(
-            "a big-endian GGUF file; only little-endian ones can be read"
+            "a big-endian GGUF file; convert it to little-endian"
             if big_endian
-            else f"GGUF version {version}"
+            else f"GGUF version {version} is not supported; supported: 2, 3"
         )
     num_tensors, num_entries = cursor.u64("the tensor count"), cursor.u64("the key-value count")
-    for count, what in ((num_tensors, "tensors"), (num_entries, "key-values")):
+    for count, item in ((num_tensors, "tensors"), (num_entries, "key-values")):
         if count > _MAX_RECORDS:
-            cursor.fail(f"{count:,} {what}, more than {_MAX_RECORDS:,}")
+            cursor.fail(f"{count:,} {item}, more than the limit of {_MAX_RECORDS:,}")
     entries: dict[str, tuple[int, int]] = {}
     for _ in range(num_entries):
         key = cursor.text("a key", _MAX_KEY_BYTES, "ASCII")
@@ -287,16 +280,15 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
     for record in sorted(records.values(), key=lambda record: record.offset):
         type_name = TENSOR_TYPES.get(record.type, "unknown")
         if type_name not in _KNOWN:
-            what = (
-                f"tensor {record.name} has type {record.type} ({type_name}); known: "
-                f"{', '.join(_KNOWN)}"
+            raise UnsupportedModelError(
+                f"{cursor.name}: tensor {record.name} has type {record.type} ({type_name}); "
+                f"supported: {', '.join(_KNOWN)}"
             )
-            raise UnsupportedModelError(f"{cursor.name}: {what}")
         stored = FORMATS[type_name]
         if record.shape[-1] % stored.block:
             cursor.fail(
                 f"tensor {record.name} has {record.shape[-1]:,} columns, not a multiple "
-                f"of {type_name}'s {stored.block}"
+                f"of the block size {stored.block} of {type_name}"
             )
         nbytes = math.prod(record.shape) // stored.block * stored.nbytes
         start = base + record.offset
@@ -309,7 +301,7 @@ def _read_tensors(cursor: _Cursor, count: int, metadata: Metadata) -> dict[str, 
             cursor.fail(f"tensor {record.name} overlaps {last}")
         if nbytes > len(data) - start:
             cursor.fail(
-                f"tensor {record.name} ends at {start + nbytes:,}, the file at {len(data):,}"
+                f"tensor {record.name} ends at {start + nbytes:,}, but the file at {len(data):,}"
             )
         tensors[record.name] = StoredTensor.from_bytes(
             record.name, stored, record.shape, data[start : start + nbytes]
@@ -325,5 +317,5 @@ def _read_record(cursor: _Cursor) -> _Record:
         cursor.fail(f"tensor {name} has {num_dims:,} dimensions, not 1 to {MAX_DIMS}")
     shape = tuple(cursor.u64("a dimension") for _ in range(num_dims))[::-1]
     if 0 in shape or math.prod(shape) > _INT64_MAX // 8:
-        cursor.fail(f"tensor {name} has shape {list(shape)}: empty, or too large to address")
+        cursor.fail(f"tensor {name} has shape {list(shape)}, which is empty or too large")
     return _Record(name, cursor.u32("a tensor type"), shape, cursor.u64("a tensor offset"))

@@ -1,5 +1,5 @@
-"""From a file or folder to a checked checkpoint: one specification and every tensor it calls for,
-under our names.
+"""Opening a file or folder as a checkpoint: a checked specification, and all of its
+tensors by our names.
 """
 
 import math
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 1 << 16
-"""In all layers together: each has three matrices."""
+"""Limit of all layers together; each expert has three matrices."""
 _MAX_SIZE = 2**31 - 1
 _MAX_WIDTH = 1 << 20
-"""Most query columns: what we build per column stays small whatever a file claims."""
+"""Limit of query columns, which bounds the tables that are built per column."""
 
 
 @frozen(eq=False)
 class Checkpoint:
-    """A model as it lies on disk: tensors are views of memory maps, and rotary rows are in
+    """A model on disk: tensors are views of memory maps, with rotary rows in
     interleaved order.
     """
 
@@ -44,18 +44,16 @@ class Checkpoint:
     chat_template: str | None
     tokenizer_source: Metadata | Path
     tool_template: str | None = None
-    """The chat template of conversations with tools, where there is another for them."""
+    """The chat template for conversations with tools, if it is another one."""
 
     def advised_sampling(self) -> dict[str, Any]:
-        """The sampling parameters that its authors advise, by field of `SamplingParams`. Raises
+        """The authors' sampling parameters, by field of `SamplingParams`. Raises
         FormatError.
         """
         return advised_sampling(self.tokenizer_source)
 
     def load_tokenizer(self) -> "Tokenizer":
-        """Build the tokenizer; raises as the two builders do. The library behind it is imported
-        only here.
-        """
+        """Build the tokenizer, importing its library. Raises as the builders do."""
         if isinstance(self.tokenizer_source, Path):
             from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 
@@ -66,11 +64,11 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, is_absorbed: bool = False) -> Checkpoint:
-    """Open a GGUF file, or a folder with `config.json` and safetensors, for the absorbed form of
-    attention by latent rows or the plain one.
+    """Open a GGUF file, or a folder with `config.json` and safetensors.
 
-    Raises ModelNotFoundError, FormatError (malformed, missing tensor, wrong shape) or
-    UnsupportedModelError (architecture, tensor type or feature that we do not know; pickled
+    `is_absorbed` chooses the absorbed form of multi-head latent attention. Raises
+    ModelNotFoundError, FormatError (malformed, missing tensor, wrong shape), or
+    UnsupportedModelError (unknown architecture, tensor type or feature; pickled
     weights).
     """
     return _open_folder(path, is_absorbed) if os.path.isdir(path) else _open_gguf(path, is_absorbed)
@@ -79,11 +77,14 @@ def open_checkpoint(path: Path, *, is_absorbed: bool = False) -> Checkpoint:
 def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
         raise UnsupportedModelError(
-            f"{path.name}: a pickle can run code and is never loaded; convert the model "
+            f"{path.name}: pickles can run code and are never loaded; convert the model "
             "to safetensors or GGUF"
         )
     if path.suffix == ".safetensors":
-        raise FormatError(f"{path.name}: name the folder that holds it together with config.json")
+        raise FormatError(
+            f"{path.name}: a safetensors file has no configuration; name its folder, which has "
+            "config.json too"
+        )
     file = read_gguf(path)
     layout = layout_of(
         file.metadata.string("general.architecture"),
@@ -93,33 +94,38 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
     )
     if file.metadata.integer("split.count", 1) > 1:
         raise file.metadata.unsupported(
-            "split.count", ": one part of a split model; merge the parts first"
+            "split.count", ": the file is a part of a split model; merge the parts first"
         )
-    spec = _with_form(checked(layout.spec(file.metadata, file.tensors), path.name), is_absorbed)
+    spec = checked_spec(layout.spec(file.metadata, file.tensors), path.name)
+    spec = _with_form(spec, is_absorbed)
     tensors = assemble(spec, layout, file.tensors, path.name)
-    template, tools = (
-        file.metadata.string(f"tokenizer.chat_template{kind}", "") or None
-        for kind in ("", ".tool_use")
+    template = file.metadata.string("tokenizer.chat_template", "") or None
+    tool_template = file.metadata.string("tokenizer.chat_template.tool_use", "") or None
+    return Checkpoint(
+        path=path,
+        spec=replace(spec, name=file.metadata.string("general.name", path.stem)),
+        tensors=tensors,
+        chat_template=template,
+        tokenizer_source=file.metadata,
+        tool_template=tool_template,
     )
-    name = file.metadata.string("general.name", path.stem)
-    return Checkpoint(path, replace(spec, name=name), tensors, template, file.metadata, tools)
 
 
 def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
     if not find(path, "config.json"):
         files = [name for name in list_names(path) if name.endswith(".gguf")]
-        hint = f"; name a file in it, such as {files[0]}" if files else ""
+        hint = f"; name a file in the folder, for example {files[0]}" if files else ""
         raise ModelNotFoundError(f"{path}: no config.json{hint}")
     folder = open_folder(path)
-    spec = _with_form(checked(folder.spec, path.name), is_absorbed)
+    spec = _with_form(checked_spec(folder.spec, path.name), is_absorbed)
     tensors = assemble(spec, folder.layout, folder.tensors(), path.name)
     return Checkpoint(
-        path,
-        replace(spec, name=model_name(path)),
-        tensors,
-        chat_template(path),
-        path,
-        chat_template(path, "tool_use"),
+        path=path,
+        spec=replace(spec, name=model_name(path)),
+        tensors=tensors,
+        chat_template=chat_template(path),
+        tokenizer_source=path,
+        tool_template=chat_template(path, "tool_use"),
     )
 
 
@@ -127,14 +133,16 @@ def _with_form(spec: ModelSpec, is_absorbed: bool) -> ModelSpec:
     return replace(spec, mla=replace(spec.mla, is_absorbed=is_absorbed)) if spec.mla else spec
 
 
-def checked(spec: ModelSpec, where: str) -> ModelSpec:
-    """The same specification. Raises FormatError for sizes and constants with which the equations
-    cannot be computed.
+def checked_spec(spec: ModelSpec, where: str) -> ModelSpec:
+    """Return the specification.
+
+    Raises FormatError for sizes and constants with which the equations cannot be
+    computed.
     """
 
-    def require(condition: bool, what: str) -> None:
+    def require(condition: bool, message: str) -> None:
         if not condition:
-            raise FormatError(f"{where}: {what}")
+            raise FormatError(f"{where}: {message}")
 
     sizes = (
         "num_layers",

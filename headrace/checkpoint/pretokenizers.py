@@ -1,12 +1,12 @@
-"""How text is cut into words before byte-level BPE, by the name in `tokenizer.ggml.pre`.
+"""The rules that split text into words before byte-level BPE, by the name in
+`tokenizer.ggml.pre`.
 
-GGUF files name the rule and do not carry it. The names and the settings that hang on them are
-llama.cpp's table (`llama-vocab.cpp`); the expressions are those of the models' own
-`tokenizer.json`. Names whose rule we cannot hold to that standard are refused: a wrong cut shifts
-token ids without any error.
+GGUF files name the rule instead of storing it. Names and their settings are llama.cpp's
+table (`llama-vocab.cpp`); the expressions are from the models' `tokenizer.json`. Names
+without such a source are refused: a wrong split changes token ids without any error.
 """
 
-# ruff: noqa: RUF001 - letters that look like others are what it is about
+# ruff: noqa: RUF001 - the expressions contain letters that look like others
 
 from tokenizers import Regex, pre_tokenizers
 
@@ -24,7 +24,7 @@ _CASED = (
     "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇ"
     "Ꞌ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-"""Letters that have a case, and their like: what DeepSeek LLM takes together."""
+"""Letters with a case, and similar characters, which DeepSeek LLM keeps together."""
 _PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _O200K = (
@@ -39,15 +39,17 @@ _TEKKEN = (
 
 @frozen
 class PreTokenizer:
-    """Expressions that cut the text one after the other, and what else goes with the name."""
+    """Expressions that split the text one after another, and settings that belong to
+    the name.
+    """
 
     expressions: tuple[str, ...]
     whole_words: bool = False
-    """A word that is a token becomes that token without merging (`ignore_merges`)."""
+    """Whether a word that is a token is not merged (`ignore_merges`)."""
     adds_bos: bool = False
-    """Whether prompts start with BOS unless the file says otherwise."""
+    """Whether prompts start with BOS by default."""
     composes: bool = False
-    """Text is brought to Unicode form NFC first."""
+    """Whether text is normalised to Unicode NFC."""
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         splits = [
@@ -102,10 +104,10 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """The rule of that name. Raises UnsupportedModelError."""
+    """Find the rule of a name. Raises UnsupportedModelError."""
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; known: "
+            f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; supported: "
             f"{', '.join(PRE_TOKENIZERS)}"
         )
     return PRE_TOKENIZERS[name]

@@ -1,9 +1,8 @@
-"""safetensors files, single and sharded, memory-mapped; the header is parsed here, within the
-format's own limits.
+"""safetensors files, single and sharded, memory-mapped; the header is parsed here.
 
-Layout (huggingface/safetensors): header length (u64, little endian), a JSON object `name -> dtype,
-shape, data_offsets`, tensor data without gaps. The official reader cannot hand out bfloat16 without
-torch, hence this one. Row-major, so shapes are in NumPy order as they stand.
+Layout (huggingface/safetensors): header length (u64, little endian), a JSON object
+`name -> dtype, shape, data_offsets`, tensor data without gaps, row-major. The official
+reader cannot read bfloat16 without torch.
 """
 
 import json
@@ -25,16 +24,16 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_TENSORS = 65_536
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 6 << 20
-"""The format allows 100 MB; 96 bytes for each of `_MAX_TENSORS` are plenty and keep a hostile
-header small in memory.
+"""The format allows 100 MB; 96 bytes for each of `_MAX_TENSORS` keep a hostile header
+small.
 """
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name; their data are views of its memory map.
+    """Read the tensors of one file by name; their data are views of its memory map.
 
-    Raises FormatError for anything that breaks the format, UnsupportedModelError for a dtype that
-    is not in `_DTYPES`.
+    Raises FormatError for a malformed file, UnsupportedModelError for a dtype that is
+    not in `_DTYPES`.
     """
     mapped = map_file(path)
     size = int.from_bytes(mapped[:8], "little")
@@ -44,7 +43,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         )
     if size > _MAX_HEADER_BYTES:
         raise FormatError(
-            f"{path.name}: a header of {size:,} bytes, more than {_MAX_HEADER_BYTES:,}"
+            f"{path.name}: a header of {size:,} bytes, more than the limit of {_MAX_HEADER_BYTES:,}"
         )
     header = _parse_header(mapped[8 : 8 + size], path.name)
     data = np.frombuffer(mapped, np.uint8)[8 + size :]
@@ -54,48 +53,52 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         dtype, shape, (start, stop) = entry
         if dtype not in _DTYPES:
             raise UnsupportedModelError(
-                f"{path.name}: tensor {name} has dtype {dtype[:32]}; known: {', '.join(_DTYPES)}"
+                f"{path.name}: tensor {name} has dtype {dtype[:32]}; supported: "
+                f"{', '.join(_DTYPES)}"
             )
         stored = _DTYPES[dtype]
         if 0 in shape:
             raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is empty")
         if start != end or stop - start != math.prod(shape) * stored.nbytes:
-            place = f"at bytes {start:,} to {stop:,}, expected from {end:,}"
-            raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is {place}")
+            raise FormatError(
+                f"{path.name}: tensor {name} of {dtype} {list(shape)} is at bytes {start:,} to "
+                f"{stop:,}, expected from {end:,}"
+            )
         if stop > len(data):
             raise FormatError(
-                f"{path.name}: the tensors end at byte {stop:,} of the data or later, the "
+                f"{path.name}: the tensors end at byte {stop:,} of the data or later, but the "
                 f"file at {len(data):,}"
             )
         tensors[name] = StoredTensor.from_bytes(name, stored, shape, data[start:stop])
         end = stop
     if end < len(data):
         raise FormatError(
-            f"{path.name}: the tensors end at byte {end:,} of the data, the file at {len(data):,}"
+            f"{path.name}: the tensors end at byte {end:,} of the data, but the file at "
+            f"{len(data):,}"
         )
     return tensors
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a Hugging Face model folder: one `*.safetensors` file, or shards named by an
-    index.
+    """Read the tensors of a Hugging Face folder: one `*.safetensors` file, or shards
+    with an index.
 
-    Raises as `read_safetensors`, and UnsupportedModelError where there are only pickled weights:
-    unpickling runs code.
+    Raises as `read_safetensors`, and UnsupportedModelError for pickled weights, which
+    can run code.
     """
     if index := find(folder, _INDEX):
         return _read_shards(folder, index)
-    there = list_names(folder)
-    names = [name for name in there if name.endswith(".safetensors")]
+    files = list_names(folder)
+    names = [name for name in files if name.endswith(".safetensors")]
     if _SINGLE in names:
         names = [_SINGLE]
     if len(names) == 1:
         return read_safetensors(member(folder, names[0]))
     if names:
         raise FormatError(
-            f"{folder.name}: several safetensors files and no {_INDEX}: {', '.join(names[:8])}"
+            f"{folder.name}: several safetensors files but no {_INDEX}: {', '.join(names[:8])}"
         )
-    if pickles := [name for name in there if name.endswith(_PICKLES)]:
+    if pickles := [name for name in files if name.endswith(_PICKLES)]:
         raise UnsupportedModelError(
             f"{folder.name}: {pickles[0]} is a pickle, which can run code; convert the "
             "model to safetensors"
@@ -104,25 +107,27 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
-    where = read_json(index, _MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
-        raise FormatError(f"{_INDEX}: weight_map must map tensor names to file names")
+    shard_of = read_json(index, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(
+        isinstance(shard, str) for shard in shard_of.values()
+    ):
+        raise FormatError(f"{_INDEX}: weight_map does not map tensor names to file names")
     shards = {
-        shard: read_safetensors(member(folder, shard)) for shard in sorted(set(where.values()))
+        shard: read_safetensors(member(folder, shard)) for shard in sorted(set(shard_of.values()))
     }
-    for name, shard in where.items():
+    for name, shard in shard_of.items():
         if name not in shards[shard]:
             raise FormatError(f"{_INDEX}: tensor {name[:100]} is not in {shard}")
-    return {name: shards[shard][name] for name, shard in where.items()}
+    return {name: shards[shard][name] for name, shard in shard_of.items()}
 
 
 _Entry = tuple[str, tuple[int, ...], tuple[int, int]]
 
 
 def _parse_header(header: bytes, file_name: str) -> dict[str, _Entry]:
-    # Objects and numbers cost far more in memory than in JSON: count them before any is built.
+    # Values take far more memory than their JSON, so count them before any is built.
     if header.count(b"{") > _MAX_TENSORS + 2 or header.count(b",") > 16 * _MAX_TENSORS:
-        raise FormatError(f"{file_name}: more than {_MAX_TENSORS:,} tensors in the header")
+        raise FormatError(f"{file_name}: more than the limit of {_MAX_TENSORS:,} tensors")
     try:
         parsed = json.loads(header, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -154,5 +159,5 @@ def _entry(value: Any, name: str, file_name: str) -> _Entry:
                 return dtype, tuple(shape), (start, stop)
     raise FormatError(
         f"{file_name}: the entry of tensor {name[:100]} is not a dtype, a shape and two "
-        "offsets in order"
+        "ascending offsets"
     )

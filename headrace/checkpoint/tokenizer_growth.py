@@ -1,5 +1,5 @@
-"""How much longer than a text a `tokenizer.json` can make what it works on: thirty replacements of
-`a` by `aa` ask for a terabyte.
+"""Bounds the growth of a text inside a tokenizer: thirty replacements of `a` by `aa`
+would need a terabyte.
 """
 
 import base64
@@ -13,11 +13,11 @@ from headrace.errors import FormatError
 
 _MAX_GROWTH = 256
 _ADDED_ONCE = 64
-"""Characters or tokens that a real file may put around a text, or in the place of one character."""
+"""Characters or tokens that a real file may add around a text, or for one character."""
 
 
 def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
-    """Refuse a tokenizer whose normaliser and post-processor multiply a text, by FormatError."""
+    """Raise FormatError if the normaliser and the post-processor multiply a text."""
     parts = [
         json.loads(part.__getstate__())
         for part in (backend.normalizer, backend.post_processor)
@@ -26,13 +26,14 @@ def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
     growth = math.prod(map(_growth, parts))
     if growth > _MAX_GROWTH:
         raise FormatError(
-            f"{where}: it makes texts up to {growth:,} times as long, more than {_MAX_GROWTH}"
+            f"{where}: the tokenizer makes texts up to {growth:,} times as long, more than the "
+            f"limit of {_MAX_GROWTH}"
         )
 
 
 def _growth(part: dict[str, Any]) -> int:
-    """The factor of a part, an upper bound. What Unicode itself makes longer is not counted: that
-    is 18 times at most.
+    """An upper bound of a part's growth factor, without Unicode's own growth of up to
+    18 times.
     """
     match part:
         case {"type": "Sequence", "normalizers": parts} | {"type": "Sequence", "processors": parts}:
@@ -41,14 +42,13 @@ def _growth(part: dict[str, Any]) -> int:
             pattern
         ):
             return max(1, -(-len(content) // len(pattern)))
-        case {"type": "Replace", "content": content}:  # may match between any two characters
+        case {"type": "Replace", "content": content}:
+            # An expression may match between any two characters.
             return 1 + len(content)
         case {"type": "Prepend", "prepend": text}:
             return 1 + len(text) // _ADDED_ONCE
-        case {
-            "type": "Precompiled",
-            "precompiled_charsmap": charsmap,
-        }:  # a trie, whose size comes first, and what it leads to
+        case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
+            # The size of a trie, the trie, and the replacements.
             raw = base64.b64decode(charsmap)
             replacements = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
             return 1 + max(map(len, replacements)) // _ADDED_ONCE

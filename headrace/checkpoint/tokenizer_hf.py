@@ -1,5 +1,5 @@
-"""A tokenizer from a Hugging Face folder: `tokenizer.json`, and what the other JSON files say of
-BOS and the end.
+"""Tokenizers from Hugging Face folders: `tokenizer.json`, with BOS and EOS from the
+other JSON files.
 """
 
 import json
@@ -19,13 +19,14 @@ _MAX_BYTES = 256 << 20
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """Build it. Raises ModelNotFoundError without a `tokenizer.json`, FormatError, or
-    UnsupportedModelError.
+    """Build the tokenizer. Raises ModelNotFoundError without a `tokenizer.json`,
+    FormatError or UnsupportedModelError.
     """
     path = find(folder, _FILE)
     if path is None:
         raise ModelNotFoundError(
-            f"{folder}: no {_FILE} (other tokenizer files are not read; save a fast tokenizer)"
+            f"{folder}: no {_FILE}; other tokenizer files are not supported, so save a fast "
+            "tokenizer"
         )
     text = read_file(path, _MAX_BYTES)
     config, model_config, generation = (
@@ -35,7 +36,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     with library_calls(_FILE):
         backend = tokenizers.Tokenizer.from_buffer(text)
         check_growth(backend, _FILE)
-        _always_the_same(backend)
+        _make_deterministic(backend)
         byte_level, strip_space = _spelling(backend)
         size = backend.get_vocab_size()
         bos_id = _named_token(
@@ -48,17 +49,21 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         *_ids(model_config.get("eos_token_id"), size),
         *_ids(generation.get("eos_token_id"), size),
     }
-    return Tokenizer(
-        backend, Vocabulary(byte_level, strip_space, bos_id, eos_id, frozenset(ends)), _FILE
+    vocabulary = Vocabulary(
+        byte_level=byte_level,
+        strip_space=strip_space,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        end_ids=frozenset(ends),
     )
+    return Tokenizer(backend, vocabulary, _FILE)
 
 
-def _always_the_same(backend: tokenizers.Tokenizer) -> None:
-    """Have one text give one list of ids, and all of it.
+def _make_deterministic(backend: tokenizers.Tokenizer) -> None:
+    """Make encoding complete and deterministic.
 
-    A file may keep settings from the training of its model: truncation, padding, and dropout of
-    merges, a regulariser that its paper switches off for inference (BPE-dropout, Provilkov et al.
-    2020).
+    A file may keep training settings: truncation, padding, and dropout of merges, which
+    its paper disables for inference (BPE-dropout, Provilkov et al. 2020).
     """
     backend.no_truncation()
     backend.no_padding()
@@ -67,8 +72,8 @@ def _always_the_same(backend: tokenizers.Tokenizer) -> None:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """From the decoder: whether tokens are spelt in bytes, and whether decoding strips a leading
-    space.
+    """Whether tokens are spelt in bytes, and whether decoding strips a leading space,
+    by the decoder.
     """
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     decoders: list[dict[str, Any]] = state.get("decoders", [state])
@@ -86,8 +91,8 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
 
 
 def _named_token(backend: tokenizers.Tokenizer, token: Any, default: list[int]) -> int | None:
-    """The id of a token given as text or as an object with `content`; as in transformers, its name
-    makes it special.
+    """The id of a token given as text or as an object with `content`; as in
+    transformers, the name makes it special.
     """
     content = token.get("content") if isinstance(token, dict) else token
     token_id = backend.token_to_id(content) if isinstance(content, str) else None
@@ -100,6 +105,6 @@ def _named_token(backend: tokenizers.Tokenizer, token: Any, default: list[int]) 
 
 
 def _ids(value: Any, size: int) -> list[int]:
-    """One id or a list of them; ids that are no token are left out."""
+    """One id or a list of ids, without ids that have no token."""
     values = value if isinstance(value, list) else [value]
     return [token_id for token_id in values if type(token_id) is int and 0 <= token_id < size]

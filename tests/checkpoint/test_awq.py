@@ -145,7 +145,7 @@ class TestConfigs:
         ),
         (
             {"qweight": torch.zeros(63, 8, dtype=torch.int32)},
-            r"q_proj\.qweight has 63 columns, which are no groups of 32",
+            r"q_proj\.qweight has 63 columns, not a multiple of the group of 32",
         ),
         (
             {"qweight": torch.zeros(64, 9, dtype=torch.int32)},

@@ -295,11 +295,11 @@ class TestMalformed:
     @pytest.mark.parametrize(
         ("scale", "message"),
         [
-            (None, r"q_proj\.weight is int8, and .*weight_scale is not there"),
-            (torch.ones(64, 1, dtype=torch.int8), "not there as numbers"),
+            (None, r"q_proj\.weight is int8, but .*weight_scale is missing"),
+            (torch.ones(64, 1, dtype=torch.int8), "is missing or not floats"),
             (
                 torch.ones(3),
-                r"q_proj\.weight_scale has shape \[3\], which gives a matrix \[64, 64\] no scales",
+                r"q_proj\.weight_scale has shape \[3\]; the scales of a matrix \[64, 64\] are",
             ),
             (torch.ones(64, 5), r"shape \[64, 5\]"),
             (torch.ones(63, 2), r"shape \[63, 2\]"),
@@ -336,7 +336,7 @@ class TestMalformed:
             (
                 ("other", torch.ones(64, 1, dtype=torch.int8)),
                 UnsupportedModelError,
-                "other is int8 and no weight",
+                "other is int8 but not a weight",
             ),
         ],
     )

@@ -385,7 +385,7 @@ class TestMalformed:
             (
                 {"x.weight_scale": torch.ones(8, 2, dtype=torch.int32)},
                 FormatError,
-                r"x\.weight_scale has I32",
+                r"x\.weight_scale is I32",
             ),
             (
                 {"x.weight_scale": torch.full((8, 2), torch.nan, dtype=torch.bfloat16)},
@@ -405,7 +405,7 @@ class TestMalformed:
             (
                 {"x.weight_zero_point": torch.full((8, 2), 8, dtype=torch.int8)},
                 FormatError,
-                r"zero point that is no code of 4 bits",
+                r"zero point that is not a code of 4 bits",
             ),
             (
                 {"x.weight_g_idx": torch.arange(64, dtype=torch.int32) % 2},
@@ -441,7 +441,7 @@ class TestMalformed:
     @pytest.mark.parametrize(
         ("change", "error", "message"),
         [
-            ({1: torch.zeros(8, 4)}, FormatError, r"x\.weight_packed .* scales are F32"),
+            ({1: torch.zeros(8, 4)}, FormatError, r"x\.weight_packed .* scales of type F32"),
             (
                 {1: torch.full((8, 2), 255, dtype=torch.uint8)},
                 FormatError,
@@ -455,10 +455,14 @@ class TestMalformed:
             (
                 {1: torch.full((8, 4), torch.nan).to(torch.float8_e4m3fn)},
                 FormatError,
-                r"x\.weight_scale over .* is not finite",
+                r"x\.weight_scale divided by .* is not finite",
             ),
             ({2: torch.zeros(1)}, FormatError, r"x\.weight_global_scale.* is not finite"),
-            ({2: torch.ones(2, 1)}, FormatError, r"x\.weight_global_scale, which is one number"),
+            (
+                {2: torch.ones(2, 1)},
+                FormatError,
+                r"x\.weight_global_scale, which must be one number",
+            ),
             ({2: None}, FormatError, r"x\.weight_global_scale is missing"),
         ],
     )

@@ -157,16 +157,16 @@ class TestMalformed:
             (
                 None,
                 FormatError,
-                r"x\.weight is F8_E4M3, and x\.weight_scale_inv or x\.weight_scale is not there",
+                r"x\.weight is F8_E4M3, but x\.weight_scale_inv and x\.weight_scale are missing",
             ),
             (
                 torch.ones(2, 3),
                 FormatError,
-                r"x\.weight_scale_inv has shape \[2, 3\], which gives a matrix \[256, "
-                r"256\] no scales",
+                r"x\.weight_scale_inv has shape \[2, 3\]; the scales of a matrix \[256, "
+                r"256\]",
             ),
             (torch.ones(3), FormatError, r"x\.weight_scale_inv has shape \[3\]"),
-            (torch.ones(2, 2, dtype=torch.int32), FormatError, r"x\.weight_scale_inv has I32"),
+            (torch.ones(2, 2, dtype=torch.int32), FormatError, r"x\.weight_scale_inv is I32"),
             (
                 torch.full((2, 2), torch.inf),
                 FormatError,
@@ -203,7 +203,7 @@ class TestMalformed:
         }
         with pytest.raises(
             FormatError,
-            match=r"x\.weight_scale has shape \[2, 3\], which gives a matrix \[2, 3, 4\]",
+            match=r"x\.weight_scale has shape \[2, 3\]; the scales of a matrix \[2, 3, 4\]",
         ):
             assembled(tmp_path, FP8, parts)
 

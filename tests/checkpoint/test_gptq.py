@@ -293,7 +293,7 @@ class TestMalformed:
             ),
             (
                 {"qweight": torch.zeros(7, 64, dtype=torch.int32)},
-                r"q_proj\.qweight has 56 columns, which are no groups of 32",
+                r"q_proj\.qweight has 56 columns, not a multiple of the group of 32",
             ),
             (
                 {"scales": torch.full((2, 64), float("nan"))},
@@ -305,12 +305,12 @@ class TestMalformed:
             ),
             (
                 {"g_idx": torch.zeros(63, dtype=torch.int32)},
-                r"q_proj\.g_idx does not give each of 64 columns one of 2 groups",
+                r"q_proj\.g_idx does not assign 64 columns to 2 groups",
             ),
-            ({"g_idx": torch.full((64,), 2, dtype=torch.int32)}, "does not give each"),
-            ({"g_idx": torch.full((64,), -1, dtype=torch.int32)}, "does not give each"),
+            ({"g_idx": torch.full((64,), 2, dtype=torch.int32)}, "does not assign"),
+            ({"g_idx": torch.full((64,), -1, dtype=torch.int32)}, "does not assign"),
             ({"g_idx": torch.zeros(64)}, r"g_idx is F32 \[64\], expected I32 with 1 dimension"),
-            ({"weight": torch.ones(64, 64)}, r"q_proj\.weight is there and .*qweight as well"),
+            ({"weight": torch.ones(64, 64)}, r"q_proj\.weight and .*qweight exclude each other"),
         ],
     )
     def test_tensors(
@@ -330,7 +330,7 @@ class TestMalformed:
             np.zeros((64, 32), int), np.ones((2, 32), int), torch.ones(2, 32), groups, 4, False
         )
         with pytest.raises(
-            UnsupportedModelError, match=r"x\.g_idx has groups of other than 32 columns"
+            UnsupportedModelError, match=r"x\.g_idx has groups that do not have 32 columns"
         ):
             read(parts, {})
 
@@ -344,6 +344,6 @@ class TestMalformed:
             False,
         )
         with pytest.raises(
-            FormatError, match=r"x\.qweight has shape \[4, 32\], which 3 bits do not fill"
+            FormatError, match=r"x\.qweight has shape \[4, 32\], which codes of 3 bits do not fill"
         ):
             read(parts | {"qweight": parts["qweight"][:4]}, {"bits": 3, "group_size": -1})

@@ -154,7 +154,7 @@ class TestGrowth:
     def test_refused(self, tmp_path: Path, parts: dict[str, Any]) -> None:
         with pytest.raises(
             FormatError,
-            match=r"tokenizer\.json: it makes texts up to [\d,]+ times as long, more than 256",
+            match=r"tokenizer\.json: the tokenizer makes texts up to [\d,]+ times as long, more than the limit of 256",
         ):
             tokenizer(tmp_path, **parts)
 

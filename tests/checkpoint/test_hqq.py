@@ -207,7 +207,7 @@ def scalar(value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         (
             {"packing": text("5bit_u8")},
             UnsupportedModelError,
-            r"q_proj\.packing is '5bit_u8'; known",
+            r"q_proj\.packing is '5bit_u8'; supported",
         ),
         (
             {"packing": text("8bit_u8")},
@@ -238,19 +238,19 @@ def scalar(value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         (
             {"shape": torch.tensor([64])},
             FormatError,
-            r"q_proj\.shape is \[64\], which is no matrix of groups of 32",
+            r"q_proj\.shape is \[64\], not a matrix of groups of 32",
         ),
-        ({"shape": torch.tensor([-64, -64])}, FormatError, "no matrix"),
-        ({"shape": torch.tensor([2**62, 64])}, FormatError, "no matrix"),
+        ({"shape": torch.tensor([-64, -64])}, FormatError, "not a matrix"),
+        ({"shape": torch.tensor([2**62, 64])}, FormatError, "not a matrix"),
         ({"shape": torch.tensor([128, 64])}, FormatError, r"q_proj\.W_q has shape"),
-        ({"group_size": scalar(0)}, FormatError, "no matrix of groups of 0"),
-        ({"group_size": scalar(48)}, FormatError, "no matrix of groups of 48"),
+        ({"group_size": scalar(0)}, FormatError, "not a matrix of groups of 0"),
+        ({"group_size": scalar(48)}, FormatError, "not a matrix of groups of 48"),
         (
             {"group_size": scalar(8)},
             UnsupportedModelError,
-            r"q_proj\.group_size is 8, which is neither",
+            r"q_proj\.group_size is 8; supported",
         ),
-        ({"axis": scalar(0)}, UnsupportedModelError, r"q_proj\.axis is 0, and only 1 is supported"),
+        ({"axis": scalar(0)}, UnsupportedModelError, r"q_proj\.axis is 0; supported: 1"),
         (
             {"view_as_float": scalar(1, torch.uint8)},
             UnsupportedModelError,

@@ -524,7 +524,7 @@ class TestGguf:
         [
             (
                 {"general.architecture": "rwkv"},
-                "'rwkv' is not known; the nearest that works is .*place for all",
+                "unknown architecture 'rwkv'; the nearest known architecture, .* has all",
             ),
             ({"llama.expert_group_count": 8}, "llama.expert_group_count"),
             ({"llama.attention.causal": False}, "attention.causal"),
@@ -546,7 +546,7 @@ class TestGguf:
 
     def test_missing_tensor(self, write_gguf: Any) -> None:
         with pytest.raises(
-            FormatError, match=r"blk\.1\.ffn_up\.weight is missing; its shape would be \[96, 64\]"
+            FormatError, match=r"blk\.1\.ffn_up\.weight is missing; expected shape \[96, 64\]"
         ):
             open_checkpoint(write_gguf(weights={"blk.1.ffn_up.weight": None}))
         with pytest.raises(FormatError, match=r"token_embd\.weight is missing"):
@@ -562,7 +562,7 @@ class TestGguf:
 
     def test_a_tensor_without_a_place(self, write_gguf: Any) -> None:
         with pytest.raises(
-            UnsupportedModelError, match=r"blk\.0\.attn_q_norm\.weight has no place"
+            UnsupportedModelError, match=r"blk\.0\.attn_q_norm\.weight is not a tensor"
         ):
             open_checkpoint(
                 write_gguf(weights={"blk.0.attn_q_norm.weight": np.ones(16, np.float32)})

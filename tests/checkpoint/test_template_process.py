@@ -175,7 +175,9 @@ class TestMessages:
             with pytest.raises(RequestError, match="a conversation must be JSON"):
                 render(renderer, messages=[{"role": "user", "content": value}])
         monkeypatch.setattr(templates, "_MAX_REQUEST", 1000)
-        with pytest.raises(RequestError, match=r"the conversation has 1,.* bytes, more than 1,000"):
+        with pytest.raises(
+            RequestError, match=r"the conversation has 1,.* bytes, more than the limit of 1,000"
+        ):
             render(renderer, messages=[{"role": "user", "content": "x" * 1000}])
 
 

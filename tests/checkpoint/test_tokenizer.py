@@ -234,7 +234,7 @@ class TestByteLevelGguf:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"pre": "klingon"}, "'klingon'; known: .*smollm"),
+            ({"pre": "klingon"}, "'klingon'; supported: .*smollm"),
             ({"model": "bert"}, "'bert' is not supported"),
         ],
     )

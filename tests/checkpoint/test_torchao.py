@@ -273,12 +273,12 @@ def test_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
         (
             {"_weight_zero_point": torch.full((64, 2), 8, dtype=torch.int8)},
             FormatError,
-            r"zero_point has a zero point that is no int4",
+            r"zero_point has a zero point outside int4",
         ),
         (
             {"_weight_zero_point": None, "_weight_scale": torch.ones(64, 3)},
             FormatError,
-            r"_weight_scale has 3 scales for each row of 64",
+            r"_weight_scale has 3 scales per row, which do not divide its 64",
         ),
         (
             {"_weight_zero_point": None, "_weight_scale": torch.ones(64, 8)},

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.checkpoint.load import checked
+from headrace.checkpoint.load import checked_spec
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import FAMILIES, tensor_shapes, trace_model
 from headrace.model.family import Family, Layout, TensorSource
@@ -149,7 +149,7 @@ def test_parameters_of_published_models(
 ) -> None:
     layout = FAMILIES[family].config
     assert layout
-    spec = checked(
+    spec = checked_spec(
         layout.spec(JsonFields(config, "config.json").named(layout.fields)), "config.json"
     )
     assert (
@@ -206,7 +206,7 @@ def test_invalid_mla_sizes_are_refused(change: dict[str, int], message: str) -> 
     layout = FAMILIES["deepseek_v2"].config
     assert layout
     with pytest.raises(FormatError, match=message):
-        checked(layout.spec(JsonFields(V2_LITE | change, "config.json")), "config.json")
+        checked_spec(layout.spec(JsonFields(V2_LITE | change, "config.json")), "config.json")
 
 
 def test_architecture_names_are_unique() -> None:

@@ -177,10 +177,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], type[Model
     "columns of another model": (
         having(A, 4, 65),
         FormatError,
-        "has 65 columns, and the model needs 64",
+        "has 65 columns, but the model needs 64",
     ),
     "rows of another model": (having(B, 32, 4), FormatError, "has 32 rows"),
-    "more rows": (having(B, 65, 4), FormatError, "has 65 rows, and the model needs 64"),
+    "more rows": (having(B, 65, 4), FormatError, "has 65 rows, but the model needs 64"),
     "a layer too many": (having(A.replace("layers.0", "layers.7"), 4, 64), FormatError, "layers.7"),
     "embeddings": (
         having("base_model.model.model.embed_tokens.lora_embedding_A", 4, 101),
@@ -209,7 +209,7 @@ def test_what_is_refused(case: str, saved: tuple[Checkpoint, Path], tmp_path: Pa
 def test_folders_that_have_no_adapter(saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
     checkpoint, folder = saved
     with pytest.raises(
-        ModelNotFoundError, match=r"no adapter_config.json; an adapter is a folder as PEFT saves it"
+        ModelNotFoundError, match=r"no adapter_config.json; name the folder that PEFT saved"
     ):
         read_adapter(tmp_path, checkpoint.spec)
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
@@ -227,5 +227,5 @@ def test_an_adapter_of_experts_is_refused(saved: tuple[Checkpoint, Path], tmp_pa
     }
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
     save_file(expert, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"experts\.1\.w1 is not one linear layer"):
+    with pytest.raises(UnsupportedModelError, match=r"experts\.1\.w1 is not a single linear layer"):
         read_adapter(tmp_path, open_checkpoint(tmp_path).spec)

@@ -1,4 +1,4 @@
-"""Quantisation methods of Hugging Face folders: which there are, and whose a checkpoint is."""
+"""The quantisation methods of Hugging Face folders."""
 
 from importlib import import_module
 from typing import Any
@@ -16,20 +16,18 @@ METHODS = {
     "mxfp4": (".mxfp4", "Mxfp4"),
     "torchao": (".torchao", "TorchAo"),
 }
-"""The module and the class of each `quant_method`: imported when a checkpoint has it, since most
-have none.
-"""
+"""Module and class of each `quant_method`, imported when a checkpoint needs it."""
 
 
 def method_of(config: Any) -> Method:
-    """The method whose `quantization_config` this is, checked. Raises UnsupportedModelError, which
-    names the field.
+    """Find the method of a `quantization_config` and check it. Raises
+    UnsupportedModelError, which names the field.
     """
     name = config.get("quant_method") if isinstance(config, dict) else None
     if not isinstance(name, str) or name not in METHODS:
         field, value = ("quant_method", name) if isinstance(config, dict) else ("all of it", config)
         raise refusal(field, value, ", ".join(METHODS))
-    module, kind = METHODS[name]
-    method: Method = getattr(import_module(module, __name__), kind)()
+    module, class_name = METHODS[name]
+    method: Method = getattr(import_module(module, __name__), class_name)()
     method.check(config)
     return method

@@ -1,14 +1,14 @@
-"""AWQ checkpoints (Lin et al. 2024) as AutoAWQ 0.2 writes them, version GEMM.
+"""AWQ checkpoints (Lin et al. 2024) in the format of AutoAWQ 0.2, version GEMM.
 
-A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols, rows / 8],
-`X.qzeros` I32 [groups, rows / 8] and `X.scales` [groups, rows]. A word has the codes of 8 rows,
-from its lowest bits on those of 0, 2, 4, 6, 1, 3, 5, 7. A weight is scale * (code - zero point).
+A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols, rows
+/ 8], `X.qzeros` I32 [groups, rows / 8] and `X.scales` [groups, rows]. A word has the
+codes of 8 rows; from its lowest bits on, of the rows 0, 2, 4, 6, 1, 3, 5, 7. A weight
+is scale * (code - zero point).
 """
 
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
 from headrace.checkpoint.quantisation.packed_codes import (
@@ -21,6 +21,7 @@ from headrace.checkpoint.quantisation.packed_codes import (
     group_of,
     numbers,
 )
+from headrace.quant.arrays import Bytes
 from headrace.quant.dequantise import Parts, Rows
 from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
 from headrace.quant.spec import QuantSpec, TableRows
@@ -29,7 +30,7 @@ _METHOD = "awq"
 _PARTS = ("qweight", "qzeros", "scales")
 _VERSIONS = ("version", "format", "checkpoint_format")
 _ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The rows whose codes a word has, from its lowest bits on."""
+"""The rows of the codes in a word, from its lowest bits on."""
 
 
 class Awq:
@@ -61,7 +62,7 @@ class Awq:
 
 
 def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> StoredTensor:
-    """The matrix [rows, cols] of a layer; `layer` ends with a dot."""
+    """Read the matrix [rows, cols] of a layer; `layer` ends with a dot."""
     name = f"{layer}qweight"
     words = numbers(tensors, name, "I32", 2, where)
     points = numbers(tensors, f"{layer}qzeros", "I32", 2, where)
@@ -74,31 +75,42 @@ def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> Stored
         layer,
         where,
     )
-    parts = {"codes": words.T, "scales": np.ascontiguousarray(scales.T), "zeros": _eights(points.T)}
-    format = _format(QuantSpec(4, group if group < cols else 0, kind, "point", "u8"))
-    return StoredTensor(f"{layer}weight", format, (rows, cols), parts)
+    spec = QuantSpec(
+        bits=4,
+        group=group if group < cols else 0,
+        scale=kind,
+        zero="point",
+        zero_type="u8",
+    )
+    return StoredTensor(
+        name=f"{layer}weight",
+        format=_format(spec),
+        shape=(rows, cols),
+        parts={
+            "codes": words.T,
+            "scales": np.ascontiguousarray(scales.T),
+            "zeros": _eights(points.T),
+        },
+    )
 
 
-def _eights(words: Words) -> NDArray[np.uint8]:  # [8 * words, cols]
+def _eights(words: Words) -> Bytes:  # [8 * words, cols]
     """The codes of 8 rows from each row of words [words, cols]."""
     codes = np.empty((len(words), 8, words.shape[1]), np.uint8)
-    for at, row in enumerate(_ROWS):
-        codes[:, row] = words >> np.uint32(4 * at) & np.uint32(15)
+    for place, row in enumerate(_ROWS):
+        codes[:, row] = words >> np.uint32(4 * place) & np.uint32(15)
     return codes.reshape(-1, words.shape[1])
 
 
 @cache
 def _format(spec: QuantSpec) -> Format:
-    """Codes lie as words <u4 [rows / 8, cols], which no single row can be a view of."""
+    """Codes are words <u4 [rows / 8, cols], so rows are not views."""
     parts = {"codes": TensorPart("<u4", by_row=False)} | table_parts(spec)
 
-    def rows_of(of: Parts, rows: Rows) -> TableRows:
-        wanted = np.arange(len(of["scales"]))[rows]
-        words, places = np.unique(wanted // 8, return_inverse=True)
-        return TableRows(
-            _eights(of["codes"][words])[8 * places + wanted % 8],
-            of["scales"][rows],
-            of["zeros"][rows],
-        )
+    def table_rows(stored: Parts, rows: Rows) -> TableRows:
+        indices = np.arange(len(stored["scales"]))[rows]
+        words, places = np.unique(indices // 8, return_inverse=True)
+        codes = _eights(stored["codes"][words])[8 * places + indices % 8]
+        return TableRows(codes, stored["scales"][rows], stored["zeros"][rows])
 
-    return table_format(f"AWQ {spec.name}", spec, parts, rows_of)
+    return table_format(f"AWQ {spec.name}", spec, parts, table_rows)

@@ -1,16 +1,19 @@
-"""Checkpoints of bitsandbytes (bitsandbytes-foundation/bitsandbytes, as version 0.50 writes them),
-of 4 and of 8 bits.
+"""bitsandbytes checkpoints of 4 and 8 bits, in the format of version 0.50
+(bitsandbytes-foundation/bitsandbytes).
 
-Of 4 bits (QLoRA, Dettmers et al. 2023) a quantised layer X has `X.weight`, whose bytes are two
-codes each, the first in the high half, row after row; `X.weight.quant_map` float32 [16], what the
-codes stand for; `X.weight.absmax` float32, the scale of each `blocksize` codes of the whole matrix;
-and `X.weight.quant_state.bitsandbytes__nf4` or `__fp4`, a JSON object as bytes. Scales may be
-quantised again: `absmax` is uint8 then, and a scale is nested_quant_map[absmax] * nested_absmax +
-nested_offset.
+With 4 bits (QLoRA, Dettmers et al. 2023), a quantised layer X has
 
-Of 8 bits (LLM.int8, Dettmers et al. 2022) it has `X.weight` int8 [rows, cols], `X.SCB` float32
-[rows], the largest magnitude of a row, which is the code 127, and `X.weight_format` uint8, which is
-0.
+* `X.weight`: bytes of two codes, the first in the high half, row after row;
+* `X.weight.quant_map` float32 [16]: the values of codes;
+* `X.weight.absmax` float32: a scale for each `blocksize` codes of the whole matrix;
+* `X.weight.quant_state.bitsandbytes__nf4` or `__fp4`: a JSON object as bytes.
+
+Scales may be quantised themselves: `absmax` is uint8 then, and a scale is
+nested_quant_map[absmax] * nested_absmax + nested_offset.
+
+With 8 bits (LLM.int8, Dettmers et al. 2022), it has `X.weight` int8 [rows, cols],
+`X.SCB` float32 [rows], the maximum magnitude of a row, whose code is 127, and
+`X.weight_format` uint8, which is 0.
 """
 
 import json
@@ -37,32 +40,33 @@ _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _MAX_STATE_BYTES = 1 << 16
 _MAX_OFFSET = 1e38
 _THRESHOLD = 6.0
-"""Of `llm_int8_threshold`, where a file does not say it: beyond it activations are outliers."""
+"""Default of `llm_int8_threshold`: activations beyond it are outliers."""
 
 
 @frozen
 class _Blocks:
-    """Where the scales of a matrix lie: blocks run over all of it, row after row."""
+    """The blocks of a matrix, which run over all of it, row after row."""
 
     kind: Codebook
     cols: int
     size: int
     """Codes of a block."""
     nested: int
-    """Scales that share a scale; 0: they are numbers of their own."""
+    """Scales that share a scale; 0 if scales are not quantised."""
 
     @property
     def group(self) -> int:
-        """Columns of a row that certainly share a scale."""
+        """Columns of a row that always share a scale."""
         return math.gcd(self.cols, self.size)
 
 
 class BitsAndBytes:
     """nf4, fp4 and int8.
 
-    Codes of 4 bits are multiplied with int8 activations by 32 columns, and int8 weights with int8
-    activations by row, of which those beyond 6 stay float32: row by row, where bitsandbytes takes a
-    column for all rows of a batch. With `llm_int8_threshold` 0 none do.
+    Codes of 4 bits are multiplied with int8 activations by 32 columns, int8 weights
+    with int8 activations by row. Activations beyond 6 stay float32, row by row;
+    bitsandbytes decides by column for all rows of a batch. With `llm_int8_threshold` 0
+    all activations are int8.
     """
 
     supported = f"{_METHOD} of 4 bits (nf4, fp4; scales quantised again or not) or 8 (LLM.int8)"
@@ -78,22 +82,21 @@ class BitsAndBytes:
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
         result = dict(tensors)
-        kind_of_int8 = FORMATS[
-            "I8_MIXED" if config.get("llm_int8_threshold", _THRESHOLD) else "I8_ROW"
-        ]
+        has_outliers = config.get("llm_int8_threshold", _THRESHOLD)
+        int8_format = FORMATS["I8_MIXED" if has_outliers else "I8_ROW"]
         for name, tensor in tensors.items():
             weight, _, kind = name.partition(_STATE)
             if kind:
                 result[weight] = _fours(weight, kind, tensors, where)
-                others = (name, *(weight + part for part in _PARTS))
+                part_names = (name, *(weight + part for part in _PARTS))
             elif tensor.format.name == "I8":
                 layer = name.removesuffix("weight")
-                result[name] = _int8(name, layer, kind_of_int8, tensors, where)
-                others = (f"{layer}SCB", f"{name}_format")
+                result[name] = _int8(name, layer, int8_format, tensors, where)
+                part_names = (f"{layer}SCB", f"{name}_format")
             else:
                 continue
-            for other in others:
-                result.pop(other, None)
+            for part in part_names:
+                result.pop(part, None)
         return result
 
 
@@ -101,8 +104,7 @@ def _int8(name: str, layer: str, kind: Format, tensors: Tensors, where: str) -> 
     tensor, scale, layout = tensors[name], tensors.get(f"{layer}SCB"), tensors.get(f"{name}_format")
     if layout is not None and plain(layout).any():
         raise UnsupportedModelError(
-            f"{where}: tensor {name}_format is {plain(layout).tolist()}, and only 0, rows "
-            "as they are, is supported"
+            f"{where}: tensor {name}_format is {plain(layout).tolist()}; supported: 0, row-major"
         )
     if (
         scale is None
@@ -111,15 +113,14 @@ def _int8(name: str, layer: str, kind: Format, tensors: Tensors, where: str) -> 
         or scale.shape != (tensor.rows,)
     ):
         raise FormatError(
-            f"{where}: tensor {name} of int8 {list(tensor.shape)} has no {layer}SCB of "
-            "float32, one for each row"
+            f"{where}: tensor {name} of int8 {list(tensor.shape)} has no {layer}SCB with a "
+            "float32 for each row"
         )
-    largest = plain(scale)
-    if not np.isfinite(largest).all():
+    maxima = plain(scale)
+    if not np.isfinite(maxima).all():
         raise FormatError(f"{where}: tensor {layer}SCB has a number that is not finite")
-    return replace(
-        tensor, format=kind, parts={**tensor.parts, "row_scales": largest / np.float32(127)}
-    )
+    parts = {**tensor.parts, "row_scales": maxima / np.float32(127)}
+    return replace(tensor, format=kind, parts=parts)
 
 
 def _fours(name: str, kind: str, tensors: Tensors, where: str) -> StoredTensor:
@@ -127,33 +128,38 @@ def _fours(name: str, kind: str, tensors: Tensors, where: str) -> StoredTensor:
     codebook = next((known for known in _KINDS if known == kind), None)
     if codebook is None:
         raise UnsupportedModelError(
-            f"{where}: tensor {name} is of {kind[:32]}; what is supported: {' and '.join(_KINDS)}"
+            f"{where}: tensor {name} is {kind[:32]}; supported: {', '.join(_KINDS)}"
         )
     rows, cols = state["shape"]
     if tensor is None or cols % 2 or tensor.parts["codes"].size * 2 != rows * cols:
         raise FormatError(
-            f"{where}: tensor {name} is not there as the bytes of a matrix {[rows, cols]} "
-            "of 4 bits, with columns in pairs"
+            f"{where}: tensor {name} does not have the bytes of a matrix {[rows, cols]} of 4 bits "
+            "with columns in pairs"
         )
-    absmax, values = (_part(name + part, tensors, where) for part in _PARTS[:2])
+    absmax = _part(f"{name}.absmax", tensors, where)
+    values = _part(f"{name}.quant_map", tensors, where)
     if values.shape != (16,) or not np.allclose(
         values.astype(np.float64), CODEBOOKS[codebook], rtol=0, atol=1e-6
     ):
-        raise FormatError(f"{where}: tensor {name}.quant_map has not the 16 values of {codebook}")
+        raise FormatError(
+            f"{where}: tensor {name}.quant_map does not have the 16 values of {codebook}"
+        )
     is_nested = absmax.dtype == np.uint8
     blocks = _Blocks(
-        codebook, cols, state["blocksize"], state.get("nested_blocksize", 0) if is_nested else 0
+        kind=codebook,
+        cols=cols,
+        size=state["blocksize"],
+        nested=state.get("nested_blocksize", 0) if is_nested else 0,
     )
     if absmax.shape != (-(-rows * cols // blocks.size),):
         raise FormatError(
-            f"{where}: tensor {name}.absmax has shape {list(absmax.shape)}, for blocks of "
-            f"{blocks.size} of {[rows, cols]}"
+            f"{where}: tensor {name}.absmax has shape {list(absmax.shape)}, which does not fit "
+            f"blocks of {blocks.size} in a matrix {[rows, cols]}"
         )
     if blocks.group not in (cols, 16) and blocks.group % 32:
-        size = f"blocks of {blocks.size} in rows of {cols}"
         raise UnsupportedModelError(
-            f"{where}: tensor {name} has {size}; what is supported: 16 columns or a "
-            "multiple of 32 with one scale"
+            f"{where}: tensor {name} has blocks of {blocks.size} in rows of {cols}; supported: "
+            "16 columns, or a multiple of 32, with one scale"
         )
     parts = {"codes": tensor.parts["codes"].reshape(rows, cols // 2), "absmax": absmax}
     if is_nested:
@@ -166,15 +172,16 @@ def _fours(name: str, kind: str, tensors: Tensors, where: str) -> StoredTensor:
 def _nested(
     name: str, absmax: NDArray[Any], state: dict[str, Any], tensors: Tensors, where: str
 ) -> dict[str, NDArray[Any]]:
-    """The parts that quantised scales are made of."""
-    scales, values = (_part(name + part, tensors, where) for part in _PARTS[2:])
+    """The parts of quantised scales."""
+    scales = _part(f"{name}.nested_absmax", tensors, where)
+    values = _part(f"{name}.nested_quant_map", tensors, where)
     size: Any
     offset: Any
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if not _is_size(size) or type(offset) not in (int, float) or not abs(offset) < _MAX_OFFSET:
         raise FormatError(
-            f"{where}: tensor {name} has quantised scales, and no nested_blocksize and "
-            "nested_offset for them"
+            f"{where}: tensor {name} has quantised scales, but no valid nested_blocksize and "
+            "nested_offset"
         )
     if (
         scales.dtype != np.float32
@@ -187,11 +194,11 @@ def _nested(
             f"fit {len(absmax)} quantised scales"
         )
     with np.errstate(over="ignore", invalid="ignore"):
-        largest = np.abs(values).max() * np.abs(scales).max() + np.abs(np.float32(offset))
-    if not np.isfinite(largest):
+        max_scale = np.abs(values).max() * np.abs(scales).max() + np.abs(np.float32(offset))
+    if not np.isfinite(max_scale):
         raise FormatError(
-            f"{where}: tensor {name}.nested_absmax or .nested_quant_map gives a scale "
-            "that is not finite"
+            f"{where}: tensor {name}.nested_absmax or .nested_quant_map makes a scale that is "
+            "not finite"
         )
     return {
         "nested_absmax": scales,
@@ -201,28 +208,28 @@ def _nested(
 
 
 def _part(name: str, tensors: Tensors, where: str) -> NDArray[Any]:
-    """A list of numbers: uint8 or float32."""
+    """Read a list of numbers, uint8 or float32."""
     tensor = tensors.get(name)
     if (
         tensor is None
         or len(tensor.shape) != 1
         or tensor.format.name not in ("U8", "F32", "F16", "BF16")
     ):
-        raise FormatError(f"{where}: tensor {name} is not there as a list of numbers")
+        raise FormatError(f"{where}: tensor {name} is missing or not a list of numbers")
     return plain(tensor) if tensor.format.name in ("U8", "F32") else tensor.dequantise()
 
 
 def _state(tensor: StoredTensor, where: str) -> dict[str, Any]:
-    """What a quantisation state says, checked. Raises FormatError."""
+    """Read and check a quantisation state. Raises FormatError."""
     if tensor.format.name != "U8" or tensor.nbytes > _MAX_STATE_BYTES:
         raise FormatError(
-            f"{where}: tensor {tensor.name} is not a JSON object of less than "
+            f"{where}: tensor {tensor.name} is not a JSON object of up to "
             f"{_MAX_STATE_BYTES:,} bytes"
         )
     try:
         state = json.loads(tensor.parts["codes"].tobytes())
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: tensor {tensor.name} is not valid: {error}") from None
+        raise FormatError(f"{where}: tensor {tensor.name} is not valid JSON: {error}") from None
     shape = state.get("shape") if isinstance(state, dict) else None
     if (
         not isinstance(shape, list)
@@ -230,10 +237,10 @@ def _state(tensor: StoredTensor, where: str) -> dict[str, Any]:
         or not all(map(_is_size, (*shape, state.get("blocksize"))))
     ):
         raise FormatError(
-            f"{where}: tensor {tensor.name} has no shape [rows, columns] and blocksize"
+            f"{where}: tensor {tensor.name} has no valid shape [rows, columns] and blocksize"
         )
-    found: dict[str, Any] = state
-    return found
+    checked: dict[str, Any] = state
+    return checked
 
 
 def _is_size(value: Any) -> bool:
@@ -242,35 +249,29 @@ def _is_size(value: Any) -> bool:
 
 @cache
 def _format(blocks: _Blocks) -> Format:
-    """The format of a matrix; of its parts only the codes are by row, since a block may be of
-    several rows or of parts of two.
+    """The format of a matrix. Only its codes are by row: a block may span several rows,
+    or parts of two.
     """
     groups = blocks.cols // blocks.group
-    spec = QuantSpec(4, 0 if groups == 1 else blocks.group, "f32", codebook=blocks.kind)
-    shared = (
-        {"absmax": "u1", "nested_absmax": "f4", "nested_quant_map": "f4", "nested_offset": "f4"}
-        if blocks.nested
-        else {"absmax": "f4"}
+    spec = QuantSpec(
+        bits=4, group=0 if groups == 1 else blocks.group, scale="f32", codebook=blocks.kind
     )
-    parts = {
-        "codes": TensorPart("u1"),
-        **{name: TensorPart(dtype, by_row=False) for name, dtype in shared.items()},
-    }
+    shared = {"absmax": "u1" if blocks.nested else "f4"}
+    if blocks.nested:
+        shared |= {"nested_absmax": "f4", "nested_quant_map": "f4", "nested_offset": "f4"}
+    parts = {"codes": TensorPart("u1")}
+    parts |= {name: TensorPart(dtype, by_row=False) for name, dtype in shared.items()}
 
-    def rows_of(of: Parts, rows: Rows) -> TableRows:
-        pairs = of["codes"][rows]
+    def table_rows(stored: Parts, rows: Rows) -> TableRows:
+        pairs = stored["codes"][rows]
         codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(len(pairs), -1)
-        index = (
-            (row_numbers(of, rows)[:, None] * groups + np.arange(groups))
-            * blocks.group
-            // blocks.size
-        )
-        scales = of["absmax"][index]
+        group = row_numbers(stored, rows)[:, None] * groups + np.arange(groups)
+        block = group * blocks.group // blocks.size
+        scales = stored["absmax"][block]
         if blocks.nested:
-            scales = (
-                of["nested_quant_map"][scales] * of["nested_absmax"][index // blocks.nested]
-                + of["nested_offset"]
-            )
+            values = stored["nested_quant_map"][scales]
+            nested_scales = stored["nested_absmax"][block // blocks.nested]
+            scales = values * nested_scales + stored["nested_offset"]
         return TableRows(codes, scales)
 
-    return table_format(spec.name, spec, parts, rows_of)
+    return table_format(spec.name, spec, parts, table_rows)

@@ -1,23 +1,25 @@
-"""Checkpoints of the compressed-tensors library (vllm-project/compressed-tensors, at version 0.20),
-as llm-compressor writes them.
+"""Checkpoints of the compressed-tensors library (vllm-project/compressed-tensors,
+version 0.20), which llm-compressor writes.
 
-A quantised layer X has `X.weight_scale`, by tensor [1], channel [rows, 1], group [rows, groups] or
-block, and
-* `int-quantized`: `X.weight` int8 [rows, cols], and `X.weight_zero_point` int8 in the shape of the
-  scales where it is asymmetric;
-* `pack-quantized`: `X.weight_packed` int32 [rows, cols * bits / 32], the first code in the lowest
-  bits and 2^(bits - 1) added to each; `X.weight_shape` int64 [2]; zero points are packed in the
-  same way down the rows: int32 [rows * bits / 32, groups]. Codes of 3, 5, 6 and 7 bits cross the
-  borders of words; early versions left gaps there, which is refused by its shape;
-* `float-quantized`: `X.weight` e4m3 [rows, cols]; `mxfp8-quantized`: the same, with powers of two
-  [rows, cols / 32] for scales;
-* `nvfp4-pack-quantized`: `X.weight_packed` uint8 [rows, cols / 2] of e2m1, the first in the low
-  half, scales e4m3 [rows, cols / 16], to be divided by `X.weight_global_scale`;
-  `mxfp4-pack-quantized`: the same with powers of two [rows, cols / 32].
+A quantised layer X has `X.weight_scale`, by tensor [1], channel [rows, 1], group [rows,
+groups] or block, and
 
-`naive-quantized` is any of the first and third. Which layers are quantised, and how, is plain from
-the tensors, so `targets` and `ignore` of the configuration are not needed, and it does not matter
-which of several `config_groups` a layer is of.
+* `int-quantized`: `X.weight` int8 [rows, cols] and, if asymmetric,
+  `X.weight_zero_point` int8 in the shape of the scales;
+* `pack-quantized`: `X.weight_packed` int32 [rows, cols * bits / 32], lowest bits first,
+  with 2^(bits - 1) added to each code; `X.weight_shape` int64 [2]; zero points packed
+  down the rows, int32 [rows * bits / 32, groups]. Codes of 3, 5, 6 and 7 bits cross the
+  borders of words. Early versions left gaps there, which are refused by the shape;
+* `float-quantized`: `X.weight` e4m3 [rows, cols];
+* `mxfp8-quantized`: `X.weight` e4m3, with powers of two [rows, cols / 32] for scales;
+* `nvfp4-pack-quantized`: `X.weight_packed` uint8 [rows, cols / 2] of e2m1, the first in
+  the low half, with scales e4m3 [rows, cols / 16], divided by `X.weight_global_scale`;
+* `mxfp4-pack-quantized`: `X.weight_packed` of e2m1, with powers of two [rows, cols /
+  32] for scales.
+
+`naive-quantized` is `int-quantized` or `float-quantized`. The tensors show which layers
+are quantised and how, so `targets`, `ignore` and the choice among `config_groups` are
+not needed.
 """
 
 import math
@@ -46,8 +48,14 @@ from headrace.quant.formats import FORMATS, RAW_FORMATS, StoredTensor
 _METHOD = "compressed-tensors"
 _PACKED = "_packed"
 _FORMATS = (
-    *("int-quantized", "pack-quantized", "float-quantized", "naive-quantized"),
-    *("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mixed-precision"),
+    "int-quantized",
+    "pack-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
+    "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
+    "mixed-precision",
 )
 _TOP: dict[str, tuple[Any, ...]] = {
     "format": _FORMATS,
@@ -68,21 +76,21 @@ _INT_ACTIVATIONS: dict[str, tuple[Any, ...]] = {
     "dynamic": (True,),
 }
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-"""Of the library, for fields that a file leaves out."""
+"""The library's defaults of fields that a file leaves out."""
 _PARTS = ("scale", "zero_point", "shape", "g_idx", "global_scale")
-"""Of `X.weight`, beside its codes."""
+"""Parts of `X.weight`, in addition to its codes."""
 _ACTIVATIONS = tuple(f"input_{part}" for part in ("scale", "zero_point", "global_scale"))
 
 
 class CompressedTensors:
-    """Integers of 1 to 8 bits, floats of 8 and 4, with activations of our own.
+    """Integers of 1 to 8 bits, and floats of 8 and 4 bits.
 
-    int8 weights by channel or tensor are multiplied with int8 activations by row; all other
-    integers, and floats of 4 bits by powers of two, with int8 activations by 32 columns; floats of
-    8 bits, scales of 16 columns and rows that are no multiple of 32 with float32 activations. So
-    activations are finer than those of 8 or 4 bits that a file asks for, or the same, and their
-    scales in the file are left out; where it asks for none (W4A16), integers have those of 8 bits
-    nevertheless.
+    Kernels choose the activations: int8 by row for int8 weights by channel or tensor;
+    int8 by 32 columns for other integers, and for 4-bit floats with powers of two;
+    float32 for 8-bit floats, scales of 16 columns, and rows that are no multiple of 32.
+    These are at least as fine as activations of 8 or 4 bits in a file, so the file's
+    activation scales are ignored. Weight-only integers (W4A16) have int8 activations
+    too.
     """
 
     supported = (
@@ -99,15 +107,14 @@ class CompressedTensors:
         kinds = {"I8": _int8, "F8_E4M3": _float8, "F8_E5M2": _float8}
         result, block = dict(tensors), _block(config)
         for name, tensor in tensors.items():
+            weight = name.removesuffix(_PACKED)
             if name.endswith(".weight" + _PACKED):
-                weight = name.removesuffix(_PACKED)
-                made = (
-                    _packed_fours(weight, tensors, where)
-                    if tensor.format.name == "U8"
-                    else _packed(weight, config, tensors, where)
-                )
+                if tensor.format.name == "U8":
+                    matrix = _packed_fours(weight, tensors, where)
+                else:
+                    matrix = _packed(weight, config, tensors, where)
             elif name.endswith(".weight") and tensor.format.name in kinds:
-                weight, made = name, kinds[tensor.format.name](name, tensors, block, where)
+                matrix = kinds[tensor.format.name](name, tensors, block, where)
             else:
                 continue
             layer = weight.removesuffix("weight")
@@ -117,124 +124,114 @@ class CompressedTensors:
                 name,
             ):
                 result.pop(part, None)
-            result[weight] = replace(made, name=weight)
+            result[weight] = replace(matrix, name=weight)
         for name, tensor in result.items():
             if tensor.format.name == "I8":
                 raise UnsupportedModelError(
-                    f"{where}: tensor {name} is int8 and no weight, and nothing says what "
-                    "it stands for"
+                    f"{where}: tensor {name} is int8 but not a weight; only weights can be int8"
                 )
         return result
 
 
 def _int8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor:
-    tensor, scale, points = (
-        tensors[name],
-        tensors.get(f"{name}_scale"),
-        tensors.get(f"{name}_zero_point"),
-    )
+    tensor, scale = tensors[name], tensors.get(f"{name}_scale")
     if scale is None or scale.format.name in RAW_FORMATS:
         raise FormatError(
-            f"{where}: tensor {name} is int8, and {name}_scale is not there as numbers to "
-            "scale it with"
+            f"{where}: tensor {name} is int8, but {name}_scale is missing or not floats"
         )
     scales, numbers = scales_of(scale, tensor.shape, where, block)
-    zeros = _zero_points(points, numbers.shape, 8, where)
+    zeros = _zero_points(tensors.get(f"{name}_zero_point"), numbers.shape, 8, where)
     if zeros is None and scales.group == 0:
-        row_scales = np.ascontiguousarray(
-            np.broadcast_to(scale.dequantise().reshape(-1), tensor.rows)
-        )
-        return replace(
-            tensor, format=FORMATS["I8_ROW"], parts={**tensor.parts, "row_scales": row_scales}
-        )
+        row_scales = np.broadcast_to(scale.dequantise().reshape(-1), tensor.rows)
+        parts = {**tensor.parts, "row_scales": np.ascontiguousarray(row_scales)}
+        return replace(tensor, format=FORMATS["I8_ROW"], parts=parts)
     return _integers(tensor, Codes(tensor.cols, is_signed=True), scales, numbers, zeros)
 
 
 def _float8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor:
     tensor, scale = tensors[name], _required(f"{name}_scale", tensors, where)
     if scale.format.name != "U8":
-        return float8_matrix(tensor, *scales_of(scale, tensor.shape, where, block))
-    return float8_matrix(
-        tensor, Scales(group_of(scale, tensor.shape, where), "e8m0"), _powers(scale, where)
-    )
+        scales, numbers = scales_of(scale, tensor.shape, where, block)
+        return float8_matrix(tensor, scales, numbers)
+    scales = Scales(group_of(scale, tensor.shape, where), "e8m0")
+    return float8_matrix(tensor, scales, _powers(scale, where))
 
 
 def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
-    """Integers of few bits."""
-    tensor, shape_of, scale = (
-        _required(name + part, tensors, where) for part in (_PACKED, "_shape", "_scale")
-    )
+    """Read integers of few bits."""
+    tensor = _required(name + _PACKED, tensors, where)
+    shape = _required(f"{name}_shape", tensors, where)
+    scale = _required(f"{name}_scale", tensors, where)
     if (
         tensor.format.name != "I32"
         or len(tensor.shape) != 2
-        or shape_of.format.name not in ("I64", "I32")
-        or shape_of.shape != (2,)
+        or shape.format.name not in ("I64", "I32")
+        or shape.shape != (2,)
     ):
         raise FormatError(
             f"{where}: tensors {name}{_PACKED} and {name}_shape are not int32 [rows, "
             "words] and int64 [2]"
         )
-    rows, cols = (int(size) for size in plain(shape_of))
+    rows, cols = (int(size) for size in plain(shape))
     widths = {weights["num_bits"] for weights in _weights(config) if weights["type"] == "int"}
     fitting = [bits for bits in sorted(widths) if tensor.shape == (rows, -(-cols * bits // 32))]
     if cols < 1 or len(fitting) != 1:
-        found = f"shape {list(tensor.shape)}, which is no matrix of [{rows}, {cols}] in codes of"
         raise FormatError(
-            f"{where}: tensor {name}{_PACKED} has {found} "
-            f"{' or '.join(map(str, sorted(widths)))} bits without gaps"
+            f"{where}: tensor {name}{_PACKED} has shape {list(tensor.shape)}, which does not fit "
+            f"a matrix [{rows}, {cols}] in codes of {' or '.join(map(str, sorted(widths)))} bits "
+            "without gaps"
         )
+    bits = fitting[0]
     scales, numbers = scales_of(scale, (rows, cols), where)
     _check_order(name, tensors, cols, scales.group or cols, where)
-    zeros = _zero_points(tensors.get(f"{name}_zero_point"), numbers.shape, fitting[0], where)
-    return _integers(tensor, Codes(cols, fitting[0]), scales, numbers, zeros)
+    zeros = _zero_points(tensors.get(f"{name}_zero_point"), numbers.shape, bits, where)
+    return _integers(tensor, Codes(cols, bits), scales, numbers, zeros)
 
 
 def _packed_fours(name: str, tensors: Tensors, where: str) -> StoredTensor:
-    """Floats of 4 bits: with powers of two for 32 columns, or e4m3 for 16 and a scale of the
-    tensor.
+    """Read floats of 4 bits, with powers of two for 32 columns, or with e4m3 for 16 and
+    a tensor scale.
     """
-    tensor, scale = (_required(name + part, tensors, where) for part in (_PACKED, "_scale"))
+    tensor = _required(name + _PACKED, tensors, where)
+    scale = _required(f"{name}_scale", tensors, where)
     if len(tensor.shape) != 2 or scale.format.name not in ("U8", "F8_E4M3"):
-        kinds = f"{scale.format.name}, expected U8 (powers of two) or F8_E4M3"
         raise FormatError(
-            f"{where}: tensor {name}{_PACKED} has shape {list(tensor.shape)}, and its "
-            f"scales are {kinds}"
+            f"{where}: tensor {name}{_PACKED} has shape {list(tensor.shape)} and scales of type "
+            f"{scale.format.name}, expected a matrix and U8 (powers of two) or F8_E4M3"
         )
     rows, cols = shape = tensor.rows, 2 * tensor.cols
     group = group_of(scale, shape, where)
     if scale.format.name == "U8":
         if group != 32:
             raise UnsupportedModelError(
-                f"{where}: tensor {name}_scale has scales of {group} columns each; what "
-                "is supported: 32"
+                f"{where}: tensor {name}_scale has scales of {group} columns each; supported: 32"
             )
         parts = {
             "codes": tensor.parts["codes"].reshape(rows, cols // 32, 16),
             "block_scales": _powers(scale, where),
         }
         return replace(tensor, shape=shape, format=FORMATS["MXFP4_PAIRS"], parts=parts)
-    whole = _required(f"{name}_global_scale", tensors, where).dequantise().reshape(-1)
-    with np.errstate(all="ignore"):
-        is_usable = whole.size == 1 and np.isfinite(scale.dequantise() / whole).all()
+
+    tensor_scale = _required(f"{name}_global_scale", tensors, where).dequantise().reshape(-1)
+    is_usable = tensor_scale.size == 1
+    if is_usable:
+        with np.errstate(all="ignore"):
+            is_usable = bool(np.isfinite(scale.dequantise() / tensor_scale).all())
     if not is_usable:
         raise FormatError(
-            f"{where}: tensor {name}_scale over {name}_global_scale, which is one number, "
-            "is not finite"
+            f"{where}: tensor {name}_scale divided by {name}_global_scale, which must be one "
+            "number, is not finite"
         )
-    parts = {"codes": codes_of(tensor), "scales": codes_of(scale), "tensor_scale": whole}
-    return replace(
-        tensor,
-        shape=shape,
-        format=packed_format("e2m1", Codes(cols, 4), Scales(group, "e4m3")),
-        parts=parts,
-    )
+    parts = {"codes": codes_of(tensor), "scales": codes_of(scale), "tensor_scale": tensor_scale}
+    format = packed_format("e2m1", Codes(cols, 4), Scales(group, "e4m3"))
+    return replace(tensor, shape=shape, format=format, parts=parts)
 
 
 def _zero_points(
     points: StoredTensor | None, shape: tuple[int, int], bits: int, where: str
 ) -> NDArray[np.uint8] | None:
-    """Zero points as codes [rows, scales of a row], of a matrix with scales of such a shape; None
-    where all of them are that of none.
+    """Zero points as codes [rows, scales of a row] for scales of this shape; None if
+    all are in the middle.
     """
     if points is None:
         return None
@@ -247,20 +244,17 @@ def _zero_points(
         words = points.parts["codes"].transpose(1, 0, 2).reshape(per_row, -1)
         zeros = unpacked(words, bits, rows).T
     else:
-        found = f"{points.format.name} {list(points.shape)}"
         raise FormatError(
-            f"{where}: tensor {points.name} is {found}, and there are {per_row} scales "
-            f"for each of {rows} rows"
+            f"{where}: tensor {points.name} is {points.format.name} {list(points.shape)}, which "
+            f"does not fit {per_row} scales for each of {rows} rows"
         )
     if (zeros < 0).any() or (zeros >= 1 << bits).any():
         raise FormatError(
-            f"{where}: tensor {points.name} has a zero point that is no code of {bits} bits"
+            f"{where}: tensor {points.name} has a zero point that is not a code of {bits} bits"
         )
-    return (
-        None
-        if (zeros == 1 << bits - 1).all()
-        else np.ascontiguousarray(np.broadcast_to(zeros, shape), np.uint8)
-    )
+    if (zeros == 1 << bits - 1).all():
+        return None
+    return np.ascontiguousarray(np.broadcast_to(zeros, shape), np.uint8)
 
 
 def _integers(
@@ -301,8 +295,8 @@ def _check_order(name: str, tensors: Tensors, cols: int, group: int, where: str)
     groups = plain(index)
     if not (np.array_equal(groups, np.arange(cols) // group) or (groups == -1).all()):
         raise UnsupportedModelError(
-            f"{where}: tensor {index.name} groups columns in another order than they are "
-            "in (actorder = group)"
+            f"{where}: tensor {index.name} orders columns by activation, which is not supported "
+            "(actorder = group)"
         )
 
 
@@ -311,17 +305,16 @@ def _weights(config: Config) -> list[dict[str, Any]]:
 
 
 def _block(config: Config) -> tuple[int, int] | None:
-    """The rows and columns of a block, which is one for all that have any."""
-    found = [
-        tuple(weights["block_structure"])
-        for weights in _weights(config)
-        if weights.get("strategy") == "block"
-    ]
-    return found[0] if found else None
+    """The rows and columns of a block, which is the same for all groups that have blocks."""
+    for weights in _weights(config):
+        if weights.get("strategy") == "block":
+            rows, cols = weights["block_structure"]
+            return rows, cols
+    return None
 
 
 def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
-    """The fields whose values we do not compute."""
+    """Yield the fields with unsupported values."""
     yield from (
         (key, config.get(key)) for key, known in _TOP.items() if config.get(key) not in known
     )
@@ -345,9 +338,8 @@ def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
         ):
             given = group.get(part)
             if isinstance(given, dict):
-                yield from (
-                    (f"{name}.{part}.{key}", value) for key, value in unknown(_DEFAULTS | given)
-                )
+                for key, value in unknown(_DEFAULTS | given):
+                    yield f"{name}.{part}.{key}", value
             elif given is not None or part == "weights":
                 yield f"{name}.{part}", given
         if group["weights"].get("strategy") == "block":

@@ -1,10 +1,9 @@
-"""Floats of 8 bits: `fp8` as DeepSeek-V3 and Qwen3 are published and vLLM quantises, and
-`fbgemm_fp8` (Llama 3.1 405B).
+"""Floats of 8 bits: `fp8`, the format of DeepSeek-V3, Qwen3 and vLLM, and `fbgemm_fp8`
+(Llama 3.1 405B).
 
-A quantised layer X has `X.weight` e4m3 (or e5m2) [rows, cols], and `X.weight_scale_inv` or
-`X.weight_scale`: one number for the tensor, [rows, 1], or [rows / 128, cols / 128] rounded up,
-where the blocks of `weight_block_size` are of 128. A weight is float times scale, whatever the name
-says.
+A quantised layer X has `X.weight` e4m3 (or e5m2) [rows, cols], and `X.weight_scale_inv`
+or `X.weight_scale`: one number, [rows, 1], or [rows / 128, cols / 128] rounded up for a
+`weight_block_size` of 128. A weight is float times scale, for both names.
 """
 
 from typing import Any
@@ -27,9 +26,9 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
 class Fp8:
     """Floats of 8 bits by tensor, row or block, multiplied with float32 activations.
 
-    These are finer than the ones of 8 bits that such models are run with elsewhere:
-    `activation_scheme`, `activation_scale_ub` and the scales of activations that a file has make no
-    difference.
+    Elsewhere such models run with coarser activations of 8 bits. So
+    `activation_scheme`, `activation_scale_ub` and the file's scales of activations are
+    ignored.
     """
 
     supported = "fp8 or fbgemm_fp8: e4m3 or e5m2 by tensor, row or block"
@@ -58,13 +57,12 @@ class Fp8:
             )
             if scale is None:
                 raise FormatError(
-                    f"{where}: tensor {name} is {tensor.format.name}, and "
-                    f"{name}_scale_inv or {name}_scale is not there"
+                    f"{where}: tensor {name} is {tensor.format.name}, but "
+                    f"{name}_scale_inv and {name}_scale are missing"
                 )
-            result[name] = float8_matrix(tensor, *scales_of(scale, tensor.shape, where, block))
-            for other in (
-                scale.name,
-                *(name.removesuffix("weight") + activation for activation in _ACTIVATIONS),
-            ):
-                result.pop(other, None)
+            scales, numbers = scales_of(scale, tensor.shape, where, block)
+            result[name] = float8_matrix(tensor, scales, numbers)
+            result.pop(scale.name, None)
+            for activation in _ACTIVATIONS:
+                result.pop(name.removesuffix("weight") + activation, None)
         return result

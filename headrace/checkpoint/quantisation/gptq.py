@@ -1,10 +1,11 @@
-"""GPTQ checkpoints (Frantar et al. 2023) as AutoGPTQ 0.7, GPTQModel 7 and transformers write them.
+"""GPTQ checkpoints (Frantar et al. 2023) in the format of AutoGPTQ 0.7, GPTQModel 7 and
+transformers.
 
-A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols * bits / 32,
-rows], `X.qzeros` I32 [groups, rows * bits / 32], `X.scales` [groups, rows] and `X.g_idx` I32
-[cols], the group of each column. Codes follow each other from the lowest bit of a word on; those of
-3 bits run over the limits of words. A weight is scale * (code - zero point); files of the
-checkpoint format `gptq` have the zero points less 1, those of `gptq_v2` as they are.
+A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols * bits
+/ 32, rows], `X.qzeros` I32 [groups, rows * bits / 32], `X.scales` [groups, rows] and
+`X.g_idx` I32 [cols], the group of each column. Codes are packed from the lowest bit of
+a word on; codes of 3 bits cross the borders of words. A weight is scale * (code - zero
+point). The checkpoint format `gptq` stores zero points less 1, `gptq_v2` as they are.
 """
 
 from functools import cache
@@ -26,6 +27,7 @@ from headrace.checkpoint.quantisation.packed_codes import (
 )
 from headrace.checkpoint.quantisation.tables import unpacked
 from headrace.errors import FormatError, UnsupportedModelError
+from headrace.quant.arrays import Bytes
 from headrace.quant.dequantise import Parts, Rows
 from headrace.quant.formats import Format, StoredTensor, TensorPart, table_format, table_parts
 from headrace.quant.spec import QuantSpec, TableRows
@@ -44,12 +46,12 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "adapter": (None,),
 }
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""A word of codes that are 1."""
+"""A word in which every code is 1."""
 
 
 class Gptq:
-    """Integers of 2, 3, 4 or 8 bits with zero points, by groups of columns in order or in the order
-    of activations.
+    """Integers of 2, 3, 4 or 8 bits with zero points, by groups of columns, in order or
+    ordered by activations.
     """
 
     supported = (
@@ -59,9 +61,8 @@ class Gptq:
 
     def check(self, config: Config) -> None:
         check_fields(config, _FIELDS, self.supported)
-        dynamic = (
-            config.get("dynamic") or {}
-        )  # by regular expressions: layers with other bits, and "-:" before those that stay plain
+        # Regular expressions of layers with other bits; "-:" marks layers that stay plain.
+        dynamic = config.get("dynamic") or {}
         if not isinstance(dynamic, dict) or not all(key.startswith("-:") for key in dynamic):
             raise refusal("dynamic", dynamic, self.supported)
         check_group_size(config, self.supported)
@@ -73,7 +74,7 @@ class Gptq:
 
 
 def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
-    """The matrix [rows, cols] of a layer; `layer` ends with a dot."""
+    """Read the matrix [rows, cols] of a layer; `layer` ends with a dot."""
     bits, name = config["bits"], f"{layer}qweight"
     words = numbers(tensors, name, "I32", 2, where)  # [words, rows]
     points = numbers(tensors, f"{layer}qzeros", "I32", 2, where)  # [groups, words]
@@ -82,7 +83,8 @@ def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredT
     group = group_of(cols, config["group_size"], name, where)
     if rows * bits % 32 or (bits == 3 and len(words) % 3):
         raise FormatError(
-            f"{where}: tensor {name} has shape {list(words.shape)}, which {bits} bits do not fill"
+            f"{where}: tensor {name} has shape {list(words.shape)}, which codes of {bits} bits "
+            "do not fill"
         )
     check_shapes(
         {"qzeros": points, "scales": scales},
@@ -90,10 +92,9 @@ def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredT
         layer,
         where,
     )
-    zeros = _zero_points(
-        points, bits, _V2 not in (config.get("checkpoint_format"), config.get("format"))
-    )
-    parts = {
+    is_v2 = _V2 in (config.get("checkpoint_format"), config.get("format"))
+    zeros = _zero_points(points, bits, is_less_1=not is_v2)
+    parts: dict[str, NDArray[Any]] = {
         "codes": words.T,
         "scales": np.ascontiguousarray(scales.T),
         "zeros": np.ascontiguousarray(zeros.T),
@@ -104,21 +105,31 @@ def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredT
     order = _column_order(tensors, f"{layer}g_idx", cols, group, where)
     if order is not None:
         parts["column_order"] = order
-    zero = ("none", None) if is_symmetric else ("point", "u8")
-    format = _format(QuantSpec(bits, group if group < cols else 0, kind, *zero), order is not None)
-    return StoredTensor(f"{layer}weight", format, (rows, cols), parts)
+    spec = QuantSpec(
+        bits=bits,
+        group=group if group < cols else 0,
+        scale=kind,
+        zero="none" if is_symmetric else "point",
+        zero_type=None if is_symmetric else "u8",
+    )
+    return StoredTensor(
+        name=f"{layer}weight",
+        format=_format(spec, is_ordered=order is not None),
+        shape=(rows, cols),
+        parts=parts,
+    )
 
 
-def _codes(words: Words, bits: int) -> NDArray[np.uint8]:  # [rows, 32 / bits of each word]
+def _codes(words: Words, bits: int) -> Bytes:  # [rows, words * 32 / bits]
     """The codes of words [rows, words]."""
     return unpacked(np.ascontiguousarray(words).view(np.uint8), bits, words.shape[1] * 32 // bits)
 
 
-def _zero_points(words: Words, bits: int, is_less_1: bool) -> NDArray[np.uint8]:  # [groups, rows]
+def _zero_points(words: Words, bits: int, is_less_1: bool) -> Bytes:  # [groups, rows]
     """Zero points of words [groups, words].
 
-    GPTQModel takes 1 from whole words of 2, 4 and 8 bits, so that a zero point of 0 borrows from
-    the next; this is undone here.
+    GPTQModel subtracts 1 from whole words of 2, 4 and 8 bits, so a zero point of 0
+    borrows from the next one; adding to whole words reverts it.
     """
     if is_less_1 and bits in _ONES:
         return _codes(words + np.uint32(_ONES[bits]), bits)
@@ -129,20 +140,22 @@ def _zero_points(words: Words, bits: int, is_less_1: bool) -> NDArray[np.uint8]:
 def _column_order(
     tensors: Tensors, name: str, cols: int, group: int, where: str
 ) -> NDArray[np.int64] | None:
-    """The columns by group, each group in the order of its columns; None where they lie so."""
+    """The columns by group, in ascending order within a group; None if they are in this
+    order already.
+    """
     if name not in tensors:
         return None
     groups = numbers(tensors, name, "I32", 1, where)
     if groups.shape != (cols,) or groups.max() >= cols // group:
         raise FormatError(
-            f"{where}: tensor {name} does not give each of {cols:,} columns one of "
-            f"{cols // group:,} groups"
+            f"{where}: tensor {name} does not assign {cols:,} columns to {cols // group:,} groups"
         )
-    if not groups.any():  # as older files without an order have it; exllama reads them so, too
+    # Older files without an order have zeros here; exllama reads them in the same way.
+    if not groups.any():
         return None
     if (np.bincount(groups, minlength=cols // group) != group).any():
         raise UnsupportedModelError(
-            f"{where}: tensor {name} has groups of other than {group} columns"
+            f"{where}: tensor {name} has groups that do not have {group} columns"
         )
     order = np.argsort(groups, kind="stable").astype(np.int64)
     return None if np.array_equal(order, np.arange(cols)) else order
@@ -150,14 +163,16 @@ def _column_order(
 
 @cache
 def _format(spec: QuantSpec, is_ordered: bool) -> Format:
-    """Codes lie as words <u4 [rows, words] of the columns as the model has them."""
+    """Codes are words <u4 [rows, words], in the model's column order."""
     parts = {"codes": TensorPart("<u4")} | table_parts(spec)
     if is_ordered:
         parts["column_order"] = TensorPart("<i8", by_row=False)
 
-    def rows_of(of: Parts, rows: Rows) -> TableRows:
-        codes = _codes(of["codes"][rows], spec.bits)
-        codes = codes[:, of["column_order"]] if is_ordered else codes
-        return TableRows(codes, of["scales"][rows], of["zeros"][rows] if spec.zero_type else None)
+    def table_rows(stored: Parts, rows: Rows) -> TableRows:
+        codes = _codes(stored["codes"][rows], spec.bits)
+        if is_ordered:
+            codes = codes[:, stored["column_order"]]
+        zeros = stored["zeros"][rows] if spec.zero_type else None
+        return TableRows(codes, stored["scales"][rows], zeros)
 
-    return table_format(f"GPTQ {spec.name}", spec, parts, rows_of)
+    return table_format(f"GPTQ {spec.name}", spec, parts, table_rows)

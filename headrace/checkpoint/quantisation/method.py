@@ -1,5 +1,5 @@
-"""What a quantisation method is: it knows its `quantization_config`, and what the tensors of such a
-folder stand for.
+"""The protocol of quantisation methods: checking a `quantization_config`, and reading
+the folder's tensors.
 """
 
 from collections.abc import Mapping
@@ -14,35 +14,37 @@ Tensors = Mapping[str, StoredTensor]
 
 
 class Method(Protocol):
-    """A way to quantise checkpoints, one file each; a line in `quantisation/__init__.py` makes it
-    known.
+    """A quantisation method of checkpoints, registered in `quantisation/__init__.py`.
 
-    A format of numbers that none had before is a line of `FORMATS` and its meaning in
-    `quant/dequantise.py`, or it is made of a `QuantSpec` and a function that reads rows code by
-    code (`table_format`; `quantisation/tables.py` has what several methods share).
+    Its number formats are in `FORMATS`, with values in `quant/dequantise.py`, or they
+    are made of a `QuantSpec` and a function that unpacks rows (`table_format`;
+    `quantisation/tables.py` has common parts).
     """
 
     supported: str
-    """What of it can be computed, for messages."""
+    """The supported variants, for messages."""
 
     def check(self, config: Config) -> None:
-        """Refuse what cannot be computed, by UnsupportedModelError naming the field."""
+        """Raise UnsupportedModelError, which names the field, for a configuration that
+        is not supported.
+        """
         ...
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
-        """The tensors of the folder as a model without quantisation would name and shape them.
+        """Join the folder's tensors to those of a model without quantisation, with its
+        names and shapes.
 
-        Those that belong together (codes, scales, zero points, indices, ...) come as plain numbers,
-        and become the parts of one tensor, as views; the others stay. Raises FormatError for parts
-        that are missing, misshapen or no scales, UnsupportedModelError for what has no meaning
-        here.
+        Codes, scales, zero points and indices arrive as plain tensors and become the
+        parts of one tensor, as views; other tensors stay. Raises FormatError for
+        missing or malformed parts, UnsupportedModelError for parts that are not
+        supported.
         """
         ...
 
 
 def refusal(field: str, value: Any, supported: str) -> UnsupportedModelError:
-    """The error that names a field of `quantization_config`."""
+    """The error for an unsupported field of `quantization_config`."""
     return UnsupportedModelError(
         f"config.json: quantization_config: {field} = {shown(value)} is not supported; "
-        f"what is: {supported}"
+        f"supported: {supported}"
     )

@@ -1,9 +1,9 @@
-"""MXFP4 as gpt-oss is published: matrices of experts as 4-bit floats, with a power of two for each
-32 of a row.
+"""MXFP4 as in gpt-oss: experts' matrices as 4-bit floats, with a power of two for each
+32 values of a row.
 
-A quantised tensor X is `X_blocks` uint8 [..., rows, blocks, 16], two neighbours in a byte, and
-`X_scales` uint8 [..., rows, blocks]. Its rows are the outputs, where X itself would have them for
-columns, so it keeps the name `X_blocks`.
+A quantised tensor X is `X_blocks` uint8 [..., rows, blocks, 16], with neighbours in a
+byte, and `X_scales` uint8 [..., rows, blocks]. Its rows are the outputs, which are the
+columns of X itself, so the joined tensor is called `X_blocks`.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ class Mxfp4:
 def _with_scales(name: str, tensors: Tensors, where: str) -> StoredTensor:
     blocks, scales = tensors[name], tensors.get(name.removesuffix(_BLOCKS) + _SCALES)
     if scales is None or {blocks.format.name, scales.format.name} != {"U8"}:
-        raise FormatError(f"{where}: tensor {name} and its scales are not both there as bytes")
+        raise FormatError(f"{where}: tensor {name} or its scales are missing or not bytes")
     if len(blocks.shape) < 3 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
         raise FormatError(
             f"{where}: tensor {name} and its scales have shapes {list(blocks.shape)} and "

@@ -1,5 +1,5 @@
-"""What methods have in common whose layers are several plain tensors: codes packed into words,
-scales, zero points.
+"""Helpers for methods whose layers are several plain tensors: packed codes, scales,
+zero points.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
 from headrace.errors import FormatError
+from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import NUMBERS, PLAIN, Number, floats
 
@@ -19,30 +20,30 @@ Words = NDArray[np.uint32]
 def gathered(
     tensors: Tensors, parts: Sequence[str], matrix: Callable[[str], StoredTensor], where: str
 ) -> dict[str, StoredTensor]:
-    """The tensors of a folder, with `matrix(X)` as `X.weight` for each X that has the first of the
-    parts, and no part left.
+    """The folder's tensors, with `matrix(X)` as `X.weight` for each X that has the
+    first part, and without parts.
     """
     layers = sorted(
         name.removesuffix(parts[0]) for name in tensors if name.endswith(f".{parts[0]}")
     )
     if both := [layer for layer in layers if f"{layer}weight" in tensors]:
         raise FormatError(
-            f"{where}: tensor {both[0]}weight is there and {both[0]}{parts[0]} as well"
+            f"{where}: tensors {both[0]}weight and {both[0]}{parts[0]} exclude each other"
         )
-    taken = {f"{layer}{part}" for layer in layers for part in parts}
-    plain = {name: tensor for name, tensor in tensors.items() if name not in taken}
+    part_names = {f"{layer}{part}" for layer in layers for part in parts}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in part_names}
     return plain | {f"{layer}weight": matrix(layer) for layer in layers}
 
 
 def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> NDArray[Any]:
-    """The plain numbers of a tensor of such a dtype, as a view in its shape; of I32 without their
-    signs. Raises FormatError.
+    """The numbers of a tensor as a view in its shape; of I32, unsigned. Raises
+    FormatError for another dtype or number of dimensions.
     """
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name != dtype or len(tensor.shape) != dims:
-        found = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
+        state = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
         raise FormatError(
-            f"{where}: tensor {name} {found}, expected {dtype} with {dims} "
+            f"{where}: tensor {name} {state}, expected {dtype} with {dims} "
             f"dimension{'s' * (dims != 1)}"
         )
     kind = {"I32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1"}[dtype]
@@ -50,22 +51,22 @@ def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> N
 
 
 def finite_floats(tensors: Tensors, name: str, where: str) -> tuple[Number, NDArray[Any]]:
-    """Scales or minima of two dimensions, in the precision of the file. Raises FormatError, for any
-    that is not finite as well.
+    """Scales or minima with two dimensions, in the file's precision. Raises
+    FormatError, also if a number is not finite.
     """
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name not in PLAIN or len(tensor.shape) != 2:
-        found = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
-        raise FormatError(f"{where}: tensor {name} {found}, expected floats with 2 dimensions")
+        state = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
+        raise FormatError(f"{where}: tensor {name} {state}, expected floats with 2 dimensions")
     number = PLAIN[tensor.format.name]
-    found_numbers = tensor.parts["codes"].view(NUMBERS[number]).reshape(tensor.shape)
-    require_finite(floats(found_numbers, number), name, where)
-    return number, found_numbers
+    values = tensor.parts["codes"].view(NUMBERS[number]).reshape(tensor.shape)
+    require_finite(floats(values, number), name, where)
+    return number, values
 
 
-def require_finite(found: NDArray[np.float32], name: str, where: str) -> None:
-    """Raise FormatError, which names the tensor that these are of, for infinities and NaN."""
-    if not np.isfinite(found).all():
+def require_finite(values: Floats, name: str, where: str) -> None:
+    """Raise FormatError, which names the tensor, for infinities and NaN."""
+    if not np.isfinite(values).all():
         raise FormatError(f"{where}: tensor {name} has a number that is not finite")
 
 
@@ -75,7 +76,7 @@ def check_shapes(
     layer: str,
     where: str,
 ) -> None:
-    """Raise FormatError where the parts of a layer have other shapes than these; `layer` ends with
+    """Raise FormatError if a part of a layer has an unexpected shape; `layer` ends with
     a dot.
     """
     for part, shape in expected.items():
@@ -87,7 +88,7 @@ def check_shapes(
 
 
 def check_fields(config: Config, fields: Mapping[str, Sequence[Any]], supported: str) -> None:
-    """Refuse fields that have other values than these."""
+    """Refuse fields with other values."""
     for field, known in fields.items():
         value = config.get(field)
         if not any(type(value) is type(other) and value == other for other in known):
@@ -95,8 +96,8 @@ def check_fields(config: Config, fields: Mapping[str, Sequence[Any]], supported:
 
 
 def check_group_size(config: Config, supported: str, field: str = "group_size") -> None:
-    """Refuse groups that no kernel reads: what is read is -1 for whole rows, 16, and multiples of
-    32.
+    """Refuse groups that no kernel reads; supported are -1 (whole rows), 16, and
+    multiples of 32.
     """
     size = config.get(field)
     if type(size) is not int or not (size in (-1, 16) or (size > 0 and size % 32 == 0)):
@@ -104,12 +105,12 @@ def check_group_size(config: Config, supported: str, field: str = "group_size") 
 
 
 def group_of(cols: int, size: int, name: str, where: str) -> int:
-    """Columns of a group, which is a whole row where `size` is -1 or more than that. Raises
-    FormatError where groups are not full.
+    """Columns of a group: a whole row if `size` is -1 or larger. Raises FormatError if
+    groups are not full.
     """
     group = cols if size == -1 else min(size, cols)
     if cols % group:
         raise FormatError(
-            f"{where}: tensor {name} has {cols:,} columns, which are no groups of {group}"
+            f"{where}: tensor {name} has {cols:,} columns, not a multiple of the group of {group}"
         )
     return group

@@ -1,5 +1,5 @@
-"""Matrices as several methods store them: codes of some bits one after the other, and scales of a
-tensor, of rows, groups or blocks.
+"""Matrices as several methods store them: packed codes, and scales by tensor, row,
+group or block.
 """
 
 import math
@@ -27,14 +27,24 @@ from headrace.quant.spec import (
 )
 from headrace.record import frozen
 
+_NUMPY_TYPES = {
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+}
 _WIDTHS = (2, 3, 4, 8)
 """Bits of codes that kernels read."""
 
 
 @frozen
 class Codes:
-    """How a file has the codes of a row: `bits` of each, the first in the lowest ones, without
-    gaps; of 8 bits perhaps signed.
+    """The packing of a row's codes: `bits` each, lowest bits first, without gaps; codes
+    of 8 bits may be signed.
     """
 
     cols: int
@@ -42,8 +52,8 @@ class Codes:
     is_signed: bool = False
 
     def read(self, packed: Bytes) -> Bytes:
-        """The codes of rows [rows, cols] out of their bytes [rows, bytes]; signed ones grow
-        by 128.
+        """Unpack rows of bytes [rows, bytes] to codes [rows, cols]; 128 is added to
+        signed codes.
         """
         codes = unpacked(packed, self.bits, self.cols)
         return codes ^ np.uint8(128) if self.is_signed else codes
@@ -51,58 +61,65 @@ class Codes:
 
 @frozen
 class Scales:
-    """What shares a scale, and how a file has scales: as numbers, powers of two, or small floats
-    over a scale of the whole tensor.
+    """The weights that share a scale, and the storage of scales: numbers, powers of
+    two, or small floats over a scale of the tensor.
     """
 
     group: int
-    """Columns; 0: all."""
+    """Columns; 0 for a whole row."""
     number: Number | Literal["e8m0", "e4m3"]
     block_rows: int = 1
-    """Rows; those of more than one are float32."""
+    """Rows; scales of several rows are float32."""
 
     @property
     def parts(self) -> dict[str, TensorPart]:
         dtype = NUMBERS["u8" if self.number == "e8m0" or self.number == "e4m3" else self.number]
-        whole = {"tensor_scale": TensorPart("f4", by_row=False)} if self.number == "e4m3" else {}
-        return {"scales": TensorPart(dtype.str, by_row=self.block_rows == 1), **whole}
+        parts = {"scales": TensorPart(dtype.str, by_row=self.block_rows == 1)}
+        if self.number == "e4m3":
+            parts["tensor_scale"] = TensorPart("f4", by_row=False)
+        return parts
 
-    def read(self, of: Parts, rows: Rows) -> NDArray[np.generic]:
-        """The scales of rows [rows, scales of a row]; what is no number of its own becomes
+    def read(self, stored: Parts, rows: Rows) -> NDArray[np.generic]:
+        """The scales of rows [rows, scales of a row]; powers and small floats become
         float32.
         """
         if self.block_rows > 1:
-            return of["scales"][row_numbers(of, rows) // self.block_rows]
-        scales = of["scales"][rows]
+            return stored["scales"][row_numbers(stored, rows) // self.block_rows]
+        scales = stored["scales"][rows]
         if self.number == "e8m0":
             return POWERS[scales]
-        return small_floats(3)[scales] / of["tensor_scale"] if self.number == "e4m3" else scales
+        if self.number == "e4m3":
+            return small_floats(3)[scales] / stored["tensor_scale"]
+        return scales
 
 
 def unpacked(packed: Bytes, bits: int, cols: int) -> Bytes:  # [rows, cols]
-    """Codes of 1 to 8 bits in rows of bytes [rows, bytes], the first in the lowest bits, without
-    gaps.
+    """Unpack codes of 1 to 8 bits from rows of bytes [rows, bytes], lowest bits first,
+    without gaps.
     """
     if bits == 8:
         return packed[:, :cols]
-    unit = bits // math.gcd(bits, 8)  # bytes that begin and end with a code
-    rows, per_unit, units = len(packed), 8 * unit // bits, -(-cols * bits // (8 * unit))
-    spare = units * unit - packed.shape[1]
-    whole = np.pad(packed, ((0, 0), (0, spare))) if spare > 0 else packed[:, : units * unit]
-    split = whole.reshape(rows, units, unit)
-    codes = np.empty((rows, units, per_unit), np.uint8)
-    for i in range(per_unit):
+    # A unit is the smallest number of bytes that begins and ends with a code.
+    unit_bytes = bits // math.gcd(bits, 8)
+    unit_codes, num_units = 8 * unit_bytes // bits, -(-cols * bits // (8 * unit_bytes))
+    rows, padding = len(packed), num_units * unit_bytes - packed.shape[1]
+    if padding > 0:
+        packed = np.pad(packed, ((0, 0), (0, padding)))
+    units = packed[:, : num_units * unit_bytes].reshape(rows, num_units, unit_bytes)
+
+    codes = np.empty((rows, num_units, unit_codes), np.uint8)
+    for i in range(unit_codes):
         byte, shift = divmod(i * bits, 8)
-        field = split[:, :, byte] >> np.uint8(shift)
+        field = units[:, :, byte] >> np.uint8(shift)
         if shift + bits > 8:
-            field |= split[:, :, byte + 1] << np.uint8(8 - shift)
+            field |= units[:, :, byte + 1] << np.uint8(8 - shift)
         np.bitwise_and(field, np.uint8((1 << bits) - 1), out=codes[:, :, i])
     return codes.reshape(rows, -1)[:, :cols]
 
 
-def row_numbers(of: Parts, rows: Rows) -> NDArray[np.int64]:
-    """The numbers of stored rows."""
-    numbers: NDArray[np.int64] = np.arange(len(of["codes"]))[rows]
+def row_numbers(stored: Parts, rows: Rows) -> NDArray[np.int64]:
+    """The indices of stored rows."""
+    numbers: NDArray[np.int64] = np.arange(len(stored["codes"]))[rows]
     return numbers
 
 
@@ -110,57 +127,64 @@ def row_numbers(of: Parts, rows: Rows) -> NDArray[np.int64]:
 def packed_format(
     codebook: Codebook, codes: Codes, scales: Scales, has_points: bool = False
 ) -> Format:
-    """The format of a matrix with such codes and scales, and zero points in uint8 perhaps.
+    """The format of a matrix with these codes and scales, and perhaps zero points in
+    uint8.
 
-    Codes of a width that no kernel reads are widened as they are read. Floats of 8 bits that are
-    not finite raise ValueError on their way to the kernels, and are themselves as values.
+    Codes whose width no kernel reads are widened when they are read. Floats of 8 bits
+    that are not finite raise ValueError when kernels pack them, but are valid values.
     """
     bits = next(width for width in _WIDTHS if width >= codes.bits)
-    number: Number = "f32" if scales.number == "e8m0" or scales.number == "e4m3" else scales.number
-    zero: Any = {"zero": "point", "zero_type": "u8"} if has_points else {}
-    spec = QuantSpec(bits, scales.group, number, codebook=codebook, **zero)
-    growth = np.uint8(0 if has_points else (1 << bits - 1) - (1 << codes.bits - 1))
+    spec = QuantSpec(
+        bits=bits,
+        group=scales.group,
+        scale="f32" if scales.number == "e8m0" or scales.number == "e4m3" else scales.number,
+        zero="point" if has_points else "none",
+        zero_type="u8" if has_points else None,
+        codebook=codebook,
+    )
+    # Without zero points, the code of 0 is in the middle of all codes.
+    offset = np.uint8(0 if has_points else (1 << bits - 1) - (1 << codes.bits - 1))
 
-    def read(of: Parts, rows: Rows) -> TableRows:
-        found = codes.read(of["codes"][rows])
+    def table_rows(stored: Parts, rows: Rows) -> TableRows:
+        unpacked_codes = codes.read(stored["codes"][rows])
         return TableRows(
-            found + growth if growth else found,
-            scales.read(of, rows),
-            of["zeros"][rows] if has_points else None,
+            unpacked_codes + offset if offset else unpacked_codes,
+            scales.read(stored, rows),
+            stored["zeros"][rows] if has_points else None,
         )
 
-    is_finite = np.isfinite(
-        spec.values[: 1 << bits - 1]
-    )  # of small floats those of the largest magnitudes are not
+    # Small floats are not finite from some magnitude on.
+    is_finite = np.isfinite(spec.values[: 1 << bits - 1])
     limit = int(is_finite.argmin())
 
-    def checked(of: Parts, rows: Rows) -> TableRows:
-        table = read(of, rows)
+    def finite_table_rows(stored: Parts, rows: Rows) -> TableRows:
+        table = table_rows(stored, rows)
         if (table.codes & np.uint8(127)).max() >= limit:
-            raise ValueError(f"one of its numbers in {codebook} is not finite")
+            raise ValueError(f"a number in {codebook} is not finite")
         return table
 
-    parts = {
-        "codes": TensorPart("u1"),
-        **scales.parts,
-        **({"zeros": TensorPart("u1")} if has_points else {}),
-    }
-    made = table_format(spec.name, spec, parts, read)
-    return made if is_finite.all() else replace(made, table_rows=checked)
+    parts = {"codes": TensorPart("u1"), **scales.parts}
+    if has_points:
+        parts["zeros"] = TensorPart("u1")
+    stored_format = table_format(spec.name, spec, parts, table_rows)
+    if is_finite.all():
+        return stored_format
+    return replace(stored_format, table_rows=finite_table_rows)
 
 
 def scales_of(
     scale: StoredTensor, shape: tuple[int, ...], where: str, block: tuple[int, int] | None = None
 ) -> tuple[Scales, NDArray[Any]]:
-    """What shares a scale by the shape of the scales of a matrix, and their part of it.
+    """Derive the layout of scales from their shape, and return it with the scales'
+    numbers.
 
-    That is one number for the tensor, or [rows] or [rows, 1], or [rows, groups], or by blocks [rows
-    / block, columns / block], rounded up. Raises FormatError for other shapes and for scales that
-    are no finite numbers, UnsupportedModelError for groups that no kernel reads.
+    Scales are one number, [rows], [rows, 1], [rows, groups], or by blocks [rows /
+    block, columns / block] rounded up. Raises FormatError for other shapes and scales
+    that are not finite, UnsupportedModelError for groups that no kernel reads.
     """
     if scale.format.name not in PLAIN and not (block and scale.format.name == "F8_E8M0"):
         raise FormatError(
-            f"{where}: tensor {scale.name} has {scale.format.name}, and scales are floats"
+            f"{where}: tensor {scale.name} is {scale.format.name}, expected floats for scales"
         )
     number, numbers = PLAIN.get(scale.format.name, "f32"), plain(scale)
     if not np.isfinite(floats(numbers, number)).all():
@@ -184,13 +208,10 @@ def group_of(scale: StoredTensor, shape: tuple[int, ...], where: str) -> int:
         or scale.shape[0] != shape[0]
         or shape[1] % scale.shape[1]
     ):
-        kinds = (
-            "by tensor, rows, groups that divide its columns, or blocks of the size that the "
-            "configuration names"
-        )
         raise FormatError(
-            f"{where}: tensor {scale.name} has shape {list(scale.shape)}, which gives a "
-            f"matrix {list(shape)} no scales {kinds}"
+            f"{where}: tensor {scale.name} has shape {list(scale.shape)}; the scales of a matrix "
+            f"{list(shape)} are by tensor, by row, by groups that divide its columns, or by the "
+            "blocks of the configuration"
         )
     return _group(shape[1] // scale.shape[1], scale, where)
 
@@ -198,40 +219,27 @@ def group_of(scale: StoredTensor, shape: tuple[int, ...], where: str) -> int:
 def _group(columns: int, scale: StoredTensor, where: str) -> int:
     if columns != 16 and columns % 32:
         raise UnsupportedModelError(
-            f"{where}: tensor {scale.name} has scales of {columns} columns each; what is "
-            "supported: 16, multiples of 32, and whole rows"
+            f"{where}: tensor {scale.name} has scales of {columns} columns each; supported: 16, "
+            "multiples of 32, whole rows"
         )
     return columns
 
 
 def plain(tensor: StoredTensor) -> NDArray[Any]:
-    """The numbers of a tensor, in its shape: a view, with bf16 as its 16 bits; those that NumPy has
-    no type for become float32.
+    """The numbers of a tensor in its shape, as a view; bf16 as its 16 bits. Types
+    without a NumPy type become float32.
     """
-    dtype = {
-        "F32": "<f4",
-        "F16": "<f2",
-        "BF16": "<u2",
-        "U8": "u1",
-        "I8": "i1",
-        "I16": "<i2",
-        "I32": "<i4",
-        "I64": "<i8",
-    }
-    if tensor.format.name in dtype:
-        return (
-            tensor.parts["codes"].reshape(-1).view(dtype[tensor.format.name]).reshape(tensor.shape)
-        )
+    if dtype := _NUMPY_TYPES.get(tensor.format.name):
+        return tensor.parts["codes"].reshape(-1).view(dtype).reshape(tensor.shape)
     return tensor.dequantise()
 
 
 def codes_of(tensor: StoredTensor) -> Bytes:  # [rows, bytes of a row]
-    """The bytes of a tensor, row after row: a view."""
+    """The bytes of a tensor, row after row, as a view."""
     return tensor.parts["codes"].reshape(tensor.rows, -1)
 
 
 def float8_matrix(tensor: StoredTensor, scales: Scales, numbers: NDArray[Any]) -> StoredTensor:
-    """A matrix of floats of 8 bits with scales."""
     codebook: Codebook = "e4m3" if tensor.format.name == "F8_E4M3" else "e5m2"
     parts = {"codes": codes_of(tensor), "scales": numbers}
     return replace(tensor, format=packed_format(codebook, Codes(tensor.cols), scales), parts=parts)

@@ -1,14 +1,14 @@
-"""Integer checkpoints of torchao 0.18 (pytorch/ao) as transformers 5 writes them to safetensors.
+"""Integer checkpoints of torchao 0.18 (pytorch/ao) in the safetensors format of
+transformers 5.
 
 A quantised layer X has `X._weight_qdata`, `X._weight_scale` and `X._weight_zero_point`.
-`Int8Tensor` and `IntxUnpackedToInt8Tensor` have codes I8 [rows, cols], with sign and one to a byte
-whatever their bits, scales [rows, groups] or [1, 1] and zero points I8 of that shape; a weight is
-scale * (code - zero point). `Int4Tensor` has two codes of 4 bits with sign in a byte [rows, cols /
-2], the first in the low bits, scales and zero points [groups, rows] that are floats; a weight is
-scale * code + zero point (`int4_row_quantize_zp` of mslk).
+`Int8Tensor` and `IntxUnpackedToInt8Tensor` have signed codes I8 [rows, cols], one per
+byte for any number of bits, scales [rows, groups] or [1, 1] and zero points I8 of that
+shape; a weight is scale * (code - zero point). `Int4Tensor` has two signed codes of 4
+bits in a byte [rows, cols / 2], low bits first, and float scales and zero points
+[groups, rows]; a weight is scale * code + zero point (`int4_row_quantize_zp` of mslk).
 
-The class of a tensor is named in the file's header, which is not needed: the configuration names
-the one that it makes.
+The header's tensor class is ignored: the configuration implies it.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from headrace.quant.spec import QuantSpec, TableRows, floats
 
 _METHOD = "torchao"
 _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
-_OF_ACTIVATIONS = (
+_ACTIVATION_PARTS = (
     "_weight_act_quant_scale",
     "_weight_act_quant_zero_point",
     "_weight_act_pre_scale",
@@ -47,14 +47,14 @@ _KNOWN = {
     "IntxWeightOnlyConfig": _UNPACKED,
     "Int8DynamicActivationIntxWeightConfig": _UNPACKED,
 }
-"""Classes of configurations, and what their fields have to be; each is that by default."""
+"""Configuration classes, and the supported values of their fields, which are the defaults."""
 _VERSION = 2
 _KERNEL_BITS = (2, 3, 4, 8)
 
 
 class TorchAo:
-    """Integers of 1 to 8 bits by group, by row or by tensor; activations by token or left alone,
-    which is one to the kernels.
+    """Integers of 1 to 8 bits by group, row or tensor, with activations by token or
+    unquantised; kernels treat both alike.
     """
 
     supported = (
@@ -83,21 +83,20 @@ class TorchAo:
         assert bits
 
         def matrix(layer: str) -> StoredTensor:
-            if given := [
-                f"{layer}{part}" for part in _OF_ACTIVATIONS if f"{layer}{part}" in tensors
-            ]:
-                raise UnsupportedModelError(
-                    f"{where}: tensor {given[0]} scales activations, which is not supported"
-                )
-            return (
-                _nibbles(layer, tensors, where) if is_int4 else _bytes(layer, bits, tensors, where)
-            )
+            for part in _ACTIVATION_PARTS:
+                if f"{layer}{part}" in tensors:
+                    raise UnsupportedModelError(
+                        f"{where}: tensor {layer}{part} scales activations, which is not supported"
+                    )
+            if is_int4:
+                return _nibbles(layer, tensors, where)
+            return _bytes(layer, bits, tensors, where)
 
-        return gathered(tensors, (_CODES, _SCALE, _ZERO, *_OF_ACTIVATIONS), matrix, where)
+        return gathered(tensors, (_CODES, _SCALE, _ZERO, *_ACTIVATION_PARTS), matrix, where)
 
 
 def _default(config: Config) -> Mapping[str, Any]:
-    """The configuration of all layers; empty where there is none."""
+    """The configuration of all layers; empty if there is none."""
     given = config.get("quant_type")
     default = given.get("default") if isinstance(given, dict) else None
     fits = (
@@ -115,7 +114,7 @@ def _named(given: Mapping[str, Any], field: str, default: str | None) -> Any:
 
 
 def _bits(config: Config) -> int | None:
-    """Bits of a code; None for a `weight_dtype` that is no int1 to int8."""
+    """Bits of a code; None for an unsupported `weight_dtype`."""
     given = _default(config)
     if given["_type"] == _INT4:
         return 4
@@ -124,22 +123,22 @@ def _bits(config: Config) -> int | None:
 
 
 def _group(cols: int, groups: int, name: str, where: str) -> int:
-    """Columns of a group, 0 where it is the whole row."""
+    """Columns of a group; 0 for a whole row."""
     if cols % groups:
         raise FormatError(
-            f"{where}: tensor {name} has {groups:,} scales for each row of {cols:,} columns"
+            f"{where}: tensor {name} has {groups:,} scales per row, which do not divide its "
+            f"{cols:,} columns"
         )
     group = cols // groups
     if groups > 1 and group != 16 and group % 32:
         raise UnsupportedModelError(
-            f"{where}: tensor {name} has groups of {group} columns, which are neither 16 "
-            "nor a multiple of 32"
+            f"{where}: tensor {name} has groups of {group} columns; supported: 16, multiples of 32"
         )
     return group if groups > 1 else 0
 
 
 def _bytes(layer: str, bits: int, tensors: Tensors, where: str) -> StoredTensor:
-    """A matrix of one code a byte; `layer` ends with a dot."""
+    """Read a matrix with one code per byte; `layer` ends with a dot."""
     codes = numbers(tensors, f"{layer}{_CODES}", "I8", 2, where)
     kind, scales = finite_floats(tensors, f"{layer}{_SCALE}", where)
     rows, cols = codes.shape
@@ -156,19 +155,29 @@ def _bytes(layer: str, bits: int, tensors: Tensors, where: str) -> StoredTensor:
     half = 1 << stored_bits - 1
     if (points < -half).any() or (points >= half).any():
         raise FormatError(
-            f"{where}: tensor {layer}{_ZERO} has a zero point that is no int{stored_bits}"
+            f"{where}: tensor {layer}{_ZERO} has a zero point outside int{stored_bits}"
         )
     parts: dict[str, NDArray[Any]] = {"codes": codes, "scales": _by_row(scales, rows)}
-    if points.any():
+    has_points = bool(points.any())
+    if has_points:
         parts["zeros"] = _by_row((points.astype(np.int16) + half).astype(np.uint8), rows)
     spec = QuantSpec(
-        stored_bits, group, kind, *(("point", "u8") if points.any() else ("none", None))
+        bits=stored_bits,
+        group=group,
+        scale=kind,
+        zero="point" if has_points else "none",
+        zero_type="u8" if has_points else None,
     )
-    return StoredTensor(f"{layer}weight", _format(spec, False), (rows, cols), parts)
+    return StoredTensor(
+        name=f"{layer}weight",
+        format=_format(spec, is_packed=False),
+        shape=(rows, cols),
+        parts=parts,
+    )
 
 
 def _nibbles(layer: str, tensors: Tensors, where: str) -> StoredTensor:
-    """A matrix of two codes a byte; `layer` ends with a dot."""
+    """Read a matrix with two codes per byte; `layer` ends with a dot."""
     codes = numbers(tensors, f"{layer}{_CODES}", "I8", 2, where)
     kind, scales = finite_floats(tensors, f"{layer}{_SCALE}", where)
     zero_kind, zeros = finite_floats(tensors, f"{layer}{_ZERO}", where)
@@ -177,33 +186,44 @@ def _nibbles(layer: str, tensors: Tensors, where: str) -> StoredTensor:
     check_shapes({_SCALE: scales, _ZERO: zeros}, {_SCALE: shape, _ZERO: shape}, layer, where)
     group = _group(cols, len(scales), f"{layer}{_SCALE}", where)
     parts: dict[str, NDArray[Any]] = {"codes": codes, "scales": np.ascontiguousarray(scales.T)}
-    middles = floats(zeros, zero_kind)  # the values of code 0; minima are those of code -8
+    middles = floats(zeros, zero_kind)
     is_symmetric = not middles.any()
     if not is_symmetric:
+        # The file has the value of code 0; the minimum is the value of code -8.
         with np.errstate(over="ignore"):
             parts["zeros"] = np.ascontiguousarray((middles - 8 * floats(scales, kind)).T)
         require_finite(parts["zeros"], f"{layer}{_ZERO}", where)
-    spec = QuantSpec(4, group, kind, *(("none", None) if is_symmetric else ("minimum", "f32")))
-    return StoredTensor(f"{layer}weight", _format(spec, True), (rows, cols), parts)
+    spec = QuantSpec(
+        bits=4,
+        group=group,
+        scale=kind,
+        zero="none" if is_symmetric else "minimum",
+        zero_type=None if is_symmetric else "f32",
+    )
+    return StoredTensor(
+        name=f"{layer}weight",
+        format=_format(spec, is_packed=True),
+        shape=(rows, cols),
+        parts=parts,
+    )
 
 
-def _by_row(found: NDArray[Any], rows: int) -> NDArray[Any]:
-    """Numbers [rows, groups], or one of all rows, for each row."""
-    return np.ascontiguousarray(np.broadcast_to(found, (rows, found.shape[1])))
+def _by_row(values: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Repeat a single number for each row; [rows, groups] stays."""
+    return np.ascontiguousarray(np.broadcast_to(values, (rows, values.shape[1])))
 
 
 @cache
 def _format(spec: QuantSpec, is_packed: bool) -> Format:
-    """Codes lie with their signs as i1 [rows, cols], or packed by two."""
+    """Codes are signed i1 [rows, cols], or packed in pairs."""
     parts = {"codes": TensorPart("i1")} | table_parts(spec)
     half, mask = np.uint8(1 << spec.bits - 1), np.uint8((1 << spec.bits) - 1)
 
-    def rows_of(of: Parts, rows: Rows) -> TableRows:
-        codes = of["codes"][rows].view(np.uint8)
+    def table_rows(stored: Parts, rows: Rows) -> TableRows:
+        codes = stored["codes"][rows].view(np.uint8)
         if is_packed:
             codes = np.stack([codes, codes >> 4], axis=2).reshape(len(codes), -1)
-        return TableRows(
-            codes + half & mask, of["scales"][rows], of["zeros"][rows] if spec.zero_type else None
-        )
+        zeros = stored["zeros"][rows] if spec.zero_type else None
+        return TableRows(codes + half & mask, stored["scales"][rows], zeros)
 
-    return table_format(f"torchao {spec.name}", spec, parts, rows_of)
+    return table_format(f"torchao {spec.name}", spec, parts, table_rows)
