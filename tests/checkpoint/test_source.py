@@ -137,7 +137,9 @@ class TestWheels:
             resolve(f"pypi:{name}/{MEMBER}", progress=False)
 
     def test_no_such_member(self, index: Path, cache: Path) -> None:
-        with pytest.raises(ModelNotFoundError, match=rf"has no other\.gguf; it has {MEMBER}"):
+        with pytest.raises(
+            ModelNotFoundError, match=rf"has no other\.gguf; its GGUF files: {MEMBER}"
+        ):
             resolve("pypi:tiny-model==1.2/other.gguf", progress=False)
         assert files_in(cache) == []
 
