@@ -1,8 +1,7 @@
-"""What is held together with what: the methods, the options, the cases that cover every pair of
-options, and the page of them.
+"""Methods and options that are tested together: a case for every pair of options, and the page.
 
-`python -m tests.composability` writes docs/internals/composability.md, which a test compares. A new method is
-one more entry of METHODS.
+`python -m tests.composability` writes docs/internals/composability.md, and a test compares it. A new
+method is a new entry of METHODS.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,17 +19,17 @@ PAGE = Path(__file__).parents[1] / "docs/internals/composability.md"
 
 @dataclass(frozen=True)
 class Method:
-    """Something that must not change a token."""
+    """A feature that must not change a token."""
 
     title: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine."""
+    """Options of the engine."""
     draft: Mapping[str, Any] | None = None
-    """For one that drafts with a model: how `tests/draft_engines.py` makes its engine; otherwise
-    `options` names it.
+    """Arguments of `tests/draft_engines.py` for a method with a draft model; other methods use
+    `options`.
     """
     happened: Callable[[Stats], bool] = lambda stats: stats.drafted > 0
-    """Whether it was at work at all."""
+    """Whether the method took part in the run."""
 
 
 TITLES = {
@@ -62,15 +61,15 @@ METHODS = [
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """Something that a request or an engine may be given, and what is the alternative to it."""
+    """An option of a request or an engine, and its alternative."""
 
     title: str
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Of the requests."""
+    """Sampling parameters of the requests."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine under test alone: the plain one that it is compared with goes without."""
+    """Options of the engine under test; the plain engine that it is compared with has none."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Of the model, and of both engines."""
+    """Options of the model, and of both engines."""
 
 
 PLAIN = Option("")
@@ -101,7 +100,7 @@ AXES: list[tuple[Option, Option]] = [
     (PLAIN, Option("int8 KV", model={"kv_dtype": "int8"})),
     (PLAIN, Option("int4 weights", model={"format": "Q4_0"})),
 ]
-"""A case takes one of each."""
+"""Alternatives; a case takes one option of each pair."""
 
 OPTIONS = [option for axis in AXES for option in axis if option.title]
 
@@ -109,8 +108,9 @@ Case = tuple[Option, ...]
 
 
 def pairwise_cases() -> list[Case]:
-    """Cases in which every pair of options of different axes comes up: greedily, those that cover
-    most that is missing.
+    """Return cases that contain every pair of options of different axes.
+
+    Greedy: each new case covers the most missing pairs.
     """
     everything = [tuple(case) for case in product(*([0, 1] for _ in AXES))]
 
@@ -145,16 +145,16 @@ REAL_CASES: list[tuple[str, list[str]]] = [
         ["sampled", "preemption"],
     ),
 ]
-"""On the default model, whose weights are in four bits: a prompt, and options by title."""
+"""Prompts on the default model, whose weights have 4 bits, with options by title."""
 
 
 def title(case: Case) -> str:
-    """For people and for test ids."""
+    """Return a readable title, which is also the test id."""
     return ", ".join(option.title for option in case if option.title)
 
 
 def page() -> str:
-    """docs/internals/composability.md."""
+    """Return the text of docs/internals/composability.md."""
     lines = [
         "# What composes with what",
         "",

@@ -1,4 +1,4 @@
-"""What all tests start from."""
+"""Hooks of all tests."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_sessionfinish() -> None:
-    """Let the collector have what sessions of the command line froze, which would count as leaks of
-    the native module.
+    """Unfreeze objects that command-line sessions froze; the native module would report them as
+    leaks.
     """
     gc.unfreeze()

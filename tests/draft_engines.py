@@ -1,6 +1,4 @@
-"""Engines over tiny models with everything that a model can draft with: shared by the tests of
-drafting.
-"""
+"""Engines over tiny models with every kind of draft model."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,10 +44,9 @@ def draft_engine(
     kv_dtype: KvDtype = "f32",
     **config: Any,
 ) -> tuple[Engine, dict[str, Proposer]]:
-    """An engine that drafts by `how`, a proposer's name or `auto` with all there are, and its
-    proposers.
+    """Return an engine with the proposer `how`, or with all proposers for `auto`, and its proposers.
 
-    The model itself is its draft unless there is another.
+    The model drafts for itself unless another draft model is given.
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
@@ -109,7 +106,7 @@ def draft_engine(
 def medusa_heads(
     target: Executable, spec: ModelSpec, count: int, seed: int = 0
 ) -> list[Executable]:
-    """Random heads, compiled beside the model."""
+    """Compile random Medusa heads on the model's threads."""
     tensors = head_tensors(spec, count, seed)
     programs = [
         trace(lambda g, i=i: head_forward(i, spec.dim, spec.vocab_size, g), tensors)
@@ -119,7 +116,7 @@ def medusa_heads(
 
 
 def head_tensors(spec: ModelSpec, count: int, seed: int = 0) -> Tensors:
-    """Random heads under our names."""
+    """Return random Medusa heads under the names of this engine."""
     rng = np.random.default_rng(seed)
     shapes = {
         "0.linear.weight": (spec.dim, spec.dim),

@@ -1,6 +1,4 @@
-"""Tiny models of every family and variant, as transformers makes them: for whatever holds for all
-families alike.
-"""
+"""Tiny models of every family and variant, made by transformers."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +70,7 @@ LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
 
 
 class Variant(NamedTuple):
-    """A family by its name here, what transformers calls it, and the options of a tiny model."""
+    """A model family: its name here, its class in transformers, and the options of a tiny model."""
 
     family: str
     model: str
@@ -271,14 +269,14 @@ VARIANTS: dict[str, Variant] = {
 
 
 def spec_of(name: str) -> ModelSpec:
-    """What our family reads out of the configuration of a variant."""
+    """Return the specification that our family reads from the variant's configuration."""
     layout = FAMILIES[VARIANTS[name].family].config
     assert layout
     return layout.spec(JsonFields(config_of(name).to_dict(), "config.json").named(layout.fields))
 
 
 def config_of(name: str, **changed: Any) -> Any:
-    """The configuration of a variant, with other options laid over its own."""
+    """Return the configuration of a variant, with `options` on top."""
     model: Any = getattr(transformers, VARIANTS[name].model)
     return model.config_class(
         **{"bos_token_id": 0, "eos_token_id": 0} | VARIANTS[name].options | changed
@@ -286,8 +284,9 @@ def config_of(name: str, **changed: Any) -> Any:
 
 
 def save_model(name: str, folder: Path) -> Any:
-    """A random model of a variant, saved as its makers would; what an initialiser leaves at 0 and 1
-    is random, too.
+    """Save a random model of a variant, as transformers does.
+
+    Parameters that transformers initialises with 0 or 1 are random, too.
     """
     torch.manual_seed(0)
     made: Any = getattr(transformers, VARIANTS[name].model)
@@ -305,14 +304,14 @@ def save_model(name: str, folder: Path) -> Any:
 
 
 def logits_of(model: Any, tokens: list[int]) -> NDArray[np.float32]:  # [tokens, vocab]
-    """What transformers makes of the tokens."""
+    """Return transformers' logits of the tokens."""
     with torch.no_grad():
         logits: NDArray[np.float32] = model(torch.tensor([tokens])).logits[0].numpy()
     return logits
 
 
 def hidden_of(model: Any, tokens: list[int]) -> NDArray[np.float32]:  # [tokens, dim]
-    """What transformers computes the logits from: the rows behind the last norm."""
+    """Return transformers' hidden states after the final norm."""
     with torch.no_grad():
         hidden: NDArray[np.float32] = (
             model.base_model(torch.tensor([tokens])).last_hidden_state[0].numpy()

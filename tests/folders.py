@@ -1,4 +1,4 @@
-"""Folders of tiny quantised models, and what both backends make of them."""
+"""Folders of tiny quantised models, and the results of both backends for them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,9 +25,7 @@ from tests.backend.batches import Sequence, batch_of
 TOKENS = 45
 _VOCAB = 96
 Stored = Callable[[str, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""From the name and the values of a weight to the values that it has once it is quantised, and the
-tensors that stand for it.
-"""
+"""Maps the name and values of a weight to its quantised values and its stored tensors."""
 
 
 def tiny_llama(hidden: int = 64, ffn: int = 100) -> LlamaForCausalLM:
@@ -48,7 +46,7 @@ def tiny_llama(hidden: int = 64, ffn: int = 100) -> LlamaForCausalLM:
 
 
 def configure(folder: Path, model: LlamaForCausalLM, config: dict[str, Any]) -> None:
-    """The `config.json` of a model with this `quantization_config`."""
+    """Write the `config.json` of a model with this `quantization_config`."""
     model.config.save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text()) | {
         "quantization_config": config,
@@ -64,8 +62,9 @@ def write_folder(
     stored: Stored,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """The folder of a model whose linear layers, but not its head, are quantised; the model gets
-    the weights that these stand for.
+    """Write the folder of a model whose linear layers, except the head, are quantised.
+
+    The model gets the dequantised weights.
     """
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
@@ -82,7 +81,7 @@ def write_folder(
 def assembled(
     folder: Path, config: dict[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, StoredTensor]:
-    """What a method makes of a file of these tensors."""
+    """Return the tensors that a quantisation method reads from a file of `tensors`."""
     save_file(dict(tensors), folder / "part.safetensors")
     return method_of(config).assemble(config, read_safetensors(folder / "part.safetensors"), "a")
 
@@ -90,7 +89,7 @@ def assembled(
 def logits_of(
     executable: reference.ReferenceExecutable | cpu.CpuExecutable, chunks: list[int]
 ) -> NDArray[np.float32]:
-    """Of a prompt computed in chunks of these sizes, [tokens, vocab]."""
+    """Return the logits of a prompt computed in chunks of these sizes, [tokens, vocab]."""
     sequence, tokens, found = (
         Sequence([1, 3, 0], 32),
         (np.arange(TOKENS) * 37 % _VOCAB).tolist(),
@@ -116,8 +115,9 @@ def backends(
 
 
 def check_engine(folder: Path, model: LlamaForCausalLM, near: float = 0.03) -> Checkpoint:
-    """The reference computes what transformers does with the same weights; the cpu backend is near,
-    with its tokens but for near-ties.
+    """Check that both backends agree with transformers on the same weights.
+
+    The reference backend must be equal; the cpu backend must give equal tokens except near ties.
     """
     checkpoint = open_checkpoint(folder)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A small vocabulary that can write JSON, for tiny models that must."""
+"""A small vocabulary that can write JSON, for tiny models."""
 
 from tests.tiny import TinyVocabulary
 
@@ -26,9 +26,7 @@ EOS = (59, 60)
 
 
 class JsonVocabulary(TinyVocabulary):
-    """Pieces of JSON, two bytes of a longer character, and two end tokens, which are spelt as text
-    is.
-    """
+    """Pieces of JSON, two bytes of a longer character, and two end tokens that are spelled like text."""
 
     def __init__(self, eos_ids: tuple[int, ...] = EOS) -> None:
         super().__init__(VOCAB, eos_ids)

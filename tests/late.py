@@ -1,5 +1,6 @@
-"""An executable for tests that answers one launch late, as a device does: what the engine does
-meanwhile must not need the answer.
+"""An executable whose results arrive one launch late, as those of a GPU do.
+
+An engine that needs a result too early fails the tests with it.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +15,9 @@ _T = TypeVar("_T", RaggedBatch, KvRows)
 
 
 class LateExecutable:
-    """Runs a launch of another executable when its results are waited for, or when the second
-    launch after it comes.
+    """Runs a launch when its results are awaited, or when the second launch after it comes.
 
-    So what the engine does between two launches, it does without the results of the first.
+    Between two launches the engine must work without the results of the first.
     """
 
     max_in_flight = 2
@@ -25,7 +25,7 @@ class LateExecutable:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.overlaps = 0
-        """Launches that came before the one before had run."""
+        """Launches that came before the previous launch had run."""
         self._late: _LateTicket | None = None
 
     def launch(
@@ -67,7 +67,7 @@ class LateExecutable:
 
 
 class _LateHostBlocks:
-    """Copies that come in their turn."""
+    """Copies of host blocks, which are made in their order."""
 
     def __init__(self, inner: Any, run_late: Callable[[], None]) -> None:
         self._inner = inner
@@ -86,7 +86,7 @@ class _LateHostBlocks:
 
 
 def copied(arrays: _T) -> _T:
-    """The same named tuple, with arrays of its own."""
+    """Return the named tuple with copied arrays."""
     return arrays._replace(
         **{
             name: value.copy()

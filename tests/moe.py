@@ -1,4 +1,4 @@
-"""Programs of one mixture of experts, for tests."""
+"""Programs of a single mixture-of-experts layer."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,8 +19,8 @@ Rows = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class MoeModel:
-    """Experts over rows of `dim` numbers, the first of which, one for each expert, are the logits
-    of the routing.
+    """Experts over rows of `dim` numbers. The first numbers of a row, one per expert, are the routing
+    logits.
     """
 
     experts: int = 8
@@ -29,7 +29,7 @@ class MoeModel:
     hidden: int = 96
     format: str = "F32"
     down_format: str = ""
-    """That of gate and up where it is empty."""
+    """Format of the down matrix; empty: the format of gate and up."""
     has_biases: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True
@@ -38,12 +38,12 @@ class MoeModel:
     has_route_bias: bool = False
     activation: Activation = "silu"
     layers: int = 1
-    """The same experts so many times, each over what came of the last."""
+    """How many times the experts run, each time over their last result."""
 
     @property
     def tensors(self) -> Tensors:
-        """Random weights; the router takes the logits out of the row as they are, so that every
-        backend routes alike.
+        """Return random weights. The router copies the logits from the row, so that every backend routes
+        alike.
         """
         shapes = {
             "gate": (self.hidden, self.dim),
@@ -100,7 +100,7 @@ class MoeModel:
         )
 
     def program(self) -> tuple[Program, Tensors]:
-        """Input rows to what comes of their experts."""
+        """Return the program from input rows to the experts' results."""
 
         def forward(g: Tracer) -> Value:
             x = g.input(self.dim)
@@ -113,7 +113,7 @@ class MoeModel:
         return trace(forward, tensors), tensors
 
     def routing(self) -> tuple[Program, Tensors]:
-        """Rows of logits to their routing."""
+        """Return the program from logits to the routing."""
         tensors = self.tensors
         return trace(
             lambda g: g.gather_rows(self.route(g, g.input(self.experts))), tensors
@@ -125,7 +125,7 @@ def _vector(name: str, size: int, seed: int) -> StoredTensor:
 
 
 def rows_batch(x: Rows) -> RaggedBatch:
-    """A step of one-row sequences with these input rows, and logits for all of them."""
+    """Return a step of one-row sequences with these input rows, and logits for all rows."""
     n = len(x)
     zeros, order = ints([0] * n), ints(list(range(n)))
     return RaggedBatch(

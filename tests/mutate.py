@@ -1,10 +1,8 @@
-"""Deliberate faults, one at a time, and whether a test notices: `make mutate`, or `make mutate
-MODULE=planner/roofline`.
+"""Mutation tests: `make mutate`, or `make mutate MODULE=planner/roofline`.
 
-Each part is changed and tested in a copy under build/mutate, by the tests of the folder that
-mirrors it, or by fewer of them, for a file alone: `make mutate MODULE=engine/acceptance
-TESTS="test_acceptance.py test_speculation.py"`. What was found is kept there: the next call goes on
-where this one was stopped, tries again what had survived, and does anew what has changed.
+The tests of the mirroring folder run against mutants of each part, in a copy under build/mutate.
+`make mutate MODULE=engine/meter TESTS="test_stats.py"` runs fewer tests on one file. Results are
+kept there: the next run resumes, retries mutants that survived, and repeats changed functions.
 """
 
 import json
@@ -54,14 +52,11 @@ settings.register_profile(
 settings.load_profile("mutate")
 """
 _NOISE = (r",? *\bstrict=\w+", r", *(?=\))", r"(?<=\bcast\()[^,]*")
-"""What may differ without a difference: whether zips are strict, commas at the end, types of casts.
-"""
+"""Changes that no test can notice: strictness of zips, trailing commas, types of casts."""
 
 
 def main(module: str, tests: list[str]) -> None:
-    """Try all mutants of a part, or of one of its files with these tests of the part; of every part
-    where none is named.
-    """
+    """Run all mutants of a part, of one file with these tests, or of every part."""
     part, _, file = module.partition("/")
     if part and part not in PARTS:
         sys.exit(f"no part {part!r}; there are: {', '.join(PARTS)}")
@@ -81,7 +76,7 @@ def main(module: str, tests: list[str]) -> None:
 
 
 def _prepare(part: str, folder: Path, tests: list[str]) -> None:
-    """Lay the present tree beside what was found before, and forget which mutants had survived."""
+    """Copy the tree over the kept results, and forget which mutants survived."""
     for name in ("headrace", "tests", "docs", "mutants/tests", "mutants/docs"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("headrace", "tests", "docs"):
@@ -105,10 +100,10 @@ def _prepare(part: str, folder: Path, tests: list[str]) -> None:
 
 
 def _mutmut(folder: Path, *words: str) -> str:
-    """Runs mutmut there; its output where it is asked to show something.
+    """Run mutmut in the copy, and return its output if it only shows something.
 
-    Without `site` an editable installation, which would be found before the mutants, is not looked
-    at; `setquit` gives back `exit`.
+    Without `site`, Python ignores the editable installation, which would come before the mutants.
+    `setquit` restores `exit`.
     """
     start = "import site; site.setquit(); from mutmut.__main__ import cli; cli()"
     packages = [path for path in sys.path if path.endswith("site-packages")]
@@ -130,7 +125,7 @@ def _mutmut(folder: Path, *words: str) -> str:
 
 
 def _report(part: str, folder: Path) -> None:
-    """Print how many mutants of each file came to what end, and what the survivors change."""
+    """Print the outcomes of each file's mutants, and the changes of the survivors."""
     survivors = []
     print(f"\n{part}")
     for file in sorted(folder.glob(f"mutants/headrace/{part}/*.meta")):

@@ -1,6 +1,4 @@
-"""Tiny Llama folders whose linear layers, but not the head, are stored as a quantisation method has
-them: parts of each layer.
-"""
+"""Tiny Llama folders whose linear layers, except the head, are stored by a quantisation method."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +12,13 @@ from transformers import LlamaForCausalLM
 from tests.folders import tiny_llama, write_folder
 
 Quantise = Callable[[NDArray[np.float32]], tuple[dict[str, torch.Tensor], NDArray[np.float32]]]
-"""Of a matrix: the tensors that stand for it, by what follows the dot of their names, and the
-values that these stand for.
-"""
+"""Maps a matrix to its stored tensors, by the last part of their names, and to their values."""
 
 
 def write(
     folder: Path, config: dict[str, Any], quantise: Quantise, metadata: dict[str, str] | None = None
 ) -> LlamaForCausalLM:
-    """Write the folder; gives the model with the weights that it stands for."""
+    """Write the folder, and return the model with the dequantised weights."""
 
     def stored(name: str, value: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         parts, values = quantise(value.detach().numpy())

@@ -1,4 +1,4 @@
-"""A proposer for tests: random draft trees, in part right, because it was told what comes."""
+"""A proposer of random draft trees that are partly right."""
 
 import random
 from collections import Counter
@@ -10,9 +10,7 @@ from headrace.proposer import ProposerTraits, SequenceView
 
 
 class RandomTrees:
-    """Trees of random size and shape. `truth` has all tokens of a sequence, by its id, where they
-    are known.
-    """
+    """Proposes trees of random size and shape. `truth` maps a sequence id to all its known tokens."""
 
     def __init__(
         self,

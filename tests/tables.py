@@ -1,4 +1,4 @@
-"""Random matrices of codes with scales in a table, in every kind that kernels read."""
+"""Random matrices of codes with table scales, of every kind that kernels read."""
 
 from typing import Any
 
@@ -33,8 +33,9 @@ def random_table(
     scale: float = 0.1,
     fill: int | None = None,
 ) -> StoredTensor:
-    """A [rows, cols] matrix of this kind whose values are of the order of `scale`; with `fill` all
-    codes are that one.
+    """Return a random [rows, cols] matrix with values of the order of `scale`.
+
+    With `fill` all codes are `fill`.
     """
     return random_codes(KINDS[kind], rows, cols, seed, name, scale, fill)
 
@@ -48,7 +49,7 @@ def random_codes(
     scale: float = 0.1,
     fill: int | None = None,
 ) -> StoredTensor:
-    """The same in any format whose scales are numbers of their own."""
+    """Return a random matrix in a format whose scales are plain numbers."""
     rng = np.random.default_rng(seed)
     codes = (
         rng.integers(0, 1 << spec.bits, (rows, cols), np.uint8)

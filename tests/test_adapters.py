@@ -19,10 +19,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
 def write_adapter(
     folder: Path, rank: int, layers: Sequence[int] = (3, 20), heads: int = 576, dim: int = 576
 ) -> Path:
-    """A random adapter of the queries and outputs of some layers, here of SmolLM2-135M, strong
-    enough to change its text.
+    """Write a random adapter of the queries and outputs of some layers, by default for SmolLM2-135M.
 
-    `heads`: columns of all heads together.
+    It is strong enough to change the text. `heads` is the number of columns of all heads.
     """
     rng, shapes = np.random.default_rng(rank), {"q": (heads, dim), "o": (dim, heads)}
     tensors = {

@@ -17,7 +17,7 @@ PRESETS = {"serving": SERVING, "offline": OFFLINE, "interactive": INTERACTIVE}
 
 
 def documented() -> dict[str, dict[str, str]]:
-    """The table: preset -> option -> the first word of its cell."""
+    """Return the page's table: preset -> option -> first word of its cell."""
     text = (
         (Path(__file__).parents[1] / "docs/internals/scheduling.md")
         .read_text()
@@ -41,7 +41,6 @@ def defaults_of(preset: Preset) -> Mapping[str, Any]:
 
 
 def test_step_limits_of_each_backend() -> None:
-    """docs/internals/scheduling.md gives these sizes of chunks."""
     for preset, backend, limits in (
         (SERVING, "cpu", (64, 512, 16)),
         (SERVING, "cuda", (256, 2048, 256)),

@@ -31,8 +31,8 @@ def in_step(
     act: Callable[[], None],
     at: int = 2,
 ) -> list[int]:
-    """Let something happen in the middle of the `at`-th launch; returns a list that grows by each
-    launch which ended.
+    """Call `act` in the middle of the `at`-th launch, and return a list that grows by one entry for
+    each completed launch.
     """
     executable, ended = llm._engine._loop.executable, list[int]()
     launch, calls = executable.launch, iter(range(1, 10_000))
@@ -49,7 +49,7 @@ def in_step(
 
 
 def interrupt() -> None:
-    """Ctrl-C, and some time for it to hit whatever it may."""
+    """Send Ctrl-C to the main thread, and give it time to arrive."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     for _ in range(2000):
         random.random()
@@ -89,7 +89,7 @@ class TestInterrupts:
         assert results == [expected] and clean(llm)
 
     def test_interrupt_at_any_moment(self, llm: LLM) -> None:  # noqa: F811
-        """An exception of a signal handler, at random moments of all that a caller does."""
+        """A signal handler raises at random moments of the caller's code."""
         rng, expected, caught = random.Random(12), llm.generate("hello", GREEDY)[0].outputs, 0
 
         def raises(number: int, frame: Any) -> None:
@@ -345,7 +345,7 @@ class TestEngineThread:
         assert (len(updates) == 1) == only_results
 
     def test_no_command_is_lost_when_the_engine_thread_ends(self, llm: LLM) -> None:  # noqa: F811
-        """Commands come at every moment of its ending."""
+        """Commands arrive at every moment of the thread's end."""
         counts = [0] * 3
 
         def work(i: int) -> None:
@@ -444,7 +444,7 @@ run()
     ids=["daemon", "streams", "thread", "forks", "forks in a step"],
 )
 def test_process_exit_is_clean(model: str, code: str) -> None:  # noqa: F811
-    """It ends by itself, with nothing to say, whatever threads and forks there are."""
+    """A process with any threads and forks exits with code 0 and no output."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     command = [sys.executable, "-c", PRELUDE + code, model]
     done = subprocess.run(

@@ -35,7 +35,7 @@ def llm(model: str) -> Iterator[LLM]:
 
 
 def clean(llm: LLM) -> bool:
-    """Whether nothing is left of past requests."""
+    """Return whether past requests have left nothing in the engine."""
     stats = llm.stats()
     return stats.blocks_free == stats.blocks_total and not (
         stats.running or stats.waiting or llm._thread._receivers or llm._engine.has_work
@@ -43,7 +43,7 @@ def clean(llm: LLM) -> bool:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait until it holds; it must, soon."""
+    """Wait until `holds` returns true; fail after some seconds."""
     end = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < end
@@ -278,9 +278,7 @@ class TestChat:
         assert llm.chat([], GREEDY) == []
 
     def test_chat_default_params_equal_headrace_run(self, llm: LLM) -> None:
-        """An answer goes on to its end: here to that of the context, as the model's random weights
-        do not know an end.
-        """
+        """The response fills the context, because the random model writes no end token."""
         expected = llm.chat(MESSAGES, SamplingParams(**INTERACTIVE.sampling))[0]
         (result,) = llm.chat(MESSAGES)
         assert result.outputs == expected.outputs and len(result.outputs[0].token_ids) > 16
@@ -452,8 +450,8 @@ class TestLifetime:
         ],
     )
     def test_close_frees_memory_at_once(self, model: str, options: dict[str, Any]) -> None:
-        """The thread beside the caller's lives as long as the packed weights, the descriptor as
-        long as the file's pages.
+        """A compute thread lives as long as the packed weights, a file descriptor as long as the
+        file's mapped pages.
         """
         if options.get("proposer") == "draft_model":
             options = options | {"draft_model": model}

@@ -44,7 +44,7 @@ def session(model: str) -> Iterator[Session]:
 
 
 class Counted:
-    """A tokenizer that counts the texts that it tokenises."""
+    """A tokenizer that counts its calls of `encode`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -60,7 +60,7 @@ class Counted:
 
 
 class Untouchable:
-    """A trillion token ids, none of which may be looked at."""
+    """A trillion token ids that fail the test when read."""
 
     def __len__(self) -> int:
         return 10**12
@@ -70,7 +70,7 @@ class Untouchable:
 
 
 class Endless:
-    """Token ids that say nothing of their number."""
+    """Token ids without a length and without an end."""
 
     def __iter__(self) -> Iterator[int]:
         return repeat(1)

@@ -25,7 +25,7 @@ class Point:
 
 @frozen
 class Named(Point):
-    """One that inherits, and checks."""
+    """A record that inherits, and has a `__post_init__`."""
 
     name: str = ""
 
@@ -35,7 +35,7 @@ class Named(Point):
 
 @frozen(eq=False, kw_only=True)
 class Loose:
-    """One that is equal to itself alone."""
+    """A keyword-only record that equals only itself."""
 
     a: int
     b: int = 1
@@ -43,12 +43,12 @@ class Loose:
 
 @frozen
 class Empty:
-    """One without fields."""
+    """A record without fields."""
 
 
 @dataclass(frozen=True)
 class Standard:
-    """What `Twin` stands for."""
+    """A standard dataclass with the fields of `Twin`."""
 
     x: int
     y: str = "y"
@@ -57,7 +57,7 @@ class Standard:
 
 @frozen
 class Twin:
-    """The same as `Standard`."""
+    """A record with the fields of `Standard`."""
 
     x: int
     y: str = "y"

@@ -1,4 +1,4 @@
-"""The names and the prose of a file of this project: Python, C++ or a page."""
+"""Names and prose of a Python file, a C++ file or a page of this project."""
 
 import ast
 import io
@@ -22,7 +22,7 @@ _REMARK = re.compile(r"(?<!\S)#.*")
 
 
 class Text(NamedTuple):
-    """Some text of a file: a name, a name in the code that prose quotes, or prose as a whole."""
+    """A text of a file: a name, a name quoted in prose, or a piece of prose."""
 
     line: int
     text: str
@@ -30,8 +30,9 @@ class Text(NamedTuple):
 
 
 def python_texts(source: str) -> Iterator[Text]:
-    """Every name, string and comment of a Python file. A string that could be a name, or an option,
-    counts as one.
+    """Yield every name, string and comment of a Python file.
+
+    A string that may be a name or an option counts as a name.
     """
     for node in ast.walk(ast.parse(source)):
         line = getattr(node, "lineno", 1)
@@ -56,7 +57,7 @@ def string_texts(line: int, text: str) -> Iterator[Text]:
 
 
 def prose_texts(line: int, text: str) -> Iterator[Text]:
-    """Prose as a whole, and the names in its code."""
+    """Yield a piece of prose, and the names in its code spans."""
     yield Text(line, text, "prose")
     for code in _CODE.finditer(text):
         for at, each in enumerate(code[0].split("\n"), line + text.count("\n", 0, code.start())):
@@ -82,7 +83,7 @@ def texts(name: str, source: str) -> Iterator[Text]:
 
 @cache
 def files() -> list[str]:
-    """All files that we write, named from the root: not the generated page of help texts."""
+    """Return all handwritten files, named from the root, without the generated page of commands."""
     folders = [ROOT / name for name in ("headrace", "csrc", "tests", "benchmarks", "docs")]
     found = [
         file

@@ -1,4 +1,4 @@
-"""Tiny random models, a vocabulary for them, and engines over both: shared by all tests."""
+"""Tiny random models, a vocabulary for them, and engines over both."""
 
 import codecs
 from collections.abc import Mapping
@@ -23,9 +23,7 @@ from tests.backend.stored import random_stored
 from tests.late import LateExecutable
 
 BLOCK_SIZE = {"cpu": 32, "cuda": 4, "reference": 4}
-"""Slots in a block: small, so that little text needs many, where the backend does not insist on its
-own.
-"""
+"""Tokens per KV block, by backend: as few as the backend allows, so that short texts need many."""
 
 Tensors = dict[str, StoredTensor]
 
@@ -44,11 +42,10 @@ def tiny_model(
     architecture: str = "llama",
     **constants: Any,
 ) -> tuple[ModelSpec, Tensors]:
-    """A random Llama with matrices in any stored format, and norms in F32; several windows take
-    turns, layer by layer.
+    """Return a random model with matrices in any stored format, and norms in F32.
 
-    Of another `architecture` where its equations take such a specification, which has these
-    `constants` besides.
+    Several windows alternate from layer to layer. `architecture` is a family whose equations accept
+    these shapes, and `constants` are further fields of its specification.
     """
     head_dim = dim // heads
     turns = (window,) if isinstance(window, int) else window
@@ -72,9 +69,7 @@ def tiny_model(
 
 
 def random_tensors(spec: ModelSpec, seed: int, format: str = "F32") -> Tensors:
-    """Random tensors for a model: matrices in any stored format, and vectors, which are all near 1,
-    in F32.
-    """
+    """Return random tensors: matrices in a stored format, and vectors near 1 in F32."""
     rng = np.random.default_rng(seed)
     tensors, shapes = {}, tensor_shapes(spec)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
@@ -100,7 +95,7 @@ def random_tensors(spec: ModelSpec, seed: int, format: str = "F32") -> Tensors:
 
 
 class TinyVocabulary:
-    """Token i is a letter, a pair of letters, or one byte of a longer character."""
+    """A vocabulary of letters, pairs of letters, and single bytes of longer characters."""
 
     def __init__(self, size: int, eos_ids: tuple[int, ...] = ()) -> None:
         letters = "abcdefghijklmnopqrst"
@@ -115,7 +110,7 @@ class TinyVocabulary:
         return self.eos_ids
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        """The longest pieces first."""
+        """Encode greedily, longest pieces first."""
         data, ids = text.encode(), []
         while data:
             found = [
@@ -165,7 +160,7 @@ class _Decoder:
 def tiny_executable(
     model: tuple[ModelSpec, Tensors], backend: str, kv: KvConfig, threads: int = 1
 ) -> Executable:
-    """The model, compiled."""
+    """Compile a model."""
     spec, tensors = model
     return compile_program(backend, trace_model(spec, tensors).with_pooled(), tensors, kv, threads)
 
@@ -184,9 +179,9 @@ def tiny_engine(
     vocabulary: TinyVocabulary | None = None,
     **config: Any,
 ) -> Engine:
-    """An engine over the model, with a pool of at least so many slots for each group of layers.
+    """Return an engine over the model, whose pools have at least `slots` slots per KV group.
 
-    `release_outside_window`: what lies before a window is let go.
+    `release_outside_window` releases KV outside an attention window.
     """
     spec, tensors = model
     name = proposer if isinstance(proposer, str) else "off"
@@ -227,14 +222,14 @@ def tiny_engine(
 def run_all(
     engine: Engine, requests: list[tuple[list[int], SamplingParams]]
 ) -> list[RequestOutput]:
-    """The results of the requests, all added at once, in their order."""
+    """Add all requests at once, and return their results in the order of the requests."""
     ids = [engine.add_request(prompt, params) for prompt, params in requests]
     results = {update.request_id: update.result for update in drain(engine) if update.result}
     return [results[request_id] for request_id in ids]
 
 
 def drain(engine: Engine) -> list[Update]:
-    """All updates until there is no more work."""
+    """Step until the engine has no work, and return all updates."""
     updates = []
     while engine.has_work:
         updates += engine.step()

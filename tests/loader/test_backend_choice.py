@@ -35,7 +35,7 @@ def checkpoint(write_gguf: Any) -> Checkpoint:  # noqa: F811
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes a machine up, with so much memory free on its GPU."""
+    """Return a function that simulates a machine with `free` bytes on its GPU."""
 
     def make(host: GpuHost, free: int = 10**11) -> None:
         monkeypatch.setattr("headrace.planner.gpu.look", lambda: host)
@@ -166,7 +166,7 @@ def test_named_gpu_backend_that_cannot_run_raises(
 
 
 def test_named_gpu_backend(on: Callable[..., None], checkpoint: Checkpoint) -> None:
-    """What does not fit is an error of its own then."""
+    """A model that does not fit raises MemoryLimitError later, in `fit_memory`."""
     on(READY, free=0)
     assert chosen(checkpoint, backend="cuda") == ("cuda", "")
     on(replace(NONE, interprets=True))

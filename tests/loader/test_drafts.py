@@ -84,7 +84,7 @@ def test_drafts_from_file_to_text(model: Path, how: str, width: int) -> None:
 
 
 def test_drafts_on_the_gpu_backend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over KV in the blocks that it has, and with graphs of the steps of all that drafts."""
+    """The drafts use the backend's own block size, and CUDA graphs of their steps."""
     monkeypatch.setattr("headrace.backend.cuda.stream.HostStream.has_graphs", True)
     monkeypatch.setattr("headrace.backend.cuda.step_shape._MOST_GRAPH_ROWS", 2)
     options = {**OPTIONS, "backend": "cuda", "max_num_seqs": 2, "max_num_batched_tokens": 8}
@@ -123,7 +123,7 @@ def test_draft_model_memory_counts(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_medusa_memory_equals_its_weights(model: Path) -> None:
-    """As the executables beside the target's hold them, to the byte."""
+    """The executables attached to the target hold exactly the estimated bytes."""
     config = engine_config({"backend": "cpu", "proposer": "medusa"} | options_for("medusa", model))
     target = open_checkpoint(model)
     kv = KvConfig((2,))

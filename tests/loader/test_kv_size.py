@@ -21,7 +21,7 @@ class TestKvSize:
     WEIGHTS = 10_000
 
     def size(self, blocks: float, **options: Any) -> KvConfig:
-        """With memory for so many blocks beside the weights and what it takes to run them."""
+        """Return the KV size if memory has room for `blocks` blocks besides weights and runtime."""
         models = [KvUse(trace_model(*self.MODEL).kv_groups, 512)]
         (kv,) = size_kv(
             models,
@@ -46,8 +46,8 @@ class TestKvSize:
         assert self.size(8, kv_blocks=7).num_blocks == (7,)
 
     def test_kv_of_layers_with_a_window(self) -> None:
-        """Two layers see everything and four 64 tokens: of those a step of 512 rows touches 19
-        blocks.
+        """Two layers have full attention, and four a window of 64 tokens. A step of 512 rows touches
+        19 blocks of the window.
         """
         model = tiny_model(0, context=4096, layers=6, window=(0, 64, 64))
         groups = trace_model(*model).kv_groups

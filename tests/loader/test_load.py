@@ -76,7 +76,7 @@ def test_options_unsuited_to_the_model_raise(
 def test_latent_attention_option_reaches_the_checkpoints(
     model: str, options: dict[str, Any], is_absorbed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the model and its draft model."""
+    """It reaches the model and its draft model."""
     opened = []
 
     def open_one(path: Path, *, is_absorbed: bool) -> Checkpoint:
@@ -100,9 +100,7 @@ def test_unknown_model_raises() -> None:
 
 
 class TestMemory:
-    """A model that does not fit is refused by what it takes in memory, and nothing of it is
-    loaded.
-    """
+    """A model that does not fit raises an error with the sum, and no weight is loaded."""
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("kind", ["F32", "Q5_0"])
