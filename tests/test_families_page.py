@@ -40,16 +40,16 @@ def llama_cpp(family: str) -> str:
 
 
 def exceptions() -> list[str]:
-    """What llama.cpp does not say anything about, or of a file that is not quite the variant."""
+    """The variants that llama.cpp cannot judge, or judges by a file that differs from them."""
     judged = {name: case.why for name, case in CASES.items() if case.why}
     rows = [
         ("its converter has no place for", NOT_CONVERTED),
         ("it does not run", NOT_RUN),
-        ("nor does it run, so that those variants are judged without it", judged),
-        ("a GGUF file does not say, so that it is the file that is judged", UNSAID),
+        ("it does not run these parts, so the variants are judged without them", judged),
+        ("a GGUF file omits, so the test judges the file", UNSAID),
     ]
     return [
-        f"Of `{fixtures.package()}`:",
+        f"Exceptions in `{fixtures.package()}`:",
         "",
         *(f"* {what}: {listed(names)}" for what, names in rows),
     ]
