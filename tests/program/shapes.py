@@ -1,6 +1,7 @@
 """Programs of generated shapes that together contain every op."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
@@ -88,92 +89,108 @@ def others(shape: dict[str, Any]) -> tuple[Program, Tensors]:
     return trace(forward, tensors), tensors
 
 
-def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
-    """A program with learned positions, LayerNorm and head norms, MLPs without a gate, and all
-    kinds of attention.
-    """
-    head_dim, heads = shape["head_dim"], shape["kv_heads"] * shape["groups"]
-    dim, kv_dim = heads * head_dim, shape["kv_heads"] * head_dim
-    shapes = {
-        **{
+class _Families:
+    """The tensors of `families`, and functions of its equations."""
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        self.head_dim, self.heads = shape["head_dim"], shape["kv_heads"] * shape["groups"]
+        self.dim, kv_dim = self.heads * self.head_dim, shape["kv_heads"] * self.head_dim
+        dim, heads = self.dim, self.heads
+        self.shapes = {
             "positions": (24, dim),
             "q": (dim, dim),
             "k": (kv_dim, dim),
             "v": (shape["kv_heads"] * 32, dim),
             "o": (dim, heads * 32),
-        },
-        **{
             "latent.q": (dim, dim),
-            "latent.k": (head_dim, dim),
+            "latent.k": (self.head_dim, dim),
             "up": (96, dim),
             "gate": (96, dim),
             "down": (dim, 96),
-        },
-    }
-    tensors = {
-        name: random_stored(shape["format"], *size, i, name, 0.01)
-        for i, (name, size) in enumerate(shapes.items())
-    }
-    by_head = {
-        part: tuple(f"{part}.{head}" for head in range(heads)) for part in ("absorbed", "value")
-    }
-    for i, name in enumerate(name for names in by_head.values() for name in names):
-        tensors[name] = random_stored(shape["format"], head_dim, head_dim, i, name, 0.01)
-    tensors["row_gate"] = random_stored("F32", 1, dim, 5, "row_gate", 0.1)
-    vectors = {"norm": dim, "norm.bias": dim, "head_norm": head_dim, "sinks": heads, "up.bias": 96}
-    tensors |= {
-        name: replace(random_stored("F32", 1, size, 9, name, 1.0), shape=(size,))
-        for name, size in vectors.items()
-    }
+        }
+        self.by_head = {
+            part: tuple(f"{part}.{head}" for head in range(heads)) for part in ("absorbed", "value")
+        }
+        self.vectors = {
+            "norm": dim,
+            "norm.bias": dim,
+            "head_norm": self.head_dim,
+            "sinks": heads,
+            "up.bias": 96,
+        }
+        self.tensors = self._tensors(shape["format"])
+
+    def _tensors(self, format_name: str) -> Tensors:
+        head_names = [name for names in self.by_head.values() for name in names]
+        tensors = {
+            name: random_stored(format_name, *size, i, name, 0.01)
+            for i, (name, size) in enumerate(self.shapes.items())
+        }
+        for i, name in enumerate(head_names):
+            tensors[name] = random_stored(format_name, self.head_dim, self.head_dim, i, name, 0.01)
+        tensors["row_gate"] = random_stored("F32", 1, self.dim, 5, "row_gate", 0.1)
+        for name, size in self.vectors.items():
+            tensors[name] = replace(random_stored("F32", 1, size, 9, name, 1.0), shape=(size,))
+        return tensors
+
+    def linear(self, g: Tracer, x: Value, name: str) -> Value:
+        return g.linear(x, g.weight(name, *self.shapes[name]))
+
+    def head_linear(self, g: Tracer, x: Value, part: str) -> Value:
+        size = self.head_dim
+        return g.head_linear(x, tuple(g.weight(name, size, size) for name in self.by_head[part]))
+
+    def vector(self, g: Tracer, name: str) -> Weight:
+        return g.vector(name, self.vectors[name])
+
+
+def families(shape: dict[str, Any]) -> tuple[Program, Tensors]:
+    """A program with learned positions, LayerNorm and head norms, MLPs without a gate, and all
+    kinds of attention.
+    """
+    model = _Families(shape)
+    head_dim, heads, dim = model.head_dim, model.heads, model.dim
 
     def forward(g: Tracer) -> Value:
-        def linear(x: Value, name: str) -> Value:
-            return g.linear(x, g.weight(name, *shapes[name]))
+        linear, vector = partial(model.linear, g), partial(model.vector, g)
+        head_linear = partial(model.head_linear, g)
 
-        def head_linear(x: Value, part: str) -> Value:
-            return g.head_linear(
-                x, tuple(g.weight(name, head_dim, head_dim) for name in by_head[part])
-            )
-
-        def vector(name: str) -> Weight:
-            return g.vector(name, vectors[name])
-
-        x = g.scale(
-            g.add(g.input(dim), g.embed_position(g.weight("positions", *shapes["positions"]))), 0.5
-        )
+        positions = g.embed_position(g.weight("positions", *model.shapes["positions"]))
+        x = g.scale(g.add(g.input(dim), positions), 0.5)
         y = g.norm(x, vector("norm"), 1e-5, "layer", bias=vector("norm.bias"))
         q, k = (g.norm(linear(y, name), vector("head_norm"), 1e-5, size=head_dim) for name in "qk")
         g.kv_write(k, linear(y, "v"), 0)
-        slopes = tuple(0.5**head for head in range(heads))
-        options: dict[str, Any] = {
-            "softcap": 5.0,
-            "slopes": slopes,
-            "sinks": vector("sinks"),
-            "value_dim": 32,
-        }
-        x = g.add(
-            x,
-            linear(
-                g.attention(q, 0, shape["kv_heads"], head_dim, 7, num_sink_tokens=3, **options), "o"
-            ),
+        attended = g.attention(
+            q,
+            0,
+            shape["kv_heads"],
+            head_dim,
+            7,
+            num_sink_tokens=3,
+            softcap=5.0,
+            slopes=tuple(0.5**head for head in range(heads)),
+            sinks=vector("sinks"),
+            value_dim=32,
         )
+        x = g.add(x, linear(attended, "o"))
+
         queries, latent = linear(x, "latent.q"), linear(x, "latent.k")
         absorbed = head_linear(queries, "absorbed")
         g.kv_write(g.concat_heads(latent, latent, 1, head_dim, head_dim), None, 1)
         q = g.concat_heads(absorbed, latent, heads, head_dim, head_dim)
         attended = g.attention(q, 1, 1, 2 * head_dim, scale=0.3, value_dim=head_dim, is_latent=True)
         x = g.add(g.add(x, head_linear(attended, "value")), head_linear(latent, "value"))
-        hidden = g.linear(x, g.weight("up", *shapes["up"]), vector("up.bias"))
+
+        hidden = g.linear(x, g.weight("up", *model.shapes["up"]), vector("up.bias"))
         for activation in ("gelu", "gelu_tanh", "relu"):
             hidden = g.add(hidden, g.activate(hidden, activation))
         mlp = g.add(linear(g.activate(linear(x, "up"), "gelu"), "down"), linear(hidden, "down"))
-        mlp = g.add(
-            mlp, linear(g.glu(linear(x, "gate"), linear(x, "up"), "clamped_swiglu"), "down")
-        )
-        gated = g.gate_rows(mlp, g.linear(x, g.weight("row_gate", 1, dim)))
-        return g.soft_cap(linear(g.gather_rows(g.add(x, gated)), "gate"), 30.0)
+        gated = g.glu(linear(x, "gate"), linear(x, "up"), "clamped_swiglu")
+        mlp = g.add(mlp, linear(gated, "down"))
+        mlp = g.gate_rows(mlp, g.linear(x, g.weight("row_gate", 1, dim)))
+        return g.soft_cap(linear(g.gather_rows(g.add(x, mlp)), "gate"), 30.0)
 
-    return trace(forward, tensors), tensors
+    return trace(forward, model.tensors), model.tensors
 
 
 def moe_models(shape: dict[str, Any]) -> list[tuple[Program, Tensors]]:
