@@ -16,7 +16,6 @@ class BackendTraits:
     """Abilities of a backend, and its defaults for the size of a step."""
 
     kv_dtypes: tuple[KvDtype, ...]
-    """Number formats of keys and values."""
     kv_block_size: int = 32
     """Tokens in a block of KV."""
     on_gpu: bool = False

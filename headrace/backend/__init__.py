@@ -26,9 +26,8 @@ class HostBlocks(Protocol):
     """Copies of KV blocks in the host's memory. Copying is in order with launches."""
 
     num_blocks: tuple[int, ...]
-    """Max blocks of each KV group. A block takes memory at its first use, lower numbers first."""
+    """Max blocks of each KV group. A block takes memory at its first use."""
     block_bytes: tuple[int, ...]
-    """Bytes of a block of each KV group."""
     block_seconds: float
     """Seconds to copy one block of every group back to the device."""
 
@@ -43,7 +42,6 @@ class Executable(Protocol):
     """A compiled program with its weights and KV. Its calls take effect in order."""
 
     program: Program
-    """The lowered program."""
     max_in_flight: int
     """Max launches before the first result is waited for; 1 if a launch runs at once."""
     kv_groups: tuple[KvGroup, ...]

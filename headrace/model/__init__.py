@@ -73,7 +73,7 @@ def trace_model(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Program
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shapes [rows, cols] or [cols] of a model's tensors, in the order of its equations."""
+    """[rows, cols] or [cols] of each tensor, in the order of the equations."""
     tracer = _ShapeTracer()
     _family(spec).forward(spec, tracer)
     return tracer.shapes
@@ -87,7 +87,7 @@ def linear_weights(spec: ModelSpec) -> set[str]:
 
 
 class _ShapeTracer(Tracer):
-    """A tracer that records the shapes of tensors, which need not exist."""
+    """Records the shapes of tensors, which need not exist."""
 
     def __init__(self) -> None:
         super().__init__({})

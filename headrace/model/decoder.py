@@ -87,7 +87,6 @@ class Decoder:
         self._angles: dict[RopeSpec, Value] = {}
 
     def embed(self) -> Value:
-        """The input rows of the first layer."""
         g, spec = self.g, self.spec
         self._embedding = g.weight("embed", spec.vocab_size, spec.dim)
         for layer in range(spec.num_layers):
@@ -111,7 +110,6 @@ class Decoder:
         return self.g.rope_angles(tuple(frequencies.tolist()), scale)
 
     def logits(self, x: Value) -> Value:
-        """The logits of the output rows of the last layer."""
         g, spec = self.g, self.spec
         x = self.norm(x, "norm", "logit")
         assert self._embedding
@@ -159,7 +157,6 @@ class Decoder:
         return self._angles[rope]
 
     def output(self, layer: int, attended: Value) -> Value:
-        """The product of the results of attention with its output matrix."""
         return self.linear(attended, f"layers.{layer}.o", self.spec.dim, self.spec.output_bias)
 
     def last_rows(self, layer: int, *values: Value) -> tuple[Value, ...]:
@@ -185,7 +182,6 @@ class Decoder:
         return g.norm(x, g.vector(name, spec.dim), spec.norm_eps, spec.norm, bias=bias, rows=rows)
 
     def linear(self, x: Value, name: str, rows: int, has_bias: bool) -> Value:
-        """The product with the matrix of this name, [rows, width of x]."""
         bias = self.g.vector(f"{name}_bias", rows) if has_bias else None
         return self.g.linear(x, self.g.weight(name, rows, x.width), bias)
 
@@ -195,7 +191,6 @@ class Decoder:
         return self.g.add(x, self.g.scale(y, scale) if scale != 1 else y)
 
     def _head_norm(self, x: Value, name: str) -> Value:
-        """The norm of queries or keys, as `ModelSpec.qk_norm` defines it."""
         g, spec = self.g, self.spec
         if spec.qk_norm == "none":
             return x

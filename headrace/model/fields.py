@@ -22,7 +22,6 @@ class Fields(Mapping[str, Any]):
     """
 
     where: str
-    """Name of the file in messages."""
 
     def integer(self, key: str, default: int | None = None) -> int:
         value: int = self._get(key, default, int, "an integer")
@@ -86,7 +85,6 @@ class Fields(Mapping[str, Any]):
         )
 
     def own_name(self, key: str) -> str:
-        """The name of the field `key` in the file."""
         return key
 
     def _get(self, key: str, default: Any, kind: type | tuple[type, ...], description: str) -> Any:
@@ -140,5 +138,5 @@ class JsonFields(Fields):
 
 
 def shown(value: Any) -> str:
-    """A value from a file as a short text for messages."""
+    """The value as a short text for messages."""
     return (value if isinstance(value, str) else reprlib.repr(value))[:80]

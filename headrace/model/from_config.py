@@ -30,7 +30,7 @@ TENSORS = weights(
         "down": "mlp.down_proj",
     },
 )
-"""Tensors with the names of Llama, which most families use."""
+"""Most families use these names of Llama."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
@@ -138,7 +138,7 @@ def decoder_spec(
 
 
 def activation(config: Fields, key: str, default: str) -> Activation:
-    """The activation that a field names. Raises UnsupportedModelError if it is unknown."""
+    """Raises UnsupportedModelError for an unknown activation."""
     name = config.string(key, default)
     if name not in _ACTIVATIONS:
         raise config.unsupported(key)

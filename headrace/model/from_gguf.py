@@ -47,7 +47,6 @@ TENSORS = weights(
         "shared_down": "ffn_down_shexp",
     },
 )
-"""Tensors with the names that all families use."""
 
 EXPERTS = {
     name: source
@@ -55,7 +54,6 @@ EXPERTS = {
     for kind, suffix in (("weight", ""), ("bias", "_bias"))
     for name, source in stacked(f"{part}{suffix}", f"blk.{{}}.ffn_{part}_exps.{kind}").items()
 }
-"""Tensors of experts."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -141,7 +139,6 @@ def decoder_spec(
 
 
 def expert_spec(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec) -> ExpertSpec:
-    """The experts of a model: softmax scores, normalised over the experts of a row."""
     return ExpertSpec(
         num_experts=fields.integer(f"{architecture}.expert_count"),
         top_k=fields.integer(f"{architecture}.expert_used_count"),
@@ -157,7 +154,6 @@ def expert_spec(fields: Fields, tensors: Tensors, architecture: str, spec: Model
 def longrope_spec(
     fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec
 ) -> RopeSpec | None:
-    """The rotary embedding of a model that may have factors for short and for long contexts."""
     short, long = (tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))
     if not (spec.rope and short and long):
         return spec.rope
@@ -199,7 +195,6 @@ def _same_in_every_layer(fields: Fields, key: str, default: int | None = None) -
 
 
 def rope_spec(fields: Fields, tensors: Tensors, architecture: str, head_dim: int) -> RopeSpec:
-    """The rotary embedding, with the file's own factors if it has any."""
     prefix = f"{architecture}.rope"
     dim = fields.integer(f"{prefix}.dimension_count", head_dim)
     theta = fields.number(f"{prefix}.freq_base", 10000.0)

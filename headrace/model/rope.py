@@ -18,9 +18,9 @@ def inverse_frequencies(
 ) -> tuple[Frequencies, float]:
     """Radians per position of each pair, [dim / 2], and the factor of cosines and sines.
 
-    `max_context` replaces the original context length if the checkpoint does not give it. Rules
-    that depend on the length of a text use `context`, the max length, so that a sequence keeps its
-    numbers as it grows.
+    `max_context` is the default of the original context length. `context` is the max length of a
+    sequence; rules use it in place of the current length, so that numbers do not change as a
+    sequence grows.
     """
     original_context = rope.original_context or max_context
     is_long = rope.scaling == "longrope" and context > original_context
@@ -44,7 +44,6 @@ def inverse_frequencies(
 
 
 def _dynamic_theta(rope: RopeSpec, original_context: int, context: int) -> float:
-    """The base at which the slowest pair turns as often over `context` as over the original."""
     stretch = rope.factor * max(context, original_context) / original_context - (rope.factor - 1)
     return float(rope.theta * stretch ** (rope.dim / (rope.dim - 2)))
 

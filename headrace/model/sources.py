@@ -75,7 +75,7 @@ def fused_gate_up(name: str) -> dict[str, TensorSource]:
 
 
 def stacked(part: str, name: str) -> dict[str, TensorSource]:
-    """A matrix or a bias of each expert from one tensor, expert after expert."""
+    """A matrix or bias of each expert, from one tensor with expert after expert."""
     rows = partial(_expert_rows, part.removesuffix("_bias"))
     return {f"layers.{{}}.experts.{{}}.{part}": TensorSource(name, rows)}
 
@@ -167,7 +167,6 @@ def _expert_rows(part: str, spec: ModelSpec, indices: Indices) -> Rows:
 
 
 def _pairs(rotated: int, is_half_split: bool) -> Rows:
-    """The stored rows of the rotated numbers of a head, pair by pair."""
     rows = np.arange(rotated)
     return rows.reshape(2, -1).T.reshape(-1) if is_half_split else rows
 

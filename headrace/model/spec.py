@@ -89,7 +89,6 @@ class MlaSpec:
     query_rank: int = 0
     """Size of the latent row of queries; 0: queries are products with the input of the layer."""
     norm_eps: float = 1e-6
-    """Epsilon of the norms of latent rows."""
     is_half_split: bool = False
     """Whether the file stores rotary pairs half-split."""
     is_absorbed: bool = False
@@ -169,7 +168,6 @@ class ModelSpec:
         return self.window_rope if self.window_rope and self.window(layer) else self.rope
 
     def first_layers(self, num_layers: int) -> "ModelSpec":
-        """The specification of a model with only the first layers of this one."""
         return replace(
             self,
             num_layers=num_layers,
@@ -183,5 +181,5 @@ class ModelSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated numbers of a head, the same in all layers with rotary positions."""
+        """Rotated numbers of a head, equal in all layers."""
         return self.rope.dim if self.rope else 0

@@ -21,7 +21,7 @@ class LowRank(NamedTuple):
 
 
 Adapter = Mapping[str, LowRank]
-"""The low-rank matrices of an adapter, by the name of the weight that they belong to."""
+"""By the name of the adapted weight."""
 
 
 def adapted(program: Program, adapter: Adapter) -> Program:

@@ -1,8 +1,4 @@
-"""Ops of a program that several ranks share: collectives, and ops on a rank's part of a model.
-
-A program contains them after it was rewritten for a rank (headrace/parallel). `link_bytes` counts
-the bytes that a rank receives.
-"""
+"""Ops of programs that were rewritten for one of several ranks (headrace/parallel)."""
 
 from headrace.program.moe import Experts
 from headrace.program.op import Op, StepSize, Value, Weight
@@ -47,7 +43,7 @@ class EmbedPart(Op):
     weight: Weight
     first: int
     vocab: int
-    """Number of tokens in the whole vocabulary."""
+    """Size of the whole vocabulary."""
 
     def bytes(self, step: StepSize) -> int:
         return min(step.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
@@ -142,7 +138,7 @@ class ExpertPart(Experts):
         return len(self.gate) * (1 - (1 - self.top_k / self.num_experts) ** rows)
 
     def flops(self, step: StepSize) -> int:
-        """The expected number of operations, if all experts are equally likely."""
+        """The expected number, if all experts are equally likely."""
         return super().flops(step) * len(self.gate) // self.num_experts
 
 

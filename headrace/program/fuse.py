@@ -33,12 +33,9 @@ from headrace.program.ops import (
 from headrace.program.trace import Program
 
 LINEAR_OPS = (Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear)
-"""Ops that use their `x` only in products with weights."""
 
 
 class _Rewrite(NamedTuple):
-    """Replaces `op` by `fused`, and removes the ops that are absorbed."""
-
     op: Op
     fused: Op
     absorbed: list[Op]

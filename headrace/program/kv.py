@@ -19,7 +19,6 @@ class KvLayout:
 
     @property
     def numbers(self) -> int:
-        """Numbers stored for one token."""
         return self.num_heads * (self.key_dim + self.value_dim)
 
 
@@ -30,17 +29,15 @@ class KvGroup:
     layers: tuple[int, ...]
     layout: KvLayout
     window: int = 0
-    """Positions that a row sees, including its own; 0: all positions up to its own."""
+    """Positions that a row sees, including its own; 0: all."""
     num_sink_tokens: int = 0
     """First positions of a sequence, which every row sees in addition to its window."""
 
     @property
     def numbers(self) -> int:
-        """Numbers stored for one token in all layers."""
         return len(self.layers) * self.layout.numbers
 
     def block_bytes(self, dtype: KvDtype, block_size: int) -> int:
-        """Bytes of a block of `block_size` tokens, for all layers and heads."""
         layout = self.layout
         head_bytes = kv.block_bytes(dtype, layout.key_dim, layout.value_dim)
         return len(self.layers) * layout.num_heads * head_bytes * block_size // kv.BLOCK_SIZE

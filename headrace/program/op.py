@@ -16,7 +16,7 @@ followed by the pooled rows, or one of these two kinds alone.
 
 
 class StepSize(NamedTuple):
-    """Numbers of a step that the cost of its ops depends on."""
+    """Numbers of a step that costs depend on."""
 
     seqs: tuple[tuple[int, int], ...]  # (tokens with KV before the step, rows) of each sequence
     logit_rows: int
@@ -36,8 +36,8 @@ class Value:
     width: int
     rows: RowKind
     packed: bool = False
-    """Whether only linear ops read it, so that a backend may keep it in the form that its kernels
-    read (quantised, for example) and never as float32.
+    """Whether only linear ops read it, so that a backend may store it in the form of its kernels
+    (quantised, for example).
     """
 
     def num_rows(self, step: StepSize) -> int:
@@ -62,7 +62,6 @@ class Weight:
     nbytes: int
     """Bytes as stored; in a program that a backend has lowered, bytes in that backend's memory."""
     kind: Kind = "f32"
-    """Number format of the multiply-adds with this weight."""
 
 
 @frozen
@@ -102,7 +101,7 @@ class Op:
         ]
 
     def with_weights(self, new: Mapping[str, Weight]) -> Self:
-        """A copy in which each weight is replaced by the new weight with its name."""
+        """A copy with each weight replaced by the new weight of its name."""
         return replace(self, **{name: _replaced(value, new) for name, value in vars(self).items()})
 
     def flops(self, step: StepSize) -> int:
@@ -121,7 +120,6 @@ def _is_bias(field: str) -> bool:
 
 
 def _weights_in(field: object) -> Iterator[Weight]:
-    """The weights in a field of an op, which may be a weight or a tuple of weights."""
     if isinstance(field, Weight):
         yield field
     elif isinstance(field, tuple):

@@ -46,7 +46,6 @@ _ACTIVATION_FLOPS: dict[Activation, int] = {
 
 
 def matmul_flops(rows: int, *weights: Weight) -> int:
-    """Operations of the products of `rows` rows with each of the weights."""
     return 2 * rows * sum(weight.rows * weight.cols for weight in weights)
 
 
@@ -292,7 +291,6 @@ class Attention(Op):
         return 2 * pairs * self.num_heads * (self.head_dim + self.value_dim)
 
     def bytes(self, step: StepSize) -> int:
-        """Keys and values of every visible slot, once for all rows and heads of a sequence."""
         slots = sum(self._visible(context + rows - 1, rows) for context, rows in step.seqs)
         numbers = self.head_dim + (0 if self.is_latent else self.value_dim)
         return super().bytes(step) + int(slots * self.num_kv_heads * numbers * step.kv_bytes)

@@ -49,9 +49,7 @@ class Program:
     pooled: Value | None = None
     """The pooled rows after the last norm, if the caller needs them (`with_pooled`)."""
     shared_kv_groups: tuple[KvGroup, ...] | None = None
-    """In the program of a rank: the KV groups of the whole model in their order, each with the
-    rank's share of layers and heads.
-    """
+    """In the program of a rank: the KV groups of the whole model, each with the rank's share."""
 
     def with_hidden(self) -> "Program":
         """The program with the rows before its head as a further result.
@@ -92,7 +90,6 @@ class Program:
         return replace(self, ops=tuple(map(limited, self.ops)))
 
     def _head(self) -> Linear:
-        """The linear op that computes the logits, before any scale or soft cap."""
         assert self.logits, "a stage without logits has no head"
         writer = {out.id: op for op in self.ops if (out := op.output())}
         head = writer[self.logits.id]
@@ -137,7 +134,6 @@ class Program:
 
     @property
     def weights(self) -> dict[str, Weight]:
-        """All weights by name."""
         return {weight.name: weight for op in self.ops for weight in op.weights()}
 
     @property
@@ -146,7 +142,6 @@ class Program:
         return sum(weight.nbytes for weight in self.weights.values())
 
     def with_weights(self, new: Mapping[str, Weight]) -> "Program":
-        """The program with each weight replaced by the new weight with its name."""
         return replace(self, ops=tuple(op.with_weights(new) for op in self.ops))
 
     def last_use(self) -> dict[int, int]:
@@ -164,7 +159,7 @@ class Tracer:
         self._ids = count()
 
     def weight(self, name: str, rows: int, cols: int) -> Weight:
-        """The named matrix. Raises FormatError if it does not exist with this shape."""
+        """Raises FormatError if no tensor has this name and shape."""
         if name not in self._tensors:
             raise FormatError(f"tensor {name!r} is missing from the checkpoint")
         tensor = self._tensors[name]
@@ -177,7 +172,6 @@ class Tracer:
         )
 
     def vector(self, name: str, size: int) -> Weight:
-        """The named vector, as a weight with one row. Raises FormatError like `weight`."""
         return self.weight(name, 1, size)
 
     def _value(self, width: int, rows: RowKind) -> Value:

@@ -156,8 +156,8 @@ class CpuExecutable:
         self.pool = self.plan.pool
         self._number = 0  # of the program in the plan
         self._views: dict[tuple[int, int], Floats] = {}
-        """Views of the plan's buffers, by buffer and number of rows, until the buffers move. Making
-        a view takes as long as drawing a token.
+        """Views of buffers, by buffer and number of rows, until the buffers move. They are kept
+        because making a view takes as long as drawing a token.
         """
         self._results: list[LogitOpResult] = []  # of the last launch
         self._fill_plan(weights, None)
@@ -223,13 +223,11 @@ class CpuExecutable:
         return None if self._hidden is None else self._rows(self._hidden, len(batch.logit_rows))
 
     def pooled(self, batch: RaggedBatch) -> Floats | None:  # [pooled rows, dim]
-        """The pooled rows of the last run, if program and batch have any."""
         if self._pooled is None or batch.pooled_rows is None:
             return None
         return self._rows(self._pooled, len(batch.pooled_rows))
 
     def run(self, batch: RaggedBatch, tokens: Ints) -> None:
-        """Run one forward over the rows of a batch, with these tokens."""
         if self._process_group:
             self._process_group.begin(tokens)
         moved = True  # a run that fails may have moved the buffers

@@ -81,7 +81,7 @@ class Lowering:
         self.vectors: dict[str, int] = earlier.vectors if earlier else {}
         self.buffers: dict[int, int] = {}  # by id of a value that is still read
         self.packed_values: dict[tuple[int, tuple[int, ...]], Value] = {}
-        """Packed copies of values, by id and column order."""
+        """By id of the value and column order."""
         self.angles: dict[tuple[int, int], int] = {}
         """Buffers of angles by id and head size. They are never used again."""
         self.free: dict[_Shape, list[int]] = {}
@@ -128,7 +128,6 @@ class Lowering:
         return value.width, value.rows, value.packed, readers
 
     def release(self, value: Value) -> None:
-        """Free the buffers of a value and of its packed copies."""
         copies = [copy for (id, _), copy in self.packed_values.items() if id == value.id]
         for unused in (value, *copies):
             if unused.id in self.buffers and unused.id not in self.kept:

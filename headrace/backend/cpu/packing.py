@@ -15,7 +15,6 @@ GROUP = 32
 """Columns that share a scale in packed activations."""
 
 _CHUNK_CODES = 1 << 22
-"""Codes of a matrix that are unpacked at a time."""
 
 
 def packed_bytes(tensor: StoredTensor) -> int:
