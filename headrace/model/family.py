@@ -112,23 +112,17 @@ class GgufLayout(Layout):
 
 @frozen(eq=False)
 class Family:
-    """A model family. One file contains it, and a line in `model/__init__.py` registers it.
+    """A model family. Its file has three parts, and `model/__init__.py` registers it.
 
-    The file of a new family has three parts:
+    * `forward`: the equations, with our tensor names, such as `layers.3.q`. Each of our tensors is
+      the smallest piece that any file stores: a fused or stacked tensor is the source of several
+      (`TensorSource.rows`), which together use each stored row once.
+    * `spec` of each layout: reads the file's fields, with the defaults of the reference
+      implementation, mostly by `decoder_spec`. It refuses fields that the equations ignore, if they
+      change numbers.
+    * `tensors` of each layout: their sources. The equations determine the names and shapes.
 
-    * `forward`: the equations over the op vocabulary, with our tensor names, such as `layers.3.q`.
-      Each of our tensors is the smallest piece that any file stores. The pieces of a fused matrix
-      share a name in the file, and `TensorSource.rows` gives the rows of each piece; together the
-      pieces use each stored row once. Experts are single tensors (`layers.3.experts.7.up`); if a
-      file stacks them, `TensorSource.rows` depends on the second index.
-    * `spec` of each layout: the meaning of the file's fields, with the defaults of the reference
-      implementation. `from_config.decoder_spec` and `from_gguf.decoder_spec` read most of it. A
-      field is refused by name if it changes numbers and the equations do not compute it.
-    * `tensors` of each layout. The equations determine the tensors that a model needs, and their
-      shapes. A new way of storing needs a field in `TensorSource`, and a line in
-      `checkpoint/assemble.py` that reads it.
-
-    A family has no layout for a kind of file that it is not published in.
+    A layout is None if the family is not published in such files.
     """
 
     name: str

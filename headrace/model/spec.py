@@ -71,15 +71,14 @@ class ExpertSpec:
 class MlaSpec:
     """Multi-head latent attention (DeepSeek-V2, 2024).
 
-    Each token has one latent row, and keys and values of all heads are products with it. Queries
-    and keys also have a rotated part, which all heads share in keys. The form decides the contents
-    of the KV, and with it the rounding of every number:
+    Keys and values of all heads are products with one latent row of the token. Queries and keys
+    also have a rotated part, which all heads share in keys. The two forms store different KV, so
+    their roundings differ:
 
     * plain: a key and a value for each head;
-    * `is_absorbed`: the latent row and the rotated part. Together they are the key of all heads,
-      and the latent row is the value of all heads. Queries are multiplied by the key matrices, and
-      results of attention by the value matrices. The KV is 9 to 71 times smaller, and attention
-      has three times the arithmetic.
+    * `is_absorbed`: the latent row and the rotated part, which all heads use as key and value.
+      Key and value matrices are multiplied with queries and with results of attention instead.
+      The KV is 9 to 71 times smaller, and attention has three times the arithmetic.
     """
 
     kv_rank: int

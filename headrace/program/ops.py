@@ -1,23 +1,17 @@
-"""The ops of a program: their equations, weights and costs (`moe.py` has the ops of experts).
+"""The ops of a program: their equations over row matrices, weights and costs.
 
-The equations are over row matrices of float32. The costs are the only copy of this arithmetic: the
-planner, the profiler and the benchmarks read it here, and tests/program/test_costs.py compares each
-cost with the operations of the reference backend. Costs are lower bounds, since limits follow from
-them:
+No other file repeats the arithmetic of costs. tests/program/test_costs.py compares each cost with
+the operations of the reference backend. Costs are lower bounds, from which limits follow:
 
-* `flops` of an op with products (with weights, keys or values) counts two for each multiply-add,
-  and nothing else. Its element-wise work (bias, residual, rotation, silu, softmax) overlaps with
-  the products.
-* `flops` of any other op counts one for each sum, product, quotient, root, exponential, sine and
-  cosine of a number of its rows. A value computed once per row, such as the mean square of a norm,
-  counts only for the numbers that it is made of.
-* `bytes` counts memory traffic: each weight once, however many rows use it; one embedding row for
-  each possible distinct token; the keys and values that the op writes; and the keys and values that
-  a sequence's rows see, once for all of these rows and for all heads that share a KV head.
-  Activations and tables do not count, because they stay in the caches.
+* `flops` of an op with products (with weights, keys or values): two for each multiply-add. Its
+  element-wise work (bias, residual, rotation, softmax) overlaps with the products.
+* `flops` of any other op: one for each sum, product, quotient, root, exponential, sine and cosine
+  of a number of its rows. A value computed once per row counts for the numbers it is made of.
+* `bytes`: each weight once; an embedding row for each possible distinct token; the keys and values
+  that the op writes; and the keys and values that a sequence's rows see, once for all rows and all
+  heads that share a KV head. Activations and tables stay in the caches and do not count.
 
-The costs treat all rows of a sequence as one chain. Rows of a draft tree see fewer tokens, so their
-attention costs at most this much.
+Rows of a draft tree count as a chain, which costs at least as much.
 """
 
 from typing import Literal

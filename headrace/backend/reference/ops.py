@@ -65,7 +65,7 @@ class Step:
         return slice(None)
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None) -> Floats:
-        """X @ weight.T + bias, plus the product with the adapter of each row."""
+        """Product `x @ weight.T + bias`, plus the product with the adapter of each row."""
         y = self.product(self.x(x), weight, bias)
         for number, rows in self._adapted_rows(x.rows):
             if matrices := self.memory.adapters[number].get(weight.name):
