@@ -1,9 +1,8 @@
-"""Ops on the logits of a step and on its pooled rows, their results, and the ticket of a launched
-step: records and protocols.
+"""Logit ops of a step, their results, and the ticket of a launched step.
 
-A launch takes a batch and a list of logit ops, and gives a ticket; waiting for it gives one result
-for each op. So a device can draw where its logits are, and start the next step
-(`RaggedBatch.token_source`) before anything has come back to the host.
+A launch takes a batch and a list of logit ops, and returns a ticket. Waiting for the ticket returns
+one result per op. So a GPU can sample next to its logits, and start the next step
+(`RaggedBatch.token_source`) before a result reaches the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,37 +18,34 @@ from headrace.constraint import Masks
 
 
 class SamplerState(Protocol):
-    """What the draws of a sequence depend on: sampling parameters, the key of its noise, and the
-    tokens that penalties apply to.
+    """State of a sequence's sampler: parameters, random key, and tokens that penalties apply to.
 
-    Executables draw with it, in the order of their launches; it is opaque to all other parts.
+    Executables sample with it, in the order of their launches; other parts cannot look inside.
     """
 
     def clone(self, seq_index: int) -> Self:
-        """A copy of the state with the noise of sequence `seq_index` of the request."""
+        """Return a copy with the random numbers of sequence `seq_index` of the request."""
 
     def append(self, token: int) -> None:
-        """Add a token that was chosen elsewhere, as if it had been drawn."""
+        """Add a token as if this sampler had sampled it."""
 
 
 class SampleOp(NamedTuple):
-    """Verify a draft tree and draw the token after its accepted path; without a draft, draw one
-    token.
+    """Verify a draft tree, and sample the token after its accepted path.
+
+    Without a draft, the op samples one token.
     """
 
-    # index among the logit rows of the last scheduled known token; the rows of draft nodes follow
-    # it
     row: int
-    position: int  # position in the sequence of the first token to draw
+    """Index among the logit rows of the last scheduled known token; draft nodes follow it."""
+    position: int  # of the first sampled token, in the sequence
     sampler: SamplerState
     draft: DraftTree = NO_DRAFT
-    num_logprobs: int = (
-        -1
-    )  # number of top log-probabilities wanted with each token's own; -1: not even its own
+    num_logprobs: int = -1
+    """Number of top log-probabilities to return next to each token's own; -1: return neither."""
     method: AcceptanceMethod = "exact"
-    masks: Masks | None = (
-        None  # [1 + nodes, words] the tokens that may be drawn from each of its rows; None: all may
-    )
+    masks: Masks | None = None
+    """[1 + nodes, words] tokens allowed at each row; None: all tokens."""
 
 
 class ShiftedSampleOps(Sequence[SampleOp]):
@@ -89,11 +85,11 @@ class ShiftedSampleOps(Sequence[SampleOp]):
 
 
 class SampleResult(NamedTuple):
-    """The result of a `SampleOp`."""
+    """Result of a `SampleOp`."""
 
-    tokens: list[int]  # the tokens of the path, then the one drawn at its end
+    tokens: list[int]  # accepted tokens, then the token sampled after them
     path: list[int]  # accepted draft nodes, from the root down
-    logprobs: list[TokenLogprobs]  # one for each token where they are asked for, else empty
+    logprobs: list[TokenLogprobs]  # one per token if `num_logprobs` >= 0, else empty
 
 
 class TopTokens(NamedTuple):
@@ -103,20 +99,18 @@ class TopTokens(NamedTuple):
     position: int
     sampler: SamplerState
     num_tokens: int
-    masks: Masks | None = None  # [1, words] the tokens that there are to rank; None: all
+    masks: Masks | None = None  # [1, words] tokens to rank; None: all
 
 
 class Ranked(NamedTuple):
-    """The result of `TopTokens`, best first."""
+    """Result of a `TopTokens` op, best token first."""
 
     tokens: list[int]
     logprobs: list[float]
 
 
 class Score(NamedTuple):
-    """Give the log-probabilities of a token under the raw distribution of a row; the result is a
-    `TokenLogprobs`.
-    """
+    """Score a token at a row, before temperature and penalties; the result is `TokenLogprobs`."""
 
     row: int
     token: int
@@ -124,79 +118,75 @@ class Score(NamedTuple):
 
 
 class Expand(NamedTuple):
-    """Draw draft tokens: the one that `SampleOp` would draw from the row, and then the next best under
-    the same noise.
+    """Sample draft tokens: first the token of a `SampleOp`, then the next best tokens.
+
+    All of them use the same random numbers.
     """
 
     row: int
     position: int
     sampler: SamplerState
-    seq_index: int  # index in the request of the sequence whose noise is used
-    width: int  # most tokens to draw
-    probabilities: bool  # whether to give the distribution that the first token is drawn from
-    masks: Masks | None = None  # [1, words] the tokens that may be drawn; None: all
+    seq_index: int  # sequence of the request whose random numbers are used
+    width: int  # maximum tokens
+    probabilities: bool  # whether to return the distribution of the first token
+    masks: Masks | None = None  # [1, words] allowed tokens; None: all
 
 
 class Expanded(NamedTuple):
-    """The result of an `Expand`."""
+    """Result of an `Expand` op."""
 
-    tokens: list[int]  # the token of the draw first, then the next best
+    tokens: list[int]  # sampled token, then the next best tokens
     probabilities: NDArray[np.float64] | None  # [vocab]
 
 
 class PoolState(Protocol):
-    """The rows of a prompt that have been pooled so far; executables add to it, in the order of
-    their launches.
-    """
+    """Pooled rows of a prompt so far. Executables add rows in the order of their launches."""
 
     def add(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Add rows [rows, dim], one after the other; returns the sum of all up to now [dim]."""
+        """Add rows [rows, dim] one by one, and return the sum of all rows so far [dim]."""
 
 
 class Pool(NamedTuple):
-    """Add rows behind the last norm to those of the same prompt, in their order."""
+    """Add final hidden rows to the pooled rows of their prompt, in order."""
 
-    row: int  # index among the pooled rows of the first
+    row: int  # index of the first row, among the pooled rows
     num_rows: int
     state: PoolState
 
 
 class Pooled(NamedTuple):
-    """The result of a `Pool`."""
+    """Result of a `Pool` op."""
 
-    total: NDArray[np.float64]  # [dim] sum of all rows of the prompt that have been pooled
+    total: NDArray[np.float64]  # [dim] sum of the prompt's pooled rows so far
 
 
 LogitOp = SampleOp | TopTokens | Score | Expand | Pool
 LogitOpResult = SampleResult | Ranked | TokenLogprobs | Expanded | Pooled | None
-"""The result of an op; None where its logits, or its rows, were not finite."""
+"""Result of an op; None if its logits or rows were not finite."""
 
 
 class StepResult(NamedTuple):
-    """The results of a launch. Logits and hidden rows are there if they were asked for, and valid
-    until the next launch.
-    """
+    """Results of a launch. Arrays are valid until the next launch."""
 
-    values: list[LogitOpResult]  # one for each logit op, in their order
-    logits: NDArray[np.float32] | None = None  # [R, vocab]
-    hidden: NDArray[np.float32] | None = (
-        None  # [R, dim] the rows that the logits are computed from, if the program keeps them
-    )
+    values: list[LogitOpResult]  # one per logit op, in order
+    logits: NDArray[np.float32] | None = None  # [R, vocab], if the launch returns them
+    hidden: NDArray[np.float32] | None = None
+    """[R, dim] hidden rows of the logits, if the program keeps them."""
 
 
 class Ticket(Protocol):
-    """Stands for the results of a step that has been launched."""
+    """Handle of the results of a launched step."""
 
     @property
     def ready(self) -> bool:
-        """Whether the results are there, so that `wait` returns at once."""
+        """Whether `wait` returns at once."""
 
     def wait(self) -> StepResult:
         """Wait for the results and return them."""
 
 
 class Done:
-    """The ticket of a step that ran when it was launched."""
+    """Ticket of a step that ran during its launch."""
 
     ready = True
 
@@ -204,5 +194,4 @@ class Done:
         self._result = result
 
     def wait(self) -> StepResult:
-        """The results."""
         return self._result

@@ -1,4 +1,4 @@
-"""What an engine says of itself: records, and the ratios that follow from them."""
+"""Statistics of an engine: counters, sizes, and ratios of them."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -8,23 +8,23 @@ from headrace.outputs import DraftStats
 
 
 class KvStats(NamedTuple):
-    """The KV of layers that keep alike and see alike."""
+    """KV of one KV group: layers with equal KV layout and attention window."""
 
     layers: int
     window: int
-    """Positions that a row sees, its own included; 0: all."""
+    """Positions that a row attends to, its own included; 0: all."""
     block_size: int
-    """Tokens."""
+    """Tokens per block."""
     block_bytes: int
     blocks_total: int
     blocks_free: int
-    """Those that only the prefix cache keeps included."""
+    """Blocks that no sequence holds, cached blocks included."""
     blocks_cached: int
-    """Free blocks that still hold KV which a prompt may find again."""
+    """Free blocks whose KV a new prompt can still hit."""
     slots_empty: int
-    """Token slots of blocks in use that hold no KV."""
+    """Token slots without KV, in blocks that sequences hold."""
     slots_promised: int
-    """Those of them that known tokens will fill: of prompts that are being read."""
+    """Empty slots that the known tokens of running prompts will fill."""
 
     @property
     def blocks_used(self) -> int:
@@ -32,79 +32,79 @@ class KvStats(NamedTuple):
 
     @property
     def slot_bytes(self) -> float:
-        """Bytes of a token."""
+        """Bytes per token."""
         return self.block_bytes / self.block_size
 
 
 class StageStep(NamedTuple):
-    """A step in one stage of a pipeline, on one rank: from when it had what it reads to its end.
-    Seconds by a clock that ranks share.
-    """
+    """Run time of one step in one pipeline stage, in seconds of a clock that all ranks share."""
 
     rank: int
     number: int
-    """Steps of that rank before it."""
+    """Number of the step on this rank, from 0."""
     begin: float
+    """Time at which the stage had its input."""
     end: float
 
 
 class Stats(NamedTuple):
-    """What the engine does now, and what it has done since it was made. Times are seconds, rates
-    are of the last few seconds.
+    """Snapshot of an engine: its present state, and counters since its start.
+
+    Times are in seconds. Rates are means of the last few seconds.
     """
 
     running: int
     """Sequences with KV."""
     waiting: int
-    """Sequences that wait for their first step, or for their next after preemption."""
+    """Sequences that wait for their first step, or were preempted."""
     kv: list[KvStats]
-    """Of each group of layers."""
+    """One entry per KV group."""
     steps: int
     rows: int
     rows_last: int
     """Rows of the last step."""
     step_seconds: float
-    """What the last step took."""
+    """Duration of the last step."""
     tokens: int
     """Output tokens."""
     tokens_per_second: float
     rows_per_second: float
     prompt_tokens: int
-    """Of all requests that were admitted."""
+    """Prompt tokens of all admitted requests."""
     drafted: int
-    """Draft rows."""
+    """Draft tokens in steps."""
     accepted: int
-    """Those that were right."""
+    """Accepted draft tokens."""
     proposer_failures: int
-    """Times that a proposer failed, hung or said rubbish; the step went on without its draft."""
+    """Times that a proposer raised an error, hung or returned invalid drafts."""
     drafts: dict[str, DraftStats]
-    """What came of speculation, by method."""
+    """Counters of speculative decoding, by proposer."""
     preemptions: int
     finished: int
     """Requests with a result."""
     aborted: int
     refused: int
-    """Requests that could not be served as written."""
+    """Requests that `Engine.check` rejected."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose KV came from the prefix cache."""
     failed_steps: int = 0
-    """Steps whose requests were recomputed, or of which one ended with an error."""
+    """Steps that failed: the engine recomputed their requests, or ended one with an error."""
     offloaded_blocks: int = 0
-    """Blocks of KV that were copied to the host's memory."""
+    """KV blocks copied to host memory."""
     restored_blocks: int = 0
-    """Those that were copied back."""
+    """KV blocks copied back from host memory."""
     kv_host_bytes: int = 0
-    """Bytes of the host's memory that hold such copies."""
+    """Bytes of host memory in use for offloaded KV."""
     forced: int = 0
-    """Output tokens that a grammar forced, each of which saved a step."""
+    """Output tokens that a grammar forced; each saved a step."""
     expert_loads: Sequence[Sequence[int]] = ()
-    """Rows that have gone to each expert, by layer of experts; none for a model without."""
+    """Rows of each expert, by mixture-of-experts layer; empty for dense models."""
     adapters: Mapping[str, int] = MappingProxyType({})
-    """Requests under way with each loaded adapter."""
+    """Running and waiting requests, by loaded adapter."""
 
     @property
     def blocks_total(self) -> int:
-        """Of all groups, as the next three."""
+        """Blocks of all KV groups together, as for the next three properties."""
         return sum(group.blocks_total for group in self.kv)
 
     @property
@@ -136,16 +136,14 @@ class Stats(NamedTuple):
 
     @property
     def waste(self) -> float:
-        """Share of the KV memory in use that holds nothing."""
+        """Share of the KV memory in use that is empty."""
         return ratio(
             sum(group.slots_empty * group.slot_bytes for group in self.kv), self.kv_bytes_used
         )
 
     @property
     def fragmentation(self) -> float:
-        """Share of the KV memory in use that no known token will fill: what is lost because memory
-        is dealt in blocks.
-        """
+        """Share of the KV memory in use that no known token will fill: the price of whole blocks."""
         lost = sum(
             (group.slots_empty - group.slots_promised) * group.slot_bytes for group in self.kv
         )
@@ -153,70 +151,67 @@ class Stats(NamedTuple):
 
     @property
     def rows_mean(self) -> float:
-        """Rows of a step."""
+        """Mean rows per step."""
         return ratio(self.rows, self.steps)
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens that were not computed."""
+        """Share of the prompt tokens that came from the prefix cache."""
         return ratio(self.cached_tokens, self.prompt_tokens)
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the drafts that were right."""
+        """Share of the draft tokens that were accepted."""
         return ratio(self.accepted, self.drafted)
 
 
 class SequenceStats(NamedTuple):
-    """One sequence, as a line of a table."""
+    """One sequence, as a row of `headrace top`."""
 
     request: str
     seq: int
-    prompt: int
-    """Tokens."""
-    output: int
-    """Tokens."""
+    prompt: int  # tokens
+    output: int  # tokens
     cached: int
-    """Prompt tokens whose KV was there already."""
+    """Prompt tokens whose KV came from the prefix cache."""
     state: str
-    """waiting, preempted, prefill, decode, or padding: it has ended, and a static batch goes on
-    computing it.
+    """waiting, preempted, prefill, decode, or padding. Padding has ended, but runs on in a static
+    batch.
     """
     age: float
-    """Seconds since the request came."""
+    """Seconds since the request was added."""
 
 
 class Holding(NamedTuple):
-    """The blocks of a sequence, in position order, -1 for those at its beginning that it let go.
-
-    The first `computed` of their slots hold KV.
-    """
+    """KV blocks of one sequence."""
 
     request: str
     seq: int
     computed: int
+    """Slots with KV, from the first slot on."""
     blocks: list[int]
+    """Blocks in the order of their positions; -1 for a released block at the start."""
 
 
 class GroupMap(NamedTuple):
-    """Which sequence holds which block in one KV group."""
+    """Blocks of each sequence in one KV group."""
 
     layers: int
     window: int
-    """Positions that a row sees, its own included; 0: all."""
+    """Positions that a row attends to, its own included; 0: all."""
     num_blocks: int
     holdings: list[Holding]
     cached: Sequence[int] = ()
-    """Free blocks that still hold KV which a prompt may find again."""
+    """Free blocks whose KV a new prompt can still hit."""
 
 
 class BlockMap(NamedTuple):
-    """Which sequence holds which block."""
+    """Blocks of each sequence, by KV group."""
 
     block_size: int
     groups: list[GroupMap]
 
 
 def ratio(part: float, whole: float) -> float:
-    """The share that a part is of the whole, and 0 of nothing."""
+    """Return `part / whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0

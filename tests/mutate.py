@@ -17,8 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build/mutate"
-PARTS = {  # with the tests that are left out, which take minutes and hold no single part
-    **{part: () for part in ("program", "planner", "kv", "accept", "propose")},
+PARTS = {  # value: tests that do not run, because they take minutes and cover the whole engine
+    **{part: () for part in ("program", "planner", "kv", "acceptors", "speculation")},
     "engine": tuple(
         f"test_{name}.py"
         for name in ("machine*", "promise*", "composability", "overload", "drafts_real")
@@ -59,9 +59,9 @@ def main(module: str, tests: list[str]) -> None:
     """Run all mutants of a part, of one file with these tests, or of every part."""
     part, _, file = module.partition("/")
     if part and part not in PARTS:
-        sys.exit(f"no part {part!r}; there are: {', '.join(PARTS)}")
+        sys.exit(f"unknown part {part!r}; choose from: {', '.join(PARTS)}")
     if tests and not file:
-        sys.exit("TESTS are for one file: MODULE=part/file")
+        sys.exit("TESTS needs a single file; set MODULE=part/file")
     for name in [part] if part else PARTS:
         folder = WORK / (f"{name}-{file}" if tests else name)  # which tests there are is kept, too
         _prepare(name, folder, tests)
