@@ -1,7 +1,7 @@
-"""Methods and options that are tested together: a case for every pair of options, and the page.
+"""Methods that must not change a token, options, and cases that cover every pair of options.
 
-`python -m tests.composability` writes docs/internals/composability.md, and a test compares it. A new
-method is a new entry of METHODS.
+`python -m tests.composability` writes docs/internals/composability.md, which a test compares. A new
+method is one more entry of METHODS.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,17 +19,15 @@ PAGE = Path(__file__).parents[1] / "docs/internals/composability.md"
 
 @dataclass(frozen=True)
 class Method:
-    """A feature that must not change a token."""
+    """A method that must not change a token."""
 
     title: str
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the engine."""
     draft: Mapping[str, Any] | None = None
-    """Arguments of `tests/draft_engines.py` for a method with a draft model; other methods use
-    `options`.
-    """
+    """Arguments of `draft_engines.draft_engine`, for a method that drafts with a model."""
     happened: Callable[[Stats], bool] = lambda stats: stats.drafted > 0
-    """Whether the method took part in the run."""
+    """Whether the method had an effect, by the statistics of a run."""
 
 
 TITLES = {
@@ -45,13 +43,13 @@ METHODS = [
         for name in PROPOSERS
         if name not in REQUIRED_OPTION and name != "off"
     ),
-    Method("auto, controlled", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
+    Method("auto, adaptive", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
     Method("draft model", draft={"how": "draft_model"}),
     Method("first layers", draft={"how": "self_draft", "depth": 3, "width": 2}),
     Method("Medusa heads", draft={"how": "medusa", "depth": 3, "width": 2}),
     Method("auto with all of these", draft={"how": "auto", "depth": 3}),
     Method(
-        "auto with all of these, controlled",
+        "auto with all of these, adaptive",
         {"adaptive_speculation": True},
         {"how": "auto"},
         happened=lambda stats: stats.steps > 0,
@@ -61,15 +59,15 @@ METHODS = [
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """An option of a request or an engine, and its alternative."""
+    """An option of a request, an engine or a model."""
 
     title: str
     params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the requests."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine under test; the plain engine that it is compared with has none."""
+    """Options of the engine under test only, and not of the plain engine of the comparison."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the model, and of both engines."""
+    """Options of the model in both engines."""
 
 
 PLAIN = Option("")
@@ -100,7 +98,7 @@ AXES: list[tuple[Option, Option]] = [
     (PLAIN, Option("int8 KV", model={"kv_dtype": "int8"})),
     (PLAIN, Option("int4 weights", model={"format": "Q4_0"})),
 ]
-"""Alternatives; a case takes one option of each pair."""
+"""Alternatives; a case chooses one option of each pair."""
 
 OPTIONS = [option for axis in AXES for option in axis if option.title]
 
@@ -108,20 +106,20 @@ Case = tuple[Option, ...]
 
 
 def pairwise_cases() -> list[Case]:
-    """Return cases that contain every pair of options of different axes.
+    """Cases that cover every pair of options of different axes.
 
-    Greedy: each new case covers the most missing pairs.
+    Each case is chosen greedily: it covers the most pairs that no earlier case covers.
     """
     everything = [tuple(case) for case in product(*([0, 1] for _ in AXES))]
 
     def pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
         return {(i, j, case[i], case[j]) for i, j in combinations(range(len(case)), 2)}
 
-    num_uncomputed = set().union(*map(pairs, everything))
+    uncovered = set().union(*map(pairs, everything))
     cases: list[Case] = []
-    while num_uncomputed:
-        best = max(everything, key=lambda case: len(pairs(case) & num_uncomputed))
-        num_uncomputed -= pairs(best)
+    while uncovered:
+        best = max(everything, key=lambda case: len(pairs(case) & uncovered))
+        uncovered -= pairs(best)
         cases.append(tuple(axis[choice] for axis, choice in zip(AXES, best, strict=True)))
     return cases
 
@@ -145,33 +143,34 @@ REAL_CASES: list[tuple[str, list[str]]] = [
         ["sampled", "preemption"],
     ),
 ]
-"""Prompts on the default model, whose weights have 4 bits, with options by title."""
+"""Cases on the default model, which has 4-bit weights: a prompt, and the titles of its options."""
 
 
 def title(case: Case) -> str:
-    """Return a readable title, which is also the test id."""
+    """Title of a case, for the page and for test ids."""
     return ", ".join(option.title for option in case if option.title)
 
 
 def page() -> str:
-    """Return the text of docs/internals/composability.md."""
+    """The text of docs/internals/composability.md."""
     lines = [
         "# What composes with what",
         "",
-        "Written by `python -m tests.composability` from the cases that "
-        "`tests/engine/test_composability.py` runs; a test fails when it",
-        "is stale. In each case token ids, text and log-probabilities must be equal to "
-        "the last bit to those of plain decoding: the",
-        "request alone, in one piece, without drafts, with the same weights and KV "
-        "format, on the `cpu` backend.",
+        "`python -m tests.composability` writes this page from the cases that",
+        "`tests/engine/test_composability.py` runs; a test fails if the page is stale.",
+        "In each case token ids, text and log-probabilities must equal plain decoding to the last "
+        "bit.",
+        "Plain decoding runs the request alone, in one piece and without drafts,",
+        "with the same weights and KV format, on the `cpu` backend.",
         "",
-        f"Each method runs {len(CASES)} cases on a tiny model, in which every pair of "
-        "options comes up, and those that need no model of",
-        f"their own {len(REAL_CASES)} more on the default model "
-        "(`tests/engine/test_drafts_real.py` has the others). A cell says in how",
-        "many the option is. With the prefix cache one request comes again. Each method "
-        "also runs beside beam searches in one batch, and",
-        "neither changes what the other gives.",
+        f"Each method runs {len(CASES)} cases on a tiny model, which cover every pair of options.",
+        f"Methods without a model of their own run {len(REAL_CASES)} more cases on the default "
+        "model",
+        "(`tests/engine/test_drafts_real.py` runs the other methods on it).",
+        "A cell is the number of cases with the option.",
+        "With the prefix cache, one request is sent twice.",
+        "Each method also runs in one batch with beam searches, and neither changes the other's "
+        "output.",
         "",
         f"| method | {' | '.join(option.title for option in OPTIONS)} |",
         f"|---|{'---|' * len(OPTIONS)}",

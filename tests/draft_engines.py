@@ -1,6 +1,7 @@
-"""Engines over tiny models with every kind of draft model."""
+"""Engines over tiny models with each way to draft, for tests of speculation."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,26 +45,29 @@ def draft_engine(
     kv_dtype: KvDtype = "f32",
     **config: Any,
 ) -> tuple[Engine, dict[str, Proposer]]:
-    """Return an engine with the proposer `how`, or with all proposers for `auto`, and its proposers.
+    """An engine that drafts by `how`, a proposer's name or `auto` for all, and its proposers.
 
-    The model drafts for itself unless another draft model is given.
+    Without `draft` the model itself is the draft model.
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
-    needed = {option: 1 for method, option in REQUIRED_OPTION.items() if how in (method, "auto")}
-    given: dict[str, Any] = needed | {
-        "proposer": how,
-        "draft_depth": depth,
-        "draft_width": width,
-        "max_draft_tokens": 128,
+    required: dict[str, Any] = {
+        option: 1 for method, option in REQUIRED_OPTION.items() if how in (method, "auto")
     }
-    wanted = EngineConfig(acceptance_method=config.get("acceptance_method", "exact"), **given)
-    methods = enabled_methods(wanted)
-    sees = (
+    draft_config = EngineConfig(
+        proposer=how,
+        draft_depth=depth,
+        draft_width=width,
+        max_draft_tokens=128,
+        acceptance_method=config.get("acceptance_method", "exact"),
+        **required,
+    )
+    methods = enabled_methods(draft_config)
+    window = (
         config.get("attention_window", 0),
         config.get("attention_sinks", EngineConfig.attention_sinks),
     )
-    program = trace_model(spec, tensors).with_window(*sees).with_pooled()
+    program = trace_model(spec, tensors).with_window(*window).with_pooled()
     kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
     target = compile_program(
         backend,
@@ -75,23 +79,21 @@ def draft_engine(
     draft_models = DraftModels(block_size=size)
     if "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
-        draft_program = trace_model(draft_spec, draft_tensors).with_window(*sees)
-        own = replace(
-            kv, num_blocks=(-(-(draft_slots or slots) // size),) * len(draft_program.kv_groups)
-        )
-        compiled = target.attach(draft_program, draft_tensors, own)
-        manager = KvManager(draft_program.kv_groups, own, max_rows(depth))
+        draft_program = trace_model(draft_spec, draft_tensors).with_window(*window)
+        num_blocks = -(-(draft_slots or slots) // size)
+        draft_kv = replace(kv, num_blocks=(num_blocks,) * len(draft_program.kv_groups))
+        compiled = target.attach(draft_program, draft_tensors, draft_kv)
+        manager = KvManager(draft_program.kv_groups, draft_kv, max_rows(depth))
         draft_models = replace(
             draft_models, draft=DraftModel(compiled, manager, max_length or spec.max_context)
         )
     if "self_draft" in methods:
-        short = trace_model(
-            replace(spec, num_layers=layers, windows=spec.windows[:layers]), tensors
-        ).with_window(*sees)
-        draft_models = replace(draft_models, first_layers=target.attach(short, tensors))
+        short_spec = replace(spec, num_layers=layers, windows=spec.windows[:layers])
+        first_layers = trace_model(short_spec, tensors).with_window(*window)
+        draft_models = replace(draft_models, first_layers=target.attach(first_layers, tensors))
     if "medusa" in methods:
         draft_models = replace(draft_models, heads=medusa_heads(target, spec, depth))
-    proposers = make_proposers(wanted, draft_models)
+    proposers = make_proposers(draft_config, draft_models)
     return tiny_engine(
         model,
         backend,
@@ -106,17 +108,16 @@ def draft_engine(
 def medusa_heads(
     target: Executable, spec: ModelSpec, count: int, seed: int = 0
 ) -> list[Executable]:
-    """Compile random Medusa heads on the model's threads."""
+    """Random Medusa heads, attached to the executable of the model."""
     tensors = head_tensors(spec, count, seed)
     programs = [
-        trace(lambda g, i=i: head_forward(i, spec.dim, spec.vocab_size, g), tensors)
-        for i in range(count)
-    ]  # type: ignore[misc]
+        trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors) for i in range(count)
+    ]
     return [target.attach(program, tensors) for program in programs]
 
 
 def head_tensors(spec: ModelSpec, count: int, seed: int = 0) -> Tensors:
-    """Return random Medusa heads under the names of this engine."""
+    """Tensors of random Medusa heads."""
     rng = np.random.default_rng(seed)
     shapes = {
         "0.linear.weight": (spec.dim, spec.dim),
