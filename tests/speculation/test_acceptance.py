@@ -1,4 +1,4 @@
-"""Acceptance rates, learned from drafts and the tokens that followed."""
+"""Acceptance rates, learned from drafts and the tokens that follow them."""
 
 import random
 
@@ -28,7 +28,7 @@ def test_rates_are_learned_by_depth() -> None:
     )
 
 
-def test_confidence_and_rank_have_rates_of_their_own() -> None:
+def test_rates_are_learned_by_confidence_and_rank() -> None:
     acceptance = AcceptanceRates()
     fork = DraftTree([1, 2], [-1, -1], confidence=1)
     for _ in range(50):
@@ -49,7 +49,7 @@ def test_nodes_beyond_the_known_tokens_are_not_counted() -> None:
     )  # the second depth has no observations, so its rate is that of the first
 
 
-def test_rates_of_a_sequence_start_from_those_of_all_sequences() -> None:
+def test_rates_on_a_sequence_start_from_the_general_rates() -> None:
     general = AcceptanceRates()
     other, mine = AcceptanceRates(general), AcceptanceRates(general)
     for _ in range(100):
@@ -72,10 +72,8 @@ def test_no_node_is_likelier_than_its_parent() -> None:
         )
 
 
-def test_figures_of_a_few_drafts() -> None:
-    """By hand: three observations of what is expected, then each that is made; earlier ones
-    fade.
-    """
+def test_acceptance_rates_of_a_few_drafts_by_hand() -> None:
+    """The prior counts as three observations, and the weight of older observations decays."""
     general = AcceptanceRates(prior=(0.5, 0.75))
     assert [general.values(DraftTree([1], [-1], confidence))[0] for confidence in range(4)] == [
         0.5,
@@ -101,7 +99,7 @@ def test_figures_of_a_few_drafts() -> None:
     assert own.rate((0, 1, 0)) == pytest.approx((0.9 + 3 * expected) / (1.9 + 3))
 
 
-def test_what_is_below_a_wrong_node_is_not_counted() -> None:
+def test_nodes_below_a_wrong_node_are_not_counted() -> None:
     acceptance = AcceptanceRates()
     acceptance.record(DraftTree([1, 2, 3, 4, 5], [-1, -1, 1, 2, 0]), [9, 3, 4])
     assert [acceptance.rate((0, depth, 0)) for depth in (1, 2, 3)] == [1.5 / 4] * 3
@@ -111,7 +109,7 @@ def test_what_is_below_a_wrong_node_is_not_counted() -> None:
     )  # node 3, below node 1
 
 
-def test_deep_nodes_are_counted_together() -> None:
+def test_deep_nodes_share_one_rate() -> None:
     acceptance, tokens = AcceptanceRates(prior=(0.8,)), list(range(9))
     acceptance.record(DraftTree(tokens, list(range(-1, 8))), [*tokens[:6], 99])
     assert acceptance.rate((0, 5, 0)) > 0.85 > acceptance.rate((0, 6, 0))

@@ -1,6 +1,4 @@
-"""The policy of adaptive speculation, decision by decision: what it asks for, what it runs, and
-what it keeps of their prices.
-"""
+"""Each decision of the adaptive policy: calls, budgets, prices, and the nodes that run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +19,11 @@ LEARNER = ProposerTraits(8, learns_from_rows=True)
 
 
 class Machine(StepCost):
-    """A machine whose steps take a known time: by default 10 ms for one row, and 1.6 ms for each
-    further one.
+    """A machine whose steps take a known time.
 
-    So one token of plain decoding takes 10 ms, and n draft rows cost 0.05 + 0.2 n tokens with the
-    margins, for one sequence that draws.
+    By default a step takes 10 ms with one row and 1.6 ms more for each further row. So a token of
+    plain decoding takes 10 ms. If one sequence samples, n draft rows have the price 0.05 + 0.2 n
+    tokens, with the margins.
     """
 
     def __init__(
@@ -56,8 +54,9 @@ def chain(nodes: int, **options: Any) -> DraftTree:
 def first_drafting_step(
     price: float, *seqs: Sequence, machine: StepCost | None = None, **traits: ProposerTraits
 ) -> AdaptivePolicy:
-    """A policy in its first step with drafts, which knows its proposers and that asking each
-    for one sequence takes `price` seconds.
+    """A policy in its first step with drafts.
+
+    A call to each of its proposers takes `price` seconds per sequence.
     """
     policy = AdaptivePolicy(traits or {"m": CHAIN})
     for name in traits or {"m": CHAIN}:
@@ -72,9 +71,12 @@ def begin(policy: AdaptivePolicy, num_sampling: int = 1, machine: StepCost | Non
     policy.begin_step(machine or Machine(), num_sampling, num_sampling)
 
 
-def waits(policy: AdaptivePolicy, seq: Sequence, seconds: float, num_sampling: int = 1) -> bool:
-    """Whether the next look at a sequence is so many seconds from now; time goes on to a moment
-    after it.
+def next_probe_is_in(
+    policy: AdaptivePolicy, seq: Sequence, seconds: float, num_sampling: int = 1
+) -> bool:
+    """Whether the next probe of a sequence is due in `seconds`.
+
+    The time moves to a moment after that.
     """
     assert policy.pause_seconds == pytest.approx(min(seconds, 0.1))
     policy.record_step(seconds * 0.999)
@@ -86,17 +88,17 @@ def waits(policy: AdaptivePolicy, seq: Sequence, seconds: float, num_sampling: i
 
 
 class TestBegin:
-    def test_there_is_no_rest_before_the_first_step(self) -> None:
+    def test_no_pause_before_the_first_step(self) -> None:
         assert AdaptivePolicy({"m": CHAIN}).pause_seconds == 0
 
-    @pytest.mark.parametrize(("visits", "asks"), [(1.9, False), (2, True)])
-    def test_plain_steps_are_measured_first(self, visits: float, asks: bool) -> None:
+    @pytest.mark.parametrize(("visits", "calls"), [(1.9, False), (2, True)])
+    def test_plain_steps_are_measured_first(self, visits: float, calls: bool) -> None:
         (seq,) = sequences([1])
         policy = AdaptivePolicy({"m": CHAIN})
         begin(policy, machine=Machine(visits=visits))
-        assert policy.should_call("m", seq) is asks and policy.pause_seconds == 0
+        assert policy.should_call("m", seq) is calls and policy.pause_seconds == 0
 
-    def test_it_rests_a_tenth_of_a_second_where_nothing_is_asked(self) -> None:
+    def test_it_pauses_a_tenth_of_a_second_without_calls(self) -> None:
         policy = AdaptivePolicy({"m": CHAIN})
         begin(policy)
         assert policy.pause_seconds == pytest.approx(0.1)
@@ -138,7 +140,7 @@ class TestGain:
             ),  # a token takes half of a step of two
         ],
     )
-    def test_a_draft_pays_if_it_gains_more_than_asking_takes(
+    def test_a_draft_pays_if_it_gains_more_than_the_call_takes(
         self, draft: DraftTree, num_sampling: int, gain: float
     ) -> None:
         seconds = gain * (0.01 if num_sampling == 1 else 0.0058)
@@ -149,8 +151,8 @@ class TestGain:
             assert (policy.pause_seconds == 0) is pays
 
     @pytest.mark.parametrize("indivisible", [False, True])
-    def test_what_costs_more_than_it_gives_gains_nothing(self, indivisible: bool) -> None:
-        """So it is no worse than another of that kind: the first is taken."""
+    def test_a_draft_that_costs_more_than_it_gives_has_no_gain(self, indivisible: bool) -> None:
+        """Two drafts without gain are equal, so the first is better."""
         (seq,) = sequences([1])
         policy = first_drafting_step(0.001, seq)
         bad, worse = (
@@ -160,7 +162,7 @@ class TestGain:
         good = DraftCandidate("m", chain(1), [0.3])
         assert policy.better(good, bad) is policy.better(bad, good) is good
 
-    def test_values_are_those_of_the_proposer_on_the_sequence(self) -> None:
+    def test_values_follow_the_proposer_and_the_sequence(self) -> None:
         one, other = sequences([1], [2])
         policy = first_drafting_step(
             0.001, one, other, m=CHAIN, n=CHAIN._replace(acceptance=(0.8,))
@@ -175,28 +177,26 @@ class TestGain:
         assert policy.evaluate("n", one, chain(1)).values == pytest.approx([0.8])
 
 
-class TestLooks:
+class TestProbes:
     @pytest.mark.parametrize("num_sampling", [1, 2])
-    def test_a_look_that_does_not_pay_takes_half_the_share_of_the_one_before(
-        self, num_sampling: int
-    ) -> None:
+    def test_the_share_of_probes_halves_with_each_failed_probe(self, num_sampling: int) -> None:
         seq, *others = sequences(*[[1]] * num_sampling)
         policy = first_drafting_step(0.001, seq, *others)
         for share in (0.05, 0.025, 0.0125, 0.00625, 0.003125, 0.0025, 0.0025):
             policy.evaluate("m", seq, NO_DRAFT)
-            assert waits(policy, seq, 0.001 * num_sampling / share, num_sampling)
+            assert next_probe_is_in(policy, seq, 0.001 * num_sampling / share, num_sampling)
 
-    def test_one_that_gains_less_than_asking_takes(self) -> None:
-        """Until tokens take longer."""
+    def test_a_draft_that_gains_less_than_the_call_takes_is_a_failed_probe(self) -> None:
+        """It pays if tokens take longer."""
         (seq,) = sequences([1])
         policy = first_drafting_step(0.004, seq)
         policy.evaluate("m", seq, chain(2))  # gains 0.3 tokens
-        assert waits(policy, seq, 0.004 / 0.05)
+        assert next_probe_is_in(policy, seq, 0.004 / 0.05)
         policy.evaluate("m", seq, chain(2))
         begin(policy, machine=Machine(lambda rows: 2 * (0.0084 + 0.0016 * rows)))
         assert policy.should_call("m", seq) and policy.pause_seconds == 0
 
-    def test_one_that_pays_makes_up_for_all_before(self) -> None:
+    def test_a_draft_that_pays_resets_the_share(self) -> None:
         (seq,) = sequences([1])
         policy = first_drafting_step(0.001, seq)
         for _ in range(3):
@@ -204,27 +204,25 @@ class TestLooks:
         policy.evaluate("m", seq, chain(2))
         assert policy.pause_seconds == 0 and policy.should_call("m", seq)
         policy.evaluate("m", seq, NO_DRAFT)
-        assert waits(policy, seq, 0.001 / 0.05)
+        assert next_probe_is_in(policy, seq, 0.001 / 0.05)
 
-    def test_a_proposer_that_learns_from_rows_has_six_steps_for_a_look(self) -> None:
+    def test_a_proposer_that_learns_from_rows_has_probes_of_six_steps(self) -> None:
         (seq,) = sequences([1])
         policy = first_drafting_step(0.001, seq, m=LEARNER)
         for _ in range(2):
             for _ in range(5):
                 policy.evaluate("m", seq, NO_DRAFT)
                 assert policy.pause_seconds == 0 and policy.should_call("m", seq)
-            policy.evaluate("m", seq, chain(1))  # which pays: all that went before is forgotten
+            policy.evaluate("m", seq, chain(1))  # which pays and resets the count
         for share in (0.05, 0.025):
             for _ in range(6):
                 assert policy.pause_seconds == 0
                 policy.evaluate("m", seq, NO_DRAFT)
-            assert waits(policy, seq, 6 * (0.001 + (0.05 + 4 * 0.2) * 0.01) / share)
+            assert next_probe_is_in(policy, seq, 6 * (0.001 + (0.05 + 4 * 0.2) * 0.01) / share)
 
-    def test_an_expensive_first_look_waits_as_at_the_last_sequence(self) -> None:
-        """Up to a hundredth of the time of a decoded token, for each token of the sequence, it is
-        cheap.
-        """
-        for seconds, asks in ((0.0001, True), (0.00011, False)):
+    def test_an_expensive_first_call_waits_as_long_as_the_last_sequence(self) -> None:
+        """A first call is cheap up to a hundredth of a token's time per known token."""
+        for seconds, calls in ((0.0001, True), (0.00011, False)):
             one, other = sequences([1] * 4, [2])
             policy = AdaptivePolicy({"m": CHAIN})
             begin(policy)
@@ -232,14 +230,14 @@ class TestLooks:
             policy.record_call("m", {one: 8}, 4 * seconds)
             policy.record_call("m", {one: 8}, 0.01)
             policy.evaluate("m", one, NO_DRAFT)
-            assert policy.should_call("m", other) is asks
-            if not asks:
-                assert waits(policy, other, 0.001 / 0.05)
+            assert policy.should_call("m", other) is calls
+            if not calls:
+                assert next_probe_is_in(policy, other, 0.001 / 0.05)
                 policy.evaluate("m", other, NO_DRAFT)
-                assert waits(policy, other, 0.001 / 0.025)
+                assert next_probe_is_in(policy, other, 0.001 / 0.025)
 
-    def test_the_price_of_a_first_look_is_an_average(self) -> None:
-        """0.0002 and then nine tenths of it and a tenth of 0.000001, and so on, by token: 0.0001
+    def test_the_price_of_a_first_call_is_an_average(self) -> None:
+        """Per token it is 0.0002, then 0.9 of that plus 0.1 of 0.000001, and so on: below 0.0001
         after eight sequences.
         """
         seqs = sequences(*[[1, 2]] * 9)
@@ -254,7 +252,7 @@ class TestLooks:
             policy.record_call("m", {seq: 8}, 0.000002)
         assert asked == [False] * 7 + [True]
 
-    def test_a_learner_has_no_cheap_first_look(self) -> None:
+    def test_the_first_call_of_a_learner_is_never_cheap(self) -> None:
         one, other = sequences([1], [2])
         policy = first_drafting_step(0.0, one, m=LEARNER)
         for _ in range(6):
@@ -263,21 +261,21 @@ class TestLooks:
 
 
 class TestRivals:
-    def test_where_it_should_gain_more_by_its_price(self) -> None:
-        """Its last draft gained 0.3 tokens."""
+    def test_a_call_must_gain_more_than_the_rival_by_its_price(self) -> None:
+        """The last draft gained 0.3 tokens."""
         (seq,) = sequences([1])
-        for value, asks in ((0.449, True), (0.451, False)):
+        for value, calls in ((0.449, True), (0.451, False)):
             policy = first_drafting_step(0.001, seq)
             policy.evaluate("m", seq, chain(2))
-            rival = DraftCandidate(
-                "n", chain(1), [value]
-            )  # gains 0.2 tokens, and so many milliseconds
-            assert policy.should_call("m", seq, rival) is asks
+            rival = DraftCandidate("n", chain(1), [value])  # gains 0.2 tokens, which are 2 ms
+            assert policy.should_call("m", seq, rival) is calls
             assert policy.should_call("m", seq) and policy.pause_seconds == 0
 
     @pytest.mark.parametrize("num_sampling", [1, 2])
     @pytest.mark.parametrize("draft", [chain(2), NO_DRAFT])
-    def test_where_it_is_time_for_a_look(self, num_sampling: int, draft: DraftTree) -> None:
+    def test_a_due_probe_is_called_in_spite_of_a_rival(
+        self, num_sampling: int, draft: DraftTree
+    ) -> None:
         seq, *others = sequences(*[[1]] * num_sampling)
         policy = first_drafting_step(0.0001, seq, *others)
         policy.evaluate("m", seq, draft)
@@ -290,11 +288,11 @@ class TestRivals:
 
 
 class TestPrices:
-    def test_prices_are_averages_in_which_an_interruption_counts_little(self) -> None:
+    def test_prices_are_averages_that_bound_an_interruption(self) -> None:
         seq, other = sequences([1], [2])
         policy = AdaptivePolicy({"m": CHAIN})
         begin(policy)
-        policy.record_call("m", {seq: 4, other: 4}, 9.0)  # the first look has a price of its own
+        policy.record_call("m", {seq: 4, other: 4}, 9.0)  # first calls have their own price
         price, one, both = 0.0, {seq: 4}, {seq: 4, other: 4}
         for seconds, counts, nodes in (
             (0.02, 0.02, one),
@@ -309,7 +307,7 @@ class TestPrices:
             assert policy.pause_seconds == pytest.approx(price / 0.05)
 
 
-class TestBudget:
+class TestMaxNodes:
     CHEAP = Machine(lambda rows: 0.0092 + 0.0008 * rows)
     """A draft row costs 0.1 tokens."""
 
@@ -325,25 +323,24 @@ class TestBudget:
         seq, other = sequences([1], [2])
         policy = AdaptivePolicy({"m": ProposerTraits(8, width, acceptance=(0.5, 0.9))})
         policy.record_call("m", {seq: 1}, 0.0)
-        for share in (
-            1,
-            0.3,
-        ):  # of which there is a tenth, and then a tenth of the difference more: 0.12
+        # The average is a tenth of the first, then a tenth of the difference more: 0.12.
+        for share in (1, 0.3):
             policy.record_call("m", {seq: 5}, share * 5 * by_node / 0.12)
         policy.record_acceptance(other, DraftCandidate("m", draft, []), [7] * 9)
         begin(policy, machine=machine)
         return policy.max_nodes("m", seq, most)
 
-    def test_all_where_a_deeper_draft_takes_no_longer(self) -> None:
+    def test_the_limit_if_a_deeper_draft_takes_no_longer(self) -> None:
         assert self.budget(8, Machine(lambda rows: float(rows)), width=0) == 8
 
-    def test_the_first_depth_in_any_case(self) -> None:
+    def test_at_least_the_first_depth(self) -> None:
         assert self.budget(8, Machine(lambda rows: float(rows))) == 1
         assert self.budget(8, Machine(lambda rows: float(rows)), width=3) == 3
 
-    def test_deeper_as_long_as_it_pays(self) -> None:
-        """Half of the nodes are right at each depth: 0.25 tokens at the second, 0.125 at the third,
-        0.0625 at the fourth.
+    def test_deeper_while_it_pays(self) -> None:
+        """Half of the nodes are right at each depth.
+
+        The second depth gains 0.25 tokens, the third 0.125, the fourth 0.0625.
         """
         assert self.budget(8, Machine()) == 2
         assert self.budget(8, self.CHEAP) == 3
@@ -356,16 +353,14 @@ class TestBudget:
         ):  # 0.01 s for a token
             assert self.budget(8, self.CHEAP, by_node=by_node) == nodes
 
-    def test_each_depth_has_so_many_nodes(self) -> None:
-        """A second child is right in 1/8: 0.3125 at the second depth, 0.15625 at the third."""
+    def test_each_depth_has_width_nodes(self) -> None:
+        """A second child is right in 1/8. The second depth gains 0.3125, the third 0.15625."""
         assert self.budget(8, self.CHEAP, width=2) == 4
         assert self.budget(3, self.CHEAP, width=2) == 3
         assert self.budget(1, self.CHEAP, width=2) == 1
 
-    def test_by_the_rates_of_each_depth(self) -> None:
-        """From one draft: 3/8 at all depths; 5/8 at the first and 0.72 at all others; 5/8 and
-        0.47.
-        """
+    def test_the_rates_of_each_depth_count(self) -> None:
+        """Rates after one draft: 3/8 at all depths; 5/8, then 0.72; 5/8, then 0.47."""
         assert self.budget(8, Machine(), draft=DraftTree([8], [-1])) == 1  # 0.14
         assert (
             self.budget(8, Machine(), draft=DraftTree([7, 7], [-1, 0])) == 4
@@ -373,7 +368,7 @@ class TestBudget:
         dear = Machine(lambda rows: 0.008 + 0.002 * rows)  # a row costs 0.25 tokens
         assert self.budget(8, dear, draft=DraftTree([7, 8], [-1, 0])) == 2  # 0.29, 0.14
 
-    def test_with_the_rows_of_all_that_draw(self) -> None:
+    def test_the_rows_of_all_sequences_that_sample_count(self) -> None:
         seqs = sequences([1], [2])
         policy = first_drafting_step(
             0.0,
@@ -388,14 +383,14 @@ class TestBudget:
         assert policy.max_nodes("m", seqs[0], 8) == 2
 
 
-class TestChoice:
+class TestChooseNodes:
     def run(
         self,
         *drafts: tuple[DraftTree, list[float]],
         machine: StepCost | None = None,
         traits: ProposerTraits = CHAIN,
     ) -> list[list[int]]:
-        """The nodes that run of drafts with these values, each of a sequence."""
+        """The nodes that run of each draft, from drafts and their values, one for each sequence."""
         seqs = sequences(*[[1]] * len(drafts))
         policy = first_drafting_step(0.0, *seqs, machine=machine, m=traits)
         chosen = policy.choose_nodes(
@@ -403,23 +398,23 @@ class TestChoice:
         )
         return [chosen.get(seq, []) for seq in seqs]
 
-    def test_as_many_nodes_as_give_the_most_tokens_per_second(self) -> None:
-        """Tokens per time of a plain step: 1.2, 1.207, 1.136."""
+    def test_the_number_of_nodes_with_the_most_tokens_per_second(self) -> None:
+        """Tokens in the time of a plain step, by number of nodes: 1.2, 1.207, 1.136."""
         assert self.run((chain(3), [0.5, 0.25, 0.125])) == [[0, 1]]
         assert self.run((chain(3), [0.5, 0.2, 0.125])) == [[0]]  # 1.2, 1.17
         assert self.run((chain(1), [0.26])) == [[0]]
         assert self.run((chain(2), [0.24, 0.1])) == [[]]
 
-    def test_the_likeliest_nodes_in_their_order(self) -> None:
+    def test_the_likeliest_nodes_in_ascending_order(self) -> None:
         assert self.run((DraftTree([1, 2, 3], [-1, -1, 0]), [0.6, 0.1, 0.5])) == [[0, 2]]
         assert self.run((DraftTree([1, 2, 3], [-1, -1, 1]), [0.5, 0.6, 0.5])) == [[0, 1, 2]]
 
-    def test_what_is_indivisible_runs_whole_or_not(self) -> None:
+    def test_an_indivisible_draft_runs_with_all_nodes_or_none(self) -> None:
         assert self.run((chain(3, indivisible=True), [0.5, 0.25, 0.125])) == [[0, 1, 2]]
         assert self.run((chain(3, indivisible=True), [0.4, 0.15, 0.05])) == [[]]
 
-    def test_of_several_sequences(self) -> None:
-        """By the mean value of a node. A row costs 0.41 tokens of two sequences that draw."""
+    def test_nodes_of_several_sequences(self) -> None:
+        """Drafts are sorted by the mean value of a node. A row has the price 0.41 tokens here."""
         assert self.run((chain(2), [0.9, 0.8]), (chain(1), [0.85])) == [[0, 1], [0]]
         assert self.run((chain(2), [0.9, 0.3]), (chain(2, indivisible=True), [0.5, 0.3])) == [
             [0],
@@ -430,7 +425,7 @@ class TestChoice:
             [0],
         ]
 
-    def test_one_trial_for_a_proposer_that_learns_from_rows(self) -> None:
+    def test_one_probe_for_a_proposer_that_learns_from_rows(self) -> None:
         bad = chain(6), [0.0] * 6
         assert self.run(bad, traits=LEARNER) == [[0, 1, 2, 3]]
         assert self.run((chain(3), [0.0] * 3), traits=LEARNER) == [[0, 1, 2]]
@@ -440,8 +435,8 @@ class TestChoice:
         assert self.run(bad) == [[]]
 
 
-def test_a_draft_budget_that_is_not_granted_is_asked_for_again() -> None:
-    """In the next step: what was asked for and never came is no draft that did not pay."""
+def test_a_call_without_granted_slots_is_due_in_the_next_step() -> None:
+    """A call that never happened is not a failed probe."""
     (seq,) = sequences([1, 2, 3])
     cost, policy = StepCost(), AdaptivePolicy({"oracle": Oracle.traits})
     for _ in range(5):
@@ -453,7 +448,7 @@ def test_a_draft_budget_that_is_not_granted_is_asked_for_again() -> None:
     policy.record_call("oracle", {seq: 8}, 0.001)
     policy.record_step(0.002)
     policy.begin_step(cost, 1, 1)
-    assert policy.should_call("oracle", seq)  # the first look told no price
+    assert policy.should_call("oracle", seq)  # a first call sets no price
     policy.record_call("oracle", {seq: 8}, 0.001)
     policy.evaluate("oracle", seq, NO_DRAFT)
     assert policy.pause_seconds > 0

@@ -1,6 +1,4 @@
-"""Adaptive speculation under a simulated clock: drafts that pay are used, others are dropped and
-tried again later.
-"""
+"""Adaptive speculation under a simulated clock: drafts run if they pay, and are probed if not."""
 
 import random
 import threading
@@ -28,7 +26,7 @@ STEP_MS: dict[str, Callable[[int], float]] = {
 
 
 class Clock:
-    """Simulated seconds, which the tests advance."""
+    """A simulated clock in seconds, which the tests advance."""
 
     now = 0.0
 
@@ -37,9 +35,7 @@ class Clock:
 
 
 class Oracle:
-    """Chains of what greedy decoding gives, each token right with a probability that may change
-    with the position.
-    """
+    """Drafts chains of the greedy tokens, each right with a probability that depends on the position."""
 
     traits = ProposerTraits(8, in_engine_thread=True, time_limit=None)
 
@@ -76,11 +72,11 @@ def serve(
     warm: bool = True,
     **config: Any,
 ) -> tuple[float, Any, list[Any]]:
-    """Simulated seconds, stats and tokens of `seqs` greedy requests at once; with `warm` the engine
-    has served the same ones before.
+    """Serve `seqs` greedy requests at once; returns simulated seconds, statistics and tokens.
 
-    A step takes `step_ms(rows)` milliseconds; with `jitter` up to that share more, and five times
-    as long in 2% of the steps.
+    With `warm` the engine has served the same requests before. A step takes `step_ms(rows)`
+    milliseconds. With `jitter` it takes up to that share more, and 2 % of the steps take five times
+    as long.
     """
     clock, rng = Clock(), random.Random(1)
     options = {"adaptive_speculation": True, "max_draft_tokens": 8} | config
@@ -118,7 +114,7 @@ def serve(
 def speedup(
     step_ms: Callable[[int], float], right: Callable[[int], float], seqs: int, **options: Any
 ) -> float:
-    """Seconds of plain decoding over those with an oracle's drafts; the tokens are the same."""
+    """Speed with an oracle's drafts relative to plain decoding; the tokens are the same."""
     plain, _, expected = serve(step_ms, lambda clock: {}, seqs=seqs)
     seconds, stats, tokens = serve(
         step_ms, lambda clock: {"oracle": Oracle(right)}, seqs=seqs, **options
@@ -146,7 +142,7 @@ def test_a_new_engine_loses_little_while_it_learns(right: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "seqs", "right", "least"),
+    ("machine", "seqs", "right", "min_speedup"),
     [
         ("135M on two cores", 1, 0.97, 4.0),
         ("135M on two cores", 1, 0.7, 2.2),
@@ -159,12 +155,12 @@ def test_a_new_engine_loses_little_while_it_learns(right: float) -> None:
     ],
 )
 def test_right_drafts_pay_where_rows_are_cheap(
-    machine: str, seqs: int, right: float, least: float
+    machine: str, seqs: int, right: float, min_speedup: float
 ) -> None:
-    assert speedup(STEP_MS[machine], lambda position: right, seqs) > least
+    assert speedup(STEP_MS[machine], lambda position: right, seqs) > min_speedup
 
 
-def test_a_proposer_that_begins_to_be_right_is_used_again() -> None:
+def test_a_proposer_that_becomes_right_is_used_again() -> None:
     assert (
         speedup(STEP_MS["135M on two cores"], lambda position: float(position > LENGTH // 2), 1)
         > 1.5
@@ -178,7 +174,7 @@ def test_wrong_drafts_are_slow_without_adaptive_speculation() -> None:
     )
 
 
-def test_a_slow_proposer_is_asked_rarely() -> None:
+def test_a_slow_proposer_is_called_rarely() -> None:
     slow: list[Oracle] = []
 
     def make(clock: Clock) -> dict[str, Any]:
@@ -205,7 +201,7 @@ class Busy(Oracle):
 
 
 @pytest.mark.parametrize("seqs", [1, 8])
-def test_speculation_rests_while_it_does_not_pay(seqs: int) -> None:
+def test_speculation_pauses_while_it_does_not_pay(seqs: int) -> None:
     busy: list[Busy] = []
 
     def make(clock: Clock) -> dict[str, Any]:
@@ -219,7 +215,7 @@ def test_speculation_rests_while_it_does_not_pay(seqs: int) -> None:
 
 
 class Interrupted(Oracle):
-    """Takes a second longer in one call, as if another process had the machine."""
+    """Takes a second longer in one call, as if another process used the machine."""
 
     at = 10
     """Number of calls before the long one."""
@@ -282,10 +278,10 @@ def test_the_better_of_two_proposers_is_used() -> None:
     assert stats.drafts["good"].seconds_saved > 0
 
 
-@pytest.mark.parametrize("asking", [0.0, 0.0005])
-def test_draft_stats_agree_with_engine_stats_and_with_time_saved(asking: float) -> None:
+@pytest.mark.parametrize("call_seconds", [0.0, 0.0005])
+def test_draft_stats_agree_with_engine_stats_and_with_time_saved(call_seconds: float) -> None:
     def make(clock: Clock) -> dict[str, Any]:
-        return {"oracle": Oracle(lambda position: 0.9, clock, asking)}
+        return {"oracle": Oracle(lambda position: 0.9, clock, call_seconds)}
 
     seconds, stats, tokens = serve(STEP_MS["135M on two cores"], make, warm=False)
     (drafts,) = stats.drafts.values()
@@ -315,7 +311,7 @@ def test_a_proposer_that_learns_from_rows_gets_some() -> None:
 
 
 class Sleeper(Oracle):
-    """Hangs once it has been asked a few times."""
+    """Hangs after a few calls."""
 
     traits = ProposerTraits(8, time_limit=0.2)
 
@@ -354,22 +350,20 @@ def test_draft_stats_of_requests_add_up_to_those_of_the_engine() -> None:
 
 
 def test_drafts_have_at_most_max_draft_tokens() -> None:
-    for most in (1, 3):
+    for max_tokens in (1, 3):
         engine = toy_engine(
-            proposer=Oracle(lambda position: 1.0), max_model_len=60, max_draft_tokens=most
+            proposer=Oracle(lambda position: 1.0), max_model_len=60, max_draft_tokens=max_tokens
         )
         run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=40))])
         drafts = engine.stats().drafts["test"]
         assert (
-            drafts.tokens_per_step == pytest.approx(1 + most, rel=0.1)
-            and drafts.proposed <= most * drafts.steps
+            drafts.tokens_per_step == pytest.approx(1 + max_tokens, rel=0.1)
+            and drafts.proposed <= max_tokens * drafts.steps
         )
 
 
 class Reader(Oracle):
-    """Takes 60 ms when it is first asked for a sequence, to read its prompt, and is right where a
-    text is quoted: after ten tokens.
-    """
+    """Takes 60 ms in the first call for a sequence, to read its prompt, and drafts after ten tokens."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(lambda position: 0.95, clock, seconds=0.00003)
@@ -386,8 +380,8 @@ class Reader(Oracle):
         ]
 
 
-def test_the_first_answer_has_drafts_from_where_they_are_right() -> None:
-    """Though it takes long to read a prompt, and the first look finds nothing."""
+def test_the_first_output_has_drafts_as_soon_as_they_are_right() -> None:
+    """The first call takes long to read the prompt, and finds no draft."""
     step_ms = STEP_MS["135M on two cores"]
     plain, _, _ = serve(step_ms, lambda clock: {}, warm=False)
     seconds, stats, _ = serve(step_ms, lambda clock: {"reader": Reader(clock)}, warm=False)

@@ -1,6 +1,4 @@
-"""Models that draft, alone: a draft is the model's own continuation, and no token is computed twice
-that need not be.
-"""
+"""Models that draft: a draft is the model's own continuation, and few tokens are computed twice."""
 
 import gc
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ TOKENS = st.integers(0, VOCAB - 1)
 
 @dataclass(eq=False)
 class Drafted(View):
-    """A sequence with what a drafting model reads of it."""
+    """A sequence as a drafting model sees it."""
 
     sampler: Any = None
     computed: int = 0
@@ -48,7 +46,7 @@ def sequence(
 
 
 class Counting(ToyExecutable):
-    """Keeps how many rows each sequence had in each launch."""
+    """Records the rows of each sequence in each launch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(SIZE, **options)
@@ -73,7 +71,7 @@ class Counting(ToyExecutable):
 def draft_model(
     num_blocks: int = 64, max_length: int = 1000, windows: tuple[int, ...] = FULL, **config: Any
 ) -> DraftModelProposer:
-    """The toy model as a draft."""
+    """A proposer with the toy model as draft model."""
     options = EngineConfig(proposer="draft_model", **config)
     kv = toy_kv(num_blocks, SIZE, windows, max_rows(options.draft_depth))
     (proposer,) = make_proposers(
@@ -90,7 +88,7 @@ def rows_of(proposer: DraftModelProposer | SelfDraftProposer) -> list[list[int]]
 
 
 def continuation(known: list[int], budget: int, width: int) -> DraftTree:
-    """The likeliest `width` tokens at each depth, below the likeliest of the depth before."""
+    """The likeliest `width` tokens at each depth, below the likeliest token of the previous depth."""
     tokens: list[int] = []
     parents: list[int] = []
     end = -1
@@ -104,7 +102,7 @@ def continuation(known: list[int], budget: int, width: int) -> DraftTree:
 
 
 def check(proposer: DraftModelProposer) -> None:
-    """Assert that the draft's own blocks add up, and keep what it says they do."""
+    """Assert that the draft model's blocks add up and hold the tokens that it recorded."""
     executable = proposer._executable
     assert isinstance(executable, ToyExecutable)
     proposer.kv.check([draft.tables for draft in proposer._contexts.values()])
@@ -123,9 +121,7 @@ def check(proposer: DraftModelProposer) -> None:
 def test_drafts_are_the_models_own_continuation(
     prompts: list[list[int]], depth: int, width: int, windows: tuple[int, ...], data: st.DataObject
 ) -> None:
-    """Whatever of its drafts is taken, however sequences grow meanwhile, and whichever of them is
-    asked for.
-    """
+    """This holds for any accepted part, any growth of the sequences, and any subset of them."""
     proposer = draft_model(200, windows=windows, draft_depth=depth, draft_width=width)
     seqs = [sequence(prompt, seq_id=(request, 0)) for request, prompt in enumerate(prompts)]
     for _ in range(4):
@@ -149,7 +145,7 @@ def test_drafts_are_the_models_own_continuation(
     assert all(pool.num_free == pool.num_blocks for pool in proposer.kv.pools)
 
 
-def test_only_what_is_new_is_computed() -> None:
+def test_only_new_tokens_are_computed() -> None:
     proposer = draft_model(draft_depth=3)
     seq, other = sequence([1, 2, 3, 4, 5]), sequence([6, 7], seq_id=(1, 0))
     (draft, _) = proposer.propose([seq, other], [3, 1])
@@ -167,7 +163,7 @@ def test_only_what_is_new_is_computed() -> None:
     assert rows_of(proposer) == [[2]]
 
 
-def test_a_long_prompt_is_caught_up_with_over_several_steps(
+def test_catching_up_with_a_long_prompt_takes_several_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("headrace.speculation.proposers.draft_model._CATCH_UP_ROWS", 8)
@@ -188,7 +184,7 @@ def test_a_long_prompt_is_caught_up_with_over_several_steps(
         check(proposer)
 
 
-def test_siblings_begin_with_what_the_nearest_has() -> None:
+def test_siblings_share_the_longest_common_prefix() -> None:
     proposer = draft_model(draft_depth=2)
     first, second = (sequence(list(range(10)), seq_id=(0, i)) for i in range(2))
     assert proposer.propose([first, second], [2, 2]) == [continuation(first.known, 2, 1), NO_DRAFT]
@@ -206,7 +202,7 @@ def test_siblings_begin_with_what_the_nearest_has() -> None:
     check(proposer)
 
 
-def test_a_sibling_for_whom_a_window_has_let_go_begins_anew() -> None:
+def test_a_sibling_whose_window_has_freed_kv_starts_over() -> None:
     proposer = draft_model(windows=(3,), draft_depth=1)
     first, second = sequence(list(range(10))), sequence([*range(10), 2], seq_id=(0, 1))
     for _ in range(3):
@@ -236,7 +232,7 @@ def test_blocks_come_from_sequences_that_do_not_draft_now() -> None:
     check(proposer)
 
 
-def test_no_draft_goes_beyond_what_the_draft_was_trained_for() -> None:
+def test_no_draft_exceeds_the_length_that_the_draft_was_trained_for() -> None:
     proposer = draft_model(max_length=12, draft_depth=3, draft_width=2)
     for length, budget in ((9, 6), (10, 4), (11, 2), (12, 0), (13, 0)):
         seq = sequence(list(range(length)), seq_id=(length, 0))
@@ -244,7 +240,7 @@ def test_no_draft_goes_beyond_what_the_draft_was_trained_for() -> None:
 
 
 @pytest.mark.parametrize("method", ["exact", "rejection"])
-def test_it_draws_with_the_noise_of_the_sequence(method: Any) -> None:
+def test_it_samples_with_the_noise_of_the_sequence(method: Any) -> None:
     params = SamplingParams(temperature=0.8, seed=3)
     proposer = draft_model(draft_depth=4, acceptance_method=method)
     for index in range(3):
@@ -266,7 +262,7 @@ def test_it_draws_with_the_noise_of_the_sequence(method: Any) -> None:
 def self_draft(
     windows: tuple[int, ...] = FULL, **config: Any
 ) -> tuple[SelfDraftProposer, KvManager]:
-    """The toy model as its own first layers, and the KV that it shares with the model."""
+    """A proposer with the toy model as first layers, and the KV that they share."""
     executable = Counting(windows=windows)
     (made,) = make_proposers(
         EngineConfig(proposer="self_draft", **config),
@@ -279,7 +275,7 @@ def self_draft(
 def compute(
     proposer: SelfDraftProposer, kv: KvManager, seq: Drafted, computed: int, drafts: int
 ) -> None:
-    """Give the sequence KV of so many tokens, and blocks for the rest and some drafts."""
+    """Give the sequence KV of `length` tokens, and blocks for the rest and some drafts."""
     seq.tables, seq.computed = kv.new_tables(), computed
     assert kv.reserve(seq.tables, 0, len(seq.known) + drafts) == []
     proposer._executable.launch(
@@ -290,7 +286,9 @@ def compute(
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("windows", [(0,), (5, 0)])
-def test_a_models_first_layers_go_on_from_its_kv(width: int, windows: tuple[int, ...]) -> None:
+def test_first_layers_continue_from_the_kv_of_the_model(
+    width: int, windows: tuple[int, ...]
+) -> None:
     proposer, kv = self_draft(windows, draft_depth=3, draft_width=width)
     lengths = [
         (6, 5),
@@ -314,7 +312,7 @@ def test_a_models_first_layers_go_on_from_its_kv(width: int, windows: tuple[int,
 
 
 @pytest.mark.parametrize("method", ["exact", "rejection"])
-def test_a_models_first_layers_draw_with_the_noise_of_the_sequence(method: Any) -> None:
+def test_first_layers_sample_with_the_noise_of_the_sequence(method: Any) -> None:
     params = SamplingParams(temperature=0.8, seed=3)
     proposer, kv = self_draft(draft_depth=3, acceptance_method=method)
     seq = sequence([5, 6, 7], params, (0, 2))

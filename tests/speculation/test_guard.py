@@ -1,4 +1,4 @@
-"""Whatever a proposer does, a step gets valid drafts or none."""
+"""The guard: a step gets valid drafts or none, whatever a proposer does."""
 
 import gc
 import threading
@@ -29,7 +29,7 @@ from tests.speculation.test_ngram import View
 
 
 class Scripted:
-    """Returns or raises what the test says when it is asked; fails to observe."""
+    """Returns or raises the given result in `propose`, and fails in `observe`."""
 
     traits = ProposerTraits(4, time_limit=None)
 
@@ -71,7 +71,7 @@ RESULT = StepResult([])
         [DraftTree([1], [-1], probabilities=np.ones((2, 10)))],
     ],
 )
-def test_an_invalid_answer_is_no_draft(answer: Any) -> None:
+def test_an_invalid_result_is_no_draft(answer: Any) -> None:
     guard = Guard(Scripted(answer), vocab_size=10)
     for failures in (1, 2):
         assert guard.propose([View([1])], [3]) == [NO_DRAFT]
@@ -83,7 +83,7 @@ def test_an_invalid_draft_does_not_discard_the_others() -> None:
     assert guard.propose([View([1]), View([2])], [3, 3]) == [GOOD, NO_DRAFT]
 
 
-def test_a_valid_draft_comes_through_as_it_is() -> None:
+def test_a_valid_draft_is_unchanged() -> None:
     draft = DraftTree([1, 9], [-1, -1], 9, True, np.ones((2, 10)))
     guard = Guard(Scripted([draft]), vocab_size=10)
     assert guard.propose([View([1])], [2]) == [
@@ -92,7 +92,7 @@ def test_a_valid_draft_comes_through_as_it_is() -> None:
     assert guard.failures == 0
 
 
-def test_only_sequences_with_a_budget_are_asked() -> None:
+def test_the_proposer_sees_only_sequences_with_a_budget() -> None:
     inner = Scripted([DraftTree([1], [-1]), GOOD])
     guard = Guard(inner, vocab_size=10)
     views = [View([i], (i, 0)) for i in range(3)]
@@ -109,14 +109,14 @@ def test_a_failure_to_observe_is_counted() -> None:
 
 
 class Watching(Scripted):
-    """Keeps what it observes, and in which thread."""
+    """Records its observations and their thread."""
 
     def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
         self.observed = (seqs, commits, result, threading.current_thread())
 
 
 @pytest.mark.parametrize("in_engine_thread", [True, False])
-def test_a_proposer_observes_in_the_thread_that_it_asks_for(in_engine_thread: bool) -> None:
+def test_a_proposer_observes_in_the_thread_of_its_traits(in_engine_thread: bool) -> None:
     inner, views, commits = Watching([]), [View([1])], [Commit(0, [], [1], [])]
     inner.traits = inner.traits._replace(in_engine_thread=in_engine_thread)
     guard = Guard(inner, vocab_size=10)
@@ -186,7 +186,7 @@ def test_auto_has_the_configured_proposers() -> None:
         ({"proposer": "auto", "medusa_heads": "x", "draft_model": "x", "draft_layers": 2}, ""),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:
     if message:
         with pytest.raises(RequestError, match=message):
             check_speculation(EngineConfig(**options))
@@ -195,7 +195,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], me
 
 
 class Hanging(Scripted):
-    """Answers once, and hangs in the next call until the test wakes it."""
+    """Returns once, and hangs in the next call until the test wakes it."""
 
     traits = ProposerTraits(4, time_limit=0.05)
 
@@ -246,10 +246,8 @@ def test_the_thread_ends_with_the_guard() -> None:
     assert not thread.is_alive()
 
 
-def test_what_proposers_need_of_the_engine() -> None:
-    """They are all called in its thread, and those that are quick without a limit; some learn from
-    their rows, or read something there.
-    """
+def test_traits_of_the_proposers() -> None:
+    """All run in the engine's thread. Quick proposers have no time limit, and some learn from rows."""
     plain = ProposerTraits(7, in_engine_thread=True, time_limit=None)
     needs = {
         "ngram": plain,

@@ -1,4 +1,4 @@
-"""Jacobi chains and the lookahead window, on rows of logits with given likeliest tokens."""
+"""Jacobi chains and the lookahead window, on logits with given likeliest tokens."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ class TestJacobi:
         proposer.observe([View([0]), view], [Commit(1, [0], [1, 9], [], row=5, draft=draft)], said)
         assert proposer.propose([view], [2])[0] == DraftTree([30, 31], [-1, 0])
 
-    def test_a_step_without_draft_rows_starts_anew(self) -> None:
+    def test_a_step_without_draft_rows_starts_over(self) -> None:
         proposer, view = JacobiProposer(16), View([1, 2, 3])
         proposer.observe([view], [Commit(0, [], [3], [], row=0, draft=NO_DRAFT)], rows([3]))
         assert proposer.propose([view], [2])[0].tokens == [1, 2]
@@ -46,8 +46,8 @@ class TestJacobi:
         ]  # 77 is after a row of another sequence
 
     def test_converges_to_plain_decoding(self) -> None:
-        """In this model the next token depends on the token before it at every third position, and
-        else only on the position.
+        """The next token depends on the previous token at every third position, and otherwise only
+        on the position.
         """
 
         def follow(first: int, tokens: list[int]) -> list[int]:
@@ -74,7 +74,7 @@ class TestJacobi:
 
 
 class TestLookahead:
-    def test_the_window_is_a_tree(self) -> None:
+    def test_the_lookahead_window_is_a_tree(self) -> None:
         (draft,) = LookaheadProposer(16).propose([View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])], [16])
         assert draft.indivisible
         #               five columns of two levels: a stem, and a leaf on each of its nodes
@@ -125,7 +125,7 @@ class TestLookahead:
             # n-gram.
             assert len(draft.tokens) == (2 * min(5, max(1, (budget - 2) // 2)) if budget > 1 else 0)
 
-    def test_a_step_without_new_tokens_moves_nothing(self) -> None:
+    def test_a_step_without_new_tokens_leaves_the_window(self) -> None:
         proposer, views = LookaheadProposer(16), [View([1, 2, 3, 4, 5, 6, 7, 8, 9, 10]), View([3])]
         before = proposer.propose(views, [16, 1])
         proposer.observe(
@@ -139,7 +139,7 @@ class TestLookahead:
             state._remember(7, rest)
         assert state.draft([7], 30).tokens[-6:] == [23, 33, 20, 30, 22, 32]
 
-    def test_memory_is_bounded_and_what_was_seen_lately_is_kept(
+    def test_memory_is_bounded_and_the_latest_ngrams_are_kept(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("headrace.speculation.proposers.lookahead._MAX_FIRST_TOKENS", 2)

@@ -1,6 +1,4 @@
-"""Speculative decoding step by step: what is asked for, what runs, and what is observed and kept of
-it.
-"""
+"""The speculation manager step by step: calls, drafts, observations and statistics."""
 
 from typing import Any
 
@@ -19,7 +17,7 @@ from tests.tiny import run_all
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
-def test_no_more_is_drafted_than_may_come(max_tokens: int) -> None:
+def test_drafts_end_at_max_tokens(max_tokens: int) -> None:
     engine = toy_engine(proposer=Oracle(lambda position: 1.0))
     run_all(engine, [([1], SamplingParams(temperature=0, max_tokens=max_tokens))])
     stats = engine.stats()
@@ -27,7 +25,7 @@ def test_no_more_is_drafted_than_may_come(max_tokens: int) -> None:
 
 
 class Short(Oracle):
-    """Drafts two tokens at most."""
+    """Drafts at most two tokens."""
 
     traits = Oracle.traits._replace(max_nodes=2)
 
@@ -42,7 +40,7 @@ def test_the_longest_draft_runs_without_adaptive_speculation(names: tuple[str, s
 
 
 def test_every_step_is_observed_without_adaptive_speculation() -> None:
-    """Also those without a draft: of a prompt, and of the last token."""
+    """This includes steps without a draft: the prompt, and the last token."""
     busy = Busy(Clock())
     engine = toy_engine(proposer=busy, max_num_batched_tokens=4)
     run_all(engine, [([1] * 11, SamplingParams(temperature=0, max_tokens=3))])
@@ -60,15 +58,15 @@ def test_a_time_limit_is_in_seconds_of_the_clock() -> None:
 
 
 class Watcher(Oracle):
-    """Keeps what it is shown."""
+    """Records the arguments of `observe`."""
 
     def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
         self.shown = seqs, commits, result
 
 
-def test_what_a_step_with_drafts_saves_and_shows() -> None:
-    """Three drafts for each of two sequences: two of the one are accepted, and the other has
-    failed.
+def test_a_step_with_drafts_counts_savings_and_is_observed() -> None:
+    """Each of two sequences has three draft tokens: two of the first are accepted, and the second
+    sequence has failed.
     """
     engine, clock = toy_engine(), Clock()
     for prompt in ([1], [2]):
@@ -82,32 +80,32 @@ def test_what_a_step_with_drafts_saves_and_shows() -> None:
         {"watcher": watcher}, EngineConfig(adaptive_speculation=False), VOCAB, clock
     )
     speculation._costs[2] = Machine()
-    drafting, wanted = speculation.plan(items)
-    assert drafting and set(wanted) == set(items)
+    drafts, requested = speculation.plan(items)
+    assert drafts and set(requested) == set(items)
     for item in items:
         item.draft_budget = 3
-    speculation.draft(drafting)
+    speculation.draft(drafts)
     result = StepResult([], None)
     for _ in range(2):
         speculation.observe(
-            items, drafting, [Commit(0, [0, 1], [1, 2, 3], [])], result, 8, 0.1, num_launches=1
+            items, drafts, [Commit(0, [0, 1], [1, 2, 3], [])], result, 8, 0.1, num_launches=1
         )
     assert watcher.shown == (
         [item.seq for item in items],
-        [Commit(0, [0, 1], [1, 2, 3], [], 5, items[0].draft)],
+        [Commit(0, [0, 1], [1, 2, 3], [], row=5, draft=items[0].draft)],
         result,
     )
-    asking, token, row = 0.001, 0.0116 / 2, 0.0016
-    saved = [2 * (2 * token - 3 * row - asking), 2 * (-3 * row - asking)]
+    call, token, row = 0.001, 0.0116 / 2, 0.0016
+    saved = [2 * (2 * token - 3 * row - call), 2 * (-3 * row - call)]
     for item, accepted, seconds in zip(items, (4, 0), saved, strict=True):
-        (drafts,) = item.seq.request.drafts.values()
-        assert drafts[:3] == (2, 6, accepted) and drafts.seconds_saved == pytest.approx(seconds)
+        (stats,) = item.seq.request.drafts.values()
+        assert stats[:3] == (2, 6, accepted) and stats.seconds_saved == pytest.approx(seconds)
     (total,) = speculation.stats.values()
     assert total[:3] == (4, 12, 4) and total.seconds_saved == pytest.approx(sum(saved))
 
 
 class TestStepCosts:
-    """What is kept of the time of a step."""
+    """The recorded time of a step."""
 
     def step(
         self, clock: Clock, seconds: float = 0.0
@@ -120,18 +118,18 @@ class TestStepCosts:
         )
         return speculation, ScheduledSequence(engine._requests["0"].seqs[0], 1, can_sample=True)
 
-    def test_that_of_one_launch_without_asking(self) -> None:
+    def test_the_time_of_one_launch_without_calls_is_recorded(self) -> None:
         speculation, item = self.step(Clock(), seconds=0.5)
-        drafting, wanted = speculation.plan([item])
-        assert drafting
-        item.draft_budget = wanted[item]
-        speculation.draft(drafting)
+        drafts, requested = speculation.plan([item])
+        assert drafts
+        item.draft_budget = requested[item]
+        speculation.draft(drafts)
         speculation.observe(
-            [item], drafting, [Commit(0, [], [1], [])], StepResult([], None), 9, 3.5, num_launches=2
+            [item], drafts, [Commit(0, [], [1], [])], StepResult([], None), 9, 3.5, num_launches=2
         )
         assert speculation._cost([item]).seconds(9) == pytest.approx(1.5, rel=0.01)
 
-    def test_now_and_then_where_speculation_rests(self) -> None:
+    def test_a_few_steps_are_recorded_while_speculation_is_paused(self) -> None:
         clock = Clock()
         speculation, item = self.step(clock)
         for i in range(64):
@@ -143,11 +141,11 @@ class TestStepCosts:
 
 
 @pytest.mark.parametrize("others", [[], ["short"], ["short", "long"]])
-def test_a_slow_proposer_is_not_asked_where_a_quick_one_has_a_better_draft(
+def test_a_slow_proposer_is_not_called_if_a_quick_one_has_a_better_draft(
     others: list[str],
 ) -> None:
-    """As with `auto` and a draft model: alone, it is asked in every step. One after it is asked all
-    the same.
+    """As with `auto` and a draft model. Alone, it is called in every step. A quick proposer after it
+    is still called.
     """
     slow: list[Oracle] = []
 

@@ -1,6 +1,4 @@
-"""Medusa heads: their equations, their tree, and that heads fitted to the model draft right
-tokens.
-"""
+"""Medusa heads: their equations, their tree, and the drafts of heads fitted to the model."""
 
 from typing import Any
 
@@ -33,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 
 
 class Watcher:
-    """Keeps the hidden row of every token that was drawn."""
+    """Records the hidden row of every sampled token."""
 
     traits = ProposerTraits(0, needs_hidden=True)
 
@@ -68,9 +66,7 @@ def test_a_head_computes_the_published_equations(backend: str) -> None:
 
 
 def test_heads_fitted_to_the_model_draft_right_tokens() -> None:
-    """They are fitted to the model's output by least squares; with W = 0 a head is linear in the
-    hidden row.
-    """
+    """The heads are fitted by least squares; with W = 0 a head is linear in the hidden row."""
     watcher = Watcher()
     target = tiny_executable(MODEL, "cpu", KvConfig((8,), 32, "f32"))
     hidden_program = trace_model(*MODEL).with_hidden()
@@ -128,9 +124,7 @@ def test_the_tree_has_the_likeliest_paths() -> None:
 
 
 def test_there_is_no_draft_from_a_hidden_row_of_another_length() -> None:
-    """A sequence that grew without being observed, as after a fork, has no hidden row for its last
-    token.
-    """
+    """A sequence that grew unobserved, for example by a fork, has no hidden row of its last token."""
     engine, proposers = draft_engine(MODEL, "medusa", width=2)
     proposer = proposers["medusa"]
     assert isinstance(proposer, MedusaProposer)
@@ -144,7 +138,7 @@ def test_there_is_no_draft_from_a_hidden_row_of_another_length() -> None:
     engine.close()
 
 
-def test_what_is_kept_is_the_row_of_the_last_token() -> None:
+def test_the_row_of_the_last_token_is_kept() -> None:
     target = tiny_executable(MODEL, "cpu", KvConfig((2,), BLOCK_SIZE["cpu"], "f32"))
     proposer = MedusaProposer(medusa_heads(target, SPEC, 2), 2, 2)
     hidden = np.random.default_rng(0).normal(0, 1, (4, SPEC.dim)).astype(np.float32)

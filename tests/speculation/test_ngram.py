@@ -1,6 +1,4 @@
-"""Prompt lookup: the longest match first, several candidates as one tree, an index that grows with
-the sequence.
-"""
+"""Prompt lookup: the longest match first, candidates as one tree, an index that grows."""
 
 import gc
 from dataclasses import dataclass, field
@@ -69,8 +67,8 @@ def test_of_matches_of_sixteen_tokens_and_more_the_latest_comes_first() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(1, 12), max_size=8))
-def test_places_are_those_of_a_search(known: list[int], more: list[int]) -> None:
-    """However the tokens come, many at once or one by one."""
+def test_the_index_finds_the_places_of_a_plain_search(known: list[int], more: list[int]) -> None:
+    """This holds if tokens are added many at once or one by one."""
     index, length = _Index(), 0
     for count in [*more, len(known)]:
         length = min(len(known), length + count)
@@ -92,7 +90,7 @@ def test_the_latest_four_places_of_a_run_are_kept() -> None:
     assert list(proposer._indices[view]._runs[-1].places(_key([1, 2]))) == [14, 12, 10, 8]
 
 
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_ngram_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.speculation.proposers.ngram._MAX_RUNS", 50)
     proposer, view = NgramProposer(16), View(list(range(1000)))
     proposer.propose([view], [4])

@@ -1,4 +1,4 @@
-"""The table of followers, which learns while the engine serves."""
+"""The online table of followers, which learns while the engine serves."""
 
 import gc
 
@@ -32,7 +32,7 @@ def test_the_latest_follower_comes_first_and_the_one_before_it_second() -> None:
     assert draft[:2] == ([5, 3, 6, 4], [-1, -1, 0, 1])
 
 
-def test_the_longest_run_that_is_known_says_what_follows() -> None:
+def test_the_longest_known_run_decides() -> None:
     table = taught([1, 2, 3, 4, 5, 6, 7, 8, 9, 20], [99, 3, 4, 5, 6, 7, 8, 9, 30])
     assert table.propose([View([1, 2, 3, 4, 5, 6, 7])], [3])[0].tokens == [
         8,

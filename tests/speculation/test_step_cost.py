@@ -1,4 +1,4 @@
-"""The estimated time of a step by its rows, learned from noisy measurements."""
+"""The estimated cost of a step by its rows, learned from noisy measurements."""
 
 import random
 from collections.abc import Callable
@@ -19,8 +19,9 @@ def flat_then_steep(rows: int) -> float:
 
 
 def learned(true: Callable[[int], float], steps: int, noise: float, drift: float = 0.0) -> StepCost:
-    """An estimate after so many steps; with `drift` the machine is slower by that share in every
-    other 50 of them.
+    """An estimate after `steps` steps.
+
+    With `drift` the machine is slower by that share in every other run of 50 steps.
     """
     cost, rng = StepCost(), random.Random(0)
     for step in range(steps):
@@ -79,7 +80,7 @@ def test_measurements_between_two_knots_count_for_both() -> None:
     assert cost.visits(4096) == 1
 
 
-def test_beside_what_is_measured_the_first_curve_holds() -> None:
+def test_outside_the_measured_knots_the_default_curve_holds() -> None:
     cost = StepCost()
     for _ in range(300):
         cost.record(4, 1e-3)
@@ -89,10 +90,8 @@ def test_beside_what_is_measured_the_first_curve_holds() -> None:
     assert cost.seconds(256) / cost.seconds(64) == pytest.approx(26.6 / 7.4)
 
 
-def test_how_far_one_measurement_moves_the_estimate() -> None:
-    """Of an error that is far too large, the first at a knot counts as 2, later ones as 0.5, in
-    logarithms.
-    """
+def test_one_measurement_moves_the_estimate_by_a_bounded_step() -> None:
+    """Very large errors count as 2 at the first visit of a knot and as 0.5 later, as logarithms."""
     cost = StepCost()
     cost.record(1, 1e-3)
     first = cost.seconds(64)

@@ -1,4 +1,4 @@
-"""Building and pruning draft trees."""
+"""Draft trees: building and pruning."""
 
 import numpy as np
 from hypothesis import given
