@@ -21,7 +21,7 @@ from speculation_texts import WORKLOADS, prompts
 
 from headrace import LLM, SamplingParams
 from headrace.outputs import RequestOutput
-from headrace.speculation.coordinator import Speculation
+from headrace.speculation.manager import SpeculationManager
 from headrace.speculation.proposers import METHODS, REQUIRED_OPTION, DraftModels, enabled_methods
 
 WAYS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
@@ -122,7 +122,7 @@ HEADINGS = (
 
 
 def run(
-    llm: LLM, ways: dict[str, Speculation], args: argparse.Namespace
+    llm: LLM, ways: dict[str, SpeculationManager], args: argparse.Namespace
 ) -> Iterable[dict[str, object]]:
     """The lines, as they come."""
     variant = 0
@@ -146,7 +146,7 @@ def run(
                 yield row(workload, batch, method, turns[method], turns["off"])
 
 
-def speculation(llm: LLM, method: str) -> Speculation:
+def speculation(llm: LLM, method: str) -> SpeculationManager:
     """A proposer for this engine, which has been made with all the models that are needed."""
     engine = llm._engine
     models = {
@@ -160,7 +160,7 @@ def speculation(llm: LLM, method: str) -> Speculation:
         name: models.get(name) or METHODS[name](config, DraftModels())
         for name in enabled_methods(config)
     }
-    return Speculation(proposers, config, engine.limits.vocab_size, perf_counter)
+    return SpeculationManager(proposers, config, engine.limits.vocab_size, perf_counter)
 
 
 def main() -> None:
