@@ -37,7 +37,11 @@ def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
     checkpoint = open_model(setup["model"], config)
     carrier = GlooCarrier(mesh, setup["rank"])
     rank_config = RankConfig(
-        mesh, setup["rank"], kv_config_of(setup), setup["threads"], config.activations
+        mesh=mesh,
+        rank=setup["rank"],
+        kv=kv_config_of(setup),
+        threads=setup["threads"],
+        activations=config.activations,
     )
     rank = Rank(
         rank_config, target_program(config, checkpoint), checkpoint.tensors, Exchange(carrier)

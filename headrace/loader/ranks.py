@@ -56,7 +56,8 @@ def compile_ranks(
 
     threads = threads_per_rank(config, mesh)
     first, *others = (
-        RankConfig(mesh, rank, kv, threads, config.activations) for rank in range(mesh.ranks)
+        RankConfig(mesh=mesh, rank=rank, kv=kv, threads=threads, activations=config.activations)
+        for rank in range(mesh.ranks)
     )
     carrier = GlooCarrier(mesh, 0)
     if launcher is None:

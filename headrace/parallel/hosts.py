@@ -78,11 +78,11 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
         found = ", ".join(f"{name}={environment.get(name)}" for name in names)
         raise RequestError(f"the environment does not say which rank this is: {found}")
     return Placement(
-        int(rank),
-        int(size),
-        address,
-        int(port),
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        rank=int(rank),
+        size=int(size),
+        address=address,
+        port=int(port),
+        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

@@ -225,16 +225,18 @@ class TensorParallel:
         each = self._new(part.width, op.out)
         self._ops.append(
             ExpertPart(
-                part,
-                x,
-                routing,
+                out=part,
+                x=x,
+                routing=routing,
                 activation=op.activation,
                 **own,
                 first=first,
                 num_experts=len(op.gate),
             )
         )
-        self._ops.append(OwnedExperts(each, part, routing, self.rank, parts))
+        self._ops.append(
+            OwnedExperts(out=each, x=part, routing=routing, rank=self.rank, parts=parts)
+        )
         self._ops.append(Combine(op.out, each, routing))
 
     def _decides(self, value: Value) -> bool:
@@ -333,7 +335,15 @@ class TensorParallel:
         self._ops.append(ColumnsToRows(rows, self._values[op.x.id], self.rank, parts))
         self._ops.append(
             NormShare(
-                normed, rows, op.weight, op.eps, op.kind, op.size, op.bias, self.rank, self.ranks
+                out=normed,
+                x=rows,
+                weight=op.weight,
+                eps=op.eps,
+                kind=op.kind,
+                size=op.size,
+                bias=op.bias,
+                rank=self.rank,
+                ranks=self.ranks,
             )
         )
         self._ops.append(GatherShares(op.out, normed, self.rank, self.ranks))

@@ -93,7 +93,9 @@ def look(root: Path = Path("/")) -> GpuHost:
     """What is there now. Without a trace of a driver, nothing but a few files is looked for."""
     gpu, why = find_gpu(root)
     absent = tuple(name for name in ("torch", "triton") if find_spec(name) is None)
-    return GpuHost(gpu, why, absent, _torch_cuda(), interprets())
+    return GpuHost(
+        gpu=gpu, no_gpu=why, absent=absent, torch_cuda=_torch_cuda(), interprets=interprets()
+    )
 
 
 def interprets(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:
@@ -158,7 +160,11 @@ def ask_driver(library: Any) -> tuple[Gpu | None, str]:
     major, minor, multiprocessors = numbers
     cuda = version.value // 1000, version.value % 1000 // 10
     return Gpu(
-        name.value.decode(errors="replace"), (major, minor), memory.value, multiprocessors, cuda
+        name=name.value.decode(errors="replace"),
+        capability=(major, minor),
+        memory=memory.value,
+        multiprocessors=multiprocessors,
+        cuda=cuda,
     ), ""
 
 

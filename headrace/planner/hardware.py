@@ -149,7 +149,13 @@ def _measured(processor: _Processor) -> Machine:
         bandwidth = _native.read_bandwidth(processor.threads, READ_BYTES)
         rates = {kind: _native.dot_rate(kind, processor.threads) for kind in KINDS}
     _remember(processor.key, _Reading(time.time(), bandwidth, rates))
-    return Machine(processor.name, processor.isa, processor.threads, bandwidth, rates)
+    return Machine(
+        cpu=processor.name,
+        isa=processor.isa,
+        threads=processor.threads,
+        bandwidth=bandwidth,
+        rates=rates,
+    )
 
 
 def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
@@ -160,11 +166,11 @@ def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
         kind: max(reading.rates[kind] for reading in readings) for kind in KINDS
     }
     return Machine(
-        processor.name,
-        processor.isa,
-        processor.threads,
-        max(reading.bandwidth for reading in readings),
-        rates,
+        cpu=processor.name,
+        isa=processor.isa,
+        threads=processor.threads,
+        bandwidth=max(reading.bandwidth for reading in readings),
+        rates=rates,
     )
 
 

@@ -158,7 +158,7 @@ class OwnedExperts(Collective):
 
 @frozen
 class Combine(Op):
-    """out[t] = sum of weight * x[t, choice] over the choices of row t, in the order of its routing"""
+    """out[t] = sum of weight * x[t, choice] over the choices of row t, in the order of routing"""
 
     out: Value
     x: Value

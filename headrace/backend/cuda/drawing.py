@@ -151,16 +151,17 @@ class DrawStep:
     def _layout(self) -> DrawLayout:
         sizes = len(self._rows), self._num_entries, self._num_masks, len(self._described), self._top
         draws, entries, masks, described, top = (power_of_2(size) if size else 0 for size in sizes)
-        needs = self._is_adjusted, self._is_noisy, self._is_filtered
         return DrawLayout(
-            draws,
-            power_of_2(self._nodes),
-            entries,
-            masks,
-            described,
-            top,
-            len(self._samplers.state),
-            *needs,
+            draws=draws,
+            nodes=power_of_2(self._nodes),
+            entries=entries,
+            masks=masks,
+            described=described,
+            top=top,
+            slots=len(self._samplers.state),
+            is_adjusted=self._is_adjusted,
+            is_noisy=self._is_noisy,
+            is_filtered=self._is_filtered,
         )
 
     def fill(self, host: Ints) -> None:

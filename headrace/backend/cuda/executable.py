@@ -213,13 +213,19 @@ class CudaExecutable:
         value = self._buffers.bind(self._workspace, shape.counts)
         adapters = self._adapters if shape.has_adapters else None
         lowering = Lowering(
-            value, self._weights, self._workspace, step, adapters, self._loads, self._packed
+            value=value,
+            weights=self._weights,
+            workspace=self._workspace,
+            step=step,
+            adapters=adapters,
+            loads=self._loads,
+            packed=self._packed,
         )
         names: list[str] = []
         for op in self.program.ops:
             lowering.lower(op)
             names += [op.name] * (len(lowering.launches) - len(names))
-        return Plan(step, lowering.launches, names, value, {})
+        return Plan(step=step, launches=lowering.launches, names=names, value=value, draws={})
 
     @within_memory
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:

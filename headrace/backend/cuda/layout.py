@@ -106,7 +106,12 @@ def layout_of(tensor: StoredTensor) -> WeightLayout:
     if form.name.startswith("I8_"):
         assert spec
         return WeightLayout(
-            "int8", 128, 0, "f32", rows_in_int8=True, outliers=spec.has_wide_outliers
+            store="int8",
+            tile=128,
+            group=0,
+            scale="f32",
+            rows_in_int8=True,
+            outliers=spec.has_wide_outliers,
         )
     if spec is None or not (form.split or form.table_rows or form.name.startswith("MXFP4")):
         return WeightLayout("f32")
@@ -118,7 +123,16 @@ def _quantised(form: Format, spec: QuantSpec) -> WeightLayout:
     zero_store = None if spec.zero == "none" else _scale_store(spec, spec.zero_type)
     if spec.codebook in ("e4m3", "e5m2"):
         store: Store = "e4m3" if spec.codebook == "e4m3" else "e5m2"
-        return _grouped(WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store))
+        return _grouped(
+            WeightLayout(
+                store=store,
+                tile=128,
+                group=spec.group,
+                scale=scale,
+                zero=spec.zero,
+                zero_store=zero_store,
+            )
+        )
     is_looked_up = spec.codebook in CODEBOOKS and spec.code_cols == 1
     store = "int4" if spec.bits <= 4 and spec.code_cols == 1 else "int8"
     if store == "int8":
@@ -133,7 +147,16 @@ def _quantised(form: Format, spec: QuantSpec) -> WeightLayout:
         )
     lookup = tuple(CODEBOOKS[spec.codebook]) if is_looked_up else ()
     return _grouped(
-        WeightLayout(store, 128, spec.group, scale, spec.zero, zero_store, offset, lookup)
+        WeightLayout(
+            store=store,
+            tile=128,
+            group=spec.group,
+            scale=scale,
+            zero=spec.zero,
+            zero_store=zero_store,
+            offset=offset,
+            lookup=lookup,
+        )
     )
 
 

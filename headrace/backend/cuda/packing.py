@@ -110,7 +110,14 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
     )  # plain numbers are in the order of the matrix
     columns = None if order is None else torch.from_numpy(order.astype(np.int32)).to(DEVICE)
     return PackedWeight(
-        layout, rows, cols, codes, in_pairs(scales), in_pairs(zeros), lookup, columns
+        layout=layout,
+        rows=rows,
+        cols=cols,
+        codes=codes,
+        scales=in_pairs(scales),
+        zeros=in_pairs(zeros),
+        lookup=lookup,
+        column_order=columns,
     )
 
 

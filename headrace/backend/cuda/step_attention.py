@@ -131,7 +131,13 @@ class StepAttention:
         number = self._group[op.layer]
         store, view, partials = self._stores[number], self._views[number], self.partials[number]
         assert self._all is not None
-        work = AttentionWork(view.items, view.num_items, view.rows, self._all, self._all)
+        work = AttentionWork(
+            items=view.items,
+            num_items=view.num_items,
+            rows=view.rows,
+            table=self._all,
+            paths=self._all,
+        )
         sums = workspace.take("partial sums", partials, op.num_heads * summed_dim(op, store))
         weights = workspace.take("partial weights", partials, 2 * op.num_heads)
         queries = workspace.take("turned queries", len(q), q.shape[1]) if store.is_turned else q
@@ -170,5 +176,5 @@ def _grouped(views: Sequence[Ints] | Sequence[torch.Tensor]) -> list[GroupInts]:
 
 def _tiles(store: KvStore, rows: int) -> Tiles:
     if is_interpreting():  # small, as they take time by the number of programs and of tiles
-        return Tiles(16, 32, 64, 1, 4, 1)
+        return Tiles(rows=16, keys=32, split=64, programs=1, num_warps=4, num_stages=1)
     return tiles_for(store.group, rows, multiprocessors(), store.format)

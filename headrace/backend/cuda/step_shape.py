@@ -48,22 +48,28 @@ def shape_of(batch: RaggedBatch) -> StepShape:
     )
     has_adapters = batch.adapters is not None and bool((batch.adapters >= 0).any())
     return StepShape(
-        rows,
-        logit_rows,
-        pooled_rows,
-        has_adapters,
-        rows <= _FEW_ROWS or batch.ancestors is not None,
+        rows=rows,
+        logit_rows=logit_rows,
+        pooled_rows=pooled_rows,
+        has_adapters=has_adapters,
+        has_trees=rows <= _FEW_ROWS or batch.ancestors is not None,
     )
 
 
 def decoding(rows: int) -> StepShape:
     """The shape of steps in which all rows have logits: plain decoding, and draft trees."""
-    return StepShape(rows, rows, 0, False, True)
+    return StepShape(rows=rows, logit_rows=rows, pooled_rows=0, has_adapters=False, has_trees=True)
 
 
 def prefill(rows: int, logit_rows: int) -> StepShape:
     """The shape of steps with chunks of prompts."""
-    return StepShape(round_up(rows), round_up(logit_rows), 0, False, rows <= _FEW_ROWS)
+    return StepShape(
+        rows=round_up(rows),
+        logit_rows=round_up(logit_rows),
+        pooled_rows=0,
+        has_adapters=False,
+        has_trees=rows <= _FEW_ROWS,
+    )
 
 
 def graph_rows(max_rows: int) -> list[int]:

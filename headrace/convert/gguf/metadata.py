@@ -225,7 +225,7 @@ def _shape(spec: ModelSpec, tensor: FileTensor) -> tuple[int, ...]:
 def _zeros(name: str, shape: tuple[int, ...]) -> StoredTensor:
     """A tensor of zeros that takes no memory."""
     codes = np.broadcast_to(np.zeros((), np.uint8), (math.prod(shape[:-1]), shape[-1], 4))
-    return StoredTensor(name, FORMATS["F32"], shape, {"codes": codes})
+    return StoredTensor(name=name, format=FORMATS["F32"], shape=shape, parts={"codes": codes})
 
 
 def _difference(spec: ModelSpec, result: ModelSpec) -> str:

@@ -29,7 +29,7 @@ class ReasoningFormat:
 
 # Detected in this order. A template must contain all markers of a format.
 _DETECTED = (
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat(name="mistral", begin="[THINK]", end="[/THINK]"),
     ReasoningFormat(
         name="command",
         begin="<|START_THINKING|>",
@@ -37,7 +37,7 @@ _DETECTED = (
         rest_begin="<|START_RESPONSE|>",
         rest_end="<|END_RESPONSE|>",
     ),
-    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat(name="seed_oss", begin="<seed:think>", end="</seed:think>"),
     ReasoningFormat(
         name="granite",
         begin="<think>",
@@ -54,7 +54,7 @@ _DETECTED = (
     ),
 )
 # The default: a template must contain only its end marker.
-_THINK = ReasoningFormat("think", "<think>", "</think>")
+_THINK = ReasoningFormat(name="think", begin="<think>", end="</think>")
 
 REASONING_FORMATS = {item.name: item for item in (*_DETECTED, _THINK)}
 """Formats of reasoning by name; `--reasoning-parser` takes these names."""

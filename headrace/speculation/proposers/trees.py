@@ -49,9 +49,11 @@ def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTre
             if depth < len(chain):
                 node = tree.add(ends[i], chain[depth])
                 if node is None:
-                    return DraftTree(tree.tokens, tree.parents, confidence)
+                    return DraftTree(
+                        tokens=tree.tokens, parents=tree.parents, confidence=confidence
+                    )
                 ends[i] = node
-    return DraftTree(tree.tokens, tree.parents, confidence)
+    return DraftTree(tokens=tree.tokens, parents=tree.parents, confidence=confidence)
 
 
 def prune(draft: DraftTree, kept: list[int]) -> DraftTree:

@@ -53,7 +53,9 @@ def empty_aligned(rows: int, top_k: int, experts: int, block_m: int, device: Any
     pairs, tile_experts, num_tiles, counts = (
         torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes
     )
-    return Aligned(pairs, tile_experts, num_tiles, counts, block_m)
+    return Aligned(
+        pairs=pairs, experts=tile_experts, num_tiles=num_tiles, counts=counts, block_m=block_m
+    )
 
 
 @triton.jit

@@ -151,13 +151,19 @@ def tiles_for(group: KvGroup, num_rows: int, multiprocessors: int, dtype: str) -
     """Tiles for steps of so many rows on a GPU with so many multiprocessors."""
     wide = max(group.layout.key_dim, group.layout.value_dim) > 128
     if dtype == "f32":  # without tensor cores
-        return Tiles(32, 32, 512, 2 * multiprocessors, 8, 2)
+        return Tiles(
+            rows=32, keys=32, split=512, programs=2 * multiprocessors, num_warps=8, num_stages=2
+        )
     if wide:
-        return Tiles(64, 32, 512, multiprocessors, 8, 2)
+        return Tiles(
+            rows=64, keys=32, split=512, programs=multiprocessors, num_warps=8, num_stages=2
+        )
     if max(group.layout.key_dim, group.layout.value_dim) <= 64:
-        return Tiles(64, 64, 512, 2 * multiprocessors, 4, 3)
+        return Tiles(
+            rows=64, keys=64, split=512, programs=2 * multiprocessors, num_warps=4, num_stages=3
+        )
     return Tiles(
-        64, 64, 512, multiprocessors, 8, 3
+        rows=64, keys=64, split=512, programs=multiprocessors, num_warps=8, num_stages=3
     )  # what larger tiles or fewer warps keep does not fit into registers
 
 

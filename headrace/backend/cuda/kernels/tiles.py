@@ -47,11 +47,11 @@ def tile_for(
     """The tile of so many rows times a weight with so many outputs and columns."""
     if is_interpreting():
         return Tile(
-            power_of_2(min(num_rows, 64), 16),
-            power_of_2(min(num_outputs, 256), 16),
-            layout.part,
-            4,
-            1,
+            block_m=power_of_2(min(num_rows, 64), 16),
+            block_n=power_of_2(min(num_outputs, 256), 16),
+            part=layout.part,
+            num_warps=4,
+            num_stages=1,
         )
     if activations == torch.float32 or layout.store == "f32":
         return _wide(num_rows, num_outputs, layout)
@@ -67,7 +67,13 @@ def tile_for(
     ):
         block_n *= 2
     stages = 4 if block_m * block_n <= 128 * (64 if layout.scale else 128) else 3
-    return Tile(block_m, block_n, layout.part, 8 if block_m * block_n > 128 * 64 else 4, stages)
+    return Tile(
+        block_m=block_m,
+        block_n=block_n,
+        part=layout.part,
+        num_warps=8 if block_m * block_n > 128 * 64 else 4,
+        num_stages=stages,
+    )
 
 
 def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) -> Tile:
@@ -86,7 +92,13 @@ def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) ->
     stage_bytes = block_n * layout.row_bytes(columns) + 2 * block_m * columns
     programs = min(4, blocks(blocks(num_outputs, block_n), _MULTIPROCESSORS))
     stages = min(_MOST_STAGES, max(3, _SHARED_BYTES // (programs * stage_bytes)))
-    return Tile(block_m, block_n, part, min(4, block_n // 8), stages)
+    return Tile(
+        block_m=block_m,
+        block_n=block_n,
+        part=part,
+        num_warps=min(4, block_n // 8),
+        num_stages=stages,
+    )
 
 
 def _wide(num_rows: int, num_outputs: int, layout: WeightLayout) -> Tile:
@@ -97,4 +109,4 @@ def _wide(num_rows: int, num_outputs: int, layout: WeightLayout) -> Tile:
         and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) >= _MULTIPROCESSORS
     ):
         block_n *= 2
-    return Tile(block_m, block_n, layout.part, 4, 3)
+    return Tile(block_m=block_m, block_n=block_n, part=layout.part, num_warps=4, num_stages=3)
