@@ -191,7 +191,7 @@ def building(num_seqs: int) -> Callable[[], float]:
         engine.add_request([1] * (BUILT_CONTEXT + 1), SamplingParams(max_tokens=2))
     for seq in engine._scheduler.waiting:
         seq.tables = engine._kv.new_tables()
-        engine._kv.reserve(seq.tables, 0, BUILT_CONTEXT + 1)
+        engine._kv.allocate(seq.tables, 0, BUILT_CONTEXT + 1)
         seq.computed = BUILT_CONTEXT
         scheduled.append(ScheduledSequence(seq, 1, True))
 

@@ -37,8 +37,9 @@ from headrace.engine.static import StaticScheduler
 from headrace.engine.step import StepLoop
 from headrace.errors import ClosedError, RequestError
 from headrace.grammar.constraint import Constraints
+from headrace.kv.blocks import Demand
 from headrace.kv.host import HostTier
-from headrace.kv.manager import Demand, KvManager
+from headrace.kv.manager import KvManager
 from headrace.outputs import RequestOutput, Update
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
@@ -507,7 +508,7 @@ class Engine:
             common=prompt_len,
         )
         for pool in self._kv.pools:
-            num_blocks = pool.needed(*demand)
+            num_blocks = pool.max_blocks(demand)
             if num_blocks > pool.num_blocks:
                 output = f"{params.max_tokens or 'all possible'} output tokens"
                 beams = f" in each of {width} beams" if width > 1 else ""

@@ -204,7 +204,7 @@ class Sequence:
         return (self.request.arrival, *self.seq_id)
 
     @property
-    def has_drawn(self) -> bool:
+    def has_sampled(self) -> bool:
         """Whether a token was sampled since the last admission."""
         return len(self.known) > self.num_admitted
 

@@ -1,12 +1,13 @@
-"""Static batching, the baseline that in-flight batching is measured against: a batch starts
-together and ends together.
+"""Static batching: a batch starts together and ends together.
 
-As servers did before iteration-level scheduling (Orca, Yu et al. 2022): memory for the longest
-sequence of the batch is reserved for each at the start, none joins, and one that is done goes on
-taking a row each step, computed and ignored, until the last one is done. Two things are kinder than
-they were: padding of short prompts takes slots but no rows, because a ragged step has no place for
-rows without a token, and one that is as long as the longest may become is forgotten when it is
-done, because it has no slot left. So the baseline is a little faster here than a padded one.
+This is the baseline for measurements of in-flight batching. Servers worked like this before
+iteration-level scheduling (Orca, Yu et al. 2022). Each sequence gets memory for the longest
+sequence of the batch at the start, no sequence joins, and a finished sequence remains as padding
+that takes a row in each step until the last sequence has finished.
+
+The baseline is a little faster than such servers in two ways. Padding of short prompts takes slots
+but no rows, because a ragged step has no rows without tokens. And a finished sequence of the
+maximum length is dropped, because it has no slot left.
 """
 
 from dataclasses import replace
@@ -16,113 +17,110 @@ from headrace.config import EngineConfig
 from headrace.engine.scheduled import ScheduledSequence, SchedulerOutput
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
-from headrace.kv.manager import Demand, KvManager
+from headrace.kv.blocks import Demand
+from headrace.kv.manager import KvManager
 from headrace.kv.prefix import Hit
 
 
 class StaticScheduler(Scheduler):
-    """Whole batches of waiting requests, first come, first served. Never changes a token."""
+    """Runs whole batches of waiting requests, by rank. It never changes a token."""
 
     def __init__(
         self, kv: KvManager, config: EngineConfig, attention_crossover: float = inf
     ) -> None:
-        # A batch begins as one, and its prompts are not slowed for the sake of its other members:
-        # that would burden the baseline.
+        # All prompts of a batch start together, so chunks and slow admission would only slow the
+        # baseline down.
         super().__init__(kv, replace(config, chunked_prefill_size=0, target_token_ms=0))
         self._batch: set[Sequence] = set()
-        self._padded = 0
-        """Slots of each member."""
-        self._widest = 1
-        """Most rows that sequences of the batch must have in one step: beams of a search draw
-        together.
-        """
+        self._num_slots = 0
+        """Slots of each sequence of the batch."""
+        self._max_group = 1
+        """Max rows that sequences of the batch must have in one step: beams sample together."""
 
     @property
     def can_overlap(self) -> bool:
-        """Never: what is padding shows in the results of a step only."""
+        """Always False: only the results of a step show which sequences become padding."""
         return False
 
     def drop(self, seq: Sequence) -> None:
-        """Forget a sequence; one that is done drawing stays as padding until all are done, as long
-        as nothing is taken from the others.
-        """
-        done = [member for member in self.running if member.output.finish_reason]
-        crowded = (
-            len(done) + self._widest > self._config.max_rows
-        )  # padding would leave too few rows to the others
-        full = seq.computed >= self._padded  # padding writes one more slot, and none is reserved
-        ended = seq.request.pooling or seq.output.finish_reason in ("abort", "error", "timeout")
-        if seq not in done or crowded or full or ended:
+        """Remove a sequence, or keep it as padding if it has finished and the batch has not."""
+        padding = [member for member in self.running if member.output.finish_reason]
+        has_rows = len(padding) + self._max_group <= self._config.max_rows
+        has_slot = seq.computed < self._num_slots
+        was_stopped = seq.output.finish_reason in ("abort", "error", "timeout")
+        can_pad = has_rows and has_slot and not was_stopped and not seq.request.pooling
+        if seq not in padding or not can_pad:
             super().drop(seq)
         self._end_batch()
 
     def replace_sequences(self, seqs: list[Sequence], sources: list[Sequence]) -> list[Sequence]:
-        """Put the successors of a group in their place; a search that ends has none, and may have
-        been the last of the batch.
-        """
         successors = super().replace_sequences(seqs, sources)
-        self._end_batch()
+        self._end_batch()  # a search that ends has no successors, and may be the last of the batch
         return successors
 
     def schedule(self) -> SchedulerOutput:
-        """The rows of the batch; when there is none, of the next one."""
-        self._end_batch()  # all that went on beside padding may have given way in the last step
+        """Schedule the rows of the batch, or of the next batch if none runs."""
+        self._end_batch()  # the last step may have preempted all sequences that are not padding
         if not self.running:
-            self._form()
+            self._start_batch()
         return super().schedule()
 
-    def reserve_steps(self, scheduled: list[ScheduledSequence], most: int) -> int:
-        """One step: all slots are reserved already, and what is left of them after some steps would
-        be given back.
+    def reserve_steps(self, scheduled: list[ScheduledSequence], max_launches: int) -> int:
+        """Return 1. All slots are reserved at the start of the batch, and the unused slots of
+        several launches would be freed.
         """
         return 1
 
     def _end_batch(self) -> None:
-        """Forget the padding once there is nothing else."""
+        """Drop the padding once no other sequence runs."""
         if all(member.output.finish_reason for member in self.running):
             for member in self.running[:]:
                 super().drop(member)
 
-    def _form(self) -> None:
-        """Choose the next batch: as many of the queue as may run at once, with blocks for the
-        longest of them each.
-        """
-        self._batch, self._padded, self._widest, num_running = set(), 0, 1, 0
+    def _start_batch(self) -> None:
+        """Choose the next batch: as many waiting sequences as fit with the slots of the longest."""
+        self._batch, self._num_slots, self._max_group = set(), 0, 1
+        num_running = 0
         for seq in self.waiting:
-            if self._batch and (
-                seq.request in self.suspects
-                or any(member.request in self.suspects for member in self._batch)
+            # After a failed step, suspects run in batches of one.
+            if self._batch and any(
+                member.request in self.suspects for member in (seq, *self._batch)
             ):
-                break  # after a step that failed, batches of one
+                break
+
             num_running += seq.width
-            padded = max(self._padded, seq.request.limit - 1)  # the last token never has KV
+            num_slots = max(self._num_slots, seq.request.limit - 1)  # the last token has no KV
+            demand = Demand(num_tokens=num_slots, width=num_running)
             fits = num_running <= self._config.max_seqs and self._kv.fits(
-                Demand(padded, 0, num_running), [[] for _ in self._kv.pools]
+                demand, hit=[[] for _ in self._kv.pools]
             )
             if self._batch and not fits:
                 break
+
             self._batch.add(seq)
-            self._padded = padded
-            self._widest = max(
-                self._widest, seq.request.width if seq.request.acceptor.is_group else 1
-            )
+            self._num_slots = num_slots
+            if seq.request.acceptor.is_group:
+                self._max_group = max(self._max_group, seq.request.width)
 
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
-        """Whether the sequence is of the batch, for which there are blocks."""
+        """Whether the sequence belongs to the batch, for which there are blocks."""
         return seq in self._batch
 
     def _preempt(self, victim: Sequence) -> None:
-        if victim.output.finish_reason:  # padding gives way for good
+        if victim.output.finish_reason:  # padding is dropped for good
             super().drop(victim)
         else:
             super()._preempt(victim)
 
-    def _place(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
-        """Reserve all that the longest member can come to need; where that fails, a request with
-        many sequences is alone.
+    def _schedule_group(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
+        """Allocate slots up to the length of the longest sequence, then schedule the group.
+
+        The first allocation only fails for a request with many sequences, which is alone in its
+        batch.
         """
         for seq in rows:
-            copies = self._kv.reserve(seq.tables, seq.computed, self._padded - seq.computed)
+            num_slots = self._num_slots - seq.computed
+            copies = self._kv.allocate(seq.tables, seq.computed, num_slots)
             if copies is not None:
                 output.copies.extend(copies)
-        super()._place(output, rows)
+        super()._schedule_group(output, rows)

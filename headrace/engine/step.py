@@ -173,7 +173,7 @@ class StepLoop:
         seq.known += commit.tokens
         if item.draft_budget:
             self.num_accepted += len(commit.path) - self.jump_forward.count(item, commit)
-            return self.kv.keep(seq.tables, item.end, commit.path)
+            return self.kv.keep_path(seq.tables, item.end, commit.path)
         if item.has_spare_slots:
             self.kv.trim(seq.tables, seq.computed)
         return []

@@ -1,13 +1,14 @@
-"""The block pool: which sequence holds which block of KV slots. It holds numbers only; the storage
-belongs to the backend.
+"""The block pool: which sequence holds which block of KV slots.
 
-A block is in the tables of one sequence or, after a fork or a prefix hit, of several; it is free
-again when the last of them releases it. A shared block is never written: a sequence that must write
-gets a copy of its own first.
+The pool holds block numbers only; the storage belongs to the backend.
 
-A free block is either empty or evictable: the content of an evictable block is kept for a sequence
-that wants it again, until no empty block is left. Then the least recently used evictable blocks are
-evicted, as many as make a run.
+A block is in the table of one sequence or, after a fork or a prefix hit, in several tables. The
+block is free again when the last table releases it. A shared block is never written: a sequence
+that must write to it gets a copy first.
+
+A free block is either empty or evictable. The content of an evictable block is kept for a later
+prefix hit. When no empty block is left, the pool evicts the least recently used evictable blocks,
+several at a time so that they often form a run.
 """
 
 from array import array
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 NULL_BLOCK = -1
 
+_RUN = 8
+"""Number of blocks in a run. Blocks of a run are contiguous in memory, in ascending order."""
 
 if TYPE_CHECKING:
     _IntArray = array[int]
@@ -26,10 +29,10 @@ else:
 
 
 class Table(_IntArray):
-    """The blocks of a sequence in position order.
+    """The blocks of a sequence, in position order.
 
-    Behind the first `num_sink_blocks`, which stay, `num_released` are null blocks: no row will see
-    what they held.
+    A sequence with an attention window releases blocks that no later row sees. Their places hold
+    null blocks: `num_released` places after the first `num_sink_blocks`, which are never released.
     """
 
     __slots__ = ("num_released", "num_sink_blocks")
@@ -47,159 +50,168 @@ class Table(_IntArray):
 
     @property
     def window_start(self) -> int:
-        """Index of the block behind the null blocks; 0 where there are none."""
+        """Index of the first block after the null blocks; 0 without null blocks."""
         return self.num_sink_blocks + self.num_released if self.num_released else 0
 
     @property
     def held(self) -> "array[int]":
-        """The blocks without the null ones."""
-        return (
-            self[: self.num_sink_blocks] + self[self.window_start :] if self.num_released else self
-        )
+        """The blocks without the null blocks."""
+        if not self.num_released:
+            return self
+        return self[: self.num_sink_blocks] + self[self.window_start :]
 
     @property
     def num_held(self) -> int:
-        """Blocks that the sequence has."""
+        """Number of blocks without the null blocks."""
         return len(self) - self.num_released
 
 
-_RUN = 8
-"""Blocks whose numbers share a quotient by this are contiguous in memory, in ascending order."""
+class Demand(NamedTuple):
+    """The size to which sequences grow: `width` sequences of `num_tokens` tokens each."""
+
+    num_tokens: int
+    computed: int = 0
+    """Tokens of a sequence that have KV now."""
+    width: int = 1
+    """Number of sequences. They share the KV of their first `common` tokens."""
+    common: int = 0
 
 
-class Reservation(NamedTuple):
-    """What it takes to make slots writable: a table of `length` blocks, the shared ones among them,
-    by index, replaced.
-    """
+class Allocation(NamedTuple):
+    """A planned change of a table: its new length, and the shared blocks to replace by copies."""
 
-    length: int
+    num_blocks: int
     shared: list[int]
+    """Indices in the table."""
 
 
-NOTHING_TO_DO = Reservation(0, [])
+NO_CHANGE = Allocation(0, [])
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` slots, with reference counts, for layers that see
-    everything.
-    """
+    """The blocks of a group of layers that attend to the whole context, with reference counts."""
 
-    reach = inf
-    """Blocks before a block boundary that the row behind it sees, where there are so many, beside
-    the sinks.
-    """
+    window_blocks = inf
+    """Number of blocks before a block boundary that the row after the boundary sees."""
     num_sink_blocks = 0
-    """Blocks at the beginning of a table that all rows see."""
+    """Number of blocks at the start of a table that all rows see."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
+        """`block_size` is the number of slots (tokens) of a block."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
         self._num_references = 0
-        self._kept: dict[
-            int, Callable[[int], None]
-        ] = {}  # blocks that become evictable, and what to call when they are evicted
+
+        # Cached blocks become evictable when they are free; the value is called on eviction.
+        self._cached: dict[int, Callable[[int], None]] = {}
         self._evictable = OrderedDict[int, None]()  # least recently used first
+
         self._num_empty = num_blocks
         runs = range(-(-num_blocks // _RUN))
         self._empty_in_run = [min(_RUN, num_blocks - run * _RUN) for run in runs]
-        self._whole = set(runs)  # runs of empty blocks only
-        self._part = set[int]()  # runs with empty blocks and others
+        self._empty_runs = set(runs)
+        self._partly_empty_runs = set[int]()
+
+    # Counts
 
     @property
     def num_free(self) -> int:
-        """Blocks in no table, empty and evictable."""
+        """Number of blocks in no table, empty or evictable."""
         return self._num_empty + len(self._evictable)
 
     @property
     def num_available(self) -> int:
-        """Blocks that sequences may take."""
+        """Number of blocks that sequences may allocate."""
         return self.num_free
 
     @property
     def num_evictable(self) -> int:
-        """Blocks in no table whose content is kept."""
+        """Number of blocks in no table whose content is kept."""
         return len(self._evictable)
 
     def evictable_blocks(self) -> list[int]:
-        """Blocks in no table whose content is kept, the least recently used first."""
+        """Return the blocks in no table whose content is kept, least recently used first."""
         return list(self._evictable)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold so many tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def needed(self, num_tokens: int, computed: int = 0, width: int = 1, common: int = 0) -> int:
-        """Most blocks that `width` sequences hold at once until they have `num_tokens` tokens each,
-        of which so many are computed.
+    def max_blocks(self, demand: Demand) -> int:
+        """Return the max number of blocks that the sequences hold at once while they grow."""
+        num_blocks = self.blocks_for(demand.num_tokens)
+        num_shared = demand.common // self.block_size
+        return num_blocks + (demand.width - 1) * (num_blocks - num_shared)
 
-        They share those of the first `common` tokens.
-        """
-        whole = self.blocks_for(num_tokens)
-        return whole + (width - 1) * (whole - common // self.block_size)
+    def num_shared(self, blocks: Iterable[int]) -> int:
+        """Count the blocks that are in a table, so that sharing them needs no free block."""
+        return sum(block != NULL_BLOCK and self._references[block] > 0 for block in blocks)
 
-    def first_seen(self, computed: int) -> int:
-        """Index of the first block behind the sinks that rows from token `computed` on see."""
-        return 0
+    # Tables
 
     def new_table(self) -> Table:
-        """The table of a sequence that has no blocks."""
+        """Return an empty table."""
         return Table(num_sink_blocks=self.num_sink_blocks)
 
     def slot(self, table: Table, index: int) -> int:
-        """The slot of the `index`-th token of a sequence."""
+        """Return the slot of token `index`."""
         return table[index // self.block_size] * self.block_size + index % self.block_size
 
-    def plan(self, table: Table, computed: int, length: int) -> Reservation | None:
-        """What it takes to make slots `computed` to `computed + length - 1` writable: there, and in
-        no other table.
+    def first_visible(self, computed: int) -> int:
+        """Return the index of the first block, after the sinks, that later rows see.
 
-        None where there are not enough blocks.
+        Later rows are the rows from token `computed` on.
         """
-        if (
-            length == 1
-            and (index := computed // self.block_size) < len(table)
-            and self._references[table[index]] == 1
-        ):
-            return NOTHING_TO_DO  # so it is most of the time
-        needed = self._table_length(computed, length)
+        return 0
+
+    def plan(self, table: Table, computed: int, num_slots: int) -> Allocation | None:
+        """Plan an allocation of `num_slots` slots from token `computed` on.
+
+        Returns None if there are not enough blocks.
+        """
+        # The usual case: one slot in a block that this sequence already has for itself.
+        index = computed // self.block_size
+        if num_slots == 1 and index < len(table) and self._references[table[index]] == 1:
+            return NO_CHANGE
+
+        num_blocks = self._table_length(computed, num_slots)
         shared = [
             i
-            for i in range(computed // self.block_size, min(needed, len(table)))
+            for i in range(computed // self.block_size, min(num_blocks, len(table)))
             if self._references[table[i]] > 1
         ]
-        if needed <= len(table) and not shared:
-            return NOTHING_TO_DO
-        if self._price(max(0, needed - len(table)), len(shared)) > self.num_available:
+        num_new = max(0, num_blocks - len(table))
+        if not num_new and not shared:
+            return NO_CHANGE
+        if self._cost(num_new, len(shared)) > self.num_available:
             return None
-        return Reservation(needed, shared)
+        return Allocation(num_blocks, shared)
 
-    def carry_out(self, table: Table, plan: Reservation) -> list[tuple[int, int]]:
-        """Extend the table and replace shared blocks; returns the copies to make, (source, target),
-        block by block.
-        """
+    def apply(self, table: Table, plan: Allocation) -> list[tuple[int, int]]:
+        """Carry out a plan; returns the copies to make, as pairs of source and target block."""
         copies = []
         for i in plan.shared:
-            source, table[i] = table[i], self._take(table[i - 1] if i else NULL_BLOCK)
+            source, table[i] = table[i], self._pop_block(table[i - 1] if i else NULL_BLOCK)
             self._release(source)
             copies.append((source, table[i]))
-        self._extend(table, plan.length)
+        self._extend(table, plan.num_blocks)
         return copies
 
-    def reserve(self, table: Table, computed: int, length: int) -> list[tuple[int, int]] | None:
-        """Make slots `computed` to `computed + length - 1` of the table writable.
+    def allocate(self, table: Table, computed: int, num_slots: int) -> list[tuple[int, int]] | None:
+        """Make `num_slots` slots from token `computed` on writable.
 
-        Returns the copies to make, (source, target), block by block, or None, with nothing changed,
-        when there are not enough blocks.
+        Returns the copies to make before anything is written, as pairs of source and target block.
+        Returns None, with nothing changed, if there are not enough blocks.
         """
-        plan = self.plan(table, computed, length)
-        return None if plan is None else self.carry_out(table, plan)
+        plan = self.plan(table, computed, num_slots)
+        return None if plan is None else self.apply(table, plan)
 
-    def keep(self, table: Table, end: int, path: list[int]) -> list[tuple[int, int]]:
-        """Keep the first `end` slots and, right after them, those that were `path[i]` beyond;
-        release the rest.
+    def keep_path(self, table: Table, end: int, path: list[int]) -> list[tuple[int, int]]:
+        """Keep the first `end` slots and the slots of an accepted draft path; free the rest.
 
-        Returns the slots to move, (source, target), before anything else is written.
+        Node `i` of the draft is in slot `end + i`. The kept nodes must become adjacent: returns the
+        slots to move, as pairs of source and target, before anything else is written.
         """
         moves = [
             (self.slot(table, end + node), self.slot(table, end + i))
@@ -209,60 +221,12 @@ class BlockPool:
         self.trim(table, end + len(path))
         return moves
 
-    def fork(self, table: Table) -> Table:
-        """A second table of the same blocks."""
-        for block in table.held:
-            self._references[block] += 1
-        self._num_references += table.num_held
-        return Table(table, table.num_released, table.num_sink_blocks)
-
-    def retain(self, block: int, forget: Callable[[int], None]) -> None:
-        """Keep the content of a held block when it is released; `forget(block)` is called when it
-        is evicted.
-        """
-        self._kept[block] = forget
-
-    def let_go(self, block: int) -> None:
-        """Keep the content of a block no longer."""
-        del self._kept[block]
-        if block in self._evictable:
-            del self._evictable[block]
-            self._count_empty(block // _RUN, 1)
-
-    def share(self, table: Table, blocks: Iterable[int]) -> None:
-        """Begin a table with blocks whose content is kept, held by others or evictable, and null
-        blocks in their places.
-        """
-        for block in blocks:
-            if block == NULL_BLOCK:
-                table.num_released += 1
-            else:
-                self._hold(block)
-            table.append(block)
-
-    def fill(self, table: Table, index: int) -> int:
-        """Put an empty block where a table that `share` began has a null block; returns it."""
-        table[index] = self._take(table[index - 1] if index else NULL_BLOCK)
-        table.num_released -= 1
-        return table[index]
-
-    def exchange(self, table: Table, index: int, block: int) -> None:
-        """Release a block in favour of one with the same content, held by others or evictable."""
-        self._hold(block)
-        self._release(table[index])
-        table[index] = block
-
-    def num_shared(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks another sequence may have at no cost: those that are in a
-        table.
-        """
-        return sum(block != NULL_BLOCK and self._references[block] > 0 for block in blocks)
-
     def trim(self, table: Table, computed: int) -> None:
-        """Release the blocks beyond the first `computed` slots, the last first."""
-        length = self.blocks_for(computed)
-        while len(table) > length:
-            if (block := table.pop()) != NULL_BLOCK:
+        """Release the blocks after the first `computed` slots, the last block first."""
+        num_blocks = self.blocks_for(computed)
+        while len(table) > num_blocks:
+            block = table.pop()
+            if block != NULL_BLOCK:
                 self._release(block)
         table.num_released = max(0, min(table.num_released, len(table) - table.num_sink_blocks))
 
@@ -270,56 +234,89 @@ class BlockPool:
         """Release all blocks."""
         self.trim(table, 0)
 
+    def fork(self, table: Table) -> Table:
+        """Return a second table of the same blocks."""
+        for block in table.held:
+            self._references[block] += 1
+        self._num_references += table.num_held
+        return Table(table, table.num_released, table.num_sink_blocks)
+
+    # The prefix cache
+
+    def cache(self, block: int, on_evict: Callable[[int], None]) -> None:
+        """Keep the content of a held block after its release, until `on_evict(block)` is called."""
+        self._cached[block] = on_evict
+
+    def uncache(self, block: int) -> None:
+        """Stop keeping the content of a block, without a call of `on_evict`."""
+        del self._cached[block]
+        if block in self._evictable:
+            del self._evictable[block]
+            self._count_empty(block // _RUN, 1)
+
+    def share(self, table: Table, blocks: Iterable[int]) -> None:
+        """Append cached blocks, and null blocks, to an empty table."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                table.num_released += 1
+            else:
+                self._touch(block)
+            table.append(block)
+
+    def fill_null(self, table: Table, index: int) -> int:
+        """Replace a null block of a table that `share` filled by an empty block; returns it."""
+        table[index] = self._pop_block(table[index - 1] if index else NULL_BLOCK)
+        table.num_released -= 1
+        return table[index]
+
+    def replace(self, table: Table, index: int, block: int) -> None:
+        """Replace a block of a table by a cached block with the same content."""
+        self._touch(block)
+        self._release(table[index])
+        table[index] = block
+
     def check(self, tables: list[Table]) -> None:
-        """Assert that the pool and these tables, which are all there are, agree on every block."""
+        """Assert that the pool agrees with these tables, which must be all tables."""
         held = [0] * self.num_blocks
         for table in tables:
             blocks = table.held.tolist()
-            assert table.num_sink_blocks == self.num_sink_blocks and len(
-                blocks
-            ) == table.num_held == len(table) - table.count(NULL_BLOCK)
+            assert table.num_sink_blocks == self.num_sink_blocks
+            assert len(blocks) == table.num_held == len(table) - table.count(NULL_BLOCK)
             assert len(set(blocks)) == len(blocks) and NULL_BLOCK not in blocks, (
-                f"a block is twice in {table}, or a null block out of place"
+                f"a block occurs twice in {table}, or a null block is out of place"
             )
             for block in blocks:
                 held[block] += 1
         assert held == self._references and sum(held) == self._num_references
         assert self.num_free == held.count(0)
-        assert self._evictable.keys() == {block for block in self._kept if not held[block]}
+        assert self._evictable.keys() == {block for block in self._cached if not held[block]}
         assert self._num_empty == sum(self._empty_in_run)
 
-    def _table_length(self, computed: int, length: int) -> int:
-        """Blocks of a table, released ones included, with slots for `length` tokens behind the
-        computed ones.
-        """
-        return self.blocks_for(computed + length)
+    # Blocks
 
-    def _price(self, num_new: int, num_shared: int) -> int:
-        """Available blocks that it costs to take so many new ones and to replace so many shared
-        ones.
-        """
+    def _table_length(self, computed: int, num_slots: int) -> int:
+        """Return the blocks of a table, null blocks included, with `num_slots` further slots."""
+        return self.blocks_for(computed + num_slots)
+
+    def _cost(self, num_new: int, num_shared: int) -> int:
+        """Return the available blocks that new blocks and copies of shared blocks take."""
         return num_new + num_shared
 
-    def _extend(self, table: Table, length: int) -> None:
-        while len(table) < length:
-            table.append(self._take(table[-1] if table else NULL_BLOCK))
+    def _extend(self, table: Table, num_blocks: int) -> None:
+        while len(table) < num_blocks:
+            table.append(self._pop_block(table[-1] if table else NULL_BLOCK))
 
-    def _take(self, previous: int) -> int:
-        """A free block: the one after `previous` if it is empty, else one that starts a run, else
-        any.
-        """
+    def _pop_block(self, previous: int) -> int:
+        """Take an empty block: the one after `previous`, else the first of an empty run, else any."""
         if not self._num_empty:
             self._evict()
-        if (
-            previous != NULL_BLOCK
-            and previous + 1 < self.num_blocks
-            and self._is_empty(previous + 1)
-        ):
-            block = previous + 1
-        elif self._whole:
-            block = next(iter(self._whole)) * _RUN
+        following = previous + 1
+        if previous != NULL_BLOCK and following < self.num_blocks and self._is_empty(following):
+            block = following
+        elif self._empty_runs:
+            block = next(iter(self._empty_runs)) * _RUN
         else:
-            first = next(iter(self._part)) * _RUN
+            first = next(iter(self._partly_empty_runs)) * _RUN
             block = next(block for block in range(first, first + _RUN) if self._is_empty(block))
         self._references[block] = 1
         self._num_references += 1
@@ -327,29 +324,31 @@ class BlockPool:
         return block
 
     def _evict(self) -> None:
-        """Blocks are released from the end of a table to its start, so some of them are often a
-        run.
+        """Evict several blocks.
+
+        A table releases its blocks from the last to the first, so these are often a run.
         """
         for _ in range(min(_RUN, len(self._evictable))):
             block, _ = self._evictable.popitem(last=False)
-            self._kept.pop(block)(block)
+            on_evict = self._cached.pop(block)
+            on_evict(block)
             self._count_empty(block // _RUN, 1)
 
     def _is_empty(self, block: int) -> bool:
         return not self._references[block] and block not in self._evictable
 
-    def _hold(self, block: int) -> None:
+    def _touch(self, block: int) -> None:
         self._references[block] += 1
         self._num_references += 1
         self._evictable.pop(block, None)
 
     def _release(self, block: int) -> None:
-        assert self._references[block] > 0, f"block {block} is free already"
+        assert self._references[block] > 0, f"block {block} is already free"
         self._references[block] -= 1
         self._num_references -= 1
         if self._references[block]:
             return
-        if block in self._kept:
+        if block in self._cached:
             self._evictable[block] = None
         else:
             self._count_empty(block // _RUN, 1)
@@ -357,6 +356,13 @@ class BlockPool:
     def _count_empty(self, run: int, change: int) -> None:
         self._num_empty += change
         self._empty_in_run[run] += change
-        empty, size = self._empty_in_run[run], min(_RUN, self.num_blocks - run * _RUN)
-        (self._whole.add if empty == size else self._whole.discard)(run)
-        (self._part.add if 0 < empty < size else self._part.discard)(run)
+        num_empty = self._empty_in_run[run]
+        run_size = min(_RUN, self.num_blocks - run * _RUN)
+        if num_empty == run_size:
+            self._empty_runs.add(run)
+        else:
+            self._empty_runs.discard(run)
+        if 0 < num_empty < run_size:
+            self._partly_empty_runs.add(run)
+        else:
+            self._partly_empty_runs.discard(run)

@@ -1,15 +1,14 @@
-"""The host tier of the prefix cache: copies of blocks in the host's memory, of what the pools have
-no place for any more.
+"""The host tier of the prefix cache: copies of evicted blocks in host memory.
 
-It holds numbers, as pools do; the storage is the backend's (`HostBlocks`). The copy of a block is
-made when the block is evicted, and copied back into another block for a sequence that wants it
-again. It stays when it was copied back, so that what is evicted again needs no second copy. Where
-no host block is left, the copy that was made or wanted least recently goes.
+The tier holds block numbers only; the storage belongs to the backend (`HostBlocks`). A block is
+copied to the host when it is evicted, and loaded into another block for a sequence that needs it
+again. The host copy stays after that, so evicting the block again needs no second copy. If no host
+block is left, the least recently used copy is dropped.
 
-All copies are made in the order in which launches are, so no one waits for them. A copy to the host
-is made at once: nothing that is still to come writes a block of the prefix cache. A copy back waits
-until the step's own copies have been made (`load_blocks`), because these may read what its block
-held before; until then no other copy takes its place in the host's memory.
+All copies run in the order of the launches, so nothing waits for them. A copy to the host is issued
+at once, because no earlier launch still writes a block of the prefix cache. A load is queued until
+the step's own block copies are issued (`run_loads`), because these may read the old content of its
+target. Until then its host block is pinned.
 """
 
 import logging
@@ -24,8 +23,8 @@ from headrace.kv.blocks import NULL_BLOCK
 _log = logging.getLogger("headrace.kv")
 
 
-class Load(NamedTuple):
-    """A block that is to be copied back."""
+class QueuedLoad(NamedTuple):
+    """A host block to load into a block."""
 
     group: int
     host_block: int
@@ -33,49 +32,43 @@ class Load(NamedTuple):
 
 
 class HostTier:
-    """The host blocks of each group; none at all without a `store`.
+    """The host blocks of each KV group. Without a `store` the tier is empty.
 
-    Blocks go there and come back only while that is quicker than to compute them: while a block of
-    every group comes back in less time than the quickest step so far took for as many rows as a
-    block has tokens.
+    The tier is used only while loading a block of every group is faster than computing its tokens.
     """
 
     def __init__(self, store: HostBlocks | None = None, block_size: int = 0) -> None:
         self._store = store
         self._block_size = block_size
         self._row_seconds = inf
-        """Of a row in the quickest step; not known before the first."""
+        """Seconds per row in the fastest step; infinite before the first step."""
         self.num_saved = 0
-        """Blocks that were copied to the host."""
+        """Blocks copied to the host."""
         self.num_loaded = 0
-        """Blocks that were copied back."""
-        self.restart()
+        """Blocks loaded from the host."""
+        self.reset()
 
-    def restart(self) -> None:
-        """Believe no copy any more."""
+    def reset(self) -> None:
+        """Drop all copies."""
         num_blocks = self._store.num_blocks if self._store else ()
-        self._unused = [list(range(num - 1, -1, -1)) for num in num_blocks]  # the lowest last
-        self._kept = [
-            OrderedDict[int, Callable[[int], None]]() for _ in num_blocks
-        ]  # what to call when one goes; the oldest first
-        self._loads: list[Load] = []
-        self._wanted = [set[int]() for _ in num_blocks]
-        """Host blocks that will be copied back."""
+        self._free = [list(range(num - 1, -1, -1)) for num in num_blocks]  # the lowest last
+        # Used host blocks of each group, least recently used first; the value is called on a drop.
+        self._used = [OrderedDict[int, Callable[[int], None]]() for _ in num_blocks]
+        self._pinned = [set[int]() for _ in num_blocks]
+        self._queue: list[QueuedLoad] = []
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._store = None
-        self.restart()
+        self.reset()
 
     def record(self, rows: int, seconds: float) -> None:
-        """Learn from a step, which took so long at most."""
+        """Record the time of a step."""
         self._row_seconds = min(self._row_seconds, seconds / rows)
 
     @property
-    def is_quicker(self) -> bool:
-        """Whether there is a tier, and blocks come back in less time than it takes to compute
-        them.
-        """
+    def is_faster(self) -> bool:
+        """Whether there is a tier, and loading a block is faster than computing its tokens."""
         return (
             self._store is not None
             and self._store.block_seconds < self._block_size * self._row_seconds
@@ -84,80 +77,73 @@ class HostTier:
     @property
     def num_bytes(self) -> int:
         """Bytes of all copies."""
-        return (
-            sum(
-                len(kept) * size
-                for kept, size in zip(self._kept, self._store.block_bytes, strict=True)
-            )
-            if self._store
-            else 0
+        if self._store is None:
+            return 0
+        return sum(
+            len(used) * block_bytes
+            for used, block_bytes in zip(self._used, self._store.block_bytes, strict=True)
         )
 
-    def save(self, group: int, block: int, forget: Callable[[int], None]) -> int:
-        """Copy a block that is about to be written anew; returns its host block, for which `forget`
-        is called when it goes.
+    def save(self, group: int, block: int, on_drop: Callable[[int], None]) -> int:
+        """Copy a block that is about to be overwritten, and return its host block.
 
-        `NULL_BLOCK` where it would be quicker to compute it again, or there is no host block for
-        it.
+        `on_drop(host_block)` is called when the copy is dropped. Returns `NULL_BLOCK` if computing
+        the block again is faster, or if no host block is available.
         """
-        if self._store is None or not self.is_quicker:
+        if self._store is None or not self.is_faster:
             return NULL_BLOCK
-        unused, kept = self._unused[group], self._kept[group]
-        if not unused:
-            oldest = next(iter(kept), NULL_BLOCK)
-            if oldest == NULL_BLOCK or oldest in self._wanted[group]:
+        free, used = self._free[group], self._used[group]
+        if not free:
+            oldest = next(iter(used), NULL_BLOCK)
+            if oldest == NULL_BLOCK or oldest in self._pinned[group]:
                 return NULL_BLOCK
-            kept.pop(oldest)(oldest)
-            unused.append(oldest)
-        host_block = unused.pop()
+            used.pop(oldest)(oldest)
+            free.append(oldest)
+
+        host_block = free.pop()
         try:
             self._store.save(group, block, host_block)
         except MemoryError:
-            _log.warning(
-                "the host has memory for %d blocks of KV and no more: the engine goes on with these",
-                len(kept),
-            )
-            unused.clear()
+            _log.warning("host memory is full: the KV cache keeps %d blocks there", len(used))
+            free.clear()
             return NULL_BLOCK
-        kept[host_block] = forget
+        used[host_block] = on_drop
         self.num_saved += 1
         return host_block
 
     def touch(self, group: int, host_block: int) -> None:
-        """The block of a copy was used."""
-        self._kept[group].move_to_end(host_block)
+        """Mark a copy as most recently used."""
+        self._used[group].move_to_end(host_block)
 
-    def let_go(self, group: int, host_block: int) -> None:
-        """Keep a copy no longer."""
-        del self._kept[group][host_block]
-        self._unused[group].append(host_block)
+    def free(self, group: int, host_block: int) -> None:
+        """Drop a copy without a call of `on_drop`."""
+        del self._used[group][host_block]
+        self._free[group].append(host_block)
 
-    def want(self, group: int, host_block: int) -> None:
-        """Keep a copy at least until it has been copied back."""
-        self._wanted[group].add(host_block)
+    def pin(self, group: int, host_block: int) -> None:
+        """Keep a copy until the next `run_loads`."""
+        self._pinned[group].add(host_block)
         self.touch(group, host_block)
 
-    def load(self, group: int, host_block: int, block: int) -> None:
-        """Let a wanted copy be copied back into a block by the next `load_blocks`."""
-        self._loads.append(Load(group, host_block, block))
+    def queue_load(self, group: int, host_block: int, block: int) -> None:
+        """Queue the load of a pinned copy into a block."""
+        self._queue.append(QueuedLoad(group, host_block, block))
 
-    def load_blocks(self) -> None:
-        """Copy back what is to be copied back before the next launch."""
-        if not self._loads:
+    def run_loads(self) -> None:
+        """Issue the queued loads, before the next launch."""
+        if not self._queue:
             return
-        assert self._store is not None, "a copy of nothing is to be copied back"
-        for load in self._loads:
-            self._store.load(*load)
-        self.num_loaded += len(self._loads)
-        self._loads.clear()
-        for wanted in self._wanted:
-            wanted.clear()
+        assert self._store is not None, "a load needs a store"
+        for load in self._queue:
+            self._store.load(load.group, load.host_block, load.block)
+        self.num_loaded += len(self._queue)
+        self._queue.clear()
+        for pinned in self._pinned:
+            pinned.clear()
 
     def check(self) -> None:
-        """Assert that every host block is in one place, and that copies which are to be copied back
-        are there.
-        """
-        for group, (unused, kept) in enumerate(zip(self._unused, self._kept, strict=True)):
-            assert len(set(unused)) == len(unused) and not kept.keys() & set(unused)
-            assert self._wanted[group] <= kept.keys()
-        assert all(load.host_block in self._wanted[load.group] for load in self._loads)
+        """Assert that each host block is either free or used, and that queued loads are pinned."""
+        for group, (free, used) in enumerate(zip(self._free, self._used, strict=True)):
+            assert len(set(free)) == len(free) and not used.keys() & set(free)
+            assert self._pinned[group] <= used.keys()
+        assert all(load.host_block in self._pinned[load.group] for load in self._queue)

@@ -1,127 +1,120 @@
-"""The KV of sequences over all groups of layers: a pool and a table for each, and every operation
-on all of them or on none.
+"""The KV of sequences over all KV groups: a pool and a table for each group.
+
+A KV group is a set of layers with the same KV layout and attention window. Each operation applies
+to all groups or to none.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.config import KvConfig
-from headrace.kv.blocks import NOTHING_TO_DO, BlockPool, Reservation, Table
+from headrace.kv.blocks import NO_CHANGE, Allocation, BlockPool, Demand, Table
 from headrace.kv.host import HostTier
 from headrace.kv.window import WindowPool
 from headrace.program.kv import KvGroup
 
 Tables = tuple[Table, ...]
-"""The blocks of a sequence in each group."""
+"""The block table of a sequence in each KV group."""
 
 
 class Copy(NamedTuple):
-    """KV to be copied from block to block, or from slot to slot, of a group."""
+    """A copy of KV within a group, from block to block or from slot to slot."""
 
     group: int
     source: int
     target: int
 
 
-class Demand(NamedTuple):
-    """What one or several sequences that have something in common come to, each with a table of its
-    own.
-    """
-
-    num_tokens: int
-    computed: int
-    width: int = 1
-    """Sequences."""
-    common: int = 0
-    """Tokens that they share."""
-
-
 class KvManager:
-    """One pool for each group. `max_rows`: most rows of a sequence in a step, or slots that are
-    reserved for it at once.
-
-    `host`: where the prefix cache keeps what is evicted.
-    """
+    """Allocates and frees the KV blocks of sequences."""
 
     def __init__(
         self, groups: Sequence[KvGroup], kv: KvConfig, max_rows: int, host: HostTier | None = None
     ) -> None:
+        """`max_rows` limits the slots that are allocated for a sequence at once. `host` is the host
+        memory of the prefix cache.
+        """
         self.block_size = kv.block_size
         self.max_rows = max_rows
         self.host = host or HostTier()
-        self._sizes = list(zip(groups, kv.num_blocks, strict=True))
-        self.restart()
+        self._groups = list(zip(groups, kv.num_blocks, strict=True))
+        self.reset()
 
-    def restart(self) -> None:
-        """Let all blocks be empty; the tables that there are have no meaning any more."""
-        size = self.block_size
+    def reset(self) -> None:
+        """Empty all blocks. Existing tables become invalid."""
         self.pools: list[BlockPool] = [
-            WindowPool(num_blocks, size, group.window, self.max_rows, group.num_sink_tokens)
+            WindowPool(
+                num_blocks=num_blocks,
+                block_size=self.block_size,
+                window=group.window,
+                max_rows=self.max_rows,
+                num_sink_tokens=group.num_sink_tokens,
+            )
             if group.window
-            else BlockPool(num_blocks, size)
-            for group, num_blocks in self._sizes
+            else BlockPool(num_blocks, self.block_size)
+            for group, num_blocks in self._groups
         ]
-        self._windowed = [
+        self._window_pools = [
             (group, pool) for group, pool in enumerate(self.pools) if isinstance(pool, WindowPool)
         ]
-        self.host.restart()
+        self.host.reset()
+
+    # Tables
 
     def new_tables(self) -> Tables:
-        """Those of a sequence that has no blocks."""
+        """Return empty tables."""
         return tuple(pool.new_table() for pool in self.pools)
 
-    def reserve(self, tables: Tables, computed: int, length: int) -> list[Copy] | None:
-        """Make slots `computed` to `computed + length - 1` writable, in a group with a window as
-        many of them as a step can use.
+    def allocate(self, tables: Tables, computed: int, num_slots: int) -> list[Copy] | None:
+        """Make `num_slots` slots from token `computed` on writable.
 
-        Returns the blocks to copy before the next step writes anything, or None, with nothing
-        changed, when there are not enough.
+        A group with a window gets only as many slots as a step can use. Returns the block copies to
+        make before the next step writes anything. Returns None, with nothing changed, if there are
+        not enough blocks.
         """
-        plans: list[tuple[int, Reservation]] = []
+        plans: list[tuple[int, Allocation]] = []
         for group, table in enumerate(tables):
-            plan = self.pools[group].plan(table, computed, length)
+            plan = self.pools[group].plan(table, computed, num_slots)
             if plan is None:
                 return None
-            if plan is not NOTHING_TO_DO:
+            if plan is not NO_CHANGE:
                 plans.append((group, plan))
         return [
-            Copy(group, *copy)
+            Copy(group, source, target)
             for group, plan in plans
-            for copy in self.pools[group].carry_out(tables[group], plan)
+            for source, target in self.pools[group].apply(tables[group], plan)
         ]
 
     def advance(self, tables: Tables, computed: int, num_known: int) -> None:
-        """Release what no row from `computed` on sees; with what it gets back a group with a window
-        prepares for known tokens.
+        """Release the blocks that no row from token `computed` on sees.
+
+        A group with a window uses the blocks that it gets back for further known tokens.
         """
-        for group, pool in self._windowed:
+        for group, pool in self._window_pools:
             pool.advance(tables[group], computed, num_known)
 
-    def keep(self, tables: Tables, end: int, path: list[int]) -> list[Copy]:
-        """Keep the first `end` slots and, right after them, those that were `path[i]` beyond;
-        release the rest.
+    def keep_path(self, tables: Tables, end: int, path: list[int]) -> list[Copy]:
+        """Keep the first `end` slots and the slots of an accepted draft path; free the rest.
 
         Returns the slots to move before anything else is written.
         """
         return [
-            Copy(group, *move)
+            Copy(group, source, target)
             for group, table in enumerate(tables)
-            for move in self.pools[group].keep(table, end, path)
+            for source, target in self.pools[group].keep_path(table, end, path)
         ]
 
     def fork(self, tables: Tables) -> Tables:
-        """Second tables of the same blocks."""
+        """Return second tables of the same blocks."""
         return tuple(pool.fork(table) for pool, table in zip(self.pools, tables, strict=True))
 
     def share(self, tables: Tables, blocks: Sequence[Sequence[int]]) -> None:
-        """Begin tables with the kept `blocks` of each group, null blocks where a window does not
-        reach.
-        """
-        for pool, table, shared in zip(self.pools, tables, blocks, strict=True):
-            pool.share(table, shared)
+        """Append the cached blocks of each group, and null blocks, to empty tables."""
+        for pool, table, group_blocks in zip(self.pools, tables, blocks, strict=True):
+            pool.share(table, group_blocks)
 
     def trim(self, tables: Tables, computed: int) -> None:
-        """Release the blocks beyond the first `computed` slots."""
+        """Release the blocks after the first `computed` slots."""
         for pool, table in zip(self.pools, tables, strict=True):
             pool.trim(table, computed)
 
@@ -129,40 +122,59 @@ class KvManager:
         """Release all blocks."""
         self.trim(tables, 0)
 
-    def sees_all(self, tables: Tables, computed: int) -> bool:
-        """Whether the tables have all that rows from `computed` on see of what is computed."""
+    def can_rewind(self, tables: Tables, computed: int) -> bool:
+        """Whether the tables still hold all blocks that rows from token `computed` on see."""
         return all(
-            tables[group].window_start <= pool.first_seen(computed)
-            for group, pool in self._windowed
+            tables[group].window_start <= pool.first_visible(computed)
+            for group, pool in self._window_pools
         )
 
-    def slots_of(self, copies: Sequence[Copy]) -> list[Copy]:
-        """The same copies of blocks slot by slot."""
+    def slot_copies(self, block_copies: Sequence[Copy]) -> list[Copy]:
+        """Return the slot copies that make up some block copies."""
         size = self.block_size
         return [
-            Copy(c.group, c.source * size + i, c.target * size + i)
-            for c in copies
+            Copy(copy.group, copy.source * size + i, copy.target * size + i)
+            for copy in block_copies
             for i in range(size)
         ]
 
-    def num_slots_beyond(self, tables: Tables, end: int) -> int:
-        """Slots from token `end` on that there are, or that there are blocks for."""
-        pairs = zip(self.pools, tables, strict=True)
-        return (
-            min((len(table) + pool.num_available) * self.block_size for pool, table in pairs) - end
+    # Available blocks
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group has a window, so that sequences reuse the blocks that they release."""
+        return bool(self._window_pools)
+
+    @property
+    def num_available(self) -> int:
+        """Number of blocks available in every group."""
+        return min(pool.num_available for pool in self.pools)
+
+    @property
+    def is_overcommitted(self) -> bool:
+        """Whether forks hold more blocks than a group has, so that sequences must be preempted."""
+        return bool(self._window_pools) and any(
+            pool.num_available < 0 for _, pool in self._window_pools
         )
 
-    def can_extend(self, tables: Sequence[Tables], ends: Sequence[int]) -> bool:
-        """Whether there are blocks for all sequences up to these many tokens of each."""
-        lengths = [-(-end // self.block_size) for end in ends]
-        return all(
-            sum(
-                max(0, length - len(each[group]))
-                for length, each in zip(lengths, tables, strict=True)
-            )
-            <= pool.num_available
-            for group, pool in enumerate(self.pools)
+    def num_slots_after(self, tables: Tables, end: int) -> int:
+        """Return the number of slots from token `end` on, held or available, in every group."""
+        num_blocks = min(
+            len(table) + pool.num_available for pool, table in zip(self.pools, tables, strict=True)
         )
+        return num_blocks * self.block_size - end
+
+    def can_extend(self, tables: Sequence[Tables], ends: Sequence[int]) -> bool:
+        """Whether every sequence can be extended to its end, in tokens, at the same time."""
+        num_blocks = [-(-end // self.block_size) for end in ends]
+        for group, pool in enumerate(self.pools):
+            num_new = sum(
+                max(0, count - len(seq_tables[group]))
+                for count, seq_tables in zip(num_blocks, tables, strict=True)
+            )
+            if num_new > pool.num_available:
+                return False
+        return True
 
     def fits(
         self,
@@ -170,41 +182,23 @@ class KvManager:
         hit: Sequence[Sequence[int]],
         running: Sequence[tuple[Tables, Demand]] = (),
     ) -> bool:
-        """Whether there are blocks for what is new beside what running sequences will take, and one
-        more for each of those.
+        """Whether new sequences fit next to the running ones, which may still grow.
 
-        `hit`: blocks of each group that are there already.
+        A spare block is left for each running sequence. `hit` are the cached blocks of each group
+        that the new sequences share.
         """
         for group, pool in enumerate(self.pools):
-            promised = sum(
-                max(0, pool.needed(*demand) - tables[group].num_held) for tables, demand in running
+            num_promised = sum(
+                max(0, pool.max_blocks(demand) - tables[group].num_held)
+                for tables, demand in running
             )
-            if (
-                pool.needed(*new) - pool.num_shared(hit[group]) + promised + len(running)
-                > pool.num_available
-            ):
+            num_needed = pool.max_blocks(new) - pool.num_shared(hit[group])
+            if num_needed + num_promised + len(running) > pool.num_available:
                 return False
         return True
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether a group has a window, so that sequences go on in blocks that they release."""
-        return bool(self._windowed)
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that there are at least in every group."""
-        return min(pool.num_available for pool in self.pools)
-
-    @property
-    def is_overdrawn(self) -> bool:
-        """Whether sequences must give way because there are not enough blocks for all of the
-        forks.
-        """
-        return bool(self._windowed) and any(pool.num_available < 0 for _, pool in self._windowed)
-
     def check(self, tables: Sequence[Tables]) -> None:
-        """Assert that the pools and these tables, which are all there are, agree on every block."""
+        """Assert that the pools agree with these tables, which must be all tables."""
         for group, pool in enumerate(self.pools):
-            pool.check([each[group] for each in tables])
+            pool.check([seq_tables[group] for seq_tables in tables])
         self.host.check()

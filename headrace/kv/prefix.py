@@ -1,22 +1,20 @@
-"""The prefix cache: full blocks of KV under the tokens that they hold, for requests that begin
-alike.
+"""The prefix cache: full blocks of KV, found by the tokens that they hold.
 
-A radix tree whose edges are whole blocks of token ids. A root stands for everything else that KV
-depends on and for the scope within which it may be shared (`Scope`), and a node for the blocks of
-one stretch of tokens, one in each group of layers: its path spells all tokens up to the end of that
-stretch, which is all that their KV depends on. Edges are compared token by token, so a hit is never
-a matter of luck.
+The cache is a radix tree whose edges are whole blocks of token ids. A root stands for a scope
+(`Scope`) within which requests may share KV. A node stands for the blocks of one stretch of tokens,
+one block in each KV group. Its path spells all tokens up to the end of that stretch, and the KV of
+the blocks depends on nothing else. Edges are compared token by token, never by a hash alone.
 
-A node has a gap where the block of a group was evicted. A hit ends at a node before which no group
-has a gap among the blocks that its rows see: all of them, or those that a window reaches and the
-sinks at the beginning. In a group that sees everything, a sequence that holds a node's block holds
-those of its whole path, and releases them from the end; so of the evictable blocks there, the one
-least recently used is always a leaf. The tree itself holds no block, and a node is there as long as
-a block of it is, a node below it, or a sequence that has come so far.
+A node has a gap in a group whose block was evicted. A hit ends at a node if no group has a gap
+among the blocks that later rows see: all blocks of the path, or the blocks in the window and the
+attention sinks. In a group without a window, a sequence that holds a node's block holds the blocks
+of the whole path, and releases them from the end. So the least recently used evictable block of
+such a group is always a leaf. The tree itself holds no block. A node lives as long as one of its
+blocks, a node below it, or a sequence that has reached it.
 
-Where there is a host tier (`kv/host.py`), a block that is evicted leaves a copy in the host's
-memory, and a gap there is only where neither is. A sequence that comes to such a node takes a block
-for the copy, which is the node's from then on.
+With a host tier (`kv/host.py`), an evicted block leaves a copy in host memory; there is a gap only
+if neither exists. A sequence that reaches such a node gets a block and loads the copy into it. The
+block then becomes the node's.
 """
 
 from array import array
@@ -31,219 +29,237 @@ from headrace.kv.manager import KvManager, Tables
 
 
 class Scope(NamedTuple):
-    """Within which KV may be shared. A pool belongs to one model, which needs no mention."""
+    """The scope within which requests may share KV. The model is not part of it, because a cache
+    belongs to one model.
+    """
 
     salt: str | None = None
-    """Sets the requests of one tenant apart: how long a first token takes says nothing about the
-    prompts of others.
+    """Separates tenants: the time to the first token reveals nothing about prompts with another
+    salt.
     """
     adapter: str | None = None
-    """Weights added to the model's own."""
+    """Adapter whose weights are added to the model's own."""
 
 
 class Node:
-    """The blocks under some tokens, `NULL_BLOCK` in groups that have none any more, or a root,
-    which has none at all.
-    """
+    """The blocks of one stretch of tokens, or a root, which has no blocks."""
 
     __slots__ = ("__weakref__", "blocks", "depth", "host_blocks", "parent")
 
     def __init__(self, parent: "Node | None", num_groups: int) -> None:
         self.parent = parent
         self.blocks = [NULL_BLOCK] * num_groups
+        """The block in each group; `NULL_BLOCK` if it was evicted."""
         self.host_blocks = [NULL_BLOCK] * num_groups
-        """Their copies in the host's memory, where there are some."""
+        """The host copy in each group; `NULL_BLOCK` without a copy."""
         self.depth: int = parent.depth + 1 if parent else 0
-        """Blocks from the root to here."""
+        """Number of blocks on the path."""
 
-    def has(self, with_host: bool) -> list[bool]:
-        """Whether there is a block of each group, or a copy of it."""
+    def has_kv(self, with_host: bool) -> list[bool]:
+        """Return whether each group has a block or, `with_host`, a host copy of it."""
         return [
-            block != NULL_BLOCK or (with_host and copy != NULL_BLOCK)
-            for block, copy in zip(self.blocks, self.host_blocks, strict=True)
+            block != NULL_BLOCK or (with_host and host_block != NULL_BLOCK)
+            for block, host_block in zip(self.blocks, self.host_blocks, strict=True)
         ]
 
 
 class Hit(NamedTuple):
-    """What the cache has of a sequence."""
+    """The part of a sequence that is in the cache."""
 
     node: Node | None
-    """The end of it; None: there is no cache."""
+    """The last node of the hit; None: there is no cache."""
     blocks: list[list[int]]
-    """Of each group; null blocks where a copy is in the host's memory alone, and where a window
-    does not reach.
+    """Blocks of each group. They are null blocks if only a host copy exists, and outside a window.
     """
-    length: int
-    """Tokens."""
+    num_tokens: int
 
 
 class PrefixCache:
-    """The tree over the blocks of one manager."""
+    """The radix tree over the blocks of one KV manager."""
 
     def __init__(self, kv: KvManager) -> None:
         self._kv = kv
         self._roots = WeakValueDictionary[Scope, Node]()
         self._children = WeakValueDictionary[tuple[Node, bytes], Node]()  # by parent and tokens
-        self._nodes: list[dict[int, Node]] = [
-            {} for _ in kv.pools
-        ]  # of each group, by block: these are what keeps a node
-        self._host_nodes: list[dict[int, Node]] = [{} for _ in kv.pools]  # and these, by host block
-        self._forget: list[Callable[[int], None]] = [
-            partial(self._evicted, group) for group in range(len(kv.pools))
+
+        # The nodes of each group by block and by host block. These references keep a node alive.
+        self._nodes: list[dict[int, Node]] = [{} for _ in kv.pools]
+        self._host_nodes: list[dict[int, Node]] = [{} for _ in kv.pools]
+
+        groups = range(len(kv.pools))
+        self._on_evict: list[Callable[[int], None]] = [
+            partial(self._evicted, group) for group in groups
         ]
-        self._forget_copy: list[Callable[[int], None]] = [
-            partial(self._copy_is_gone, group) for group in range(len(kv.pools))
+        self._on_drop: list[Callable[[int], None]] = [
+            partial(self._dropped, group) for group in groups
         ]
 
-    def find(self, scope: Scope, known: Sequence[int], most: int) -> Node:
-        """The node of the longest hit that spells a beginning of the first `most` known tokens; the
-        scope's root if there is none.
+    def match(self, scope: Scope, known: Sequence[int], max_tokens: int) -> Node:
+        """Return the last node of the longest hit within the first `max_tokens` known tokens.
+
+        Without a hit it is the root of the scope.
         """
         node = self._roots.get(scope)
         if node is None:
             node = self._roots[scope] = Node(None, len(self._nodes))
-        size, reaches, sinks = (
-            self._kv.block_size,
-            [pool.reach for pool in self._kv.pools],
-            [pool.num_sink_blocks for pool in self._kv.pools],
-        )
-        found, without_gap, with_host = node, [0] * len(reaches), self._kv.host.is_quicker
-        for start in range(0, most - size + 1, size):
-            child = self._children.get((node, _edge(known, start, size)))
+        block_size, pools = self._kv.block_size, self._kv.pools
+        with_host = self._kv.host.is_faster
+        num_without_gap = [0] * len(pools)  # blocks at the end of the path, for each group
+        hit = node
+
+        for start in range(0, max_tokens - block_size + 1, block_size):
+            child = self._children.get((node, _edge(known, start, block_size)))
             if child is None:
                 break
-            there = child.has(with_host)
-            if any(child.depth <= num and not has for num, has in zip(sinks, there, strict=True)):
+            has_kv = child.has_kv(with_host)
+            # All later rows see the sinks, so no longer hit exists after a gap there.
+            if any(
+                child.depth <= pool.num_sink_blocks and not has
+                for pool, has in zip(pools, has_kv, strict=True)
+            ):
                 break
+
             node, is_hit = child, True
-            for group, has in enumerate(there):
-                without_gap[group] = without_gap[group] + 1 if has else 0
-                is_hit = is_hit and without_gap[group] >= min(reaches[group], node.depth)
+            for group, has in enumerate(has_kv):
+                num_without_gap[group] = num_without_gap[group] + 1 if has else 0
+                num_visible = min(pools[group].window_blocks, node.depth)
+                is_hit = is_hit and num_without_gap[group] >= num_visible
             if is_hit:
-                found = node
-        return found
+                hit = node
+        return hit
 
     def blocks(self, node: Node) -> list[list[int]]:
-        """The blocks of each group from the root to a node, null blocks where those behind it do
-        not see them, or there is only a copy.
+        """Return the blocks of each group on the path of a node.
+
+        Blocks that later rows do not see, and blocks with only a host copy, are null blocks.
         """
-        path, all_blocks = _path(node), []
+        path = _path(node)
+        group_blocks = []
         for group, pool in enumerate(self._kv.pools):
-            first = pool.first_seen(node.depth * self._kv.block_size)
-            all_blocks.append(
-                [
-                    each.blocks[group] if not pool.num_sink_blocks <= i < first else NULL_BLOCK
-                    for i, each in enumerate(path)
-                ]
-            )
-        return all_blocks
+            first = pool.first_visible(node.depth * self._kv.block_size)
+            blocks = [
+                NULL_BLOCK if pool.num_sink_blocks <= i < first else path_node.blocks[group]
+                for i, path_node in enumerate(path)
+            ]
+            group_blocks.append(blocks)
+        return group_blocks
 
     def share(self, hit: Hit, tables: Tables) -> None:
-        """Begin the tables of a sequence with what was found; what the host alone has is to be
-        copied back (`HostTier.load_blocks`).
+        """Fill the empty tables of a sequence with the blocks of a hit.
+
+        Blocks with only a host copy are allocated, and their loads are queued.
         """
         if hit.node is None:
             return
         self._kv.share(tables, hit.blocks)
-        path, absent = _path(hit.node), list[tuple[int, int]]()
+
+        path, host = _path(hit.node), self._kv.host
+        to_load: list[tuple[int, int]] = []  # group, index on the path
         for group, (pool, blocks) in enumerate(zip(self._kv.pools, hit.blocks, strict=True)):
-            unseen = range(pool.num_sink_blocks, pool.first_seen(hit.length))
-            absent += [
+            invisible = range(pool.num_sink_blocks, pool.first_visible(hit.num_tokens))
+            to_load += [
                 (group, i)
                 for i, block in enumerate(blocks)
-                if block == NULL_BLOCK and i not in unseen
+                if block == NULL_BLOCK and i not in invisible
             ]
-        for group, i in reversed(absent):  # the end of a path goes first
-            self._kv.host.want(group, path[i].host_blocks[group])
-        for group, i in absent:
-            node, pool = path[i], self._kv.pools[group]
-            block = pool.fill(tables[group], i)
-            self._kv.host.load(group, node.host_blocks[group], block)
-            self._keep(node, group, block)
 
-    def extend(
+        # Pin all copies first, as allocating a block may evict others to the host. The last block
+        # of the path is pinned first, so it becomes the least recently used.
+        for group, i in reversed(to_load):
+            host.pin(group, path[i].host_blocks[group])
+        for group, i in to_load:
+            node, pool = path[i], self._kv.pools[group]
+            block = pool.fill_null(tables[group], i)
+            host.queue_load(group, node.host_blocks[group], block)
+            self._set_block(node, group, block)
+
+    def insert(
         self,
         node: Node,
         tables: Tables,
         known: Sequence[int],
         computed: int,
         *,
-        exchange: bool = True,
+        replace: bool = True,
     ) -> Node:
-        """Put the full blocks of a sequence beyond `node` into the tree; returns the node of the
-        last ones.
+        """Insert the full blocks of a sequence below `node`, and return the last node.
 
-        Where the tree has a block of the same tokens, the sequence takes that one for its own,
-        whose memory is free then; unless it may not `exchange` blocks now, because a launched step
-        uses them.
+        If the tree already has a block of the same tokens, that block replaces the block of the
+        sequence, whose memory becomes free. Without `replace` the sequence keeps its block, because
+        a launched step uses it.
         """
-        size = self._kv.block_size
-        while (node.depth + 1) * size <= computed:
+        block_size = self._kv.block_size
+        while (node.depth + 1) * block_size <= computed:
             index = node.depth
-            edge = _edge(known, index * size, size)
+            edge = _edge(known, index * block_size, block_size)
             child = self._children.get((node, edge))
             if child is None:
                 child = self._children[node, edge] = Node(node, len(tables))
             for group, table in enumerate(tables):
-                self._merge(child, group, table, index, exchange)
+                self._merge(child, group, table, index, replace)
             node = child
         return node
 
-    def _merge(self, node: Node, group: int, table: Table, index: int, exchange: bool) -> None:
-        """Let a node and a table have the same block in a group, that of the node if it has one."""
-        own, kept, pool = table[index], node.blocks[group], self._kv.pools[group]
-        if own in (kept, NULL_BLOCK):
+    def _merge(self, node: Node, group: int, table: Table, index: int, replace: bool) -> None:
+        """Make a node and a table share one block, preferably the node's."""
+        table_block, node_block = table[index], node.blocks[group]
+        if table_block in (node_block, NULL_BLOCK):
             return
-        if kept == NULL_BLOCK:
-            self._keep(node, group, own)
-        elif exchange:
-            pool.exchange(table, index, kept)
+        if node_block == NULL_BLOCK:
+            self._set_block(node, group, table_block)
+        elif replace:
+            self._kv.pools[group].replace(table, index, node_block)
 
-    def _keep(self, node: Node, group: int, block: int) -> None:
-        """Let a node have a block, which a sequence holds."""
+    def _set_block(self, node: Node, group: int, block: int) -> None:
+        """Give a node a block, which a sequence holds now."""
         node.blocks[group] = block
         self._nodes[group][block] = node
-        self._kv.pools[group].retain(block, self._forget[group])
+        self._kv.pools[group].cache(block, self._on_evict[group])
 
     def _evicted(self, group: int, block: int) -> None:
-        """A block is about to be written anew: what it holds goes to the host's memory, unless it
-        is there already.
-        """
+        """Save a block to the host before it is overwritten, unless a copy exists."""
         node, host = self._nodes[group].pop(block), self._kv.host
         node.blocks[group] = NULL_BLOCK
-        if (copy := node.host_blocks[group]) != NULL_BLOCK:
-            host.touch(group, copy)
-        elif (copy := host.save(group, block, self._forget_copy[group])) != NULL_BLOCK:
-            node.host_blocks[group] = copy
-            self._host_nodes[group][copy] = node
+        host_block = node.host_blocks[group]
+        if host_block != NULL_BLOCK:
+            host.touch(group, host_block)
+            return
+        host_block = host.save(group, block, self._on_drop[group])
+        if host_block == NULL_BLOCK:
+            self._prune(node, group)
         else:
-            self._has_gap(node, group)
+            node.host_blocks[group] = host_block
+            self._host_nodes[group][host_block] = node
 
-    def _copy_is_gone(self, group: int, host_block: int) -> None:
-        """A host block holds another copy from now on."""
+    def _dropped(self, group: int, host_block: int) -> None:
+        """Forget a host copy that was dropped."""
         node = self._host_nodes[group].pop(host_block)
         node.host_blocks[group] = NULL_BLOCK
         if node.blocks[group] == NULL_BLOCK:
-            self._has_gap(node, group)
+            self._prune(node, group)
 
-    def _has_gap(self, node: Node, group: int) -> None:
-        """Without a block of a group that sees everything no hit gets past the node, so its others
-        are of no use.
+    def _prune(self, node: Node, group: int) -> None:
+        """Free the other blocks of a node if its gap is in a group without a window.
+
+        No hit gets past such a gap, so these blocks are useless.
         """
         pools = self._kv.pools
-        for other in range(len(pools)) if pools[group].reach == inf else ():
-            if (kept := node.blocks[other]) != NULL_BLOCK:
-                pools[other].let_go(kept)
-                del self._nodes[other][kept]
+        if pools[group].window_blocks != inf:
+            return
+        for other, pool in enumerate(pools):
+            block, host_block = node.blocks[other], node.host_blocks[other]
+            if block != NULL_BLOCK:
+                pool.uncache(block)
+                del self._nodes[other][block]
                 node.blocks[other] = NULL_BLOCK
-            if (copy := node.host_blocks[other]) != NULL_BLOCK:
-                self._kv.host.let_go(other, copy)
-                del self._host_nodes[other][copy]
+            if host_block != NULL_BLOCK:
+                self._kv.host.free(other, host_block)
+                del self._host_nodes[other][host_block]
                 node.host_blocks[other] = NULL_BLOCK
 
 
 def _path(node: Node) -> list[Node]:
-    """The nodes from the first below the root to this one."""
+    """Return the nodes from below the root to this node."""
     path: list[Node] = []
     while node.parent:
         path.append(node)
@@ -251,6 +267,6 @@ def _path(node: Node) -> list[Node]:
     return path[::-1]
 
 
-def _edge(known: Sequence[int], start: int, size: int) -> bytes:
-    """Token ids as bytes: compared at once, and small."""
-    return array("i", known[start : start + size]).tobytes()
+def _edge(known: Sequence[int], start: int, block_size: int) -> bytes:
+    """Return the token ids of a block as bytes, which are small and fast to compare."""
+    return array("i", known[start : start + block_size]).tobytes()

@@ -1,4 +1,4 @@
-"""From sequences and their blocks to the arrays that a program sees."""
+"""From block tables to the arrays of a batch, and the copies of KV between steps."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,26 +16,29 @@ from headrace.kv.manager import Copy, KvManager, Tables
 def kv_rows(
     tables: Sequence[Tables], written: Sequence[range], block_size: int
 ) -> tuple[KvRows, ...]:
-    """Slots and block table of each group for sequences that write these of their tokens."""
+    """Return the slots and the block table of each KV group.
+
+    `written` are the positions that each sequence writes.
+    """
     return tuple(
-        KvRows(slots_of(group, written, block_size), block_table(group))
-        for group in zip(*tables, strict=True)
+        KvRows(slots_of(group_tables, written, block_size), block_table(group_tables))
+        for group_tables in zip(*tables, strict=True)
     )
 
 
-def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> Ints:  # [rows]
-    """The slots of these tokens of each table."""
+def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> Ints:
+    """Return the slots of the written positions of each sequence, [rows]."""
     slots: list[int] = []
     for table, indices in zip(tables, written, strict=True):
         slots += [table[index // block_size] * block_size + index % block_size for index in indices]
     return ints(slots)
 
 
-def block_table(tables: Sequence[Table]) -> Ints:  # [sequences, max_blocks]
-    """The tables side by side, filled up with zeros."""
+def block_table(tables: Sequence[Table]) -> Ints:
+    """Return the tables as rows of an array padded with zeros, [sequences, max_blocks]."""
     width = max(map(len, tables))
     rows = [
-        (_with_numbers(table) if table.num_released else table)
+        (_without_nulls(table) if table.num_released else table)
         .tobytes()
         .ljust(width * table.itemsize, b"\0")
         for table in tables
@@ -43,9 +46,11 @@ def block_table(tables: Sequence[Table]) -> Ints:  # [sequences, max_blocks]
     return np.frombuffer(b"".join(rows), np.int32).reshape(len(tables), width)
 
 
-def _with_numbers(table: Table) -> "array[int]":
-    """A table whose null blocks have a number: no row looks there, but it is one of its own, so
-    that nothing of others is ever near.
+def _without_nulls(table: Table) -> "array[int]":
+    """Return a table whose null blocks have a valid number.
+
+    No row reads them. The number is a block of the same sequence, so that not even a wrong read
+    reaches the KV of another sequence.
     """
     return (
         table[: table.num_sink_blocks]
@@ -55,15 +60,15 @@ def _with_numbers(table: Table) -> "array[int]":
 
 
 class TokenRun(NamedTuple):
-    """Some tokens that follow what has KV already."""
+    """Some tokens to compute after the tokens of a sequence that have KV."""
 
     tokens: list[int]  # at least one
     computed: int
-    tables: Tables  # with slots for them
+    tables: Tables  # with slots for the tokens
 
 
 def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) -> RaggedBatch:
-    """A step of these tokens and no drafts; with `logits`, those of the last row of each run."""
+    """Return a batch of token runs without drafts; with `logits`, the last row of each has logits."""
     ends = list(accumulate(len(run.tokens) for run in runs))
     return RaggedBatch(
         tokens=ints([token for run in runs for token in run.tokens]),
@@ -83,15 +88,16 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
 
 
 def prepare_blocks(executable: Executable, kv: KvManager, copies: Sequence[Copy]) -> None:
-    """Make the copies of blocks that a step begins with, and bring back what it finds in the host's
-    memory.
-    """
-    move_slots(executable, kv.slots_of(copies))
-    kv.host.load_blocks()
+    """Make the block copies of a step, then load its blocks from host memory."""
+    move_slots(executable, kv.slot_copies(copies))
+    kv.host.run_loads()
 
 
 def move_slots(executable: Executable, moves: Sequence[Copy]) -> None:
-    """Copy KV from slot to slot, in order."""
-    for group in {move.group for move in moves} if moves else ():
-        pairs = [(source, target) for at, source, target in moves if at == group]
-        executable.move_slots(group, *np.array(pairs, np.int32).T)
+    """Copy KV from slot to slot, in order within each group."""
+    if not moves:
+        return
+    for group in {move.group for move in moves}:
+        pairs = [(move.source, move.target) for move in moves if move.group == group]
+        sources, targets = np.array(pairs, np.int32).T
+        executable.move_slots(group, sources, targets)

@@ -1,77 +1,76 @@
-"""The block pool of layers with a window: a sequence releases what no row of it will see any more,
-and goes on in what it gets back.
+"""The block pool of layers with an attention window.
 
-What all rows see, the sinks at the beginning, it keeps.
+A sequence releases the blocks that no later row sees, and continues in the blocks that it gets
+back. The attention sinks at the start of the sequence are seen by all rows, so they stay.
 
-A table pays for each of its blocks, shared or not. So every block that it releases is one that it
-may take, whatever other sequence shared it, and a prompt that is computed chunk by chunk needs no
-more blocks than it had when it was admitted. What sequences share in front of their windows costs
-them time only once, as everywhere, but memory on paper as often as there are sequences.
+Each table pays for all its blocks, also for shared ones. So a sequence may always take as many new
+blocks as it releases, whichever sequences share them, and a prompt that is computed in chunks never
+needs more blocks than at its admission. The price: blocks shared before the window count once for
+each sequence, although they take memory only once.
 """
 
 from collections.abc import Iterable
 
-from headrace.kv.blocks import NULL_BLOCK, BlockPool, Table
+from headrace.kv.blocks import NULL_BLOCK, BlockPool, Demand, Table
 
 
 class WindowPool(BlockPool):
-    """Blocks for layers whose rows see `window` positions, their own included, and the first
-    `num_sink_tokens`.
-
-    A step has at most `max_rows` rows of a sequence.
-    """
+    """The blocks of layers whose rows see `window` positions and the first `num_sink_tokens`."""
 
     def __init__(
         self, num_blocks: int, block_size: int, window: int, max_rows: int, num_sink_tokens: int = 0
     ) -> None:
+        """`window` includes the row's own position. `max_rows` limits the rows of a sequence in a
+        step.
+        """
         super().__init__(num_blocks, block_size)
         self.num_sink_blocks = self.blocks_for(num_sink_tokens)
-        self.reach = self.blocks_for(window - 1)
+        self.window_blocks = self.blocks_for(window - 1)
         self._window = window
         self._max_rows = max_rows
-        self._most = self._span(max_rows)
-        """Blocks of a table at once, beside the sinks."""
+        self._max_blocks = self._max_span(max_rows)
+        """Max blocks of a table at once, without the sinks."""
 
     @property
     def num_available(self) -> int:
-        """Blocks that tables do not pay for. Below 0 after forks that cannot all stay."""
+        """Number of blocks that no table pays for. Negative if forks hold more than there is."""
         return self.num_blocks - self._num_references
 
-    def needed(self, num_tokens: int, computed: int = 0, width: int = 1, common: int = 0) -> int:
-        return width * min(
-            self.blocks_for(num_tokens),
-            self.num_sink_blocks + self._span(min(self._max_rows, num_tokens - computed)),
+    def max_blocks(self, demand: Demand) -> int:
+        num_rows = min(self._max_rows, demand.num_tokens - demand.computed)
+        num_blocks = min(
+            self.blocks_for(demand.num_tokens), self.num_sink_blocks + self._max_span(num_rows)
         )
-
-    def first_seen(self, computed: int) -> int:
-        return max(0, computed + 1 - self._window) // self.block_size
+        return demand.width * num_blocks
 
     def num_shared(self, blocks: Iterable[int]) -> int:
         return 0
 
-    def advance(self, table: Table, computed: int, num_known: int) -> None:
-        """Release what no row from `computed` on sees, and take as many blocks for known tokens
-        beyond the end of the table.
+    def first_visible(self, computed: int) -> int:
+        return max(0, computed + 1 - self._window) // self.block_size
 
-        Fewer where forks cannot all stay.
+    def advance(self, table: Table, computed: int, num_known: int) -> None:
+        """Release the blocks that no row from token `computed` on sees.
+
+        Takes as many new blocks for the known tokens after the end of the table, or fewer if forks
+        hold too many.
         """
-        before = table.num_released
-        for i in range(self.num_sink_blocks + before, min(self.first_seen(computed), len(table))):
+        num_before = table.num_released
+        first = self.num_sink_blocks + num_before
+        for i in range(first, min(self.first_visible(computed), len(table))):
             self._release(table[i])
             table[i] = NULL_BLOCK
             table.num_released += 1
-        num_new = max(0, min(table.num_released - before, self.num_available))
+        num_new = max(0, min(table.num_released - num_before, self.num_available))
         self._extend(table, min(len(table) + num_new, self.blocks_for(num_known)))
 
-    def _span(self, num_rows: int) -> int:
-        """Most blocks that so many rows, and what the first of them sees, can touch."""
+    def _max_span(self, num_rows: int) -> int:
+        """Return the max blocks that `num_rows` rows and their windows can touch."""
         return (self._window + num_rows + self.block_size - 3) // self.block_size + 1
 
-    def _table_length(self, computed: int, length: int) -> int:
-        return min(
-            super()._table_length(computed, length),
-            max(self.num_sink_blocks, self.first_seen(computed)) + self._most,
-        )
+    def _table_length(self, computed: int, num_slots: int) -> int:
+        first = max(self.num_sink_blocks, self.first_visible(computed))
+        return min(super()._table_length(computed, num_slots), first + self._max_blocks)
 
-    def _price(self, num_new: int, num_shared: int) -> int:
+    def _cost(self, num_new: int, num_shared: int) -> int:
         return num_new

@@ -95,10 +95,10 @@ PLACES: dict[str, Callable[[Engine, Fault], tuple[Any, str]]] = {
     "fork": lambda engine, fault: (engine._scheduler, "fork"),
     "replace": lambda engine, fault: (engine._scheduler, "replace_sequences"),
     "drop": lambda engine, fault: (engine._scheduler, "drop"),
-    "release": lambda engine, fault: (engine._scheduler, "_release"),
-    "reserve": lambda engine, fault: (engine._kv, "reserve"),
+    "free": lambda engine, fault: (engine._scheduler, "_free"),
+    "allocate": lambda engine, fault: (engine._kv, "allocate"),
     "trim": lambda engine, fault: (engine._kv, "trim"),
-    "remember": lambda engine, fault: (engine._scheduler._cache, "extend"),
+    "insert": lambda engine, fault: (engine._scheduler._cache, "insert"),
     "plan": lambda engine, fault: (engine._speculation, "plan"),
     "observe": lambda engine, fault: (engine._speculation, "observe"),
     "build": lambda engine, fault: (step_module, "build_batch"),
@@ -245,9 +245,11 @@ def test_suspects_go_one_by_one_and_then_together(monkeypatch: pytest.MonkeyPatc
 def test_one_that_cannot_be_admitted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request runs when it is looked for in the cache; those behind it in the queue go on."""
     engine = toy_engine(max_num_seqs=1)
-    find = engine._scheduler._find
+    match = engine._scheduler._match_prefix
     monkeypatch.setattr(
-        engine._scheduler, "_find", lambda seq: 1 / 0 if seq.request.number == 1 else find(seq)
+        engine._scheduler,
+        "_match_prefix",
+        lambda seq: 1 / 0 if seq.request.number == 1 else match(seq),
     )
     results = run(engine, [([i, 2, 3], SAMPLED) for i in range(3)])
     assert [type(result.error) for result in results] == [type(None), ZeroDivisionError, type(None)]

@@ -247,9 +247,7 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: hasattr(self, "engine") and not self.engine._scheduler.suspects)
     @rule(
-        place=st.sampled_from(
-            ["launch", "_start", "fork", "_release", "replace_sequences", "finish"]
-        ),
+        place=st.sampled_from(["launch", "_start", "fork", "_free", "replace_sequences", "finish"]),
         after=st.booleans(),
     )
     def step_fails(self, place: str, after: bool) -> None:
@@ -311,7 +309,7 @@ class Life(RuleBasedStateMachine):
         could come and go for ever.
         """
         scheduler = self.engine._scheduler
-        choose = scheduler._victim
+        choose = scheduler._choose_victim
 
         def checked(needy: Sequence) -> Sequence:
             victim, first = choose(needy), scheduler.running[0].group
@@ -321,14 +319,14 @@ class Life(RuleBasedStateMachine):
                 if b.group is not first
             ]
             assert victim in others
-            assert victim.has_drawn or not any(b.has_drawn for b in others)
+            assert victim.has_sampled or not any(b.has_sampled for b in others)
             return victim
 
-        scheduler._victim = checked  # type: ignore[method-assign]
+        scheduler._choose_victim = checked  # type: ignore[method-assign]
         try:
             return self.engine.step()
         finally:
-            scheduler._victim = choose  # type: ignore[method-assign]
+            scheduler._choose_victim = choose  # type: ignore[method-assign]
 
     def _step(self) -> None:
         before = self.engine.stats()

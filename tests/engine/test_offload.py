@@ -40,7 +40,7 @@ def recurring(num_prompts: int, length: int, times: int) -> list[list[int]]:
 def is_empty(engine: Engine) -> bool:
     """Whether no block is held, or in two places."""
     engine._kv.check([])
-    return engine.stats().blocks_free == engine.stats().blocks_total and not engine._kv.host._loads
+    return engine.stats().blocks_free == engine.stats().blocks_total and not engine._kv.host._queue
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 5)])

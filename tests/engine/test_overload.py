@@ -32,7 +32,7 @@ class Preemptions:
 
         def counted(seq: Sequence) -> None:
             self.all[seq.seq_id] += 1
-            self.vain[seq.seq_id] += not seq.has_drawn
+            self.vain[seq.seq_id] += not seq.has_sampled
             preempt(seq)
 
         scheduler._preempt = counted  # type: ignore[method-assign]

@@ -151,7 +151,7 @@ def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
     assert engine.stats().preemptions == 1  # it came back only when it could stay
 
 
-def test_who_has_drawn_gives_way_before_a_prompt_that_is_read() -> None:
+def test_who_has_sampled_gives_way_before_a_prompt_that_is_read() -> None:
     """Of 11 blocks the prompt has 6. In step 7 the others need a third block each, and there is
     one.
     """
@@ -218,12 +218,12 @@ def test_siblings_for_whom_a_window_has_no_blocks_give_way_at_once() -> None:
     for _ in range(4):
         step(engine)
     assert (
-        len(engine._scheduler.running) == 4 and engine._kv.is_overdrawn
+        len(engine._scheduler.running) == 4 and engine._kv.is_overcommitted
     )  # each has the blocks in front of the window
     step(engine)
     assert (
         len(engine._scheduler.running) == engine.stats().preemptions == 2
-        and not engine._kv.is_overdrawn
+        and not engine._kv.is_overcommitted
     )
     (result,) = [update.result for update in drain(engine) if update.result]
     for output in result.outputs:

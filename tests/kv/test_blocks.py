@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.blocks import NULL_BLOCK, BlockPool, Table
+from headrace.kv.blocks import NULL_BLOCK, BlockPool, Demand, Table
 
 
-def test_reserve_takes_neighbours() -> None:
+def test_allocate_takes_neighbours() -> None:
     pool = BlockPool(20, 4)
     first, second = Table(), Table()
     for length in range(1, 33):
-        assert pool.reserve(first, 0, length) == []
-        assert pool.reserve(second, 0, length) == []
+        assert pool.allocate(first, 0, length) == []
+        assert pool.allocate(second, 0, length) == []
     for table in (first, second):
         assert list(table) == list(range(table[0], table[0] + 8))
         assert table[0] % 8 == 0
@@ -23,14 +23,14 @@ def test_reserve_takes_neighbours() -> None:
 def test_a_table_begins_a_run_of_its_own_and_goes_on_to_its_end() -> None:
     pool = BlockPool(24, 4)
     single, long = Table(), Table()
-    pool.reserve(single, 0, 4)
-    pool.reserve(long, 0, 64)
+    pool.allocate(single, 0, 4)
+    pool.allocate(long, 0, 64)
     assert list(single) == [0] and list(long) == list(range(8, 24))
     pool = BlockPool(10, 4)  # the second run is short
     single, other = Table(), Table()
     for _ in range(2):
-        pool.reserve(single, 0, 4)
-        pool.reserve(other, 0, 8)
+        pool.allocate(single, 0, 4)
+        pool.allocate(other, 0, 8)
         assert list(single) == [0] and list(other) == [8, 9]
         pool.free(other)
 
@@ -38,27 +38,27 @@ def test_a_table_begins_a_run_of_its_own_and_goes_on_to_its_end() -> None:
 def test_copies_are_neighbours() -> None:
     pool = BlockPool(24, 4)
     table = Table()
-    pool.reserve(table, 0, 12)
-    assert pool.reserve(pool.fork(table), 0, 12) == [(0, 8), (1, 9), (2, 10)]
-    assert pool.reserve(pool.fork(table), 4, 8) == [(1, 16), (2, 17)]
+    pool.allocate(table, 0, 12)
+    assert pool.allocate(pool.fork(table), 0, 12) == [(0, 8), (1, 9), (2, 10)]
+    assert pool.allocate(pool.fork(table), 4, 8) == [(1, 16), (2, 17)]
 
 
 def test_blocks_that_sequences_with_a_common_beginning_need() -> None:
     pool = BlockPool(20, 4)
-    assert [pool.needed(n) for n in (0, 1, 8, 9)] == [0, 1, 2, 3]
-    assert [pool.needed(9, width=3, common=n) for n in (0, 3, 6, 8)] == [9, 9, 7, 5]
-    assert BlockPool(20, 1).needed(3, width=2) == 6
-    assert isinstance(pool.needed(9, width=3, common=6), int)
+    assert [pool.max_blocks(Demand(n)) for n in (0, 1, 8, 9)] == [0, 1, 2, 3]
+    assert [pool.max_blocks(Demand(9, width=3, common=n)) for n in (0, 3, 6, 8)] == [9, 9, 7, 5]
+    assert BlockPool(20, 1).max_blocks(Demand(3, width=2)) == 6
+    assert isinstance(pool.max_blocks(Demand(9, width=3, common=6)), int)
 
 
 def test_a_block_in_a_table_is_shared_at_no_cost() -> None:
     pool = BlockPool(8, 4)
     table = Table()
-    pool.reserve(table, 0, 12)
+    pool.allocate(table, 0, 12)
     blocks = list(table)
     fork = pool.fork(table)
     pool.trim(fork, 4)
-    pool.retain(blocks[2], lambda block: None)
+    pool.cache(blocks[2], lambda block: None)
     pool.trim(table, 8)
     assert pool.num_evictable == 1 and pool.num_shared(blocks) == 2
     assert pool.evictable_blocks() == blocks[2:]
@@ -67,20 +67,20 @@ def test_a_block_in_a_table_is_shared_at_no_cost() -> None:
 def test_null_blocks_before_shared_ones() -> None:
     pool = BlockPool(8, 4)
     table, other = Table(), Table()
-    pool.reserve(table, 0, 12)
+    pool.allocate(table, 0, 12)
     pool.share(other, [NULL_BLOCK, NULL_BLOCK, table[2]])
     assert other.num_released == 2 and list(other) == [NULL_BLOCK, NULL_BLOCK, table[2]]
     pool.check([table, other])
 
 
-def test_reserve_is_all_or_nothing() -> None:
+def test_allocate_is_all_or_nothing() -> None:
     pool = BlockPool(3, 4)
     table, other = Table(), Table()
-    assert pool.reserve(table, 0, 9) == []
-    assert pool.reserve(other, 0, 1) is None
+    assert pool.allocate(table, 0, 9) == []
+    assert pool.allocate(other, 0, 1) is None
     pool.trim(table, 5)
     before = list(table)
-    assert pool.reserve(table, 5, 12) is None
+    assert pool.allocate(table, 5, 12) is None
     assert list(table) == before and not other and pool.num_free == 1
     pool.check([table])
 
@@ -88,38 +88,38 @@ def test_reserve_is_all_or_nothing() -> None:
 def test_a_shared_block_is_copied_before_it_is_written() -> None:
     pool = BlockPool(8, 4)
     parent = Table()
-    pool.reserve(parent, 0, 6)
+    pool.allocate(parent, 0, 6)
     child = pool.fork(parent)
     assert pool.num_free == 6
-    (made,) = pool.reserve(child, 6, 3) or []
+    (made,) = pool.allocate(child, 6, 3) or []
     assert made == (parent[1], child[1]) and child[0] == parent[0] and len(child) == 3
-    assert pool.reserve(parent, 6, 1) == []  # the last owner writes in place
+    assert pool.allocate(parent, 6, 1) == []  # the last owner writes in place
     pool.check([parent, child])
 
 
 def test_the_last_free_block_is_enough_for_a_copy() -> None:
     pool = BlockPool(2, 4)
     table = Table()
-    pool.reserve(table, 0, 3)
-    assert pool.reserve(pool.fork(table), 3, 1) == [(0, 1)]
-    assert pool.reserve(pool.fork(table), 3, 1) is None
+    pool.allocate(table, 0, 3)
+    assert pool.allocate(pool.fork(table), 3, 1) == [(0, 1)]
+    assert pool.allocate(pool.fork(table), 3, 1) is None
 
 
 def test_no_copy_of_full_blocks() -> None:
     pool = BlockPool(8, 4)
     parent = Table()
-    pool.reserve(parent, 0, 8)
+    pool.allocate(parent, 0, 8)
     child = pool.fork(parent)
-    assert pool.reserve(child, 8, 1) == []
+    assert pool.allocate(child, 8, 1) == []
     assert list(child[:2]) == list(parent)
 
 
-def test_keep_moves_the_path_and_rewinds_the_rest() -> None:
+def test_keep_path_moves_the_path_and_frees_the_rest() -> None:
     pool = BlockPool(8, 4)
     table = Table()
-    pool.reserve(table, 0, 16)
+    pool.allocate(table, 0, 16)
     slots = [pool.slot(table, i) for i in range(12)]
-    moves = pool.keep(table, 3, [0, 2, 5])
+    moves = pool.keep_path(table, 3, [0, 2, 5])
     assert moves[0] == (slots[5], slots[4])
     assert len(moves) == 2 and len(table) == 2
     pool.check([table])
@@ -128,11 +128,11 @@ def test_keep_moves_the_path_and_rewinds_the_rest() -> None:
 def test_freeing_twice_is_caught() -> None:
     pool = BlockPool(4, 4)
     table = Table()
-    pool.reserve(table, 0, 4)
+    pool.allocate(table, 0, 4)
     again = Table(table)
     pool.free(table)
     pool.free(table)
-    with pytest.raises(AssertionError, match="free already"):
+    with pytest.raises(AssertionError, match="already free"):
         pool.free(again)
 
 
@@ -143,14 +143,14 @@ def test_every_block_can_be_used(num_blocks: int, lengths: list[int]) -> None:
     tables: list[Table] = []
     for length in lengths:
         table = Table()
-        if pool.reserve(table, 0, length) is None:
+        if pool.allocate(table, 0, length) is None:
             assert pool.blocks_for(length) > pool.num_free
             pool.free(tables.pop(0)) if tables else None
         else:
             tables.append(table)
         pool.check(tables)
     rest = Table()
-    assert pool.reserve(rest, 0, 2 * pool.num_free) == []
+    assert pool.allocate(rest, 0, 2 * pool.num_free) == []
     assert pool.num_free == 0
 
 
@@ -173,7 +173,7 @@ class Pool(RuleBasedStateMachine):
     def grow(self, which: int, length: int) -> None:
         table, content = self.seqs[which % len(self.seqs)]
         before = [list(table) for table, _ in self.seqs]
-        copies = self.pool.reserve(table, len(content), length)
+        copies = self.pool.allocate(table, len(content), length)
         if copies is None:
             assert before == [list(table) for table, _ in self.seqs]
             return

@@ -81,7 +81,7 @@ class TestTier:
         ] and tier.num_bytes == 30
         tier.touch(0, 0)
         assert tier.save(0, 5, went.append) == 1 and went == [1]
-        tier.let_go(0, 2)
+        tier.free(0, 2)
         assert tier.save(0, 6, went.append) == 2 and went == [1]
         assert (
             store.saved == [(0, 7, 0), (0, 8, 1), (0, 9, 2), (0, 5, 1), (0, 6, 2)]
@@ -92,26 +92,26 @@ class TestTier:
     def test_what_will_be_copied_back_stays_until_then(self) -> None:
         tier, went = HostTier(store := Store(1), 4), list[int]()
         assert tier.save(0, 7, went.append) == 0
-        tier.want(0, 0)
+        tier.pin(0, 0)
         assert tier.save(0, 8, gone) == NULL_BLOCK
-        tier.load(0, 0, 3)
+        tier.queue_load(0, 0, 3)
         assert store.loaded == []
-        tier.load_blocks()
-        tier.load_blocks()
+        tier.run_loads()
+        tier.run_loads()
         assert store.loaded == [(0, 0, 3)] and tier.num_loaded == 1 and len(store.saved) == 1
         assert tier.save(0, 8, gone) == 0 and went == [0]
 
-    @pytest.mark.parametrize(("seconds", "is_quicker"), [(0.05, True), (0.15, False)])
+    @pytest.mark.parametrize(("seconds", "is_faster"), [(0.05, True), (0.15, False)])
     def test_copies_are_for_what_takes_longer_to_compute(
-        self, seconds: float, is_quicker: bool
+        self, seconds: float, is_faster: bool
     ) -> None:
         """Four tokens of 30 ms: the quickest step had ten rows in 0.3 s."""
         tier = HostTier(store := Store(2), 4)
         store.block_seconds = seconds
-        assert tier.is_quicker  # nothing is known yet
+        assert tier.is_faster  # nothing is known yet
         for rows, took in ((1, 0.2), (10, 0.3), (2, 1.0)):
             tier.record(rows, took)
-        assert tier.is_quicker == is_quicker and (tier.save(0, 1, gone) == 0) == is_quicker
+        assert tier.is_faster == is_faster and (tier.save(0, 1, gone) == 0) == is_faster
 
     def test_memory_that_ends_early_is_all_there_is(self) -> None:
         tier, went = HostTier(store := Store(9), 4), list[int]()
@@ -127,18 +127,18 @@ class TestTier:
 
     def test_there_is_none_without_a_store(self) -> None:
         tier = HostTier()
-        assert not tier.is_quicker and tier.save(0, 1, gone) == NULL_BLOCK and tier.num_bytes == 0
-        tier.load_blocks()
+        assert not tier.is_faster and tier.save(0, 1, gone) == NULL_BLOCK and tier.num_bytes == 0
+        tier.run_loads()
         tier.check()
 
 
 def shared(kv: KvManager, cache: PrefixCache, known: list[int]) -> Hit:
     """A sequence comes, finds what there is, has it all brought back, and goes."""
-    node, tables = cache.find(SCOPE, known, len(known)), kv.new_tables()
+    node, tables = cache.match(SCOPE, known, len(known)), kv.new_tables()
     hit = Hit(node, cache.blocks(node), node.depth * kv.block_size)
     cache.share(hit, tables)
     kv.check([tables])
-    kv.host.load_blocks()
+    kv.host.run_loads()
     kv.free(tables)
     return hit
 
@@ -151,7 +151,7 @@ def test_a_step_begins_with_copies_and_then_brings_back() -> None:
     kv.free(held(kv, cache, [1]))
     kv.free(held(kv, cache, [9] * 4))
     tables = kv.new_tables()
-    node = cache.find(SCOPE, [1], 1)
+    node = cache.match(SCOPE, [1], 1)
     cache.share(Hit(node, cache.blocks(node), 1), tables)
     (block,) = tables[0]
     reads: list[tuple[list[int], int]] = []
@@ -171,7 +171,8 @@ class TestTree:
         kv.free(held(kv, cache, [9] * 8))
         assert [block for _, block, _ in store.saved] == [1, 0]  # the end first
         assert [
-            hit.length for hit in (shared(kv, cache, [1, 2, 3, 4]), shared(kv, cache, [1, 2, 3, 4]))
+            hit.num_tokens
+            for hit in (shared(kv, cache, [1, 2, 3, 4]), shared(kv, cache, [1, 2, 3, 4]))
         ] == [4, 4]
         assert [host for _, host, _ in store.loaded] == [1, 0] and len(
             {block for *_, block in store.loaded}
@@ -179,7 +180,7 @@ class TestTree:
         kv.free(held(kv, cache, [8] * 8))  # the copies are still there
         assert (
             len(store.saved) == len(set(store.saved)) == 2 + 4
-            and shared(kv, cache, [1, 2, 3, 4]).length == 4
+            and shared(kv, cache, [1, 2, 3, 4]).num_tokens == 4
         )
 
     def test_blocks_that_are_there_are_not_evicted_for_those_that_come_back(self) -> None:
@@ -199,9 +200,9 @@ class TestTree:
         kv.free(held(kv, cache, [1, 2, 3, 4]))
         kv.free(held(kv, cache, [9] * 4))
         store.block_seconds = inf
-        assert cache.find(SCOPE, [1, 2, 3, 4], 4).depth == 0
+        assert cache.match(SCOPE, [1, 2, 3, 4], 4).depth == 0
         kv.free(held(kv, cache, [1, 2, 3, 4]))  # computed again, in blocks of the same nodes
-        assert cache.find(SCOPE, [1, 2, 3, 4], 4).depth == 2 and len(store.saved) == 2
+        assert cache.match(SCOPE, [1, 2, 3, 4], 4).depth == 2 and len(store.saved) == 2
         kv.check([])
 
     def test_a_window_brings_back_what_it_sees(self) -> None:
@@ -213,7 +214,7 @@ class TestTree:
         kv.free(held(kv, cache, [30] * 24))
         assert len(store.saved) == 24
         hit = shared(kv, cache, known)
-        assert hit.length == 24 and [group for group, *_ in store.loaded] == [0] * 12 + [1] * 2
+        assert hit.num_tokens == 24 and [group for group, *_ in store.loaded] == [0] * 12 + [1] * 2
 
     def test_without_a_copy_of_what_all_rows_see_the_others_go(self) -> None:
         kv, cache, _ = offloading(2, 2, 2, (0, 4))
@@ -222,12 +223,12 @@ class TestTree:
             kv.free(held(kv, cache, [first, 2, 3, 4]))
             kv.check([])
             for group, nodes in enumerate(cache._host_nodes):
-                assert nodes.keys() == kv.host._kept[group].keys()
+                assert nodes.keys() == kv.host._used[group].keys()
                 assert all(
                     node.blocks[0] != NULL_BLOCK or node.host_blocks[0] != NULL_BLOCK
                     for node in nodes.values()
                 )
-        kv.restart()
+        kv.reset()
         assert kv.host.num_bytes == 0
 
 
@@ -274,7 +275,7 @@ class Offload(Cache):
             return
         host = self.kv.host
         for group, nodes in enumerate(self.cache._host_nodes):
-            assert nodes.keys() == host._kept[group].keys() and len(set(nodes.values())) == len(
+            assert nodes.keys() == host._used[group].keys() and len(set(nodes.values())) == len(
                 nodes
             )
             for host_block, node in nodes.items():
@@ -289,7 +290,7 @@ class Offload(Cache):
 
     def _kept(self) -> list[set[tuple[Scope, tuple[int, ...]]]]:
         kept = super()._kept()
-        if self.kv.host.is_quicker:
+        if self.kv.host.is_faster:
             for group, nodes in enumerate(self.cache._host_nodes):
                 kept[group] |= {
                     copy for block in nodes if (copy := self.store.copies[group, block][-1])

@@ -9,8 +9,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.blocks import NULL_BLOCK, Table
-from headrace.kv.manager import Copy, Demand, Tables
+from headrace.kv.blocks import NULL_BLOCK, Demand, Table
+from headrace.kv.manager import Copy, Tables
 from headrace.kv.window import WindowPool
 from headrace.program.kv import KvGroup, KvLayout
 from tests.engine.test_machine import touched
@@ -37,27 +37,27 @@ def test_a_window_needs_what_its_rows_can_touch(
     assert group.num_blocks(tokens, rows, size) == most
     pool = WindowPool(500, size, window, rows, sinks)
     assert (
-        pool.needed(tokens)
+        pool.max_blocks(Demand(tokens))
         == min(-(-tokens // size), kept + touched(window, min(rows, tokens), size))
         <= most
     )
     left = min(left, tokens)
-    assert pool.needed(tokens, tokens - left) == min(
+    assert pool.max_blocks(Demand(tokens, computed=tokens - left)) == min(
         -(-tokens // size), kept + touched(window, min(rows, left), size)
     )
-    assert pool.reach == -(-(window - 1) // size)
+    assert pool.window_blocks == -(-(window - 1) // size)
 
 
 def test_all_groups_or_none() -> None:
     kv = toy_kv(4, 4, (0, 6), max_rows=20)
     tables, other = kv.new_tables(), kv.new_tables()
-    assert kv.reserve(tables, 0, 12) == []
-    assert kv.reserve(other, 0, 5) is None
+    assert kv.allocate(tables, 0, 12) == []
+    assert kv.allocate(other, 0, 5) is None
     assert not any(other) and [pool.num_free for pool in kv.pools] == [1, 1]
     kv.advance(tables, 12, 12)
     assert list(tables[1][:1]) == [-1] and [pool.num_free for pool in kv.pools] == [1, 2]
-    assert kv.reserve(other, 0, 5) is None and not any(other)  # the one has two, the other has not
-    assert kv.reserve(other, 0, 4) == []
+    assert kv.allocate(other, 0, 5) is None and not any(other)  # the one has two, the other has not
+    assert kv.allocate(other, 0, 4) == []
     kv.check([tables, other])
 
 
@@ -67,26 +67,26 @@ def test_sinks_stay() -> None:
     """
     kv = toy_kv(20, 2, (5,), max_rows=4, sinks=3)
     (table,) = tables = kv.new_tables()
-    assert kv.reserve(tables, 0, 40) == []
+    assert kv.allocate(tables, 0, 40) == []
     held = [table.num_held]
     for start in range(0, 40, 4):
         kv.advance(tables, start, 40)
-        assert kv.reserve(tables, start, 4) == []
+        assert kv.allocate(tables, start, 4) == []
         held.append(table.num_held)
         kv.check([tables])
     assert (
         max(held)
         == held[0]
         == KvGroup((0,), KvLayout(1, 2, 2), 5, 3).num_blocks(40, 4, 2)
-        == kv.pools[0].needed(40)
+        == kv.pools[0].max_blocks(Demand(40))
     )
     assert [block == NULL_BLOCK for block in table] == [False] * 2 + [True] * (
         table.window_start - 2
     ) + [False] * (20 - table.window_start)
     assert (
-        table.window_start == kv.pools[0].first_seen(36)
-        and kv.sees_all(tables, 36)
-        and not kv.sees_all(tables, 33)
+        table.window_start == kv.pools[0].first_visible(36)
+        and kv.can_rewind(tables, 36)
+        and not kv.can_rewind(tables, 33)
     )
     other = kv.fork(tables)
     kv.check([tables, other])
@@ -103,7 +103,7 @@ def test_what_fits_beside_what_is_promised() -> None:
     """
     kv = toy_kv(8, 4, (0,))
     tables = kv.new_tables()
-    kv.reserve(tables, 0, 8)
+    kv.allocate(tables, 0, 8)
     held = list(tables[0])
     for promised, most in (
         (Demand(8, 8), 5),
@@ -122,7 +122,7 @@ def test_what_fits_beside_what_is_promised() -> None:
 
 def test_a_window_goes_on_in_exactly_what_it_releases() -> None:
     pool, table = WindowPool(20, 2, 5, 4), Table()
-    pool.reserve(table, 0, 40)
+    pool.allocate(table, 0, 40)
     assert len(table) == 5
     for computed, num_known, released, length in (
         (8, 40, 2, 7),
@@ -140,19 +140,19 @@ def test_a_window_goes_on_in_exactly_what_it_releases() -> None:
 def test_a_fork_copies_and_moves_in_each_group() -> None:
     kv = toy_kv(8, 4, (0, 3))
     tables = kv.new_tables()
-    kv.reserve(tables, 0, 6)
+    kv.allocate(tables, 0, 6)
     child = kv.fork(tables)
-    copies = kv.reserve(child, 6, 2) or []
+    copies = kv.allocate(child, 6, 2) or []
     assert copies == [Copy(group, tables[group][1], child[group][1]) for group in range(2)]
-    assert kv.slots_of(copies[:1]) == [
+    assert kv.slot_copies(copies[:1]) == [
         Copy(0, tables[0][1] * 4 + i, child[0][1] * 4 + i) for i in range(4)
     ]
-    kv.reserve(tables, 6, 10)
+    kv.allocate(tables, 6, 10)
     slots = [
         [pool.slot(table, i) for i in range(16)]
         for pool, table in zip(kv.pools, tables, strict=True)
     ]
-    assert kv.keep(tables, 7, [0, 2]) == [
+    assert kv.keep_path(tables, 7, [0, 2]) == [
         Copy(group, slots[group][9], slots[group][8]) for group in range(2)
     ]
     assert [len(table) for table in tables] == [3, 3]
@@ -165,14 +165,14 @@ def test_a_prompt_goes_on_in_what_it_releases() -> None:
     kv = toy_kv(100, 2, (0, 5), max_rows=4)
     full, windowed = kv.pools
     tables = kv.new_tables()
-    assert kv.reserve(tables, 0, 120) == [] and len(tables[0]) == 60
+    assert kv.allocate(tables, 0, 120) == [] and len(tables[0]) == 60
     most = touched(5, 4, 2)
     assert len(tables[1]) == most
     while windowed.num_available:
-        windowed.reserve(Table(), 0, 1)
+        windowed.allocate(Table(), 0, 1)
     for computed in range(0, 120, 3):
         kv.advance(tables, computed, 120)
-        assert kv.reserve(tables, computed, min(4, 120 - computed)) == []
+        assert kv.allocate(tables, computed, min(4, 120 - computed)) == []
         assert tables[1].num_held <= most
     assert tables[1].num_released == (117 + 1 - 5) // 2 and full.num_free == 40
 
@@ -182,15 +182,15 @@ def test_in_a_window_each_table_pays_for_its_blocks(windows: tuple[int, ...]) ->
     kv = toy_kv(8, 2, windows, max_rows=3)
     pool = kv.pools[-1]
     tables, alone = kv.new_tables(), kv.new_tables()
-    kv.reserve(tables, 0, 6)
-    kv.reserve(alone, 0, 1)
+    kv.allocate(tables, 0, 6)
+    kv.allocate(alone, 0, 1)
     forks = [kv.fork(tables) for _ in range(2)]
-    assert pool.num_free == 4 and pool.num_available == 8 - 3 * 3 - 1 and kv.is_overdrawn
-    assert kv.reserve(forks[0], 6, 1) is None
-    assert kv.reserve(alone, 1, 1) == []  # there already
+    assert pool.num_free == 4 and pool.num_available == 8 - 3 * 3 - 1 and kv.is_overcommitted
+    assert kv.allocate(forks[0], 6, 1) is None
+    assert kv.allocate(alone, 1, 1) == []  # there already
     kv.free(forks.pop())
     assert (
-        not kv.is_overdrawn and kv.reserve(forks[0], 5, 1) is not None
+        not kv.is_overcommitted and kv.allocate(forks[0], 5, 1) is not None
     )  # a copy costs what the shared block did
     kv.check([tables, alone, *forks])
 
@@ -207,11 +207,11 @@ def test_whether_a_sequence_can_go_back(
     """It can to any token of which, and of all that it sees, there are still the blocks."""
     kv = toy_kv(40, size, (0, window) if windows else (0,), max_rows=40)
     tables = kv.new_tables()
-    assert kv.reserve(tables, 0, 31) == []
+    assert kv.allocate(tables, 0, 31) == []
     kv.advance(tables, computed, 31)
     for token in range(31):
         seen = range(max(0, token + 1 - window), token + 1)
-        assert kv.sees_all(tables, token) == (
+        assert kv.can_rewind(tables, token) == (
             not windows or all(tables[1][i // size] != NULL_BLOCK for i in seen)
         )
 
@@ -235,23 +235,23 @@ def test_what_sequences_may_grow_to(
     tables = [kv.new_tables() for _ in lengths]
     assume(
         all(
-            kv.reserve(each, 0, length) is not None
+            kv.allocate(each, 0, length) is not None
             for each, length in zip(tables, lengths, strict=True)
         )
     )
-    beyond = kv.num_slots_beyond(tables[0], lengths[0])
+    beyond = kv.num_slots_after(tables[0], lengths[0])
     free = num_blocks - sum(-(-length // size) for length in lengths)
     assert beyond == (-(-lengths[0] // size) + free) * size - lengths[0]
     assert (
-        kv.reserve(tables[0], lengths[0], beyond + 1) is None
-        and kv.reserve(tables[0], lengths[0], beyond) == []
+        kv.allocate(tables[0], lengths[0], beyond + 1) is None
+        and kv.allocate(tables[0], lengths[0], beyond) == []
     )
     kv.trim(tables[0], lengths[0])
     ends = [length + num for length, num in zip(lengths, more, strict=True)]
     can = kv.can_extend(tables, ends)
     assert can == (sum(-(-end // size) for end in ends) <= num_blocks)
     assert can == all(
-        kv.reserve(each, length, num) is not None
+        kv.allocate(each, length, num) is not None
         for each, length, num in zip(tables, lengths, more, strict=True)
     )
 
@@ -291,7 +291,7 @@ class Manager(RuleBasedStateMachine):
         running = [(seq.tables, Demand(seq.num_known + 1, len(seq.content))) for seq in self.seqs]
         if self.kv.fits(Demand(length + 1, 0), [[] for _ in self.windows], running):
             seq = Sequence(self.kv.new_tables(), num_known=length)
-            assert self.kv.reserve(seq.tables, 0, length) == []
+            assert self.kv.allocate(seq.tables, 0, length) == []
             self.seqs.append(seq)
 
     @precondition(lambda self: self.seqs)
@@ -304,11 +304,11 @@ class Manager(RuleBasedStateMachine):
         left = seq.num_known - len(seq.content)
         self.kv.advance(seq.tables, len(seq.content), seq.num_known)
         rows = min(rows, self.kv.max_rows, left) if left else 1
-        copies = self.kv.reserve(seq.tables, len(seq.content), rows)
+        copies = self.kv.allocate(seq.tables, len(seq.content), rows)
         if copies is None:
             assert not left, "a sequence was admitted without its blocks"
             return
-        self._copy(self.kv.slots_of(copies))
+        self._copy(self.kv.slot_copies(copies))
         for _ in range(rows):
             self._write(seq)
         seq.num_known = max(seq.num_known, len(seq.content))
@@ -320,9 +320,9 @@ class Manager(RuleBasedStateMachine):
         if seq.num_known > len(seq.content):
             return
         self.seqs.append(Sequence(self.kv.fork(seq.tables), list(seq.content), seq.num_known))
-        if self.kv.is_overdrawn:
+        if self.kv.is_overcommitted:
             self.kv.free(self.seqs.pop().tables)
-        assert not self.kv.is_overdrawn
+        assert not self.kv.is_overcommitted
 
     @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), nodes=st.integers(1, 6), kept=st.sets(st.integers(0, 5)))
@@ -333,14 +333,14 @@ class Manager(RuleBasedStateMachine):
         if seq.num_known > len(seq.content) or not nodes:
             return
         self.kv.advance(seq.tables, len(seq.content), seq.num_known)
-        copies = self.kv.reserve(seq.tables, len(seq.content), 1 + nodes)
+        copies = self.kv.allocate(seq.tables, len(seq.content), 1 + nodes)
         if copies is None:
             return
-        self._copy(self.kv.slots_of(copies))
+        self._copy(self.kv.slot_copies(copies))
         self._write(seq)
         end, path = len(seq.content), sorted(node for node in kept if node < nodes)
         drafts = [self._write(seq) for _ in range(nodes)]
-        self._copy(self.kv.keep(seq.tables, end, path))
+        self._copy(self.kv.keep_path(seq.tables, end, path))
         seq.content[end:] = [drafts[node] for node in path]
         seq.num_known = len(seq.content)
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.kv.blocks import NULL_BLOCK
+from headrace.kv.blocks import NULL_BLOCK, Demand
 from headrace.kv.manager import KvManager, Tables
 from headrace.kv.prefix import Hit, Node, PrefixCache, Scope
 from tests.engine.toy import toy_kv
@@ -17,19 +17,19 @@ SCOPE = Scope()
 def held(kv: KvManager, cache: PrefixCache, known: list[int], scope: Scope = SCOPE) -> Tables:
     """The tables of a sequence that has come and computed all its tokens."""
     tables = kv.new_tables()
-    node = cache.find(scope, known, len(known))
+    node = cache.match(scope, known, len(known))
     kv.share(tables, cache.blocks(node))
     assert (
-        kv.reserve(tables, node.depth * kv.block_size, len(known) - node.depth * kv.block_size)
+        kv.allocate(tables, node.depth * kv.block_size, len(known) - node.depth * kv.block_size)
         == []
     )
-    cache.extend(node, tables, known, len(known))
+    cache.insert(node, tables, known, len(known))
     return tables
 
 
 def path(cache: PrefixCache, known: list[int], most: int, scope: Scope = SCOPE) -> list[int]:
     """The blocks that are found, of the first group."""
-    return cache.blocks(cache.find(scope, known, most))[0]
+    return cache.blocks(cache.match(scope, known, most))[0]
 
 
 def test_finds_whole_blocks_of_equal_tokens() -> None:
@@ -64,15 +64,15 @@ def test_a_node_whose_blocks_were_evicted_takes_new_ones() -> None:
     cache, known = PrefixCache(kv), list(range(8))
     kv.free(held(kv, cache, known))
     node, other = (
-        cache.find(SCOPE, known, 8),
+        cache.match(SCOPE, known, 8),
         kv.new_tables(),
     )  # a sequence may hold the node for long
     assert NULL_BLOCK not in node.blocks
-    assert kv.reserve(other, 0, 16) == []
+    assert kv.allocate(other, 0, 16) == []
     assert node.blocks == [NULL_BLOCK, NULL_BLOCK] and not any(path(cache, known, 8))
     kv.free(other)
     again = held(kv, cache, known)
-    assert cache.find(SCOPE, known, 8) is node and node.blocks == [table[1] for table in again]
+    assert cache.match(SCOPE, known, 8) is node and node.blocks == [table[1] for table in again]
     kv.check([again])
 
 
@@ -81,12 +81,12 @@ def test_equal_blocks_become_one() -> None:
     cache = PrefixCache(kv)
     known = list(range(11))
     both = [kv.new_tables(), kv.new_tables()]
-    root = cache.find(SCOPE, known, 11)
+    root = cache.match(SCOPE, known, 11)
     for tables in both:  # both have started before either was done
-        kv.reserve(tables, 0, 11)
+        kv.allocate(tables, 0, 11)
     assert [pool.num_free for pool in kv.pools] == [10, 10]
     for tables in both:
-        cache.extend(root, tables, known, 11)
+        cache.insert(root, tables, known, 11)
     for first, second in zip(*both, strict=True):
         assert first[:2] == second[:2] and first[2] != second[2]
     assert [pool.num_free for pool in kv.pools] == [12, 12]
@@ -101,11 +101,11 @@ def test_what_was_used_longest_ago_goes_first_leaves_before_all() -> None:
         kv.free(held(kv, cache, known))
     assert pool.num_free == 24 and pool.num_evictable == 24
     tables = kv.new_tables()
-    kv.reserve(tables, 0, 1)
-    assert [cache.find(SCOPE, known, 8).depth for known in paths] == [8, 0, 8]
+    kv.allocate(tables, 0, 1)
+    assert [cache.match(SCOPE, known, 8).depth for known in paths] == [8, 0, 8]
     kv.free(held(kv, cache, [2, 2]))  # the beginning of the third, again
-    kv.reserve(tables, 0, 8 + 1)
-    assert [cache.find(SCOPE, known, 8).depth for known in paths] == [6, 0, 2]
+    kv.allocate(tables, 0, 8 + 1)
+    assert [cache.match(SCOPE, known, 8).depth for known in paths] == [6, 0, 2]
     (table,) = tables
     assert list(table[:8]) == list(range(table[0], table[0] + 8))  # a run
     kv.check([tables])
@@ -133,27 +133,27 @@ def test_a_hit_needs_what_its_rows_see_and_no_more() -> None:
     tables, other = held(kv, cache, known), kv.new_tables()
     kv.advance(tables, 24, 24)
     kv.free(tables)
-    windowed.reserve(
+    windowed.allocate(
         other[1], 0, 1
     )  # evicts as many as make a run, those first that were released first
-    blocks = cache.blocks(cache.find(SCOPE, known, 24))
+    blocks = cache.blocks(cache.match(SCOPE, known, 24))
     assert (
         len(blocks[0]) == len(blocks[1]) == 12
         and [block == NULL_BLOCK for block in blocks[1]] == [True] * 10 + [False] * 2
     )
-    assert [cache.find(SCOPE, known, 2 * depth).depth for depth in range(13)] == [0] * 10 + [
+    assert [cache.match(SCOPE, known, 2 * depth).depth for depth in range(13)] == [0] * 10 + [
         10,
         11,
         12,
     ]
     kv.free(other)
-    full.reserve(
+    full.allocate(
         other[0], 0, 2 * 12
     )  # without a block that all rows see the others of its node are of no use
     assert (
         windowed.num_evictable == 0
         and not cache._nodes[1]
-        and cache.find(SCOPE, known, 24).depth == 0
+        and cache.match(SCOPE, known, 24).depth == 0
     )
 
 
@@ -168,15 +168,15 @@ def test_a_hit_needs_the_sinks() -> None:
     kv.advance(tables, 24, 24)
     second = tables[0][1]
     kv.free(tables)
-    (blocks,) = cache.blocks(cache.find(SCOPE, known, 24))
+    (blocks,) = cache.blocks(cache.match(SCOPE, known, 24))
     assert [block == NULL_BLOCK for block in blocks] == [False] * 2 + [True] * 8 + [False] * 2
     kv.share(tables := kv.new_tables(), [blocks])
     assert (tables[0].num_released, tables[0].window_start, tables[0].num_held) == (8, 10, 4)
     kv.check([tables])
     kv.free(tables)
-    pool.let_go(second)
+    pool.uncache(second)
     cache._evicted(0, second)
-    assert cache.find(SCOPE, known, 24).depth == 1
+    assert cache.match(SCOPE, known, 24).depth == 1
 
 
 class Cache(RuleBasedStateMachine):
@@ -208,10 +208,10 @@ class Cache(RuleBasedStateMachine):
     )
     def new(self, known: list[int], salt: str | None, spare: int) -> None:
         scope, size = Scope(salt), self.kv.block_size
-        node = self.cache.find(scope, known, len(known) - spare)
+        node = self.cache.match(scope, known, len(known) - spare)
         assert node.depth == self._longest_hit(scope, known, max(0, len(known) - spare))
         hit, tables = Hit(node, self.cache.blocks(node), node.depth * size), self.kv.new_tables()
-        if any(pool.needed(len(known)) > pool.num_available for pool in self.kv.pools):
+        if any(pool.max_blocks(Demand(len(known))) > pool.num_available for pool in self.kv.pools):
             return
         self.cache.share(hit, tables)
         self._grow(scope, known[: node.depth * size], tables, node, known[node.depth * size :])
@@ -226,7 +226,7 @@ class Cache(RuleBasedStateMachine):
     def fork(self, which: int) -> None:
         scope, known, tables, node = self.seqs[which % len(self.seqs)]
         self.seqs.append((scope, list(known), self.kv.fork(tables), node))
-        while self.kv.is_overdrawn:
+        while self.kv.is_overcommitted:
             self.kv.free(self.seqs.pop()[2])
 
     @precondition(lambda self: self.seqs)
@@ -246,11 +246,11 @@ class Cache(RuleBasedStateMachine):
                 ]:
                     assert memory[pool.slot(table, i)] == (scope, tuple(known[: i + 1]))
             depth = len(known) // self.kv.block_size
-            assert self.cache.find(scope, known, len(known)).depth == self._longest_hit(
+            assert self.cache.match(scope, known, len(known)).depth == self._longest_hit(
                 scope, known, len(known)
             )
             if not any(self.windows):  # it holds its whole path, which every search finds then
-                assert self.cache.blocks(self.cache.find(scope, known, len(known)))[0] == list(
+                assert self.cache.blocks(self.cache.match(scope, known, len(known)))[0] == list(
                     tables[0][:depth]
                 )
 
@@ -287,11 +287,11 @@ class Cache(RuleBasedStateMachine):
     ) -> None:
         """Compute `tokens`; the sequence ends where there are not enough blocks."""
         self.kv.advance(tables, len(known), len(known))
-        copies = self.kv.reserve(tables, len(known), len(tokens))
-        for group, source, target in self.kv.slots_of(copies or []):
+        copies = self.kv.allocate(tables, len(known), len(tokens))
+        for group, source, target in self.kv.slot_copies(copies or []):
             if source in self.memory[group]:
                 self.memory[group][target] = self.memory[group][source]
-        self.kv.host.load_blocks()
+        self.kv.host.run_loads()
         if copies is None:
             self.kv.free(tables)
             return
@@ -299,7 +299,7 @@ class Cache(RuleBasedStateMachine):
             known.append(token)
             for pool, table, memory in zip(self.kv.pools, tables, self.memory, strict=True):
                 memory[pool.slot(table, len(known) - 1)] = (scope, tuple(known))
-        node = self.cache.extend(node, tables, known, len(known))
+        node = self.cache.insert(node, tables, known, len(known))
         self.seqs.append((scope, known, tables, node))
 
 

@@ -73,7 +73,7 @@ def test_windows_of_gemma3_need_less_than_a_quarter_of_the_kv() -> None:
     most = 0
     for computed in range(0, length, chunk):
         manager.advance(tables, computed, length)
-        assert manager.reserve(tables, computed, chunk) == []
+        assert manager.allocate(tables, computed, chunk) == []
         held = [pool.num_blocks - pool.num_available for pool in manager.pools]
         most = max(
             most,

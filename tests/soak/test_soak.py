@@ -193,7 +193,7 @@ class Soak:
         owners: list[tuple[Any, str]] = [
             (engine._loop.executable, "launch"),
             (engine._scheduler, "schedule"),
-            (engine._kv, "reserve"),
+            (engine._kv, "allocate"),
         ]
         owners += [(guard._proposer, "propose") for guard in engine._speculation._guards.values()]
         owner, name = self.rng.choice(owners)

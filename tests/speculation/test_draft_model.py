@@ -277,7 +277,7 @@ def compute(
 ) -> None:
     """Give the sequence KV of `length` tokens, and blocks for the rest and some drafts."""
     seq.tables, seq.computed = kv.new_tables(), computed
-    assert kv.reserve(seq.tables, 0, len(seq.known) + drafts) == []
+    assert kv.allocate(seq.tables, 0, len(seq.known) + drafts) == []
     proposer._executable.launch(
         batch_of_runs([TokenRun(seq.known[:computed], 0, seq.tables)], SIZE, logits=False)
     )

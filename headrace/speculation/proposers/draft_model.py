@@ -47,7 +47,7 @@ class _DraftContext:
         Drop all tokens if an attention window has freed KV that the next row reads.
         """
         self.agreed += _num_common(self.tokens[self.agreed :], known[self.agreed : -1])
-        if not kv.sees_all(self.tables, self.agreed):
+        if not kv.can_rewind(self.tables, self.agreed):
             self.agreed = 0
         del self.tokens[self.agreed :]
         kv.trim(self.tables, self.agreed)
@@ -158,7 +158,7 @@ class DraftModelProposer:
 
         If blocks are short, contexts of sequences that do not draft now lose their KV.
         """
-        while (copies := self.kv.reserve(context.tables, context.agreed, length)) is None:
+        while (copies := self.kv.allocate(context.tables, context.agreed, length)) is None:
             unused = next(
                 (
                     other
@@ -172,5 +172,5 @@ class DraftModelProposer:
             unused.tokens.clear()
             unused.agreed = 0
             self.kv.free(unused.tables)
-        move_slots(self._executable, self.kv.slots_of(copies))
+        move_slots(self._executable, self.kv.slot_copies(copies))
         return True
