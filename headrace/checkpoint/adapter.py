@@ -1,9 +1,8 @@
-"""LoRA adapters in PEFT's format: a folder with `adapter_config.json` and
+"""LoRA adapters in PEFT's format: `adapter_config.json` and
 `adapter_model.safetensors`.
 
-A module has the matrices `lora_A` [rank, columns] and `lora_B` [rows, rank]. Rows of
-`lora_B` are reordered as the rows of the module's weight are (`TensorSource.rows`), so each
-part of a fused module gets its own rows.
+A module has `lora_A` [rank, columns] and `lora_B` [rows, rank]. Rows of `lora_B` are
+reordered as the weight's own rows (`TensorSource.rows`).
 """
 
 import re
@@ -30,7 +29,7 @@ _MAX_RANK = 1024
 _Floats = NDArray[np.float32]
 _Matrices = tuple[_Floats, _Floats]
 _INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the model's own weights as they are."""
+"""Initialisations that leave the model's weights as they are."""
 _HARMLESS = {
     "peft_type",
     "peft_version",
@@ -61,15 +60,14 @@ _HARMLESS = {
     "qalora_group_size",
     "ensure_weight_tying",
 }
-"""Fields that are read, that the tensors repeat, or that matter in training only."""
+"""Fields that are read, repeated by the tensors, or for training only."""
 
 
 def read_adapter(path: Path, spec: ModelSpec) -> Adapter:
     """Read the adapter in a folder, for a model of this specification.
 
-    Raises ModelNotFoundError, FormatError (malformed, or shapes of another model), or
-    UnsupportedModelError, which names a feature beyond low-rank matrices of linear
-    layers.
+    Raises ModelNotFoundError, FormatError, or UnsupportedModelError for anything but
+    low-rank matrices of linear layers.
     """
     if not find(path, _CONFIG):
         raise ModelNotFoundError(f"{path}: no {_CONFIG}; name the folder that PEFT saved")
@@ -101,7 +99,7 @@ def _check(config: JsonFields) -> None:
 
 
 def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, _Matrices]:
-    """The two matrices of each module, by its name in the model."""
+    """By the module's name in the model."""
     halves: dict[str, dict[str, _Floats]] = {}
     for name, tensor in tensors.items():
         if not (match := _NAME.fullmatch(name)):

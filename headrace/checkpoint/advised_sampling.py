@@ -1,6 +1,4 @@
-"""The sampling parameters that a model's authors advise: in `generation_config.json`,
-or under `general.sampling` in GGUF.
-"""
+"""Sampling parameters advised by a model's authors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +20,8 @@ _GGUF = {
 
 
 def advised_sampling(source: Metadata | Path) -> dict[str, Any]:
-    """Read the advised values by field of `SamplingParams`; the fields are vLLM's
-    choice.
-
-    Raises FormatError for values out of range.
+    """Read the advised values by field of `SamplingParams`. Raises FormatError for
+    values out of range.
     """
     if isinstance(source, Path):
         path = find(source, "generation_config.json")

@@ -1,6 +1,4 @@
-"""Finding the family of a model's files, and describing an unknown architecture by the
-nearest family.
-"""
+"""Finding the family of a model's files."""
 
 import re
 from collections import Counter
@@ -24,8 +22,8 @@ def layout_of(
 ) -> _Layout:
     """Find the layout whose files call their architecture `name`.
 
-    Raises UnsupportedModelError, which names the nearest family by the names of
-    tensors.
+    Raises UnsupportedModelError, which names the family with the most similar tensor
+    names.
     """
     known = []
     for layout in filter(None, layouts):

@@ -14,16 +14,14 @@ from headrace.model.spec import ModelSpec
 from headrace.quant.formats import RAW_FORMATS, StoredTensor
 
 Located = tuple[tuple[int, ...], TensorSource, Indices]
-"""The shape of one of our tensors, its place in the file, and the numbers in its name."""
+"""Shape of one of our tensors, its place in the file, the numbers in its name."""
 
 
 def assemble(
     spec: ModelSpec, layout: Layout, stored: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredTensor]:
-    """Make every tensor of the model, by our names.
-
-    Raises FormatError for a tensor that is missing or has the wrong shape,
-    UnsupportedModelError for an unknown tensor.
+    """Raises FormatError for a missing or misshapen tensor, UnsupportedModelError for
+    an unknown one.
     """
     layout = layout.for_names(stored.keys())
     places = locate_tensors(spec, layout)
@@ -43,14 +41,11 @@ def assemble(
 
 
 def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """List the tensors that a model's file must have: [rows, cols], or [entries] for
-    tensors of vectors.
-    """
+    """The tensors that a model's file must have: [rows, cols], or [entries]."""
     return _shapes(spec, locate_tensors(spec, layout))
 
 
 def locate_tensors(spec: ModelSpec, layout: Layout) -> dict[str, Located]:
-    """Locate every tensor of the model's equations in a file, by our names."""
     return {name: (shape, *layout.source_of(name)) for name, shape in tensor_shapes(spec).items()}
 
 
@@ -72,9 +67,7 @@ class _Needed:
         self._is_vector = False
 
     def add(self, name: str, shape: tuple[int, ...], slab: int | None) -> None:
-        """Add one of our tensors; `slab` is the first row of the transposed slab that
-        holds it.
-        """
+        """`slab` is the first row of a transposed slab."""
         self._numbers += math.prod(shape)
         self._is_vector = len(shape) == 1
         self._rows[name if slab is None else slab] = shape[0] if slab is None else shape[1]

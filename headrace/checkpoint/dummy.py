@@ -1,6 +1,4 @@
-"""Models with a `config.json` but no weights: dummy tensors of zeros, in any format,
-take no memory.
-"""
+"""Models with a `config.json` but no weights: dummy tensors of zeros take no memory."""
 
 import math
 from dataclasses import replace
@@ -28,9 +26,8 @@ def is_config_only(path: Path) -> bool:
 
 
 def open_dummy_checkpoint(path: Path) -> Checkpoint:
-    """Open the model of a `config.json`, with matrices in the type that the file names.
-
-    Raises UnsupportedModelError, which names the field, or FormatError.
+    """Open a `config.json`, with matrices in its dtype. Raises UnsupportedModelError or
+    FormatError.
     """
     folder = open_folder(path.parent if path.name == "config.json" else path)
     dtype = folder.config.get("dtype") or folder.config.get("torch_dtype")
@@ -46,9 +43,7 @@ def open_dummy_checkpoint(path: Path) -> Checkpoint:
 
 
 def dummy_tensors(spec: ModelSpec, format: Format) -> dict[str, StoredTensor]:
-    """Make every tensor of a model: matrices in `format`, or in BF16 if its block does
-    not divide their columns, and vectors in F32.
-    """
+    """Matrices in `format`, or in BF16 if its block does not divide them; vectors in F32."""
     tensors = {}
     for name, shape in tensor_shapes(spec).items():
         if len(shape) == 1:

@@ -1,6 +1,4 @@
-"""Reading the files of a checkpoint, which are not trusted: regular files of bounded
-size inside one folder.
-"""
+"""Reading untrusted files: regular, of bounded size, inside one folder."""
 
 import errno
 import json
@@ -15,19 +13,17 @@ from typing import Any
 from headrace.errors import FormatError, MemoryLimitError, ModelNotFoundError
 
 MAX_CONFIG_BYTES = 16 << 20
-"""Limit of `config.json` and similar files; the largest known ones have 2 MB."""
+"""The largest known files have 2 MB."""
 _MAX_NAME_BYTES = 255
 _MAX_JSON_VALUES = 2_000_000
-"""Limit of one file, counted before any value is built: values take far more memory
-than their JSON.
-"""
+"""Counted before any value is built: values take far more memory than their JSON."""
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Map a regular file into memory, read-only.
+    """Map a regular file, read-only.
 
-    Raises ModelNotFoundError if it cannot be opened, FormatError for an empty file, a
-    pipe, a device or a folder, MemoryLimitError if the address space is full.
+    Raises ModelNotFoundError, FormatError for an empty or irregular file,
+    MemoryLimitError if the address space is full.
     """
     with _opened(path) as (descriptor, size):
         if size == 0:
@@ -44,9 +40,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes. Raises ModelNotFoundError or
-    FormatError.
-    """
+    """Read at most `limit` bytes. Raises ModelNotFoundError or FormatError."""
     with _opened(path) as (descriptor, size):
         if size > limit:
             raise FormatError(f"{path.name}: {size:,} bytes, more than the limit of {limit:,}")
@@ -59,9 +53,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read a JSON object of at most `limit` bytes. Raises as `read_file`, and
-    FormatError for other JSON.
-    """
+    """Read a JSON object. Raises as `read_file`."""
     text = read_file(path, limit)
     if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:
         raise FormatError(f"{path.name}: more than the limit of {_MAX_JSON_VALUES:,} values")
@@ -75,12 +67,11 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def member(folder: Path, name: str) -> Path:
-    """The path of the file `name` in `folder`, existing or not, for names from a
-    downloaded file.
+    """The path of a file that another file names; it need not exist.
 
-    Raises FormatError for a name with a path, and for a link that leaves the folder or
-    is circular. One layout with links is accepted: the Hugging Face cache, whose
-    `snapshots/REVISION/NAME` and files in subfolders point to `blobs/HASH`.
+    Raises FormatError for a path instead of a name, and for links that are circular or
+    leave the folder. Links of the Hugging Face cache, from `snapshots/REVISION` to
+    `blobs`, are accepted.
     """
     plain = (
         name.isprintable()
@@ -106,14 +97,12 @@ def member(folder: Path, name: str) -> Path:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """The path of a file that exists, perhaps as a broken link, or None. Raises as
-    `member`.
-    """
+    """The path if the file exists, perhaps as a broken link. Raises as `member`."""
     return member(folder, name) if os.path.lexists(folder / name) else None
 
 
 def list_names(folder: Path) -> list[str]:
-    """The sorted names in a folder. Raises ModelNotFoundError."""
+    """Sorted. Raises ModelNotFoundError."""
     try:
         return sorted(os.listdir(folder))
     except OSError as error:

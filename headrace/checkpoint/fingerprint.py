@@ -1,6 +1,4 @@
-"""A short fingerprint of a model: processes with equal fingerprints have the same
-tokens and weights.
-"""
+"""A short fingerprint of a model: equal ones mean equal tokens and weights."""
 
 from dataclasses import replace
 from hashlib import blake2b
@@ -12,11 +10,10 @@ from headrace.checkpoint.tokenizer import Tokenizer
 
 
 def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """Hash the specification, the vocabulary, and three rows and the format of each
-    tensor.
+    """Hash the specification without its context, the vocabulary, and three rows of
+    each tensor.
 
-    No file is read as a whole. The requested context length does not count. The
-    fingerprint detects mistakes, not forgeries.
+    It detects mistakes, not forgeries.
     """
     digest = blake2b(digest_size=16)
     digest.update(repr(replace(checkpoint.spec, context=0)).encode())

@@ -1,6 +1,4 @@
-"""The configuration of a Hugging Face folder: family, quantisation, specification, chat
-template.
-"""
+"""The configuration of a Hugging Face folder."""
 
 import os
 from pathlib import Path
@@ -24,7 +22,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 @frozen(eq=False)
 class Folder:
-    """A folder whose `config.json` is checked; its weights are not opened yet."""
+    """A folder with a checked `config.json`; its weights are not opened yet."""
 
     path: Path
     config: JsonFields
@@ -32,9 +30,7 @@ class Folder:
     spec: ModelSpec
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Read the tensors by the file's names; the parts of quantised tensors are
-        joined. Raises as `read_folder` and the quantisation method.
-        """
+        """By the file's names, with joined parts of quantised tensors."""
         tensors, quantisation = read_folder(self.path), self.config.get(_QUANTISATION)
         if quantisation is None:
             return tensors
@@ -42,9 +38,7 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder:
-    """Read `config.json`. Raises UnsupportedModelError, which names the field, or
-    FormatError.
-    """
+    """Raises UnsupportedModelError, which names the field, or FormatError."""
     config = JsonFields(read_json(member(path, "config.json")), "config.json")
     layout = layout_of(
         _family_name(config),
@@ -58,8 +52,8 @@ def open_folder(path: Path) -> Folder:
 
 
 def chat_template(folder: Path, name: str = "default") -> str | None:
-    """Read the chat template of this name from its own file, or from
-    `tokenizer_config.json`, which has the default template or a list of named ones.
+    """Read a template from its own file or from `tokenizer_config.json`. Raises
+    FormatError.
     """
     home = folder if name == "default" else find(folder, "additional_chat_templates")
     file_name = "chat_template.jinja" if name == "default" else f"{name}.jinja"
@@ -88,9 +82,7 @@ def chat_template(folder: Path, name: str = "default") -> str | None:
 
 
 def model_name(folder: Path) -> str:
-    """The folder's name, or the repository's name for a folder of the Hugging Face
-    cache (`models--ORG--NAME/snapshots/REVISION`).
-    """
+    """The folder's name, or the repository's name in the Hugging Face cache."""
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return Path(os.path.realpath(folder)).name

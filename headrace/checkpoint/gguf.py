@@ -2,10 +2,9 @@
 
 Layout (ggml, `docs/gguf.md`), little endian: magic, version, tensor count, key-value
 count; key-values; tensor records (name, dimensions, type, offset); padding; tensor
-data. Python integers cannot overflow, so each 64-bit size is compared with the
-remaining bytes before anything is allocated. Metadata values are decoded when they are
-read: opening a file takes one pass over its header, and little memory whatever the
-header claims.
+data. Each size is compared with the remaining bytes before anything is allocated.
+Metadata values are decoded when they are read, so that opening a file takes little
+memory.
 """
 
 import math
@@ -33,9 +32,9 @@ MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 MAX_ALIGNMENT = 64 << 10
 _MAX_TEXT_BYTES = 4 << 20
-"""Limit of a string value that is read; the longest are chat templates."""
+"""Of a string that is read; the longest are chat templates."""
 _MAX_STRINGS = 4 << 20
-"""Limit of an array that is read: strings take far more memory than file."""
+"""Of an array that is read: strings take far more memory than file."""
 _INT64_MAX = 2**63 - 1
 
 BOOL, STRING, ARRAY = 7, 8, 9
@@ -166,7 +165,6 @@ class RawValue(NamedTuple):
     """An encoded value of the metadata."""
 
     kind: int
-    """The number of its type."""
     data: bytes
 
 
@@ -188,8 +186,8 @@ class Metadata(Fields):
         return len(self._entries)
 
     def __getitem__(self, key: str) -> Any:
-        """The value: int, float, bool, str, a numeric array (a view of the file), or a
-        list of strings or arrays.
+        """int, float, bool, str, a numeric array (a view of the file), or a list of
+        strings or arrays.
         """
         kind, offset = self._entries[key]
         try:
@@ -226,10 +224,8 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Open a GGUF file.
-
-    Raises FormatError, with the file's name and the offset, for a malformed file, and
-    UnsupportedModelError for a tensor whose type is not in `FORMATS`.
+    """Raises FormatError with the offset, or UnsupportedModelError for a tensor type
+    outside `FORMATS`.
     """
     cursor = _Cursor(map_file(path), path.name)
     start = cursor.take(4, "the magic number")

@@ -1,6 +1,4 @@
-"""Opening a file or folder as a checkpoint: a checked specification, and all of its
-tensors by our names.
-"""
+"""Opening a file or folder as a checkpoint, with all tensors by our names."""
 
 import math
 import os
@@ -26,17 +24,15 @@ if TYPE_CHECKING:
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 1 << 16
-"""Limit of all layers together; each expert has three matrices."""
+"""In all layers together."""
 _MAX_SIZE = 2**31 - 1
 _MAX_WIDTH = 1 << 20
-"""Limit of query columns, which bounds the tables that are built per column."""
+"""Of query columns; bounds the tables that are built per column."""
 
 
 @frozen(eq=False)
 class Checkpoint:
-    """A model on disk: tensors are views of memory maps, with rotary rows in
-    interleaved order.
-    """
+    """A model on disk: tensors are views of memory maps, rotary rows are interleaved."""
 
     path: Path
     spec: ModelSpec
@@ -44,16 +40,14 @@ class Checkpoint:
     chat_template: str | None
     tokenizer_source: Metadata | Path
     tool_template: str | None = None
-    """The chat template for conversations with tools, if it is another one."""
+    """For conversations with tools, if it is another template."""
 
     def advised_sampling(self) -> dict[str, Any]:
-        """The authors' sampling parameters, by field of `SamplingParams`. Raises
-        FormatError.
-        """
+        """By field of `SamplingParams`. Raises FormatError."""
         return advised_sampling(self.tokenizer_source)
 
     def load_tokenizer(self) -> "Tokenizer":
-        """Build the tokenizer, importing its library. Raises as the builders do."""
+        """Build the tokenizer, importing its library. Raises as the builders."""
         if isinstance(self.tokenizer_source, Path):
             from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 
@@ -64,12 +58,12 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, is_absorbed: bool = False) -> Checkpoint:
-    """Open a GGUF file, or a folder with `config.json` and safetensors.
+    """Open a GGUF file or a folder; `is_absorbed` chooses the form of multi-head latent
+    attention.
 
-    `is_absorbed` chooses the absorbed form of multi-head latent attention. Raises
-    ModelNotFoundError, FormatError (malformed, missing tensor, wrong shape), or
-    UnsupportedModelError (unknown architecture, tensor type or feature; pickled
-    weights).
+    Raises ModelNotFoundError, FormatError (malformed, or a missing or misshapen
+    tensor), or UnsupportedModelError (unknown architecture, tensor type or feature;
+    pickled weights).
     """
     return _open_folder(path, is_absorbed) if os.path.isdir(path) else _open_gguf(path, is_absorbed)
 
@@ -134,10 +128,8 @@ def _with_form(spec: ModelSpec, is_absorbed: bool) -> ModelSpec:
 
 
 def checked_spec(spec: ModelSpec, where: str) -> ModelSpec:
-    """Return the specification.
-
-    Raises FormatError for sizes and constants with which the equations cannot be
-    computed.
+    """Return the specification. Raises FormatError for sizes and constants that
+    equations cannot use.
     """
 
     def require(condition: bool, message: str) -> None:

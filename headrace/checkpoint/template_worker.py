@@ -1,12 +1,9 @@
-"""The process that renders chat templates: jinja2 programs of a model, which are not
-trusted.
+"""The process that renders chat templates, which are untrusted jinja2 programs.
 
-`templates.py` starts the process and exchanges frames with it: JSON with its length in
-front. A template runs in jinja2's immutable sandbox with transformers' environment
-(trimmed blocks, `tojson`, `raise_exception`, `strftime_now`, loop controls,
-`generation` blocks). A sandbox bounds neither time nor memory, and may have holes. So
-the process limits both for itself, and cannot open or write files or start processes. A
-violation ends it, and the next conversation gets a new process.
+`templates.py` exchanges frames with it: JSON with its length in front. Templates run in
+jinja2's immutable sandbox with transformers' environment. A sandbox bounds neither time
+nor memory, and may have holes. So the process limits both, and cannot open or write
+files or start processes; a violation ends it.
 """
 
 import codecs
@@ -51,10 +48,10 @@ class _Refusal(Exception):
 
 def serve(seconds: int, memory: int) -> None:
     """Compile and render until stdin ends, with `seconds` of CPU time per frame and
-    `memory` bytes of address space.
+    `memory` bytes.
 
-    A frame `{"template": ...}` sets the template and has no response. The response to a
-    frame `{"names": ...}` is `{"text": ...}`, or `{"blame": "template" or "messages",
+    `{"template": ...}` sets the template and has no response. The response to
+    `{"names": ...}` is `{"text": ...}`, or `{"blame": "template" or "messages",
     "message": ...}`. Out of memory, the process exits with ENOMEM.
     """
     # Load the time zone and the codec of string literals while files can be opened.
@@ -90,7 +87,6 @@ def serve(seconds: int, memory: int) -> None:
 
 
 def _limit(limit: int, value: int) -> None:
-    """Lower a limit of this process, and keep the maximum that it may set."""
     maximum = resource.getrlimit(limit)[1]
     if maximum != resource.RLIM_INFINITY:
         value = min(value, maximum)
@@ -109,7 +105,7 @@ def _frames(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def render(template: str, names: dict[str, Any]) -> str:
-    """Render a template with these names. Raises _Refusal or MemoryError."""
+    """Raises _Refusal or MemoryError."""
     compiled = _compile(template)
     parts: list[str] = []
     size = 0
@@ -143,9 +139,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's text for training; rendered as
-    its body.
-    """
+    """`{% generation %}` marks text for training; its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 

@@ -1,8 +1,6 @@
-"""Rendering chat templates in a process of its own (`template_worker.py`), which is
-killed if a template takes too much.
+"""Rendering chat templates in a process (`template_worker.py`) that can be killed.
 
-The process takes a tenth of a second to start. So it starts when a model is opened,
-while its weights load, and only the first conversation waits for it.
+The process starts in a tenth of a second, while the weights of its model load.
 """
 
 import errno
@@ -24,11 +22,9 @@ from typing import Any
 from headrace.errors import ClosedError, FormatError, RequestError
 
 _SECONDS = 2
-"""CPU time of one rendering."""
+"""CPU time of a rendering."""
 _PATIENCE = 60.0
-"""Wall-clock seconds of one rendering, if the machine is too busy or the process is
-stopped.
-"""
+"""Seconds of a rendering if the machine is busy or the process stopped."""
 _MEMORY = 512 << 20
 _MAX_REQUEST = 64 << 20
 _HEAD = 4
@@ -45,9 +41,7 @@ _MAIN = (
 
 
 class Renderer:
-    """Renders chat templates, one at a time, in a process that starts on demand.
-    Thread-safe.
-    """
+    """Renders one template at a time, in a process that starts on demand. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -73,14 +67,13 @@ class Renderer:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the prompt text of a conversation; encode it with `parse_special` and
+        """Render the prompt of a conversation; encode it with `parse_special` and
         without `add_special`.
 
-        `chat_template_kwargs` are further names for the template, such as
-        `enable_thinking`. Raises FormatError if the template is malformed or violates
-        the sandbox, RequestError for messages that are not JSON or that the template
-        cannot render, for output over 4 MB, and for a rendering over 2 s or 512 MB, and
-        ClosedError after `close`.
+        `chat_template_kwargs` are further names, such as `enable_thinking`. Raises
+        FormatError for a malformed or forbidden template; RequestError for messages
+        that are not JSON or that the template refuses, for output over 4 MB, and for a
+        rendering over 2 s or 512 MB; ClosedError after `close`.
         """
         more_names = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(more_names, Mapping):
@@ -126,9 +119,7 @@ class Renderer:
         raise error(response["message"])
 
     def close(self) -> None:
-        """End the process, idempotently; a rendering in another thread ends with
-        ClosedError.
-        """
+        """Idempotent; a rendering in another thread ends with ClosedError."""
         self._closed = True
         self._leave_parent()
         if worker := self._worker:
@@ -139,14 +130,13 @@ class Renderer:
                 worker.stop()
 
     def _leave_parent(self) -> None:
-        """After a fork, start over: the process is the parent's, and no thread here
-        holds the lock.
+        """Start over in a fork: the process is the parent's, and the lock may be held
+        forever.
         """
         if self._owner != os.getpid():
             self._owner, self._lock, self._worker = os.getpid(), RLock(), None
 
     def _ready(self, template: str) -> "_Worker":
-        """A process that has received the template, or will."""
         if self._closed:
             raise ClosedError("this model is closed")
         if self._worker is None or self._worker.has_ended():
@@ -226,8 +216,8 @@ class _Worker:
             self._send()
 
     def exchange(self, request: bytes) -> bytes | None:
-        """Send a request and return the response, or None if the process has ended.
-        Raises RequestError after `_PATIENCE`.
+        """The response, or None if the process has ended. Raises RequestError after
+        `_PATIENCE`.
         """
         self._unsent += request
         received, deadline, poll = bytearray(), time.monotonic() + _PATIENCE, select.poll()
@@ -254,9 +244,7 @@ class _Worker:
         self._process.kill()
 
     def stop(self) -> int:
-        """End the process, close our ends of the pipes, and return its exit code; 0 if
-        it was stopped before.
-        """
+        """Return the exit code; 0 if the process was stopped before."""
         return self._stop() or 0
 
     def _send(self) -> None:
@@ -276,9 +264,7 @@ def _is_complete(frame: bytearray) -> bool:
 
 
 def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
-    """Do the work of `_Worker.stop`; in a fork, which does not own the process, only
-    close our ends of the pipes.
-    """
+    """In a fork, which does not own the process, only close the pipes."""
     for pipe in (process.stdin, process.stdout):
         if pipe:
             pipe.close()
@@ -290,9 +276,7 @@ def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its reasoning under each name that templates read, as in
-    transformers.
-    """
+    """Put the reasoning under each name that templates read, as transformers does."""
     given = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
     reasoning = next((text for text in given if text is not None), None)
     if reasoning is None:
@@ -301,7 +285,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _frame(content: dict[str, Any]) -> bytes:
-    """Encode a frame for the worker. Raises RequestError for content that is not JSON."""
+    """Raises RequestError for content that is not JSON."""
     try:
         raw = json.dumps(content, default=_plain, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -310,7 +294,6 @@ def _frame(content: dict[str, Any]) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Convert other mappings and sequences to dictionaries and lists."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):

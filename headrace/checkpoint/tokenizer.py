@@ -1,6 +1,4 @@
-"""Exact conversion of text to token ids and back, on the `tokenizers` library; built by
-`tokenizer_gguf` and `tokenizer_hf`.
-"""
+"""Exact conversion of text to token ids and back, on the `tokenizers` library."""
 
 import codecs
 import re
@@ -32,9 +30,7 @@ END_OF_GENERATION = frozenset(
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character of each byte (Radford et al. 2019,
-    `bytes_to_unicode`), character to byte.
-    """
+    """GPT-2's character of each byte (Radford et al. 2019), character to byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {
@@ -48,12 +44,11 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 @contextmanager
 def library_calls(subject: str, error: type[HeadraceError] = FormatError) -> Iterator[None]:
-    """Convert all errors of the tokenizer library to `error`.
+    """Convert the tokenizer library's errors to `error`.
 
-    The library raises plain `Exception` for errors that it expects, and its binding
-    raises Python's errors for wrong values. A Rust panic, which many a damaged file
-    causes, is a `BaseException` that passes all other handlers. Other exceptions are
-    not the library's: a signal handler may raise one at any moment.
+    It raises plain `Exception` and, for wrong values, Python's errors. Damaged files
+    can cause a Rust panic, a `BaseException` that passes all other handlers. Other
+    exceptions come from signal handlers.
     """
     try:
         yield
@@ -71,29 +66,23 @@ def library_calls(subject: str, error: type[HeadraceError] = FormatError) -> Ite
 
 @frozen
 class Vocabulary:
-    """A checkpoint's facts about its tokens that the tokenizer itself does not have."""
+    """Facts about tokens that the tokenizer does not have."""
 
     byte_level: bool
-    """Tokens are spelt in GPT-2's byte alphabet; otherwise in SentencePiece's, with
-    U+2581 for a space.
-    """
+    """Tokens are spelt in GPT-2's byte alphabet, otherwise with U+2581 for a space."""
     strip_space: bool = False
-    """Encoding adds a space before the text, and decoding removes it."""
+    """Encoding adds a space before the text, decoding removes it."""
     bos_id: int | None = None
     eos_id: int | None = None
     end_ids: frozenset[int] = frozenset()
-    """Ids that end generation, in addition to `eos_id` and the names in
-    `END_OF_GENERATION`.
-    """
+    """Further ids that end generation."""
 
 
 class Tokenizer:
     """A thread-safe tokenizer."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, where: str) -> None:
-        """`where` names the file in messages. Raises FormatError if the tokenizer
-        cannot encode an empty text.
-        """
+        """`where` names the file in messages. Raises FormatError if "" cannot be encoded."""
         with library_calls(where):
             self._parsing = backend
             self._plain = _without_special_parsing(backend)
@@ -113,16 +102,15 @@ class Tokenizer:
         }
         eos = set() if self.eos_id is None else {self.eos_id}
         self.eos_ids = vocabulary.end_ids | by_name | eos
-        """All ids that end generation."""
 
     @cached_property
     def vocab_size(self) -> int:
-        """Tokens, including special ones; the model's embedding may have more rows."""
+        """The embedding may have more rows."""
         with library_calls("the tokenizer"):
             return self._parsing.get_vocab_size(with_added_tokens=True)
 
     def to_json(self) -> str:
-        """The `tokenizer.json`, with the decoder for the tokens' spelling."""
+        """The `tokenizer.json`, with a decoder."""
         with library_calls("the tokenizer"):
             backend = tokenizers.Tokenizer.from_str(self._parsing.to_str())
             if self.vocabulary.byte_level:
@@ -148,13 +136,11 @@ class Tokenizer:
         return self._content(self.eos_id)
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Encode `text` to token ids.
+        """Encode `text`; `add_special` adds tokens around a prompt, usually BOS.
 
-        `add_special` adds the tokens that the model expects around a prompt, usually a
-        first BOS. Control tokens in the text become such tokens with `parse_special`
-        only, which is for rendered chat templates, never for user text. Raises
-        RequestError for text with lone surrogates, and for text that the tokenizer
-        cannot encode because it has no unknown token.
+        With `parse_special`, control tokens in the text become such tokens: for
+        rendered chat templates, never for user text. Raises RequestError for lone
+        surrogates, and for text without tokens.
         """
         with library_calls("the tokenizer cannot encode this text", RequestError):
             return self._encode(text, add_special, parse_special)
@@ -167,31 +153,25 @@ class Tokenizer:
             raise RequestError("the text is not valid Unicode: it has lone surrogates") from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Decode tokens to text; invalid UTF-8 becomes U+FFFD, special tokens are
-        skipped by default.
-        """
+        """Invalid UTF-8 becomes U+FFFD."""
         decoder = self.decoder(skip_special)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
     def decoder(self, skip_special: bool = True, continues: bool = False) -> "Detokeniser":
-        """Make a detokeniser for a stream of tokens; if text precedes them
-        (`continues`), a leading space stays.
-        """
+        """With `continues`, text precedes the tokens, so a leading space stays."""
         return Detokeniser(
             self, skip_special, strip_space=self.vocabulary.strip_space and not continues
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, perhaps a part of a character; empty for an id without
-        a token.
-        """
+        """Perhaps a part of a character; empty for an unknown id."""
         spelt = self._bytes.get(token_id)
         if spelt is None:
             spelt = self._bytes[token_id] = self._spell(token_id)
         return spelt
 
     def _content(self, token_id: int | None) -> str:
-        """The tokenizer's spelling of a token; "" for an id without a token."""
+        """The spelling; "" for an unknown id."""
         if token_id is None or not 0 <= token_id < 2**32:
             return ""
         with library_calls("the tokenizer"):
@@ -214,8 +194,7 @@ class Tokenizer:
 class Detokeniser:
     """Text of a growing sequence, by whole characters.
 
-    Bytes that cannot become a character turn into U+FFFD. The results of all `push` and
-    `flush` calls together equal `decode`.
+    All results of `push` and `flush` together equal `decode`.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
@@ -250,9 +229,7 @@ def _utf8_decoder() -> codecs.IncrementalDecoder:
 
 
 def _without_special_parsing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Make a tokenizer over the same model that reads control tokens as plain text; the
-    library has no flag per call.
-    """
+    """A tokenizer over the same model that reads control tokens as text."""
     plain = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor"):
         if getattr(backend, part) is not None:

@@ -1,5 +1,5 @@
-"""Tokenizers from GGUF metadata (`tokenizer.ggml.*`): byte-level BPE, or
-SentencePiece's BPE or unigram model (Kudo 2018).
+"""Tokenizers from GGUF metadata: byte-level BPE, SentencePiece's BPE or unigram model
+(Kudo 2018).
 """
 
 import tokenizers
@@ -17,16 +17,16 @@ _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched before the text is split
 _NEVER = -1e6
 """Score of a unigram token that no text may become."""
 _MAX_PIECE = 512
-"""Maximum length of a SentencePiece token in characters: its merges take quadratic time."""
+"""Characters of a SentencePiece token: its merges take quadratic time."""
 _MAX_MERGES = 8
-"""Maximum average of merges per SentencePiece token; real vocabularies have two or three."""
+"""Average merges per SentencePiece token; real vocabularies have two or three."""
 
 _PREFIX = "tokenizer.ggml."
 
 
 def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
-    """Build the tokenizer. Raises FormatError for inconsistent metadata,
-    UnsupportedModelError for an unknown model.
+    """Raises FormatError for inconsistent metadata, UnsupportedModelError for an
+    unknown model.
     """
     model = metadata.string(f"{_PREFIX}model")
     tokens = metadata.strings(f"{_PREFIX}tokens")
@@ -127,11 +127,8 @@ def _sentencepiece_model(metadata: Metadata, vocab: dict[str, int], types: list[
 
 
 def _unigram_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.Unigram:
-    """Build the unigram model, in which text never becomes a control token or a byte's
-    name.
-
-    The library matches all tokens. So these have a lower score than any other spelling,
-    which must exist.
+    """The library matches all tokens, so control tokens and byte names get scores below
+    any other spelling.
     """
     in_text = (_NORMAL, _USER_DEFINED)
     typed_tokens = list(zip(vocab, types, strict=True))
@@ -157,9 +154,7 @@ def _unigram_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) 
 
 
 def _sentencepiece_normalizer(metadata: Metadata, space: bool) -> normalizers.Normalizer:
-    """SentencePiece's normalisation: the file's character map, spaces as U+2581,
-    repeated spaces removed or kept.
-    """
+    """The file's character map, then spaces as U+2581."""
     steps: list[normalizers.Normalizer] = []
     if f"{_PREFIX}precompiled_charsmap" in metadata:
         steps.append(
@@ -190,12 +185,7 @@ def _scores(metadata: Metadata, count: int) -> list[float]:
 def _merges_from_scores(
     metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """All ways to join two tokens into a third, best score first: SentencePiece's BPE
-    as merges.
-
-    Equal scores are ordered as in transformers' converter, so that ids equal those of
-    fast tokenizers.
-    """
+    """All ways to join two tokens, best score first; ties as in transformers' converter."""
     tokens = list(vocab)
     ranked: list[tuple[float, int, int, int, int]] = []
     for token, kind, score in zip(tokens, types, scores, strict=True):
@@ -216,7 +206,7 @@ def _merges_from_scores(
 
 
 def _surround(backend: tokenizers.Tokenizer, first: int | None, last: int | None) -> None:
-    """Put these ids around every text that is encoded with `add_special`."""
+    """Put these ids around texts that are encoded with `add_special`."""
     special = [
         (name, token_id)
         for name, token_id in (("first", first), ("last", last))

@@ -1,6 +1,4 @@
-"""Bounds the growth of a text inside a tokenizer: thirty replacements of `a` by `aa`
-would need a terabyte.
-"""
+"""Bounds the growth of texts: thirty replacements of `a` by `aa` would need a terabyte."""
 
 import base64
 import json
@@ -13,11 +11,11 @@ from headrace.errors import FormatError
 
 _MAX_GROWTH = 256
 _ADDED_ONCE = 64
-"""Characters or tokens that a real file may add around a text, or for one character."""
+"""Characters or tokens that a real file may add around a text."""
 
 
 def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
-    """Raise FormatError if the normaliser and the post-processor multiply a text."""
+    """Raise FormatError if normaliser and post-processor multiply a text."""
     parts = [
         json.loads(part.__getstate__())
         for part in (backend.normalizer, backend.post_processor)
@@ -32,9 +30,7 @@ def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
 
 
 def _growth(part: dict[str, Any]) -> int:
-    """An upper bound of a part's growth factor, without Unicode's own growth of up to
-    18 times.
-    """
+    """An upper bound, without Unicode's own growth of up to 18 times."""
     match part:
         case {"type": "Sequence", "normalizers": parts} | {"type": "Sequence", "processors": parts}:
             return math.prod(map(_growth, parts))

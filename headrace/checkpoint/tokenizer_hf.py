@@ -1,6 +1,4 @@
-"""Tokenizers from Hugging Face folders: `tokenizer.json`, with BOS and EOS from the
-other JSON files.
-"""
+"""Tokenizers from Hugging Face folders."""
 
 import json
 from pathlib import Path
@@ -19,9 +17,7 @@ _MAX_BYTES = 256 << 20
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """Build the tokenizer. Raises ModelNotFoundError without a `tokenizer.json`,
-    FormatError or UnsupportedModelError.
-    """
+    """Raises ModelNotFoundError, FormatError or UnsupportedModelError."""
     path = find(folder, _FILE)
     if path is None:
         raise ModelNotFoundError(
@@ -60,10 +56,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
 
 
 def _make_deterministic(backend: tokenizers.Tokenizer) -> None:
-    """Make encoding complete and deterministic.
-
-    A file may keep training settings: truncation, padding, and dropout of merges, which
-    its paper disables for inference (BPE-dropout, Provilkov et al. 2020).
+    """Drop training settings: truncation, padding, dropout of merges (Provilkov et al.
+    2020).
     """
     backend.no_truncation()
     backend.no_padding()
@@ -72,9 +66,7 @@ def _make_deterministic(backend: tokenizers.Tokenizer) -> None:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """Whether tokens are spelt in bytes, and whether decoding strips a leading space,
-    by the decoder.
-    """
+    """Whether tokens are spelt in bytes, and whether decoding strips a leading space."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     decoders: list[dict[str, Any]] = state.get("decoders", [state])
     kinds = {decoder.get("type") for decoder in decoders}
@@ -91,9 +83,7 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
 
 
 def _named_token(backend: tokenizers.Tokenizer, token: Any, default: list[int]) -> int | None:
-    """The id of a token given as text or as an object with `content`; as in
-    transformers, the name makes it special.
-    """
+    """The id of a token; as in transformers, its name makes it special."""
     content = token.get("content") if isinstance(token, dict) else token
     token_id = backend.token_to_id(content) if isinstance(content, str) else None
     if token_id is None:
@@ -105,6 +95,5 @@ def _named_token(backend: tokenizers.Tokenizer, token: Any, default: list[int]) 
 
 
 def _ids(value: Any, size: int) -> list[int]:
-    """One id or a list of ids, without ids that have no token."""
     values = value if isinstance(value, list) else [value]
     return [token_id for token_id in values if type(token_id) is int and 0 <= token_id < size]

@@ -1,6 +1,4 @@
-"""Sources of model files in wheels, and their places in the cache. Imported at every
-start, so it imports little.
-"""
+"""Sources of model files in wheels. Imported at every start, so it imports little."""
 
 import os
 import re
@@ -19,9 +17,7 @@ _UNPINNED = "unpinned"
 
 @frozen
 class WheelSource:
-    """A file in a wheel. Without a version it is the newest; without a SHA-256 it is
-    not checked.
-    """
+    """A file in a wheel; the newest without a version, unchecked without a SHA-256."""
 
     distribution: str
     version: str | None
@@ -37,9 +33,7 @@ class WheelSource:
         return f"{self.distribution}=={self.version}" if self.version else self.distribution
 
     def path(self, cache: Path) -> Path:
-        """Its place in the cache. The path has the checksum, so an unchecked file never
-        replaces a pinned one.
-        """
+        """With the checksum, so that an unchecked file never replaces a pinned one."""
         return cache / "pypi" / self.requirement / (self.sha256 or _UNPINNED) / self.member
 
 
@@ -54,7 +48,6 @@ def parse(source: str) -> WheelSource:
 
 
 def list_cached(cache: Path) -> Iterator[tuple[WheelSource, Path]]:
-    """Yield every file in the cache with its source."""
     top = cache / "pypi"
     for path in sorted(Path(parent, name) for parent, _, names in os.walk(top) for name in names):
         parts = path.relative_to(top).parts

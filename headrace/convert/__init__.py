@@ -1,1 +1,1 @@
-"""Quantising models: which matrices, by which method, and what the files of the result are."""
+"""Quantising models and writing them to files."""

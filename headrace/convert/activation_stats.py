@@ -1,8 +1,7 @@
-"""Statistics of the inputs of a model's matrices while it reads a calibration text.
+"""Statistics of the inputs of matrices while the model reads a calibration text.
 
-The model runs op by op. After each piece of text, the inputs of each linear op and of each
-mixture of experts are read from its executable. Products need a square matrix for each input:
-if all of them exceed `memory`, the text is read several times, for a part of the inputs each.
+Products need a square matrix per input. If all of them exceed `memory`, the text is
+read several times, for some inputs each.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,11 +36,10 @@ def input_products(
     on_progress: ProgressCallback,
     memory: int = MEMORY,
 ) -> Iterator[tuple[Floats, list[str]]]:
-    """Compute X^T X / rows [cols, cols] of each input X of the named matrices.
+    """Yield X^T X / rows [cols, cols] for each input X, with the names of its matrices.
 
-    X has the rows of all pieces. Yields the product with the names of the matrices that read
-    X. All experts of a layer share one input; the inputs of their down projections are left
-    out. Raises FormatError, which names a tensor, if a product is not finite.
+    All experts of a layer share one input; down projections of experts are left out.
+    Raises FormatError, which names a tensor, if a product is not finite.
     """
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
@@ -71,9 +69,9 @@ def input_column_stats(
     threads: int,
     on_progress: ProgressCallback,
 ) -> list[tuple[Floats, list[str]]]:
-    """Compute one number [cols] for each column of each input of the named matrices.
+    """Compute numbers [cols] for each input with `update(numbers, rows)`, which changes
+    zeros in place.
 
-    The numbers start at zero. `update(numbers, rows)` changes them in place for further rows.
     Returns and raises as `input_products`.
     """
     program = trace_model(spec, tensors)
@@ -88,17 +86,14 @@ def input_column_stats(
 
 
 def update_maxima(maxima: Floats, rows: Floats) -> None:
-    """Take the magnitudes of the rows into the maximum of each column."""
     np.maximum(maxima, np.abs(rows).max(axis=0), out=maxima)
 
 
 def update_squares(squares: Floats, rows: Floats) -> None:
-    """Add the squares of the rows to the sum of each column: the diagonal of X^T X."""
     squares += np.einsum("rc,rc->c", rows, rows)
 
 
 def _readers(program: Program, names: list[str]) -> dict[Value, list[str]]:
-    """The inputs of the named matrices, each with the names of the matrices that read it."""
     selected, source = set(names), gather_sources(program)
     readers: dict[Value, list[str]] = {}
     for op in program.ops:
@@ -118,7 +113,7 @@ def _run(
     add: Callable[[Value, Floats], None],
     on_progress: ProgressCallback,
 ) -> None:
-    """Run the program over all pieces, and call `add` with the rows of each input."""
+    """Call `add` with the rows of each input of each piece."""
     blocks, groups = num_blocks(max(map(len, pieces))), len(program.kv_groups)
     kept = frozenset(value.id for value in inputs)
     kv = KvConfig((blocks,) * groups)
@@ -145,7 +140,7 @@ def _check_finite(stats: Floats, names: list[str]) -> Floats:
 
 
 def _passes(inputs: Mapping[Value, list[str]], memory: int) -> list[list[Value]]:
-    """The inputs in groups whose products fit into the memory, with one input at least."""
+    """Group the inputs so that the products of a group fit into the memory."""
     passes: list[list[Value]] = []
     free = 0
     for value in inputs:

@@ -1,10 +1,9 @@
-"""AWQ (Lin et al. 2023): scale up the columns that read large activations before rounding.
+"""AWQ (Lin et al. 2023): scale up the columns with large activations before rounding.
 
-A column times s, with its input divided by s, leaves the model as it is, but the column's
-rounding error in the output shrinks by about s. The factors are s = a^alpha for the
-activations a of a column. Of 21 alphas from 0 to 1, the one with the smallest output error is
-taken. a is the root mean square of a column; the paper takes the mean magnitude. The ranges of
-groups are clipped if that lowers the errors of columns, weighted by their mean squares.
+Scaling a column by s, and its input by 1 / s, divides the column's rounding error in
+the output by about s. The factors are a^alpha for the root mean square a of a column's
+input (the paper takes the mean magnitude). Of 21 alphas, the one with the smallest
+output error is taken. Ranges of groups are clipped as in `quant/rounding.py`.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from headrace.quant.spec import QuantSpec, dequantise_rows
 
 _ALPHAS = np.linspace(0, 1, 21, dtype=np.float32)
 _MIN_ACTIVATION = np.float32(1e-4)
-"""Lower bound of a column's activation, relative to the geometric mean of all."""
+"""Relative to the geometric mean of all columns."""
 
 
 def awq(
@@ -35,9 +34,10 @@ def awq(
     threads: int,
     on_progress: ProgressCallback,
 ) -> tuple[Scalings, dict[str, Floats]]:
-    """Choose the scalings, and compute the mean squares [cols] of the scaled inputs by matrix.
+    """Choose the scalings, and compute the mean squares [cols] of scaled inputs by
+    matrix.
 
-    A matrix whose input cannot be scaled has mean squares only; down projections of experts
+    Inputs that cannot be scaled have mean squares only; down projections of experts
     have neither.
     """
     groups = scaling_groups(trace_model(spec, tensors), names)
@@ -59,9 +59,8 @@ def awq(
 def _best_factors(
     group: ScalingGroup, products: Floats, matrices: list[StoredTensor], target: QuantSpec
 ) -> Floats:
-    """The factors with the smallest sum of tr(dW H dW^T) over the matrices.
-
-    dW is the rounding error of a matrix, H the mean products X^T X of its input.
+    """The factors with the smallest sum of tr(dW H dW^T), for rounding errors dW and H
+    = X^T X.
     """
     activations = np.sqrt(
         np.bincount(group.columns, np.diag(products)) / np.bincount(group.columns)

@@ -1,4 +1,6 @@
-"""The tensors of a file, made from the model's tensors: the inverse of `checkpoint/assemble.py`."""
+"""The tensors of a file, made from the model's tensors: the inverse of
+`checkpoint/assemble.py`.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,35 +20,31 @@ class TensorSlice:
     """The part of a file's tensor that holds one tensor of the model."""
 
     name: str
-    """The model's name for its tensor."""
     rows: Rows
-    """The rows of the file's tensor in the order of the model's rows; of a vector, the entries."""
+    """Rows of the file's tensor, or entries of a vector, in the model's order."""
     offset: float = 0.0
-    """The constant that the loader adds to the stored entries of a vector."""
+    """Added to the stored entries of a vector by the loader."""
     columns: Rows | None = None
-    """For a transposed matrix: the stored columns that hold the model's rows. `rows` then hold
-    the model's columns.
+    """Of a transposed matrix: the stored columns of the model's rows; `rows` hold the
+    model's columns.
     """
 
 
 @frozen(eq=False)
 class FileTensor:
-    """A tensor of a file, made of one or several tensors of the model."""
+    """A tensor of a file, made of tensors of the model."""
 
     shape: tuple[int, ...]
-    """[rows, cols], or [entries] for a tensor of vectors."""
+    """[rows, cols], or [entries]."""
     slices: tuple[TensorSlice, ...]
-    """Together they cover each row once."""
+    """Each row is in one slice."""
 
     @property
     def is_transposed(self) -> bool:
         return any(part.columns is not None for part in self.slices)
 
     def values(self, tensors: Mapping[str, StoredTensor], first: int, last: int) -> Floats:
-        """Compute the rows from `first` to `last` [rows, cols] from the model's tensors.
-
-        A vector is always computed as a whole.
-        """
+        """Compute rows `first` to `last` [rows, cols]; of a vector, all of it."""
         if len(self.shape) == 1:
             vector = np.empty(self.shape, np.float32)
             for part in self.slices:
@@ -74,10 +72,8 @@ class FileTensor:
 def file_tensors(
     spec: ModelSpec, layout: Layout, names: Iterable[str] = ()
 ) -> dict[str, FileTensor]:
-    """List the tensors of a model's file by the file's names.
-
-    `names` are the tensor names of the existing file, if there is one: some layouts depend on
-    them.
+    """List the tensors of a model's file. Some layouts depend on the `names` in an
+    existing file.
     """
     layout = layout.for_names(set(names))
     places, shapes = locate_tensors(spec, layout), stored_shapes(spec, layout)

@@ -1,10 +1,9 @@
-"""GPTQ (Frantar et al. 2022): round one column after another, and let later columns compensate.
+"""GPTQ (Frantar et al. 2022): round column by column, and let later columns compensate.
 
-With X the inputs of a matrix, an error dW of the matrix changes its output by the quadratic
-form of H = X^T X. The columns with the largest diagonal of H are rounded first ("act order"),
-but the ranges of groups are those of neighbouring columns ("static groups"), so the result
-needs no column order. Ranges are clipped if that lowers the squared errors of columns, weighted
-by the diagonal of H.
+An error dW changes the output by tr(dW H dW^T) with H = X^T X. Columns with a large
+diagonal of H come first ("act order"), but groups keep the original order ("static
+groups"), so the result needs no column order. Ranges are clipped by errors weighted
+with the diagonal of H.
 """
 
 import numpy as np
@@ -20,15 +19,16 @@ from headrace.quant.rounding import (
 from headrace.quant.spec import QuantSpec, TableRows
 
 DAMPING = 0.01
-"""Added to the diagonal of H, as a part of its mean, so that H is invertible."""
+"""Added to the diagonal of H, relative to its mean, to make H invertible."""
 _BLOCK = 128
-"""Columns that compensate each other's errors at once; later columns follow in one product."""
+"""Columns that compensate each other at once; later columns follow in one product."""
 
 
 def gptq(
     weights: Floats, products: Floats, spec: QuantSpec, *, damping: float = DAMPING
 ) -> TableRows:
-    """Round a matrix [rows, cols] to codes, given the mean products X^T X [cols, cols].
+    """Round a matrix [rows, cols], given the mean products X^T X [cols, cols] of its
+    input.
 
     Raises numpy.linalg.LinAlgError if the damped products are not positive definite.
     """

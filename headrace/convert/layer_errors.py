@@ -1,4 +1,4 @@
-"""The output error that quantisation causes in each layer, to find layers worth more bits."""
+"""The output error of each quantised layer, to find layers worth more bits."""
 
 import math
 import re
@@ -24,11 +24,9 @@ def layer_errors(
     threads: int,
     on_progress: ProgressCallback,
 ) -> dict[int, float]:
-    """Compute |X dW^T| / |X W^T| over the matrices of each layer, by layer.
+    """Compute |X dW^T| / |X W^T| by layer, for inputs X of the unquantised model.
 
-    W are the matrices of `tensors`, X their inputs for the pieces of text, and dW the
-    difference between `quantised` and W. Errors of earlier layers are not in X. Down
-    projections of experts are left out.
+    Errors of earlier layers, and down projections of experts, are left out.
     """
     error_squares: defaultdict[int, float] = defaultdict(float)
     output_squares: defaultdict[int, float] = defaultdict(float)

@@ -22,17 +22,17 @@ from headrace.quant.spec import QuantSpec, TableRows
 ProgressCallback = Callable[[float], None]
 """Called with the finished part of the work, from 0 to 1."""
 Target = QuantSpec | str
-"""A target format: codes with tables of scales, or the name of a block format of GGUF."""
+"""Codes with tables of scales, or the name of a block format of GGUF."""
 
 _CHUNK_VALUES = 1 << 24
-"""Weights of a matrix that are float32 at a time."""
+"""Weights that are float32 at a time."""
 
 
 def quantisable(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """List the matrices of linear ops and experts, in the order of the program.
+    """List the matrices of linear ops and experts in program order.
 
-    Matrices that make logits, look up tokens or route rows to experts are left out: they are
-    small, and a model is more sensitive to them than to all others.
+    Matrices that make logits, look up tokens or route to experts are small and
+    sensitive, so they are left out.
     """
     program = trace_model(spec, tensors)
     router_outputs = {
@@ -65,10 +65,11 @@ def expert_matrices(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> set
 def round_matrix(
     tensor: StoredTensor, target: Target, importance: Floats | None = None
 ) -> StoredTensor:
-    """Round a matrix to the nearest values of a format.
+    """Round a matrix to the nearest; `importance` [cols] weights the squared errors of
+    columns.
 
-    `importance` [cols] weights the squared errors of columns. Raises RequestError, which names
-    the tensor, if the format's block does not divide the columns or a weight is not finite.
+    Raises RequestError, which names the tensor, if the format does not divide the
+    columns or a weight is not finite.
     """
     if isinstance(target, QuantSpec):
         rows = [
@@ -92,10 +93,7 @@ def round_matrix(
 
 
 def encode_rows(name: str, target: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Encode rows of a tensor in a format of GGUF files.
-
-    Raises RequestError, which names the tensor, if a value is not finite.
-    """
+    """Encode rows in a block format. Raises RequestError, which names the tensor."""
     try:
         return encode(target, rows, importance)
     except ValueError as error:
@@ -105,9 +103,8 @@ def encode_rows(name: str, target: str, rows: Floats, importance: Floats | None 
 def quantised_matrix(
     tensor: StoredTensor, target: QuantSpec, chunks: list[TableRows]
 ) -> StoredTensor:
-    """Join quantised rows to a matrix that replaces `tensor`.
-
-    W8A8 and LLM.int8 get the formats whose kernels quantise activations by row.
+    """Join rows to a matrix that replaces `tensor`; W8A8 and LLM.int8 get formats for
+    int8 activations by row.
     """
     if target in (W8A8, LLM_INT8):
         signed = np.concatenate([chunk.codes for chunk in chunks])[..., None] ^ np.uint8(0x80)
@@ -130,7 +127,7 @@ def quantised_matrix(
 
 
 def row_chunks(tensor: StoredTensor) -> Iterator[Floats]:
-    """Dequantise a matrix, some rows at a time."""
+    """Dequantise some rows at a time."""
     step = max(1, _CHUNK_VALUES // tensor.cols)
     for first in range(0, tensor.rows, step):
         yield tensor.dequantise_rows(range(first, min(first + step, tensor.rows)))

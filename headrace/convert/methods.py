@@ -1,4 +1,4 @@
-"""Quantisation methods: a preparation that may read a text, then one matrix after another."""
+"""Quantisation methods: a preparation that may read a text, then matrix by matrix."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
@@ -29,11 +29,11 @@ class PreparedModel(NamedTuple):
     """A model before its matrices are rounded."""
 
     tensors: Mapping[str, StoredTensor]
-    """All tensors. Scaled matrices that will be quantised apply their factors when they are
-    read; other scaled tensors are float32.
+    """All tensors. Matrices to be quantised are scaled when they are read, others are
+    scaled already.
     """
     importance: Mapping[str, Floats]
-    """Weights of the squared errors of a matrix's columns [cols]; missing if all are equal."""
+    """Weights of the squared errors of columns [cols], by matrix."""
 
 
 def prepare_model(
@@ -46,9 +46,8 @@ def prepare_model(
     threads: int,
     on_progress: ProgressCallback,
 ) -> PreparedModel:
-    """Prepare the named matrices for a method, with pieces of a calibration text.
-
-    Raises RequestError if the method cannot round to blocks of GGUF files.
+    """Prepare a method with pieces of a calibration text. Raises RequestError if the
+    method does not fit the target.
     """
     if method == "imatrix":
         stats = input_column_stats(
@@ -81,9 +80,8 @@ def quantise_matrices(
     pieces: list[list[int]],
     threads: int,
 ) -> Matrices:
-    """Yield the named matrices, quantised, in the method's order.
-
-    GPTQ rounds the matrices of experts to the nearest.
+    """Yield the quantised matrices in the method's order; GPTQ rounds experts to the
+    nearest.
     """
     to_nearest = names
     if method == "gptq" and isinstance(target, QuantSpec):

@@ -1,12 +1,9 @@
-"""Measures of quantisation: how well a model predicts a text, and how it differs from another.
+"""Measures of quantisation, on pieces of a text that are read with an empty KV cache.
 
-Texts are cut into pieces, and each piece is read with an empty KV cache.
-
-* NLL is the mean negative log-likelihood of a token given its predecessors in the piece, in
-  nats. Perplexity is exp(NLL).
-* KL is the divergence KL(reference, model) of the distributions of the next token: its mean
-  and its 99th percentile over all positions.
-* Agreement is the share of positions at which both models have the same likeliest token.
+* NLL: the mean negative log-likelihood of a token, in nats; perplexity is exp(NLL).
+* KL: the divergence KL(reference, model) of next-token distributions, mean and 99th
+  percentile.
+* Agreement: the share of positions at which both models have the same likeliest token.
 """
 
 import math
@@ -41,9 +38,9 @@ class Quality:
     """Predicted tokens."""
     nll: float
     nll_error: float
-    """Standard error of `nll`."""
+    """Standard error."""
     kl: float | None = None
-    """Mean divergence from the reference, in nats; None without a reference."""
+    """In nats; None without a reference."""
     kl_99: float | None = None
     agreement: float | None = None
     """From 0 to 1."""
@@ -54,7 +51,7 @@ class Quality:
 
 
 class Scorer:
-    """A compiled model that reads pieces of text of up to `length` tokens."""
+    """A compiled model that reads pieces of up to `length` tokens."""
 
     def __init__(
         self,
@@ -75,7 +72,7 @@ class Scorer:
         )
 
     def log_probabilities(self, piece: Sequence[int]) -> Iterator[Floats]:
-        """Yield the log-probabilities of each next token, by chunks [rows, vocabulary]."""
+        """Yield log-probabilities of next tokens in chunks [rows, vocabulary]."""
         for first in range(0, len(piece), _ROWS):
             batch = self._batch(piece, first, min(first + _ROWS, len(piece)))
             logits = forward(self.executable, batch).logits
@@ -85,7 +82,7 @@ class Scorer:
             yield shifted - np.log(sums).astype(np.float32)
 
     def speed(self, piece: Sequence[int]) -> tuple[float, float]:
-        """Measure tokens/s of prefill, and of decoding after the piece: medians of some runs."""
+        """Measure tokens/s of prefill and of decoding after the piece."""
         prefill = self._batch(piece, 0, len(piece), 1)
         decode = self._batch(piece, len(piece) - 1, len(piece))
         prefill_seconds = self._median_seconds(prefill, _PREFILL_RUNS)
@@ -110,13 +107,13 @@ class Scorer:
 
 
 def split_pieces(ids: Sequence[int], length: int, tokens: int) -> list[list[int]]:
-    """Cut a text into pieces of `length` tokens with `tokens` in all, or one shorter piece."""
+    """Cut `tokens` tokens into pieces of `length`, or one shorter piece."""
     count = max(1, min(tokens, len(ids)) // length)
     return [list(ids[i * length : (i + 1) * length]) for i in range(count)]
 
 
 class QualityMeter:
-    """Accumulates a model's predictions of pieces of text, next to those of a reference model."""
+    """Accumulates predictions of pieces of text."""
 
     def __init__(self) -> None:
         self._losses: list[Floats] = []
@@ -126,9 +123,8 @@ class QualityMeter:
     def add(
         self, piece: Sequence[int], predicted: Iterator[Floats], reference: Iterator[Floats] | None
     ) -> None:
-        """Add a piece, with log-probabilities from `Scorer.log_probabilities`.
-
-        The prediction after the last token has no correct token and does not count.
+        """Add a piece with the results of `Scorer.log_probabilities`; the last row has
+        no correct token.
         """
         position = 0
         for q in predicted:
@@ -143,7 +139,6 @@ class QualityMeter:
             position += len(q)
 
     def quality(self) -> Quality:
-        """The quality over all added pieces."""
         losses = np.concatenate(self._losses)
         nll, error = float(losses.mean()), float(losses.std() / math.sqrt(len(losses)))
         if not self._divergences:

@@ -1,12 +1,10 @@
-"""Equivalent scalings: multiply columns of matrices, and divide their input by the same factors.
+"""Equivalent scalings: multiply columns of matrices, and divide their input by the
+factors.
 
-The model stays the same function, but its columns become easier to quantise (SmoothQuant, Xiao
-et al. 2022; AWQ, Lin et al. 2023). The op that produces the input absorbs the division:
-
-* a norm, in its weight and bias;
-* a gated unit, in the rows of `up`;
-* relu, in the rows of the matrix before it;
-* attention, in the rows of `v`; the query heads of a KV head share their factors.
+The model's function stays, but it is easier to quantise (SmoothQuant, Xiao et al. 2022;
+AWQ, Lin et al. 2023). The op before the matrices absorbs the division: a norm in its
+weight and bias, a gated unit in the rows of `up`, relu in the rows of the matrix before
+it, attention in the rows of `v`, with one set of factors per KV head.
 """
 
 from collections import Counter, defaultdict
@@ -29,12 +27,12 @@ from headrace.record import frozen
 
 @frozen(eq=False)
 class ScalingGroup:
-    """A value whose columns may be divided by positive factors, with the affected tensors."""
+    """A value whose columns may be scaled, with the affected tensors."""
 
     readers: tuple[str, ...]
-    """Matrices whose columns are multiplied, including those of routers and experts."""
+    """Matrices whose columns are multiplied."""
     producers: tuple[str, ...]
-    """Matrices whose rows, and vectors whose entries, are divided; each has one per factor."""
+    """Tensors whose rows or entries, one per factor, are divided."""
     columns: NDArray[np.int64]  # [columns of the value]
     """The index of each column's factor."""
 
@@ -54,7 +52,7 @@ class Scalings:
             self.rows[name] = np.float32(1) / factors
 
     def apply(self, tensor: StoredTensor) -> StoredTensor:
-        """The tensor with its factors, which are applied whenever rows are dequantised."""
+        """The tensor with factors that are applied whenever rows are dequantised."""
         rows, columns = self.rows.get(tensor.name), self.columns.get(tensor.name)
         if rows is None and columns is None:
             return tensor
@@ -78,9 +76,7 @@ class Scalings:
     def apply_all(
         self, tensors: Mapping[str, StoredTensor], lazy: Collection[str]
     ) -> dict[str, StoredTensor]:
-        """All tensors with their factors.
-
-        The tensors named by `lazy` are scaled whenever they are read, the others become
+        """All tensors; those in `lazy` are scaled when they are read, others become
         float32 now.
         """
         result = dict(tensors)
@@ -93,10 +89,10 @@ class Scalings:
 
 
 def scaling_groups(program: Program, names: Collection[str]) -> list[ScalingGroup]:
-    """List the scalable values that any of the named matrices reads, in program order.
+    """List the scalable values that the named matrices read, in program order.
 
-    A value is not scalable if an op other than linear ops and experts reads it, or if one of
-    the tensors is used twice.
+    Other readers than linear ops and experts, and tensors with a second use, prevent
+    scaling.
     """
     flow = _DataFlow(program)
     uses = Counter(weight.name for op in program.ops for weight in op.weights())
@@ -113,7 +109,7 @@ def scaling_groups(program: Program, names: Collection[str]) -> list[ScalingGrou
 
 
 def gather_sources(program: Program) -> dict[int, Value]:
-    """For each value id, the value that its rows were gathered from, or the value itself."""
+    """By value id, the value that rows were gathered from, or the value itself."""
     sources: dict[int, Value] = {}
     for op in program.ops:
         if out := op.output():
@@ -122,15 +118,13 @@ def gather_sources(program: Program) -> dict[int, Value]:
 
 
 class _Producers(NamedTuple):
-    """The tensors that a value's columns are proportional to."""
-
     names: tuple[str, ...]
     entries: NDArray[np.int64]
-    """The row of a matrix, or entry of a vector, of each column [columns of the value]."""
+    """The row or entry of each column [columns of the value]."""
 
 
 class _DataFlow:
-    """The writer and the readers of each value of a program; gathers of rows are skipped."""
+    """Writers and readers of values, without gathers."""
 
     def __init__(self, program: Program) -> None:
         self._writer = {out.id: op for op in program.ops if (out := op.output())}
@@ -143,7 +137,6 @@ class _DataFlow:
                 self.readers[sources[value.id].id].append(op)
 
     def group(self, value: int, ops: list[Op]) -> ScalingGroup | None:
-        """The group of a value and its readers; None if the value cannot be scaled."""
         producers = self._producers(self._writer[value])
         readers: list[str] = []
         for op in ops:
@@ -158,7 +151,7 @@ class _DataFlow:
         return ScalingGroup(tuple(readers), producers.names, producers.entries)
 
     def _producers(self, op: Op) -> _Producers | None:
-        """The tensors that scale the columns of an op's result; None if there are none."""
+        """The tensors that the columns of an op's result are proportional to."""
         if isinstance(op, Norm) and op.weight.cols == op.x.width:
             names = tuple(weight.name for weight in op.vectors())
             return _Producers(names, np.arange(op.x.width))
@@ -178,7 +171,7 @@ class _DataFlow:
         return None
 
     def _linear_rows(self, value: Value) -> _Producers | None:
-        """The tensors of the linear op that makes a value with a single reader."""
+        """The tensors of the linear op that makes a value with one reader."""
         op = self._writer[value.id]
         if not isinstance(op, Linear) or len(self.readers[value.id]) != 1:
             return None
@@ -190,7 +183,6 @@ _FACTORS = {"row_factors": TensorPart("f4"), "column_factors": TensorPart("f4", 
 
 @cache
 def _scaled(base: Format) -> Format:
-    """A stored format with factors of rows and columns."""
 
     def values(parts: dq.Parts, rows: dq.Rows) -> Floats:
         row_factors = parts["row_factors"][rows][:, None]

@@ -9,16 +9,14 @@ from headrace.config import KvConfig
 
 
 def num_blocks(length: int) -> int:
-    """KV blocks of a sequence with this number of tokens."""
     return -(-length // KvConfig.block_size)
 
 
 def sequence_batch(
     tokens: Sequence[int], first: int, end: int, num_logits: int, blocks: int, num_groups: int
 ) -> RaggedBatch:
-    """Make the batch of tokens `first` to `end`; its last `num_logits` rows have logits.
-
-    `blocks` is the width of the block table in each of the `num_groups` KV groups.
+    """Make the batch of tokens `first` to `end`, with logits for the last `num_logits`
+    rows.
     """
     positions, rows = ints(list(range(first, end))), end - first
     logit_rows = ints(list(range(max(0, rows - num_logits), rows)))

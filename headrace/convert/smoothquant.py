@@ -1,8 +1,7 @@
-"""SmoothQuant (Xiao et al. 2022): move a part of the range of activations into the weights.
+"""SmoothQuant (Xiao et al. 2022): move outliers of activations into the weights.
 
-Activations of 8 bits by row suffer if single columns are much larger than all others. Column j
-is divided by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and the matrices that read it have
-their column j multiplied by s_j.
+Column j of an input is divided by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and
+column j of its matrices multiplied by s_j.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 
 ALPHA = 0.5
-"""Migration strength: 0 leaves the range in the activations, 1 moves all of it."""
+"""Migration strength, from 0 to 1."""
 
 
 def smoothquant(
@@ -30,7 +29,6 @@ def smoothquant(
     on_progress: ProgressCallback,
     alpha: float = ALPHA,
 ) -> Scalings:
-    """Choose the scalings of the inputs of the named matrices."""
     groups = scaling_groups(trace_model(spec, tensors), names)
     group_of = {name: group for group in groups for name in group.readers}
     scalings = Scalings()
@@ -45,7 +43,7 @@ def smoothquant(
 
 
 def _factors(group: ScalingGroup, activations: Floats, weights: Floats, alpha: float) -> Floats:
-    """The factors from the maximum magnitudes of the columns; 1 for a column that is zero."""
+    """1 for a column of zeros."""
     x, w = (np.zeros(group.columns.max() + 1, np.float32) for _ in range(2))
     np.maximum.at(x, group.columns, activations)
     np.maximum.at(w, group.columns, weights)

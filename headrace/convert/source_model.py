@@ -1,4 +1,4 @@
-"""The model that a conversion reads: its tensors by the names of its file and by our names."""
+"""The model that a conversion reads."""
 
 import os
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 _GGUF_FAMILY = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}
-"""Families whose GGUF files have the architecture name of an equivalent family."""
+"""Families whose GGUF files have the name of an equivalent family."""
 
 
 @frozen(eq=False)
 class SourceModel:
-    """An opened model."""
+    """An opened model, with tensors by the file's names."""
 
     checkpoint: Checkpoint
     is_folder: bool
     tensors: Mapping[str, StoredTensor]
-    """By the file's names and in its shapes; the parts of a quantised tensor are joined."""
+    """In the file's shapes; the parts of quantised tensors are joined."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -34,14 +34,13 @@ class SourceModel:
 
     @property
     def head(self) -> str:
-        """A folder's name for the module that makes logits, tied to the embedding or not."""
+        """A folder's name for the module that makes logits."""
         layout = FAMILIES[self.spec.architecture].config
         return layout.tensors["head"].name.removesuffix(".weight") if layout else ""
 
     def file_tensors(self, *, as_folder: bool) -> dict[str, FileTensor]:
-        """List the tensors of a folder or GGUF file of this model.
-
-        Raises UnsupportedModelError if the family has no files of this kind.
+        """List the tensors of a folder or GGUF file of this model. Raises
+        UnsupportedModelError.
         """
         architecture = self.spec.architecture
         layout: Layout | None = (
@@ -56,7 +55,7 @@ class SourceModel:
 
 
 def gguf_layout(architecture: str) -> GgufLayout:
-    """The layout of a family's GGUF files. Raises UnsupportedModelError if there is none."""
+    """The layout of a family's GGUF files. Raises UnsupportedModelError."""
     layout = FAMILIES[_GGUF_FAMILY.get(architecture, architecture)].gguf
     if layout is None:
         raise UnsupportedModelError(
@@ -66,7 +65,7 @@ def gguf_layout(architecture: str) -> GgufLayout:
 
 
 def open_source_model(path: Path) -> SourceModel:
-    """Open a GGUF file or a folder. Raises as `open_checkpoint`."""
+    """Raises as `open_checkpoint`."""
     checkpoint = open_checkpoint(path)
     is_folder = os.path.isdir(path)
     tensors = open_folder(path).tensors() if is_folder else read_gguf(path).tensors

@@ -11,10 +11,7 @@ from headrace.quant.arrays import Floats
 
 
 class SpillFile:
-    """Blocks of float32 rows in a temporary file, which is removed when it is closed.
-
-    The log-probabilities of a whole text can exceed the memory of a small machine.
-    """
+    """Blocks of float32 rows in a temporary file, for data that may exceed the memory."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the object)
@@ -30,13 +27,12 @@ class SpillFile:
         return len(self._shapes)
 
     def __iter__(self) -> Iterator[Floats]:
-        """Yield all blocks in the order in which they were added."""
         self._file.seek(0)
         for shape in self._shapes:
             yield np.frombuffer(self._file.read(4 * int(np.prod(shape))), np.float32).reshape(shape)
 
     def add(self, rows: Floats) -> None:
-        """Append a block. Raises HeadraceError if the disk refuses."""
+        """Raises HeadraceError if the disk refuses."""
         try:
             self._file.seek(0, 2)
             self._file.write(np.ascontiguousarray(rows, np.float32).tobytes())

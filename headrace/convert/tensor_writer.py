@@ -1,4 +1,4 @@
-"""Writing files of tensors: a header with the places of all tensors, then tensors in any order."""
+"""Writing files of tensors: a header with all places, then tensors in any order."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,19 +12,15 @@ from headrace.record import frozen
 
 @frozen
 class PlannedTensor:
-    """A tensor of a file that is not written yet."""
-
     name: str
     format: str
-    """The file's name for it: Q4_K or F32 in GGUF, I32 or F8_E4M3 in safetensors."""
+    """The file's name: Q4_K or F32 in GGUF, I32 or F8_E4M3 in safetensors."""
     shape: tuple[int, ...]
-    """In NumPy's order, rows first."""
+    """Rows first."""
     nbytes: int
 
 
 class ByteRange(NamedTuple):
-    """The place of a tensor in a file."""
-
     start: int
     nbytes: int
 
@@ -36,11 +32,10 @@ class FileLayout:
     header: bytes
     places: Mapping[str, ByteRange]
     size: int
-    """Bytes of the file."""
 
 
 class TensorWriter:
-    """Writes the tensors of a file, each once, in any order. Raises OSError as files do."""
+    """Writes each tensor of a file once. Raises OSError."""
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self._file = path.open("xb")
@@ -49,7 +44,6 @@ class TensorWriter:
         self._file.truncate(layout.size)
 
     def write(self, name: str, chunks: Iterable[NDArray[Any]]) -> None:
-        """Write the bytes of a tensor, chunk by chunk."""
         start, nbytes = self._missing.pop(name)
         self._file.seek(start)
         for chunk in chunks:
@@ -58,6 +52,5 @@ class TensorWriter:
         assert written == nbytes, f"{name}: {written:,} bytes, expected {nbytes:,}"
 
     def close(self) -> None:
-        """Close the file. All tensors must be written."""
         self._file.close()
         assert not self._missing, f"not written: {', '.join(self._missing)}"

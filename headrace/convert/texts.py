@@ -1,4 +1,4 @@
-"""Texts for calibration and evaluation: a file, or the language reference of this Python."""
+"""Texts for calibration and evaluation."""
 
 from pathlib import Path
 from typing import Literal
@@ -8,17 +8,14 @@ from headrace.convert.quality import split_pieces
 from headrace.errors import RequestError
 
 _EVALUATION_SHARE = 4
-"""Every fourth topic of the reference is for evaluation, the others for calibration, so that
-no text serves both.
-"""
+"""Every fourth topic is for evaluation only."""
 
 TextUse = Literal["calibration", "evaluation"]
 
 
 def read_text(file: Path | None, use: TextUse) -> str:
-    """Read a file or, without one, the topics of Python's language reference for this use.
-
-    Raises RequestError, which names the file.
+    """Read a file or, without one, Python's language reference. Raises RequestError,
+    which names the file.
     """
     if file is None:
         return _reference(use)

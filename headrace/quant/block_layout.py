@@ -9,18 +9,18 @@ _MIN_HALF = np.float32(2.0**-24)
 
 
 def columns(blocks: Floats, size: int) -> Floats:
-    """Reorder blocks [blocks, values] to parts with a scale each: [size, parts, blocks]."""
+    """[blocks, values] to parts with a scale each [size, parts, blocks]."""
     return np.ascontiguousarray(blocks.reshape(len(blocks), -1, size).transpose(2, 1, 0))
 
 
 def in_rows(codes: Bytes) -> Bytes:
-    """Reorder codes [size, parts, blocks] to the order of values: [blocks, parts * size]."""
+    """[size, parts, blocks] to the order of values [blocks, parts * size]."""
     return codes.transpose(2, 1, 0).reshape(codes.shape[2], -1)
 
 
 def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
-    """Pack `bits` bits of each code, from bit `at` on: [..., codes of a byte, bytes] to
-    [..., bytes], the first code lowest.
+    """Pack `bits` bits of each code, from bit `at` on: [..., codes, bytes] to [...,
+    bytes], first code lowest.
     """
     fields = (codes >> np.uint8(at)) & np.uint8((1 << bits) - 1)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[: codes.shape[-2], None]
@@ -29,16 +29,12 @@ def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
 
 
 def as_half(numbers: Floats) -> Floats:
-    """Round to float16; numbers beyond its range become its maximum."""
+    """Round to float16, clipped to its range."""
     return encode_numbers(numbers, "f16").astype(np.float32)
 
 
 def stored_scale(scales: Floats, min_scale: float = 0) -> Floats:
-    """Round scales to float16.
-
-    A scale that would become 0 becomes the smallest float16 if it is above `min_scale`:
-    the codes make up for the difference.
-    """
+    """Round to float16; scales above `min_scale` do not become 0, as codes compensate."""
     rounded = as_half(scales)
     is_lost = (rounded == 0) & (np.abs(scales) > min_scale)
     return np.where(is_lost, np.copysign(_MIN_HALF, scales), rounded)

@@ -1,14 +1,11 @@
 """The values of each stored format in NumPy: the reference for all kernels.
 
-The layouts are ggml's (`ggml-common.h`, `dequantize_row_*` in `ggml-quants.c`). Every
-operation is done in ggml's order and in float32, so the results are bit-equal to
-ggml's. Integers are unpacked with `fields`. A value is `scale * q` or `scale * q +
-minimum`; in the K formats, blocks of 256 values have scales that are quantised
-themselves.
+Layouts and operations are ggml's (`ggml-common.h`, `dequantize_row_*` in
+`ggml-quants.c`), in its order and in float32, so the results are bit-equal. A value is
+`scale * q` or `scale * q + minimum`; in the K formats, scales are quantised themselves.
 
 A `Values` function takes the parts of a stored tensor and a selection of its rows, and
-returns their values [selected rows, columns]. `of_blocks` makes such a function from a
-conversion of blocks [blocks, bytes] to values [blocks, values].
+returns values [selected rows, columns].
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +25,8 @@ _CHUNK_VALUES = 1 << 16
 
 
 def of_blocks(convert: Callable[[Bytes], Floats], block: int) -> Values:
-    """The values of codes [stored rows, blocks of a row, bytes] whose blocks hold their
-    scales.
+    """The values of codes [stored rows, blocks of a row, bytes], by a conversion of
+    blocks [blocks, bytes].
     """
 
     def values(parts: Parts, rows: Rows) -> Floats:
@@ -45,12 +42,12 @@ def of_blocks(convert: Callable[[Bytes], Floats], block: int) -> Values:
 
 
 def row_scaled(values: Values) -> Values:
-    """Multiply values by the scale of their row, from the part `row_scales` [stored rows]."""
+    """Multiply by the part `row_scales` [stored rows]."""
     return lambda parts, rows: values(parts, rows) * parts["row_scales"][rows, None]
 
 
 def fields(packed: Bytes, shifts: tuple[int, ...], mask: int) -> Bytes:
-    """Unpack bit fields of bytes: [..., n] to [..., len(shifts), n], field by field."""
+    """Unpack bit fields: [..., n] to [..., len(shifts), n]."""
     return (packed[..., None, :] >> np.array(shifts, np.uint8)[:, None]) & np.uint8(mask)
 
 
@@ -72,17 +69,15 @@ def bf16(blocks: Bytes) -> Floats:
 
 
 def numbers(dtype: str) -> Callable[[Bytes], Floats]:
-    """Read numbers of a NumPy dtype."""
     return lambda blocks: blocks.view(dtype).astype(np.float32)
 
 
 def look_up(values: Floats) -> Callable[[Bytes], Floats]:
-    """Look up bytes in a table of values [256]."""
     return lambda blocks: values[blocks]
 
 
 def nibbles(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]
-    """The 32 codes of 16 bytes from `at` on; low nibbles are the first half of the block."""
+    """The 32 codes of 16 bytes from `at` on: all low nibbles, then all high ones."""
     return fields(blocks[:, at : at + 16], (0, 4), 15).reshape(-1, 32)
 
 
@@ -93,7 +88,7 @@ def _q5(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]
 
 
 class BlockScales(NamedTuple):
-    """Scales or minima of blocks: small integers times a float16 that the block shares."""
+    """Scales or minima of blocks: integers times a float16 per block."""
 
     super_scales: Floats  # [blocks, 1]
     sub_scales: NDArray[np.int8]  # [blocks, scales of a block]
@@ -102,9 +97,6 @@ class BlockScales(NamedTuple):
 
     @property
     def numbers(self) -> Floats:  # [blocks, scales of a block]
-        """The scales as float32, which has all digits of the product; an infinite
-        float16 stays infinite or NaN.
-        """
         with np.errstate(invalid="ignore"):
             return (
                 self.super_scales * self.sub_scales.astype(np.float32) * np.float32(self.fraction)
@@ -112,7 +104,7 @@ class BlockScales(NamedTuple):
 
 
 class BlockCodes(NamedTuple):
-    """Unpacked blocks: a value is scale * code, plus the minimum if there are minima."""
+    """Unpacked blocks: a value is scale * code + minimum."""
 
     codes: NDArray[Any]  # int8 or uint8 [blocks, scales of a block, columns that share a scale]
     scales: BlockScales
@@ -170,7 +162,7 @@ _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.f
 
 
 def _scaled(exponents: Bytes, values: Floats) -> Floats:
-    """Doubled values times 2^(exponent - 127); beyond float32 they become infinite."""
+    """Doubled values times 2^(exponent - 127); infinite beyond float32."""
     with np.errstate(over="ignore"):
         return np.ldexp(values, exponents.astype(np.int32) - 128)
 
@@ -181,8 +173,8 @@ def mxfp4(blocks: Bytes) -> Floats:
 
 
 def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
-    """MXFP4 with neighbours in a byte, the first low, and powers in the part
-    `block_scales` [stored rows, blocks].
+    """MXFP4 with neighbours in a byte, and powers in the part `block_scales` [stored
+    rows, blocks].
     """
     codes = parts["codes"][rows]
     values = _E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*codes.shape[:2], 32)
@@ -190,7 +182,7 @@ def mxfp4_pairs(parts: Parts, rows: Rows) -> Floats:
 
 
 def q2_k(blocks: Bytes) -> BlockCodes:
-    """2 bits, with 4-bit scales and minima of 16 values, and a scale for each kind."""
+    """2 bits, 4-bit scales and minima of 16 values."""
     scales = blocks[:, :16]
     codes = fields(blocks[:, 16:80].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16)
     minima = BlockScales(-half(blocks, 82), (scales >> 4).view(np.int8))
@@ -198,7 +190,7 @@ def q2_k(blocks: Bytes) -> BlockCodes:
 
 
 def q3_k(blocks: Bytes) -> BlockCodes:
-    """3 bits around 4, with 6-bit scales of 16 values, and a scale."""
+    """3 bits around 4, 6-bit scales of 16 values."""
     low = fields(blocks[:, 32:96].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 16, 16)
     third = fields(blocks[:, :32], tuple(range(8)), 1).reshape(-1, 16, 16)
     # A set bit of the mask means that 4 is not subtracted.
@@ -221,20 +213,20 @@ def _scales_and_minima(blocks: Bytes) -> tuple[BlockScales, BlockScales]:
 
 
 def q4_k(blocks: Bytes) -> BlockCodes:
-    """4 bits, with 6-bit scales and minima of 32 values, and a scale for each kind."""
+    """4 bits, 6-bit scales and minima of 32 values."""
     codes = fields(blocks[:, 16:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
     return BlockCodes(codes, *_scales_and_minima(blocks))
 
 
 def q5_k(blocks: Bytes) -> BlockCodes:
-    """5 bits, with 6-bit scales and minima of 32 values, and a scale for each kind."""
+    """5 bits, 6-bit scales and minima of 32 values."""
     low = fields(blocks[:, 48:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
     fifth = fields(blocks[:, 16:48], tuple(range(8)), 1)
     return BlockCodes(low | (fifth << np.uint8(4)), *_scales_and_minima(blocks))
 
 
 def q6_k(blocks: Bytes) -> BlockCodes:
-    """6 bits around 32, with signed scales of 16 values, and a scale."""
+    """6 bits around 32, signed scales of 16 values."""
     low = fields(blocks[:, :128].reshape(-1, 2, 64), (0, 4), 15).reshape(-1, 8, 32)
     high = fields(blocks[:, 128:192].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 8, 32)
     codes = (low | (high << np.uint8(4))).view(np.int8).reshape(-1, 16, 16) - np.int8(32)

@@ -1,9 +1,9 @@
-"""Encoding values as blocks of ggml's formats: the inverse of `dequantise`.
+"""Encoding values as blocks of ggml's formats (`ggml-common.h`), the inverse of
+`dequantise`.
 
-The layouts are ggml's (`ggml-common.h`). An encoder takes blocks of values [blocks,
-values of a block] and the importance of each value, or None, and returns [blocks,
-bytes]. It searches the scales with the smallest squared error; codes are rounded with
-scales as they are stored.
+An encoder takes blocks [blocks, values of a block] and the importance of each value, or
+None, and returns [blocks, bytes]. It searches scales by the squared error, as they will
+be stored.
 """
 
 from collections.abc import Callable
@@ -27,36 +27,31 @@ from headrace.quant.spec import CODEBOOKS, Number, encode_numbers
 _CHUNK_VALUES = 1 << 16
 """Values encoded at a time, so that temporaries stay in cache."""
 _MAX_VALUE = np.float32(1e9)
-"""Values beyond it are clipped: formats with float16 scales do not reach it, and its
-square is a float32.
+"""Values beyond it are clipped: it exceeds formats with float16 scales, and its square
+is a float32.
 """
 _MAX_BF16 = np.float32(3.3895e38)
 _MIN_SCALE = 2.0**-28
-"""Scales up to it become 0: then 0 is nearer to the values than any value of a table
-without 0, times the smallest float16.
-"""
+"""Scales up to it become 0, which is nearer than any value of a table without 0."""
 _MIN_IMPORTANCE = np.float32(1e-4)
-"""Minimum importance of a column, relative to the mean."""
+"""Relative to the mean."""
 _MAX_POWER = 252
-"""The maximum exponent of MXFP4 whose values are all float32."""
+"""Maximum exponent of MXFP4 whose values are all float32."""
 _E2M1 = Table([2 * value for value in CODEBOOKS["e2m1"]])
 _TRITS = 3 ** np.arange(5)[::-1, None]
 
 
 class Encoder(NamedTuple):
-    """The encoder of a format, and its block size in values."""
-
     block: int
     encode: Callable[[Floats, Floats | None], Bytes]
 
 
 def encode(name: str, values: Floats, importance: Floats | None = None) -> Bytes:
-    """Encode rows of values [rows, cols] in a format of `ENCODERS` [rows, cols //
-    block, nbytes].
+    """Encode rows [rows, cols] in a format of `ENCODERS` [rows, cols // block, nbytes].
 
-    The format's block divides the columns. `importance` [cols] weights the squared
-    errors of columns: the mean square of the column's input. Values beyond the format's
-    range are clipped. Raises ValueError for a value that is not finite.
+    `importance` [cols], the mean square of each column's input, weights squared errors.
+    Values beyond the format's range are clipped. Raises ValueError for a value that is
+    not finite.
     """
     encoder, (num_rows, cols) = ENCODERS[name], values.shape
     assert cols % encoder.block == 0, f"{name}: {cols} columns"
@@ -76,14 +71,13 @@ def encode(name: str, values: Floats, importance: Floats | None = None) -> Bytes
 
 
 def _weights(importance: Floats) -> Floats:
-    """Importance, scaled to a mean of about 1."""
+    """Importance with a mean of about 1."""
     mean = importance.mean(dtype=np.float64)
     relative = importance / mean if mean > 0 else np.ones_like(importance)
     return np.maximum(relative, _MIN_IMPORTANCE).astype(np.float32)
 
 
 def _numbers(number: Number, max_value: np.float32) -> Encoder:
-    """Encode values one by one, clipped to `max_value`."""
 
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
         return encode_numbers(np.clip(blocks, -max_value, max_value), number).view(np.uint8)
@@ -99,9 +93,7 @@ def _limited(block: int, convert: Callable[[Floats, Floats | None], Bytes]) -> E
 
 
 def _scaled(grid: Grid, block: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
-    """Encode codes and a scale; `pack` joins the bytes of scales with the codes
-    [blocks, block].
-    """
+    """Codes and a scale; `pack` joins the bytes of scales with the codes [blocks, block]."""
 
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
         values = columns(blocks, block)
@@ -113,7 +105,7 @@ def _scaled(grid: Grid, block: int, pack: Callable[[Bytes, Bytes], Bytes]) -> En
 
 
 def _ranged(high: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
-    """Encode codes from 0, a scale and a minimum."""
+    """Codes from 0, a scale and a minimum."""
 
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
         values = columns(blocks, 32)
@@ -128,7 +120,7 @@ def _ranged(high: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
 
 
 def _nibbles(codes: Bytes) -> Bytes:
-    """Pack codes [blocks, 32] to [blocks, 16]; low nibbles are the first half of the block."""
+    """[blocks, 32] to [blocks, 16]: the first half of the block in low nibbles."""
     return packed(codes.reshape(-1, 2, 16), 4)
 
 
@@ -149,7 +141,7 @@ def _q8_0(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def _mxfp4(blocks: Floats, importance: Floats | None) -> Bytes:
-    """4-bit floats times the power of two that fits the maximum, or a neighbour of it."""
+    """The power of two that fits the maximum, or a neighbour."""
     plain = np.frexp(np.abs(blocks).max(axis=1, keepdims=True))[1] + 124
     powers, min_errors = plain, np.full(plain.shape, np.inf, np.float32)
     for step in (0, -1, 1):
@@ -166,9 +158,7 @@ def _mxfp4(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def _tq1_0(head: Bytes, codes: Bytes) -> Bytes:
-    """Five ternary codes in a byte, four in each of the last bytes: a base-3 number,
-    first digit highest, in 256ths.
-    """
+    """Five ternary codes in a byte, four in the last bytes: a base-3 number in 256ths."""
     parts = (
         codes[:, :160].reshape(-1, 5, 32),
         codes[:, 160:240].reshape(-1, 5, 16),
@@ -204,4 +194,3 @@ ENCODERS = {
     "TQ1_0": _scaled(Integers(-1, 1), 256, _tq1_0),
     "TQ2_0": _scaled(Integers(-1, 1), 256, _tq2_0),
 }
-"""By the name of the format."""

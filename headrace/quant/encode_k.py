@@ -1,9 +1,7 @@
-"""Encoders of formats with blocks of 256 values and quantised scales of parts of 16 or
-32 values.
+"""Encoders of blocks of 256 values with quantised scales of parts of 16 or 32 values.
 
-Every part is fitted by itself. The super-block's scales of scales and of minima are
-fitted to the results, weighted by the errors that they cause. Then each part takes the
-best of the nearby stored scales and minima.
+Parts are fitted alone, then the super-block's scale to the parts' scales, weighted by
+errors. Each part then takes the best of nearby stored scales and minima.
 """
 
 from itertools import product
@@ -18,8 +16,6 @@ from headrace.quant.spec import CODEBOOKS
 
 
 class _Parts(NamedTuple):
-    """Blocks of 256 values in the numbers that their format stores."""
-
     scale: Floats  # [blocks], scale of the scales
     scales: Floats  # [parts, blocks], integers
     minimum: Floats  # [blocks], scale of the minima, which are subtracted
@@ -28,7 +24,6 @@ class _Parts(NamedTuple):
 
 
 def _sum(values: Floats, weights: Floats | None) -> Floats:
-    """Sums over parts."""
     result: Floats = (values if weights is None else values * weights).sum(axis=0)
     return result
 
@@ -41,9 +36,8 @@ def _parts(
     scales: Floats,
     minima: Floats | None = None,
 ) -> _Parts:
-    """Quantise blocks [size, parts, blocks] with quantised scales and minima.
-
-    `scales` and `minima` fit each part; without minima they are 0.
+    """Quantise blocks [size, parts, blocks], given `scales` and `minima` that fit each
+    part.
     """
     low = np.zeros_like(scales) if minima is None else minima
     rounded = grid.nearest((values - low) * inverse(scales))
@@ -89,10 +83,7 @@ def _scaled(
 def _ranged(
     blocks: Floats, importance: Floats | None, size: int, high: int, scale_high: int
 ) -> _Parts:
-    """Parts of `size` values with scales and minima.
-
-    Scales and minima are integers from 0 to `scale_high`, codes from 0 to `high`.
-    """
+    """Parts with scales and minima from 0 to `scale_high`, and codes from 0 to `high`."""
     values = columns(blocks, size)
     weights = None if importance is None else columns(importance, size)
     scales, minima = fit_range(values, high, weights, signed=False)
@@ -100,12 +91,12 @@ def _ranged(
 
 
 def _as_bytes(integers: Floats) -> Bytes:
-    """Scales or minima [parts, blocks] as bytes [blocks, parts]."""
+    """[parts, blocks] to bytes [blocks, parts]."""
     return integers.T.astype(np.uint8)
 
 
 def q2_k(blocks: Floats, importance: Floats | None) -> Bytes:
-    """2 bits, with 4-bit scales and minima of 16 values."""
+    """2 bits, 4-bit scales and minima of 16 values."""
     parts = _ranged(blocks, importance, 16, 3, 15)
     scales = _as_bytes(parts.scales) | (_as_bytes(parts.minima) << np.uint8(4))
     low = packed(parts.codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
@@ -113,7 +104,7 @@ def q2_k(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def q3_k(blocks: Floats, importance: Floats | None) -> Bytes:
-    """3 bits around 4, with 6-bit scales of 16 values."""
+    """3 bits around 4, 6-bit scales of 16 values."""
     parts = _scaled(blocks, importance, 16, Integers(-4, 3), Integers(-32, 31))
     third = packed(parts.codes.reshape(-1, 8, 32), 1, at=2)
     low = packed(parts.codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
@@ -124,9 +115,7 @@ def q3_k(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def _scales_and_minima(parts: _Parts) -> Bytes:
-    """The first 16 bytes of Q4_K and Q5_K: two float16 scales, eight 6-bit scales and
-    minima.
-    """
+    """The first 16 bytes of Q4_K and Q5_K."""
     scales, minima = _as_bytes(parts.scales), _as_bytes(parts.minima)
     first = scales[:, :4] | (scales[:, 4:] >> np.uint8(4) << np.uint8(6))
     second = minima[:, :4] | (minima[:, 4:] >> np.uint8(4) << np.uint8(6))
@@ -137,14 +126,14 @@ def _scales_and_minima(parts: _Parts) -> Bytes:
 
 
 def q4_k(blocks: Floats, importance: Floats | None) -> Bytes:
-    """4 bits, with 6-bit scales and minima of 32 values."""
+    """4 bits, 6-bit scales and minima of 32 values."""
     parts = _ranged(blocks, importance, 32, 15, 63)
     codes = packed(parts.codes.reshape(-1, 4, 2, 32), 4).reshape(-1, 128)
     return np.concatenate([_scales_and_minima(parts), codes], axis=1)
 
 
 def q5_k(blocks: Floats, importance: Floats | None) -> Bytes:
-    """5 bits, with 6-bit scales and minima of 32 values."""
+    """5 bits, 6-bit scales and minima of 32 values."""
     parts = _ranged(blocks, importance, 32, 31, 63)
     fifth = packed(parts.codes.reshape(-1, 8, 32), 1, at=4)
     low = packed(parts.codes.reshape(-1, 4, 2, 32), 4).reshape(-1, 128)
@@ -152,7 +141,7 @@ def q5_k(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def q6_k(blocks: Floats, importance: Floats | None) -> Bytes:
-    """6 bits around 32, with signed 8-bit scales of 16 values."""
+    """6 bits around 32, signed 8-bit scales of 16 values."""
     parts = _scaled(blocks, importance, 16, Integers(-32, 31), Integers(-128, 127))
     low = packed(parts.codes.reshape(-1, 2, 2, 64), 4).reshape(-1, 128)
     high = packed(parts.codes.reshape(-1, 2, 4, 32), 2, at=4).reshape(-1, 64)
@@ -161,9 +150,7 @@ def q6_k(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def iq4_xs(blocks: Floats, importance: Floats | None) -> Bytes:
-    """4 bits that are looked up, with 6-bit scales of 32 values: their high bits, then
-    the low bits.
-    """
+    """4 bits that are looked up, 6-bit scales of 32 values."""
     parts = _scaled(blocks, importance, 32, Table(CODEBOOKS["iq4_nl"]), Integers(-32, 31))
     scales = _as_bytes(parts.scales + np.float32(32))
     high = packed(scales.reshape(-1, 2, 4, 1), 2, at=4).reshape(-1, 2)

@@ -1,9 +1,7 @@
-"""Fitting scales and minima of blocks of values by the squared error.
+"""Fitting scales and minima of blocks by the squared error.
 
-Candidates around the plain scale are tried. For each candidate, values are rounded to
-codes, and least squares refit the scale to the codes. The best result is refitted once
-more. Blocks lie along the first axis, [values of a block, ...], so that sums over
-blocks are sums of rows.
+For candidates around the plain scale, values are rounded to codes and least squares
+refit the scale. Blocks lie along the first axis, [values of a block, ...].
 """
 
 from collections.abc import Iterable
@@ -14,15 +12,11 @@ import numpy as np
 from headrace.quant.arrays import Bytes, Floats
 
 _FACTORS = np.linspace(0.85, 1.3, 16, dtype=np.float32)
-"""Multiples of the plain inverse scale that are tried; above 1, the ends of the range
-are clipped.
-"""
+"""Multiples of the plain inverse scale; above 1, ends of the range are clipped."""
 _SMALL = np.float32(1e-30)
-"""Numbers below it count as 0: they are far below the minimum float16 scale."""
+"""Numbers below count as 0, far below the minimum float16 scale."""
 _SINGULAR = np.float32(1e-5)
-"""Determinants up to this part of their terms count as 0: all codes of the block are
-equal.
-"""
+"""Relative bound of determinants that count as 0: all codes are equal."""
 
 
 class Grid(Protocol):
@@ -31,15 +25,13 @@ class Grid(Protocol):
     largest: np.float32
     """The value of maximum magnitude, with its sign."""
 
-    def nearest(self, scaled: Floats) -> Floats:
-        """Round to the nearest values of the grid."""
+    def nearest(self, scaled: Floats) -> Floats: ...
 
-    def codes(self, scaled: Floats) -> Bytes:
-        """The codes of the nearest values."""
+    def codes(self, scaled: Floats) -> Bytes: ...
 
 
 class Integers:
-    """The integers from `low` to `high`; codes count from 0."""
+    """Integers from `low` to `high`, with codes from 0."""
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = np.float32(low), np.float32(high)
@@ -55,7 +47,7 @@ class Integers:
 
 
 class Table:
-    """Integers in any order. Midpoints between two of them must be multiples of 1/2."""
+    """Integers in any order whose midpoints are multiples of 1/2."""
 
     def __init__(self, values: Iterable[float]) -> None:
         self.values = np.array(values, np.float32)
@@ -82,20 +74,17 @@ def inverse(numbers: Floats) -> Floats:
 
 
 def fit_scale(values: Floats, grid: Grid, weights: Floats | None = None) -> Floats:
-    """Fit the scales [...] of blocks [values of a block, ...] read as `scale *
+    """Fit scales [...] of blocks [values of a block, ...] that are read as `scale *
     nearest`.
 
-    The plain scale maps the value of maximum magnitude to the grid's maximum, so scales
-    may be negative. A block of zeros has scale 0.
+    Scales may be negative: the value of maximum magnitude maps to the grid's maximum.
     """
     index = np.abs(values).argmax(axis=0)
     plain = grid.largest * inverse(np.take_along_axis(values, index[None], axis=0)[0])
     weighted = values if weights is None else values * weights
 
     def refitted(inverse_scales: Floats) -> tuple[Floats, Floats]:
-        """The best scales for the codes of other scales, and the squared error that
-        they save.
-        """
+        """The best scales for the codes of other scales, and the error that they save."""
         rounded = grid.nearest(values * inverse_scales)
         product = (weighted * rounded).sum(axis=0)
         squares = rounded * rounded if weights is None else rounded * rounded * weights
@@ -114,10 +103,10 @@ def fit_scale(values: Floats, grid: Grid, weights: Floats | None = None) -> Floa
 def fit_range(
     values: Floats, high: int, weights: Floats | None = None, *, signed: bool
 ) -> tuple[Floats, Floats]:
-    """Fit the scales and minima [...] of blocks [values of a block, ...] read as `scale
-    * code + minimum`, with codes from 0 to `high`.
+    """Fit scales and minima [...] of blocks read as `scale * code + minimum`, codes
+    from 0 to `high`.
 
-    Minima are 0 or below, unless they are `signed`.
+    Minima are 0 or below, unless `signed`.
     """
     grid = Integers(0, high)
     minima = values.min(axis=0) if signed else np.minimum(values.min(axis=0), np.float32(0))
@@ -130,9 +119,7 @@ def fit_range(
     plain = grid.high * inverse(above.max(axis=0))
 
     def refitted(inverse_scales: Floats, offsets: Floats) -> tuple[Floats, Floats, Floats]:
-        """The best scales, offsets from the minimum, and squared errors for the codes
-        of other scales and offsets.
-        """
+        """The best scales and offsets for the codes of others, and their errors."""
         rounded = grid.nearest((above - offsets) * inverse_scales)
         product = (weighted * rounded).sum(axis=0)
         codes = rounded if weights is None else rounded * weights

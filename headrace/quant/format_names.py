@@ -1,6 +1,4 @@
-"""The names of target formats: int4-g128, int4-g32-asym, int8-row, w8a8, llm-int8,
-nf4-g64, e4m3-row.
-"""
+"""The names of target formats, for example int4-g32-asym, int8-row, w8a8, nf4-g64."""
 
 import re
 
@@ -19,8 +17,8 @@ _CODEBOOKS: dict[str, Codebook] = {
 }
 
 W8A8 = QuantSpec(bits=8, group=0, scale="f32")
-"""int8 weights by row, multiplied with int8 activations by row; other formats have
-activation scales by 32 columns.
+"""int8 weights and activations by row; in other formats, activations have scales by 32
+columns.
 """
 LLM_INT8 = QuantSpec(bits=8, group=0, scale="f32", has_wide_outliers=True)
 """W8A8 whose outlier activations stay float32."""
@@ -32,15 +30,14 @@ NAMES = (
     "iq4_nl, e4m3 or e5m2, N columns in a group, and -asym for integers only; "
     "for example int4-g64"
 )
-"""The grammar of names, for messages."""
+"""The grammar, for messages."""
 
 
 def named_format(name: str) -> QuantSpec:
-    """Parse the name of a format.
+    """Parse a name. Scales are float16; of nf4, fp4, e4m3 and e5m2, float32.
 
-    Scales are float16; of nf4, fp4, e4m3 and e5m2, float32. `-asym` adds zero points.
-    Raises RequestError for an unknown name, or a group that no kernel supports: groups
-    have 16 columns or a multiple of 32.
+    Raises RequestError for an unknown name, or a group other than 16 or a multiple of
+    32.
     """
     if name in _BY_ROW:
         return _BY_ROW[name]

@@ -30,9 +30,7 @@ from headrace.record import frozen
 class TensorPart:
     """One of the arrays of a stored tensor.
 
-    With `by_row`, the first axis is the tensor's stored rows (perhaps as a transposed
-    view). Otherwise all rows share the array: a codebook, the group of each column, or
-    scales of scales.
+    With `by_row`, its first axis is stored rows; otherwise all rows share it.
     """
 
     dtype: str
@@ -47,10 +45,9 @@ _CODES = {"codes": TensorPart("u1")}
 class Format:
     """A stored number format.
 
-    Every format has the part `codes`, uint8 [stored rows, blocks of a row, nbytes]:
-    `block` consecutive values of a row share `nbytes` bytes. Numbers outside the codes
-    are parts with names of their own, such as `row_scales`. `values` computes the
-    values of all parts.
+    The part `codes` is uint8 [stored rows, blocks of a row, nbytes]: `block` values of
+    a row share `nbytes` bytes. Other parts hold numbers outside the codes, such as
+    `row_scales`.
     """
 
     name: str
@@ -59,32 +56,24 @@ class Format:
     values: dq.Values
     parts: Mapping[str, TensorPart]
     spec: QuantSpec | None = None
-    """Codes and scales; None for plain numbers. With `table_rows`, it describes their
-    result.
-    """
+    """None for plain numbers. With `table_rows`, it describes their result."""
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
-    """Unpack the given stored rows to codes and tables, for formats that backends pack
-    from tables. GGUF blocks are packed natively and tested against it.
-    """
+    """Unpacks stored rows, for formats that backends pack from tables, and for tests."""
     split: Callable[[Bytes], dq.BlockCodes] | None = None
-    """Unpack blocks [blocks, bytes], for formats that have no `table_rows`."""
+    """Unpacks blocks [blocks, bytes], for formats without `table_rows`."""
     integers: Callable[[], NDArray[np.int8]] | None = None
-    """The table that kernels look up codes of blocks in: 16 integers, or grid points
-    [points, columns of a point].
+    """The table of looked-up codes: 16 integers, or grid points [points, columns of a
+    point].
     """
 
     @property
     def quantised(self) -> bool:
-        """Whether values are codes with scales: kernels multiply them with int8
-        activations, unless `needs_floats`.
-        """
+        """Whether kernels multiply it with int8 activations, unless `needs_floats`."""
         return self.block > 1 or len(self.parts) > 1
 
     @property
     def needs_floats(self) -> bool:
-        """Whether kernels have no integer product for it; they have one for all formats
-        that they read as stored.
-        """
+        """Whether kernels have no integer product for it."""
         return self.table_rows is not None and self.spec is not None and self.spec.needs_floats
 
 
@@ -94,7 +83,7 @@ def _numbers(name: str, nbytes: int, convert: Callable[[Bytes], Floats]) -> Form
 
 
 def _blocks(name: str, spec: QuantSpec, split: Callable[[Bytes], dq.BlockCodes]) -> Format:
-    """A format whose blocks hold codes and scales of a group or super-block."""
+    """Blocks with codes and scales of a group or super-block."""
     block = spec.super_block or spec.group
     return Format(
         name=name,
@@ -108,7 +97,7 @@ def _blocks(name: str, spec: QuantSpec, split: Callable[[Bytes], dq.BlockCodes])
 
 
 def _lookup_blocks(name: str, spec: QuantSpec) -> Format:
-    """A block format whose codes are looked up."""
+    """Blocks whose codes are looked up."""
 
     # The module is imported with its grids when a model has such blocks.
     def split(blocks: Bytes) -> dq.BlockCodes:
@@ -130,11 +119,10 @@ def table_format(
     parts: Mapping[str, TensorPart],
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows],
 ) -> Format:
-    """A format whose rows are unpacked to codes and tables, from the parts of a
-    method's files.
+    """A format that `table_rows` unpacks from the parts of a method's files.
 
-    With a part `column_order`, int64 [cols], `table_rows` returns column
-    `column_order[i]` of the matrix as its column i.
+    With a part `column_order` [cols], `table_rows` returns column `column_order[i]` of
+    the matrix as its column i.
     """
 
     def values(stored: dq.Parts, rows: dq.Rows) -> Floats:
@@ -157,7 +145,7 @@ def table_format(
 
 
 def table_parts(spec: QuantSpec) -> dict[str, TensorPart]:
-    """The tables of a matrix [rows, scales of a row] that hold numbers: scales, zeros."""
+    """The tables [rows, scales of a row] that hold numbers."""
     tables = {"scales": spec.scale, "zeros": spec.zero_type}
     return {
         name: TensorPart(NUMBERS[number].str)
@@ -167,7 +155,7 @@ def table_parts(spec: QuantSpec) -> dict[str, TensorPart]:
 
 
 def _table_blocks(name: str, block: int, nbytes: int, spec: QuantSpec) -> Format:
-    """A format whose blocks are unpacked to codes and tables."""
+    """Blocks that are unpacked to codes and tables."""
 
     def table_rows(parts: dq.Parts, rows: dq.Rows) -> TableRows:
         from headrace.quant import gguf_blocks
@@ -179,9 +167,7 @@ def _table_blocks(name: str, block: int, nbytes: int, spec: QuantSpec) -> Format
 
 @cache
 def plain_table(spec: QuantSpec) -> Format:
-    """The format of a matrix with one code per byte: uint8 [rows, cols], and tables
-    [rows, scales of a row].
-    """
+    """One code per byte, uint8 [rows, cols], and tables [rows, scales of a row]."""
     parts = _CODES | table_parts(spec)
 
     def table_rows(stored: dq.Parts, rows: dq.Rows) -> TableRows:
@@ -278,9 +264,8 @@ _FORMATS = (
 )
 
 FORMATS: dict[str, Format] = {stored.name: stored for stored in _FORMATS}
-"""Formats of weights by name: GGUF's (layouts in ggml's `ggml-common.h`), MXFP4 with
-separate scales (gpt-oss), and int8 with a scale per row, for int8 activations without
-and with outliers.
+"""Formats of weights: GGUF's, MXFP4 with separate scales (gpt-oss), and int8 by row,
+for activations without and with outliers.
 """
 
 RAW_FORMATS: dict[str, Format] = {
@@ -301,19 +286,15 @@ RAW_FORMATS: dict[str, Format] = {
         ("F8_E8M0", POWERS),
     )
 }
-"""Plain numbers by safetensors' names; only a quantisation method gives them a meaning
-as weights.
-"""
+"""Plain numbers by safetensors' names; only quantisation methods use them as weights."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)  # with slots: hostile files have many
 class StoredTensor:
-    """A tensor in its stored format, usually a view of a memory map that is read when
-    it is used.
+    """A tensor in its stored format, usually a view of a memory map.
 
-    `shape` is in NumPy order (rows first) and `parts` has the format's parts. With
-    `row_order`, row i of the tensor is stored row `row_order[i]`; the parts keep the
-    file's order.
+    `shape` has rows first. With `row_order`, row i of the tensor is stored row
+    `row_order[i]`.
     """
 
     name: str
@@ -337,14 +318,13 @@ class StoredTensor:
         data: Bytes,
         **parts: NDArray[Any],
     ) -> "StoredTensor":
-        """Make a tensor from the bytes of its codes, row after row, and its other parts."""
+        """Make a tensor from the bytes of its codes and its other parts."""
         rows = math.prod(shape[:-1])
         codes = data.reshape(rows, (shape[-1] if shape else 1) // format.block, format.nbytes)
         return cls(name=name, format=format, shape=shape, parts={"codes": codes, **parts})
 
     @classmethod
     def from_floats(cls, name: str, values: Floats) -> "StoredTensor":
-        """Make a tensor in the format F32."""
         data = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
         return cls.from_bytes(name, FORMATS["F32"], values.shape, data)
 
@@ -358,7 +338,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's rows in all parts, and of shared parts."""
+        """Bytes of the tensor's rows, and of shared parts."""
         total = 0
         for name, part in self.parts.items():
             if self.format.parts[name].by_row:
@@ -369,20 +349,16 @@ class StoredTensor:
 
     @property
     def column_order(self) -> NDArray[np.int64] | None:
-        """The order [cols] in which codes have the columns; None if it is the matrix's."""
+        """The columns [cols] in the order of the codes; None for the matrix's order."""
         return self.parts.get("column_order")
 
     @property
     def scales(self) -> NDArray[Any] | None:
-        """Separate scales: of rows, float32 [stored rows], or of blocks, uint8 [stored
-        rows, blocks].
-        """
+        """Separate scales, of rows or of blocks."""
         return self.parts.get("row_scales", self.parts.get("block_scales"))
 
     def take(self, name: str, rows: NDArray[np.int64]) -> "StoredTensor":
-        """Select stored rows as a matrix: a view, and a narrower one if the rows are
-        adjacent.
-        """
+        """Select stored rows as a matrix; adjacent rows as a narrower view."""
         first, last = int(rows.min()), int(rows.max()) + 1
         parts = self.parts
         if last - first == len(rows) and all(part.by_row for part in self.format.parts.values()):
@@ -392,27 +368,23 @@ class StoredTensor:
         return replace(self, name=name, shape=(len(rows), self.cols), parts=parts, row_order=order)
 
     def transposed(self) -> "StoredTensor":
-        """Swap rows and columns, as a view of numbers that are stored one by one."""
+        """A view of single numbers with rows and columns swapped."""
         assert self.format.block == 1 and self.parts.keys() == {"codes"} and self.row_order is None
         parts = {"codes": self.parts["codes"].swapaxes(0, 1)}
         return replace(self, shape=(self.cols, self.rows), parts=parts)
 
     def release(self) -> None:
-        """Give back the memory of pages of a mapped file; later reads load them again.
-
-        A packed copy next to pages that are read no more would count twice in the
-        process's memory.
-        """
+        """Give back the pages of a mapped file; later reads load them again."""
         for part in self.parts.values():
             _release(part)
 
     def dequantise(self) -> Floats:
-        """Compute the values in float32, in the tensor's shape, bit-equal to ggml's."""
+        """Compute the values in the tensor's shape."""
         stored = slice(None) if self.row_order is None else self.row_order
         return self._values(stored).reshape(self.shape)
 
     def dequantise_rows(self, rows: Sequence[int] | NDArray[np.integer]) -> Floats:
-        """Compute the given rows in float32 [len(rows), cols]."""
+        """Compute rows [len(rows), cols]."""
         index = np.asarray(rows, dtype=np.int64)
         return self._values(index if self.row_order is None else self.row_order[index])
 

@@ -1,11 +1,9 @@
 """GGUF's blocks of looked-up codes, and of codes that kernels read with a table of
 scales.
 
-The layouts are ggml's (`block_iq2_xxs` and so on in `ggml-common.h`, `dequantize_row_*`
-in `ggml-quants.c`). The readers of the kernels (`csrc/grids.cpp`,
-`csrc/table_blocks.cpp`) are tested against this module. Scales are computed in float32
-in ggml's order, and values are bit-equal to ggml's, except the sign of zeros in TQ1_0,
-TQ2_0 and NVFP4.
+Layouts are ggml's (`block_iq2_xxs` and so on in `ggml-common.h`). Values are bit-equal
+to ggml's, except the sign of zeros in TQ1_0, TQ2_0 and NVFP4. Kernels
+(`csrc/grids.cpp`, `csrc/table_blocks.cpp`) are tested against this module.
 """
 
 from collections.abc import Callable
@@ -23,39 +21,31 @@ Integers = NDArray[np.int8]
 
 _SEVENS = np.arange(128, dtype=np.uint8)
 _EVEN_SIGNS = _SEVENS | ((np.bitwise_count(_SEVENS) & np.uint8(1)) << np.uint8(7))
-"""Signs of 8 values by the first 7: the number of minus signs is even (`ksigns_iq2xs`)."""
+"""Signs of 8 values by 7 bits; the number of minus signs is even (`ksigns_iq2xs`)."""
 
 _UE4M3 = np.abs(small_floats(3)).astype(np.float16)
 _UE4M3[[127, 255]] = 0, 480
-"""NVFP4's scales [256]: e4m3 without sign. ggml reads its positive NaN as 0 and the
-negative one as a number.
-"""
+"""NVFP4's scales [256]: e4m3 without sign, with ggml's values for its NaNs."""
 
 
 def integers(name: str) -> Integers:
-    """The table that codes of a format index: 16 integers, or grid points [points,
-    columns of a point].
+    """The table of looked-up codes: 16 integers, or grid points [points, columns of a
+    point].
 
-    Codes of IQ2 and IQ3 carry signs too. Codes of IQ1 say whether 1 is added to eight
-    times a value or subtracted.
+    Codes of IQ2 and IQ3 carry signs too; codes of IQ1 add or subtract 1 from eight
+    times a value.
     """
     return _INTEGERS[name]()
 
 
 def split(name: str, blocks: Bytes) -> BlockCodes:
-    """Unpack blocks [blocks, bytes] of a format.
-
-    Scales are not checked: an infinite or NaN scale gives such values, as in every
-    format of GGUF.
-    """
+    """Unpack blocks [blocks, bytes]; infinite and NaN scales stay."""
     with np.errstate(invalid="ignore"):
         return _LOOKUPS[name](blocks)
 
 
 def table_rows(name: str, stored: Bytes) -> TableRows:
-    """The codes and scales of rows of blocks [rows, blocks of a row, bytes], of a
-    format with tables.
-    """
+    """Unpack rows [rows, blocks of a row, bytes]."""
     rows, blocks, nbytes = stored.shape
     with np.errstate(invalid="ignore"):
         codes, scales, _ = _TABLES[name](
@@ -67,7 +57,6 @@ def table_rows(name: str, stored: Bytes) -> TableRows:
 
 
 def _words(blocks: Bytes, first: int, last: int, dtype: str) -> NDArray[np.uint32]:
-    """The integers of these bytes of each block."""
     return np.ascontiguousarray(blocks[:, first:last]).view(dtype).astype(np.uint32)
 
 
@@ -81,13 +70,13 @@ def _in_turn(
 
 @cache
 def _points(codebook: Codebook, name: Grid) -> Integers:
-    """The magnitudes of a grid's points [points, columns of a point]."""
+    """Magnitudes of grid points [points, columns of a point]."""
     return np.array(CODEBOOKS[codebook], np.int8)[grid(name)]
 
 
 @cache
 def _eightfold() -> Integers:
-    """IQ1's points with values -8, 0 and 8 [points, 8]."""
+    """IQ1's points times 8 [points, 8]."""
     return (grid("iq1").astype(np.int8) - np.int8(1)) * np.int8(8)
 
 
@@ -106,9 +95,7 @@ def _odd(numbers: NDArray[np.uint32]) -> Integers:
 
 
 def _eighths(scale: Floats, sub_scales: Integers) -> BlockScales:
-    """Scales with a fraction of 1/8. ggml halves and quarters instead; the products are
-    exact in both orders.
-    """
+    """Scales in eighths. ggml halves and quarters, which is exact too."""
     return BlockScales(scale, sub_scales, 0.125)
 
 
@@ -151,7 +138,7 @@ def _iq3_s(blocks: Bytes) -> BlockCodes:
 
 
 def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Integers:
-    """Eight times points, minus 1 or plus 1: [blocks, 256]."""
+    """Eight times points, minus or plus 1: [blocks, 256]."""
     codes = _eightfold()[points] + np.where(minus, np.int8(-1), np.int8(1))[..., None]
     return codes.reshape(len(points), 256)
 
@@ -166,7 +153,7 @@ def _iq1_s(blocks: Bytes) -> BlockCodes:
 
 def _iq1_m(blocks: Bytes) -> BlockCodes:
     """8 values: 11 bits of a point and a sign; 3-bit scales of 16 values; the block's
-    scale lies in four pieces above them.
+    scale in four pieces.
     """
     points = blocks[:, :32] | (_in_turn(blocks[:, 32:48], (0, 4), 7) << np.uint32(8))
     words = _words(blocks, 48, 56, "<u2")
@@ -191,9 +178,7 @@ def _iq4_xs(blocks: Bytes) -> BlockCodes:
 
 
 def _tq1_0(blocks: Bytes) -> TableRows:
-    """Five ternary values in a byte, four in each of the last bytes: a base-3 number as
-    a fraction of 256.
-    """
+    """Five ternary values in a byte, four in the last bytes: a base-3 number in 256ths."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     codes = np.empty((len(blocks), 256), np.uint8)
     for first, last, start, digits in ((0, 32, 0, 5), (32, 48, 160, 5), (48, 52, 240, 4)):
@@ -211,9 +196,7 @@ def _tq2_0(blocks: Bytes) -> TableRows:
 
 
 def _around_one(codes: Bytes, scale: Floats) -> TableRows:
-    """Turn codes 0 to 3 for -1 to 2 into 2-bit integers -2 to 1: codes and scales
-    change their sign.
-    """
+    """Turn codes 0 to 3 for -1 to 2 into integers -2 to 1, with negated scales."""
     return TableRows(codes ^ np.uint8(3), -scale.astype(np.float16))
 
 

@@ -1,11 +1,8 @@
-"""The grids of GGUF's IQ formats: the points whose numbers are the codes of
-neighbouring values.
+"""The grids of GGUF's IQ formats (`iq2xxs_grid` and so on in ggml's `ggml-common.h`).
 
-They are the constants `iq2xxs_grid`, `iq2xs_grid`, `iq2s_grid`, `iq3xxs_grid`,
-`iq3s_grid` and `iq1s_grid` of ggml (`ggml-common.h`). Each value of a point is one of 3
-or 8. A point is stored as one number with 2 or 3 bits for each value, the first value
-lowest. Points ascend, and their differences are compressed. This module is imported
-only for models that have such tensors.
+A point is a number with 2 or 3 bits per value, the first value lowest. Points ascend;
+their differences are compressed. The module is imported only for models with such
+tensors.
 """
 
 import zlib
@@ -21,9 +18,8 @@ Grid = Literal["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1"]
 
 @cache
 def grid(name: Grid) -> NDArray[np.uint8]:
-    """The indices of each point's values [points, values of a point].
-
-    IQ1 and IQ2 have 8 values of 3, IQ3 has 4 of 8.
+    """Indices of points' values [points, values]: 8 of 3 values in IQ1 and IQ2, 4 of 8
+    in IQ3.
     """
     differences = np.frombuffer(zlib.decompress(b85decode(_DIFFERENCES[name])), "<u2")
     points = np.cumsum(differences, dtype=np.uint16)

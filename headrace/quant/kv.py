@@ -17,10 +17,11 @@ Doubles = NDArray[np.float64]
 
 
 def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
-    """Bytes of one block of K and V of one layer and KV head, with scales and padding.
+    """Bytes of a block of K and V of one layer and KV head (`KvRecord` in
+    csrc/kernels.h).
 
-    The layout is `KvRecord` in csrc/kernels.h; fp8, which only GPUs have, adds a
-    float32 per vector. A `value_dim` of 0 means that values are a part of the keys.
+    A `value_dim` of 0 means that values are a part of the keys. fp8 adds a float32 per
+    vector.
     """
     if dtype == "fp8":
         return BLOCK_SIZE * sum(dim + 4 for dim in (key_dim, value_dim) if dim)
@@ -28,12 +29,9 @@ def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
 
 
 def round_trip(x: Doubles, dtype: KvDtype) -> Doubles:
-    """The values [..., numbers of a vector] that attention reads back after storing
-    keys or values.
+    """The values [..., numbers of a vector] that attention reads back.
 
-    bf16 and f32 are rounded, fp8 is scaled and rounded, int8 and int4 are rotated and
-    quantised. Values that are a part of the keys are the first numbers of the keys'
-    result.
+    Values that are a part of the keys are the first numbers of the keys' result.
     """
     if dtype == "f32":
         return x
@@ -46,15 +44,13 @@ def round_trip(x: Doubles, dtype: KvDtype) -> Doubles:
 
 
 def round_bf16(x: Doubles) -> Doubles:
-    """Round to the nearest bfloat16, ties to even."""
+    """Round to nearest, ties to even."""
     bits = x.astype(np.float32).view(np.uint32)
     return _from_bits(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
 
 
 def _scaled_e4m3(x: Doubles) -> Doubles:
-    """Round to E4M3, ties to even, with a float32 scale that maps each vector's maximum
-    to 448.
-    """
+    """Round to E4M3 with a float32 scale that maps each vector's maximum to 448."""
     numbers = x.astype(np.float32)
     scale = np.abs(numbers).max(axis=-1, keepdims=True) / np.float32(448)
     scaled = (numbers / np.where(scale > 0, scale, np.float32(1))).astype(np.float64)
@@ -65,11 +61,11 @@ def _scaled_e4m3(x: Doubles) -> Doubles:
 
 
 def hadamard(n: int) -> Doubles:
-    """Walsh-Hadamard matrices along the diagonal [n, n], each of the largest power of
-    two that divides n.
+    """Walsh-Hadamard matrices along the diagonal [n, n], of the largest power of two
+    that divides n.
 
-    The matrix is its own inverse. It spreads outliers over all dimensions of a key, so
-    that one range fits a whole head (QuaRot, Ashkboos et al. 2024).
+    It is its own inverse, and spreads outliers over a key (QuaRot, Ashkboos et al.
+    2024).
     """
     size = n & -n
     block = np.ones((1, 1))
@@ -79,7 +75,7 @@ def hadamard(n: int) -> Doubles:
 
 
 def _quantised(x: Doubles, bits: int) -> Doubles:
-    """Quantise each vector over its range; the bf16 minimum and step are rounded outwards."""
+    """Quantise vectors over their range; the bf16 minimum and step are rounded outwards."""
     levels = 2**bits - 1
     minimum = -_bf16_above(-x.min(axis=-1, keepdims=True))
     step = _bf16_above((x.max(axis=-1, keepdims=True) - minimum) / levels)

@@ -1,8 +1,7 @@
 """Rounding weights to the nearest codes (RTN), with scales and zeros for each group.
 
-The range of a group may be clipped: its ends lose precision, all other weights gain.
-The clipping with the smallest squared error is searched, with scales as they will be
-stored.
+Clipping the range of a group costs precision at its ends and gains it elsewhere. The
+best clipping is searched by the squared error, with stored scales.
 """
 
 import numpy as np
@@ -12,19 +11,18 @@ from headrace.quant.arrays import Bytes, Floats
 from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, encode_numbers, floats
 
 _FACTORS = np.linspace(1.0, 0.5, 11, dtype=np.float32)
-"""Parts of a group's range that are tried; the first is the full range."""
+"""Parts of a group's range that are tried."""
 _MAX_CLIPPED_BITS = 4
-"""Maximum bits of a code for which clipping is searched; finer codes gain nothing."""
+"""Maximum bits for which clipping is searched; finer codes gain nothing."""
 
 
 def round_to_nearest(
     weights: Floats, spec: QuantSpec, *, clip: bool = True, importance: Floats | None = None
 ) -> TableRows:
-    """Round a matrix [rows, cols] to codes.
+    """Round a matrix [rows, cols] to codes; `clip` searches the range of each group.
 
-    `clip` searches the range of each group; inside it the error is at most half a step.
-    `importance` [cols] weights the squared errors of columns in that search. The last
-    group of a row may be shorter.
+    `importance` [cols] weights squared errors in the search. The last group of a row
+    may be shorter.
     """
     rows, cols = weights.shape
     grouped = in_groups(weights, spec)
@@ -35,7 +33,7 @@ def round_to_nearest(
 
 
 def in_groups(weights: Floats, spec: QuantSpec) -> Floats:  # [rows, groups, columns of a group]
-    """Split weights into groups; zeros, which every range contains, fill the last one."""
+    """Split rows into groups; zeros fill the last one."""
     rows, cols = weights.shape
     group = spec.group or cols
     return np.pad(weights, ((0, 0), (0, -cols % group))).reshape(rows, -1, group)
@@ -45,10 +43,9 @@ def best_range(
     grouped: Floats, spec: QuantSpec, *, clip: bool, importance: Floats | None = None
 ) -> tuple[Floats, Floats | None]:
     """Choose scales and zeros [..., groups] of weights [..., groups, columns], as read
-    back after storing.
+    back.
 
-    `importance` [groups, columns] weights the squared errors; without it they are
-    equal.
+    `importance` [groups, columns] weights squared errors.
     """
     scales, zeros = _range(grouped, spec, np.float32(1))
     if not clip or spec.bits > _MAX_CLIPPED_BITS:
@@ -69,9 +66,7 @@ def best_range(
 def nearest_codes(
     weights: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> NDArray[np.uint8]:
-    """The codes [..., groups, columns] of the nearest values; `scales` and `zeros` are
-    [..., groups].
-    """
+    """The codes [..., groups, columns] for `scales` and `zeros` [..., groups]."""
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
     inverse = inverse[..., None]
     if spec.codebook != "integer":
@@ -87,7 +82,6 @@ def nearest_codes(
 def dequantise_groups(
     codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> Floats:
-    """The values of codes [..., groups, columns]."""
     values, scale = spec.values[codes], scales[..., None]
     if zeros is None:
         return values * scale
@@ -98,7 +92,6 @@ def dequantise_groups(
 def to_table_rows(
     codes: NDArray[np.uint8], scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> TableRows:
-    """Store codes with their tables."""
     return TableRows(
         codes,
         encode_numbers(scales, spec.scale),
@@ -121,7 +114,7 @@ def _errors(
 
 
 def _range(grouped: Floats, spec: QuantSpec, factor: np.float32) -> tuple[Floats, Floats | None]:
-    """Scales and zeros for a part of the range of each group."""
+    """Scales and zeros for a part of each group's range."""
     if spec.zero == "none":
         maxima = np.abs(grouped).max(axis=-1) * factor
         finite = spec.values[np.isfinite(spec.values)]

@@ -1,4 +1,4 @@
-"""The record that describes every quantised number format, and the values of its codes."""
+"""The record that describes every quantised number format."""
 
 from typing import Literal, NamedTuple
 
@@ -9,17 +9,15 @@ from headrace.quant.arrays import Floats
 from headrace.record import frozen
 
 Number = Literal["u8", "f16", "bf16", "f32"]
-"""Types of stored numbers; bf16 as its 16 bits, in uint16."""
+"""Stored number types; bf16 in uint16."""
 ScaleType = Number | Literal["e8m0", "3-bit", "4-bit", "6-bit", "8-bit"]
-"""Types of scales: numbers, powers of two (e8m0), or integers that share the scale of a
-super-block.
-"""
+"""Numbers, powers of two (e8m0), or integers that share a super-block's scale."""
 Codebook = Literal[
     "integer", "e2m1", "e4m3", "e5m2", "nf4", "fp4", "iq4_nl", "iq1", "iq2", "iq3_xxs", "iq3_s"
 ]
 
 PLAIN: dict[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-"""Number types of unquantised weights, by format name."""
+"""Number types of unquantised weights."""
 NUMBERS: dict[Number, np.dtype] = {
     "u8": np.dtype("u1"),
     "f16": np.dtype("<f2"),
@@ -109,25 +107,22 @@ CODEBOOKS: dict[Codebook, tuple[float, ...]] = {
     "iq3_s": (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15),
     "iq1": (-0.875, 0.125, 1.125, -1.125, -0.125, 0.875),
 }
-"""Values of the codes of each codebook; of a grid, the values that its points are made of."""
+"""Values of codes; of a grid, the values in its points."""
 
 FRACTION_BITS = {"e4m3": 3, "e5m2": 2}
-"""Fraction bits of floats of 8 bits (Micikevicius et al. 2022)."""
+"""Floats of 8 bits (Micikevicius et al. 2022)."""
 
 POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
-"""Values of the e8m0 codes [256]: powers of two, and NaN at the end (OCP microscaling
-formats, 2023).
-"""
+"""Values of e8m0 [256] (OCP microscaling formats, 2023)."""
 
 
 @frozen
 class QuantSpec:
-    """A quantised number format: its codes, and the scales and zeros of groups of columns."""
+    """A quantised number format: codes, and scales and zeros of groups of columns."""
 
     bits: int
-    """Bits of a code."""
     group: int
-    """Columns of a row that share a scale; 0 for a whole row."""
+    """Columns that share a scale; 0 for a whole row."""
     scale: ScaleType = "f16"
     zero: Literal["none", "point", "minimum"] = "none"
     """The equation of a value:
@@ -137,43 +132,34 @@ class QuantSpec:
     * minimum: scale * code + minimum.
     """
     zero_type: Number | None = None
-    """Type of zero points (u8) or minima; None if they are not stored as numbers."""
+    """Type of zero points (u8) or minima that are stored as numbers."""
     codebook: Codebook = "integer"
-    """The values of codes."""
     code_cols: int = 1
-    """Columns that a code stands for; above 1, codes are grid points with signs."""
+    """Columns per code; above 1, codes are grid points with signs."""
     super_block: int = 0
-    """Columns whose scales are integers that share a float16 scale; integer minima
-    below 0 share another one.
-    """
+    """Columns whose integer scales share a float16; integer minima share another one."""
     has_wide_outliers: bool = False
-    """Whether activations beyond 6 stay float32, and the other activations of a row are
-    int8 (LLM.int8, Dettmers et al. 2022).
-    """
+    """Whether activations beyond 6 stay float32 (LLM.int8, Dettmers et al. 2022)."""
 
     @property
     def name(self) -> str:
-        """A display name: int4 g128, nf4 g64, e4m3 by row."""
+        """For display: int4 g128, e4m3 by row."""
         code = f"int{self.bits}" if self.codebook == "integer" else self.codebook
         zero = {"none": "", "point": ", zero points", "minimum": ", minima"}[self.zero]
         return f"{code} {f'g{self.group}' if self.group else 'by row'}, {self.scale}{zero}"
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """The unscaled value of each code [2^bits]; of grid points, the values that a
-        column can have.
-        """
+        """The unscaled value of each code [2^bits], or of a column of grid points."""
         return code_values(self)
 
     @property
     def needs_floats(self) -> bool:
-        """Whether kernels multiply it in float32: small floats, and groups smaller than
-        those of activations.
-        """
+        """Whether kernels for tables multiply it in float32."""
         return self.codebook in FRACTION_BITS or self.group == 16
 
     def num_scales(self, cols: int) -> int:
-        """Scales of a row with this number of columns."""
+        """Scales of a row."""
         return -(-cols // self.group) if self.group else 1
 
     def table_bytes(self, rows: int, cols: int) -> int:
@@ -191,7 +177,7 @@ class QuantSpec:
 
 
 class TableRows(NamedTuple):
-    """Rows of a matrix as codes, with tables of scales and zeros."""
+    """Rows of a matrix as codes and tables."""
 
     codes: NDArray[np.uint8]  # [rows, cols]
     scales: NDArray[np.generic]  # [rows, scales of a row], in `QuantSpec.scale`
@@ -206,7 +192,7 @@ def floats(numbers: NDArray[np.generic], number: ScaleType | None) -> NDArray[np
 
 
 def encode_numbers(values: NDArray[np.float32], number: ScaleType | None) -> NDArray[np.generic]:
-    """Round to numbers of a table; values beyond float16 become its maximum."""
+    """Round to numbers of a table, clipped to float16's range."""
     if number == "bf16":
         bits = values.view(np.uint32)
         is_odd = (bits >> np.uint32(16)) & np.uint32(1)
@@ -217,7 +203,6 @@ def encode_numbers(values: NDArray[np.float32], number: ScaleType | None) -> NDA
 
 
 def code_values(spec: QuantSpec) -> NDArray[np.float32]:
-    """The values of `QuantSpec.values`; small floats keep their NaN and infinities."""
     codes = np.arange(1 << spec.bits)
     if spec.codebook == "integer":
         return (codes - (1 << spec.bits - 1 if spec.zero == "none" else 0)).astype(np.float32)
@@ -227,7 +212,7 @@ def code_values(spec: QuantSpec) -> NDArray[np.float32]:
 
 
 def dequantise_rows(spec: QuantSpec, rows: TableRows) -> NDArray[np.float32]:  # [rows, cols]
-    """Compute the values of rows in float32; zero points are subtracted before scaling."""
+    """Compute values; zero points are subtracted before scaling."""
     cols = rows.codes.shape[1]
     group = spec.group or cols
 
@@ -242,8 +227,8 @@ def dequantise_rows(spec: QuantSpec, rows: TableRows) -> NDArray[np.float32]:  #
 
 
 def small_floats(fraction_bits: int) -> NDArray[np.float32]:
-    """All floats of 8 bits with this number of fraction bits. e4m3 has no infinities
-    and one NaN per sign (`float8_e4m3fn`).
+    """All floats of 8 bits; e4m3 has no infinities, and NaN only at the end
+    (`float8_e4m3fn`).
     """
     codes = np.arange(256)
     exponent_bits = 7 - fraction_bits

@@ -1,9 +1,8 @@
-"""AWQ checkpoints (Lin et al. 2024) in the format of AutoAWQ 0.2, version GEMM.
+"""AWQ checkpoints (Lin et al. 2024) of AutoAWQ 0.2, version GEMM.
 
-A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols, rows
-/ 8], `X.qzeros` I32 [groups, rows / 8] and `X.scales` [groups, rows]. A word has the
-codes of 8 rows; from its lowest bits on, of the rows 0, 2, 4, 6, 1, 3, 5, 7. A weight
-is scale * (code - zero point).
+A layer X has `X.qweight` I32 [cols, rows / 8], `X.qzeros` I32 [groups, rows / 8] and
+`X.scales` [groups, rows]. A word has the codes of 8 rows in the order 0, 2, 4, 6, 1, 3,
+5, 7, lowest bits first. A weight is scale * (code - zero point).
 """
 
 from functools import cache
@@ -30,12 +29,9 @@ _METHOD = "awq"
 _PARTS = ("qweight", "qzeros", "scales")
 _VERSIONS = ("version", "format", "checkpoint_format")
 _ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The rows of the codes in a word, from its lowest bits on."""
 
 
 class Awq:
-    """Integers of 4 bits with zero points, by groups of columns."""
-
     supported = (
         f"{_METHOD} with 4 bits and zero points in the version gemm, groups of 16, of "
         "multiples of 32 or -1"
@@ -62,7 +58,7 @@ class Awq:
 
 
 def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> StoredTensor:
-    """Read the matrix [rows, cols] of a layer; `layer` ends with a dot."""
+    """`layer` ends with a dot."""
     name = f"{layer}qweight"
     words = numbers(tensors, name, "I32", 2, where)
     points = numbers(tensors, f"{layer}qzeros", "I32", 2, where)
@@ -95,7 +91,7 @@ def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> Stored
 
 
 def _eights(words: Words) -> Bytes:  # [8 * words, cols]
-    """The codes of 8 rows from each row of words [words, cols]."""
+    """The codes of 8 rows from each row of words."""
     codes = np.empty((len(words), 8, words.shape[1]), np.uint8)
     for place, row in enumerate(_ROWS):
         codes[:, row] = words >> np.uint32(4 * place) & np.uint32(15)
@@ -104,7 +100,7 @@ def _eights(words: Words) -> Bytes:  # [8 * words, cols]
 
 @cache
 def _format(spec: QuantSpec) -> Format:
-    """Codes are words <u4 [rows / 8, cols], so rows are not views."""
+    """Codes are words <u4 [rows / 8, cols]."""
     parts = {"codes": TensorPart("<u4", by_row=False)} | table_parts(spec)
 
     def table_rows(stored: Parts, rows: Rows) -> TableRows:

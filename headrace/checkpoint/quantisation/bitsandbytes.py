@@ -1,19 +1,17 @@
-"""bitsandbytes checkpoints of 4 and 8 bits, in the format of version 0.50
-(bitsandbytes-foundation/bitsandbytes).
+"""bitsandbytes checkpoints of 4 and 8 bits, in the format of version 0.50.
 
-With 4 bits (QLoRA, Dettmers et al. 2023), a quantised layer X has
+With 4 bits (QLoRA, Dettmers et al. 2023), a layer X has
 
 * `X.weight`: bytes of two codes, the first in the high half, row after row;
 * `X.weight.quant_map` float32 [16]: the values of codes;
 * `X.weight.absmax` float32: a scale for each `blocksize` codes of the whole matrix;
 * `X.weight.quant_state.bitsandbytes__nf4` or `__fp4`: a JSON object as bytes.
 
-Scales may be quantised themselves: `absmax` is uint8 then, and a scale is
-nested_quant_map[absmax] * nested_absmax + nested_offset.
+Quantised scales have `absmax` uint8: nested_quant_map[absmax] * nested_absmax +
+nested_offset.
 
 With 8 bits (LLM.int8, Dettmers et al. 2022), it has `X.weight` int8 [rows, cols],
-`X.SCB` float32 [rows], the maximum magnitude of a row, whose code is 127, and
-`X.weight_format` uint8, which is 0.
+`X.SCB` float32 [rows], the value of code 127, and `X.weight_format` uint8, which is 0.
 """
 
 import json
@@ -40,12 +38,12 @@ _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _MAX_STATE_BYTES = 1 << 16
 _MAX_OFFSET = 1e38
 _THRESHOLD = 6.0
-"""Default of `llm_int8_threshold`: activations beyond it are outliers."""
+"""Default of `llm_int8_threshold`."""
 
 
 @frozen
 class _Blocks:
-    """The blocks of a matrix, which run over all of it, row after row."""
+    """Blocks that run over the whole matrix, row after row."""
 
     kind: Codebook
     cols: int
@@ -63,10 +61,8 @@ class _Blocks:
 class BitsAndBytes:
     """nf4, fp4 and int8.
 
-    Codes of 4 bits are multiplied with int8 activations by 32 columns, int8 weights
-    with int8 activations by row. Activations beyond 6 stay float32, row by row;
-    bitsandbytes decides by column for all rows of a batch. With `llm_int8_threshold` 0
-    all activations are int8.
+    Activations of int8 weights beyond 6 stay float32, decided by row (in bitsandbytes,
+    by column of a batch). With `llm_int8_threshold` 0 all are int8.
     """
 
     supported = f"{_METHOD} of 4 bits (nf4, fp4; scales quantised again or not) or 8 (LLM.int8)"
@@ -172,7 +168,6 @@ def _fours(name: str, kind: str, tensors: Tensors, where: str) -> StoredTensor:
 def _nested(
     name: str, absmax: NDArray[Any], state: dict[str, Any], tensors: Tensors, where: str
 ) -> dict[str, NDArray[Any]]:
-    """The parts of quantised scales."""
     scales = _part(f"{name}.nested_absmax", tensors, where)
     values = _part(f"{name}.nested_quant_map", tensors, where)
     size: Any
@@ -208,7 +203,7 @@ def _nested(
 
 
 def _part(name: str, tensors: Tensors, where: str) -> NDArray[Any]:
-    """Read a list of numbers, uint8 or float32."""
+    """A list of numbers, uint8 or float32."""
     tensor = tensors.get(name)
     if (
         tensor is None
@@ -220,7 +215,6 @@ def _part(name: str, tensors: Tensors, where: str) -> NDArray[Any]:
 
 
 def _state(tensor: StoredTensor, where: str) -> dict[str, Any]:
-    """Read and check a quantisation state. Raises FormatError."""
     if tensor.format.name != "U8" or tensor.nbytes > _MAX_STATE_BYTES:
         raise FormatError(
             f"{where}: tensor {tensor.name} is not a JSON object of up to "
@@ -249,9 +243,7 @@ def _is_size(value: Any) -> bool:
 
 @cache
 def _format(blocks: _Blocks) -> Format:
-    """The format of a matrix. Only its codes are by row: a block may span several rows,
-    or parts of two.
-    """
+    """Only codes are by row: a block may span several rows, or parts of two."""
     groups = blocks.cols // blocks.group
     spec = QuantSpec(
         bits=4, group=0 if groups == 1 else blocks.group, scale="f32", codebook=blocks.kind

@@ -1,25 +1,23 @@
-"""Checkpoints of the compressed-tensors library (vllm-project/compressed-tensors,
-version 0.20), which llm-compressor writes.
+"""Checkpoints of the compressed-tensors library (version 0.20), which llm-compressor
+writes.
 
-A quantised layer X has `X.weight_scale`, by tensor [1], channel [rows, 1], group [rows,
-groups] or block, and
+A layer X has `X.weight_scale`, by tensor [1], channel [rows, 1], group [rows, groups]
+or block, and
 
-* `int-quantized`: `X.weight` int8 [rows, cols] and, if asymmetric,
-  `X.weight_zero_point` int8 in the shape of the scales;
+* `int-quantized`: `X.weight` int8 [rows, cols], perhaps `X.weight_zero_point` int8;
 * `pack-quantized`: `X.weight_packed` int32 [rows, cols * bits / 32], lowest bits first,
-  with 2^(bits - 1) added to each code; `X.weight_shape` int64 [2]; zero points packed
-  down the rows, int32 [rows * bits / 32, groups]. Codes of 3, 5, 6 and 7 bits cross the
-  borders of words. Early versions left gaps there, which are refused by the shape;
+  with 2^(bits - 1) added to codes; `X.weight_shape` int64 [2]; zero points packed down
+  the rows, int32 [rows * bits / 32, groups]. Codes cross the borders of words; the gaps
+  of early versions are refused;
 * `float-quantized`: `X.weight` e4m3 [rows, cols];
-* `mxfp8-quantized`: `X.weight` e4m3, with powers of two [rows, cols / 32] for scales;
-* `nvfp4-pack-quantized`: `X.weight_packed` uint8 [rows, cols / 2] of e2m1, the first in
-  the low half, with scales e4m3 [rows, cols / 16], divided by `X.weight_global_scale`;
-* `mxfp4-pack-quantized`: `X.weight_packed` of e2m1, with powers of two [rows, cols /
-  32] for scales.
+* `mxfp8-quantized`: `X.weight` e4m3, scales as powers of two [rows, cols / 32];
+* `nvfp4-pack-quantized`: `X.weight_packed` uint8 [rows, cols / 2] of e2m1, low half
+  first, scales e4m3 [rows, cols / 16] divided by `X.weight_global_scale`;
+* `mxfp4-pack-quantized`: `X.weight_packed` of e2m1, scales as powers of two [rows, cols
+  / 32].
 
-`naive-quantized` is `int-quantized` or `float-quantized`. The tensors show which layers
-are quantised and how, so `targets`, `ignore` and the choice among `config_groups` are
-not needed.
+`naive-quantized` is `int-quantized` or `float-quantized`. The tensors imply `targets`,
+`ignore` and the choice among `config_groups`.
 """
 
 import math
@@ -76,21 +74,17 @@ _INT_ACTIVATIONS: dict[str, tuple[Any, ...]] = {
     "dynamic": (True,),
 }
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-"""The library's defaults of fields that a file leaves out."""
+"""The library's defaults."""
 _PARTS = ("scale", "zero_point", "shape", "g_idx", "global_scale")
-"""Parts of `X.weight`, in addition to its codes."""
 _ACTIVATIONS = tuple(f"input_{part}" for part in ("scale", "zero_point", "global_scale"))
 
 
 class CompressedTensors:
     """Integers of 1 to 8 bits, and floats of 8 and 4 bits.
 
-    Kernels choose the activations: int8 by row for int8 weights by channel or tensor;
-    int8 by 32 columns for other integers, and for 4-bit floats with powers of two;
+    Activations are at least as fine as the file's: int8 by row for int8 weights by
+    channel or tensor; int8 by 32 columns for other integers (also W4A16) and MXFP4;
     float32 for 8-bit floats, scales of 16 columns, and rows that are no multiple of 32.
-    These are at least as fine as activations of 8 or 4 bits in a file, so the file's
-    activation scales are ignored. Weight-only integers (W4A16) have int8 activations
-    too.
     """
 
     supported = (
@@ -158,7 +152,6 @@ def _float8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: s
 
 
 def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
-    """Read integers of few bits."""
     tensor = _required(name + _PACKED, tensors, where)
     shape = _required(f"{name}_shape", tensors, where)
     scale = _required(f"{name}_scale", tensors, where)
@@ -189,9 +182,7 @@ def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTe
 
 
 def _packed_fours(name: str, tensors: Tensors, where: str) -> StoredTensor:
-    """Read floats of 4 bits, with powers of two for 32 columns, or with e4m3 for 16 and
-    a tensor scale.
-    """
+    """With powers of two for 32 columns, or e4m3 for 16 columns and a tensor scale."""
     tensor = _required(name + _PACKED, tensors, where)
     scale = _required(f"{name}_scale", tensors, where)
     if len(tensor.shape) != 2 or scale.format.name not in ("U8", "F8_E4M3"):
@@ -230,9 +221,7 @@ def _packed_fours(name: str, tensors: Tensors, where: str) -> StoredTensor:
 def _zero_points(
     points: StoredTensor | None, shape: tuple[int, int], bits: int, where: str
 ) -> NDArray[np.uint8] | None:
-    """Zero points as codes [rows, scales of a row] for scales of this shape; None if
-    all are in the middle.
-    """
+    """As codes [rows, scales of a row]; None if all are in the middle."""
     if points is None:
         return None
     rows, per_row = shape
@@ -289,7 +278,7 @@ def _powers(scale: StoredTensor, where: str) -> NDArray[np.uint8]:  # [rows, gro
 
 
 def _check_order(name: str, tensors: Tensors, cols: int, group: int, where: str) -> None:
-    """Refuse columns that are not in the order of their groups (actorder = group)."""
+    """Refuse columns that are not in the order of groups (actorder = group)."""
     if (index := tensors.get(f"{name}_g_idx")) is None:
         return
     groups = plain(index)
@@ -305,7 +294,7 @@ def _weights(config: Config) -> list[dict[str, Any]]:
 
 
 def _block(config: Config) -> tuple[int, int] | None:
-    """The rows and columns of a block, which is the same for all groups that have blocks."""
+    """The rows and columns of a block."""
     for weights in _weights(config):
         if weights.get("strategy") == "block":
             rows, cols = weights["block_structure"]
@@ -314,7 +303,7 @@ def _block(config: Config) -> tuple[int, int] | None:
 
 
 def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield the fields with unsupported values."""
+    """Yield fields with unsupported values."""
     yield from (
         (key, config.get(key)) for key, known in _TOP.items() if config.get(key) not in known
     )

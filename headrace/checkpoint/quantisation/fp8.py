@@ -1,9 +1,8 @@
-"""Floats of 8 bits: `fp8`, the format of DeepSeek-V3, Qwen3 and vLLM, and `fbgemm_fp8`
-(Llama 3.1 405B).
+"""Floats of 8 bits: `fp8` (DeepSeek-V3, Qwen3, vLLM) and `fbgemm_fp8` (Llama 3.1 405B).
 
-A quantised layer X has `X.weight` e4m3 (or e5m2) [rows, cols], and `X.weight_scale_inv`
-or `X.weight_scale`: one number, [rows, 1], or [rows / 128, cols / 128] rounded up for a
-`weight_block_size` of 128. A weight is float times scale, for both names.
+A layer X has `X.weight` e4m3 or e5m2 [rows, cols], and `X.weight_scale_inv` or
+`X.weight_scale`: one number, [rows, 1], or by blocks of `weight_block_size`, rounded
+up. A weight is float times scale, for both names.
 """
 
 from typing import Any
@@ -26,9 +25,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
 class Fp8:
     """Floats of 8 bits by tensor, row or block, multiplied with float32 activations.
 
-    Elsewhere such models run with coarser activations of 8 bits. So
-    `activation_scheme`, `activation_scale_ub` and the file's scales of activations are
-    ignored.
+    Fields and scales of coarser activations are ignored.
     """
 
     supported = "fp8 or fbgemm_fp8: e4m3 or e5m2 by tensor, row or block"

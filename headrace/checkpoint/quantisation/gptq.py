@@ -1,11 +1,10 @@
-"""GPTQ checkpoints (Frantar et al. 2023) in the format of AutoGPTQ 0.7, GPTQModel 7 and
-transformers.
+"""GPTQ checkpoints (Frantar et al. 2023) of AutoGPTQ 0.7, GPTQModel 7 and transformers.
 
-A quantised layer X of `rows` outputs and `cols` inputs has `X.qweight` I32 [cols * bits
-/ 32, rows], `X.qzeros` I32 [groups, rows * bits / 32], `X.scales` [groups, rows] and
-`X.g_idx` I32 [cols], the group of each column. Codes are packed from the lowest bit of
-a word on; codes of 3 bits cross the borders of words. A weight is scale * (code - zero
-point). The checkpoint format `gptq` stores zero points less 1, `gptq_v2` as they are.
+A layer X has `X.qweight` I32 [cols * bits / 32, rows], `X.qzeros` I32 [groups, rows *
+bits / 32], `X.scales` [groups, rows] and `X.g_idx` I32 [cols], the group of each
+column. Codes are packed lowest bits first; 3-bit codes cross the borders of words. A
+weight is scale * (code - zero point). The checkpoint format `gptq` stores zero points
+less 1.
 """
 
 from functools import cache
@@ -50,10 +49,6 @@ _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
 class Gptq:
-    """Integers of 2, 3, 4 or 8 bits with zero points, by groups of columns, in order or
-    ordered by activations.
-    """
-
     supported = (
         f"{_METHOD} with 2, 3, 4 or 8 bits in the checkpoint formats gptq and gptq_v2, groups "
         "of 16, of multiples of 32 or -1"
@@ -74,7 +69,7 @@ class Gptq:
 
 
 def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
-    """Read the matrix [rows, cols] of a layer; `layer` ends with a dot."""
+    """`layer` ends with a dot."""
     bits, name = config["bits"], f"{layer}qweight"
     words = numbers(tensors, name, "I32", 2, where)  # [words, rows]
     points = numbers(tensors, f"{layer}qzeros", "I32", 2, where)  # [groups, words]
@@ -126,10 +121,8 @@ def _codes(words: Words, bits: int) -> Bytes:  # [rows, words * 32 / bits]
 
 
 def _zero_points(words: Words, bits: int, is_less_1: bool) -> Bytes:  # [groups, rows]
-    """Zero points of words [groups, words].
-
-    GPTQModel subtracts 1 from whole words of 2, 4 and 8 bits, so a zero point of 0
-    borrows from the next one; adding to whole words reverts it.
+    """GPTQModel subtracts 1 from whole words of 2, 4 and 8 bits, so a zero point of 0
+    borrows from the next.
     """
     if is_less_1 and bits in _ONES:
         return _codes(words + np.uint32(_ONES[bits]), bits)
@@ -140,9 +133,7 @@ def _zero_points(words: Words, bits: int, is_less_1: bool) -> Bytes:  # [groups,
 def _column_order(
     tensors: Tensors, name: str, cols: int, group: int, where: str
 ) -> NDArray[np.int64] | None:
-    """The columns by group, in ascending order within a group; None if they are in this
-    order already.
-    """
+    """The columns by group; None if they are in order."""
     if name not in tensors:
         return None
     groups = numbers(tensors, name, "I32", 1, where)
@@ -163,7 +154,7 @@ def _column_order(
 
 @cache
 def _format(spec: QuantSpec, is_ordered: bool) -> Format:
-    """Codes are words <u4 [rows, words], in the model's column order."""
+    """Codes are words <u4 [rows, words]."""
     parts = {"codes": TensorPart("<u4")} | table_parts(spec)
     if is_ordered:
         parts["column_order"] = TensorPart("<i8", by_row=False)

@@ -1,12 +1,12 @@
-"""HQQ checkpoints (Badri and Shaji 2023) in the safetensors encoding of
-`HQQLinear.state_dict` (hqq 0.2, transformers).
+"""HQQ checkpoints (Badri and Shaji 2023) in the safetensors encoding of hqq 0.2 and
+transformers.
 
-A layer X has `X.W_q`, `X.scale`, `X.zero` and its settings as tensors: `X.shape` I64
-[2], `X.group_size`, `X.axis`, `X.packing` and other strings as U8. With axis 1 the
-matrix [rows, cols] is reshaped to [groups, group_size], `X.scale` and `X.zero` are
-floats [groups, 1], and a weight is (code - zero) * scale. Packing splits the groups
-into 2, 4 or 8 runs of one length (10 of 3 bits, the last one padded) that share the
-bytes (words) of `X.W_q`; the first run has the highest bits.
+A layer X has `X.W_q`, `X.scale`, `X.zero`, and settings as tensors: `X.shape` I64 [2],
+`X.group_size`, `X.axis`, strings such as `X.packing` as U8. With axis 1 the matrix is
+reshaped to [groups, group_size], `X.scale` and `X.zero` are floats [groups, 1], and a
+weight is (code - zero) * scale. Packing splits the groups into runs (2, 4 or 8; 10 of 3
+bits, the last one padded) that share the numbers of `X.W_q`, the first run in the
+highest bits.
 """
 
 from collections.abc import Mapping
@@ -54,8 +54,6 @@ _FLAGS = ("encoded_state_dict", "stores_quant_config", "optimize", "round_zero")
 
 
 class Hqq:
-    """Integers of 1 to 8 bits with float zeros, by groups of columns."""
-
     supported = (
         f"{_METHOD} with axis 1, encoded for safetensors, scales and zeros that are not "
         "quantised themselves"
@@ -74,7 +72,7 @@ class Hqq:
 
 
 def _check_layers(given: Any, supported: str) -> None:
-    """Refuse unsupported settings of layers; None leaves layers unquantised."""
+    """None leaves layers unquantised."""
     if given is None:
         return
     params = given.get("weight_quant_params") if isinstance(given, Mapping) else None
@@ -89,7 +87,7 @@ def _check_layers(given: Any, supported: str) -> None:
 
 
 def _matrix(layer: str, tensors: Tensors, where: str) -> StoredTensor:
-    """Read the matrix [rows, cols] of a layer; `layer` ends with a dot."""
+    """`layer` ends with a dot."""
     _check_settings(layer, tensors, where)
     packing = bytes(numbers(tensors, f"{layer}packing", "U8", 1, where)).decode(errors="replace")
     if packing not in _PACKINGS:
@@ -156,7 +154,7 @@ def _matrix(layer: str, tensors: Tensors, where: str) -> StoredTensor:
 
 
 def _check_settings(layer: str, tensors: Tensors, where: str) -> None:
-    """Refuse settings of a layer that contradict the configuration."""
+    """Refuse settings that contradict the configuration."""
     expected = {"axis": 1, "channel_wise": 1} | dict.fromkeys(_OFF, 0)
     for name, known in expected.items():
         if f"{layer}{name}" in tensors:
@@ -170,7 +168,7 @@ def _check_settings(layer: str, tensors: Tensors, where: str) -> None:
 
 @cache
 def _format(spec: QuantSpec, bits: int, shared: int) -> Format:
-    """Codes are numbers [runs, group], so rows are not views."""
+    """Codes are numbers [runs, group]."""
     parts = {"codes": TensorPart("<u4" if bits == 3 else "u1", by_row=False)} | table_parts(spec)
 
     def table_rows(stored: Parts, rows: Rows) -> TableRows:

@@ -1,6 +1,4 @@
-"""The protocol of quantisation methods: checking a `quantization_config`, and reading
-the folder's tensors.
-"""
+"""The protocol of quantisation methods."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -16,34 +14,27 @@ Tensors = Mapping[str, StoredTensor]
 class Method(Protocol):
     """A quantisation method of checkpoints, registered in `quantisation/__init__.py`.
 
-    Its number formats are in `FORMATS`, with values in `quant/dequantise.py`, or they
-    are made of a `QuantSpec` and a function that unpacks rows (`table_format`;
-    `quantisation/tables.py` has common parts).
+    Its matrices have a format of `FORMATS`, or one made with `table_format`.
     """
 
     supported: str
-    """The supported variants, for messages."""
+    """For messages."""
 
     def check(self, config: Config) -> None:
-        """Raise UnsupportedModelError, which names the field, for a configuration that
-        is not supported.
-        """
+        """Raise UnsupportedModelError, which names the field."""
         ...
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
-        """Join the folder's tensors to those of a model without quantisation, with its
-        names and shapes.
+        """Make tensors with the names and shapes of an unquantised model, from plain
+        tensors.
 
-        Codes, scales, zero points and indices arrive as plain tensors and become the
-        parts of one tensor, as views; other tensors stay. Raises FormatError for
-        missing or malformed parts, UnsupportedModelError for parts that are not
-        supported.
+        Raises FormatError for missing or malformed parts, UnsupportedModelError for
+        unsupported ones.
         """
         ...
 
 
 def refusal(field: str, value: Any, supported: str) -> UnsupportedModelError:
-    """The error for an unsupported field of `quantization_config`."""
     return UnsupportedModelError(
         f"config.json: quantization_config: {field} = {shown(value)} is not supported; "
         f"supported: {supported}"

@@ -1,9 +1,9 @@
-"""MXFP4 as in gpt-oss: experts' matrices as 4-bit floats, with a power of two for each
-32 values of a row.
+"""MXFP4 of gpt-oss: experts as 4-bit floats, with a power of two for each 32 values of
+a row.
 
 A quantised tensor X is `X_blocks` uint8 [..., rows, blocks, 16], with neighbours in a
-byte, and `X_scales` uint8 [..., rows, blocks]. Its rows are the outputs, which are the
-columns of X itself, so the joined tensor is called `X_blocks`.
+byte, and `X_scales` uint8 [..., rows, blocks]. Its rows are X's columns, so the joined
+tensor is `X_blocks`.
 """
 
 from dataclasses import replace

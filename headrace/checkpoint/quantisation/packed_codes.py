@@ -1,6 +1,4 @@
-"""Helpers for methods whose layers are several plain tensors: packed codes, scales,
-zero points.
-"""
+"""Helpers for methods whose layers are several plain tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,9 +18,7 @@ Words = NDArray[np.uint32]
 def gathered(
     tensors: Tensors, parts: Sequence[str], matrix: Callable[[str], StoredTensor], where: str
 ) -> dict[str, StoredTensor]:
-    """The folder's tensors, with `matrix(X)` as `X.weight` for each X that has the
-    first part, and without parts.
-    """
+    """Replace the parts of each layer X by `matrix(X)` as `X.weight`."""
     layers = sorted(
         name.removesuffix(parts[0]) for name in tensors if name.endswith(f".{parts[0]}")
     )
@@ -36,8 +32,8 @@ def gathered(
 
 
 def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> NDArray[Any]:
-    """The numbers of a tensor as a view in its shape; of I32, unsigned. Raises
-    FormatError for another dtype or number of dimensions.
+    """The numbers of a tensor as a view; I32 without sign. Raises FormatError for
+    another dtype or dimension.
     """
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name != dtype or len(tensor.shape) != dims:
@@ -51,9 +47,7 @@ def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> N
 
 
 def finite_floats(tensors: Tensors, name: str, where: str) -> tuple[Number, NDArray[Any]]:
-    """Scales or minima with two dimensions, in the file's precision. Raises
-    FormatError, also if a number is not finite.
-    """
+    """Two-dimensional scales or minima in the file's precision. Raises FormatError."""
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name not in PLAIN or len(tensor.shape) != 2:
         state = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
@@ -65,7 +59,6 @@ def finite_floats(tensors: Tensors, name: str, where: str) -> tuple[Number, NDAr
 
 
 def require_finite(values: Floats, name: str, where: str) -> None:
-    """Raise FormatError, which names the tensor, for infinities and NaN."""
     if not np.isfinite(values).all():
         raise FormatError(f"{where}: tensor {name} has a number that is not finite")
 
@@ -76,9 +69,7 @@ def check_shapes(
     layer: str,
     where: str,
 ) -> None:
-    """Raise FormatError if a part of a layer has an unexpected shape; `layer` ends with
-    a dot.
-    """
+    """`layer` ends with a dot. Raises FormatError."""
     for part, shape in expected.items():
         if parts[part].shape != shape:
             raise FormatError(
@@ -88,7 +79,6 @@ def check_shapes(
 
 
 def check_fields(config: Config, fields: Mapping[str, Sequence[Any]], supported: str) -> None:
-    """Refuse fields with other values."""
     for field, known in fields.items():
         value = config.get(field)
         if not any(type(value) is type(other) and value == other for other in known):
@@ -96,18 +86,14 @@ def check_fields(config: Config, fields: Mapping[str, Sequence[Any]], supported:
 
 
 def check_group_size(config: Config, supported: str, field: str = "group_size") -> None:
-    """Refuse groups that no kernel reads; supported are -1 (whole rows), 16, and
-    multiples of 32.
-    """
+    """Refuse groups other than -1 (whole rows), 16, and multiples of 32."""
     size = config.get(field)
     if type(size) is not int or not (size in (-1, 16) or (size > 0 and size % 32 == 0)):
         raise refusal(field, size, supported)
 
 
 def group_of(cols: int, size: int, name: str, where: str) -> int:
-    """Columns of a group: a whole row if `size` is -1 or larger. Raises FormatError if
-    groups are not full.
-    """
+    """Columns of a group; a whole row if `size` is -1 or larger. Raises FormatError."""
     group = cols if size == -1 else min(size, cols)
     if cols % group:
         raise FormatError(

@@ -1,6 +1,4 @@
-"""Matrices as several methods store them: packed codes, and scales by tensor, row,
-group or block.
-"""
+"""Packed codes, and scales by tensor, row, group or block, for several methods."""
 
 import math
 from dataclasses import replace
@@ -43,8 +41,8 @@ _WIDTHS = (2, 3, 4, 8)
 
 @frozen
 class Codes:
-    """The packing of a row's codes: `bits` each, lowest bits first, without gaps; codes
-    of 8 bits may be signed.
+    """The packing of codes: `bits` each, lowest first, without gaps; 8-bit codes may be
+    signed.
     """
 
     cols: int
@@ -52,21 +50,17 @@ class Codes:
     is_signed: bool = False
 
     def read(self, packed: Bytes) -> Bytes:
-        """Unpack rows of bytes [rows, bytes] to codes [rows, cols]; 128 is added to
-        signed codes.
-        """
+        """Unpack [rows, bytes] to [rows, cols]; 128 is added to signed codes."""
         codes = unpacked(packed, self.bits, self.cols)
         return codes ^ np.uint8(128) if self.is_signed else codes
 
 
 @frozen
 class Scales:
-    """The weights that share a scale, and the storage of scales: numbers, powers of
-    two, or small floats over a scale of the tensor.
-    """
+    """The weights that share a scale, and the storage of scales."""
 
     group: int
-    """Columns; 0 for a whole row."""
+    """Columns; 0 for a row."""
     number: Number | Literal["e8m0", "e4m3"]
     block_rows: int = 1
     """Rows; scales of several rows are float32."""
@@ -80,9 +74,7 @@ class Scales:
         return parts
 
     def read(self, stored: Parts, rows: Rows) -> NDArray[np.generic]:
-        """The scales of rows [rows, scales of a row]; powers and small floats become
-        float32.
-        """
+        """[rows, scales of a row]; powers and small floats as float32."""
         if self.block_rows > 1:
             return stored["scales"][row_numbers(stored, rows) // self.block_rows]
         scales = stored["scales"][rows]
@@ -94,9 +86,7 @@ class Scales:
 
 
 def unpacked(packed: Bytes, bits: int, cols: int) -> Bytes:  # [rows, cols]
-    """Unpack codes of 1 to 8 bits from rows of bytes [rows, bytes], lowest bits first,
-    without gaps.
-    """
+    """Codes of 1 to 8 bits from [rows, bytes], lowest first, without gaps."""
     if bits == 8:
         return packed[:, :cols]
     # A unit is the smallest number of bytes that begins and ends with a code.
@@ -118,7 +108,6 @@ def unpacked(packed: Bytes, bits: int, cols: int) -> Bytes:  # [rows, cols]
 
 
 def row_numbers(stored: Parts, rows: Rows) -> NDArray[np.int64]:
-    """The indices of stored rows."""
     numbers: NDArray[np.int64] = np.arange(len(stored["codes"]))[rows]
     return numbers
 
@@ -130,8 +119,8 @@ def packed_format(
     """The format of a matrix with these codes and scales, and perhaps zero points in
     uint8.
 
-    Codes whose width no kernel reads are widened when they are read. Floats of 8 bits
-    that are not finite raise ValueError when kernels pack them, but are valid values.
+    Codes of other widths than kernels read are widened. Kernels refuse small floats
+    that are not finite with ValueError.
     """
     bits = next(width for width in _WIDTHS if width >= codes.bits)
     spec = QuantSpec(
@@ -175,12 +164,11 @@ def packed_format(
 def scales_of(
     scale: StoredTensor, shape: tuple[int, ...], where: str, block: tuple[int, int] | None = None
 ) -> tuple[Scales, NDArray[Any]]:
-    """Derive the layout of scales from their shape, and return it with the scales'
-    numbers.
+    """The layout and the numbers of scales: one number, [rows], [rows, 1], [rows,
+    groups], or by blocks.
 
-    Scales are one number, [rows], [rows, 1], [rows, groups], or by blocks [rows /
-    block, columns / block] rounded up. Raises FormatError for other shapes and scales
-    that are not finite, UnsupportedModelError for groups that no kernel reads.
+    Raises FormatError for other shapes and scales that are not finite,
+    UnsupportedModelError for unsupported groups.
     """
     if scale.format.name not in PLAIN and not (block and scale.format.name == "F8_E8M0"):
         raise FormatError(
@@ -201,7 +189,7 @@ def scales_of(
 
 
 def group_of(scale: StoredTensor, shape: tuple[int, ...], where: str) -> int:
-    """Columns of a matrix that share a scale of [rows, groups]. Raises as `scales_of`."""
+    """Columns that share a scale of [rows, groups]. Raises as `scales_of`."""
     if (
         len(shape) != 2
         or len(scale.shape) != 2
@@ -226,8 +214,8 @@ def _group(columns: int, scale: StoredTensor, where: str) -> int:
 
 
 def plain(tensor: StoredTensor) -> NDArray[Any]:
-    """The numbers of a tensor in its shape, as a view; bf16 as its 16 bits. Types
-    without a NumPy type become float32.
+    """The numbers in the tensor's shape, as a view; bf16 as 16 bits, small floats as
+    float32.
     """
     if dtype := _NUMPY_TYPES.get(tensor.format.name):
         return tensor.parts["codes"].reshape(-1).view(dtype).reshape(tensor.shape)
@@ -235,7 +223,7 @@ def plain(tensor: StoredTensor) -> NDArray[Any]:
 
 
 def codes_of(tensor: StoredTensor) -> Bytes:  # [rows, bytes of a row]
-    """The bytes of a tensor, row after row, as a view."""
+    """The bytes by row, as a view."""
     return tensor.parts["codes"].reshape(tensor.rows, -1)
 
 

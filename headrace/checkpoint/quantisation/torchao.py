@@ -1,14 +1,12 @@
 """Integer checkpoints of torchao 0.18 (pytorch/ao) in the safetensors format of
 transformers 5.
 
-A quantised layer X has `X._weight_qdata`, `X._weight_scale` and `X._weight_zero_point`.
-`Int8Tensor` and `IntxUnpackedToInt8Tensor` have signed codes I8 [rows, cols], one per
-byte for any number of bits, scales [rows, groups] or [1, 1] and zero points I8 of that
-shape; a weight is scale * (code - zero point). `Int4Tensor` has two signed codes of 4
-bits in a byte [rows, cols / 2], low bits first, and float scales and zero points
-[groups, rows]; a weight is scale * code + zero point (`int4_row_quantize_zp` of mslk).
-
-The header's tensor class is ignored: the configuration implies it.
+A layer X has `X._weight_qdata`, `X._weight_scale` and `X._weight_zero_point`.
+`Int8Tensor` and `IntxUnpackedToInt8Tensor` have codes I8 [rows, cols], one per byte,
+scales and zero points I8 [rows, groups] or [1, 1]; a weight is scale * (code - zero
+point). `Int4Tensor` has two signed codes in a byte [rows, cols / 2], low bits first,
+and float scales and zero points [groups, rows]; a weight is scale * code + zero point
+(`int4_row_quantize_zp` of mslk). The configuration implies the tensor class.
 """
 
 from collections.abc import Mapping
@@ -47,14 +45,14 @@ _KNOWN = {
     "IntxWeightOnlyConfig": _UNPACKED,
     "Int8DynamicActivationIntxWeightConfig": _UNPACKED,
 }
-"""Configuration classes, and the supported values of their fields, which are the defaults."""
+"""Configuration classes, and the supported, default values of their fields."""
 _VERSION = 2
 _KERNEL_BITS = (2, 3, 4, 8)
 
 
 class TorchAo:
-    """Integers of 1 to 8 bits by group, row or tensor, with activations by token or
-    unquantised; kernels treat both alike.
+    """Integers of 1 to 8 bits by group, row or tensor; kernels ignore how activations
+    are quantised.
     """
 
     supported = (
@@ -96,7 +94,7 @@ class TorchAo:
 
 
 def _default(config: Config) -> Mapping[str, Any]:
-    """The configuration of all layers; empty if there is none."""
+    """The configuration of all layers; empty if missing."""
     given = config.get("quant_type")
     default = given.get("default") if isinstance(given, dict) else None
     fits = (
@@ -114,7 +112,7 @@ def _named(given: Mapping[str, Any], field: str, default: str | None) -> Any:
 
 
 def _bits(config: Config) -> int | None:
-    """Bits of a code; None for an unsupported `weight_dtype`."""
+    """None for an unsupported `weight_dtype`."""
     given = _default(config)
     if given["_type"] == _INT4:
         return 4
@@ -123,7 +121,7 @@ def _bits(config: Config) -> int | None:
 
 
 def _group(cols: int, groups: int, name: str, where: str) -> int:
-    """Columns of a group; 0 for a whole row."""
+    """Columns of a group; 0 for a row."""
     if cols % groups:
         raise FormatError(
             f"{where}: tensor {name} has {groups:,} scales per row, which do not divide its "
@@ -138,7 +136,7 @@ def _group(cols: int, groups: int, name: str, where: str) -> int:
 
 
 def _bytes(layer: str, bits: int, tensors: Tensors, where: str) -> StoredTensor:
-    """Read a matrix with one code per byte; `layer` ends with a dot."""
+    """One code per byte; `layer` ends with a dot."""
     codes = numbers(tensors, f"{layer}{_CODES}", "I8", 2, where)
     kind, scales = finite_floats(tensors, f"{layer}{_SCALE}", where)
     rows, cols = codes.shape
@@ -177,7 +175,7 @@ def _bytes(layer: str, bits: int, tensors: Tensors, where: str) -> StoredTensor:
 
 
 def _nibbles(layer: str, tensors: Tensors, where: str) -> StoredTensor:
-    """Read a matrix with two codes per byte; `layer` ends with a dot."""
+    """Two codes per byte; `layer` ends with a dot."""
     codes = numbers(tensors, f"{layer}{_CODES}", "I8", 2, where)
     kind, scales = finite_floats(tensors, f"{layer}{_SCALE}", where)
     zero_kind, zeros = finite_floats(tensors, f"{layer}{_ZERO}", where)
@@ -209,13 +207,12 @@ def _nibbles(layer: str, tensors: Tensors, where: str) -> StoredTensor:
 
 
 def _by_row(values: NDArray[Any], rows: int) -> NDArray[Any]:
-    """Repeat a single number for each row; [rows, groups] stays."""
+    """Repeat a single number for each row."""
     return np.ascontiguousarray(np.broadcast_to(values, (rows, values.shape[1])))
 
 
 @cache
 def _format(spec: QuantSpec, is_packed: bool) -> Format:
-    """Codes are signed i1 [rows, cols], or packed in pairs."""
     parts = {"codes": TensorPart("i1")} | table_parts(spec)
     half, mask = np.uint8(1 << spec.bits - 1), np.uint8((1 << spec.bits) - 1)
 

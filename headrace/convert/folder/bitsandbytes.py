@@ -1,9 +1,9 @@
-"""Writers of matrices for bitsandbytes: nf4 and fp4 with quantised scales (QLoRA,
-Dettmers et al. 2023), and LLM.int8. `checkpoint/quantisation/bitsandbytes.py` describes
-the formats.
+"""Writers of matrices for bitsandbytes: nf4 and fp4 (QLoRA, Dettmers et al. 2023), and
+LLM.int8.
 
-A scale of nf4 or fp4 becomes one of 256 values between -1 and 1 (`scale_values`), times
-the maximum of 256 scales, plus the mean of all scales.
+A scale of nf4 or fp4 becomes one of 256 values between -1 and 1, times the maximum of
+256 scales, plus the mean of all. `checkpoint/quantisation/bitsandbytes.py` describes
+the files.
 """
 
 import json
@@ -24,7 +24,7 @@ from headrace.record import frozen
 _NESTED = 256
 """Scales that share a scale."""
 _STATE_BYTES = 256
-"""Size of the JSON object of a matrix, padded with spaces."""
+"""Bytes of the padded JSON object of a matrix."""
 
 
 @frozen
@@ -105,9 +105,7 @@ class BitsAndBytes:
 
 
 class LlmInt8:
-    """Writes int8 by row, for int8 activations with outliers (LLM.int8, Dettmers et al.
-    2022).
-    """
+    """Writes int8 by row, for activations with outliers (LLM.int8, Dettmers et al. 2022)."""
 
     def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
         return {
@@ -139,11 +137,10 @@ class LlmInt8:
 
 @cache
 def scale_values() -> Floats:
-    """The 256 values of a quantised scale, in order ("dynamic tree quantisation",
-    Dettmers 2016).
+    """The 256 values of a quantised scale ("dynamic tree quantisation", Dettmers 2016).
 
     They are 0, 1, and for each of seven decades and both signs the centres of 1 to 64
-    equal parts of the upper nine tenths of the decade.
+    equal parts of its upper nine tenths.
     """
     positive = []
     for decade in range(7):

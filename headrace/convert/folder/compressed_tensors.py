@@ -1,9 +1,7 @@
-"""Writer of matrices for compressed-tensors, the library with which vLLM and
-transformers read them. `checkpoint/quantisation/compressed_tensors.py` describes the
-formats.
+"""Writer of matrices for compressed-tensors, which vLLM and transformers read.
 
-Integers are `pack-quantized`, which leaves the activations open. int8 by row with int8
-activations by token (W8A8) is `int-quantized`, e4m3 is `float-quantized`.
+Integers are `pack-quantized`, W8A8 is `int-quantized`, e4m3 is `float-quantized`.
+`checkpoint/quantisation/compressed_tensors.py` describes the files.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
-"""The JSON files of a folder for a model that comes from a GGUF file: `config.json`,
-tokenizer, generation.
-"""
+"""The JSON files of a folder for the model of a GGUF file."""
 
 import json
 from pathlib import Path
@@ -17,9 +15,8 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"
 
 
 def write_config_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
-    """Write the files of the tokenizer, and return the content of `config.json`.
-
-    Raises UnsupportedModelError as `config_json`.
+    """Write the tokenizer's files, and return the content of `config.json`. Raises as
+    `config_json`.
     """
     config = config_json(checkpoint.spec)
     tokenizer = checkpoint.load_tokenizer()
@@ -45,11 +42,10 @@ def write_config_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
 
 
 def config_json(spec: ModelSpec) -> dict[str, Any]:
-    """Make the `config.json` of a model, and check that it gives the same
-    specification.
+    """Make a `config.json` that gives the same specification.
 
-    Raises UnsupportedModelError if it does not: some families need fields that only
-    their own files have.
+    Raises UnsupportedModelError if the family needs fields that only its own files
+    have.
     """
     layout = FAMILIES[spec.architecture].config
     if layout is None:
@@ -76,7 +72,7 @@ def _refusal(spec: ModelSpec, reason: str) -> UnsupportedModelError:
 
 
 def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
-    """The fields that most families have, under the family's names."""
+    """The fields of most families, under the family's names."""
     windows = set(spec.windows)
     return {
         "architectures": [layout.architectures[0]],

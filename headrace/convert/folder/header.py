@@ -1,6 +1,4 @@
-"""The header of a safetensors file (huggingface/safetensors): its size, then JSON with the place
-of each tensor.
-"""
+"""The header of a safetensors file: its size, then JSON with the place of each tensor."""
 
 import json
 from collections.abc import Sequence
@@ -8,16 +6,13 @@ from collections.abc import Sequence
 from headrace.convert.tensor_writer import ByteRange, FileLayout, PlannedTensor
 
 _ALIGNMENT = 8
-"""Divides the header's length, so that tensors of every type are aligned."""
+"""Divides the header's length, to align tensors of every type."""
 _WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-"""Bytes of a number by type; types not listed have 1."""
+"""Bytes of a number by type; 1 for other types."""
 
 
 def safetensors_layout(tensors: Sequence[PlannedTensor]) -> FileLayout:
-    """Lay out the tensors without gaps, in the given order.
-
-    Tensors with wider numbers come first, which aligns all of them.
-    """
+    """Lay out tensors without gaps, wide numbers first, which aligns all."""
     ordered = sorted(tensors, key=lambda tensor: -_WIDTHS.get(tensor.format, 1))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets = []

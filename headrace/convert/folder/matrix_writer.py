@@ -1,4 +1,4 @@
-"""Quantised matrices in folders of safetensors: the protocol of their formats' writers."""
+"""The protocol of writers of quantised matrices in safetensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,39 +12,36 @@ from headrace.quant.arrays import Bytes
 from headrace.quant.spec import QuantSpec
 
 Parts = Mapping[str, NDArray[Any]]
-"""The parts of a quantised matrix by its `Format`: `codes` uint8 [rows, cols], `scales` [rows,
-scales of a row] and perhaps `zeros` in the shape of the scales; of W8A8, int8 `codes` and
-`row_scales`.
+"""As in `Format`: `codes` uint8 [rows, cols], `scales` and perhaps `zeros` [rows,
+scales of a row]; of W8A8, int8 `codes` and `row_scales`.
 """
 
 _CHUNK_BITS = 1 << 24
-"""Bits that are unpacked to bytes at a time."""
+"""Bits that are unpacked at a time."""
 
 
 class MatrixWriter(Protocol):
-    """Writes the matrices of one quantisation method.
-
-    A matrix `X.weight` becomes several tensors of the file, whose names begin with `X.`.
+    """Writes matrices of one quantisation method; a matrix `X.weight` becomes tensors
+    named `X.*`.
     """
 
     def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
-        """Make the `quantization_config` of a model; `plain_modules` are not quantised."""
+        """Make the `quantization_config` of a model."""
         ...
 
     def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
-        """Plan the tensors of a matrix.
-
-        Raises RequestError, which names the matrix, if its columns do not fit the format.
+        """Plan the tensors of a matrix. Raises RequestError, which names the matrix, if
+        its columns do not fit.
         """
         ...
 
     def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
-        """Make the planned tensors of a matrix."""
+        """Make the planned tensors."""
         ...
 
 
 def check_groups(spec: QuantSpec, name: str, cols: int) -> None:
-    """Raise RequestError if the columns are not whole groups, which these formats need."""
+    """Raise RequestError if the columns are not whole groups."""
     if spec.group and cols % spec.group:
         fitting = [group for group in (256, 192, 128, 96, 64, 32, 16) if cols % group == 0]
         groups = f"groups of {' or '.join(map(str, fitting))}, or " if fitting else ""
@@ -55,8 +52,8 @@ def check_groups(spec: QuantSpec, name: str, cols: int) -> None:
 
 
 def pack_bits(codes: Bytes, bits: int) -> NDArray[np.int32]:
-    """Pack codes [rows, cols] into words of 32 bits [rows, words], lowest bits first, without
-    gaps.
+    """Pack codes [rows, cols] into 32-bit words [rows, words], lowest bits first,
+    without gaps.
     """
     rows, cols = codes.shape
     words = -(-cols * bits // 32)

@@ -1,6 +1,4 @@
-"""Writes a model as a Hugging Face folder: safetensors, `config.json` and the source's other
-files.
-"""
+"""Writes a model as a Hugging Face folder, with the source's other files."""
 
 import json
 import math
@@ -43,27 +41,27 @@ _WEIGHTS = (
 )
 _TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CHUNK_VALUES = 1 << 24
-"""Numbers of a tensor that are float32 at a time."""
+"""Numbers that are float32 at a time."""
 
 
 @frozen(eq=False, kw_only=True)
 class FolderPlan:
-    """The tensors that a folder will have, by the folder's names."""
+    """The tensors of a folder, by the folder's names."""
 
     quantised: Mapping[str, FileTensor]
     plain: Mapping[str, tuple[FileTensor, PlannedTensor]]
     matrix_writer: MatrixWriter | None
     """None if no matrix is quantised."""
     dtype: str | None
-    """The type of all plain numbers; None keeps each tensor's type."""
+    """Type of all plain numbers; None keeps each tensor's type."""
 
     @property
     def names(self) -> list[str]:
-        """The model's names of the matrices that must be quantised."""
+        """The model's names of the quantised matrices."""
         return [part.name for tensor in self.quantised.values() for part in tensor.slices]
 
     def planned(self) -> list[PlannedTensor]:
-        """Plan all tensors. Raises RequestError for a matrix that does not fit the format."""
+        """Raises RequestError for a matrix that does not fit the format."""
         result = []
         for name, tensor in self.quantised.items():
             assert self.matrix_writer
@@ -73,7 +71,7 @@ class FolderPlan:
 
 
 def matrix_writer(target: QuantSpec) -> MatrixWriter:
-    """Choose the writer of a format. Raises RequestError if folders cannot have the format."""
+    """Choose the writer of a format. Raises RequestError."""
     if target.has_wide_outliers:
         return LlmInt8()
     if target.codebook in ("nf4", "fp4"):
@@ -89,10 +87,9 @@ def plan_folder(
 ) -> FolderPlan:
     """Plan a folder in which the named matrices of the model are quantised.
 
-    A matrix of the folder is quantised if it holds named matrices only, row by row. All other
-    tensors have `dtype`, or the source's type, or BF16 if the source has them quantised. Raises
-    UnsupportedModelError if `config.json` cannot describe the model of a GGUF file, or if a
-    folder would join its experts in one tensor.
+    A matrix of the folder is quantised if it holds named matrices only, row by row.
+    Other tensors have `dtype`, the source's type, or BF16 if the source is quantised.
+    Raises UnsupportedModelError if a folder cannot hold the model.
     """
     if not source.is_folder:
         config_json(source.spec)
@@ -123,10 +120,10 @@ def write_folder(
     tensors: Mapping[str, StoredTensor],
     results: Iterable[tuple[str, StoredTensor]],
 ) -> None:
-    """Write the folder from the model's `tensors`; `results` are its quantised matrices.
+    """Write the folder from the model's `tensors` and the quantised `results`.
 
-    Raises HeadraceError if the disk refuses, and whatever `results` raises; nothing remains at
-    `out` then.
+    Raises HeadraceError if the disk refuses, and the errors of `results`; nothing
+    remains then.
     """
     layout = safetensors_layout(plan.planned())
     check_disk_space(out, layout.size)
@@ -161,9 +158,8 @@ def write_folder(
 
 
 def copy_model_files(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy all files but weights and `config.json`, whose content is returned.
-
-    The returned configuration has no `quantization_config`.
+    """Copy all files but weights and `config.json`; return the latter without
+    `quantization_config`.
     """
     for name in list_names(source):
         path = source / name
@@ -180,7 +176,6 @@ def copy_model_files(source: Path, folder: Path) -> dict[str, Any]:
 def _numbers(
     tensor: FileTensor, tensors: Mapping[str, StoredTensor], dtype: str
 ) -> Iterator[NDArray[Any]]:
-    """Yield a tensor as plain numbers, some rows at a time."""
     rows = step = tensor.shape[0]
     if len(tensor.shape) == 2 and not tensor.is_transposed:
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
@@ -192,7 +187,7 @@ def _numbers(
 def _joined_matrices(
     planned: Mapping[str, FileTensor], results: Iterable[tuple[str, StoredTensor]]
 ) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-    """Yield the parts of each of the folder's matrices when all of its slices are quantised."""
+    """Yield the parts of each file tensor when all of its slices are quantised."""
     file_names = {part.name: name for name, tensor in planned.items() for part in tensor.slices}
     waiting: dict[str, dict[str, StoredTensor]] = {name: {} for name in planned}
     for model_name, matrix in results:

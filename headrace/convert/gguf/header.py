@@ -1,8 +1,4 @@
-"""The header of a GGUF file: version 3, little endian (ggml, `docs/gguf.md`).
-
-Key-values are written in the order of their mapping. Values of an open file are copied
-byte by byte (`Metadata.raw`); others are encoded here.
-"""
+"""The header of a GGUF file: version 3, little endian (ggml, `docs/gguf.md`)."""
 
 import math
 import struct
@@ -27,9 +23,9 @@ from headrace.errors import FormatError
 
 _VERSION = 3
 _ALIGNMENT = 32
-"""Default alignment of tensors in bytes; `general.alignment` overrides it."""
+"""Default alignment of tensors in bytes."""
 _MAX_NAME_BYTES = 63
-"""Of a tensor's name: ggml ends it with a zero in 64 bytes (`GGML_MAX_NAME`)."""
+"""`GGML_MAX_NAME` without the final zero."""
 _KINDS = {np.dtype(name): kind for kind, name in SCALARS.items() if kind != BOOL}
 _TYPE_NUMBERS = {name: number for number, name in TENSOR_TYPES.items() if name != "-"}
 
@@ -51,20 +47,17 @@ def string(value: str) -> RawValue:
 
 
 def strings(values: Sequence[str]) -> RawValue:
-    """Encode an array of strings."""
     return RawValue(ARRAY, struct.pack("<IQ", STRING, len(values)) + b"".join(map(_text, values)))
 
 
 def numbers(values: NDArray[Any]) -> RawValue:
-    """Encode an array of numbers in the array's type, int32 or float32 for example."""
+    """Encode an array in its own number type."""
     little = values.astype(values.dtype.newbyteorder("<"))
     return RawValue(ARRAY, struct.pack("<IQ", _KINDS[little.dtype], len(values)) + little.tobytes())
 
 
 def raw(value: object) -> RawValue:
-    """Encode a value in the type that fits it; integers and floats get 32 bits, a list
-    becomes strings.
-    """
+    """Encode a value; integers and floats get 32 bits."""
     match value:
         case bool():
             return flag(value)
@@ -84,11 +77,8 @@ def raw(value: object) -> RawValue:
 def gguf_file_layout(
     metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]
 ) -> FileLayout:
-    """Make the header of a file with these key-values and tensors, in this order.
-
-    Raises FormatError, which names the tensor, for a tensor that GGUF cannot hold: an
-    unknown format, more than four dimensions, too long a name, or a name that occurs
-    twice.
+    """Lay out a file. Raises FormatError, which names the tensor, for a tensor that
+    GGUF cannot hold.
     """
     alignment = _alignment(metadata)
     records: list[bytes] = []
@@ -142,10 +132,7 @@ def _alignment(metadata: Mapping[str, RawValue]) -> int:
 
 
 def _record(tensor: PlannedTensor, offset: int) -> bytes:
-    """Encode the header's entry of a tensor; `offset` counts from the first tensor.
-
-    Dimensions are in ggml's order, columns first.
-    """
+    """Encode a tensor's entry; `offset` counts from the first tensor."""
     if tensor.format not in _TYPE_NUMBERS:
         raise FormatError(f"tensor {tensor.name}: GGUF has no format {tensor.format}")
     if not 1 <= len(tensor.shape) <= MAX_DIMS or math.prod(tensor.shape) == 0:

@@ -1,6 +1,4 @@
-"""The key-values of a GGUF file (ggml, `docs/gguf.md`) for a model that comes from a
-folder.
-"""
+"""The key-values of a GGUF file (ggml, `docs/gguf.md`) for the model of a folder."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -19,32 +17,24 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
 _SHARED = {"name", "architecture", "rope", "window_rope"}
-"""Fields that are compared by meaning or not at all: families share architecture names
-of GGUF.
-"""
+"""Fields that are compared by meaning or not at all."""
 _PRECISION = 1e-6
-"""Relative precision of constants and rotary frequencies, which files have in float32."""
+"""Relative precision of the float32 constants in files."""
 
 
 @frozen(eq=False)
 class GgufDescription:
-    """The description of a model in a GGUF file."""
-
     values: Mapping[str, Any]
     """Key-values; integers and floats have 32 bits."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all tensors, rows first; tensors of several experts or heads have their number
-    first.
-    """
+    """Rows first; the number of experts or heads comes before them."""
     rope_factors: Mapping[str, StoredTensor]
-    """The rotary factors among the tensors, which follow from the specification."""
+    """Tensors that follow from the specification."""
 
 
 def describe_model(spec: ModelSpec, tensors: Mapping[str, FileTensor]) -> GgufDescription:
-    """Describe a model with these tensors, and check that the description gives the
-    same specification.
-
-    Raises UnsupportedModelError, which names the field that differs.
+    """Describe a model. Raises UnsupportedModelError, which names a field, if the
+    description gives another model.
     """
     layout = gguf_layout(spec.architecture)
     name = layout.architectures[0]
@@ -75,7 +65,6 @@ def _refusal(spec: ModelSpec, reason: str) -> UnsupportedModelError:
 
 
 def _usual(spec: ModelSpec) -> dict[str, Any]:
-    """The keys that most families have."""
     keys: dict[str, Any] = {
         "block_count": spec.num_layers,
         "context_length": spec.max_context,
@@ -126,9 +115,7 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rope_factors(spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The rotary factors that files have as tensors; for llama3, from its rule for
-    frequencies.
-    """
+    """The rotary factors that files have as tensors."""
     rope = spec.rope
     if rope and rope.scaling == "llama3":
         unscaled = RopeSpec(rope.dim, rope.theta)
@@ -163,7 +150,7 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _own(spec: ModelSpec, name: str) -> dict[str, Any]:
-    """The keys of one architecture, new ones or replacements of the usual ones."""
+    """Keys of one architecture, new or in place of the usual ones."""
     match name:
         case "granite":
             return {
@@ -182,7 +169,7 @@ def _own(spec: ModelSpec, name: str) -> dict[str, Any]:
 
 
 def _mla(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of multi-head latent attention in its absorbed form, which has one KV head."""
+    """The absorbed form has one KV head."""
     mla, rope, experts = spec.mla, spec.rope, spec.experts
     assert mla and rope
     keys: dict[str, Any] = {
@@ -209,9 +196,6 @@ def _mla(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _shape(spec: ModelSpec, tensor: FileTensor) -> tuple[int, ...]:
-    """The shape of a tensor in a file: for several experts or heads, with their number
-    first.
-    """
     names = [part.name for part in tensor.slices]
     count = 0
     if ".experts." in names[0] or ".heads." in names[0]:
@@ -223,13 +207,12 @@ def _shape(spec: ModelSpec, tensor: FileTensor) -> tuple[int, ...]:
 
 
 def _zeros(name: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A tensor of zeros that takes no memory."""
     codes = np.broadcast_to(np.zeros((), np.uint8), (math.prod(shape[:-1]), shape[-1], 4))
     return StoredTensor(name=name, format=FORMATS["F32"], shape=shape, parts={"codes": codes})
 
 
 def _difference(spec: ModelSpec, result: ModelSpec) -> str:
-    """Describe the first difference of two specifications; "" if there is none."""
+    """The first difference in words, or ""."""
     if different := _different_field(spec, result, _SHARED):
         field, value, expected = different
         return f"{field} would be {value} instead of {expected}"
@@ -242,7 +225,7 @@ def _difference(spec: ModelSpec, result: ModelSpec) -> str:
 
 
 def _different_field(a: Any, b: Any, ignored: Collection[str] = ()) -> tuple[str, Any, Any] | None:
-    """The first field in which two records differ, with its value in `b` and in `a`."""
+    """The first different field, with its values in `b` and in `a`."""
     for name, value in vars(a).items():
         other = getattr(b, name)
         if name in ignored or value == other:
@@ -261,7 +244,7 @@ def _different_field(a: Any, b: Any, ignored: Collection[str] = ()) -> tuple[str
 
 
 def _same_rope(a: RopeSpec | None, b: RopeSpec | None, max_context: int) -> bool:
-    """Whether two rotary embeddings have the same frequencies in short and long texts."""
+    """Whether frequencies are equal in short and long texts."""
     if a is None or b is None or a.dim != b.dim:
         return a is b
 

@@ -1,9 +1,8 @@
-"""The mixtures of formats in which GGUF files are published: each tensor's format.
+"""The mixtures of formats in which GGUF files are published.
 
-Names and rules are llama.cpp's (`src/llama-quant.cpp`, `llama_tensor_get_type`). It
-gives more bits to the tensors that a model is most sensitive to: logits, values of
-attention, and the down projections of the first and last layers. MXFP4 is our own
-mixture, for models without experts.
+Names and rules are llama.cpp's (`src/llama-quant.cpp`, `llama_tensor_get_type`):
+logits, values of attention, and down projections of some layers get more bits. MXFP4 is
+our own mixture, for models without experts.
 """
 
 import re
@@ -17,11 +16,9 @@ from headrace.record import frozen
 
 
 class Mixture(NamedTuple):
-    """The main format of a mixture."""
-
     format: str
     file_type: int
-    """Its number in files: `general.file_type` (`enum llama_ftype` in llama.h)."""
+    """`general.file_type` (`enum llama_ftype` in llama.h)."""
 
 
 MIXTURES = {
@@ -50,19 +47,19 @@ MIXTURES = {
     "TQ2_0": Mixture("TQ2_0", 37),
     "TQ1_0": Mixture("TQ1_0", 36),
 }
-"""By name, from the finest to the coarsest."""
+"""From the finest to the coarsest."""
 
 _LOGITS, _TOKENS = "output.weight", "token_embd.weight"
 _VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
-"""Ends of names of the matrices that make values of attention."""
+"""Matrices that make values of attention."""
 _KEPT = ("_norm.weight", "ffn_gate_inp.weight")
-"""Parts of names of the matrices that stay in float32: norms of heads, and routers."""
+"""Norms of heads, and routers, stay in float32."""
 _KEPT_WHOLE = ("position_embd.weight", "token_types.weight")
 
 _LONG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0")
-"""Formats with blocks of 256 columns; other quantised formats have 32."""
+"""Formats with blocks of 256 columns; others have 32."""
 _SHORT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
-"""Replacements of formats for rows that are no multiple of 256; Q4_0 replaces all others."""
+"""Replacements for rows that are no multiple of 256; Q4_0 by default."""
 
 
 @frozen
@@ -70,7 +67,7 @@ class MixtureFacts:
     """The facts about a model that the rules depend on."""
 
     architecture: str
-    """In GGUF's spelling."""
+    """GGUF's name."""
     layers: int
     heads_per_kv_head: int = 1
     experts: int = 0
@@ -78,9 +75,7 @@ class MixtureFacts:
 
     @property
     def has_few_values(self) -> bool:
-        """Whether llama.cpp takes it for a 70B model, whose value matrices are small
-        for its size.
-        """
+        """Whether llama.cpp takes it for a 70B model, whose value matrices are small."""
         grouped = self.architecture == "qwen2" or (
             self.architecture == "llama" and self.heads_per_kv_head > 1
         )
@@ -88,7 +83,7 @@ class MixtureFacts:
 
 
 def mixture_facts(metadata: Fields) -> MixtureFacts:
-    """Read the facts from the metadata of a GGUF file. Raises FormatError."""
+    """Read the facts from GGUF metadata. Raises FormatError."""
     name = metadata.string("general.architecture")
     heads = metadata.integer(f"{name}.attention.head_count")
     kv_heads = metadata.integer(f"{name}.attention.head_count_kv", heads)
@@ -100,9 +95,7 @@ def mixture_facts(metadata: Fields) -> MixtureFacts:
 def tensor_types(
     mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: MixtureFacts
 ) -> dict[str, str]:
-    """Choose the format of every tensor by its GGUF name and its shape, rows first.
-
-    A model without a matrix for logits makes them with its embeddings. Raises
+    """Choose the format of each tensor by its GGUF name and shape, rows first. Raises
     RequestError for an unknown mixture.
     """
     if mixture not in MIXTURES:
@@ -136,9 +129,7 @@ def tensor_types(
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix in llama.cpp's view: leading dimensions of 1 do not
-    count.
-    """
+    """Whether a tensor is a matrix to llama.cpp: leading dimensions of 1 do not count."""
     is_matrix = any(size > 1 for size in shape[:-1])
     return (
         is_matrix
@@ -161,9 +152,7 @@ def _layer(name: str) -> int:
 
 
 def _has_more(layer: int, layers: int) -> bool:
-    """Whether a layer gets more bits: the first eighth, the last eighth, and a third of
-    the rest.
-    """
+    """Whether a layer gets more bits: the first and last eighth, and a third of the rest."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
@@ -175,7 +164,6 @@ def _logits_type(mixture: str, cols: int, facts: MixtureFacts) -> str:
 
 
 def _value_type(mixture: str, index: int, count: int, facts: MixtureFacts) -> str:
-    """The format of the value matrix number `index`, in the order of layers, of `count`."""
     chosen = MIXTURES[mixture].format
     if facts.experts == 8:
         return "Q8_0"
@@ -207,7 +195,6 @@ def _other_type(mixture: str, name: str, facts: MixtureFacts) -> str:
 
 
 def _down_type(mixture: str, layer: int, facts: MixtureFacts) -> str:
-    """The format of a layer's down projections, including those of experts."""
     falcon, layers = facts.architecture == "falcon", facts.layers
     first, more = layer < layers // 8, _has_more(layer, layers)
     match mixture:

@@ -1,9 +1,9 @@
-"""The tokenizer of a folder as the key-values `tokenizer.*` of a GGUF file (ggml,
-`docs/gguf.md`), which `tokenizer_gguf.py` reads.
+"""The tokenizer of a folder as key-values `tokenizer.*` of a GGUF file (ggml,
+`docs/gguf.md`).
 
-Byte-level BPE is written with the name of its pre-tokenizer. SentencePiece's BPE, for
-which `tokenizer.json` has merges, is written with scores that rank the merges. The
-result is compared with the original on sample texts and on all tokens.
+Byte-level BPE has the name of its pre-tokenizer, SentencePiece's BPE has scores that
+rank its merges. The result is compared with the original on sample texts and all
+tokens.
 """
 
 import json
@@ -48,14 +48,10 @@ _TEXTS = (
     "\u0000\u0001\ufeff",
 )
 _TOKENS_PER_TEXT = 32
-"""Tokens of a sample text that is made of tokens."""
 
 
 def tokenizer_values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Make the key-values of the tokenizer and the chat templates.
-
-    Raises UnsupportedModelError if a GGUF file cannot describe the tokenizer.
-    """
+    """Make the key-values of tokenizer and chat templates. Raises UnsupportedModelError."""
     tokenizer = checkpoint.load_tokenizer()
     state = json.loads(tokenizer.to_json())
     model = state["model"]
@@ -87,7 +83,7 @@ def _refusal(reason: str) -> UnsupportedModelError:
 
 
 def _tokens(state: dict[str, Any], count: int) -> dict[str, Any]:
-    """All tokens with their types; rows of the embedding without a token are padding."""
+    """All tokens with their types; other rows of the embedding are padding."""
     vocab, unknown = state["model"]["vocab"], state["model"]["unk_token"]
     added = {token["id"]: token for token in state["added_tokens"]}
     tokens = {token_id: token for token, token_id in vocab.items()} | {
@@ -116,7 +112,7 @@ def _tokens(state: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _special(tokenizer: Tokenizer, state: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """The ids of special tokens, and whether BOS and EOS surround a text."""
+    """The ids of special tokens, and whether BOS and EOS are added."""
     assert isinstance(checkpoint.tokenizer_source, Path)
     path = find(checkpoint.tokenizer_source, "tokenizer_config.json")
     padding = read_json(path).get("pad_token") if path else None
@@ -143,7 +139,6 @@ def _special(tokenizer: Tokenizer, state: dict[str, Any], checkpoint: Checkpoint
 
 
 def _adds_bos_eos(tokenizer: Tokenizer) -> tuple[bool, bool]:
-    """Whether BOS precedes, and EOS ends, every text."""
     plain, with_special = tokenizer.encode("a", add_special=False), tokenizer.encode("a")
     for bos in (False, True):
         for eos in (False, True):
@@ -153,7 +148,7 @@ def _adds_bos_eos(tokenizer: Tokenizer) -> tuple[bool, bool]:
 
 
 def _pre_tokenizer(state: dict[str, Any]) -> str:
-    """The name of the rule that splits texts as the folder's rule does."""
+    """The name of the rule that splits texts in the same way."""
     splits = _splits(state["pre_tokenizer"])
     whole_words = bool(state["model"].get("ignore_merges"))
     composes = state["normalizer"] == {"type": "NFC"}
@@ -166,9 +161,8 @@ def _pre_tokenizer(state: dict[str, Any]) -> str:
 
 
 def _splits(part: Any) -> list[str | None]:
-    """The expressions with which a pre-tokenizer splits, in order.
-
-    None stands for byte-level spelling, and for an unknown part.
+    """The expressions of a pre-tokenizer; None stands for byte-level spelling or an
+    unknown part.
     """
     match part:
         case {"type": "Sequence", "pretokenizers": parts}:
@@ -188,10 +182,7 @@ def _splits(part: Any) -> list[str | None]:
 
 
 def _scores(state: dict[str, Any], count: int) -> Floats:
-    """The score of a token: minus the rank of the first merge that makes it.
-
-    Tokens without a merge have the lowest score.
-    """
+    """Minus the rank of the first merge that makes a token; the minimum without one."""
     merges, vocab = state["model"]["merges"], state["model"]["vocab"]
     scores = np.full(count, -len(merges), np.float32)
     for rank in range(len(merges) - 1, -1, -1):
@@ -200,7 +191,7 @@ def _scores(state: dict[str, Any], count: int) -> Floats:
 
 
 def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
-    """Refuse key-values that give another tokenizer."""
+    """Raise UnsupportedModelError if the key-values give another tokenizer."""
     try:
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             file.write(
@@ -227,10 +218,7 @@ def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
 
 
 def _texts(tokenizer: Tokenizer, types: list[int]) -> Iterator[str]:
-    """Yield the sample texts, then texts of all tokens in turn.
-
-    Tokens outside the model's vocabulary are put between words.
-    """
+    """Yield the samples, then texts of all tokens; added tokens stand between words."""
     yield from _TEXTS
     for first in range(0, len(types), _TOKENS_PER_TEXT):
         text = ""

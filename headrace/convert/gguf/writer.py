@@ -1,4 +1,4 @@
-"""Writes a model as a GGUF file: its key-values, and its tensors in the formats of a mixture."""
+"""Writes a model as a GGUF file, in the formats of a mixture."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from headrace.record import frozen
 _CHUNK_VALUES = 1 << 22
 """Numbers that are encoded at a time."""
 _QUANTISATION_VERSION = 2
-"""Version of ggml's block formats (`GGML_QNT_VERSION`)."""
+"""`GGML_QNT_VERSION`."""
 
 
 @frozen(eq=False)
@@ -33,11 +33,11 @@ class GgufContents:
     """The content of a file before its tensors have formats."""
 
     fields: Fields
-    """The key-values; for the model of a folder, without the tokenizer's."""
+    """For the model of a folder, without the tokenizer's."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of all tensors, rows first, by the file's names and in the file's order."""
+    """Rows first, by the file's names and in its order."""
     tensors: Mapping[str, StoredTensor]
-    """Tensors that can be written as they are: all of a GGUF file, or a folder's rotary factors."""
+    """Tensors that can be copied: all of a GGUF file, or a folder's rotary factors."""
 
 
 @frozen(eq=False)
@@ -47,14 +47,11 @@ class GgufPlan:
     mixture: str
     contents: GgufContents
     tensors: Mapping[str, PlannedTensor]
-    """In the order of the source file; for the model of a folder, in program order."""
+    """In the order of the source file, or of the program."""
 
 
 def gguf_contents(source: SourceModel) -> GgufContents:
-    """Make the contents from a GGUF file, or from the specification of a folder's model.
-
-    Raises UnsupportedModelError if a GGUF file cannot describe the model.
-    """
+    """Raises UnsupportedModelError if a GGUF file cannot describe the model."""
     metadata = source.checkpoint.tokenizer_source
     if isinstance(metadata, Metadata):
         shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
@@ -65,10 +62,8 @@ def gguf_contents(source: SourceModel) -> GgufContents:
 
 
 def plan_gguf(source: SourceModel, mixture: str) -> GgufPlan:
-    """Plan a file in one of `MIXTURES`.
-
-    Raises UnsupportedModelError if a GGUF file cannot describe the model of a folder, and
-    RequestError for an unknown mixture.
+    """Plan a file in one of `MIXTURES`. Raises UnsupportedModelError, or RequestError
+    for an unknown mixture.
     """
     contents = gguf_contents(source)
     types = tensor_types(mixture, contents.shapes, mixture_facts(contents.fields))
@@ -89,13 +84,12 @@ def write_gguf(
     importance: Mapping[str, Floats],
     on_progress: ProgressCallback,
 ) -> None:
-    """Write the file.
+    """Write the file; tensors in their final format are copied.
 
-    `importance` [cols] weights the squared errors of a matrix's columns, by the model's names;
-    without it they are equal. Tensors that have their format already are copied. Raises
-    HeadraceError if the disk refuses, RequestError, which names the tensor, for a value that is
-    not finite, and UnsupportedModelError if a GGUF file cannot describe the tokenizer of a
-    folder; nothing remains at `out` then.
+    `importance` [cols] weights the squared errors of columns, by the model's names.
+    Raises HeadraceError if the disk refuses, RequestError, which names the tensor, for
+    a value that is not finite, and UnsupportedModelError for a tokenizer that GGUF
+    cannot describe; nothing remains then.
     """
     metadata = _metadata(source, plan.contents) | {
         "general.file_type": u32(MIXTURES[plan.mixture].file_type),
@@ -130,11 +124,7 @@ def write_gguf(
 
 
 def _metadata(source: SourceModel, contents: GgufContents) -> dict[str, RawValue]:
-    """Make all key-values in the encoding of the file.
-
-    Raises UnsupportedModelError if a GGUF file cannot describe the tokenizer of a folder, and
-    FormatError for text that is not Unicode.
-    """
+    """Raises as `write_gguf`, and FormatError for text that is not Unicode."""
     metadata = source.checkpoint.tokenizer_source
     if isinstance(metadata, Metadata):
         return {key: metadata.raw(key) for key in metadata}
@@ -156,7 +146,6 @@ def _blocks(
     model_tensors: Mapping[str, StoredTensor],
     importance: Floats | None,
 ) -> Iterator[NDArray[Any]]:
-    """Yield a tensor in its new format, some rows at a time."""
     rows, cols = (1, tensor.shape[0]) if len(tensor.shape) == 1 else tensor.shape
     step = rows if tensor.is_transposed else max(1, _CHUNK_VALUES // cols)
     for first in range(0, rows, step):
