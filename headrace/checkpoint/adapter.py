@@ -99,7 +99,7 @@ def _check(config: JsonFields) -> None:
 
 
 def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, _Matrices]:
-    """By the module's name in the model."""
+    """Pair the matrices by the module's name in the model."""
     halves: dict[str, dict[str, _Floats]] = {}
     for name, tensor in tensors.items():
         if not (match := _NAME.fullmatch(name)):

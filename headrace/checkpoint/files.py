@@ -16,7 +16,7 @@ MAX_CONFIG_BYTES = 16 << 20
 """The largest known files have 2 MB."""
 _MAX_NAME_BYTES = 255
 _MAX_JSON_VALUES = 2_000_000
-"""Counted before any value is built: values take far more memory than their JSON."""
+"""Limit of values, which take far more memory than their JSON."""
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -30,7 +30,7 @@ class Folder:
     spec: ModelSpec
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """By the file's names, with joined parts of quantised tensors."""
+        """Read the tensors by the file's names, and join the parts of quantised ones."""
         tensors, quantisation = read_folder(self.path), self.config.get(_QUANTISATION)
         if quantisation is None:
             return tensors

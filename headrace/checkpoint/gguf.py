@@ -32,9 +32,9 @@ MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 MAX_ALIGNMENT = 64 << 10
 _MAX_TEXT_BYTES = 4 << 20
-"""Of a string that is read; the longest are chat templates."""
+"""Limit of a string that is read; the longest are chat templates."""
 _MAX_STRINGS = 4 << 20
-"""Of an array that is read: strings take far more memory than file."""
+"""Limit of an array that is read: strings take far more memory than file."""
 _INT64_MAX = 2**63 - 1
 
 BOOL, STRING, ARRAY = 7, 8, 9

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 1 << 16
-"""In all layers together."""
+"""Limit of experts in all layers together."""
 _MAX_SIZE = 2**31 - 1
 _MAX_WIDTH = 1 << 20
-"""Of query columns; bounds the tables that are built per column."""
+"""Limit of query columns, which bounds the tables that are built per column."""
 
 
 @frozen(eq=False)
@@ -40,10 +40,10 @@ class Checkpoint:
     chat_template: str | None
     tokenizer_source: Metadata | Path
     tool_template: str | None = None
-    """For conversations with tools, if it is another template."""
+    """The template for conversations with tools, if it is another one."""
 
     def advised_sampling(self) -> dict[str, Any]:
-        """By field of `SamplingParams`. Raises FormatError."""
+        """The authors' sampling parameters by field. Raises FormatError."""
         return advised_sampling(self.tokenizer_source)
 
     def load_tokenizer(self) -> "Tokenizer":

@@ -264,7 +264,7 @@ def _is_complete(frame: bytearray) -> bool:
 
 
 def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
-    """In a fork, which does not own the process, only close the pipes."""
+    """Stop a worker; in a fork, which does not own the process, only close the pipes."""
     for pipe in (process.stdin, process.stdout):
         if pipe:
             pipe.close()

@@ -153,18 +153,20 @@ class Tokenizer:
             raise RequestError("the text is not valid Unicode: it has lone surrogates") from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Invalid UTF-8 becomes U+FFFD."""
+        """Decode to text, in which invalid UTF-8 becomes U+FFFD."""
         decoder = self.decoder(skip_special)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
     def decoder(self, skip_special: bool = True, continues: bool = False) -> "Detokeniser":
-        """With `continues`, text precedes the tokens, so a leading space stays."""
+        """Make a detokeniser; with `continues`, text precedes the tokens, so a leading
+        space stays.
+        """
         return Detokeniser(
             self, skip_special, strip_space=self.vocabulary.strip_space and not continues
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Perhaps a part of a character; empty for an unknown id."""
+        """The bytes of a token, perhaps a part of a character; empty for an unknown id."""
         spelt = self._bytes.get(token_id)
         if spelt is None:
             spelt = self._bytes[token_id] = self._spell(token_id)

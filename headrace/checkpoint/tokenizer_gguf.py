@@ -19,7 +19,7 @@ _NEVER = -1e6
 _MAX_PIECE = 512
 """Characters of a SentencePiece token: its merges take quadratic time."""
 _MAX_MERGES = 8
-"""Average merges per SentencePiece token; real vocabularies have two or three."""
+"""Limit of average merges per SentencePiece token; real vocabularies have two or three."""
 
 _PREFIX = "tokenizer.ggml."
 

@@ -33,7 +33,9 @@ class WheelSource:
         return f"{self.distribution}=={self.version}" if self.version else self.distribution
 
     def path(self, cache: Path) -> Path:
-        """With the checksum, so that an unchecked file never replaces a pinned one."""
+        """The place in the cache, with the checksum: an unchecked file never replaces a
+        pinned one.
+        """
         return cache / "pypi" / self.requirement / (self.sha256 or _UNPINNED) / self.member
 
 

@@ -22,7 +22,7 @@ from headrace.quant.spec import QuantSpec, dequantise_rows
 
 _ALPHAS = np.linspace(0, 1, 21, dtype=np.float32)
 _MIN_ACTIVATION = np.float32(1e-4)
-"""Relative to the geometric mean of all columns."""
+"""Lower bound, relative to the geometric mean of all columns."""
 
 
 def awq(

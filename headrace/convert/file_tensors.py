@@ -25,7 +25,7 @@ class TensorSlice:
     offset: float = 0.0
     """Added to the stored entries of a vector by the loader."""
     columns: Rows | None = None
-    """Of a transposed matrix: the stored columns of the model's rows; `rows` hold the
+    """Stored columns of a transposed matrix for the model's rows; `rows` hold the
     model's columns.
     """
 

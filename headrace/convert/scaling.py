@@ -109,7 +109,7 @@ def scaling_groups(program: Program, names: Collection[str]) -> list[ScalingGrou
 
 
 def gather_sources(program: Program) -> dict[int, Value]:
-    """By value id, the value that rows were gathered from, or the value itself."""
+    """The value that rows were gathered from, or the value itself, by value id."""
     sources: dict[int, Value] = {}
     for op in program.ops:
         if out := op.output():

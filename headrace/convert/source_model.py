@@ -26,7 +26,7 @@ class SourceModel:
     checkpoint: Checkpoint
     is_folder: bool
     tensors: Mapping[str, StoredTensor]
-    """In the file's shapes; the parts of quantised tensors are joined."""
+    """Tensors in the file's shapes; the parts of quantised ones are joined."""
 
     @property
     def spec(self) -> ModelSpec:

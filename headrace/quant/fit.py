@@ -16,7 +16,7 @@ _FACTORS = np.linspace(0.85, 1.3, 16, dtype=np.float32)
 _SMALL = np.float32(1e-30)
 """Numbers below count as 0, far below the minimum float16 scale."""
 _SINGULAR = np.float32(1e-5)
-"""Relative bound of determinants that count as 0: all codes are equal."""
+"""Bound of determinants that count as 0, relative to their terms: all codes are equal."""
 
 
 class Grid(Protocol):

@@ -56,7 +56,9 @@ class Format:
     values: dq.Values
     parts: Mapping[str, TensorPart]
     spec: QuantSpec | None = None
-    """None for plain numbers. With `table_rows`, it describes their result."""
+    """Codes and scales; None for plain numbers. With `table_rows`, it describes their
+    result.
+    """
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
     """Unpacks stored rows, for formats that backends pack from tables, and for tests."""
     split: Callable[[Bytes], dq.BlockCodes] | None = None

@@ -182,7 +182,9 @@ def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTe
 
 
 def _packed_fours(name: str, tensors: Tensors, where: str) -> StoredTensor:
-    """With powers of two for 32 columns, or e4m3 for 16 columns and a tensor scale."""
+    """Read 4-bit floats with powers of two for 32 columns, or e4m3 for 16 and a tensor
+    scale.
+    """
     tensor = _required(name + _PACKED, tensors, where)
     scale = _required(f"{name}_scale", tensors, where)
     if len(tensor.shape) != 2 or scale.format.name not in ("U8", "F8_E4M3"):
@@ -221,7 +223,7 @@ def _packed_fours(name: str, tensors: Tensors, where: str) -> StoredTensor:
 def _zero_points(
     points: StoredTensor | None, shape: tuple[int, int], bits: int, where: str
 ) -> NDArray[np.uint8] | None:
-    """As codes [rows, scales of a row]; None if all are in the middle."""
+    """Zero points as codes [rows, scales of a row]; None if all are in the middle."""
     if points is None:
         return None
     rows, per_row = shape

@@ -72,7 +72,7 @@ class Hqq:
 
 
 def _check_layers(given: Any, supported: str) -> None:
-    """None leaves layers unquantised."""
+    """Check the settings of layers; None leaves them unquantised."""
     if given is None:
         return
     params = given.get("weight_quant_params") if isinstance(given, Mapping) else None

@@ -18,7 +18,7 @@ class Method(Protocol):
     """
 
     supported: str
-    """For messages."""
+    """A description of the supported variants, for messages."""
 
     def check(self, config: Config) -> None:
         """Raise UnsupportedModelError, which names the field."""

@@ -112,7 +112,7 @@ def _named(given: Mapping[str, Any], field: str, default: str | None) -> Any:
 
 
 def _bits(config: Config) -> int | None:
-    """None for an unsupported `weight_dtype`."""
+    """Bits of a code; None for an unsupported `weight_dtype`."""
     given = _default(config)
     if given["_type"] == _INT4:
         return 4

@@ -12,8 +12,8 @@ from headrace.quant.arrays import Bytes
 from headrace.quant.spec import QuantSpec
 
 Parts = Mapping[str, NDArray[Any]]
-"""As in `Format`: `codes` uint8 [rows, cols], `scales` and perhaps `zeros` [rows,
-scales of a row]; of W8A8, int8 `codes` and `row_scales`.
+"""The parts of a `Format`: `codes` uint8 [rows, cols], `scales` and perhaps `zeros`
+[rows, scales of a row]; for W8A8, int8 `codes` and `row_scales`.
 """
 
 _CHUNK_BITS = 1 << 24
