@@ -79,8 +79,8 @@ def check_gpu_backend(host: GpuHost) -> BackendChoice:
         raise RequestError(f"backend 'cuda' needs {' and '.join(host.absent)}; {gpu.INSTALL}")
     return BackendChoice(
         "cuda",
-        "TRITON_INTERPRET is set, so the kernels of backend 'cuda' are interpreted, thousands of "
-        "times slower than on a GPU",
+        "the kernels of backend 'cuda' are interpreted, thousands of times slower than on a GPU, "
+        "because TRITON_INTERPRET is set",
     )
 
 

@@ -149,9 +149,9 @@ RUN = [
     Row(
         "run {model} hello --proposer self_draft --draft-layers 2",
         2,
-        "draft_layers is 2, and must be 1 to 1",
+        "draft_layers is 2, but must be 1 to 1",
     ),
-    Row("run {model} hello --proposer medusa --medusa-heads {tmp}/none", 3, "no such file"),
+    Row("run {model} hello --proposer medusa --medusa-heads {tmp}/none", 3, "is not a file"),
     Row(
         "run {model} hello --proposer draft_model --draft-model nothing",
         3,
