@@ -60,7 +60,7 @@ test: .venv/.test
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BY_TWO))
 
 test-api: .venv/.test
-	HEADRACE_API_CASES=$(CASES) HEADRACE_API_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -s tests/server/test_api.py
+	HEADRACE_API_CASES=$(CASES) HEADRACE_API_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -s tests/server/test_openapi.py
 
 test-arm: .venv/.test
 	$(BIN)/python -m tests.arm $(TESTS)
@@ -71,7 +71,7 @@ test-clients: .venv/.test
 
 # Needs a browser: Debian's package is `chromium`; HEADRACE_BROWSER names another.
 test-page: .venv/.test
-	HEADRACE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/server/check_page.py
+	HEADRACE_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/server/check_web_page.py
 
 # Tests that interpret kernels ten times as long, and all programs of tests/backend/cuda/compiling.py.
 test-triton: .venv/.test

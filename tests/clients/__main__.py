@@ -1,8 +1,7 @@
-"""Clients of others against running servers: each in a virtual environment of its own below
-.clients, in its newest version.
+"""Client libraries against running servers, each in its newest version in a virtual environment.
 
-Each script `with_NAME.py` asks as programs that use the client do. What two clients ask alike must
-be answered alike.
+The environments are in `.clients`. A script `with_NAME.py` uses its client as programs do. If two
+clients send the same request, they must get the same response.
 """
 
 import json
@@ -20,26 +19,25 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.clients.checks import KEY
-from tests.server.caller import write_caller_gguf
 from tests.server.running import running
+from tests.server.tool_calling_model import write_caller_gguf
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".clients"
 REQUIREMENTS = {
     "openai": "openai",
     "anthropic": "anthropic",
-    "litellm": "litellm[mcp]!=1.82.7,!=1.82.8",  # these two were not its authors'
+    "litellm": "litellm[mcp]!=1.82.7,!=1.82.8",  # these two were not released by its authors
     "langchain": "langchain-openai",
     "llm": "llm",
 }
 OWN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-"""The variables of the clients: nothing of this project's environment is theirs."""
+"""Environment variables of the clients, which inherit no others."""
 SECONDS = 600.0
-"""Within which a client must be through."""
+"""Maximum seconds per client."""
 
 
 def main() -> int:
-    """Returns the exit code."""
     names = sys.argv[1:] or list(REQUIREMENTS)
     versions = {name: installed(name) for name in names}
     with ExitStack() as stack:
@@ -58,14 +56,12 @@ def main() -> int:
             for name, options in servers.items()
         }
         env = OWN | {f"{name}_URL": f"http://127.0.0.1:{port}/v1" for name, port in ports.items()}
-        results = {name: asked(name, env) for name in names}
+        results = {name: run_client(name, env) for name in names}
     return report(versions, results)
 
 
 def installed(name: str) -> str:
-    """Make a client's environment, unless it is there; returns the client's distribution and
-    version.
-    """
+    """Install a client if needed; returns its distribution and version."""
     folder, requirement = FOLDER / name, REQUIREMENTS[name]
     pip = [str(python_of(name)), "-m", "pip", "-q", "--disable-pip-version-check"]
     if not (folder / "ready").exists():
@@ -85,8 +81,8 @@ def python_of(name: str) -> Path:
     return FOLDER / name / "bin" / "python"
 
 
-def asked(name: str, env: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """What came of the checks of a client, by name."""
+def run_client(name: str, env: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the results of a client's checks by name."""
     ran = subprocess.run(
         [python_of(name), HERE / f"with_{name}.py"],
         env=env,
@@ -104,20 +100,20 @@ def asked(name: str, env: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def report(versions: dict[str, str], results: dict[str, dict[str, dict[str, Any]]]) -> int:
-    """Print what passed; returns the exit code."""
+    """Print the results; returns the exit code."""
     table = Table("", *versions.values())
-    told: list[str] = []
+    failures: list[str] = []
     for check in dict.fromkeys(check for result in results.values() for check in result):
         lines = {name: result[check] for name, result in results.items() if check in result}
-        answers = {line["answer"] for line in lines.values() if line["passed"]} - {None}
-        told += [
+        responses = {line["answer"] for line in lines.values() if line["passed"]} - {None}
+        failures += [
             f"{name}: {check}:\n{line['answer']}"
             for name, line in lines.items()
             if not line["passed"]
         ]
-        told += (
-            [f"{check}: not all were answered the same: {sorted(answers)}"]
-            if len(answers) > 1
+        failures += (
+            [f"{check}: the clients' responses differ: {sorted(responses)}"]
+            if len(responses) > 1
             else []
         )
         cells = (
@@ -125,8 +121,8 @@ def report(versions: dict[str, str], results: dict[str, dict[str, dict[str, Any]
             for name in results
         )
         table.add_row(check, *cells)
-    Console(width=120).print(table, *told, sep="\n")
-    return 1 if told else 0
+    Console(width=120).print(table, *failures, sep="\n")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""What the scripts of all clients share: it runs in the client's own environment, with the standard
-library alone.
-"""
+"""Shared by the scripts of all clients. It uses only the standard library."""
 
 import json
 import os
@@ -14,8 +12,8 @@ from typing import Any
 URL, CALLER_URL, NARROW_URL, HASTY_URL = (
     os.environ.get(f"{name}_URL", "") for name in ("CHAT", "CALLER", "NARROW", "HASTY")
 )
-"""Servers: of the default model; of one that calls a tool; one with a place for one sequence; one
-that gives a request a second.
+"""Servers of the default model, of a model that calls a tool, with space for one sequence, and with
+a timeout of one second.
 """
 KEY = "the-key"
 MODEL, CALLER = "smollm2", "caller.gguf"
@@ -24,7 +22,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 LENGTH = 32
 TOO_LONG = 50_000
 ENDLESS = 8000
-"""Tokens that take longer than the hasty server gives."""
+"""A number of tokens that exceeds the hasty server's timeout."""
 SECONDS = 60.0
 SCHEMA = {
     "type": "object",
@@ -47,9 +45,7 @@ Check = Callable[[], str | None]
 
 
 def run(checks: dict[str, Check]) -> None:
-    """Print for each check whether it passed, and what it answered: all clients must be answered
-    the same.
-    """
+    """Print whether each check passed, and its result, which must be equal for all clients."""
     for name, check in checks.items():
         try:
             line = {"check": name, "passed": True, "answer": check()}
@@ -59,7 +55,7 @@ def run(checks: dict[str, Check]) -> None:
 
 
 def raised(kind: type[Exception], call: Callable[[], object]) -> Any:
-    """The error that a call must end with."""
+    """Return the error that a call must raise."""
     try:
         call()
     except kind as error:
@@ -68,7 +64,6 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> Any:
 
 
 def planet(text: str) -> str:
-    """The text of JSON that must be a planet."""
     value = json.loads(text)
     assert (
         value.keys() == {"name", "moons"}
@@ -79,7 +74,7 @@ def planet(text: str) -> str:
 
 
 def errors(url: str, code: str) -> int:
-    """How many responses of a server had an error of this code, as it counts them."""
+    """Return a server's count of responses with this error code."""
     request = urllib.request.Request(
         url.removesuffix("/v1") + "/metrics", headers={"x-api-key": KEY}
     )
@@ -93,9 +88,7 @@ def errors(url: str, code: str) -> int:
 
 @contextmanager
 def full() -> Iterator[Callable[[], int]]:
-    """The narrow server has its one place taken until it has refused a request; yields how many it
-    has refused since.
-    """
+    """Occupy the narrow server until it has refused a request; yields a counter of refusals."""
     before = errors(NARROW_URL, "server_overloaded")
     body = json.dumps(
         {"prompt": "Once", "max_tokens": ENDLESS, "ignore_eos": True, "stream": True}
@@ -104,7 +97,7 @@ def full() -> Iterator[Callable[[], int]]:
     stream = urllib.request.urlopen(
         urllib.request.Request(NARROW_URL + "/completions", body, headers), timeout=SECONDS
     )
-    stream.readline()  # it runs
+    stream.readline()  # the request runs
 
     def leave() -> None:
         while not over.wait(0.05) and errors(NARROW_URL, "server_overloaded") == before:
@@ -123,9 +116,7 @@ def full() -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """What the hasty server refuses in it, since its time is up, it refuses once: no client may ask
-    again.
-    """
+    """Check that the client does not retry a request that timed out."""
     before = errors(HASTY_URL, "timeout")
     yield
     assert errors(HASTY_URL, "timeout") == before + 1

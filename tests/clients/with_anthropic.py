@@ -1,4 +1,4 @@
-"""Anthropic's own client, on the routes that it knows."""
+"""Anthropic's client library."""
 
 import anthropic
 from checks import (
@@ -23,7 +23,7 @@ from checks import (
     run,
 )
 
-ASKED = {
+REQUEST = {
     "model": MODEL,
     "messages": MESSAGES,
     "max_tokens": LENGTH,
@@ -37,7 +37,7 @@ TOOL = {
 
 
 def client_of(url: str, key: str = KEY) -> anthropic.Anthropic:
-    """It adds `/v1` to its addresses by itself."""
+    """The client adds `/v1` to its base URL."""
     return anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key)
 
 
@@ -45,11 +45,11 @@ client = client_of(URL)
 
 
 def chat() -> str:
-    return client.messages.create(**ASKED).content[0].text
+    return client.messages.create(**REQUEST).content[0].text
 
 
 def stream() -> str:
-    with client.messages.stream(**ASKED) as events:
+    with client.messages.stream(**REQUEST) as events:
         text = "".join(events.text_stream)
         assert events.get_final_message().content[
             0
@@ -59,31 +59,31 @@ def stream() -> str:
 
 def tools() -> None:
     caller = client_of(CALLER_URL)
-    asked = {"model": CALLER, "messages": MESSAGES, "max_tokens": 200, "tools": [TOOL]}
-    answer = caller.messages.create(**asked)
-    (call,) = answer.content
-    assert (answer.stop_reason, call.name, call.input) == ("tool_use", "weather", CALLED)
-    with caller.messages.stream(**asked) as events:
+    request = {"model": CALLER, "messages": MESSAGES, "max_tokens": 200, "tools": [TOOL]}
+    response = caller.messages.create(**request)
+    (call,) = response.content
+    assert (response.stop_reason, call.name, call.input) == ("tool_use", "weather", CALLED)
+    with caller.messages.stream(**request) as events:
         assert events.get_final_message().content[0].input == CALLED
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
-    told = [
+    with_result = [
         *MESSAGES,
-        {"role": "assistant", "content": answer.content},
+        {"role": "assistant", "content": response.content},
         {"role": "user", "content": [result]},
     ]
-    assert caller.messages.create(**asked | {"messages": told}).content[0].text == REPLY
+    assert caller.messages.create(**request | {"messages": with_result}).content[0].text == REPLY
 
 
 def wrong_key() -> None:
     error = raised(
-        anthropic.AuthenticationError, lambda: client_of(URL, "wrong").messages.create(**ASKED)
+        anthropic.AuthenticationError, lambda: client_of(URL, "wrong").messages.create(**REQUEST)
     )
     assert error.body["error"]["type"] == "authentication_error"
 
 
 def unknown_model() -> None:
     error = raised(
-        anthropic.NotFoundError, lambda: client.messages.create(**ASKED | {"model": "other"})
+        anthropic.NotFoundError, lambda: client.messages.create(**REQUEST | {"model": "other"})
     )
     assert error.body["error"]["type"] == "not_found_error"
 
@@ -91,27 +91,27 @@ def unknown_model() -> None:
 def too_long() -> None:
     error = raised(
         anthropic.BadRequestError,
-        lambda: client.messages.create(**ASKED | {"max_tokens": TOO_LONG, "stream": True}),
+        lambda: client.messages.create(**REQUEST | {"max_tokens": TOO_LONG, "stream": True}),
     )
     assert error.body["error"]["type"] == "invalid_request_error"
 
 
 def full_for_a_moment() -> str:
     with full() as refused:
-        answer = client_of(NARROW_URL).messages.create(**ASKED)
+        response = client_of(NARROW_URL).messages.create(**REQUEST)
         assert refused() > 0
-    return answer.content[0].text
+    return response.content[0].text
 
 
 def out_of_time() -> None:
-    asked = ASKED | {
+    request = REQUEST | {
         "max_tokens": ENDLESS,
         "messages": [{"role": "user", "content": "Count from one to a million: one, two, three,"}],
     }
     with asked_once():
         error = raised(
             anthropic.APIStatusError,
-            lambda: client_of(HASTY_URL).messages.create(**asked, timeout=60),
+            lambda: client_of(HASTY_URL).messages.create(**request, timeout=60),
         )
         assert error.status_code == 504
 

@@ -46,12 +46,12 @@ def model(**more: Any) -> ChatOpenAI:
 
 
 def chat() -> str:
-    answer = model().invoke(QUESTION)
-    assert answer.usage_metadata["output_tokens"] <= LENGTH and answer.response_metadata[
+    response = model().invoke(QUESTION)
+    assert response.usage_metadata["output_tokens"] <= LENGTH and response.response_metadata[
         "finish_reason"
     ] in ("stop", "length")
-    assert model(use_responses_api=True).invoke(QUESTION).text == answer.content
-    return answer.content
+    assert model(use_responses_api=True).invoke(QUESTION).text == response.content
+    return response.content
 
 
 def stream() -> str:
@@ -85,7 +85,7 @@ def tools() -> None:
 
 
 def schema() -> str:
-    """Its own way to ask is strict; the answer is what OpenAI's client gets by the same schema."""
+    """LangChain sends strict schemas; the response equals that of OpenAI's client."""
     value = (
         model().with_structured_output(SCHEMA, method="json_schema", strict=True).invoke(QUESTION)
     )
@@ -107,7 +107,7 @@ def logprobs() -> str:
         .invoke(QUESTION)
         .response_metadata["logprobs"]["content"]
     )
-    return json.dumps([one["logprob"] for one in content])
+    return json.dumps([item["logprob"] for item in content])
 
 
 def wrong_key() -> None:
@@ -119,15 +119,15 @@ def unknown_model() -> None:
 
 
 def too_long() -> None:
-    """It knows this error apart, so that a program can shorten the conversation."""
+    """LangChain raises a type of its own, so that programs can shorten the conversation."""
     raised(ContextOverflowError, lambda: model(max_tokens=TOO_LONG).invoke(QUESTION))
 
 
 def full_for_a_moment() -> str:
     with full() as refused:
-        answer = model(base_url=NARROW_URL, max_retries=2).invoke(QUESTION)
+        response = model(base_url=NARROW_URL, max_retries=2).invoke(QUESTION)
         assert refused() > 0
-    return answer.content
+    return response.content
 
 
 def out_of_time() -> None:

@@ -1,4 +1,4 @@
-"""LiteLLM, by which many programs and agents ask."""
+"""LiteLLM, which many programs and agents use."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from checks import (
 )
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
-    "True"  # else it asks another host for the prices of models
+    "True"  # otherwise it fetches prices of models from another host
 )
 
 import litellm
@@ -41,29 +41,31 @@ FORMAT = {
 
 
 def ask(**more: Any) -> Any:
-    """An answer by the client that it has of OpenAI's; `provider` names another of its ways to such
-    a server.
-    """
-    asked = {
+    """Send a request through LiteLLM's OpenAI client, or through another `provider`."""
+    request = {
         "provider": "openai",
         "model": MODEL,
         "base_url": URL,
         "api_key": KEY,
         "messages": MESSAGES,
     } | more
-    name = f"{asked.pop('provider')}/{asked.pop('model')}"
+    name = f"{request.pop('provider')}/{request.pop('model')}"
     return litellm.completion(
-        model=name, **{"max_tokens": LENGTH, "temperature": 0, "max_retries": 0} | asked
+        model=name, **{"max_tokens": LENGTH, "temperature": 0, "max_retries": 0} | request
     )
 
 
 def chat() -> str:
-    answer = ask()
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    response = ask()
     assert (
-        ask(provider="hosted_vllm").choices[0].message.content == answer.choices[0].message.content
+        response.usage.total_tokens
+        == response.usage.prompt_tokens + response.usage.completion_tokens
     )
-    return answer.choices[0].message.content
+    assert (
+        ask(provider="hosted_vllm").choices[0].message.content
+        == response.choices[0].message.content
+    )
+    return response.choices[0].message.content
 
 
 def stream() -> str:
@@ -78,24 +80,24 @@ def stream() -> str:
 
 def tools() -> None:
     for provider in ("openai", "hosted_vllm"):
-        asked = {
+        request = {
             "provider": provider,
             "model": CALLER,
             "base_url": CALLER_URL,
             "tools": [TOOL],
             "max_tokens": 200,
         }
-        message = ask(**asked).choices[0].message
+        message = ask(**request).choices[0].message
         (call,) = message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("weather", CALLED)
-        whole = litellm.stream_chunk_builder(list(ask(**asked, stream=True)))
+        whole = litellm.stream_chunk_builder(list(ask(**request, stream=True)))
         assert json.loads(whole.choices[0].message.tool_calls[0].function.arguments) == CALLED
-        told = [
+        with_result = [
             *MESSAGES,
             message.model_dump(),
             {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
         ]
-        assert ask(**asked | {"messages": told}).choices[0].message.content == REPLY
+        assert ask(**request | {"messages": with_result}).choices[0].message.content == REPLY
 
 
 def schema() -> str:
@@ -110,7 +112,7 @@ def several() -> str:
 
 def logprobs() -> str:
     content = ask(logprobs=True, top_logprobs=2).choices[0].logprobs.content
-    return json.dumps([one.logprob for one in content])
+    return json.dumps([item.logprob for item in content])
 
 
 def wrong_key() -> None:
@@ -122,21 +124,21 @@ def unknown_model() -> None:
 
 
 def too_long() -> None:
-    """It knows this error apart, so that a program can go on with another model."""
+    """LiteLLM raises a type of its own, so that programs can change the model."""
     raised(litellm.ContextWindowExceededError, lambda: ask(max_tokens=TOO_LONG))
 
 
 def full_for_a_moment() -> str:
     with full() as refused:
-        answer = ask(base_url=NARROW_URL, max_retries=2)
+        response = ask(base_url=NARROW_URL, max_retries=2)
         assert refused() > 0
-    return answer.choices[0].message.content
+    return response.choices[0].message.content
 
 
 def out_of_time() -> None:
     with asked_once():
-        asked = {"max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}, "max_retries": 2}
-        raised(litellm.Timeout, lambda: ask(base_url=HASTY_URL, **asked))
+        request = {"max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}, "max_retries": 2}
+        raised(litellm.Timeout, lambda: ask(base_url=HASTY_URL, **request))
 
 
 run(

@@ -1,6 +1,4 @@
-"""The command-line tool `llm`, whose models of servers like OpenAI's stand in a file of its
-folder.
-"""
+"""The command-line tool `llm`; a file in its folder lists OpenAI-compatible servers."""
 
 import json
 import os
@@ -73,15 +71,15 @@ def error(name: str, *flags: str, key: str = KEY) -> str:
 
 
 def chat() -> str:
-    answer = text("chat", *OPTIONS, "--no-stream")
-    assert text("responses", *OPTIONS, "--no-stream") == answer
-    return answer
+    response = text("chat", *OPTIONS, "--no-stream")
+    assert text("responses", *OPTIONS, "--no-stream") == response
+    return response
 
 
 def stream() -> str:
-    answer = text("chat", *OPTIONS)
-    assert text("responses", *OPTIONS) == answer
-    return answer
+    response = text("chat", *OPTIONS)
+    assert text("responses", *OPTIONS) == response
+    return response
 
 
 def tools() -> None:
@@ -108,9 +106,9 @@ def too_long() -> None:
 
 def full_for_a_moment() -> str:
     with full() as refused:
-        answer = text("narrow", *OPTIONS)
+        response = text("narrow", *OPTIONS)
         assert refused() > 0
-    return answer
+    return response
 
 
 def out_of_time() -> None:

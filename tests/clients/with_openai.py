@@ -1,4 +1,4 @@
-"""OpenAI's own client."""
+"""OpenAI's client library."""
 
 import json
 
@@ -27,7 +27,7 @@ from checks import (
 )
 
 client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
-ASKED = {"model": MODEL, "messages": MESSAGES, "max_tokens": LENGTH, "temperature": 0}
+REQUEST = {"model": MODEL, "messages": MESSAGES, "max_tokens": LENGTH, "temperature": 0}
 FORMAT = {
     "type": "json_schema",
     "json_schema": {"name": "planet", "schema": SCHEMA, "strict": True},
@@ -35,14 +35,19 @@ FORMAT = {
 
 
 def chat() -> str:
-    answer = client.chat.completions.create(**ASKED)
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    return answer.choices[0].message.content
+    response = client.chat.completions.create(**REQUEST)
+    assert (
+        response.usage.total_tokens
+        == response.usage.prompt_tokens + response.usage.completion_tokens
+    )
+    return response.choices[0].message.content
 
 
 def stream() -> str:
     chunks = list(
-        client.chat.completions.create(**ASKED, stream=True, stream_options={"include_usage": True})
+        client.chat.completions.create(
+            **REQUEST, stream=True, stream_options={"include_usage": True}
+        )
     )
     assert chunks[-1].usage.completion_tokens <= LENGTH and chunks[-2].choices[0].finish_reason in (
         "stop",
@@ -53,42 +58,49 @@ def stream() -> str:
 
 def tools() -> None:
     caller = openai.OpenAI(base_url=CALLER_URL, api_key=KEY)
-    asked = {"model": CALLER, "messages": MESSAGES, "tools": [TOOL]}
-    message = caller.chat.completions.create(**asked).choices[0].message
+    request = {"model": CALLER, "messages": MESSAGES, "tools": [TOOL]}
+    message = caller.chat.completions.create(**request).choices[0].message
     (call,) = message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", CALLED)
-    with caller.chat.completions.stream(**asked) as events:
+    with caller.chat.completions.stream(**request) as events:
         (streamed,) = events.get_final_completion().choices[0].message.tool_calls
     assert json.loads(streamed.function.arguments) == CALLED
-    told = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    with_result = [
+        *MESSAGES,
+        message,
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
     assert (
-        caller.chat.completions.create(**asked | {"messages": told}).choices[0].message.content
+        caller.chat.completions.create(**request | {"messages": with_result})
+        .choices[0]
+        .message.content
         == REPLY
     )
 
 
 def schema() -> str:
     return planet(
-        client.chat.completions.create(**ASKED, response_format=FORMAT).choices[0].message.content
+        client.chat.completions.create(**REQUEST, response_format=FORMAT).choices[0].message.content
     )
 
 
 def several() -> str:
-    answer = client.chat.completions.create(**ASKED | {"temperature": 1}, seed=5, n=3)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    return json.dumps([choice.message.content for choice in answer.choices])
+    response = client.chat.completions.create(**REQUEST | {"temperature": 1}, seed=5, n=3)
+    assert [choice.index for choice in response.choices] == [0, 1, 2]
+    return json.dumps([choice.message.content for choice in response.choices])
 
 
 def logprobs() -> str:
     content = (
-        client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2)
+        client.chat.completions.create(**REQUEST, logprobs=True, top_logprobs=2)
         .choices[0]
         .logprobs.content
     )
     assert all(
-        len(one.top_logprobs) == 2 and one.logprob == one.top_logprobs[0].logprob for one in content
+        len(item.top_logprobs) == 2 and item.logprob == item.top_logprobs[0].logprob
+        for item in content
     )
-    return json.dumps([one.logprob for one in content])
+    return json.dumps([item.logprob for item in content])
 
 
 def wrong_key() -> None:
@@ -98,7 +110,7 @@ def wrong_key() -> None:
 
 def unknown_model() -> None:
     error = raised(
-        openai.NotFoundError, lambda: client.chat.completions.create(**ASKED | {"model": "other"})
+        openai.NotFoundError, lambda: client.chat.completions.create(**REQUEST | {"model": "other"})
     )
     assert error.code == "model_not_found"
 
@@ -106,7 +118,7 @@ def unknown_model() -> None:
 def too_long() -> None:
     error = raised(
         openai.BadRequestError,
-        lambda: client.chat.completions.create(**ASKED | {"max_tokens": TOO_LONG}),
+        lambda: client.chat.completions.create(**REQUEST | {"max_tokens": TOO_LONG}),
     )
     assert error.code == "context_length_exceeded"
 
@@ -114,18 +126,18 @@ def too_long() -> None:
 def full_for_a_moment() -> str:
     patient = openai.OpenAI(base_url=NARROW_URL, api_key=KEY)
     with full() as refused:
-        answer = patient.chat.completions.create(**ASKED)
+        response = patient.chat.completions.create(**REQUEST)
         assert refused() > 0
-    return answer.choices[0].message.content
+    return response.choices[0].message.content
 
 
 def out_of_time() -> None:
     hasty = openai.OpenAI(base_url=HASTY_URL, api_key=KEY)
     with asked_once():
-        asked = ASKED | {"max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}}
+        request = REQUEST | {"max_tokens": ENDLESS, "extra_body": {"ignore_eos": True}}
         assert (
             raised(
-                openai.InternalServerError, lambda: hasty.chat.completions.create(**asked)
+                openai.InternalServerError, lambda: hasty.chat.completions.create(**request)
             ).status_code
             == 504
         )

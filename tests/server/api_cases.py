@@ -1,9 +1,7 @@
-"""Requests by Schemathesis, of what `/openapi.json` says: each route and field in turn, beside a
-few others, as described and otherwise.
+"""Schemathesis cases from `/openapi.json`: each route and field in turn, valid and invalid.
 
-A request with all fields at once would be refused for one of them nearly every time, and take a
-second to be made: so each case has the fields that it must have, the one whose turn it is and up to
-two more, and its sizes are bounded.
+A request with all fields would nearly always be refused and takes a second to generate. So a case
+has the required fields, the field whose turn it is, and up to two more, of bounded sizes.
 """
 
 import random
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from schemathesis import Case, GenerationMode
 
-_MOST = {
+_MAX = {
     "n": 3,
     "max_tokens": 8,
     "max_completion_tokens": 8,
@@ -24,19 +22,18 @@ _MOST = {
     "maxLength": 24,
     "maxItems": 3,
 }
-_MOST_TOKEN_ID = 300
+_MAX_TOKEN_ID = 300
 """A little above the vocabulary of the tiny model."""
 _ALWAYS = {"stream"}
-"""May be in every case: with it all fields are answered in a second way."""
+"""Fields that any case may have: with `stream`, all fields are used in a second way."""
 _MODES = [*3 * [GenerationMode.POSITIVE], GenerationMode.NEGATIVE]
 _REFERENCE = "#/components/schemas/"
 
 
 class Description:
-    """A server's own description of what it takes."""
+    """The server's OpenAPI document."""
 
     def __init__(self, document: dict[str, Any], model: str) -> None:
-        """`model`: the name that the server knows."""
         self.document = document
         schemas = document["components"]["schemas"]
         self._schemas = {
@@ -45,20 +42,19 @@ class Description:
         }
 
     def record_of(self, path: str) -> str | None:
-        """The name of the schema of the bodies that a path takes; None where it takes none."""
+        """Return the name of the schema of a path's bodies, or None."""
         body = self.document["paths"][path].get("post", {}).get("requestBody")
         return body and str(body["content"]["application/json"]["schema"]["$ref"]).removeprefix(
             _REFERENCE
         )
 
     def allows(self, path: str, body: object) -> bool:
-        """Whether a body is as described."""
         return Draft202012Validator(
             {"$ref": _REFERENCE + (self.record_of(path) or ""), **self.document}
         ).is_valid(body)
 
     def fields(self) -> dict[str, list[str]]:
-        """All fields of the bodies that each path takes."""
+        """Return all fields of the bodies of each path."""
         records = {path: self.record_of(path) for path in self.document["paths"]}
         return {
             path: sorted(self._schemas[name]["properties"])
@@ -67,8 +63,9 @@ class Description:
         }
 
     def cases(self, path: str, seed: int) -> st.SearchStrategy[Case]:
-        """Cases of each field of the bodies of a path; `seed` decides in what company. They take a
-        megabyte for each field.
+        """Generate cases for each field of a path; `seed` chooses the other fields.
+
+        They take a megabyte per field.
         """
         chooser = random.Random(seed)
         return st.one_of(
@@ -90,7 +87,7 @@ class Description:
             company = {*needed, *chooser.sample(others, min(2, len(others)))}
             fields = sorted(company | (_ALWAYS & record["properties"].keys()))
             narrow = record | {
-                "properties": {one: _given(record["properties"][one]) for one in fields},
+                "properties": {item: _given(record["properties"][item]) for item in fields},
                 "required": sorted(company),
             }
             schemas = {"schemas": self._schemas | {name: narrow}}
@@ -102,30 +99,28 @@ class Description:
 
 
 def _given(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field that is not null: null would be the same as none."""
+    """Return the schema of a field that is not null, because null counts as absent."""
     return (
-        schema | {"anyOf": [one for one in schema["anyOf"] if one != {"type": "null"}]}
+        schema | {"anyOf": [item for item in schema["anyOf"] if item != {"type": "null"}]}
         if "anyOf" in schema
         else schema
     )
 
 
 def _bounded(schema: Any, model: str, name: str = "") -> Any:
-    """A schema under which values are small, and the model is the one that there is. `name`: the
-    property that it is of.
-    """
+    """Return a schema with small values and the known model; `name` is the property's name."""
     if isinstance(schema, list):
-        return [_bounded(one, model, name) for one in schema]
+        return [_bounded(item, model, name) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if name == "model":
         return {"enum": [model, None]}
     schema = {
-        key: _bounded(one, model, name) for key, one in schema.items() if key != "properties"
+        key: _bounded(item, model, name) for key, item in schema.items() if key != "properties"
     } | (
         {
             "properties": {
-                key: _bounded(one, model, key) for key, one in schema["properties"].items()
+                key: _bounded(item, model, key) for key, item in schema["properties"].items()
             }
         }
         if "properties" in schema
@@ -137,31 +132,27 @@ def _bounded(schema: Any, model: str, name: str = "") -> Any:
                 {"additionalProperties": False} if "properties" in schema else {"maxProperties": 2}
             )
         case "array":
-            schema["maxItems"] = min(schema.get("maxItems", _MOST["maxItems"]), _MOST["maxItems"])
+            schema["maxItems"] = min(schema.get("maxItems", _MAX["maxItems"]), _MAX["maxItems"])
         case "string" if "enum" not in schema:
-            schema["maxLength"] = min(
-                schema.get("maxLength", _MOST["maxLength"]), _MOST["maxLength"]
-            )
+            schema["maxLength"] = min(schema.get("maxLength", _MAX["maxLength"]), _MAX["maxLength"])
         case "integer":
-            most = _MOST.get(
-                name, _MOST_TOKEN_ID if "token" in name or name in ("prompt", "input") else 2**63
+            maximum = _MAX.get(
+                name, _MAX_TOKEN_ID if "token" in name or name in ("prompt", "input") else 2**63
             )
-            schema["maximum"] = min(schema.get("maximum", most), most)
+            schema["maximum"] = min(schema.get("maximum", maximum), maximum)
     if "propertyNames" in schema:
         schema["propertyNames"] = {"pattern": "^[1-9][0-9]?$"}
     return schema
 
 
 def as_clients_write(value: Any) -> Any:
-    """A value with whole numbers written so: 2.0 is an integer by JSON's schemas, and here it is
-    none.
-    """
+    """Write whole numbers as integers: JSON Schema takes 2.0 for one, the server does not."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [as_clients_write(one) for one in value]
+        return [as_clients_write(item) for item in value]
     return (
-        {key: as_clients_write(one) for key, one in value.items()}
+        {key: as_clients_write(item) for key, item in value.items()}
         if isinstance(value, dict)
         else value
     )

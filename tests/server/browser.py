@@ -1,6 +1,4 @@
-"""Chromium without a window, driven over a pair of pipes by its own protocol (CDP): no driver and
-no library.
-"""
+"""Headless Chromium, controlled over pipes by the Chrome DevTools Protocol."""
 
 import base64
 import json
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0
-"""Within which whatever is waited for must happen."""
+"""Maximum seconds to wait for anything."""
 _FLAGS = (
     *(
         "--headless=new",
@@ -33,16 +31,12 @@ _FLAGS = (
 
 
 class Browser:
-    """One browser with one page."""
-
     def __init__(self, program: str, profile: Path) -> None:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
 
         def take_pipes() -> None:
-            """The browser reads its descriptor 3 and writes 4; these are first moved out of the
-            way.
-            """
+            """Move the pipes to descriptors 3 and 4, which the browser reads and writes."""
             high_in, high_out = os.dup2(theirs_in, 100), os.dup2(theirs_out, 101)
             os.dup2(high_in, 3)
             os.dup2(high_out, 4)
@@ -58,7 +52,7 @@ class Browser:
         self._buffer = b""
         self._session: str | None = None
         self.complaints: list[str] = []
-        """What the page has written to its console, and exceptions that nothing caught."""
+        """Console messages and uncaught exceptions of the page."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
             "sessionId"
@@ -67,17 +61,17 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> Any:
-        """The result of one command."""
+        """Return the result of one command."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": params} | (
             {"sessionId": self._session} if self._session else {}
         )
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._read()
-            if answer.get("id") == number:
-                assert "error" not in answer, (method, answer["error"])
-                return answer["result"]
+            response = self._read()
+            if response.get("id") == number:
+                assert "error" not in response, (method, response["error"])
+                return response["result"]
 
     def _read(self) -> Any:
         while b"\0" not in self._buffer:
@@ -96,7 +90,7 @@ class Browser:
         return message
 
     def look(self, wide: int, high: int, scheme: str) -> None:
-        """See the page on a screen of this size, in CSS pixels, light or dark."""
+        """Set the screen's size in CSS pixels and its colour scheme."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=wide,
@@ -110,13 +104,13 @@ class Browser:
         )
 
     def open(self, url: str, headers: dict[str, str] | None = None) -> None:
-        """Open a page, and wait until it is there."""
+        """Open a page and wait until it is loaded."""
         self.call("Network.setExtraHTTPHeaders", headers=headers or {})
         self.call("Page.navigate", url=url)
         self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         result = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -124,7 +118,7 @@ class Browser:
         return result["result"].get("value")
 
     def until(self, script: str, holds: Callable[[Any], bool] = bool) -> Any:
-        """Wait until an expression in the page has a value that holds, and return it."""
+        """Wait until the value of an expression in the page holds; returns the value."""
         end = time.monotonic() + SECONDS
         while not holds(value := self.run(script)):
             assert time.monotonic() < end, (script, value)
@@ -132,11 +126,9 @@ class Browser:
         return value
 
     def write(self, text: str) -> None:
-        """Write at the cursor."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, modifiers: int = 0) -> None:
-        """Press a key: Enter, Tab."""
         code = {"Enter": 13, "Tab": 9}[key]
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         self.call(
@@ -148,13 +140,12 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def picture(self, file: Path) -> None:
-        """What is to be seen, as a PNG file."""
+        """Save a screenshot as a PNG file."""
         file.write_bytes(
             base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
         )
 
     def close(self) -> None:
-        """End the browser."""
         self._process.terminate()
         self._process.wait(SECONDS)
         os.close(self._in)

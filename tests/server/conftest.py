@@ -1,4 +1,4 @@
-"""Servers of a tiny model: one for all tests that leave it as it is."""
+"""Servers of a tiny model, shared by tests that do not change them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +27,5 @@ def server(model: str) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def llm(model: str) -> Iterator[LLM]:
-    """The same model in this process."""
     with LLM(model, threads=1, kv_blocks=64) as llm:
         yield llm

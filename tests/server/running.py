@@ -1,4 +1,4 @@
-"""A server in a process of its own, and plain HTTP requests to it."""
+"""A server in another process, and plain HTTP requests to it."""
 
 import contextlib
 import http.client
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SECONDS = 60.0
-"""Within which whatever is waited for must happen, on the busiest machine."""
+"""Maximum seconds to wait for anything, on a busy machine."""
 
 
 class Reply(NamedTuple):
-    """A whole response."""
+    """A complete response."""
 
     status: int
     headers: dict[str, str]
@@ -32,13 +32,13 @@ class Reply(NamedTuple):
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream, `[DONE]` as it is."""
+        """The events of a stream; `[DONE]` stays text."""
         lines = [line[6:] for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 class Running:
-    """`headrace serve`, or another verb that listens, from its start to its end."""
+    """A running `headrace serve`, or another command that listens."""
 
     def __init__(
         self,
@@ -71,7 +71,6 @@ class Running:
 
     @property
     def engine_pid(self) -> int:
-        """The engine process of this server."""
         return engine_of(self.process.pid)
 
     def connect(self) -> http.client.HTTPConnection:
@@ -80,7 +79,7 @@ class Running:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> Reply:
-        """One request; a body that is not bytes goes as JSON."""
+        """Send a request; a body other than bytes is sent as JSON."""
         connection = self.connect()
         sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
@@ -106,7 +105,7 @@ class Running:
         return self.request("GET", path, None, headers)
 
     def open_stream(self, path: str, body: Any) -> socket.socket:
-        """A request whose response is left to be read."""
+        """Send a request and leave its response unread."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
         data = json.dumps(body).encode()
         head = (
@@ -117,7 +116,7 @@ class Running:
         return connection
 
     def figures(self) -> dict[str, float]:
-        """The metrics of the server without labels."""
+        """Return the metrics that have no labels."""
         lines = [
             line
             for line in self.get("/metrics").body.decode().splitlines()
@@ -126,13 +125,13 @@ class Running:
         return {name: float(value) for name, value in (line.split() for line in lines)}
 
     def at_rest(self) -> bool:
-        """Whether the engine has nothing to do, and all blocks are free."""
+        """Whether the engine is idle and all blocks are free."""
         figures = self.figures()
         busy = figures["headrace_sequences_running"] + figures["headrace_sequences_waiting"]
         return not busy and figures["headrace_kv_blocks_free"] == figures["headrace_kv_blocks"] > 0
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """End it, and return its exit code."""
+        """End the server; returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(SECONDS)
@@ -143,7 +142,7 @@ class Running:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait until it holds; it must."""
+    """Wait until the condition holds, and fail if it takes too long."""
     end = time.monotonic() + SECONDS
     while not holds():
         assert time.monotonic() < end
@@ -153,12 +152,12 @@ def until(holds: Callable[[], bool]) -> None:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it is not there, or goes as it is looked at
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return False
 
 
 def in_background(calls: list[Callable[[], Reply]]) -> tuple[list[Reply], list[threading.Thread]]:
-    """Calls, each in a thread, and the list that their replies go to."""
+    """Run calls in threads; returns the list of their replies and the threads."""
     replies: list[Reply] = []
     threads = [threading.Thread(target=lambda call=call: replies.append(call())) for call in calls]
     for thread in threads:
@@ -167,7 +166,7 @@ def in_background(calls: list[Callable[[], Reply]]) -> tuple[list[Reply], list[t
 
 
 def running(model: str, *flags: str, program: str = "headrace") -> Iterator[Running]:
-    """A server that ends with the test."""
+    """Run a server until the test ends."""
     server = Running(model, *flags, program=program)
     try:
         yield server
@@ -177,8 +176,9 @@ def running(model: str, *flags: str, program: str = "headrace") -> Iterator[Runn
 
 
 def engine_of(pid: int) -> int:
-    """The engine process of a server or a batch: the one child of that process which is not the
-    renderer of templates.
+    """Return the process id of the engine of a server or a batch.
+
+    The other child process renders chat templates.
     """
     (engine,) = [
         child
@@ -191,9 +191,7 @@ def engine_of(pid: int) -> int:
 def _children(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(
-            FileNotFoundError, ProcessLookupError
-        ):  # it ends as it is looked at
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
             if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
                 found.append(int(stat.parent.name))
     return found

@@ -1,4 +1,4 @@
-"""`headrace batch`: every request answered once, whatever ends the run on the way."""
+"""`headrace batch`: one response for every request, also if the run is interrupted."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ def write(path: Path, requests: list[dict[str, Any]]) -> Path:
     return path
 
 
-def asked(number: int, output: int = 8) -> dict[str, Any]:
+def request(number: int, output: int = 8) -> dict[str, Any]:
     body = {
         "prompt": f"hello {number}",
         "max_tokens": output,
@@ -60,17 +60,17 @@ def asked(number: int, output: int = 8) -> dict[str, Any]:
     }
 
 
-def answers(path: Path) -> dict[str, Any]:
+def responses(path: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines), "a line is repeated"
     return {line["custom_id"]: line["response"] for line in lines}
 
 
-def test_all_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
+def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
     chat = {"messages": messages, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     requests = [
-        asked(0),
+        request(0),
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "embed", "url": "/v1/embeddings", "body": {"input": "hello"}},
         {
@@ -88,7 +88,7 @@ def test_all_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
         and "6 answered, 2 of them with an error" in done.stderr
         and not done.stdout
     ), done.stderr
-    found = answers(target)
+    found = responses(target)
     assert {
         name: response["status_code"]
         for name, response in found.items()
@@ -106,9 +106,9 @@ def test_all_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
     )
 
 
-def test_killed_again_and_again(model: str, llm: LLM, tmp_path: Path) -> None:
+def test_batch_resumes_after_kills(model: str, llm: LLM, tmp_path: Path) -> None:
     source, target, rng = (
-        write(tmp_path / "in.jsonl", [asked(i, 300) for i in range(60)]),
+        write(tmp_path / "in.jsonl", [request(i, 300) for i in range(60)]),
         tmp_path / "out.jsonl",
         random.Random(0),
     )
@@ -122,9 +122,9 @@ def test_killed_again_and_again(model: str, llm: LLM, tmp_path: Path) -> None:
         process.send_signal(number)
         process.wait(SECONDS)
     with target.open("ab") as file:
-        file.write(b'{"custom_id": "request-')  # as a full disk leaves it
+        file.write(b'{"custom_id": "request-')  # a line that a full disk cut off
     assert run(model, source, target).returncode == 0
-    found = answers(target)
+    found = responses(target)
     assert found.keys() == {f"request-{i}" for i in range(60)}
     params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
     for i, result in enumerate(llm.generate([f"hello {i}" for i in range(60)], params)):
@@ -133,9 +133,9 @@ def test_killed_again_and_again(model: str, llm: LLM, tmp_path: Path) -> None:
         )
 
 
-def test_an_engine_that_dies_costs_no_line(model: str, tmp_path: Path) -> None:
+def test_batch_survives_engine_death(model: str, tmp_path: Path) -> None:
     source, target = (
-        write(tmp_path / "in.jsonl", [asked(i, 900) for i in range(24)]),
+        write(tmp_path / "in.jsonl", [request(i, 900) for i in range(24)]),
         tmp_path / "out.jsonl",
     )
     process = subprocess.Popen(command(model, source, target), stderr=subprocess.DEVNULL)
@@ -145,8 +145,8 @@ def test_an_engine_that_dies_costs_no_line(model: str, tmp_path: Path) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(engine_of(process.pid), signal.SIGKILL)
     assert process.wait(SECONDS) == 0
-    assert {response["status_code"] for response in answers(target).values()} == {200} and len(
-        answers(target)
+    assert {response["status_code"] for response in responses(target).values()} == {200} and len(
+        responses(target)
     ) == 24
 
 
@@ -165,7 +165,7 @@ def test_an_engine_that_dies_costs_no_line(model: str, tmp_path: Path) -> None:
         ('{"custom_id": "", "url": "/v1/completions", "body": {}}', "in.jsonl:1"),
     ],
 )
-def test_a_file_that_is_none_is_refused_before_anything_runs(
+def test_invalid_batch_file_is_refused_before_the_start(
     model: str, tmp_path: Path, lines: str, says: str
 ) -> None:
     (tmp_path / "in.jsonl").write_text(lines)
@@ -178,8 +178,8 @@ def test_a_file_that_is_none_is_refused_before_anything_runs(
     )
 
 
-def test_no_file_is_written_over(model: str, tmp_path: Path) -> None:
-    source, target = write(tmp_path / "in.jsonl", [asked(0)]), tmp_path / "out.jsonl"
+def test_output_of_something_else_is_not_overwritten(model: str, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in.jsonl", [request(0)]), tmp_path / "out.jsonl"
     target.write_text("my notes\n")
     done = run(model, source, target)
     assert (

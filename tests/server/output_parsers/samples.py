@@ -1,4 +1,4 @@
-"""Answers in every format, and what they are."""
+"""Sample outputs in every format, with the expected deltas."""
 
 from dataclasses import replace
 from itertools import count
@@ -34,7 +34,7 @@ CLOCK = Tool("clock")
 TOOLS = (WEATHER, CLOCK)
 
 Expected = list[tuple[str, ...]]
-"""("content", text), ("reasoning", text) and ("call", name, arguments)."""
+"""Tuples ("content", text), ("reasoning", text) and ("call", name, arguments)."""
 
 
 class Sample(NamedTuple):
@@ -46,7 +46,7 @@ class Sample(NamedTuple):
 
 
 def style(format_: str | None, thinking: str | None = None) -> OutputFormat:
-    """A style whose calls have ids that count from 0."""
+    """Make an output format whose tool calls have ids that count from 0."""
     numbers = count()
     found = (
         replace(TOOL_CALL_FORMATS[format_], new_id=lambda: str(next(numbers))) if format_ else None
@@ -62,13 +62,13 @@ def parser(sample: Sample, **options: Any) -> OutputParser:
 
 
 def deltas(parser: OutputParser, pieces: list[str]) -> list[Delta]:
-    """All that a parser makes of some pieces, neighbours of one kind as one."""
+    """Parse some chunks; returns the merged deltas."""
     found = [delta for piece in pieces for delta in parser.push(piece)]
     return merge_deltas(found + parser.finish())
 
 
 def summary(found: list[Delta]) -> Expected:
-    """What some deltas are together."""
+    """Convert deltas to the form of `Expected`."""
     result: list[list[str]] = []
     calls: list[list[str]] = []
     for delta in found:
@@ -81,7 +81,7 @@ def summary(found: list[Delta]) -> Expected:
             calls[-1][2] += delta.text
         else:
             result.append(["content" if isinstance(delta, Content) else "reasoning", delta.text])
-    return [tuple(one) for one in result]
+    return [tuple(item) for item in result]
 
 
 PARIS = ("call", "get_weather", '{"city": "Paris"}')
@@ -409,7 +409,7 @@ SAMPLES: list[Sample] = [
 ]
 
 MALFORMED: list[Sample] = [
-    # before a call has begun: all is content
+    # before a call starts: all is content
     Sample(
         "hermes",
         None,
@@ -510,7 +510,7 @@ MALFORMED: list[Sample] = [
         '<tool_call>{"name": "' + "f" * 129 + '"}',
         [("content", '<tool_call>{"name": "' + "f" * 129 + '"}')],
     ),
-    # after it has begun: its arguments end, and the rest is content
+    # after a call has started: its arguments end, and the rest is content
     Sample(
         "hermes",
         None,

@@ -1,4 +1,4 @@
-"""Where JSON values end."""
+"""The end of JSON values in streamed text."""
 
 import json
 from typing import Any
@@ -8,13 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.server.output_parsers.json_scanner import JsonScanner
-from tests.server.output_parsers.test_parser import VALUES
+from tests.server.output_parsers.test_output_parser import VALUES
 
 
 def scan(pieces: list[str]) -> tuple[int, bool, bool]:
-    """How many characters a scanner took, and whether it was done or failed, at the end of the
-    text.
-    """
+    """Return the number of scanned characters, and whether the scanner is done or has failed."""
     scanner, taken = JsonScanner(), 0
     for piece in pieces:
         taken += scanner.feed(piece, 0)
@@ -28,7 +26,7 @@ def scan(pieces: list[str]) -> tuple[int, bool, bool]:
     st.sampled_from([None, 1]),
     st.booleans(),
 )
-def test_ends_where_the_value_ends(
+def test_json_scanner_ends_with_the_value(
     value: Any, after: str, indent: int | None, ascii_only: bool
 ) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
@@ -49,13 +47,13 @@ def test_ends_where_the_value_ends(
             ("{'a'", 1),
             ("[<", 1),
             ("{[}]", 2),
-        ],  # something else comes
+        ],  # other text comes
     ],
 )
-def test_fails(text: str, taken: int) -> None:
+def test_json_scanner_fails(text: str, taken: int) -> None:
     assert scan([text]) == scan(list(text)) == (taken, False, True)
 
 
 @pytest.mark.parametrize("text", ['{"a" 1}', "[1,]", '"\n"', '"\\x"', "{1: 2}"])
-def test_leaves_what_is_between_brackets_to_the_client(text: str) -> None:
+def test_json_scanner_ignores_separators(text: str) -> None:
     assert scan([text]) == (len(text), True, False)

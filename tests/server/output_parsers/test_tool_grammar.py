@@ -1,6 +1,4 @@
-"""Grammars of tool calls: llguidance compiles them, takes what the formats write, and nothing
-else.
-"""
+"""Grammars of tool calls: llguidance compiles them, and they accept only the formats' text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,7 +31,7 @@ _KIMI, _KIMI_CALL, _KIMI_BEGIN = (
 _SEP, _KIMI_END = "<｜tool▁sep｜>", "<|tool_call_end|>"
 ARGUMENTS = '{"city": "Paris", "days": 3}'
 
-WRITTEN: dict[str, str] = {
+EXAMPLES: dict[str, str] = {
     "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
     "llama3_json": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; '
@@ -65,11 +63,11 @@ WRITTEN: dict[str, str] = {
     "harmony": "<|channel|>commentary to=functions.get_weather "
     f"<|constrain|>json<|message|>{ARGUMENTS}",
 }
-"""Two calls in every format; harmony has but one in an answer."""
+"""Two tool calls in every format, except harmony, which allows one."""
 
 
 class Bytes:
-    """A tokenizer with a token for each byte, and control tokens behind these."""
+    """A tokenizer with one token per byte and further control tokens."""
 
     bos_token_id = None
 
@@ -85,10 +83,10 @@ class Bytes:
         return list(text)
 
     def encode(self, text: str) -> list[int]:
-        """With control tokens where their texts stand."""
+        """Encode control tokens' texts as these tokens."""
         ids: list[int] = []
         while text:
-            control = next((one for one in self.control if text.startswith(one)), None)
+            control = next((item for item in self.control if text.startswith(item)), None)
             ids += [self.control[control]] if control else text[0].encode()
             text = text[len(control or text[0]) :]
         return ids
@@ -98,8 +96,8 @@ def control_tokens(format_: str) -> list[str]:
     return [*TOOL_CALL_FORMATS[format_].openers, *TOOL_CALL_FORMATS[format_].markers]
 
 
-def taken(grammar: str, text: str, control: Sequence[str] = ()) -> str:
-    """`whole`, `begun` or `refused`: what an answer is to a grammar."""
+def verdict(grammar: str, text: str, control: Sequence[str] = ()) -> str:
+    """Return `whole`, `begun` or `refused` for a text under a grammar."""
     tokenizer = Bytes(control)
     matcher = LLMatcher(LLTokenizer(TokenizerWrapper(tokenizer)), grammar)
     assert not matcher.is_error(), matcher.get_error()
@@ -121,46 +119,46 @@ def grammar_of(
 class TestEveryFormat:
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     @pytest.mark.parametrize("with_control", [False, True])
-    def test_what_it_writes_is_taken_and_read(self, format_: str, with_control: bool) -> None:
+    def test_grammar_accepts_the_format(self, format_: str, with_control: bool) -> None:
         control = control_tokens(format_) if with_control else []
         grammar = grammar_of(format_, control_tokens=Bytes(control).control)
-        assert taken(grammar, WRITTEN[format_], control) == "whole"
-        calls = summary(deltas(style(format_).parser(tools=TOOLS), [WRITTEN[format_]]))
+        assert verdict(grammar, EXAMPLES[format_], control) == "whole"
+        calls = summary(deltas(style(format_).parser(tools=TOOLS), [EXAMPLES[format_]]))
         assert calls == (TWO[:1] if format_ == "harmony" else TWO)
 
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
-    def test_every_beginning_of_it_goes_on(self, format_: str) -> None:
-        assert taken(grammar_of(format_), WRITTEN[format_][:-1]) == "begun"
+    def test_grammar_accepts_every_prefix(self, format_: str) -> None:
+        assert verdict(grammar_of(format_), EXAMPLES[format_][:-1]) == "begun"
 
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     @pytest.mark.parametrize(
         "change", [("get_weather", "get_whether"), ("days", "dais"), ("3", "x")]
     )
-    def test_what_is_no_call_is_refused(self, format_: str, change: tuple[str, str]) -> None:
+    def test_grammar_refuses_other_text(self, format_: str, change: tuple[str, str]) -> None:
         assert (
-            taken(
+            verdict(
                 grammar_of(format_, tools=(closed(WEATHER), CLOCK)),
-                WRITTEN[format_].replace(*change),
+                EXAMPLES[format_].replace(*change),
             )
             == "refused"
         )
 
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
-    def test_no_content_stands_before(self, format_: str) -> None:
-        assert taken(grammar_of(format_), "I ") == "refused"
+    def test_grammar_refuses_content_before(self, format_: str) -> None:
+        assert verdict(grammar_of(format_), "I ") == "refused"
 
     @pytest.mark.parametrize("format_", sorted(TOOL_CALL_FORMATS.keys() - {"harmony"}))
-    def test_one_call_alone_where_they_are_not_parallel(self, format_: str) -> None:
-        assert taken(grammar_of(format_, parallel=False), WRITTEN[format_]) == "refused"
+    def test_grammar_of_one_call(self, format_: str) -> None:
+        assert verdict(grammar_of(format_, parallel=False), EXAMPLES[format_]) == "refused"
 
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
-    def test_a_named_tool(self, format_: str) -> None:
+    def test_grammar_of_a_named_tool(self, format_: str) -> None:
         grammar = grammar_of(format_, ToolChoice("named", "clock"))
-        assert taken(grammar, WRITTEN[format_]) == "refused"
+        assert verdict(grammar, EXAMPLES[format_]) == "refused"
         assert "get_weather" not in grammar
 
     @pytest.mark.parametrize("format_", ["pythonic", "qwen3_xml", "glm45"])
-    def test_arguments_may_be_left_out_unless_required(self, format_: str) -> None:
+    def test_grammar_of_optional_arguments(self, format_: str) -> None:
         schema = {
             "type": "object",
             "properties": {name: {"type": "integer"} for name in "abc"},
@@ -175,13 +173,13 @@ class TestEveryFormat:
             ("ac", "refused"),
             ("", "refused"),
         ):
-            assert taken(grammar, written(format_, dict.fromkeys(names, 1))) == result
+            assert verdict(grammar, written(format_, dict.fromkeys(names, 1))) == result
 
     @pytest.mark.parametrize("format_", ["pythonic", "qwen3_xml", "glm45"])
-    def test_schemas_that_refer_to_others(self, format_: str) -> None:
+    def test_grammar_of_schemas_with_references(self, format_: str) -> None:
         text = written(format_, {"places": [{"lat": 1.5}]}, "get_weather")
         assert (
-            taken(
+            verdict(
                 grammar_of(
                     format_, tools=[Tool("get_weather", {**WEATHER.parameters, "required": []})]
                 ),
@@ -191,19 +189,19 @@ class TestEveryFormat:
         )
 
     @pytest.mark.parametrize("format_", ["qwen3_xml", "glm45"])
-    def test_texts_of_an_enumeration(self, format_: str) -> None:
+    def test_grammar_of_enumerations(self, format_: str) -> None:
         tools = [Tool("f", {"properties": {"units": {"enum": ["metric", "imperial"]}}})]
         assert (
-            taken(grammar_of(format_, tools=tools), written(format_, {"units": "metric"}))
+            verdict(grammar_of(format_, tools=tools), written(format_, {"units": "metric"}))
             == "whole"
         )
         assert (
-            taken(grammar_of(format_, tools=tools), written(format_, {"units": "other"}))
+            verdict(grammar_of(format_, tools=tools), written(format_, {"units": "other"}))
             == "refused"
         )
 
 
-class TestWhatAGrammarWrites:
+class TestRandomText:
     SCHEMA: ClassVar[dict[str, Any]] = {
         "type": "object",
         "properties": {
@@ -217,7 +215,7 @@ class TestWhatAGrammarWrites:
     }
 
     def walk(self, grammar: str, rng: Random, begun: bytes) -> str:
-        """A text at random that begins so and is whole to a grammar."""
+        """Return a random complete text of a grammar that starts with `begun`."""
         matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar)
         text = bytearray(begun)
         assert matcher.consume_tokens(list(begun))
@@ -230,12 +228,12 @@ class TestWhatAGrammarWrites:
         return text.decode()
 
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
-    def test_is_calls_that_keep_to_the_schema(self, format_: str) -> None:
+    def test_random_text_of_a_grammar_is_valid_calls(self, format_: str) -> None:
         tools = [Tool("f", self.SCHEMA), CLOCK]
         grammar, rng = grammar_of(format_, tools=tools), Random(format_)
         begun = (
             b"<|channel|>commentary" if format_ == "harmony" else b""
-        )  # reasoning at random would never end
+        )  # random reasoning would never end
         for _ in range(6):
             text = self.walk(grammar, rng, begun)
             calls = summary(deltas(style(format_).parser(tools=tools), [text]))
@@ -250,7 +248,7 @@ class TestWhatAGrammarWrites:
         assert arguments["word"] in self.SCHEMA["properties"]["word"]["enum"]
         assert arguments.get("digit", 0) in range(10)
         assert arguments.get("flag") in (True, False, None)
-        assert all(one in ("a", 1) for one in arguments.get("list", []))
+        assert all(item in ("a", 1) for item in arguments.get("list", []))
 
 
 class TestHostileSchemas:
@@ -265,8 +263,8 @@ class TestHostileSchemas:
             {"properties": {'"\\\n)}<[1]>%json': {"type": "string", "const": '"\\\n\x00\u2028'}}},
         ],
     )
-    def test_a_grammar_is_made_or_llguidance_refuses_it(self, format_: str, schema: Any) -> None:
-        """Nothing of ours raises, and no text of a schema becomes a part of the grammar."""
+    def test_hostile_schema_is_compiled_or_refused(self, format_: str, schema: Any) -> None:
+        """No text of a schema becomes part of the grammar."""
         grammar = grammar_of(format_, tools=[Tool("f", schema)])
         error = LLMatcher.validate_grammar(grammar)
         assert "Expected token" not in error and "lexer error" not in error, error
@@ -274,41 +272,41 @@ class TestHostileSchemas:
 
 class TestReasoning:
     @pytest.mark.parametrize("control", [[], ["<think>", "</think>"]])
-    def test_it_may_come_first(self, control: list[str]) -> None:
+    def test_optional_reasoning(self, control: list[str]) -> None:
         grammar = grammar_of("hermes", thinking="think", control_tokens=Bytes(control).control)
         for text, result in (
             ("", "whole"),
             ("<think>\nHm < x.\n</think>\n\n", "whole"),
             ("Hm.</think>", "refused"),
         ):
-            assert taken(grammar, text + WRITTEN["hermes"], control) == result
+            assert verdict(grammar, text + EXAMPLES["hermes"], control) == result
 
     @pytest.mark.parametrize("control", [[], ["<think>", "</think>"]])
-    def test_it_must_end_first_where_the_prompt_began_it(self, control: list[str]) -> None:
+    def test_started_reasoning_must_end(self, control: list[str]) -> None:
         grammar = grammar_of(
             "hermes", thinking="think", in_reasoning=True, control_tokens=Bytes(control).control
         )
         for text, result in (("Hm.</think>", "whole"), ("", "begun")):
-            assert taken(grammar, text + WRITTEN["hermes"], control) == result
+            assert verdict(grammar, text + EXAMPLES["hermes"], control) == result
 
     @pytest.mark.parametrize("name", REASONING_FORMATS)
-    def test_every_kind(self, name: str) -> None:
+    def test_every_reasoning_format(self, name: str) -> None:
         thinking = REASONING_FORMATS[name]
         assert (
-            taken(
+            verdict(
                 grammar_of("hermes", thinking=name),
-                f"{thinking.begin}Hm.{thinking.end}{WRITTEN['hermes']}",
+                f"{thinking.begin}Hm.{thinking.end}{EXAMPLES['hermes']}",
             )
             == "whole"
         )
 
-    def test_channels(self) -> None:
+    def test_reasoning_in_channels(self) -> None:
         reasoning = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         control = control_tokens("harmony")
         assert (
-            taken(
+            verdict(
                 grammar_of("harmony", control_tokens=Bytes(control).control),
-                reasoning + WRITTEN["harmony"],
+                reasoning + EXAMPLES["harmony"],
                 control,
             )
             == "whole"
@@ -316,11 +314,11 @@ class TestReasoning:
 
 
 @pytest.mark.parametrize("choice", ["none", "auto"])
-def test_a_free_answer_has_no_grammar(choice: str) -> None:
+def test_no_grammar_without_required_calls(choice: str) -> None:
     assert tool_grammar(style("hermes"), TOOLS, ToolChoice(choice)) is None
 
 
-def test_nor_has_a_model_without_a_format() -> None:
+def test_no_grammar_without_a_format() -> None:
     assert tool_grammar(style(None), TOOLS, REQUIRED) is None
 
 
@@ -329,7 +327,6 @@ def closed(tool: Tool) -> Tool:
 
 
 def written(format_: str, arguments: Mapping[str, Any], name: str = "f") -> str:
-    """A call with these arguments."""
     values = {
         key: str(value).replace("'", '"') if not isinstance(value, str) else value
         for key, value in arguments.items()

@@ -1,6 +1,4 @@
-"""What the server says of requests: lines of its log, and spans that a collector receives. Never
-any of their text.
-"""
+"""The request log and OpenTelemetry spans; neither contains text of a request."""
 
 import http.server
 import json
@@ -27,12 +25,12 @@ FLAGS = ("--threads", "1", "--kv-blocks", "1024")
 
 
 @pytest.fixture(scope="module")
-def talking(model: str) -> Iterator[Running]:
+def logging_server(model: str) -> Iterator[Running]:
     yield from running(model, *FLAGS, "--log-format", "json", "--request-timeout", "0.5")
 
 
 def lines(server: Running) -> list[dict[str, Any]]:
-    """What it has said of requests."""
+    """Return the log lines about requests."""
     return [
         line
         for text in server.log
@@ -46,16 +44,16 @@ def line_of(server: Running, request_id: str) -> dict[str, Any]:
     return line
 
 
-def test_a_line_has_the_numbers_of_its_request(talking: Running) -> None:
+def test_log_line_has_tokens_and_times(logging_server: Running) -> None:
     for streamed in (False, True):
-        reply = talking.post(
+        reply = logging_server.post(
             "/v1/chat/completions",
             CHAT | {"n": 2, "stream": streamed},
             {"x-request-id": f"mine-{streamed}"},
         )
         assert reply.headers["x-request-id"] == f"mine-{streamed}"
-        line = line_of(talking, f"mine-{streamed}")
-        tokens = talking.post("/tokenize", {"messages": CHAT["messages"]}).json["count"]
+        line = line_of(logging_server, f"mine-{streamed}")
+        tokens = logging_server.post("/tokenize", {"messages": CHAT["messages"]}).json["count"]
         assert (line["method"], line["path"], line["status"], line["model"]) == (
             "POST",
             "/v1/chat/completions",
@@ -73,17 +71,19 @@ def test_a_line_has_the_numbers_of_its_request(talking: Running) -> None:
             and line["queue"] + line["prefill"] + line["decode"] <= line["seconds"]
         )
         assert "error" not in line
-    talking.post(
+    logging_server.post(
         "/v1/completions",
         {"prompt": ["one", "two"], "max_tokens": 3, "ignore_eos": True},
         {"x-request-id": "two"},
     )
-    assert line_of(talking, "two")["output_tokens"] == 6
+    assert line_of(logging_server, "two")["output_tokens"] == 6
 
 
-def test_it_says_how_a_request_failed(talking: Running) -> None:
-    talking.post("/v1/chat/completions", CHAT | {"temperature": -1}, {"x-request-id": "wrong"})
-    assert [line_of(talking, "wrong")[name] for name in ("status", "error")] == [
+def test_log_line_has_the_error(logging_server: Running) -> None:
+    logging_server.post(
+        "/v1/chat/completions", CHAT | {"temperature": -1}, {"x-request-id": "wrong"}
+    )
+    assert [line_of(logging_server, "wrong")[name] for name in ("status", "error")] == [
         400,
         "invalid_value",
     ]
@@ -95,37 +95,37 @@ def test_it_says_how_a_request_failed(talking: Running) -> None:
         "top_logprobs": 20,
         "stream": True,
     }
-    talking.post("/v1/chat/completions", CHAT | slow, {"x-request-id": "late"})
-    late = line_of(talking, "late")
+    logging_server.post("/v1/chat/completions", CHAT | slow, {"x-request-id": "late"})
+    late = line_of(logging_server, "late")
     assert (late["status"], set(late["finish_reasons"])) == (200, {"timeout"}) and late[
         "output_tokens"
     ] > 0
-    connection = talking.open_stream(
+    connection = logging_server.open_stream(
         "/v1/completions", {"prompt": "a", "max_tokens": 3900, "ignore_eos": True}
     )
-    until(lambda: talking.figures()["headrace_sequences_running"] == 1)
+    until(lambda: logging_server.figures()["headrace_sequences_running"] == 1)
     connection.close()
-    until(lambda: lines(talking)[-1].get("error") == "client_left")
-    assert lines(talking)[-1]["status"] == 499
+    until(lambda: lines(logging_server)[-1].get("error") == "client_left")
+    assert lines(logging_server)[-1]["status"] == 499
 
 
-def test_no_text_and_no_line_of_a_client_s_own(talking: Running) -> None:
-    before = len(lines(talking))
-    talking.post(
+def test_log_has_no_text_and_cannot_be_forged(logging_server: Running) -> None:
+    before = len(lines(logging_server))
+    logging_server.post(
         "/v1/chat/completions",
         CHAT | {"model": 'x"\n{"logger": "headrace.requests"}'},
         {"x-request-id": "a b"},
     )
-    talking.get('/nowhere%0A{"logger":"headrace.requests","id":"forged"}')
-    talking.get("/health")
-    talking.get("/metrics")
-    until(lambda: len(lines(talking)) == before + 2)
-    assert [line["status"] for line in lines(talking)[before:]] == [404, 404]
-    assert all(len(line["id"]) == 32 for line in lines(talking)[before:])
-    assert not any("hello" in text for text in talking.log)
+    logging_server.get('/nowhere%0A{"logger":"headrace.requests","id":"forged"}')
+    logging_server.get("/health")
+    logging_server.get("/metrics")
+    until(lambda: len(lines(logging_server)) == before + 2)
+    assert [line["status"] for line in lines(logging_server)[before:]] == [404, 404]
+    assert all(len(line["id"]) == 32 for line in lines(logging_server)[before:])
+    assert not any("hello" in text for text in logging_server.log)
 
 
-def test_lines_for_people(server: Running) -> None:
+def test_text_log_line(server: Running) -> None:
     server.get("/nowhere%0Aforged")
     until(lambda: any("nowhere" in line for line in server.log))
     (line,) = [line for line in server.log if "nowhere" in line]
@@ -134,7 +134,7 @@ def test_lines_for_people(server: Running) -> None:
 
 
 class Collector:
-    """Takes spans over HTTP."""
+    """A collector that receives spans over HTTP."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -157,14 +157,14 @@ class Collector:
         found = [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
         return [
             span
-            for one in found
-            for resource in one.resource_spans
+            for item in found
+            for resource in item.resource_spans
             for scope in resource.scope_spans
             for span in scope.spans
         ]
 
 
-def test_spans_reach_a_collector(model: str) -> None:
+def test_tracing_sends_spans_to_a_collector(model: str) -> None:
     collector = Collector()
     endpoint = f"http://127.0.0.1:{collector.server.server_port}/v1/traces"
     for server in running(model, *FLAGS, "--otlp-endpoint", endpoint):
@@ -177,7 +177,7 @@ def test_spans_reach_a_collector(model: str) -> None:
         "0123456789abcdef" * 2,
         "0123456789abcdef",
     )
-    attributes = {one.key: one.value for one in request.attributes}
+    attributes = {item.key: item.value for item in request.attributes}
     assert (
         attributes["gen_ai.usage.output_tokens"].int_value == 5
         and attributes["http.response.status_code"].int_value == 200
@@ -191,7 +191,7 @@ def test_spans_reach_a_collector(model: str) -> None:
     assert not any(b"hello" in body for body in collector.bodies)
 
 
-def test_spans_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.server.tracing import otlp_exporter
 
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
@@ -210,6 +210,6 @@ def test_spans_need_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         ("é", False),
     ],
 )
-def test_ids_of_clients(given: str, is_kept: bool) -> None:
+def test_x_request_id(given: str, is_kept: bool) -> None:
     request_id = RequestRecord.of("GET", "/", {"x-request-id": given}).id
     assert (request_id == given) == is_kept

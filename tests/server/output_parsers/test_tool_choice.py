@@ -1,4 +1,4 @@
-"""The tools of a request, and `tool_choice`."""
+"""The tools and the `tool_choice` of a request."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def function(**fields: Any) -> dict[str, Any]:
 
 
 class TestTools:
-    def test_they_are_read(self) -> None:
+    def test_read_tools(self) -> None:
         tools = read_tools(
             [
                 function(name="f", parameters=SCHEMA, description="x", strict=True),
@@ -26,7 +26,7 @@ class TestTools:
         assert tools[1].parameters["additionalProperties"] is False
 
     @pytest.mark.parametrize("tools", [None, []])
-    def test_there_may_be_none(self, tools: Any) -> None:
+    def test_no_tools(self, tools: Any) -> None:
         assert read_tools(tools) == ()
 
     @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ class TestTools:
             ),
         ],
     )
-    def test_what_is_wrong_is_named(self, tool: Any, message: str) -> None:
+    def test_invalid_tools_are_named(self, tool: Any, message: str) -> None:
         with pytest.raises(RequestError, match=message):
             read_tools([function(name="first"), tool])
 
@@ -68,10 +68,10 @@ class TestTools:
             (3, set()),
         ],
     )
-    def test_types_of_a_parameter(self, schema: Any, types: set[str]) -> None:
+    def test_parameter_types(self, schema: Any, types: set[str]) -> None:
         assert Tool("f", {"properties": {"a": schema}}).parameter_types("a") == types
 
-    def test_types_of_a_parameter_that_is_not_there(self) -> None:
+    def test_types_of_an_unknown_parameter(self) -> None:
         assert (
             Tool("f", {"properties": 3}).parameter_types("a")
             == Tool("f").parameter_types("a")
@@ -83,13 +83,13 @@ class TestToolChoice:
     TOOLS = (Tool("f"), Tool("g"))
 
     @pytest.mark.parametrize("mode", ["none", "auto", "required"])
-    def test_by_mode(self, mode: str) -> None:
+    def test_tool_choice_by_mode(self, mode: str) -> None:
         assert read_tool_choice(mode, self.TOOLS) == ToolChoice(mode)
 
-    def test_by_name(self) -> None:
+    def test_tool_choice_by_name(self) -> None:
         assert read_tool_choice(function(name="g"), self.TOOLS) == ToolChoice("named", "g")
 
-    def test_not_given(self) -> None:
+    def test_default_tool_choice(self) -> None:
         assert read_tool_choice(None, self.TOOLS) == ToolChoice("auto")
         assert read_tool_choice(None, ()) == ToolChoice("none")
         assert read_tool_choice("auto", ()) == ToolChoice("none")
@@ -106,7 +106,7 @@ class TestToolChoice:
             {"name": "f"},
         ],
     )
-    def test_others_are_refused(self, choice: Any) -> None:
+    def test_invalid_tool_choice(self, choice: Any) -> None:
         with pytest.raises(RequestError, match="tool_choice"):
             read_tool_choice(choice, self.TOOLS)
 

@@ -1,8 +1,7 @@
-"""The server with faults in it, as a program: `python -m tests.server.faulty serve ...`.
+"""The server with injected faults: `python -m tests.server.faulty_server serve ...`.
 
-A request asks for a fault by its seed: in each stage something that works for this one request
-raises. So both processes are real, and what the others see of it can be looked at from outside. The
-time of day jumps by an hour all the while, forth and back: no limit may go by it.
+A request asks for a fault by its seed: some function raises for this request at one stage. Both
+processes are real. The time of day jumps by an hour back and forth, which no timeout may notice.
 """
 
 import os
@@ -28,22 +27,19 @@ STAGES = (
     "event",
 )
 ENDS = ("death", "stop", "news")
-"""Stages at which the engine ends: by a signal, because it stands still, and by an error that it
-does not get over.
+"""Stages at which the engine ends: by a signal, by a hang, and by an error outside of any request.
 """
 SEEDS = {stage: FIRST + i for i, stage in enumerate((*STAGES, *ENDS))}
 MARK = "poison"
-"""What a prompt says at whose text something must fail: it is looked at before there are sampling
-parameters.
-"""
+"""Marks the prompt of a request whose fault precedes its sampling parameters."""
 
 
 class PlannedError(Exception):
-    """One that is of no kind that anything expects."""
+    """An error of a type that no code expects."""
 
 
 def fail_if(function: Callable[..., Any], is_meant: Callable[..., bool]) -> Callable[..., Any]:
-    """The function, which raises for some arguments."""
+    """Wrap a function so that it raises for some arguments."""
 
     def call(*args: Any, **options: Any) -> Any:
         if is_meant(*args, **options):
@@ -58,7 +54,7 @@ def plan(owner: Any, name: str, is_meant: Callable[..., bool]) -> None:
 
 
 def serve() -> None:
-    """The API process."""
+    """Run the API process."""
     from headrace.checkpoint.templates import Renderer
     from headrace.checkpoint.tokenizer import Tokenizer
     from headrace.cli import entry
@@ -78,12 +74,12 @@ def serve() -> None:
             self._asked.seed == SEEDS["event"] and self._answer.usage.completion > 3
         ),
     )
-    engine_start.COMMAND = (sys.executable, "-m", "tests.server.faulty")
+    engine_start.COMMAND = (sys.executable, "-m", "tests.server.faulty_server")
     entry()
 
 
 def engine() -> None:
-    """The engine process."""
+    """Run the engine process."""
     from headrace.engine import step
     from headrace.engine.engine import Engine
     from headrace.engine.jump_forward import JumpForward
@@ -95,9 +91,7 @@ def engine() -> None:
     from headrace.remote import process as engine_process
 
     def meant(stage: str, least: int = 0) -> Callable[..., bool]:
-        """Whether a request that asks for this is among the sequences of a step, and has so many
-        tokens.
-        """
+        """Return a check whether a step has a sequence of the stage with this many tokens."""
         return lambda self, scheduled, *_, **__: any(
             item.seq.request.params.seed == SEEDS[stage] and len(item.seq.output.token_ids) >= least
             for item in scheduled
@@ -148,7 +142,7 @@ def engine() -> None:
 
 
 def let_the_clock_jump() -> None:
-    """Before any module takes the function for itself."""
+    """Replace the clock before any module imports it."""
     now, jumps = time.time, cycle((0, 3600, -3600))
     time.time = lambda: now() + next(jumps)
 

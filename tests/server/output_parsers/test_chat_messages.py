@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's chat completions."""
+"""Chunks and messages of OpenAI's chat completions."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ CALL = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
 
 
 def streamed(sample: Sample) -> list[dict[str, Any]]:
-    answer = parser(sample)
+    output_parser = parser(sample)
     return [
         chat_delta(delta)
         for piece in (*sample.text, None)
-        for delta in (answer.finish() if piece is None else answer.push(piece))
+        for delta in (output_parser.finish() if piece is None else output_parser.push(piece))
     ]
 
 
@@ -32,7 +32,7 @@ def whole(*deltas: Delta) -> dict[str, Any]:
     return message.as_json()
 
 
-def test_a_stream() -> None:
+def test_chat_deltas() -> None:
     found = streamed(Sample("hermes", "think", "<think>a</think>b" + CALL, []))
     begun = {
         "index": 0,
@@ -47,10 +47,10 @@ def test_a_stream() -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_a_stream_is_the_whole_message(sample: Sample) -> None:
-    answer, message = parser(sample), ChatMessageBuilder()
-    message.add(answer.push(sample.text))
-    message.add(answer.finish())
+def test_chat_deltas_equal_the_message(sample: Sample) -> None:
+    output_parser, message = parser(sample), ChatMessageBuilder()
+    message.add(output_parser.push(sample.text))
+    message.add(output_parser.finish())
     content, reasoning, calls = "", "", list[Any]()
     for delta in streamed(sample):
         content += delta.get("content", "")
@@ -76,7 +76,7 @@ def test_a_stream_is_the_whole_message(sample: Sample) -> None:
     assert message.has_tool_calls == bool(calls)
 
 
-def test_whole_messages() -> None:
+def test_chat_message() -> None:
     frame = {"role": "assistant", "refusal": None}
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     assert whole() == frame | {"content": ""}
@@ -87,7 +87,7 @@ def test_whole_messages() -> None:
     assert whole(Content("a"), *begun) == frame | {"content": "a", "tool_calls": [call]}
 
 
-def test_finish_reasons() -> None:
+def test_chat_finish_reason() -> None:
     assert [chat_finish_reason(reason, True) for reason in ("stop", "length", None)] == [
         "tool_calls",
         "length",

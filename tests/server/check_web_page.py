@@ -1,8 +1,6 @@
-"""`make test-page`: the page in headless Chromium against a server, with pictures of it in
-HEADRACE_PICTURES.
+"""`make test-page`: the web page in headless Chromium, with screenshots in HEADRACE_PICTURES.
 
-Not of the default run: it needs a browser, which HEADRACE_BROWSER names, or which is found as
-`chromium`.
+It is not part of the default run, because it needs a browser: HEADRACE_BROWSER or `chromium`.
 """
 
 import json
@@ -20,9 +18,9 @@ PROGRAM = (
     os.environ.get("HEADRACE_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
 )
 LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
-AS_LONG_AS_ASKED = """(address, options) => sent(address, !options?.body ? options
+FULL_LENGTH_FETCH = """(address, options) => sent(address, !options?.body ? options
     : { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ignore_eos: true, temperature: 0 }) })"""
-"""fetch() for answers that always have as many tokens as were asked for."""
+"""A fetch() that makes responses reach max_tokens."""
 SIZES = {"wide": (1280, 800), "phone": (360, 740)}
 
 
@@ -46,12 +44,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Browser]:
-    """The page, freshly opened."""
     browser.complaints.clear()
     browser.look(1280, 800, "light")
     browser.open(f"http://127.0.0.1:{server.port}/")
     browser.until("document.querySelector('#state').dataset.state === 'ready'")
-    browser.run(f"window.sent = window.fetch; window.fetch = {AS_LONG_AS_ASKED}; 0")
+    browser.run(f"window.sent = window.fetch; window.fetch = {FULL_LENGTH_FETCH}; 0")
     yield browser
     assert browser.complaints == []
 
@@ -63,7 +60,7 @@ def ask(page: Browser, text: str, max_tokens: int = 20) -> None:
     page.press("Enter")
 
 
-def answered(page: Browser, count: int) -> None:
+def wait_for_responses(page: Browser, count: int) -> None:
     page.until(
         f"document.querySelectorAll('.assistant').length === {count} && "
         f"{LAST}.getAttribute('aria-busy') === 'false'"
@@ -71,9 +68,9 @@ def answered(page: Browser, count: int) -> None:
 
 
 class TestChat:
-    def test_a_question_is_answered(self, page: Browser) -> None:
+    def test_chat_shows_responses(self, page: Browser) -> None:
         ask(page, "Hello there")
-        answered(page, 1)
+        wait_for_responses(page, 1)
         assert page.run("document.querySelector('.user').textContent") == "Hello there"
         assert page.run(f"{LAST}.querySelector('.text').textContent") != ""
         meta = page.run(f"{LAST}.querySelector('.meta').textContent")
@@ -85,11 +82,11 @@ class TestChat:
         )
         assert page.run("document.querySelector('#question').value") == ""
         ask(page, "And again")
-        answered(page, 2)
+        wait_for_responses(page, 2)
         page.run("document.querySelector('#new-chat').click()")
         assert page.run("document.querySelectorAll('.message').length") == 0
 
-    def test_shift_and_enter_begin_a_line(self, page: Browser) -> None:
+    def test_shift_enter_starts_a_line(self, page: Browser) -> None:
         page.run("document.querySelector('#question').focus()")
         page.write("one")
         page.press("Enter", modifiers=8)
@@ -97,41 +94,40 @@ class TestChat:
         assert page.run("document.querySelector('#question').value") == "one\ntwo"
         assert page.run("document.querySelectorAll('.message').length") == 0
 
-    def test_stop(self, page: Browser, server: Running) -> None:
-        page.run(  # as soon as something is there: the model is quick
+    def test_stop_button_aborts(self, page: Browser, server: Running) -> None:
+        page.run(  # as soon as there is text, because the model is fast
             "new MutationObserver((_, watch) => { const send = document.querySelector('#send');"
             f" if ({LAST}?.querySelector('.text').textContent && send.textContent === "
             f"'Stop') {{ watch.disconnect(); send.click(); }} }})"
             ".observe(document.querySelector('#log'), { subtree: true, childList: true })"
         )
         ask(page, "Hello", 1500)
-        answered(page, 1)
+        wait_for_responses(page, 1)
         assert page.run(f"{LAST}.querySelector('.meta').textContent").endswith("stopped")
         assert page.run("document.querySelector('#send').textContent") == "Send"
         until(server.at_rest)
 
-    def test_errors_are_shown_as_the_server_says_them(self, page: Browser, server: Running) -> None:
+    def test_error_messages_are_shown(self, page: Browser, server: Running) -> None:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 10**6}
-        said = server.post("/v1/chat/completions", body).json["error"]
+        error = server.post("/v1/chat/completions", body).json["error"]
         ask(page, "Hello", 10**6)
-        answered(page, 1)
+        wait_for_responses(page, 1)
         assert (
-            page.run(f"{LAST}.querySelector('.error').innerText").split("\n")[0] == said["message"]
+            page.run(f"{LAST}.querySelector('.error').innerText").split("\n")[0] == error["message"]
         )
-        assert said["code"] in page.run(f"{LAST}.querySelector('.error .meta').textContent")
+        assert error["code"] in page.run(f"{LAST}.querySelector('.error .meta').textContent")
         page.run("document.querySelector('#settings [name=max_tokens]').value = 5")
         page.run(f"{LAST}.querySelector('.error button').click()")
-        answered(page, 1)
+        wait_for_responses(page, 1)
         assert (
             page.run("document.querySelector('.error')") is None
             and page.run(f"{LAST}.querySelector('.text').textContent") != ""
         )
         page.complaints[:] = [
-            one for one in page.complaints if "400" not in one
-        ]  # the browser's own line for that response
+            item for item in page.complaints if "400" not in item
+        ]  # the browser logs the failed response
 
-    def test_streams_in_any_pieces(self, page: Browser) -> None:
-        """Reasoning is folded, text is shown, and an error after both is shown below them."""
+    def test_stream_in_any_chunks(self, page: Browser) -> None:
         deltas = [
             {"reasoning": "Let me\n\nthink"},
             {"reasoning": "."},
@@ -155,7 +151,7 @@ class TestChat:
             )
             page.run("document.querySelector('#new-chat').click()")
             ask(page, "Why?")
-            answered(page, 1)
+            wait_for_responses(page, 1)
             assert page.run(f"{LAST}.querySelector('.reasoning').open") is False
             assert (
                 page.run(f"{LAST}.querySelector('.thought').innerHTML")
@@ -170,7 +166,7 @@ class TestChat:
                 == "it brokeengine_deadTry again"
             )
 
-    def test_by_keyboard_alone(self, page: Browser) -> None:
+    def test_keyboard_navigation(self, page: Browser) -> None:
         reached = []
         for _ in range(6):
             page.press("Tab")
@@ -200,7 +196,7 @@ MARKDOWN = {
 
 @pytest.mark.parametrize("text", MARKDOWN)
 def test_markdown(page: Browser, text: str) -> None:
-    """Whole, and the same after it has grown a character at a time."""
+    """Markdown is the same after it has grown one character at a time."""
     script = """(async () => {{
         const {{ Markdown }} = await import("/page/markdown.js");
         const [whole, grown] = [document.createElement("div"), document.createElement("div")];
@@ -213,9 +209,9 @@ def test_markdown(page: Browser, text: str) -> None:
 
 
 class TestEngine:
-    def test_figures_come(self, page: Browser, server: Running) -> None:
+    def test_dashboard_figures(self, page: Browser, server: Running) -> None:
         ask(page, "Hello there, " * 60, 200)
-        answered(page, 1)
+        wait_for_responses(page, 1)
         page.until(
             "Number(document.querySelector('#total-output-tokens').textContent.replace(',', "
             "'')) >= 200"
@@ -229,26 +225,24 @@ class TestEngine:
             server.port and page.run("document.querySelector('#roofline-note').textContent") != ""
         )
 
-    def test_an_engine_that_has_gone_is_seen(self, browser: Browser, model: str) -> None:
+    def test_server_that_ended_is_shown(self, browser: Browser, model: str) -> None:
         for own in running(model, "--threads", "1", "--kv-blocks", "16"):
             browser.open(f"http://127.0.0.1:{own.port}/")
             browser.until("document.querySelector('#state').dataset.state === 'ready'")
             own.stop()
             browser.until("document.querySelector('#state').dataset.state === 'away'")
             ask(browser, "Hello")
-            answered(browser, 1)
+            wait_for_responses(browser, 1)
             assert "cannot be reached" in browser.run(f"{LAST}.querySelector('.error').textContent")
 
-    def test_with_a_key(self, browser: Browser, model: str) -> None:
-        """The password that a browser is given for the page goes with all that the page asks
-        for.
-        """
+    def test_api_key_in_the_address(self, browser: Browser, model: str) -> None:
+        """The browser sends the password of the page's address with all requests of the page."""
         for own in running(model, "--threads", "1", "--kv-blocks", "16", "--api-key", "secret"):
             browser.complaints.clear()
             browser.open(f"http://me:secret@127.0.0.1:{own.port}/")
             browser.until("document.querySelector('#state').dataset.state === 'ready'")
             ask(browser, "Hello")
-            answered(browser, 1)
+            wait_for_responses(browser, 1)
             assert (
                 browser.run("document.querySelector('.error')?.textContent ?? ''") == ""
                 and browser.complaints == []
@@ -257,10 +251,8 @@ class TestEngine:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-def test_looks(page: Browser, pictures: Path, size: str, scheme: str) -> None:
-    """Nothing is wider than the screen, no box but those of the conversation moves, and there are
-    pictures to be looked at.
-    """
+def test_layout_in_sizes_and_schemes(page: Browser, pictures: Path, size: str, scheme: str) -> None:
+    """The page fits the screen, only the conversation moves, and screenshots are saved."""
     page.look(*SIZES[size], scheme)
     page.until(
         f"innerWidth === {SIZES[size][0]} && new Promise((drawn) => setTimeout(() => "
@@ -274,7 +266,7 @@ def test_looks(page: Browser, pictures: Path, size: str, scheme: str) -> None:
         " }))).observe({ type: 'layout-shift', buffered: false }); 0"
     )
     ask(page, "Hello")
-    answered(page, 1)
+    wait_for_responses(page, 1)
     for part in ("chat", "engine"):
         if size == "phone":
             page.run(f"document.querySelector('[data-show={part}]').click()")

@@ -1,6 +1,4 @@
-"""The other two ways to ask: Anthropic's Messages and OpenAI's Responses, which give the same
-answers as chat completions.
-"""
+"""Anthropic's Messages and OpenAI's Responses API give the outputs of chat completions."""
 
 import json
 from typing import Any
@@ -8,12 +6,12 @@ from typing import Any
 import pytest
 
 from tests.server.running import Reply, Running
-from tests.server.test_tools import TOOLS, tools, tools_model  # noqa: F401 - fixtures
+from tests.server.test_tool_calls import TOOLS, tools, tools_model  # noqa: F401 - fixtures
 
-SAID = [{"role": "user", "content": "hello"}]
+USER = [{"role": "user", "content": "hello"}]
 SYSTEM = {"role": "system", "content": "be brief"}
 MESSAGES: dict[str, Any] = {
-    "messages": SAID,
+    "messages": USER,
     "system": "be brief",
     "max_tokens": 20,
     "temperature": 0,
@@ -27,7 +25,7 @@ RESPONSES: dict[str, Any] = {
 
 
 def named(reply: Reply) -> list[tuple[str, Any]]:
-    """The events of a stream, by name."""
+    """Return the events of a stream by name."""
     assert reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream"), (
         reply.body
     )
@@ -41,16 +39,16 @@ def named(reply: Reply) -> list[tuple[str, Any]]:
 
 
 def chat(server: Running, **more: Any) -> Any:
-    body = {"messages": [SYSTEM, *SAID], "max_tokens": 20, "temperature": 0} | more
+    body = {"messages": [SYSTEM, *USER], "max_tokens": 20, "temperature": 0} | more
     return server.post("/v1/chat/completions", body).json
 
 
 class TestMessages:
-    def test_a_whole_answer(self, server: Running) -> None:
-        answer, expected = server.post("/v1/messages", MESSAGES).json, chat(server)
+    def test_response_equals_chat(self, server: Running) -> None:
+        response, expected = server.post("/v1/messages", MESSAGES).json, chat(server)
         text = expected["choices"][0]["message"]["content"]
-        assert answer["content"] == [{"type": "text", "text": text}]
-        assert (answer["type"], answer["role"], answer["model"]) == (
+        assert response["content"] == [{"type": "text", "text": text}]
+        assert (response["type"], response["role"], response["model"]) == (
             "message",
             "assistant",
             "tiny.gguf",
@@ -58,13 +56,13 @@ class TestMessages:
         reason = {"length": "max_tokens", "stop": "end_turn"}[
             expected["choices"][0]["finish_reason"]
         ]
-        assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, None)
+        assert (response["stop_reason"], response["stop_sequence"]) == (reason, None)
         counts = expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"]
-        assert (answer["usage"]["input_tokens"], answer["usage"]["output_tokens"]) == counts
+        assert (response["usage"]["input_tokens"], response["usage"]["output_tokens"]) == counts
         count = {name: MESSAGES[name] for name in ("messages", "system")}
         assert server.post("/v1/messages/count_tokens", count).json == {"input_tokens": counts[0]}
 
-    def test_a_stream(self, server: Running) -> None:
+    def test_stream_equals_response(self, server: Running) -> None:
         whole = server.post("/v1/messages", MESSAGES).json
         events = named(server.post("/v1/messages", MESSAGES | {"stream": True}))
         names = [name for name, _ in events]
@@ -81,14 +79,14 @@ class TestMessages:
         assert events[-2][1]["delta"]["stop_reason"] == whole["stop_reason"]
         assert events[-2][1]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
-    def test_a_stop_sequence_is_named(self, server: Running) -> None:
+    def test_stop_sequence_is_reported(self, server: Running) -> None:
         text = server.post("/v1/messages", MESSAGES).json["content"][0]["text"]
-        answer = server.post("/v1/messages", MESSAGES | {"stop_sequences": [text[5:8]]}).json
-        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", text[5:8])
-        assert answer["content"][0]["text"] == text[: text.index(text[5:8])]
+        response = server.post("/v1/messages", MESSAGES | {"stop_sequences": [text[5:8]]}).json
+        assert (response["stop_reason"], response["stop_sequence"]) == ("stop_sequence", text[5:8])
+        assert response["content"][0]["text"] == text[: text.index(text[5:8])]
 
-    def test_thinking_is_a_block(self, tools: Running) -> None:  # noqa: F811
-        body = {"messages": SAID, "max_tokens": 8, "temperature": 0}
+    def test_reasoning_is_a_thinking_block(self, tools: Running) -> None:  # noqa: F811
+        body = {"messages": USER, "max_tokens": 8, "temperature": 0}
         (block,) = tools.post("/v1/messages", body).json["content"]
         assert block["type"] == "thinking" and block["thinking"]
         events = named(tools.post("/v1/messages", body | {"stream": True}))
@@ -105,7 +103,7 @@ class TestMessages:
         ]
         assert plain["type"] == "text"
 
-    def test_calls_and_results_come_to_the_template(self, tools: Running) -> None:  # noqa: F811
+    def test_tool_calls_and_results_reach_the_template(self, tools: Running) -> None:  # noqa: F811
         used = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Bern"}}
         result = {
             "type": "tool_result",
@@ -113,7 +111,7 @@ class TestMessages:
             "content": [{"type": "text", "text": "sun"}],
         }
         turns = [
-            *SAID,
+            *USER,
             {"role": "assistant", "content": [{"type": "text", "text": "I look"}, used]},
             {"role": "user", "content": [result]},
         ]
@@ -130,13 +128,13 @@ class TestMessages:
             "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
         }
         plain = [
-            *SAID,
+            *USER,
             {"role": "assistant", "content": "I look", "tool_calls": [call]},
             {"role": "tool", "content": "sun"},
         ]
         assert count == tools.post("/tokenize", {"messages": plain, "tools": TOOLS}).json["count"]
 
-    def test_errors_are_anthropic_s(self, server: Running) -> None:
+    def test_errors_have_anthropic_s_shape(self, server: Running) -> None:
         wrong: list[tuple[dict[str, Any], int, str]] = [
             ({"max_tokens": 0}, 400, "invalid_request_error"),
             ({"max_tokens": 4096}, 400, "invalid_request_error"),
@@ -159,9 +157,9 @@ class TestMessages:
 
 
 class TestResponses:
-    def test_a_whole_answer(self, server: Running) -> None:
-        answer, expected = server.post("/v1/responses", RESPONSES).json, chat(server)
-        (item,) = answer["output"]
+    def test_response_equals_chat(self, server: Running) -> None:
+        response, expected = server.post("/v1/responses", RESPONSES).json, chat(server)
+        (item,) = response["output"]
         assert (item["type"], item["role"]) == ("message", "assistant")
         assert [part["text"] for part in item["content"]] == [
             expected["choices"][0]["message"]["content"]
@@ -169,8 +167,12 @@ class TestResponses:
         status = {"length": "incomplete", "stop": "completed"}[
             expected["choices"][0]["finish_reason"]
         ]
-        assert (answer["status"], answer["object"], answer["store"]) == (status, "response", False)
-        usage = answer["usage"]
+        assert (response["status"], response["object"], response["store"]) == (
+            status,
+            "response",
+            False,
+        )
+        usage = response["usage"]
         assert (usage["input_tokens"], usage["output_tokens"]) == (
             expected["usage"]["prompt_tokens"],
             expected["usage"]["completion_tokens"],
@@ -181,7 +183,7 @@ class TestResponses:
             == item["content"]
         )
 
-    def test_a_stream(self, server: Running) -> None:
+    def test_stream_equals_response(self, server: Running) -> None:
         whole = server.post("/v1/responses", RESPONSES).json
         events = named(server.post("/v1/responses", RESPONSES | {"stream": True}))
         assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
@@ -207,14 +209,14 @@ class TestResponses:
         assert events[-1][1]["response"]["output"][0]["content"] == whole["output"][0]["content"]
 
     def test_reasoning_is_an_item(self, tools: Running) -> None:  # noqa: F811
-        answer = tools.post(
+        response = tools.post(
             "/v1/responses", {"input": "hello", "max_output_tokens": 8, "temperature": 0}
         ).json
-        (item,) = answer["output"]
+        (item,) = response["output"]
         assert item["type"] == "reasoning" and item["content"][0]["type"] == "reasoning_text"
-        assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+        assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
-    def test_calls_and_results_come_to_the_template(self, tools: Running) -> None:  # noqa: F811
+    def test_tool_calls_and_results_reach_the_template(self, tools: Running) -> None:  # noqa: F811
         call = {
             "type": "function_call",
             "call_id": "1",
@@ -223,13 +225,13 @@ class TestResponses:
         }
         thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
         turns = [
-            *SAID,
+            *USER,
             thought,
             call,
             {"type": "function_call_output", "call_id": "1", "output": "sun"},
         ]
         schemas = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
-        answer = tools.post(
+        response = tools.post(
             "/v1/responses", {"input": turns, "tools": schemas, "max_output_tokens": 1}
         ).json
         plain_call = {
@@ -238,12 +240,12 @@ class TestResponses:
             "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
         }
         plain = [
-            *SAID,
+            *USER,
             {"role": "assistant", "content": "", "tool_calls": [plain_call]},
             {"role": "tool", "content": "sun"},
         ]
         assert (
-            answer["usage"]["input_tokens"]
+            response["usage"]["input_tokens"]
             == tools.post("/tokenize", {"messages": plain, "tools": TOOLS}).json["count"]
         )
 
@@ -263,6 +265,8 @@ class TestResponses:
             ({"text": {"format": "json"}}, "text"),
         ],
     )
-    def test_what_is_none(self, server: Running, more: dict[str, Any], param: str) -> None:
+    def test_invalid_requests_name_the_field(
+        self, server: Running, more: dict[str, Any], param: str
+    ) -> None:
         reply = server.post("/v1/responses", RESPONSES | more)
         assert (reply.status, reply.json["error"]["param"]) == (400, param), reply.body

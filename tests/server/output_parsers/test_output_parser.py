@@ -1,4 +1,4 @@
-"""Answers in every format: what they are, in whatever pieces they come, and how early."""
+"""The output parser in every format: its deltas, any chunks, and latency."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ from tests.server.output_parsers.samples import (
 ALL = SAMPLES + MALFORMED
 
 FRAGMENTS = sorted(
-    {text for one in TOOL_CALL_FORMATS.values() for text in (*one.openers, *one.markers)}
+    {text for item in TOOL_CALL_FORMATS.values() for text in (*item.openers, *item.markers)}
     | {text for thinking in REASONING_FORMATS.values() for text in thinking.markers}
     | set(
         '{ } [ ] ( ) " \' \\ , : = ; < > \n x 1 clock functions. to= "name" "arguments" ```json'.split(
@@ -74,37 +74,37 @@ def cut(text: str, at: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(places)]
 
 
-class TestWhatAnswersAre:
+class TestSamples:
     @pytest.mark.parametrize("sample", ALL)
-    def test_whole(self, sample: Sample) -> None:
+    def test_sample(self, sample: Sample) -> None:
         assert summary(deltas(parser(sample), [sample.text])) == sample.expected
 
     @pytest.mark.parametrize("sample", ALL)
-    def test_at_every_place(self, sample: Sample) -> None:
+    def test_sample_in_two_chunks(self, sample: Sample) -> None:
         whole = deltas(parser(sample), [sample.text])
         assert deltas(parser(sample), list(sample.text)) == whole
         for at in range(len(sample.text)):
             assert deltas(parser(sample), [sample.text[:at], "", sample.text[at:]]) == whole
 
     @pytest.mark.parametrize("sample", SAMPLES)
-    def test_arguments_are_json(self, sample: Sample) -> None:
+    def test_sample_arguments_are_json(self, sample: Sample) -> None:
         for kind, *rest in sample.expected:
             assert kind != "call" or isinstance(json.loads(rest[1]), dict)
 
     @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-    def test_every_format_has_samples(self, name: str) -> None:
+    def test_every_tool_call_format_has_a_sample(self, name: str) -> None:
         assert [
             sample
             for sample in SAMPLES
             if sample.format == name and any(kind == "call" for kind, *_ in sample.expected)
         ]
 
-    def test_ids(self) -> None:
+    def test_tool_call_ids(self) -> None:
         def ids(format_: str, text: str) -> list[str]:
-            answer = OutputParser(TOOL_CALL_FORMATS[format_], tools=TOOLS)
+            output_parser = OutputParser(TOOL_CALL_FORMATS[format_], tools=TOOLS)
             return [
                 delta.id
-                for delta in answer.push(text) + answer.finish()
+                for delta in output_parser.push(text) + output_parser.finish()
                 if isinstance(delta, ToolCallStart)
             ]
 
@@ -112,15 +112,15 @@ class TestWhatAnswersAre:
         kimi = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}"
         assert ids("kimi_k2", kimi) == ["functions.f:7"]
         new = ids("mistral", '[TOOL_CALLS][{"name": "f"}, {"name": "f"}]')
-        assert len(set(new)) == 2 and all(len(one) == 9 and one.isalnum() for one in new)
-        assert [one[:5] for one in ids("hermes", '<tool_call>{"name": "f"}')] == ["call_"]
+        assert len(set(new)) == 2 and all(len(item) == 9 and item.isalnum() for item in new)
+        assert [item[:5] for item in ids("hermes", '<tool_call>{"name": "f"}')] == ["call_"]
 
 
 class TestAnyText:
     @settings(max_examples=25, deadline=None)
     @given(st.data())
     @pytest.mark.parametrize("format_", [None, *TOOL_CALL_FORMATS])
-    def test_cuts_do_not_matter(self, format_: str | None, data: st.DataObject) -> None:
+    def test_chunks_do_not_matter(self, format_: str | None, data: st.DataObject) -> None:
         own = (
             [*TOOL_CALL_FORMATS[format_].openers, *TOOL_CALL_FORMATS[format_].markers]
             if format_
@@ -158,9 +158,7 @@ class TestAnyText:
         )
     )
     def test_no_text_is_lost(self, pieces: list[str]) -> None:
-        """All that is not white space, a marker or the frame of a call stays; where nothing is a
-        call, all stays.
-        """
+        """Only white space, markers and the frame of tool calls are dropped."""
         text = "".join(pieces)
         found = summary(deltas(parser(Sample("hermes", None, "", [])), [text]))
         if not any(kind == "call" for kind, *_ in found):
@@ -173,7 +171,7 @@ class TestAnyText:
 
     @settings(max_examples=50, deadline=None)
     @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
-    def test_arguments_are_passed_on_as_they_are(self, arguments: dict[str, Any]) -> None:
+    def test_arguments_are_unchanged(self, arguments: dict[str, Any]) -> None:
         for text in (json.dumps(arguments), json.dumps(arguments, ensure_ascii=False, indent=1)):
             call = '<tool_call>{"name": "f", "arguments": ' + text + "}</tool_call>"
             assert summary(deltas(parser(Sample("hermes", None, "", [])), list(call))) == [
@@ -182,18 +180,18 @@ class TestAnyText:
 
     @settings(max_examples=50, deadline=None)
     @given(st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), VALUES, max_size=4))
-    def test_python_becomes_json(self, arguments: dict[str, Any]) -> None:
+    def test_python_literals_become_json(self, arguments: dict[str, Any]) -> None:
         call = "[clock(" + ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + ")]"
         [(kind, name, text)] = summary(deltas(parser(Sample("pythonic", None, "", [])), [call]))
         assert (kind, name, json.loads(text)) == ("call", "clock", arguments)
 
 
-class TestHowEarly:
+class TestLatency:
     def steps(self, sample: Sample, pieces: list[str]) -> list[list[Delta]]:
-        answer = parser(sample)
-        return [answer.push(piece) for piece in pieces]
+        output_parser = parser(sample)
+        return [output_parser.push(piece) for piece in pieces]
 
-    def test_text_waits_for_nothing_that_is_no_marker(self) -> None:
+    def test_content_waits_only_for_markers(self) -> None:
         found = self.steps(
             Sample("hermes", None, "", []), ["a", "<", "b", "<tool", "_cal", "x", " ", "y"]
         )
@@ -208,25 +206,23 @@ class TestHowEarly:
             max_size=12,
         )
     )
-    def test_no_more_waits_than_may_become_a_marker(self, pieces: list[str]) -> None:
-        """What waits is the longest end of the text that is white space and then the beginning of a
-        marker.
-        """
-        answer, text, given_ = parser(Sample("hermes", None, "", [])), "", ""
+    def test_only_a_partial_marker_waits(self, pieces: list[str]) -> None:
+        """The held text is white space and the beginning of a marker at the end of the text."""
+        output_parser, text, given_ = parser(Sample("hermes", None, "", [])), "", ""
         for piece in pieces:
             text += piece
             given_ += "".join(
-                delta.text for delta in answer.push(piece) if isinstance(delta, Content)
+                delta.text for delta in output_parser.push(piece) if isinstance(delta, Content)
             )
             longest = max(n for n in range(11) if text.endswith("<tool_call>"[:n]))
             assert given_ == text[: len(text) - longest].rstrip()
 
-    def test_without_tools_it_waits_for_nothing(self) -> None:
+    def test_content_without_tools_does_not_wait(self) -> None:
         assert self.steps(Sample(None, None, "", []), ["<tool_call> "]) == [
             [Content("<tool_call> ")]
         ]
 
-    def test_reasoning_waits_for_its_end_marker_alone(self) -> None:
+    def test_reasoning_waits_only_for_its_end_marker(self) -> None:
         found = self.steps(
             Sample(None, "think", "", []),
             ["<thi", "nk>", "a", "</", "b", "</think", ">", "c<think>"],
@@ -242,7 +238,7 @@ class TestHowEarly:
             [Content("c<think>")],
         ]
 
-    def test_a_call_begins_with_its_arguments_which_wait_for_nothing(self) -> None:
+    def test_arguments_do_not_wait(self) -> None:
         found = self.steps(
             Sample("hermes", None, "", []),
             ['<tool_call>{"name": "f", "arguments":', ' {"', "a", '"', ": 1", "}", "}"],
@@ -273,7 +269,7 @@ class TestHowEarly:
             ("qwen3_xml", "<function=get_weather><parameter=city>"),
         ],
     )
-    def test_texts_in_arguments_wait_for_nothing(self, format_: str, before: str) -> None:
+    def test_strings_in_arguments_do_not_wait(self, format_: str, before: str) -> None:
         found = self.steps(
             Sample(format_, None, "", []),
             [before, "Pa", "r", '\\"' if format_ == "pythonic" else '"', "is"],
@@ -295,18 +291,20 @@ class TestEndTokens:
             ("</s>", ""),
         ],
     )
-    def test_only_the_last(self, text: str, left: str) -> None:
+    def test_only_the_last_end_token_is_removed(self, text: str, left: str) -> None:
         for pieces in ([text], list(text)):
             found = deltas(OutputParser(None, end_tokens=("<|im_end|>", "</s>")), pieces)
             assert "".join(delta.text for delta in found if isinstance(delta, Content)) == left
 
-    def test_a_call_needs_no_end(self) -> None:
-        answer = OutputParser(
+    def test_end_token_after_a_tool_call(self) -> None:
+        output_parser = OutputParser(
             TOOL_CALL_FORMATS["llama3_json"], tools=TOOLS, end_tokens=("<|eom_id|>",)
         )
-        assert summary(deltas(answer, ['{"name": "clock"}<|eom_id|>'])) == [("call", "clock", "{}")]
+        assert summary(deltas(output_parser, ['{"name": "clock"}<|eom_id|>'])) == [
+            ("call", "clock", "{}")
+        ]
 
-    def test_texts_that_lie_within_each_other(self) -> None:
+    def test_end_tokens_that_contain_each_other(self) -> None:
         for text in ("x<a>", "xx<a>y", "x<a>y"):
             ends = ("<a>", "x<a>y")
             left = [
@@ -318,8 +316,8 @@ class TestEndTokens:
 
 class TestMarkers:
     @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-    def test_none_lies_within_another(self, name: str) -> None:
-        """Otherwise what is found would depend on the cuts."""
+    def test_no_marker_contains_another(self, name: str) -> None:
+        """Otherwise the result would depend on the chunks."""
         texts = (*TOOL_CALL_FORMATS[name].openers, *TOOL_CALL_FORMATS[name].markers)
         assert len(set(texts)) == len(texts)
         assert not [
@@ -327,15 +325,13 @@ class TestMarkers:
         ]
 
     @pytest.mark.parametrize("name", REASONING_FORMATS)
-    def test_nor_of_reasoning(self, name: str) -> None:
+    def test_no_reasoning_marker_contains_another(self, name: str) -> None:
         texts = REASONING_FORMATS[name].markers
         assert not [(a, b) for a in texts for b in texts if a != b and a in b]
 
 
 def hostile(size: int) -> dict[str, tuple[Sample, str]]:
-    """Texts of about `size` characters that a careless parser takes quadratic time for, each with
-    what reads it.
-    """
+    """Return texts of about `size` characters that are quadratic for a careless parser."""
 
     def many(piece: str) -> str:
         return piece * (size // len(piece))
@@ -376,7 +372,7 @@ def hostile(size: int) -> dict[str, tuple[Sample, str]]:
 
 
 def lines_run(action: Callable[[], object]) -> int:
-    """How many lines of Headrace's Python code an action runs."""
+    """Count the lines of Headrace's Python code that an action runs."""
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -395,40 +391,40 @@ def lines_run(action: Callable[[], object]) -> int:
     return lines
 
 
-class TestWork:
+class TestLinearTime:
     @pytest.mark.parametrize("name", hostile(1))
     @pytest.mark.parametrize("piece", [7, None])
-    def test_is_linear(self, name: str, piece: int | None) -> None:
-        """The second half of a text takes about as many lines of code as the first, and no more
-        than a marker waits for the next piece.
-        """
+    def test_parser_takes_linear_time(self, name: str, piece: int | None) -> None:
+        """Both halves of a text run about as many lines, and only a partial marker is held."""
         work, largest = [], 0
         for size in (1_000, 2_000, 4_000):
             sample, text = hostile(size)[name]
-            answer = parser(sample)
+            output_parser = parser(sample)
 
-            def read(answer: OutputParser = answer, text: str = text) -> None:
+            def read(output_parser: OutputParser = output_parser, text: str = text) -> None:
                 nonlocal largest
                 for at in range(0, len(text), piece or len(text)):
-                    answer.push(text[at : at + (piece or len(text))])
-                    largest = max(largest, *(stage._reader.num_unread for stage in answer._stages))
-                answer.finish()
+                    output_parser.push(text[at : at + (piece or len(text))])
+                    largest = max(
+                        largest, *(stage._reader.num_unread for stage in output_parser._stages)
+                    )
+                output_parser.finish()
 
             work.append(lines_run(read))
         assert work[2] - work[1] <= 2.1 * (work[1] - work[0]) + 200
         assert largest < 64
 
     @pytest.mark.parametrize("name", ["openers and braces", "nested", "spaces"])
-    def test_a_megabyte(self, name: str) -> None:
+    def test_parser_reads_a_megabyte(self, name: str) -> None:
         sample, text = hostile(1 << 20)[name]
-        answer = parser(sample)
-        found = deltas(answer, [text[at : at + 64] for at in range(0, len(text), 64)])
+        output_parser = parser(sample)
+        found = deltas(output_parser, [text[at : at + 64] for at in range(0, len(text), 64)])
         assert (
             sum(len(delta.text) for delta in found if not isinstance(delta, ToolCallStart))
             > 1 << 19
         )
 
 
-def test_a_style_without_tools_reads_none() -> None:
+def test_no_tool_calls_without_tools() -> None:
     text = '<tool_call>{"name": "clock"}</tool_call>'
     assert summary(deltas(style("hermes").parser(), [text])) == [("content", text)]

@@ -1,4 +1,4 @@
-"""What goes wrong around a request: clients that leave, ends of the server, too much at once."""
+"""Disconnects, overload, timeouts, startup and shutdown of the server."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def fresh(model: str) -> Iterator[Running]:
 
 
 class TestClients:
-    def test_one_that_leaves_ends_its_request(self, fresh: Running) -> None:
+    def test_disconnect_aborts_the_request(self, fresh: Running) -> None:
         for body in (LONG | {"stream": True}, LONG, LONG | {"n": 4, "temperature": 1}):
             connection = fresh.open_stream("/v1/chat/completions", body)
             begun = fresh.figures()["headrace_generated_tokens_total"]
@@ -47,7 +47,7 @@ class TestClients:
             )
         assert fresh.post("/v1/chat/completions", CHAT | {"max_tokens": 3}).status == 200
 
-    def test_a_storm_of_them(self, fresh: Running) -> None:
+    def test_many_disconnects(self, fresh: Running) -> None:
         for begin in range(0, 36, 6):
             connections = [
                 fresh.open_stream("/v1/chat/completions", LONG | {"stream": i % 2 == 0})
@@ -61,7 +61,7 @@ class TestClients:
         until(fresh.at_rest)
         assert fresh.post("/v1/chat/completions", CHAT | {"max_tokens": 3}).status == 200
 
-    def test_neighbours_do_not_notice(self, fresh: Running) -> None:
+    def test_disconnects_do_not_change_other_requests(self, fresh: Running) -> None:
         body = CHAT | {"max_tokens": 600}
         expected = fresh.post("/v1/chat/completions", body).json["choices"]
         replies, threads = in_background([lambda: fresh.post("/v1/chat/completions", body)] * 3)
@@ -70,12 +70,12 @@ class TestClients:
             fresh.post("/v1/chat/completions", body | {"logit_bias": {"9999": 1}})
             until(
                 lambda: fresh.figures()["headrace_sequences_running"] <= 3
-            )  # else there would be too many on a busy machine
+            )  # avoids overload on a busy machine
         for thread in threads:
             thread.join(SECONDS)
         assert [reply.json["choices"] for reply in replies] == [expected] * 3
 
-    def test_too_much_at_once(self, fresh: Running) -> None:
+    def test_overload_is_refused_with_503(self, fresh: Running) -> None:
         reply = fresh.post("/v1/chat/completions", LONG | {"n": 13, "temperature": 1})
         assert (reply.status, reply.json["error"]["code"]) == (
             503,
@@ -93,7 +93,7 @@ class TestClients:
         until(lambda: fresh.get("/health/ready").status == 200)
         assert fresh.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
 
-    def test_a_key_has_its_share(self, model: str) -> None:
+    def test_max_per_key_is_refused_with_429(self, model: str) -> None:
         for server in running(model, *FLAGS, "--max-per-key", "2"):
             body = LONG | {"stream": True, "n": 4, "temperature": 1}
             streams = [server.open_stream("/v1/chat/completions", body) for _ in range(2)]
@@ -109,7 +109,7 @@ class TestClients:
             until(server.at_rest)
             assert server.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
 
-    def test_a_request_has_its_time(self, model: str) -> None:
+    def test_request_timeout(self, model: str) -> None:
         for server in running(model, *FLAGS, "--request-timeout", "0.2"):
             reply = server.post("/v1/chat/completions", LONG)
             assert (reply.status, reply.json["error"]["code"], reply.headers["x-should-retry"]) == (
@@ -125,8 +125,8 @@ class TestClients:
                 in server.get("/metrics").body
             )
 
-    def test_a_request_has_its_time_to_begin(self, model: str) -> None:
-        """The one that runs goes on, and those behind it do not wait for ever."""
+    def test_queue_timeout(self, model: str) -> None:
+        """The running request continues, and waiting requests do not wait for ever."""
         for server in running(
             model,
             "--max-num-seqs",
@@ -147,7 +147,7 @@ class TestClients:
             assert server.figures()["headrace_sequences_running"] == 1
             connection.close()
 
-    def test_one_that_does_not_read_keeps_no_place(self, model: str) -> None:
+    def test_send_timeout_of_a_client_that_does_not_read(self, model: str) -> None:
         body = LONG | {"max_tokens": 3000, "stream": True, "logprobs": True, "top_logprobs": 8}
         for server in running(model, *FLAGS, "--send-timeout", "0.5"):
             before = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
@@ -165,7 +165,7 @@ class TestClients:
             for connection in connections:
                 connection.close()
 
-    def test_one_that_does_not_send_keeps_no_place(self, model: str) -> None:
+    def test_receive_timeout_of_a_client_that_does_not_send(self, model: str) -> None:
         head = (
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
             b"application/json\r\n"
@@ -186,13 +186,16 @@ class TestClients:
                 ("127.0.0.1", server.port), timeout=SECONDS
             ) as connection:
                 connection.sendall(head + b"content-length: 99\r\n\r\n{")
-                answer = _read_to_end(connection)
-                assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer
+                response = _read_to_end(connection)
+                assert (
+                    response.startswith(b"HTTP/1.1 408 ")
+                    and b'"code":"request_timeout"' in response
+                )
             assert (
                 server.post("/v1/chat/completions", LONG).status == 200
-            )  # for which it may wait as long as it likes
+            )  # an idle connection has no time limit
 
-    def test_a_head_without_an_end(self, model: str) -> None:
+    def test_head_of_a_request_is_bounded(self, model: str) -> None:
         for server in running(model, *FLAGS):
             with (
                 socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as connection,
@@ -205,7 +208,7 @@ class TestClients:
 
 
 def _read_to_end(connection: socket.socket) -> bytes:
-    """What comes until the server ends the connection, be it by a reset."""
+    """Read until the server closes or resets the connection."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(1 << 16):
@@ -213,16 +216,16 @@ def _read_to_end(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-class TestEnds:
+class TestShutdown:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_what_is_under_way_is_finished(self, model: str, number: int) -> None:
+    def test_drain_finishes_requests(self, model: str, number: int) -> None:
         server = Running(model, *FLAGS)
         replies, threads = in_background(
             [lambda: server.post("/v1/chat/completions", LONG | {"stream": True})] * 3
         )
         until(lambda: server.figures()["headrace_sequences_running"] == 3)
         server.process.send_signal(number)
-        with contextlib.suppress(ConnectionError):  # where all has ended already
+        with contextlib.suppress(ConnectionError):  # the server may have ended already
             until(lambda: server.get("/health/ready").status == 503)
             reply = server.post("/v1/chat/completions", CHAT | {"max_tokens": 1})
             assert (reply.status, reply.json["error"]["code"]) == (503, "server_shutting_down")
@@ -235,7 +238,7 @@ class TestEnds:
         )
         assert server.stop() == 0
 
-    def test_a_second_signal_waits_for_nothing(self, model: str) -> None:
+    def test_second_signal_ends_at_once(self, model: str) -> None:
         server = Running(model, *FLAGS, "--drain-seconds", "600")
         replies, threads = in_background(
             [
@@ -252,7 +255,7 @@ class TestEnds:
         assert replies[0].events[-2]["error"]["code"] == "server_shutting_down"
 
 
-class TestStarts:
+class TestStartup:
     @pytest.mark.parametrize(
         "flags, code, says",
         [
@@ -265,7 +268,7 @@ class TestStarts:
             (["MODEL", "--kv-blocks", "60000000"], 4, "set kv_blocks to"),
         ],
     )
-    def test_what_cannot_start_says_why_on_one_line(
+    def test_startup_error_is_one_line(
         self, model: str, flags: list[str], code: int, says: str
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -286,7 +289,7 @@ class TestStarts:
         assert done.returncode == code and len(lines) == 1 and says in lines[0], done.stderr
         assert "Traceback" not in done.stderr and not done.stdout
 
-    def test_it_listens_on_one_port_of_this_machine(self, server: Running) -> None:
+    def test_listens_only_on_loopback(self, server: Running) -> None:
         pids = {server.process.pid, server.engine_pid}
         inodes = {
             os.readlink(link)
@@ -304,7 +307,7 @@ class TestStarts:
         ]
         assert listening == [f"0100007F:{server.port:04X}"]
 
-    def test_what_it_says(self, server: Running) -> None:
+    def test_startup_announcement(self, server: Running) -> None:
         lines = [line for line in server.log if not line[:4].isdigit()]
         assert (
             len(lines) <= 12

@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: what goes into the prompt, and what is read from the answer."""
+"""Tools and reasoning over HTTP: their prompts, and the parsed output."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +51,7 @@ def tools_llm(tools_model: str) -> Iterator[LLM]:
 
 
 class TestPrompts:
-    def test_tools_and_calls_come_to_the_template(self, tools: Running) -> None:
+    def test_tools_and_tool_calls_reach_the_template(self, tools: Running) -> None:
         call = {
             "id": "1",
             "type": "function",
@@ -69,7 +69,7 @@ class TestPrompts:
             and text.endswith("<assistant><think>")
         )
 
-    def test_thinking_can_be_turned_off(self, tools: Running) -> None:
+    def test_reasoning_can_be_disabled(self, tools: Running) -> None:
         for more in (
             {"reasoning_effort": "none"},
             {"chat_template_kwargs": {"enable_thinking": False}},
@@ -83,7 +83,7 @@ class TestPrompts:
                 and "reasoning" not in reply.json["choices"][0]["message"]
             )
 
-    def test_an_answer_goes_on_with_the_last_message(self, tools: Running, tools_llm: LLM) -> None:
+    def test_continue_final_message(self, tools: Running, tools_llm: LLM) -> None:
         messages = [*ASK["messages"], {"role": "assistant", "content": "Once upon"}]  # type: ignore[misc]
         ids = tools_llm.apply_chat_template(messages, continue_final_message=True)
         assert isinstance(ids, list) and tools_llm.get_tokenizer().decode(ids).endswith(
@@ -124,11 +124,13 @@ class TestPrompts:
             ),
         ],
     )
-    def test_what_is_none(self, tools: Running, more: dict[str, Any], param: str) -> None:
+    def test_invalid_tools_are_refused(
+        self, tools: Running, more: dict[str, Any], param: str
+    ) -> None:
         reply = tools.post("/v1/chat/completions", ASK | more)
         assert (reply.status, reply.json["error"]["param"]) == (400, param), reply.body
 
-    def test_tools_that_are_none_have_no_tokens(self, tools: Running) -> None:
+    def test_tool_choice_none_hides_the_tools(self, tools: Running) -> None:
         reply = tools.post(
             "/tokenize",
             {"prompt": "hello", "tools": [{"type": "function", "function": {"name": ""}}]},
@@ -136,8 +138,8 @@ class TestPrompts:
         assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
 
 
-class TestAnswers:
-    def test_noise_is_reasoning_until_it_ends(self, tools: Running) -> None:
+class TestOutput:
+    def test_output_starts_in_reasoning(self, tools: Running) -> None:
         body = ASK | {"max_tokens": 30, "ignore_eos": True}
         message = tools.post("/v1/chat/completions", body).json["choices"][0]["message"]
         assert message["content"] is None and message["reasoning"]

@@ -1,6 +1,4 @@
-"""A fault in one stage of a request, whichever: that request gets a clean error, and its neighbours
-what they would have had.
-"""
+"""A fault at any stage gives its request a clean error and leaves other requests unchanged."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.faulty import ENDS, MARK, SEEDS, STAGES
+from tests.server.faulty_server import ENDS, MARK, SEEDS, STAGES
 from tests.server.running import SECONDS, Running, in_background, running, until
 
 FLAGS = ("--max-num-seqs", "8", "--threads", "1", "--kv-blocks", "256")
@@ -29,16 +27,16 @@ NEIGHBOURS = [
 
 @pytest.fixture(scope="module")
 def faulty(model: str) -> Iterator[Running]:
-    yield from running(model, *FLAGS, program="tests.server.faulty")
+    yield from running(model, *FLAGS, program="tests.server.faulty_server")
 
 
 @pytest.fixture(scope="module")
 def expected(server: Running) -> list[Any]:
-    """What the neighbours get from a server without faults."""
+    """The neighbours' choices from a server without faults."""
     return [server.post("/v1/chat/completions", body).json["choices"] for body in NEIGHBOURS]
 
 
-def asking_for(stage: str) -> dict[str, Any]:
+def poisoned_request(stage: str) -> dict[str, Any]:
     body = {
         "messages": [{"role": "user", "content": f"{MARK} {stage}"}],
         "max_tokens": 30,
@@ -50,18 +48,18 @@ def asking_for(stage: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_error_is_one_of_its_request(
+def test_fault_fails_only_its_request(
     faulty: Running, expected: list[Any], stage: str, streamed: bool
 ) -> None:
     replies, threads = in_background(
         [partial(faulty.post, "/v1/chat/completions", body) for body in NEIGHBOURS]
     )
-    body = asking_for(stage) | {"stream": streamed}
+    body = poisoned_request(stage) | {"stream": streamed}
     reply = faulty.post("/v1/chat/completions", body)
     for thread in threads:
         thread.join(SECONDS)
     if stage == "event" and not streamed:
-        assert reply.status == 200  # it has none
+        assert reply.status == 200  # the response has no events
     else:
         error = reply.events[-2]["error"] if reply.status == 200 else reply.json["error"]
         assert (error["code"], reply.status in (200, 500)) == ("internal_error", True), reply.body
@@ -79,18 +77,16 @@ def is_ready(server: Running, restarts: int) -> bool:
 
 
 @pytest.mark.parametrize("stage", ENDS)
-def test_a_request_that_ends_the_engine_does_so_twice_at_most(
+def test_request_that_kills_the_engine_is_quarantined(
     model: str, expected: list[Any], stage: str
 ) -> None:
-    """A client of OpenAI's, which sends again what it may, costs one engine; one that sends it
-    again all the same, two.
-    """
-    for faulty in running(model, *FLAGS, program="tests.server.faulty"):
+    """A request may kill the engine twice, with a client that retries; then it is refused."""
+    for faulty in running(model, *FLAGS, program="tests.server.faulty_server"):
         with openai.OpenAI(base_url=f"http://127.0.0.1:{faulty.port}/v1", api_key="none") as client:
             ask = partial(
                 client.chat.completions.create,
                 model="tiny.gguf",
-                extra_body=asking_for(stage),
+                extra_body=poisoned_request(stage),
                 messages=[],
             )
             for restarts, code in enumerate(
@@ -104,9 +100,11 @@ def test_a_request_that_ends_the_engine_does_so_twice_at_most(
             assert faulty.post("/v1/chat/completions", body).json["choices"] == choices
 
 
-def test_those_beside_it_are_tried_again_and_served(model: str, expected: list[Any]) -> None:
-    for faulty in running(model, *FLAGS, program="tests.server.faulty"):
-        bodies = [*NEIGHBOURS, asking_for("death")]
+def test_neighbours_of_a_killing_request_are_served_after_retry(
+    model: str, expected: list[Any]
+) -> None:
+    for faulty in running(model, *FLAGS, program="tests.server.faulty_server"):
+        bodies = [*NEIGHBOURS, poisoned_request("death")]
         replies, threads = in_background(
             [
                 partial(faulty.post, "/v1/chat/completions", body | {"max_tokens": 2000})

@@ -1,4 +1,4 @@
-"""Answers over HTTP: the tokens of `LLM`, in OpenAI's shapes, whole and as streams."""
+"""OpenAI's routes over HTTP: the tokens of `LLM` in OpenAI's shapes, with and without streams."""
 
 import base64
 import json
@@ -59,37 +59,35 @@ class TestChat:
         "more",
         [{}, SAMPLED, SAMPLED | {"n": 3}, {"logit_bias": {"70": 5.0}, "repetition_penalty": 1.3}],
     )
-    def test_the_tokens_are_those_of_llm(
-        self, server: Running, llm: LLM, more: dict[str, Any]
-    ) -> None:
+    def test_chat_tokens_equal_llm(self, server: Running, llm: LLM, more: dict[str, Any]) -> None:
         options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True} | more
         if "logit_bias" in options:
             options["logit_bias"] = {
                 int(token): bias for token, bias in options["logit_bias"].items()
             }
         (expected,) = llm.chat(MESSAGES, SamplingParams(**options))
-        answer = chat(server, **more, return_token_ids=True)
-        assert [choice["token_ids"] for choice in answer["choices"]] == [
+        response = chat(server, **more, return_token_ids=True)
+        assert [choice["token_ids"] for choice in response["choices"]] == [
             output.token_ids for output in expected.outputs
         ]
-        assert [choice["message"]["content"] for choice in answer["choices"]] == [
+        assert [choice["message"]["content"] for choice in response["choices"]] == [
             output.text for output in expected.outputs
         ]
-        assert [choice["index"] for choice in answer["choices"]] == list(
+        assert [choice["index"] for choice in response["choices"]] == list(
             range(len(expected.outputs))
         )
-        usage, count = answer["usage"], 12 * len(expected.outputs)
+        usage, count = response["usage"], 12 * len(expected.outputs)
         assert (
             usage["prompt_tokens"] == len(expected.prompt_token_ids)
             and usage["completion_tokens"] == count
         )
         assert usage["total_tokens"] == usage["prompt_tokens"] + count
-        assert (answer["object"], answer["model"]) == ("chat.completion", "tiny.gguf")
+        assert (response["object"], response["model"]) == ("chat.completion", "tiny.gguf")
 
     @pytest.mark.parametrize(
         "more", [{}, SAMPLED | {"n": 3}, {"stop": ["a", "QQ"], "ignore_eos": False}]
     )
-    def test_a_stream_has_the_whole_answer(self, server: Running, more: dict[str, Any]) -> None:
+    def test_chat_stream_equals_response(self, server: Running, more: dict[str, Any]) -> None:
         whole = chat(server, **more)
         events = stream(
             server,
@@ -102,7 +100,8 @@ class TestChat:
             and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
         )
         assert (
-            len({(one["id"], one["created"], one["model"], one["object"]) for one in events}) == 1
+            len({(item["id"], item["created"], item["model"], item["object"]) for item in events})
+            == 1
         )
         assert events[0]["object"] == "chat.completion.chunk" and all(
             chunk["usage"] is None for chunk in chunks
@@ -119,26 +118,27 @@ class TestChat:
                 and first["finish_reason"] is None
             )
             assert all(
-                set(one["delta"]) == {"content"} and one["finish_reason"] is None for one in middle
+                set(item["delta"]) == {"content"} and item["finish_reason"] is None
+                for item in middle
             )
             assert end["delta"] == {} and end["finish_reason"] == choice["finish_reason"]
             assert (
-                "".join(one["delta"]["content"] for one in middle) == choice["message"]["content"]
+                "".join(item["delta"]["content"] for item in middle) == choice["message"]["content"]
             )
 
-    def test_no_usage_unless_it_is_asked_for(self, server: Running) -> None:
+    def test_usage_only_with_include_usage(self, server: Running) -> None:
         assert all(
             "usage" not in chunk and chunk["choices"]
             for chunk in stream(server, "/v1/chat/completions", CHAT)
         )
         options = {"include_usage": True, "continuous_usage_stats": True}
         counts = [
-            one["usage"]["completion_tokens"]
-            for one in stream(server, "/v1/chat/completions", CHAT | {"stream_options": options})
+            item["usage"]["completion_tokens"]
+            for item in stream(server, "/v1/chat/completions", CHAT | {"stream_options": options})
         ]
         assert counts == sorted(counts) and counts[-1] == 12
 
-    def test_log_probabilities(self, server: Running, llm: LLM) -> None:
+    def test_chat_logprobs(self, server: Running, llm: LLM) -> None:
         (expected,) = llm.chat(
             MESSAGES, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
         )
@@ -149,9 +149,9 @@ class TestChat:
             assert entry["logprob"] == given[token].logprob and bytes(
                 entry["bytes"]
             ) == llm.get_tokenizer().token_bytes(token)
-            likeliest = sorted(given.values(), key=lambda one: one.rank)[:2]
-            assert [one["logprob"] for one in entry["top_logprobs"]] == [
-                one.logprob for one in likeliest
+            likeliest = sorted(given.values(), key=lambda item: item.rank)[:2]
+            assert [item["logprob"] for item in entry["top_logprobs"]] == [
+                item.logprob for item in likeliest
             ]
         streamed = stream(
             server, "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}
@@ -163,7 +163,7 @@ class TestChat:
             entry["logprob"] for entry in entries
         ] and plain[0]["top_logprobs"] == []
 
-    def test_what_json_cannot_say(self, server: Running) -> None:
+    def test_infinite_logprobs_are_bounded(self, server: Running) -> None:
         banned = {str(token): -100 for token in range(0, 200)}
         reply = server.post(
             "/v1/completions",
@@ -174,11 +174,11 @@ class TestChat:
         ]["logprobs"]["token_logprobs"]
         assert all(math.isfinite(value) for value in values)
 
-    def test_both_names_of_the_longest_answer(self, server: Running) -> None:
+    def test_max_tokens_and_max_completion_tokens(self, server: Running) -> None:
         assert chat(server, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
         assert chat(server, max_completion_tokens=3)["choices"][0]["finish_reason"] == "length"
 
-    def test_messages_in_parts_and_system_roles(self, server: Running) -> None:
+    def test_content_parts_and_system_messages(self, server: Running) -> None:
         parts = [{"role": "user", "content": [{"type": "text", "text": "hello world"}]}]
         assert chat(server, messages=parts)["choices"] == chat(server)["choices"]
         longer = chat(server, messages=[{"role": "system", "content": "be"}, *MESSAGES])["usage"][
@@ -199,12 +199,10 @@ class TestChat:
             ("completions", "prompt", {"prompt": [7] * 4096}),
         ],
     )
-    def test_a_context_that_is_too_short(
+    def test_context_length_exceeded(
         self, server: Running, path: str, param: str, more: dict[str, Any]
     ) -> None:
-        """LiteLLM, LangChain and Claude Code know this error by words of its message, and go on
-        with a shorter conversation.
-        """
+        """LiteLLM, LangChain and Claude Code recognise this error by words of its message."""
         reply = server.post(f"/v1/{path}", CHAT | more)
         error = reply.json["error"]
         assert (reply.status, error["code"], error["param"]) == (
@@ -217,7 +215,7 @@ class TestChat:
             and "this model's maximum context length is 4,096" in error["message"]
         )
 
-    def test_what_is_not_there_is_refused_by_name(self, server: Running) -> None:
+    def test_unsupported_fields_are_named(self, server: Running) -> None:
         reply = server.post(
             "/v1/chat/completions",
             CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]},
@@ -230,23 +228,23 @@ class TestChat:
 
 
 class TestCompletions:
-    def test_all_forms_of_prompts(self, server: Running, llm: LLM) -> None:
+    def test_completion_prompt_forms(self, server: Running, llm: LLM) -> None:
         ids = llm.get_tokenizer().encode("hello world")
-        one = complete(server)["choices"][0]["text"]
+        item = complete(server)["choices"][0]["text"]
         for prompt in (["hello world"], ids, [ids]):
             assert [choice["text"] for choice in complete(server, prompt=prompt)["choices"]] == [
-                one
+                item
             ]
-        answer = complete(server, prompt=["hello world", "w", "hello world"], n=2, **SAMPLED)
-        texts = [choice["text"] for choice in answer["choices"]]
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5] and texts[
+        response = complete(server, prompt=["hello world", "w", "hello world"], n=2, **SAMPLED)
+        texts = [choice["text"] for choice in response["choices"]]
+        assert [choice["index"] for choice in response["choices"]] == [0, 1, 2, 3, 4, 5] and texts[
             :2
         ] == texts[4:]
-        assert answer["usage"]["completion_tokens"] == 6 * 12
+        assert response["usage"]["completion_tokens"] == 6 * 12
         for prompt in ([], ["a"] * 257, [1, "a"], [[1], "a", 5], [10**6], [[]]):
             assert server.post("/v1/completions", TEXT | {"prompt": prompt}).status == 400, prompt
 
-    def test_streams_of_several_prompts(self, server: Running) -> None:
+    def test_completion_stream_of_several_prompts(self, server: Running) -> None:
         body = TEXT | {"prompt": ["hello", "w"], "n": 2, "echo": True} | SAMPLED
         whole = server.post("/v1/completions", body).json["choices"]
         events = stream(server, "/v1/completions", body)
@@ -257,12 +255,12 @@ class TestCompletions:
                 if event["choices"][0]["index"] == choice["index"]
             ]
             assert (
-                "".join(one["text"] for one in mine) == choice["text"]
+                "".join(item["text"] for item in mine) == choice["text"]
                 and mine[-1]["finish_reason"] == "length"
             )
 
-    def test_scores_of_a_prompt(self, server: Running, llm: LLM) -> None:
-        """As lm-eval asks for them."""
+    def test_echo_with_prompt_logprobs(self, server: Running, llm: LLM) -> None:
+        """lm-eval sends such requests."""
         ids = llm.get_tokenizer().encode("hello world, hello")
         (expected,) = llm.generate(
             {"prompt_token_ids": ids},
@@ -283,7 +281,7 @@ class TestCompletions:
             sum(map(len, scores["tokens"][:i])) for i in range(len(ids) + 1)
         ]
 
-    def test_stop_strings_never_leak(self, server: Running) -> None:
+    def test_stop_strings_are_not_in_the_text(self, server: Running) -> None:
         text = complete(server, max_tokens=60)["choices"][0]["text"]
         for begin in range(2, 20, 3):
             stop = text[begin : begin + 3]
@@ -300,14 +298,17 @@ class TestOthers:
         expected = llm.embed(["hello", "world w"], normalise=True)
         floats = server.post("/v1/embeddings", {"input": ["hello", "world w"]}).json
         assert np.array_equal(
-            np.array([one["embedding"] for one in floats["data"]], np.float32), expected
+            np.array([item["embedding"] for item in floats["data"]], np.float32), expected
         )
         packed = server.post(
             "/v1/embeddings", {"input": ["hello", "world w"], "encoding_format": "base64"}
         ).json
         assert np.array_equal(
             np.stack(
-                [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in packed["data"]]
+                [
+                    np.frombuffer(base64.b64decode(item["embedding"]), "<f4")
+                    for item in packed["data"]
+                ]
             ),
             expected,
         )
@@ -324,7 +325,7 @@ class TestOthers:
         ):
             assert server.post("/v1/embeddings", wrong).status == 400, wrong
 
-    def test_tokens_and_back(self, server: Running, llm: LLM) -> None:
+    def test_tokenize_and_detokenize(self, server: Running, llm: LLM) -> None:
         tokenizer, text = llm.get_tokenizer(), "hello world \N{SNOWMAN}"
         found = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json
         assert found["tokens"] == tokenizer.encode(text) and found["count"] == len(
@@ -357,7 +358,7 @@ class TestOthers:
             "model",
         )
 
-    def test_metrics_are_prometheus_s(self, server: Running) -> None:
+    def test_prometheus_metrics(self, server: Running) -> None:
         chat(server)
         text = server.get("/metrics").body.decode()
         for name in (
@@ -369,12 +370,12 @@ class TestOthers:
         assert server.figures()["headrace_time_to_first_token_seconds_count"] >= 1
 
 
-def test_what_the_authors_advise(tmp_path: Path, llm: LLM) -> None:
+def test_advised_sampling(tmp_path: Path, llm: LLM) -> None:
     model = write_tiny_gguf(
         tmp_path / "tiny.gguf",
         {"general.sampling.temp": 0.0, "general.sampling.penalty_repeat": 1.5},
     )
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "messages": MESSAGES,
         "max_tokens": 12,
         "seed": 1,
@@ -391,15 +392,15 @@ def test_what_the_authors_advise(tmp_path: Path, llm: LLM) -> None:
             line.startswith("sampling  temperature 0, repetition_penalty 1.5")
             for line in server.log
         )
-        answers = [
-            server.post("/v1/chat/completions", asked | more).json
+        responses = [
+            server.post("/v1/chat/completions", request | more).json
             for more in ({}, {"temperature": 0.7, "repetition_penalty": 1})
         ]
         expected = llm.chat([MESSAGES, MESSAGES], [advised, plain])
-        assert [answer["choices"][0]["token_ids"] for answer in answers] == [
+        assert [response["choices"][0]["token_ids"] for response in responses] == [
             result.outputs[0].token_ids for result in expected
         ]
     for server in running(str(model), *flags, "--ignore-advised-sampling"):
-        answer = server.post("/v1/chat/completions", asked).json
+        response = server.post("/v1/chat/completions", request).json
         (expected_one,) = llm.chat(MESSAGES, SamplingParams(max_tokens=12, ignore_eos=True, seed=1))
-        assert answer["choices"][0]["token_ids"] == expected_one.outputs[0].token_ids
+        assert response["choices"][0]["token_ids"] == expected_one.outputs[0].token_ids

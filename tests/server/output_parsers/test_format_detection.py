@@ -1,6 +1,4 @@
-"""Which format and which markers of reasoning a chat template has, and what that means for a
-request.
-"""
+"""Detection of the tool-call and reasoning formats of a chat template."""
 
 import ast
 from pathlib import Path
@@ -22,7 +20,7 @@ KINDS = {
     and isinstance(node.targets[0], ast.Name)
     and isinstance(node.value, ast.Constant)
 }
-"""Templates of the tests of rendering, without importing transformers."""
+"""Templates of the rendering tests; importing their module would import transformers."""
 HERMES = """{%- if tools %}{{- '<|im_start|>system\\nCall functions so:\\n<tool_call>\\n{\\"name\\": ...}\\n</tool_call>' }}{%- endif %}
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"""
 LLAMA3 = """{%- for m in messages %}{%- if 'tool_calls' in m %}{%- set call = m.tool_calls[0].function %}
@@ -102,7 +100,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "Granite 3.3": (
         "respond with <|tool_call|> followed by a JSON list. Write your thoughts between "
         "<think></think> and the answer between "
-        "<response></response>",
+        "<output_parser></output_parser>",
         "granite",
         "granite",
     ),
@@ -130,7 +128,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
 
 class TestDetection:
     @pytest.mark.parametrize("name", TEMPLATES)
-    def test_by_the_template(self, name: str) -> None:
+    def test_formats_by_chat_template(self, name: str) -> None:
         template, tool_format, thinking = TEMPLATES[name]
         style = OutputFormat.of(template)
         assert (
@@ -138,7 +136,7 @@ class TestDetection:
             style.reasoning_format and style.reasoning_format.name,
         ) == (tool_format, thinking)
 
-    def test_every_one_is_detected_by_some_template(self) -> None:
+    def test_every_format_is_detected(self) -> None:
         formats, thoughts = zip(
             *((tool_format, thinking) for _, tool_format, thinking in TEMPLATES.values()),
             strict=True,
@@ -146,13 +144,13 @@ class TestDetection:
         assert set(formats) - {None} == TOOL_CALL_FORMATS.keys()
         assert set(thoughts) - {None} == REASONING_FORMATS.keys()
 
-    def test_names_come_first(self) -> None:
+    def test_names_override_detection(self) -> None:
         assert OutputFormat.of(HERMES, "glm45", "seed_oss") == OutputFormat(
             TOOL_CALL_FORMATS["glm45"], REASONING_FORMATS["seed_oss"]
         )
         assert OutputFormat.of(KINDS["TOOLS_OF_HERMES"], "none", "none") == OutputFormat()
 
-    def test_unknown_names_are_refused(self) -> None:
+    def test_unknown_format_names_are_refused(self) -> None:
         with pytest.raises(
             RequestError,
             match=r"tool_call_parser 'x' is unknown; use command, deepseek_v3,",
@@ -165,19 +163,19 @@ class TestDetection:
 
 
 class TestSpecialTokens:
-    def test_where_a_marker_is_one(self) -> None:
+    def test_special_tokens_if_a_marker_is_one(self) -> None:
         style = OutputFormat.of(KINDS["TOOLS_OF_HERMES"])
         assert not style.needs_special_tokens({"<|im_end|>"}, with_tools=True)
         assert style.needs_special_tokens({"<|im_end|>", "<tool_call>"}, with_tools=True)
         assert not style.needs_special_tokens({"<|im_end|>", "<tool_call>"}, with_tools=False)
         assert style.needs_special_tokens({"</think>"}, with_tools=False)
 
-    def test_channels_are_read_without_tools_too(self) -> None:
+    def test_special_tokens_for_channels_without_tools(self) -> None:
         assert OutputFormat(TOOL_CALL_FORMATS["harmony"]).needs_special_tokens(
             {"<|channel|>"}, with_tools=False
         )
 
-    def test_a_plain_model_needs_none(self) -> None:
+    def test_no_special_tokens_without_formats(self) -> None:
         assert not OutputFormat().needs_special_tokens({"<|im_end|>"}, with_tools=True)
 
 
@@ -191,15 +189,17 @@ class TestSpecialTokens:
         ("", False),
     ],
 )
-def test_whether_a_prompt_ends_within_reasoning(prompt: str, in_reasoning: bool) -> None:
+def test_prompt_that_ends_in_reasoning(prompt: str, in_reasoning: bool) -> None:
     assert (
         OutputFormat(None, REASONING_FORMATS["think"]).starts_in_reasoning(prompt) is in_reasoning
     )
     assert not OutputFormat().starts_in_reasoning(prompt)
 
 
-def test_channels_without_tools_have_no_calls() -> None:
-    answer = OutputFormat(TOOL_CALL_FORMATS["harmony"]).parser()
+def test_channels_without_tools_have_no_tool_calls() -> None:
+    output_parser = OutputFormat(TOOL_CALL_FORMATS["harmony"]).parser()
     text = '<|channel|>commentary to=functions.clock<|message|>{"a": 1}<|call|>'
-    assert [delta.text for delta in answer.push(text) + answer.finish()] == ['{"a": 1}']
+    assert [delta.text for delta in output_parser.push(text) + output_parser.finish()] == [
+        '{"a": 1}'
+    ]
     assert len(OutputFormat(TOOL_CALL_FORMATS["harmony"]).parser(tools=TOOLS).push(text)) == 2

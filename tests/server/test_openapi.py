@@ -1,6 +1,4 @@
-"""What a server says that it takes, and what it takes: cases by Schemathesis against every route
-and field, and none of them breaks it.
-"""
+"""Schemathesis sends generated requests to every route and field of the OpenAPI document."""
 
 import json
 import os
@@ -24,11 +22,11 @@ from headrace.sampling_params import MAX_SEQUENCES
 from headrace.server.field_types import MAX_PROMPTS
 from tests.server.api_cases import Description, as_clients_write
 from tests.server.running import Running, running, until
-from tests.server.test_tools import tools_model  # noqa: F401 - a fixture
+from tests.server.test_tool_calls import tools_model  # noqa: F401 - a fixture
 
 CASES = int(os.environ.get("HEADRACE_API_CASES", 500))
 ROUNDS = 1 + CASES // 2000
-"""In each of them every field is in other company."""
+"""Rounds, in each of which a field is combined with others."""
 SEED = ROUNDS * int(os.environ.get("HEADRACE_API_SEED", 0))
 CHECKS = [
     not_a_server_error,
@@ -36,7 +34,7 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-OF_THE_ENGINE = {
+GENERATION_ROUTES = {
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/messages",
@@ -53,8 +51,8 @@ ENDLESS = "/stats/stream"
 
 
 @pytest.fixture(scope="module")
-def described(tools_model: str) -> Iterator[Running]:  # noqa: F811
-    """It has a place for all sequences that one request can make."""
+def api_server(tools_model: str) -> Iterator[Running]:  # noqa: F811
+    """A server with space for all sequences that one request can make."""
     flags = (
         "--max-model-len",
         "256",
@@ -68,24 +66,25 @@ def described(tools_model: str) -> Iterator[Running]:  # noqa: F811
     yield from running(tools_model, *flags, "--threads", "1", "--allow-adapter-changes")
 
 
-def test_all_that_can_be_asked_is_answered_or_refused(described: Running) -> None:
+def test_generated_requests_follow_the_openapi_document(api_server: Running) -> None:
     description = Description(
-        described.get("/openapi.json").json, described.get("/v1/models").json["data"][0]["id"]
+        api_server.get("/openapi.json").json,
+        api_server.get("/v1/models").json["data"][0]["id"],
     )
-    pid, before = described.engine_pid, described.figures()
+    pid, before = api_server.engine_pid, api_server.figures()
     seen: Counter[tuple[str, int]] = Counter()
 
-    def ask(case: Case) -> None:
+    def send(case: Case) -> None:
         case.body = as_clients_write(case.body)
         response = case.call(
-            base_url=f"http://127.0.0.1:{described.port}", session=session, timeout=60
+            base_url=f"http://127.0.0.1:{api_server.port}", session=session, timeout=60
         )
         seen[case.path, response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
         assert b"internal_error" not in response.content, (
             response.content
-        )  # as an event of a stream
-        assert response.status_code >= 400 or as_described(
+        )  # also not as an event of a stream
+        assert response.status_code >= 400 or is_valid(
             description, case.path, response.request.body
         ), response.request.body
 
@@ -95,41 +94,43 @@ def test_all_that_can_be_asked_is_answered_or_refused(described: Running) -> Non
             for number in range(SEED, SEED + ROUNDS):
                 cases = description.cases(path, number)
                 seed(number)(
-                    settings(QUIET, max_examples=ceil(CASES * share / ROUNDS))(given(cases)(ask))
+                    settings(QUIET, max_examples=ceil(CASES * share / ROUNDS))(given(cases)(send))
                 )()
     reached = sum(
-        count for (path, status), count in seen.items() if path in OF_THE_ENGINE and status == 200
+        count
+        for (path, status), count in seen.items()
+        if path in GENERATION_ROUTES and status == 200
     )
     print(f"\n{sum(seen.values()):,} cases, {reached:,} of them answered by the engine:")
     print(
         "\n".join(f"{count:7,}  {status}  {path}" for (path, status), count in sorted(seen.items()))
     )
     assert sum(seen.values()) >= CASES and reached >= 0.2 * sum(seen.values())
-    assert {path for path, status in seen if status == 200} >= OF_THE_ENGINE
+    assert {path for path, status in seen if status == 200} >= GENERATION_ROUTES
     until(
         lambda: (
-            described.figures()["headrace_steps_total"] - before["headrace_steps_total"] >= reached
+            api_server.figures()["headrace_steps_total"] - before["headrace_steps_total"] >= reached
         )
-    )  # by the engine's own count
-    until(described.at_rest)
+    )  # as the engine counts them
+    until(api_server.at_rest)
     assert (
-        described.engine_pid == pid and described.figures()["headrace_engine_restarts_total"] == 0
+        api_server.engine_pid == pid and api_server.figures()["headrace_engine_restarts_total"] == 0
     )
 
 
-def as_described(description: Description, path: str, sent: object) -> bool:
+def is_valid(description: Description, path: str, sent: object) -> bool:
     assert isinstance(sent, bytes | str)
     return description.allows(path, json.loads(sent))
 
 
-def test_what_takes_no_body_is_answered(described: Running) -> None:
-    document = described.get("/openapi.json").json
+def test_get_routes_follow_the_openapi_document(api_server: Running) -> None:
+    document = api_server.get("/openapi.json").json
     for found in schemathesis.openapi.from_dict(document).get_all_operations():
         operation = found.ok()
         if operation.method == "get" and operation.path != ENDLESS:
             case = operation.Case(
                 path_parameters={"model": "none"} if "{" in operation.path else {}
             )
-            response = case.call(base_url=f"http://127.0.0.1:{described.port}", timeout=60)
+            response = case.call(base_url=f"http://127.0.0.1:{api_server.port}", timeout=60)
             case.validate_response(response, checks=CHECKS)
             assert response.status_code == (404 if "{" in operation.path else 200), operation.path

@@ -1,6 +1,4 @@
-"""The page at `/`: its files and their headers, the figures that it reads, and how their stream
-ends.
-"""
+"""The web page at `/`: files, headers, statistics and their stream."""
 
 import json
 import socket
@@ -34,7 +32,7 @@ def open_events(server: Running) -> socket.socket:
 
 
 def first_events(connection: socket.socket, count: int) -> list[Any]:
-    """The first events of a stream, whose chunks are one event each."""
+    """Read the first events of a stream that sends each event as one chunk."""
     data = b""
     while data.count(b"\n\n") < count:
         chunk = connection.recv(1 << 16)
@@ -48,16 +46,14 @@ def first_events(connection: socket.socket, count: int) -> list[Any]:
 
 
 class TestFiles:
-    def test_all_are_in_the_package(self) -> None:
-        """Beside the modules, so whatever takes these into a wheel takes them, too; and no file is
-        left out of the list.
-        """
+    def test_all_files_are_in_the_package(self) -> None:
+        """All files are inside the package, so wheels include them, and all are listed."""
         assert Path(headrace.server.__file__).parent / "page" == FOLDER
         there = {str(file.relative_to(FOLDER)) for file in FOLDER.rglob("*") if file.is_file()}
         assert there == {*FILES.values(), "vendor/uPlot.LICENSE"}
 
     @pytest.mark.parametrize("path", FILES)
-    def test_each_is_served_as_what_it_is(self, server: Running, path: str) -> None:
+    def test_content_types_and_headers(self, server: Running, path: str) -> None:
         types = {
             "html": "text/html",
             "css": "text/css",
@@ -81,7 +77,7 @@ class TestFiles:
         ]
         assert server.get(path, {"if-none-match": '"another"'}).status == 200
 
-    def test_no_two_have_one_tag(self, server: Running) -> None:
+    def test_entity_tags_differ(self, server: Running) -> None:
         assert len({server.get(path).headers["etag"] for path in FILES}) == len(FILES)
 
     @pytest.mark.parametrize(
@@ -107,13 +103,10 @@ class TestFiles:
             *("/page/..\\app.py", "//page/main.js", "/page/MAIN.js", "/static/main.js"),
         ],
     )
-    def test_nothing_else_is(self, server: Running, path: str) -> None:
+    def test_other_files_are_not_served(self, server: Running, path: str) -> None:
         assert server.get(path).status == 404
 
-    def test_nothing_is_fetched_from_elsewhere_and_no_text_becomes_markup(self) -> None:
-        """What the content security policy forbids is not tried; what it cannot forbid is not
-        done.
-        """
+    def test_scripts_fetch_nothing_else_and_make_no_markup(self) -> None:
         for name in FILES.values():
             text = (FOLDER / name).read_text()
             if not name.startswith("vendor/"):
@@ -127,14 +120,10 @@ class TestFiles:
 
 
 class TestOtherSites:
-    """A browser sends the password that it was asked for with the requests of any site, and reaches
-    this machine for any site.
-    """
+    """Other sites' pages can reach this machine, and browsers send the page's password with them."""
 
-    def test_a_body_without_a_type_is_not_taken_from_a_page(self, server: Running) -> None:
-        """A body of another type needs no leave in a browser; for JSON it asks first, and gets
-        none.
-        """
+    def test_body_without_content_type_from_another_site_is_refused(self, server: Running) -> None:
+        """A browser sends such a body without a preflight request; JSON needs one."""
         body = json.dumps(LONG | {"max_tokens": 1, "stream": False}).encode()
         for headers, status in (
             ({}, 200),
@@ -155,7 +144,7 @@ class TestOtherSites:
 
 
 class TestStats:
-    def test_fields(self, server: Running) -> None:
+    def test_stats_fields(self, server: Running) -> None:
         assert (
             server.post("/v1/chat/completions", LONG | {"max_tokens": 3, "stream": False}).status
             == 200
@@ -181,20 +170,20 @@ class TestStats:
         } <= set(figures)
         came, after = stats["first_tokens"][-1]
         assert stats["started"] - 1 <= came <= stats["time"] + 1 and 0 < after < SECONDS
-        assert stats["roofline"]["standing"] is None  # nothing runs
+        assert stats["roofline"]["standing"] is None  # no request runs
 
-    def test_the_stream_goes_on_until_the_client_leaves(self, server: Running) -> None:
+    def test_stats_stream_until_disconnect(self, server: Running) -> None:
         with open_events(server) as connection:
             events = first_events(connection, 3)
             assert [event["status"] for event in events] == ["ready"] * 3
             assert events[0]["time"] < events[1]["time"] < events[2]["time"]
-        # Were those that have left still counted, the last of these would be refused.
+        # If closed streams still counted, the last one would be refused.
         for _ in range(40):
             with open_events(server) as connection:
                 first_events(connection, 1)
         until(lambda: _opens(server))
 
-    def test_streams_are_bounded(self, server: Running) -> None:
+    def test_stats_streams_are_bounded(self, server: Running) -> None:
         connections = [open_events(server) for _ in range(32)]
         try:
             for connection in connections:
@@ -206,8 +195,8 @@ class TestStats:
                 connection.close()
         until(lambda: _opens(server))
 
-    def test_the_engine_is_not_asked(self, server: Running) -> None:
-        """Its report comes while something changes; a page that is open changes nothing."""
+    def test_stats_stream_makes_no_engine_steps(self, server: Running) -> None:
+        """The engine reports only changes, and an open page changes nothing."""
         until(
             lambda: (
                 server.at_rest()
@@ -224,36 +213,36 @@ def _opens(server: Running) -> bool:
         return connection.recv(15).startswith(b"HTTP/1.1 200")
 
 
-class TestTheEnd:
+class TestShutdown:
     @pytest.fixture
     def own(self, model: str) -> Iterator[Running]:
         yield from running(model, "--threads", "1", "--kv-blocks", "64")
 
-    def test_the_stream_ends_with_the_server(self, own: Running) -> None:
+    def test_stats_stream_ends_with_the_server(self, own: Running) -> None:
         with open_events(own) as connection:
             first_events(connection, 1)
             assert own.stop() == 0
             data = b""
             while chunk := connection.recv(1 << 16):
                 data += chunk
-        assert data.endswith(b"0\r\n\r\n")  # as a whole, not cut
+        assert data.endswith(b"0\r\n\r\n")  # the stream is complete
 
 
 class TestBlocks:
-    def test_it_says_what_is_held(self, server: Running) -> None:
+    def test_block_map_of_running_requests(self, server: Running) -> None:
         until(server.at_rest)
-        answers: list[Any] = []
+        responses: list[Any] = []
 
         def look() -> bool:
-            """The model is quick: a look while it answers may be too late."""
+            """Read the map; the model may have finished already."""
             until(server.at_rest)
             with server.open_stream("/v1/chat/completions", LONG) as connection:
                 connection.recv(1)
-                answers.append(server.get("/stats/blocks").json)
-            return bool(answers[-1]["groups"][0]["holdings"])
+                responses.append(server.get("/stats/blocks").json)
+            return bool(responses[-1]["groups"][0]["holdings"])
 
         until(look)
-        (group,) = answers[-1]["groups"]
+        (group,) = responses[-1]["groups"]
         (holding,) = group["holdings"]
         held = [
             block
@@ -264,12 +253,12 @@ class TestBlocks:
             0 <= block < group["num_blocks"] == 64 for block in held
         )
         assert (
-            holding["computed"] <= len(held) * answers[-1]["block_size"]
+            holding["computed"] <= len(held) * responses[-1]["block_size"]
             and holding["released"] == 0
         )
-        assert len(held) >= -(-holding["computed"] // answers[-1]["block_size"])
+        assert len(held) >= -(-holding["computed"] // responses[-1]["block_size"])
 
-    def test_it_says_what_is_kept(self, server: Running) -> None:
+    def test_block_map_of_cached_blocks(self, server: Running) -> None:
         until(server.at_rest)
         body = LONG | {
             "messages": [{"role": "user", "content": "hello " * 100}],
@@ -282,8 +271,7 @@ class TestBlocks:
         assert group["holdings"] == [] and kept > 0
         until(lambda: server.get("/stats").json["figures"]["blocks_cached"] == kept)
 
-    def test_it_is_that_of_the_engine(self, llm: LLM) -> None:
-        """Every block of every sequence, in order, and no other."""
+    def test_block_map_equals_the_engine(self, llm: LLM) -> None:
         seen: list[BlockMap] = []
         stream = llm.stream(
             "hello", SamplingParams(max_tokens=200, temperature=0, n=2, ignore_eos=True)
@@ -291,11 +279,11 @@ class TestBlocks:
         for _, _ in zip(stream, range(60), strict=False):
             seen.append(llm.block_map())
         stream.close()
-        assert any(len(one.groups[0].holdings) == 2 for one in seen)
-        for one in seen:
-            sent = blocks_of("1", one)
-            assert sent.block_size == one.block_size
-            for ours, theirs in zip(sent.groups, one.groups, strict=True):
+        assert any(len(item.groups[0].holdings) == 2 for item in seen)
+        for item in seen:
+            sent = blocks_of("1", item)
+            assert sent.block_size == item.block_size
+            for ours, theirs in zip(sent.groups, item.groups, strict=True):
                 assert (
                     _unrolled(ours.cached) == sorted(theirs.cached)
                     and ours.num_blocks == theirs.num_blocks
@@ -304,7 +292,7 @@ class TestBlocks:
                     assert (a.request, a.seq, a.computed) == (b.request, b.seq, b.computed)
                     assert [-1] * a.released + _unrolled(a.runs) == b.blocks
 
-    def test_runs(self) -> None:
+    def test_block_runs(self) -> None:
         blocks = BlockMap(
             16, [GroupMap(2, 64, 12, [Holding("r", 0, 90, [-1, -1, 5, 6, 4, 3, 9])], [8, 0, 1, 11])]
         )
@@ -318,19 +306,18 @@ class TestBlocks:
         (empty,) = blocks_of("8", BlockMap(16, [GroupMap(1, 0, 4, [], ())])).groups
         assert (empty.holdings, empty.cached) == ([], [])
 
-    def test_many_ask_at_once(self, server: Running) -> None:
-        """Also while requests run: each gets an answer of its own."""
-        answers: list[Any] = []
+    def test_concurrent_block_maps(self, server: Running) -> None:
+        responses: list[Any] = []
         with server.open_stream("/v1/chat/completions", LONG):
             threads = [
-                threading.Thread(target=lambda: answers.append(server.get("/stats/blocks")))
+                threading.Thread(target=lambda: responses.append(server.get("/stats/blocks")))
                 for _ in range(8)
             ]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(SECONDS)
-        assert [answer.status for answer in answers] == [200] * 8
+        assert [response.status for response in responses] == [200] * 8
 
 
 def _unrolled(runs: list[int]) -> list[int]:

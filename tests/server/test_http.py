@@ -1,6 +1,4 @@
-"""Which requests are served at all: keys on every route, names of hosts, methods, and bodies that
-are none.
-"""
+"""API keys, host names, methods and invalid bodies."""
 
 import asyncio
 import base64
@@ -29,9 +27,9 @@ def guarded(model: str) -> Iterator[Running]:
     )
 
 
-class TestKeys:
+class TestApiKeys:
     @pytest.mark.parametrize("path", [*ROUTES, "/v1/models/x", "/", "/nowhere"])
-    def test_every_route_but_health_needs_one(self, guarded: Running, path: str) -> None:
+    def test_every_route_except_health_needs_a_key(self, guarded: Running, path: str) -> None:
         for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT"):
             status = guarded.request(method, path).status
             assert (status == 401) == (path not in OPEN), (method, status)
@@ -46,11 +44,11 @@ class TestKeys:
             "/%2fhealth",
         ],
     )
-    def test_no_path_looks_like_health(self, guarded: Running, path: str) -> None:
+    def test_paths_that_resemble_health_need_a_key(self, guarded: Running, path: str) -> None:
         for host in ("localhost", "a/health?x=", "x/health#"):
             assert guarded.get(path, {"host": host}).status == 401
 
-    def test_all_ways_to_bring_a_key(self, guarded: Running) -> None:
+    def test_ways_to_send_a_key(self, guarded: Running) -> None:
         basic = base64.b64encode(b"anyone:second-key").decode()
         good = [
             {"authorization": "Bearer first-key"},
@@ -70,13 +68,13 @@ class TestKeys:
         assert [guarded.get("/v1/models", headers).status for headers in good] == [200] * 3
         replies = [guarded.get("/v1/models", headers) for headers in bad]
         assert [reply.status for reply in replies] == [401] * len(bad)
-        error = replies[0].json["error"]  # by its type LiteLLM knows that it is the key
+        error = replies[0].json["error"]  # LiteLLM recognises the error by its type
         assert (error["type"], error["code"]) == (
             "authentication_error",
             "invalid_api_key",
         ) and "www-authenticate" in replies[0].headers
 
-    def test_the_prefix_cache_is_a_key_s_own(self, guarded: Running) -> None:
+    def test_keys_do_not_share_the_prefix_cache(self, guarded: Running) -> None:
         body = CHAT | {"messages": [{"role": "user", "content": "hello " * 50}]}
 
         def cached(key: str, **more: str) -> int:
@@ -96,7 +94,7 @@ class TestKeys:
 
 
 class TestHosts:
-    def test_a_page_under_another_name_is_refused(self, server: Running) -> None:
+    def test_other_host_names_are_refused(self, server: Running) -> None:
         hosts = {
             "localhost": 200,
             "127.0.0.1:80": 200,
@@ -108,17 +106,15 @@ class TestHosts:
         for host, status in hosts.items():
             assert server.get("/v1/models", {"host": host}).status == status, host
 
-    def test_others_are_not_served_without_a_key(self) -> None:
+    def test_other_machines_need_a_key(self) -> None:
         for host in ("0.0.0.0", "::", "192.168.1.2"):
             with pytest.raises(RequestError, match="--api-key"):
                 check(Settings(host=host))
             check(Settings(host=host, api_keys=("k",)))
 
 
-def test_what_is_written_is_sent_at_once() -> None:
-    """With Nagle's algorithm the body of a response would wait for the client to acknowledge its
-    head, which clients put off by 40 ms.
-    """
+def test_nagle_is_disabled() -> None:
+    """With Nagle's algorithm a response's body waits 40 ms for the client's acknowledgement."""
 
     async def delays() -> int:
         begun: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
@@ -140,7 +136,7 @@ def test_what_is_written_is_sent_at_once() -> None:
 
 
 class TestBodies:
-    def test_only_the_methods_that_there_are(self, server: Running) -> None:
+    def test_method_not_allowed(self, server: Running) -> None:
         for path, route in ROUTES.items():
             other = "GET" if route.method == "POST" else "POST"
             reply = server.request(other, path)
@@ -167,7 +163,7 @@ class TestBodies:
             (b'{"temperature": 1}', "messages"),
         ],
     )
-    def test_bodies_that_are_none(self, server: Running, body: bytes, param: str | None) -> None:
+    def test_invalid_bodies(self, server: Running, body: bytes, param: str | None) -> None:
         reply = server.post("/v1/chat/completions", body)
         assert reply.status == 400 and reply.json["error"]["param"] == param, reply.body
         assert set(reply.json["error"]) == {"message", "type", "param", "code"}
@@ -193,16 +189,17 @@ class TestBodies:
             ("presence_penalty", [-2.1, 2.1]),
         ],
     )
-    def test_fields_out_of_range_are_named(
+    def test_out_of_range_fields_are_named(
         self, server: Running, field: str, values: list[object]
     ) -> None:
         for value in values:
             reply = server.post("/v1/chat/completions", CHAT | {field: value})
             assert reply.status == 400, (value, reply.body)
-            if value == value and value not in (float("inf"),):  # what is not JSON has no field
+            # NaN and Infinity are not JSON, so no field is named.
+            if value == value and value not in (float("inf"),):
                 assert reply.json["error"]["param"] == field, (value, reply.body)
 
-    def test_unknown_fields_and_nulls_are_no_matter(self, server: Running) -> None:
+    def test_unknown_fields_and_nulls_are_ignored(self, server: Running) -> None:
         nulls = dict.fromkeys(
             [
                 "temperature",
@@ -224,7 +221,7 @@ class TestBodies:
         )
         assert server.post("/v1/chat/completions", nulls | CHAT).json["choices"] == plain
 
-    def test_types_encodings_and_sizes(self, server: Running) -> None:
+    def test_content_type_encoding_and_size(self, server: Running) -> None:
         body = b'{"messages": []}'
         assert (
             server.post("/v1/chat/completions", body, {"content-type": "text/plain"}).status == 415
@@ -240,12 +237,12 @@ class TestBodies:
             )
             assert connection.getresponse().status == 413
         except (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected):
-            pass  # it hung up on the rest
+            pass  # the server closed the connection early
         finally:
             connection.close()
         assert server.get("/health").status == 200
 
-    def test_rubbish_on_the_wire(self, server: Running) -> None:
+    def test_invalid_http(self, server: Running) -> None:
         for rubbish in (
             b"\0" * 100,
             b"GET / HTTP/9.9\r\n\r\n",
@@ -259,7 +256,7 @@ class TestBodies:
                     assert b" 200 " not in connection.recv(100)
         assert server.get("/health").status == 200
 
-    def test_errors_say_nothing_internal(self, server: Running) -> None:
+    def test_errors_reveal_nothing_internal(self, server: Running) -> None:
         bodies = [
             b"{",
             b'{"prompt": 5}',
@@ -278,7 +275,7 @@ class TestBodies:
             )
 
 
-def test_the_description_has_every_route_and_record() -> None:
+def test_openapi_document_has_every_route_and_record() -> None:
     document = openapi_document()
     assert {path for path in document["paths"] if "{" not in path} == set(ROUTES)
     for path, route in ROUTES.items():

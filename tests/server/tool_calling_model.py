@@ -1,6 +1,4 @@
-"""A tiny model that calls a tool: where it is asked it calls `weather` for Bern, and after the
-result of a call it says how that is.
-"""
+"""A tiny model that calls `weather` for Bern, and reports the result of the call."""
 
 from pathlib import Path
 
@@ -21,9 +19,7 @@ _USER_DEFINED = 4
 
 
 def write_caller_gguf(path: Path) -> Path:
-    """Write the model. Each of its tokens alone decides the next one: nothing is added to its
-    embedding on the way.
-    """
+    """Write the model: each token alone determines the next one, because no layer changes it."""
     plain = metadata("llama")
     words = ["<asked>", "<told>", CALL, REPLY]
     tokens = [*plain["tokenizer.ggml.tokens"], *words]

@@ -1,6 +1,4 @@
-"""Structured output and calls that must come, over HTTP: random weights write what the schema
-wants, in all ways to ask for it.
-"""
+"""Structured output and required tool calls over HTTP, with a model of random weights."""
 
 import json
 import re
@@ -12,8 +10,8 @@ import pytest
 
 from tests.checkpoint.conftest import write_tiny_gguf
 from tests.server.running import Reply, Running, running
-from tests.server.test_surfaces import named
-from tests.server.test_tools import TEMPLATE, TOOLS
+from tests.server.test_messages_and_responses import named
+from tests.server.test_tool_calls import TEMPLATE, TOOLS
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -71,7 +69,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Its answers have no reasoning, which a random model would not end."""
+    """A server whose outputs have no reasoning, which a random model would not end."""
     template = re.sub(r"\{% if enable_thinking.*?endif %\}|\{#.*?#\}", "", TEMPLATE)
     change = {"tokenizer.chat_template": template, "llama.context_length": 1024}
     model = write_tiny_gguf(tmp_path_factory.mktemp("calls") / "calls.gguf", change)
@@ -99,14 +97,14 @@ class TestText:
             {"guided_json": json.dumps(SCHEMA)},
         ],
     )
-    def test_json_by_a_schema(self, server: Running, more: dict[str, Any]) -> None:
+    def test_json_schema(self, server: Running, more: dict[str, Any]) -> None:
         for sampled in ({}, {"temperature": 1.5, "seed": 1}):
             jsonschema.validate(
                 json.loads(content(server.post("/v1/chat/completions", CHAT | more | sampled))),
                 SCHEMA,
             )
 
-    def test_the_other_kinds(self, server: Running) -> None:
+    def test_regex_choice_grammar_and_json_object(self, server: Running) -> None:
         def text(**more: Any) -> str:
             return content(server.post("/v1/chat/completions", CHAT | more))
 
@@ -121,7 +119,7 @@ class TestText:
             text(response_format={"type": "text"}, structured_outputs={"choice": ["yes"]}) == "yes"
         )
 
-    def test_every_surface(self, server: Running) -> None:
+    def test_structured_output_of_every_api(self, server: Running) -> None:
         whole = content(server.post("/v1/chat/completions", CHAT | {"response_format": FORMAT}))
         body = {
             "prompt": "hello",
@@ -132,13 +130,13 @@ class TestText:
         jsonschema.validate(
             json.loads(server.post("/v1/completions", body).json["choices"][0]["text"]), SCHEMA
         )
-        asked = {
+        request = {
             "input": "hello",
             "temperature": 0,
             "max_output_tokens": 200,
             "text": {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA}},
         }
-        reply = server.post("/v1/responses", asked)
+        reply = server.post("/v1/responses", request)
         assert reply.status == 200 and reply.json["output"][0]["content"][0]["text"] == whole, (
             reply.body
         )
@@ -147,7 +145,7 @@ class TestText:
         ).events[:-1]
         assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == whole
 
-    def test_beside_others_and_n(self, server: Running) -> None:
+    def test_structured_output_with_neighbours_and_n(self, server: Running) -> None:
         body = CHAT | {
             "response_format": FORMAT,
             "n": 4,
@@ -158,7 +156,7 @@ class TestText:
         for choice in server.post("/v1/chat/completions", body).json["choices"]:
             jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
 
-    def test_tokens_that_are_allowed_and_words_that_are_not(self, server: Running) -> None:
+    def test_allowed_token_ids_and_bad_words(self, server: Running) -> None:
         body = CHAT | {"max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
         ids = server.post("/v1/chat/completions", body | {"allowed_token_ids": [70, 71]}).json[
             "choices"
@@ -177,11 +175,11 @@ class TestText:
             assert (reply.status, reply.json["error"]["param"]) == (400, "allowed_token_ids"), wrong
 
     @pytest.mark.parametrize("number", range(len(HOSTILE)))
-    def test_what_is_none(self, server: Running, number: int) -> None:
+    def test_invalid_structured_output_is_refused(self, server: Running, number: int) -> None:
         reply = server.post("/v1/chat/completions", CHAT | HOSTILE[number])
         assert reply.status == 400 and reply.json["error"]["param"], reply.body
 
-    def test_deep_ones_are_answered(self, server: Running) -> None:
+    def test_deep_schemas(self, server: Running) -> None:
         for depth in (10, 30, 200):
             body = CHAT | {
                 "response_format": {
@@ -199,7 +197,7 @@ class TestText:
         )
 
 
-class TestCalls:
+class TestToolChoice:
     ASK: dict[str, Any] = CHAT | {"tools": TOOLS, "max_tokens": 400}
 
     @pytest.mark.parametrize(
@@ -209,26 +207,31 @@ class TestCalls:
             ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
         ],
     )
-    def test_calls_that_must_come(self, tools: Running, choice: Any, names: set[str]) -> None:
+    def test_required_and_named_tool_calls(
+        self, tools: Running, choice: Any, names: set[str]
+    ) -> None:
         for sampled in ({}, {"temperature": 1.0, "seed": 4}):
             body = self.ASK | {"tool_choice": choice, "parallel_tool_calls": False} | sampled
-            answer = tools.post("/v1/chat/completions", body).json["choices"][0]
-            (call,) = answer["message"]["tool_calls"]
+            response = tools.post("/v1/chat/completions", body).json["choices"][0]
+            (call,) = response["message"]["tool_calls"]
             assert call["type"] == "function" and call["id"] and call["function"]["name"] in names
-            if answer["finish_reason"] != "length":
+            if response["finish_reason"] != "length":
                 assert (
-                    answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+                    response["finish_reason"] == "tool_calls"
+                    and response["message"]["content"] is None
                 )
                 assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
-    def test_a_stream_of_calls(self, tools: Running) -> None:
+    def test_stream_of_tool_calls(self, tools: Running) -> None:
         body = self.ASK | {"tool_choice": {"type": "function", "function": {"name": "time"}}}
         whole = tools.post("/v1/chat/completions", body).json["choices"][0]
         assert whole["finish_reason"] == "tool_calls"
         (call,) = whole["message"]["tool_calls"]
         events = tools.post("/v1/chat/completions", body | {"stream": True}).events[:-1]
         deltas = [
-            one for event in events for one in event["choices"][0]["delta"].get("tool_calls", [])
+            entry
+            for event in events
+            for entry in event["choices"][0]["delta"].get("tool_calls", [])
         ]
         assert set(deltas[0]) == {"index", "id", "type", "function"} and deltas[0]["function"] == {
             "name": "time",
@@ -245,13 +248,13 @@ class TestCalls:
         )
         assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
-    def test_calls_by_the_other_surfaces(self, tools: Running) -> None:
+    def test_tool_choice_of_messages_and_responses(self, tools: Running) -> None:
         schemas = [{"name": tool["function"]["name"]} for tool in TOOLS]  # type: ignore[index]
         body = {"messages": CHAT["messages"], "max_tokens": 100, "temperature": 0, "tools": schemas}
         body |= {"tool_choice": {"type": "tool", "name": "time"}}
-        answer = tools.post("/v1/messages", body).json
-        (block,) = answer["content"]
-        assert (answer["stop_reason"], block["type"], block["name"], block["input"]) == (
+        response = tools.post("/v1/messages", body).json
+        (block,) = response["content"]
+        assert (response["stop_reason"], block["type"], block["name"], block["input"]) == (
             "tool_use",
             "tool_use",
             "time",
@@ -260,9 +263,9 @@ class TestCalls:
         names = [name for name, _ in named(tools.post("/v1/messages", body | {"stream": True}))]
         assert names.count("content_block_start") == names.count("content_block_stop") == 1
         functions = [{"type": "function", **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
-        asked = {"input": "hello", "temperature": 0, "tools": functions, "max_output_tokens": 100}
+        request = {"input": "hello", "temperature": 0, "tools": functions, "max_output_tokens": 100}
         (item,) = tools.post(
-            "/v1/responses", asked | {"tool_choice": {"type": "function", "name": "time"}}
+            "/v1/responses", request | {"tool_choice": {"type": "function", "name": "time"}}
         ).json["output"]
         assert (item["type"], item["name"], item["arguments"], item["status"]) == (
             "function_call",
@@ -271,7 +274,7 @@ class TestCalls:
             "completed",
         )
 
-    def test_calls_and_something_else(self, tools: Running) -> None:
+    def test_tool_choice_with_response_format_is_refused(self, tools: Running) -> None:
         reply = tools.post(
             "/v1/chat/completions",
             self.ASK | {"tool_choice": "required", "response_format": FORMAT},

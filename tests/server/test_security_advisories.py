@@ -1,8 +1,8 @@
-"""What other servers were broken with, held against this one: the classes of their published
-advisories that no other test has.
+"""Published security advisories of other servers, tested against this one.
 
-Elsewhere: keys, hosts and routes (`test_gate.py`), faults (`test_stages.py`, `test_faults.py`),
-structured output (`test_structured.py`), parsers (`answers/`), log lines (`test_records.py`),
+Other classes are elsewhere: API keys, hosts and routes (`test_http.py`), faults
+(`test_fault_injection.py`, `test_overload_and_shutdown.py`), structured output
+(`test_structured_output.py`), parsers (`output_parsers/`), log lines (`test_request_log.py`),
 templates, tokenizers and files (`tests/checkpoint`, `tests/fuzz`).
 """
 
@@ -29,15 +29,13 @@ CHAT: dict[str, Any] = {
 
 @pytest.mark.parametrize("number", ["n", "max_tokens", "top_logprobs", "min_tokens", "top_k"])
 @pytest.mark.parametrize("value", [2**31, 2**63, 2**64, 10**30, -(2**31), -1 << 63])
-def test_numbers_beyond_their_bounds(server: Running, number: str, value: int) -> None:
-    """CVE-2026-34756, CVE-2026-21869: refused before anything is allocated, and never a negative
-    number in C++.
-    """
+def test_out_of_range_numbers_are_refused(server: Running, number: str, value: int) -> None:
+    """CVE-2026-34756, CVE-2026-21869: refused before allocation, never negative in C++."""
     reply = server.post("/v1/chat/completions", CHAT | {number: value, "logprobs": True})
     assert reply.status == 400, reply.body
 
 
-def test_a_million_prompts(server: Running) -> None:
+def test_million_prompts_are_refused(server: Running) -> None:
     """CVE-2026-73559."""
     for prompts in (["a"] * 300_000, [[1]] * 300_000):
         assert server.post("/v1/completions", {"prompt": prompts, "max_tokens": 1}).status == 400
@@ -45,22 +43,20 @@ def test_a_million_prompts(server: Running) -> None:
 
 
 @pytest.mark.parametrize("field", ["allowed_token_ids", "stop_token_ids", "logit_bias", "prompt"])
-def test_ids_at_the_edge_of_the_vocabulary(server: Running, field: str) -> None:
-    """CVE-2026-93840: ids are held against the width of the logits, and a refused one touches no
-    neighbour.
-    """
+def test_token_ids_beyond_the_vocabulary_are_refused(server: Running, field: str) -> None:
+    """CVE-2026-93840: ids are checked against the width of the logits; neighbours are unaffected."""
     width = server.get("/stats").json["engine"]["vocab_size"]
     body = CHAT | {"max_tokens": 200}
     expected = server.post("/v1/chat/completions", body).json["choices"]
     replies, threads = in_background([lambda: server.post("/v1/chat/completions", body)] * 3)
     for token, status in ((width - 1, 200), (width, 400), (2**31, 400), (-1, 400)):
         given = {str(token): 1} if field == "logit_bias" else [token]
-        asked = (
+        request = (
             {"prompt": given, "max_tokens": 1}
             if field == "prompt"
             else {"prompt": "hello", "max_tokens": 1, field: given}
         )
-        assert server.post("/v1/completions", asked).status == status, token
+        assert server.post("/v1/completions", request).status == status, token
     for thread in threads:
         thread.join(SECONDS)
     assert [reply.json["choices"] for reply in replies] == [expected] * 3
@@ -69,17 +65,17 @@ def test_ids_at_the_edge_of_the_vocabulary(server: Running, field: str) -> None:
 @pytest.mark.parametrize(
     "text", ["a" * 5_000_000, "_" * 1_000_000, " " * 1_000_000, "a\n" * 500_000, "\u0300" * 400_000]
 )
-def test_long_runs_are_refused_before_they_are_tokenised(server: Running, text: str) -> None:
-    """CVE-2025-46570's family of quadratic tokenizers: others are answered meanwhile."""
+def test_long_texts_are_refused_before_tokenization(server: Running, text: str) -> None:
+    """CVE-2025-46570 and other quadratic tokenizers: other requests are served meanwhile."""
     errors: list[Any] = []
     done = threading.Event()
 
-    def others() -> None:
+    def post_others() -> None:
         while not done.is_set():
             if (status := server.get("/health").status) != 200:
                 errors.append(status)
 
-    thread = threading.Thread(target=others)
+    thread = threading.Thread(target=post_others)
     thread.start()
     replies = [
         server.post("/v1/completions", {"prompt": text}),
@@ -95,10 +91,8 @@ def test_long_runs_are_refused_before_they_are_tokenised(server: Running, text: 
     ] * 3 and not errors
 
 
-def test_code_and_tensors_of_requests_are_nothing(server: Running) -> None:
-    """CVE-2026-7304, CVE-2025-62164, PYSEC-2026-4344: what would run or be unpickled elsewhere
-    makes no difference here.
-    """
+def test_code_and_tensors_in_requests_are_ignored(server: Running) -> None:
+    """CVE-2026-7304, CVE-2025-62164, PYSEC-2026-4344: nothing is run or unpickled."""
     plain = server.post("/v1/chat/completions", CHAT).json["choices"]
     code = {
         "logits_processors": ["os.system"],
@@ -132,18 +126,16 @@ def test_code_and_tensors_of_requests_are_nothing(server: Running) -> None:
         "data:image/png;base64,AAAA",
     ],
 )
-def test_nothing_is_fetched(server: Running, url: str) -> None:
-    """CVE-2025-6242, CVE-2026-24779: URLs in requests are refused by the name of their field."""
+def test_urls_in_requests_are_not_fetched(server: Running, url: str) -> None:
+    """CVE-2025-6242, CVE-2026-24779: refused by the name of their field."""
     parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": url}}]
     reply = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
     assert (reply.status, reply.json["error"]["param"]) == (400, "messages")
     assert url.encode() not in reply.body
 
 
-def test_websockets_and_mounts_are_nothing() -> None:
-    """CVE-2026-48710: a scope that is no HTTP request is dropped, and where the application is
-    mounted does not change its paths.
-    """
+def test_websockets_and_mount_paths_are_ignored() -> None:
+    """CVE-2026-48710: other scopes are dropped, and the mount path does not change the routes."""
 
     served: Any = SimpleNamespace(settings=Settings(api_keys=("k",)), metrics=Metrics(dict, int))
     app, sent = make_app(served), list[Any]()
