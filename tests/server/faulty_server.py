@@ -59,7 +59,7 @@ def serve() -> None:
     from headrace.checkpoint.tokenizer import Tokenizer
     from headrace.cli import entry
     from headrace.remote import start as engine_start
-    from headrace.server.chat import _Body
+    from headrace.server.chat import _Response
 
     plan(
         Renderer,
@@ -68,10 +68,10 @@ def serve() -> None:
     )
     plan(Tokenizer, "encode", lambda self, text, *_, **__: f"{MARK} tokenizer" in text)
     plan(
-        _Body,
-        "_chunk",
+        _Response,
+        "_event",
         lambda self, *_, **__: (
-            self._asked.seed == SEEDS["event"] and self._answer.usage.completion > 3
+            self._request.seed == SEEDS["event"] and self._generation.usage.completion > 3
         ),
     )
     engine_start.COMMAND = (sys.executable, "-m", "tests.server.faulty_server")
@@ -85,7 +85,8 @@ def engine() -> None:
     from headrace.engine.jump_forward import JumpForward
     from headrace.engine.multi_step import MultiStep
     from headrace.engine.output import Output
-    from headrace.engine.sequence import Request, Sequence
+    from headrace.engine.scheduled import ScheduledSequence
+    from headrace.engine.sequence import Request
     from headrace.grammar.constraint import Constraints
     from headrace.remote import host as engine_host
     from headrace.remote import process as engine_process
@@ -111,16 +112,16 @@ def engine() -> None:
         lambda self, ids, params=None, *_, **__: params and params.seed == SEEDS["check"],
     )
     plan(Constraints, "make", lambda self, params, *_: params.seed == SEEDS["grammar"])
-    plan(
-        Sequence,
-        "drawing",
-        lambda self, *_: (
-            self.request.params.seed == SEEDS["mask"] and len(self.output.token_ids) > 2
+    masks = fail_if(
+        ScheduledSequence.masks.fget,
+        lambda self: (
+            self.seq.request.params.seed == SEEDS["mask"] and len(self.seq.output.token_ids) > 2
         ),
     )
+    ScheduledSequence.masks = property(masks)  # type: ignore[assignment]
     plan(JumpForward, "find", meant("find", 2))
     plan(MultiStep, "plan", meant("launch", 3))
-    plan(step, "build", lambda scheduled, *_: meant("build")(None, scheduled))
+    plan(step, "build_batch", lambda scheduled, *_: meant("build")(None, scheduled))
     plan(
         Output,
         "push",
@@ -128,7 +129,7 @@ def engine() -> None:
     )
     plan(
         Request,
-        "news",
+        "new_updates",
         lambda self: self.params.seed == SEEDS["news"] and len(self.seqs[0].output.token_ids) > 3,
     )
     plan(

@@ -100,7 +100,7 @@ TEMPLATES: dict[str, tuple[str, str | None, str | None]] = {
     "Granite 3.3": (
         "respond with <|tool_call|> followed by a JSON list. Write your thoughts between "
         "<think></think> and the answer between "
-        "<output_parser></output_parser>",
+        "<response></response>",
         "granite",
         "granite",
     ),
