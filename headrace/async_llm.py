@@ -43,13 +43,13 @@ class _AsyncInbox:
 class AsyncLLM(BaseLLM):
     """A language model in this process, for programs with an event loop.
 
-    Each request is a task, and concurrent requests share the engine's steps. Cancelling a task
-    ends its request. Prompts are tokenised in the loop's thread pool.
+    Each request is a task, and concurrent requests share the engine's steps. Cancelling
+    a task ends its request. Prompts are tokenised in the loop's thread pool.
 
     The constructor loads the model and blocks: call it before the loop runs, or use
-    `await asyncio.to_thread(AsyncLLM, model)`. `options` are fields of `EngineConfig`, with the
-    defaults of `config.SERVING`, which keep the time between tokens short. `close()`, or the end
-    of a `with` or `async with` block, frees the model's memory.
+    `await asyncio.to_thread(AsyncLLM, model)`. `options` are fields of `EngineConfig`,
+    with the defaults of `config.SERVING`, which keep the time between tokens short.
+    `close()`, or the end of a `with` or `async with` block, frees the model's memory.
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
@@ -88,8 +88,8 @@ class AsyncLLM(BaseLLM):
     ) -> AsyncGenerator[Update]:
         """Continue a prompt, or respond to a conversation, and yield updates as tokens arrive.
 
-        Arguments, updates and errors are as for `LLM.stream`. Closing the iterator ends the
-        request.
+        Arguments, updates and errors are as for `LLM.stream`. Closing the iterator ends
+        the request.
         """
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter

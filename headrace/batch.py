@@ -1,9 +1,10 @@
 """Records of one step: the ragged batch, its draft trees, and the tokens that sequences keep.
 
-Every step is one ragged batch of rows: prompt chunks, plain decoding, draft trees and recomputation
-look alike. Each sequence has rows for its scheduled known tokens, which have no KV yet, and a tree
-of draft rows after the last of them. The rows of a sequence are adjacent: known tokens first, then
-drafts, parents before children. Shapes: T rows, B sequences, R rows with logits, P pooled rows.
+Every step is one ragged batch of rows: prompt chunks, plain decoding, draft trees and
+recomputation look alike. Each sequence has rows for its scheduled known tokens, which
+have no KV yet, and a tree of draft rows after the last of them. The rows of a sequence
+are adjacent: known tokens first, then drafts, parents before children. Shapes: T rows,
+B sequences, R rows with logits, P pooled rows.
 """
 
 from typing import NamedTuple
@@ -26,12 +27,12 @@ class DraftTree(NamedTuple):
     parents: list[int]
     """Parent of each node: an earlier node, or -1 for the last scheduled known token."""
     confidence: int = 0
-    """Class of the tree, from 0, set by the proposer. Acceptance is measured per class, and should
-    rise with it.
+    """Class of the tree, from 0, set by the proposer. Acceptance is measured per class,
+    and should rise with it.
     """
     indivisible: bool = False
-    """Whether the tree runs with all its nodes or not at all, because the proposer learns from its
-    rows.
+    """Whether the tree runs with all its nodes or not at all, because the proposer
+    learns from its rows.
     """
     probabilities: NDArray[np.float64] | None = None
     """[nodes, vocab] distributions of the tokens, for rejection sampling."""
@@ -57,8 +58,8 @@ class RaggedBatch(NamedTuple):
     scheduled_len: Ints  # [B] rows of known tokens, at least 1
     kv: tuple[KvRows, ...]  # one per KV group; empty for a program without KV
     ancestors: NDArray[np.uint64] | None
-    """[T, words] bit set of the draft rows that each row attends to, its own included. None: all
-    drafts are chains.
+    """[T, words] bit set of the draft rows that each row attends to, its own included.
+    None: all drafts are chains.
     """
     logit_rows: Ints  # [R] rows with logits, ascending
     seq_of: Ints  # [R] sequence of each of them
@@ -100,7 +101,8 @@ class TokenLogprobs(NamedTuple):
 class Commit(NamedTuple):
     """Tokens that one sequence keeps from a step.
 
-    A sequence with k commits is forked k - 1 times; a sequence without commits is freed.
+    A sequence with k commits is forked k - 1 times; a sequence without commits is
+    freed.
     """
 
     source: int  # index of the sequence in the step
@@ -109,8 +111,8 @@ class Commit(NamedTuple):
     """New tokens: the accepted tokens, then the token sampled after them; empty inside a prompt."""
     logprobs: list[TokenLogprobs]  # one per new token, if the request needs them
     row: int = -1
-    """Index among the logit rows of the last scheduled known token; node i has index row + 1 + i.
-    Only proposers use it.
+    """Index among the logit rows of the last scheduled known token; node i has index
+    row + 1 + i. Only proposers use it.
     """
     draft: DraftTree = NO_DRAFT
     """Tree of the step, which may have fewer nodes than its proposal. Only proposers use it."""

@@ -33,9 +33,10 @@ class EngineConfig:
     """
 
     backend: BackendName = "auto"
-    """Compute backend: `cpu` (C++ kernels), `cuda` (Triton kernels), `reference` (NumPy, for
-    tests), or `auto`: `cuda` if the GPU has compute capability 8.0 or higher, the extra `cuda` is
-    installed and the model fits; else `cpu`. Tokens may differ between backends.
+    """Compute backend: `cpu` (C++ kernels), `cuda` (Triton kernels), `reference`
+    (NumPy, for tests), or `auto`: `cuda` if the GPU has compute capability 8.0 or
+    higher, the extra `cuda` is installed and the model fits; else `cpu`. Tokens may
+    differ between backends.
     """
     threads: int = 0
     """Compute threads per process; 0: an even share of the physical cores that it may use."""
@@ -49,78 +50,81 @@ class EngineConfig:
     enable_expert_parallel: bool = True
     """Whether to distribute the experts of a layer over its processes, or slice each expert."""
     enable_sequence_parallel: bool = False
-    """Whether to shard the residual stream and norms across ranks (Megatron sequence parallelism).
-    Each rank needs less work and memory, for one more exchange per layer.
+    """Whether to shard the residual stream and norms across ranks (Megatron sequence
+    parallelism). Each rank needs less work and memory, for one more exchange per layer.
     """
 
     kv_dtype: KvDtype = "bf16"
     """Number format of keys and values. It changes tokens."""
     activations: Activations = "int8"
-    """Number format of activations in products with quantised weights: `int8` in groups of 32
-    columns, or `f32`, which is exact and slower. It changes tokens. Weights in int8 with one scale
-    per row always use int8 activations. A GPU uses bf16 in place of `int8` for other weights.
+    """Number format of activations in products with quantised weights: `int8` in groups
+    of 32 columns, or `f32`, which is exact and slower. It changes tokens. Weights in
+    int8 with one scale per row always use int8 activations. A GPU uses bf16 in place of
+    `int8` for other weights.
     """
     latent_attention: LatentAttention = "plain"
-    """Form of multi-head latent attention (DeepSeek). `plain` caches a key and a value per head.
-    `absorbed` caches one latent row, a ninth of the memory with 16 heads, and computes three times
-    as much. The forms round differently, so tokens may differ.
+    """Form of multi-head latent attention (DeepSeek). `plain` caches a key and a value
+    per head. `absorbed` caches one latent row, a ninth of the memory with 16 heads, and
+    computes three times as much. The forms round differently, so tokens may differ.
     """
 
     kv_blocks: int = 0
-    """KV blocks of the layers with the widest attention window; other layers get the number that
-    these sequences can need. 0: enough for `max_num_seqs` sequences of full length, but at most
-    half of the memory that weights leave.
+    """KV blocks of the layers with the widest attention window; other layers get the
+    number that these sequences can need. 0: enough for `max_num_seqs` sequences of full
+    length, but at most half of the memory that weights leave.
     """
     kv_offload_bytes: int = 0
-    """Bytes of pinned host memory for prefix-cache blocks that a GPU evicts; 0: no offloading.
-    Blocks are loaded again if that is faster than recomputing them. A CPU ignores the option.
+    """Bytes of pinned host memory for prefix-cache blocks that a GPU evicts; 0: no
+    offloading. Blocks are loaded again if that is faster than recomputing them. A CPU
+    ignores the option.
     """
     prefix_cache: bool = True
     """Whether requests with equal prompt prefixes share KV, during and after their runs."""
     max_model_len: int = 0
-    """Maximum tokens of a sequence, prompt and output; 0: the model's trained context. Models whose
-    rotary scaling depends on the context may give other tokens.
+    """Maximum tokens of a sequence, prompt and output; 0: the model's trained context.
+    Models whose rotary scaling depends on the context may give other tokens.
     """
     attention_window: int = 0
     """Tokens that each layer without a window of its own attends to, besides the first
-    `attention_sinks` tokens, in bounded KV memory; 0: no such window. It is lossy and changes
-    tokens, for models that were trained without a window.
+    `attention_sinks` tokens, in bounded KV memory; 0: no such window. It is lossy and
+    changes tokens, for models that were trained without a window.
     """
     attention_sinks: int = 4
-    """First tokens that stay visible with an `attention_window`. Without them generation breaks
-    (attention sinks, Xiao et al. 2023).
+    """First tokens that stay visible with an `attention_window`. Without them
+    generation breaks (attention sinks, Xiao et al. 2023).
     """
 
     batching: Literal["inflight", "static"] = "inflight"
-    """Batching policy: `inflight` lets requests join and leave at every step; `static` starts and
-    ends a batch together, as a baseline to measure against.
+    """Batching policy: `inflight` lets requests join and leave at every step; `static`
+    starts and ends a batch together, as a baseline to measure against.
     """
     max_num_seqs: int | None = None
     """Maximum sequences per step. None: 64, or 256 on a GPU (`max_seqs`)."""
     max_num_batched_tokens: int | None = None
-    """Maximum rows per step: decode rows first, then prompt chunks. None: 512, or 2,048 on a GPU
-    (`max_rows`).
+    """Maximum rows per step: decode rows first, then prompt chunks. None: 512, or 2,048
+    on a GPU (`max_rows`).
     """
     chunked_prefill_size: int | None = None
-    """Prompt rows of a step that also decodes, plus one row per decoding sequence. Deep in a
-    context the scheduler takes fewer, because attention costs more there. Small values keep the
-    time between tokens short; large values favour throughput. With 16 on a CPU, a long prompt can
-    triple the time between tokens of other requests. 0: `max_num_batched_tokens`. None: 16, or 256
-    on a GPU (`max_chunk_rows`).
+    """Prompt rows of a step that also decodes, plus one row per decoding sequence. Deep
+    in a context the scheduler takes fewer, because attention costs more there. Small
+    values keep the time between tokens short; large values favour throughput. With 16
+    on a CPU, a long prompt can triple the time between tokens of other requests. 0:
+    `max_num_batched_tokens`. None: 16, or 256 on a GPU (`max_chunk_rows`).
     """
     max_logit_rows: int = 0
-    """Maximum rows with logits per step, besides one per sequence, for prompt log-probabilities
-    and drafts; it bounds the memory of logits. 0: the rows that fit in 64 MiB, and 64 or more.
+    """Maximum rows with logits per step, besides one per sequence, for prompt
+    log-probabilities and drafts; it bounds the memory of logits. 0: the rows that fit
+    in 64 MiB, and 64 or more.
     """
     multi_step_ms: float = 10
-    """Milliseconds of plain decoding before tokens are handed out; a new request ends the run
-    after the current step. 0: one step at a time.
+    """Milliseconds of plain decoding before tokens are handed out; a new request ends
+    the run after the current step. 0: one step at a time.
     """
     target_token_ms: float = 0
     """Milliseconds of a step above which waiting requests are not admitted; 0: no limit."""
     queue_timeout: float = 0
-    """Seconds that a request may wait for its first step before it ends with `timeout`; 0: no
-    limit.
+    """Seconds that a request may wait for its first step before it ends with `timeout`;
+    0: no limit.
     """
     seed: int = 0
     """Base seed for requests that set none. It changes their sampled tokens."""
@@ -136,22 +140,23 @@ class EngineConfig:
         "self_draft",
         "medusa",
     ] = "off"
-    """Source of draft tokens (speculative decoding). `auto`: the n-gram index, the online table,
-    and each of `draft_model`, `self_draft` and `medusa` that is configured.
+    """Source of draft tokens (speculative decoding). `auto`: the n-gram index, the
+    online table, and each of `draft_model`, `self_draft` and `medusa` that is
+    configured.
     """
     max_draft_tokens: int = 16
     """Maximum draft tokens per sequence and step."""
     adaptive_speculation: bool = True
-    """Whether to draft as much as saves time, by measured acceptance and step times; else as much
-    as fits into the step.
+    """Whether to draft as much as saves time, by measured acceptance and step times;
+    else as much as fits into the step.
     """
     draft_model: str = ""
-    """Draft model for `draft_model`: an alias, path, `hf:` or `pypi:` name of a smaller model with
-    the same vocabulary.
+    """Draft model for `draft_model`: an alias, path, `hf:` or `pypi:` name of a smaller
+    model with the same vocabulary.
     """
     draft_layers: int = 0
-    """Number of the model's first layers that draft for `self_draft`; `headrace calibrate`
-    suggests a number.
+    """Number of the model's first layers that draft for `self_draft`;
+    `headrace calibrate` suggests a number.
     """
     medusa_heads: str = ""
     """Safetensors file for `medusa`, with heads that were trained for the model."""
@@ -160,13 +165,13 @@ class EngineConfig:
     draft_width: int = 1
     """Draft tokens at each depth: 1 drafts a chain, more draft a tree of the likeliest tokens."""
     jump_forward: bool = True
-    """Whether to take several tokens in one step, up to `max_draft_tokens`, if the grammar of a
-    structured output allows only these.
+    """Whether to take several tokens in one step, up to `max_draft_tokens`, if the
+    grammar of a structured output allows only these.
     """
     acceptance_method: AcceptanceMethod = "exact"
-    """Verification of drafts. `exact`: the tokens of plain decoding. `rejection`: rejection
-    sampling, with the same distribution but other tokens. `typical`: typical acceptance, which is
-    lossy.
+    """Verification of drafts. `exact`: the tokens of plain decoding. `rejection`:
+    rejection sampling, with the same distribution but other tokens. `typical`: typical
+    acceptance, which is lossy.
     """
 
     @property

@@ -34,8 +34,8 @@ class FormatError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model is well-formed, but its architecture, tensor type or feature is not supported.
-    Exit code 3.
+    """The model is well-formed, but its architecture, tensor type or feature is not
+    supported. Exit code 3.
     """
 
 
@@ -70,8 +70,8 @@ class NonFiniteLogitsError(HeadraceError):
 
 
 class ConstraintError(HeadraceError):
-    """The grammar allows no next token, or its check takes too long; only this request fails.
-    Exit code 1.
+    """The grammar allows no next token, or its check takes too long; only this request
+    fails. Exit code 1.
     """
 
 

@@ -64,9 +64,10 @@ class BaseLLM:
     ) -> str | list[int]:
         """Render a conversation with the model's chat template, to token ids or to text.
 
-        Arguments and defaults are as in Hugging Face transformers; `ChatOptions` explains them.
-        The text contains special tokens: pass token ids to `generate`, not text. Or pass the
-        conversation to `chat`. Raises RequestError as `chat` does.
+        Arguments and defaults are as in Hugging Face transformers; `ChatOptions`
+        explains them. The text contains special tokens: pass token ids to `generate`,
+        not text. Or pass the conversation to `chat`. Raises RequestError as `chat`
+        does.
         """
         prompt = self._prompts.read_chat(
             messages,
@@ -89,9 +90,10 @@ class BaseLLM:
     def load_adapter(self, name: str, adapter: str | PathLike[str]) -> None:
         """Load a LoRA adapter, a folder in PEFT's format or `hf:ORG/NAME`, under a name.
 
-        Requests name it in their `adapter` option. The base weights may be in any format; the
-        adapter is kept in bf16. Raises RequestError if the name is taken, and ModelError if the
-        adapter is missing, malformed, made for another model, or of an unknown kind.
+        Requests name it in their `adapter` option. The base weights may be in any
+        format; the adapter is kept in bf16. Raises RequestError if the name is taken,
+        and ModelError if the adapter is missing, malformed, made for another model, or
+        of an unknown kind.
         """
         if not isinstance(name, str) or not name:
             raise RequestError(f"name of the adapter must be text that is not empty, not {name!r}")
@@ -175,7 +177,8 @@ class BaseLLM:
     ) -> list[CheckedRequest]:
         """Read and check many prompts, without queueing them.
 
-        Parameters and options are one value for all prompts, or a list with one per prompt.
+        Parameters and options are one value for all prompts, or a list with one per
+        prompt.
         """
         self._thread.check_open()
         columns = zip(
@@ -200,16 +203,18 @@ class BaseLLM:
 class LLM(BaseLLM):
     """A language model in this process, whose calls block until their results are complete.
 
-    `model` is an alias, a path, `hf:ORG/NAME` or `pypi:NAME/FILE`. `options` are fields of
-    `EngineConfig`, with the defaults of `config.OFFLINE`. `close()`, or the end of a `with` block,
-    frees the model's memory. Several threads may share an LLM, and Ctrl-C ends only the requests
-    of the interrupted call. In a forked child process all methods raise ClosedError.
+    `model` is an alias, a path, `hf:ORG/NAME` or `pypi:NAME/FILE`. `options` are fields
+    of `EngineConfig`, with the defaults of `config.OFFLINE`. `close()`, or the end of a
+    `with` block, frees the model's memory. Several threads may share an LLM, and Ctrl-C
+    ends only the requests of the interrupted call. In a forked child process all
+    methods raise ClosedError.
 
-    Without `params`, `generate` stops after 16 tokens (`SamplingParams()`), and `chat` runs until
-    the model ends its response (`config.INTERACTIVE.sampling`).
+    Without `params`, `generate` stops after 16 tokens (`SamplingParams()`), and `chat`
+    runs until the model ends its response (`config.INTERACTIVE.sampling`).
 
-    Each request has four options besides `params`: `priority`, `timeout`, `cache_salt` and
-    `adapter`. `RequestOptions` explains them. Requests with different adapters share their steps.
+    Each request has four options besides `params`: `priority`, `timeout`, `cache_salt`
+    and `adapter`. `RequestOptions` explains them. Requests with different adapters
+    share their steps.
     """
 
     def __init__(self, model: str | PathLike[str] = "smollm2", **options: Any) -> None:
@@ -239,10 +244,10 @@ class LLM(BaseLLM):
     ) -> list[RequestOutput]:
         """Continue each prompt, and return the results in the order of the prompts.
 
-        Parameters and options are one value for all prompts, or a list with one per prompt.
-        `progress` shows a progress bar. Raises RequestError before anything runs if a prompt, its
-        parameters or its options are invalid. Raises RequestFailedError, which holds all results,
-        if a request failed while it ran.
+        Parameters and options are one value for all prompts, or a list with one per
+        prompt. `progress` shows a progress bar. Raises RequestError before anything
+        runs if a prompt, its parameters or its options are invalid. Raises
+        RequestFailedError, which holds all results, if a request failed while it ran.
         """
         requests = self._check_all(
             self._prompts.read_prompt,
@@ -269,8 +274,8 @@ class LLM(BaseLLM):
     ) -> list[RequestOutput]:
         """Respond to one conversation, or to each conversation of a list.
 
-        The model's chat template renders the messages, with `chat_options`. An empty list has no
-        conversations and returns no results. For the rest see `generate`.
+        The model's chat template renders the messages, with `chat_options`. An empty
+        list has no conversations and returns no results. For the rest see `generate`.
         """
         if not isinstance(messages, Iterable) or isinstance(messages, str | Mapping):
             raise RequestError(
@@ -303,10 +308,11 @@ class LLM(BaseLLM):
     ) -> NDArray[np.float32]:  # [prompts, dim]
         """Return one embedding per prompt, taken from the final hidden states.
 
-        `pooling` takes the last token, the mean of all tokens, or the first token (`cls`).
-        `normalise` scales each embedding to length 1. An embedding has the same bits in any batch.
-        `mean` needs every row of the prompt, so it does not use the prefix cache. Raises as
-        `generate` does; a request that times out has failed.
+        `pooling` takes the last token, the mean of all tokens, or the first token
+        (`cls`). `normalise` scales each embedding to length 1. An embedding has the
+        same bits in any batch. `mean` needs every row of the prompt, so it does not use
+        the prefix cache. Raises as `generate` does; a request that times out has
+        failed.
         """
         requests = self._check_all(
             self._prompts.read_prompt,
@@ -339,11 +345,11 @@ class LLM(BaseLLM):
     ) -> Iterator[Update]:
         """Continue a prompt, or respond to a conversation, and yield updates as tokens arrive.
 
-        Each update belongs to one of the `n` continuations and has its new text, token ids and
-        log-probabilities. The last update of a continuation has its finish reason; the last update
-        of the request has the complete result. A beam search yields its text only at its end,
-        because another beam may win until then. Closing or dropping the iterator ends the request.
-        Raises as `generate` does.
+        Each update belongs to one of the `n` continuations and has its new text, token
+        ids and log-probabilities. The last update of a continuation has its finish
+        reason; the last update of the request has the complete result. A beam search
+        yields its text only at its end, because another beam may win until then.
+        Closing or dropping the iterator ends the request. Raises as `generate` does.
         """
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter

@@ -1,8 +1,8 @@
 """Logit ops of a step, their results, and the ticket of a launched step.
 
-A launch takes a batch and a list of logit ops, and returns a ticket. Waiting for the ticket returns
-one result per op. So a GPU can sample next to its logits, and start the next step
-(`RaggedBatch.token_source`) before a result reaches the host.
+A launch takes a batch and a list of logit ops, and returns a ticket. Waiting for the
+ticket returns one result per op. So a GPU can sample next to its logits, and start the
+next step (`RaggedBatch.token_source`) before a result reaches the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,8 @@ from headrace.constraint import Masks
 class SamplerState(Protocol):
     """State of a sequence's sampler: parameters, random key, and tokens that penalties apply to.
 
-    Executables sample with it, in the order of their launches; other parts cannot look inside.
+    Executables sample with it, in the order of their launches; other parts cannot look
+    inside.
     """
 
     def clone(self, seq_index: int) -> Self:

@@ -45,8 +45,8 @@ class DraftStats(NamedTuple):
     accepted: int = 0
     """Accepted draft tokens. Each step also gives one token that no proposer drafted."""
     seconds_saved: float = 0.0
-    """Estimated seconds of the plain steps that drafts replaced, minus the time of drafting and of
-    draft rows. Negative if speculation lost time.
+    """Estimated seconds of the plain steps that drafts replaced, minus the time of
+    drafting and of draft rows. Negative if speculation lost time.
     """
 
     def plus(self, other: "DraftStats") -> "DraftStats":
@@ -78,13 +78,13 @@ class CompletionOutput:
     token_ids: list[int]
     logprobs: list[Logprobs] | None
     cumulative_logprob: float | None
-    """Sum of the tokens' log-probabilities, if `logprobs` is set. A beam always has the sum of the
-    log-probabilities that ranked it.
+    """Sum of the tokens' log-probabilities, if `logprobs` is set. A beam always has the
+    sum of the log-probabilities that ranked it.
     """
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    """Stop token id or stop string that ended the text; None for other reasons, such as the model's
-    own end token.
+    """Stop token id or stop string that ended the text; None for other reasons, such as
+    the model's own end token.
     """
 
 
@@ -114,7 +114,8 @@ class RequestOutput:
 class Update:
     """New tokens of one continuation of a request.
 
-    A beam search reports all its updates at its end, with the complete text of each beam.
+    A beam search reports all its updates at its end, with the complete text of each
+    beam.
     """
 
     request_id: str

@@ -41,8 +41,9 @@ class TokenizedPrompt(NamedTuple):
 class PromptReader:
     """Tokenises the prompts of one model. May be used from several threads.
 
-    Plain text gets the model's first tokens (usually BOS), and control tokens spelled out in it
-    stay plain text. A rendered chat template contains its own BOS and control tokens.
+    Plain text gets the model's first tokens (usually BOS), and control tokens spelled
+    out in it stay plain text. A rendered chat template contains its own BOS and control
+    tokens.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class PromptReader:
     ) -> None:
         """Make a reader.
 
-        `max_model_len` is the context in tokens. `tool_template` replaces `chat_template` for
-        conversations with tools, if the model has one.
+        `max_model_len` is the context in tokens. `tool_template` replaces
+        `chat_template` for conversations with tools, if the model has one.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -79,7 +80,8 @@ class PromptReader:
     def read_prompt(self, prompt: Prompt, *, add_special: bool = True) -> TokenizedPrompt:
         """Read text or a dictionary; `add_special` adds the model's special tokens, such as BOS.
 
-        Raises RequestError if the prompt has another type, is empty, or cannot fit in the context.
+        Raises RequestError if the prompt has another type, is empty, or cannot fit in
+        the context.
         """
         if isinstance(prompt, str):
             return self._tokenize(prompt, add_special=add_special)
@@ -107,10 +109,11 @@ class PromptReader:
     ) -> TokenizedPrompt:
         """Render a conversation with the model's chat template, and tokenise it.
 
-        `ChatOptions` explains the options. With `continue_final_message` the prompt ends after the
-        content of the last message. Raises RequestError if the model has no chat template, the
-        messages are malformed, the template cannot render them, or the text cannot fit in the
-        context; FormatError if the template itself is invalid or unsafe.
+        `ChatOptions` explains the options. With `continue_final_message` the prompt
+        ends after the content of the last message. Raises RequestError if the model has
+        no chat template, the messages are malformed, the template cannot render them,
+        or the text cannot fit in the context; FormatError if the template itself is
+        invalid or unsafe.
         """
         template = self._chat_template
         if tools is not None and self._tool_template is not None:

@@ -1,8 +1,9 @@
 """`@frozen`: a `dataclass(frozen=True)` whose methods are shared by all records.
 
-The standard decorator compiles six methods per class, which takes 1 ms. For the records of an
-engine that is 0.1 s of every start. A record has the same fields, keywords, comparison and errors,
-and the functions of `dataclasses`, such as `replace` and `fields`, accept it.
+The standard decorator compiles six methods per class, which takes 1 ms. For the records
+of an engine that is 0.1 s of every start. A record has the same fields, keywords,
+comparison and errors, and the functions of `dataclasses`, such as `replace` and
+`fields`, accept it.
 """
 
 from collections.abc import Callable

@@ -27,8 +27,8 @@ class PoolingParams:
     """
 
     pooling: Pooling = "last"
-    """Final hidden states that make the embedding: the last token, the mean of all tokens, or the
-    first token (`cls`).
+    """Final hidden states that make the embedding: the last token, the mean of all
+    tokens, or the first token (`cls`).
     """
     normalise: bool = False
     """Whether to scale the embedding to length 1."""
@@ -52,8 +52,8 @@ class RequestOptions:
     """
 
     priority: int = 0
-    """The scheduler serves lower numbers first. Waiting requests rise by one level for each
-    `STEPS_PER_PRIORITY` steps.
+    """The scheduler serves lower numbers first. Waiting requests rise by one level for
+    each `STEPS_PER_PRIORITY` steps.
     """
     timeout: float | None = None
     """Seconds after submission at which the request ends with its output so far; None: never."""
@@ -65,8 +65,9 @@ class RequestOptions:
     def checked(self) -> "RequestOptions":
         """Return the options as plain ints, floats and strings.
 
-        Raises RequestError, which names the field, for a value of a wrong type or out of range.
-        The engine knows whether the adapter is loaded, so `Engine.check` checks that field.
+        Raises RequestError, which names the field, for a value of a wrong type or out
+        of range. The engine knows whether the adapter is loaded, so `Engine.check`
+        checks that field.
         """
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS):
@@ -99,6 +100,6 @@ class CheckedRequest(NamedTuple):
     constraint: "Constraint | None" = None
     """Grammar that the outputs must match."""
     output_token_ids: Sequence[Sequence[int]] = ()
-    """Tokens that another engine already generated, for each continuation. The engine continues
-    after them and reports only new tokens. Empty: a fresh request.
+    """Tokens that another engine already generated, for each continuation. The engine
+    continues after them and reports only new tokens. Empty: a fresh request.
     """

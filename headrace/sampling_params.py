@@ -22,8 +22,8 @@ _BIAS_LIMIT = 100.0
 class SamplingField(NamedTuple):
     """A row of the table of sampling parameters, `SAMPLING_FIELDS`.
 
-    The checks of `SamplingParams`, the OpenAI records, the flags of `headrace run` and the options
-    of the samplers are made from these rows or tested against them.
+    The checks of `SamplingParams`, the OpenAI records, the flags of `headrace run` and
+    the options of the samplers are made from these rows or tested against them.
     """
 
     name: str
@@ -139,8 +139,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Only tokens that may be sampled. Without an end token in the list, none is sampled."""
     bad_words: Sequence[str] | None = None
-    """Words that the output must not contain. The sampler never completes the token sequence of a
-    word, with or without a leading space; other tokenisations of the word stay possible.
+    """Words that the output must not contain. The sampler never completes the token
+    sequence of a word, with or without a leading space; other tokenisations of the word
+    stay possible.
     """
     structured_outputs: StructuredOutputs | None = None
     """Format that the output must match, such as a JSON schema."""
@@ -162,8 +163,8 @@ class SamplingParams:
     )
     """Exponent in the score of a finished beam: sum of log-probabilities / length ** exponent."""
     early_stopping: bool = _param(False, is_openai_field=False)
-    """Whether a beam search ends at `beam_width` finished beams, even if a running beam may score
-    higher.
+    """Whether a beam search ends at `beam_width` finished beams, even if a running beam
+    may score higher.
     """
     seed: int | None = _param(
         None,
@@ -171,8 +172,8 @@ class SamplingParams:
         metavar="N",
         help="seed of the random numbers; the same seed gives the same answer",
     )
-    """Seed of the random numbers; the same seed gives the same tokens. None: derived from the
-    engine's seed and the number of the request.
+    """Seed of the random numbers; the same seed gives the same tokens. None: derived
+    from the engine's seed and the number of the request.
     """
     stop: str | Sequence[str] | None = None
     """Texts that end the output; the output does not contain them."""

@@ -175,8 +175,8 @@ class SequenceStats(NamedTuple):
     cached: int
     """Prompt tokens whose KV came from the prefix cache."""
     state: str
-    """waiting, preempted, prefill, decode, or padding. Padding has ended, but runs on in a static
-    batch.
+    """waiting, preempted, prefill, decode, or padding. Padding has ended, but runs on
+    in a static batch.
     """
     age: float
     """Seconds since the request was added."""

@@ -61,8 +61,8 @@ def token_ids(
 ) -> list[int]:
     """Return the values as a list of at most `limit` token ids.
 
-    `too_many` is the message for more values, with `{name}`, `{limit}` and `{count}`. If the values
-    have a length, the function checks it before it iterates.
+    `too_many` is the message for more values, with `{name}`, `{limit}` and `{count}`.
+    If the values have a length, the function checks it before it iterates.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list of token ids, not {reprlib.repr(values)}")

@@ -30,7 +30,8 @@ def with_backend(
 ) -> EngineConfig:
     """Return the configuration with `auto` replaced by a backend, and log a remark if it has one.
 
-    Raises RequestError if the backend cannot run here, or does not support the `kv_dtype`.
+    Raises RequestError if the backend cannot run here, or does not support the
+    `kv_dtype`.
     """
     choice = choose_backend(config, checkpoint, drafts)
     if choice.remark:
@@ -69,7 +70,8 @@ def auto_backend(host: GpuHost) -> BackendChoice:
 def check_gpu_backend(host: GpuHost) -> BackendChoice:
     """Return the `cuda` backend, in Triton's interpreter if TRITON_INTERPRET is set.
 
-    Raises RequestError, which says what to do, if the backend cannot run on this machine.
+    Raises RequestError, which says what to do, if the backend cannot run on this
+    machine.
     """
     if not host.interprets:
         if host.obstacle:
@@ -85,7 +87,6 @@ def check_gpu_backend(host: GpuHost) -> BackendChoice:
 
 
 def _cpu(host: GpuHost, reason: str) -> BackendChoice:
-    """Return the CPU backend, with a remark if the machine has a GPU."""
     return BackendChoice("cpu", _unused_gpu(reason) if host.gpu else "")
 
 

@@ -59,8 +59,9 @@ def open_draft_checkpoints(
 ) -> DraftCheckpoints:
     """Open the draft model and the Medusa heads of `target`, if they are configured.
 
-    Raises ModelError as `open_checkpoint` does. Raises RequestError if the draft model has another
-    vocabulary, the heads belong to another model, or `draft_layers` exceeds the model's layers.
+    Raises ModelError as `open_checkpoint` does. Raises RequestError if the draft model
+    has another vocabulary, the heads belong to another model, or `draft_layers` exceeds
+    the model's layers.
     """
     layers, max_layers = config.draft_layers, target.spec.num_layers - 1
     methods = enabled_methods(config)
@@ -126,7 +127,6 @@ def compile_draft_models(
 
 
 def _head_programs(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Iterator[Program]:
-    """Trace each Medusa head."""
     return (
         trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors)
         for i in range(len(tensors) // 3)
@@ -141,9 +141,10 @@ def first_layers(target: Checkpoint, layers: int) -> Program:
 def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     """Read Medusa heads from a safetensors file, under the names of this engine.
 
-    Each head i has `{i}.0.linear.weight` [dim, dim], `{i}.0.linear.bias` [dim] and `{i}.1.weight`
-    [vocab, dim]. The names in the file may start with `medusa_head.`. Raises ModelNotFoundError if
-    there is no file, and FormatError if a tensor is missing, unknown or of a wrong shape.
+    Each head i has `{i}.0.linear.weight` [dim, dim], `{i}.0.linear.bias` [dim] and
+    `{i}.1.weight` [vocab, dim]. The names in the file may start with `medusa_head.`.
+    Raises ModelNotFoundError if there is no file, and FormatError if a tensor is
+    missing, unknown or of a wrong shape.
     """
     if not path.is_file():
         raise ModelNotFoundError(

@@ -39,11 +39,12 @@ def size_kv(
 ) -> list[KvConfig]:
     """Return the KV size of each model: ranks of the target, then a draft model.
 
-    The KV groups with the widest window get `kv_blocks` blocks, or enough for `max_num_seqs`
-    sequences of full length. A group with a narrower window gets the blocks that all sequences can
-    touch in it. Unless `kv_blocks` is set, KV takes at most half of the memory that `weights`
-    (bytes) and the runtime leave, but always enough for one sequence; then narrow groups have
-    room for fewer sequences. Raises MemoryLimitError, with the arithmetic, if KV does not fit.
+    The KV groups with the widest window get `kv_blocks` blocks, or enough for
+    `max_num_seqs` sequences of full length. A group with a narrower window gets the
+    blocks that all sequences can touch in it. Unless `kv_blocks` is set, KV takes at
+    most half of the memory that `weights` (bytes) and the runtime leave, but always
+    enough for one sequence; then narrow groups have room for fewer sequences. Raises
+    MemoryLimitError, with the arithmetic, if KV does not fit.
     """
     seq_blocks = [
         [group.num_blocks(max_model_len, model.max_rows, block_size) for group in model.groups]

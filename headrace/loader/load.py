@@ -33,9 +33,10 @@ class LoadedModel(NamedTuple):
 def load_model(model: str, config: EngineConfig) -> LoadedModel:
     """Find a model, download it if necessary, and load it into an engine.
 
-    If a launcher such as torchrun gives this process a rank other than 0, the call runs as a
-    worker and exits the process. Raises ModelError if the model is missing, malformed or unknown,
-    RequestError if an option does not suit the model, and MemoryLimitError if it does not fit.
+    If a launcher such as torchrun gives this process a rank other than 0, the call runs
+    as a worker and exits the process. Raises ModelError if the model is missing,
+    malformed or unknown, RequestError if an option does not suit the model, and
+    MemoryLimitError if it does not fit.
     """
     follow_if_not_rank_0(config)
     checkpoint = open_model(model, config)
@@ -81,7 +82,8 @@ def load_engine(
 ) -> Engine:
     """Compile an opened model, and return its engine, named `model`.
 
-    `launcher` starts the processes of other ranks: see `compile_ranks`. Raises as `load_model`.
+    `launcher` starts the processes of other ranks: see `compile_ranks`. Raises as
+    `load_model`.
     """
     spec = checkpoint.spec
     drafts = open_draft_checkpoints(config, checkpoint, tokenizer)

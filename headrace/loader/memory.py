@@ -71,8 +71,9 @@ def fit_memory(
 ) -> tuple[KvConfig, KvConfig | None]:
     """Return the KV sizes of the model and of its draft model, next to all weights.
 
-    Ranks of one machine share its memory. With ranks on several machines, this machine must fit
-    the largest rank. The function reads no weights. Raises MemoryLimitError if they do not fit.
+    Ranks of one machine share its memory. With ranks on several machines, this machine
+    must fit the largest rank. The function reads no weights. Raises MemoryLimitError if
+    they do not fit.
     """
     programs = rank_programs(config, program, checkpoint.tensors)
     block_size = config.traits.kv_block_size

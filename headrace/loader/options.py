@@ -63,8 +63,8 @@ _TEXTS = ("draft_model", "medusa_heads")
 def engine_config(options: Mapping[str, Any], preset: Preset = SERVING) -> EngineConfig:
     """Return the configuration with these options, over the defaults of a preset.
 
-    Raises RequestError if an option is unknown, a value is out of range, or options of speculative
-    decoding contradict each other.
+    Raises RequestError if an option is unknown, a value is out of range, or options of
+    speculative decoding contradict each other.
     """
     check_names("option", options, (field.name for field in fields(EngineConfig)))
     checked = {name: _checked(name, value) for name, value in options.items()}

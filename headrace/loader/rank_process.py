@@ -1,7 +1,7 @@
 """Process of a rank other than 0: opens the model, compiles its share, and runs rank 0's commands.
 
-`headrace.parallel.launch` starts the process with an inherited socket. The first message on the
-socket is the setup; the process ends when rank 0 closes the socket.
+`headrace.parallel.launch` starts the process with an inherited socket. The first
+message on the socket is the setup; the process ends when rank 0 closes the socket.
 """
 
 import ctypes

@@ -20,8 +20,8 @@ RANK_COMMAND = (sys.executable, "-P", "-m", "headrace.loader.rank_process")
 def follow_if_not_rank_0(config: EngineConfig) -> None:
     """Run as a worker if the environment gives this process a rank other than 0.
 
-    A worker follows rank 0 to its end. The call then exits this process. For rank 0, and for a
-    process without a launcher such as torchrun, it returns at once.
+    A worker follows rank 0 to its end. The call then exits this process. For rank 0,
+    and for a process without a launcher such as torchrun, it returns at once.
     """
     if is_multi_host(mesh_of(config)):
         from headrace.parallel.hosts import follow_rank_0, placement
@@ -42,8 +42,9 @@ def compile_ranks(
 ) -> "ParallelExecutable":
     """Compile rank 0 in this process, and start a process for each other rank.
 
-    Each process opens the model by its name. `ParallelExecutable.connect` waits for all of them.
-    Without a `launcher` the processes run on this machine, or on the hosts of the environment.
+    Each process opens the model by its name. `ParallelExecutable.connect` waits for all
+    of them. Without a `launcher` the processes run on this machine, or on the hosts of
+    the environment.
     """
     from headrace.parallel.collectives import Exchange
     from headrace.parallel.executable import ParallelExecutable

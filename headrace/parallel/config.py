@@ -15,8 +15,8 @@ from headrace.quant.formats import StoredTensor
 def mesh_of(config: EngineConfig) -> Mesh:
     """Return the mesh of ranks that the configuration describes.
 
-    Raises RequestError if there are several ranks and the backend runs only one, or torch is not
-    installed.
+    Raises RequestError if there are several ranks and the backend runs only one, or
+    torch is not installed.
     """
     mesh = Mesh(
         tensor=config.tensor_parallel_size,
@@ -57,7 +57,8 @@ def rank_programs(
 def is_multi_host(mesh: Mesh) -> bool:
     """Return whether a launcher such as torchrun started one process per rank.
 
-    Raises RequestError if the number of processes in the environment is not the number of ranks.
+    Raises RequestError if the number of processes in the environment is not the number
+    of ranks.
     """
     if mesh.ranks == 1:
         return False
