@@ -42,13 +42,13 @@ class EngineConfig:
     """Compute threads per process; 0: an even share of the physical cores that it may use."""
 
     tensor_parallel_size: int = 1
-    """Processes that share each weight matrix and its KV heads."""
+    """Processes that share each weight matrix and the KV heads."""
     pipeline_parallel_size: int = 1
     """Pipeline stages, each with `tensor_parallel_size` processes."""
     pipeline_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage; empty: stages that read equally many bytes per decode step."""
     enable_expert_parallel: bool = True
-    """Whether to distribute the experts of a layer over its processes, or slice each expert."""
+    """Whether each process of a layer holds only some of its experts; else each holds all."""
     enable_sequence_parallel: bool = False
     """Whether to shard the residual stream and norms across ranks (Megatron sequence
     parallelism). Each rank needs less work and memory, for one more exchange per layer.
@@ -113,8 +113,8 @@ class EngineConfig:
     """
     max_logit_rows: int = 0
     """Maximum rows with logits per step, besides one per sequence, for prompt
-    log-probabilities and drafts; it bounds the memory of logits. 0: the rows that fit
-    in 64 MiB, and 64 or more.
+    log-probabilities and drafts; it bounds the memory of logits. 0: the number
+    that fits in 64 MiB, at least 64.
     """
     multi_step_ms: float = 10
     """Milliseconds of plain decoding before tokens are handed out; a new request ends
