@@ -34,8 +34,6 @@ class Candidate(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A finished beam."""
-
     score: float
     output: OutputView
 
@@ -58,7 +56,6 @@ class BeamSearch:
     are enough otherwise.
     """
     totals: list[float] = field(default_factory=lambda: [0.0])
-    """Totals of the live beams, best first."""
     finished: list[Hypothesis] = field(default_factory=list)
     """Up to `width` finished beams, best first. Of equal scores the earlier beam comes first."""
     is_group = True
@@ -95,7 +92,7 @@ class BeamSearch:
         return [(seq, None) for seq in seqs]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """Return the best `num_results` outputs when all beams have ended, before that none.
+        """Return the best `num_results` outputs once all beams have ended; an empty list before that.
 
         Beams that were cut short compete with the finished beams.
         """
@@ -120,7 +117,6 @@ class BeamSearch:
         ]
 
     def _candidates(self, ranked: Sequence[Ranked]) -> list[Candidate]:
-        """Return the candidates of all beams, best first."""
         return sorted(
             Candidate(-total - logprob, beam, token)
             for beam, (total, row) in enumerate(zip(self.totals, ranked, strict=True))
@@ -138,8 +134,8 @@ class BeamSearch:
         """Finish the ending candidates among the best `width`; accept the best `width` others.
 
         An ending candidate below the best `width` is dropped, because better ones continue.
-        Returns None, with nothing changed, if stop strings end so many candidates that more than
-        `count` of a beam are needed.
+        Returns None, and changes no state, if stop strings end too many candidates, so that a beam
+        needs more than `count`.
         """
         accepted: list[tuple[AnySequence, Commit | None]] = []
         totals: list[float] = []

@@ -68,12 +68,10 @@ class Adapters:
         return self._loaded[name]
 
     def acquire(self, adapter: LoadedAdapter | None) -> None:
-        """Count a new request as a user of its adapter."""
         if adapter:
             adapter.num_users += 1
 
     def release(self, adapter: LoadedAdapter | None) -> None:
-        """Stop counting a request that has ended."""
         if adapter:
             adapter.num_users -= 1
             self._remove_unused(adapter)

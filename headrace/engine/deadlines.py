@@ -23,7 +23,6 @@ class Deadlines:
         return len(self._live)
 
     def add(self, time: float, request: Request) -> None:
-        """Give a request a deadline."""
         self._live.add(request)
         heappush(self._heap, (time, request.number, request))
 

@@ -307,7 +307,6 @@ class Engine:
         return updates
 
     def _record_step(self, step: InFlightStep, started: float, num_tokens: int) -> None:
-        """Record the time of a step for admission, offloading, statistics and `headrace top`."""
         now, num_launches = self._clock(), len(step.tickets)
         self._scheduler.step_timer.record((now - started) / num_launches)
         self._kv.host.record(step.num_rows, (now - step.started) / num_launches)
@@ -321,7 +320,6 @@ class Engine:
         self._publisher.tick(now, last=not self._requests)
 
     def _expire(self, updates: list[Update]) -> None:
-        """End the requests whose deadline has passed."""
         now = self._clock()
         overdue = self._deadlines.pop_overdue(now) if self._deadlines else []
         if self._queue_deadlines:
@@ -374,7 +372,6 @@ class Engine:
             self._scheduler.queue(seq)
 
     def _forget(self, request_id: str) -> None:
-        """Remove a request that has ended."""
         request = self._requests.pop(request_id)
         self._scheduler.suspects.pop(request, None)
         request.seqs.clear()  # they refer to the request, too
@@ -390,7 +387,6 @@ class Engine:
         return self._loop.executable.program.weight_bytes
 
     def stats(self) -> Stats:
-        """Return counters and rates at this moment."""
         meter, loop, scheduler = self._meter, self._loop, self._scheduler
         rates = meter.rates(self._clock())
         return Stats(
@@ -426,7 +422,6 @@ class Engine:
         )
 
     def block_map(self) -> BlockMap:
-        """Return the KV blocks that each sequence holds."""
         return snapshot.block_map(self._scheduler.running, self._kv, self.limits.kv_groups)
 
     def _record(self, with_map: bool) -> dict[str, Any]:
@@ -455,7 +450,6 @@ class Engine:
     def _checked_prompt(
         self, prompt_token_ids: Iterable[int], params: SamplingParams, pooling: PoolingParams | None
     ) -> list[int]:
-        """Return the prompt as a list of ints. Raises RequestError."""
         max_model_len, vocab_size = self.limits.max_model_len, self.limits.vocab_size
         too_many = (
             f"the prompt has {{count}} tokens, but max_model_len {max_model_len:,} allows "

@@ -36,7 +36,6 @@ def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
 
 
 def finish_request(request: Request, reason: FinishReason, scheduler: Scheduler) -> None:
-    """End all running and waiting sequences of a request."""
     for seq in request.seqs:
         if seq.output.finish_reason is None:
             try:
@@ -47,7 +46,6 @@ def finish_request(request: Request, reason: FinishReason, scheduler: Scheduler)
 
 
 def fail_request(request: Request, error: Exception, scheduler: Scheduler) -> None:
-    """End all running and waiting sequences of a request with an error."""
     for seq in request.seqs:
         if seq.output.finish_reason is None:
             request.error = request.error or error

@@ -1,8 +1,8 @@
 """Jump-forward decoding: tokens that the grammar forces become the draft of their sequence.
 
-A token is forced if the mask allows no other. One step takes all forced tokens of a sequence. Each
+A token is forced if the mask allows only that token. One step takes all forced tokens of a sequence. Each
 is still sampled from its own row of logits, so only the number of steps changes, never a token.
-Proposers are not called for such a sequence, and learn nothing from its draft.
+Proposers are not called for such a sequence, and do not learn from its draft.
 """
 
 from headrace.batch import Commit, DraftTree
@@ -14,7 +14,6 @@ class JumpForward:
 
     def __init__(self, max_tokens: int) -> None:
         self.num_accepted = 0
-        """Forced tokens that saved a step."""
         self._max_tokens = max_tokens
 
     def find(self, scheduled: list[ScheduledSequence]) -> dict[ScheduledSequence, int]:

@@ -14,8 +14,6 @@ _MIN_SPACING = 0.5
 
 
 class Mark(NamedTuple):
-    """The tokens and rows counted up to a time."""
-
     time: float  # seconds
     tokens: int
     rows: int
@@ -35,9 +33,7 @@ class Meter:
         """`now` is the time in seconds. All other times are of the same clock."""
         self.finished = self.aborted = self.refused = self.failed_steps = 0
         self.rows_last = 0
-        """Rows of the last step."""
         self.step_seconds = 0.0
-        """Seconds of the last step."""
         self.latest = Mark(now, tokens=0, rows=0)
         max_marks = round((HISTORY + WINDOW) / _MIN_SPACING) + 1
         self._marks = deque([self.latest], maxlen=max_marks)

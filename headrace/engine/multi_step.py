@@ -1,9 +1,8 @@
 """Multi-step decoding: several launches of plain decoding with little host work between them.
 
-Most steps are alike: every sequence has one row and samples one token, no request joins or forks,
-and nothing is drafted. The host work between two such steps takes up to a tenth of a small model's
-step, since the weights have just evicted the engine's data from the CPU caches. Multi-step decoding
-does that work once for several launches. Each launch takes its tokens from the launch before it
+Most steps are alike: every sequence has one row and samples one token. The host work between two
+such steps takes up to a tenth of a small model's step. Multi-step decoding does that work once for
+several launches. Each launch takes its tokens from the launch before it
 (`RaggedBatch.token_source`), and all are finished together. Single steps would make the same
 launches, so the tokens are the same; they only reach the caller later.
 """

@@ -75,7 +75,6 @@ class Output:
         self._end_taken = False
 
     def clone(self) -> "Output":
-        """Return an independent output that continues from here."""
         clone = copy(self)
         clone.token_ids = self.token_ids[:]
         clone.logprobs = self.logprobs[:]
@@ -159,7 +158,6 @@ class Output:
         return text, self.token_ids[first:], self.logprobs[max(0, first - self._num_resumed) :]
 
     def completion(self, index: int) -> CompletionOutput:
-        """Return the output so far as the record that a caller sees."""
         return CompletionOutput(
             index=index,
             text=self.text,
@@ -184,7 +182,6 @@ class Output:
 
 
 def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
-    """Return the tokens that end an output."""
     eos_ids = () if params.ignore_eos else tokenizer.eos_ids
     return frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
 

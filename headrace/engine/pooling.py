@@ -21,7 +21,6 @@ class PromptPooling:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all pooled rows."""
         self._num_pooled = 0
         self.state = RowSum()
         self.vector: NDArray[np.float32] | None = None

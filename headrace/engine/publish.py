@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 2
-"""Version of the record's format."""
 WATCH = "watch"
 """Name of the file that a watching process touches. If it contains `map`, records include the map
 of the block pool.
@@ -29,7 +28,6 @@ FRESH = 3.0
 INTERVAL = 0.25
 """Min seconds between two records."""
 MAX_SEQUENCES = 200
-"""Max number of sequences that a record lists."""
 MAX_BLOCKS = 2**16
 """Max number of blocks of all pools for which a record includes the map."""
 
@@ -50,7 +48,7 @@ def folder() -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether this is a folder of the user that no other user may read or write."""
+    """Whether this is a folder that only its owner, the user, may read or write."""
     try:
         status = path.lstat()
     except OSError:
@@ -98,7 +96,6 @@ class Publisher:
                 self._write(self._record(b"map" in read_file(watch, 64)))
 
     def close(self) -> None:
-        """Remove the record."""
         if self._file:
             with suppress(OSError):
                 self._file.unlink()

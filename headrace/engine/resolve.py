@@ -58,7 +58,6 @@ def prepare_logit_ops(step: InFlightStep, scheduler: Scheduler) -> None:
 
 
 def _add_prompt_ops(step: InFlightStep, item: ScheduledSequence) -> None:
-    """Add the ops that score or pool rows of the prompt."""
     request = item.seq.request
     if item.scored:
         item.first_score_op = len(step.logit_ops)
@@ -139,11 +138,10 @@ def _record_scores(
 
 
 def _sampling_error(request: Request) -> Exception:
-    """Return the reason why no token could be sampled."""
     if any(seq.constraint for seq in request.seqs):
         return ConstraintError(
-            "the model gave none of the tokens that may follow a finite logit, or no text "
-            "can follow"
+            "no token that the grammar allows has a finite logit, or the grammar has no "
+            "continuation"
         )
     return NonFiniteLogitsError(_NOT_FINITE)
 

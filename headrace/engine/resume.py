@@ -150,5 +150,5 @@ def check_output_tokens(
             )
         num_ended += output.finish_reason is not None
     if num_ended == len(lists):
-        raise RequestError(f"{name} leaves nothing to generate; all outputs have ended")
+        raise RequestError(f"{name} is complete; at least one output must be unfinished")
     return checked._replace(output_token_ids=lists)

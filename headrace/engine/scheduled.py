@@ -55,7 +55,6 @@ class ScheduledSequence:
 
     @property
     def position(self) -> int:
-        """Position of the next token in the sequence."""
         return self.seq.length
 
     @property
@@ -83,8 +82,8 @@ class ScheduledSequence:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is one row without a draft that samples one token, and the row after it does
-        not depend on a look at that token.
+        """Whether the sequence has one row and samples one token, which the host need not see
+        before the next launch.
         """
         return (
             self.num_scheduled == 1
@@ -97,10 +96,8 @@ class ScheduledSequence:
 
     @property
     def max_useful_draft(self) -> int:
-        """Max number of useful draft nodes.
-
-        A sequence that may fork has no use for drafts, because its forks sample different tokens.
-        The last token of an output needs no draft either.
+        """Max useful draft nodes. Forks sample different tokens, so drafts are useless before a
+        fork, and for the last token.
         """
         if not self.can_sample or self.seq.may_fork:
             return 0
@@ -108,7 +105,6 @@ class ScheduledSequence:
 
     @property
     def draft_stats(self) -> dict[str, DraftStats]:
-        """Statistics of the request's drafts, by proposer."""
         return self.seq.request.drafts
 
     def give_back_draft_budget(self) -> None:
@@ -148,8 +144,6 @@ class RowBudget:
 
 
 class SchedulerOutput(NamedTuple):
-    """A scheduled step."""
-
     scheduled: list[ScheduledSequence]
     copies: list[Copy]
     """Block copies to make before the step."""

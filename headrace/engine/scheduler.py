@@ -65,7 +65,6 @@ class Scheduler:
     # Requests
 
     def add(self, seqs: Iterable[Sequence]) -> None:
-        """Queue the sequences of a new request."""
         for seq in seqs:
             seq.request.arrival = (
                 self._num_steps + STEPS_PER_PRIORITY * seq.request.options.priority
@@ -73,7 +72,6 @@ class Scheduler:
             self.queue(seq)
 
     def queue(self, seq: Sequence) -> None:
-        """Queue a sequence at its rank."""
         insort(self.waiting, seq, key=_RANK)
 
     def drop(self, seq: Sequence) -> None:
@@ -142,7 +140,6 @@ class Scheduler:
         return 2 * len(self.running) <= self._kv.num_available
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the sequences of the next step, and allocate their slots."""
         self._num_steps += 1
         for seq in self.running:
             self._cache_full_blocks(seq)
@@ -333,7 +330,7 @@ class Scheduler:
     def _schedule_group(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
         """Allocate the slots of a group, and preempt other sequences for them if necessary.
 
-        If the group itself is preempted, nothing of it is scheduled.
+        If the group itself is preempted, it is not scheduled.
         """
         copies: list[Copy] = []
         rows = {seq: num_rows for seq, num_rows in rows.items() if num_rows}
@@ -355,8 +352,8 @@ class Scheduler:
     def _choose_victim(self, needy: Sequence) -> Sequence:
         """Return the sequence to preempt for a block: `needy` or a sequence after it in rank.
 
-        It is the last that has sampled since its admission. If no other sequence has, the last of
-        all gives way to the first group.
+        It is the last that has sampled since its admission. Unless a sequence outside the first
+        group has, it is the last of all.
         """
         candidates = self.running[self.running.index(needy) :]
         sampled = [seq for seq in candidates if seq.has_sampled]
@@ -409,8 +406,8 @@ class Scheduler:
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether there are blocks for all known tokens of a sequence. Alone it always fits.
 
-        A spare block for each running sequence remains, so that no other is preempted right after
-        the admission.
+        A spare block for each running sequence remains, so that the admission does not lead to a
+        preemption at once.
         """
         if not self.running and not self._dropped:
             return True
@@ -451,7 +448,6 @@ class Scheduler:
         )
 
     def _cache_full_blocks(self, seq: Sequence) -> None:
-        """Insert the blocks that finished steps have filled into the prefix cache."""
         node = seq.node
         if self._cache is None or node is None:
             return

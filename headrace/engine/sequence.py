@@ -36,12 +36,10 @@ class RequestTimer:
         return True
 
     def token(self) -> None:
-        """Record a new token."""
         if self.first_token is None:
             self.first_token = self._clock()
 
     def timing(self) -> Timing:
-        """Return the split up to now."""
         now = self._clock()
         started = now if self.started is None else self.started
         first_token = now if self.first_token is None else self.first_token
@@ -66,7 +64,7 @@ class Request:
     options: RequestOptions = DEFAULT_OPTIONS
     adapter: LoadedAdapter | None = None
     pooling: PromptPooling | None = None
-    """Set if the prompt is embedded. Its sequence samples nothing, and ends when its rows are
+    """Set if the prompt is embedded. Its sequence does not sample, and ends when its rows are
     pooled.
     """
     constraint: Constraint | None = None
@@ -85,11 +83,9 @@ class Request:
     """Prompt tokens whose KV came from the prefix cache at the first admission."""
     error: Exception | None = None
     drafts: dict[str, DraftStats] = field(default_factory=dict)
-    """Draft statistics of the request, by proposer."""
 
     @property
     def scope(self) -> Scope:
-        """The scope within which requests may share KV."""
         return Scope(self.options.cache_salt, self.adapter.scope if self.adapter else None)
 
     @property
@@ -98,7 +94,6 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest output."""
         return max((len(seq.output.token_ids) for seq in self.seqs), default=0)
 
     @property
@@ -148,7 +143,6 @@ class Request:
         return updates[-1:] if self.only_result else updates
 
     def result(self) -> RequestOutput:
-        """Return the whole output so far."""
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
@@ -238,10 +232,7 @@ class Sequence:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the sequence ends without another step.
-
-        Either its pending tokens reach the limit, or its prompt is embedded and fully computed.
-        """
+        """Whether the sequence ends without another step."""
         return (
             self.num_pending > 0 and self.length >= self.request.limit
         ) or not self.num_uncomputed

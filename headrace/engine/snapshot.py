@@ -14,7 +14,6 @@ from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats
 def kv_stats(
     seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup], config: KvConfig
 ) -> list[KvStats]:
-    """Return the block counts of each KV group, and the slots that these sequences leave empty."""
     stats = []
     for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
         empty = _empty_slots(seqs, number, kv.block_size, lambda seq: seq.computed)
@@ -51,7 +50,6 @@ def _empty_slots(
 
 
 def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]) -> BlockMap:
-    """Return the blocks that each sequence holds, for each KV group."""
     maps = []
     for number, (group, pool) in enumerate(zip(groups, kv.pools, strict=True)):
         holdings = [

@@ -72,7 +72,7 @@ class StaticScheduler(Scheduler):
         return 1
 
     def _end_batch(self) -> None:
-        """Drop the padding once no other sequence runs."""
+        """Drop the padding when only padding runs."""
         if all(member.output.finish_reason for member in self.running):
             for member in self.running[:]:
                 super().drop(member)

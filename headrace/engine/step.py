@@ -179,7 +179,6 @@ class StepLoop:
         return []
 
     def abandon(self) -> None:
-        """Wait for the steps in flight and discard their results."""
         for step in self.in_flight:
             for ticket in step.tickets:
                 with suppress(Exception):

@@ -21,11 +21,9 @@ class StepTimer:
         self._seconds = deque[float](maxlen=WINDOW)
 
     def record(self, seconds: float) -> None:
-        """Record the time of a step."""
         self._seconds.append(seconds)
 
     def reset(self) -> None:
-        """Forget the recorded steps, because a sequence was admitted."""
         self._seconds.clear()
 
     @property

@@ -35,8 +35,6 @@ class StopPattern:
 
 
 class Stop(NamedTuple):
-    """A stop string that was found."""
-
     text: str
     end: int  # characters of the last piece up to the end of the stop string
 
@@ -49,7 +47,6 @@ class StopFinder:
         self._matched = [0] * len(self._patterns)
 
     def clone(self) -> "StopFinder":
-        """Return an independent finder that continues from here."""
         clone = copy(self)
         clone._matched = self._matched[:]
         return clone

@@ -9,8 +9,8 @@ signal handlers and finalisers may call it at any point. The thread starts with 
 and ends after `_LINGER` seconds without work. It is a daemon thread, which interpreter exit would
 cut off inside a native call; an `atexit` hook closes all engines before that.
 
-A forked process has no such thread. Every call there raises ClosedError, except `close`, which does
-nothing.
+A forked process has no such thread. Every call there raises ClosedError, except `close`, which
+returns at once.
 """
 
 import atexit
@@ -41,7 +41,6 @@ _FORKED = (
 )
 
 _threads = WeakSet["EngineThread"]()
-"""All engine threads, to close them at exit."""
 
 
 class Receiver(Protocol):
@@ -86,11 +85,9 @@ class EngineThread:
         self._lock = allocate_lock()
         """Held by the thread that uses the engine."""
         self._ident: int | None = None
-        """Identifier of that thread."""
         self.step_started: float | None = None
         """Start of the current step by the system's monotonic clock; None between steps."""
         self._receivers: dict[str, Receiver] = {}
-        """Receiver of the updates of each request, by its id."""
         self._pid = os.getpid()
         self._close_reason = ""
         self._is_released = False
@@ -125,7 +122,7 @@ class EngineThread:
         self._post(lambda: self._add(requests, ids, receiver, only_results))
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End requests, without waiting. Unknown ids are ignored, and nothing is raised."""
+        """End requests, without waiting. Unknown ids are ignored, and the call never raises."""
         if os.getpid() == self._pid:
             # No thread has to be started. Without a thread, either the engine has no requests, or
             # the command that adds them is still in the queue before this one.
@@ -215,7 +212,7 @@ class EngineThread:
                 return
 
     def _serve(self) -> None:
-        """Run commands and steps until there have been none for `_LINGER` seconds."""
+        """Run commands and steps until the engine has been idle for `_LINGER` seconds."""
         while True:
             try:
                 is_busy = self._is_released or self._engine.has_work

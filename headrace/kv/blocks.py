@@ -62,7 +62,6 @@ class Table(_IntArray):
 
     @property
     def num_held(self) -> int:
-        """Number of blocks without the null blocks."""
         return len(self) - self.num_released
 
 
@@ -127,7 +126,6 @@ class BlockPool:
 
     @property
     def num_evictable(self) -> int:
-        """Number of blocks in no table whose content is kept."""
         return len(self._evictable)
 
     def evictable_blocks(self) -> list[int]:
@@ -135,7 +133,6 @@ class BlockPool:
         return list(self._evictable)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def max_blocks(self, demand: Demand) -> int:
@@ -151,11 +148,9 @@ class BlockPool:
     # Tables
 
     def new_table(self) -> Table:
-        """Return an empty table."""
         return Table(num_sink_blocks=self.num_sink_blocks)
 
     def slot(self, table: Table, index: int) -> int:
-        """Return the slot of token `index`."""
         return table[index // self.block_size] * self.block_size + index % self.block_size
 
     def first_visible(self, computed: int) -> int:
@@ -202,7 +197,7 @@ class BlockPool:
         """Make `num_slots` slots from token `computed` on writable.
 
         Returns the copies to make before anything is written, as pairs of source and target block.
-        Returns None, with nothing changed, if there are not enough blocks.
+        Returns None, and changes no state, if there are not enough blocks.
         """
         plan = self.plan(table, computed, num_slots)
         return None if plan is None else self.apply(table, plan)
@@ -231,7 +226,6 @@ class BlockPool:
         table.num_released = max(0, min(table.num_released, len(table) - table.num_sink_blocks))
 
     def free(self, table: Table) -> None:
-        """Release all blocks."""
         self.trim(table, 0)
 
     def fork(self, table: Table) -> Table:

@@ -1,11 +1,10 @@
 """The host tier of the prefix cache: copies of evicted blocks in host memory.
 
-The tier holds block numbers only; the storage belongs to the backend (`HostBlocks`). A block is
-copied to the host when it is evicted, and loaded into another block for a sequence that needs it
-again. The host copy stays after that, so evicting the block again needs no second copy. If no host
-block is left, the least recently used copy is dropped.
+The tier holds block numbers only; the storage belongs to the backend (`HostBlocks`). A copy stays
+on the host after it is loaded, so evicting the block again needs no second copy. If no host block
+is left, the least recently used copy is dropped.
 
-All copies run in the order of the launches, so nothing waits for them. A copy to the host is issued
+All copies run in the order of the launches, so the host waits for no copy. A copy to the host is issued
 at once, because no earlier launch still writes a block of the prefix cache. A load is queued until
 the step's own block copies are issued (`run_loads`), because these may read the old content of its
 target. Until then its host block is pinned.
@@ -43,13 +42,10 @@ class HostTier:
         self._row_seconds = inf
         """Seconds per row in the fastest step; infinite before the first step."""
         self.num_saved = 0
-        """Blocks copied to the host."""
         self.num_loaded = 0
-        """Blocks loaded from the host."""
         self.reset()
 
     def reset(self) -> None:
-        """Drop all copies."""
         num_blocks = self._store.num_blocks if self._store else ()
         self._free = [list(range(num - 1, -1, -1)) for num in num_blocks]  # the lowest last
         # Used host blocks of each group, least recently used first; the value is called on a drop.
@@ -58,12 +54,10 @@ class HostTier:
         self._queue: list[QueuedLoad] = []
 
     def close(self) -> None:
-        """Free the memory."""
         self._store = None
         self.reset()
 
     def record(self, rows: int, seconds: float) -> None:
-        """Record the time of a step."""
         self._row_seconds = min(self._row_seconds, seconds / rows)
 
     @property
@@ -76,7 +70,6 @@ class HostTier:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies."""
         if self._store is None:
             return 0
         return sum(
@@ -112,7 +105,6 @@ class HostTier:
         return host_block
 
     def touch(self, group: int, host_block: int) -> None:
-        """Mark a copy as most recently used."""
         self._used[group].move_to_end(host_block)
 
     def free(self, group: int, host_block: int) -> None:
@@ -126,7 +118,6 @@ class HostTier:
         self.touch(group, host_block)
 
     def queue_load(self, group: int, host_block: int, block: int) -> None:
-        """Queue the load of a pinned copy into a block."""
         self._queue.append(QueuedLoad(group, host_block, block))
 
     def run_loads(self) -> None:

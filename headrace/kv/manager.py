@@ -1,7 +1,7 @@
 """The KV of sequences over all KV groups: a pool and a table for each group.
 
 A KV group is a set of layers with the same KV layout and attention window. Each operation applies
-to all groups or to none.
+to all groups, or it changes no group.
 """
 
 from collections.abc import Sequence
@@ -62,15 +62,14 @@ class KvManager:
     # Tables
 
     def new_tables(self) -> Tables:
-        """Return empty tables."""
         return tuple(pool.new_table() for pool in self.pools)
 
     def allocate(self, tables: Tables, computed: int, num_slots: int) -> list[Copy] | None:
         """Make `num_slots` slots from token `computed` on writable.
 
-        A group with a window gets only as many slots as a step can use. Returns the block copies to
-        make before the next step writes anything. Returns None, with nothing changed, if there are
-        not enough blocks.
+        A group with a window gets only the slots that a step can use. Returns the block copies to
+        make before the next step writes anything. Returns None, and changes no state, if there are not
+        enough blocks.
         """
         plans: list[tuple[int, Allocation]] = []
         for group, table in enumerate(tables):
@@ -119,7 +118,6 @@ class KvManager:
             pool.trim(table, computed)
 
     def free(self, tables: Tables) -> None:
-        """Release all blocks."""
         self.trim(tables, 0)
 
     def can_rewind(self, tables: Tables, computed: int) -> bool:
@@ -147,7 +145,6 @@ class KvManager:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks available in every group."""
         return min(pool.num_available for pool in self.pools)
 
     @property

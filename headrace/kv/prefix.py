@@ -1,20 +1,13 @@
 """The prefix cache: full blocks of KV, found by the tokens that they hold.
 
 The cache is a radix tree whose edges are whole blocks of token ids. A root stands for a scope
-(`Scope`) within which requests may share KV. A node stands for the blocks of one stretch of tokens,
-one block in each KV group. Its path spells all tokens up to the end of that stretch, and the KV of
-the blocks depends on nothing else. Edges are compared token by token, never by a hash alone.
+within which requests may share KV. A node stands for one block in each KV group; its path spells
+all tokens that the KV of these blocks depends on. Edges are compared token by token, never by a
+hash alone.
 
-A node has a gap in a group whose block was evicted. A hit ends at a node if no group has a gap
-among the blocks that later rows see: all blocks of the path, or the blocks in the window and the
-attention sinks. In a group without a window, a sequence that holds a node's block holds the blocks
-of the whole path, and releases them from the end. So the least recently used evictable block of
-such a group is always a leaf. The tree itself holds no block. A node lives as long as one of its
-blocks, a node below it, or a sequence that has reached it.
-
-With a host tier (`kv/host.py`), an evicted block leaves a copy in host memory; there is a gap only
-if neither exists. A sequence that reaches such a node gets a block and loads the copy into it. The
-block then becomes the node's.
+A node has a gap in a group whose block was evicted and has no copy in host memory. A hit ends at a
+node if no group has a gap among the blocks that later rows see: the whole path, or the window and
+the attention sinks. docs/internals/kv.md explains eviction and the host tier.
 """
 
 from array import array
@@ -38,7 +31,6 @@ class Scope(NamedTuple):
     salt.
     """
     adapter: str | None = None
-    """Adapter whose weights are added to the model's own."""
 
 
 class Node:
@@ -259,7 +251,6 @@ class PrefixCache:
 
 
 def _path(node: Node) -> list[Node]:
-    """Return the nodes from below the root to this node."""
     path: list[Node] = []
     while node.parent:
         path.append(node)

@@ -49,8 +49,8 @@ def block_table(tables: Sequence[Table]) -> Ints:
 def _without_nulls(table: Table) -> "array[int]":
     """Return a table whose null blocks have a valid number.
 
-    No row reads them. The number is a block of the same sequence, so that not even a wrong read
-    reaches the KV of another sequence.
+    No row reads them. The number is a block of the same sequence, so that a wrong read could
+    not reach the KV of another sequence.
     """
     return (
         table[: table.num_sink_blocks]

@@ -3,8 +3,8 @@
 A sequence releases the blocks that no later row sees, and continues in the blocks that it gets
 back. The attention sinks at the start of the sequence are seen by all rows, so they stay.
 
-Each table pays for all its blocks, also for shared ones. So a sequence may always take as many new
-blocks as it releases, whichever sequences share them, and a prompt that is computed in chunks never
+Each table pays for all its blocks, also for shared ones. So a sequence may always take one new
+block for each block it releases, whichever sequences share them, and a prompt that is computed in chunks never
 needs more blocks than at its admission. The price: blocks shared before the window count once for
 each sequence, although they take memory only once.
 """
@@ -52,8 +52,8 @@ class WindowPool(BlockPool):
     def advance(self, table: Table, computed: int, num_known: int) -> None:
         """Release the blocks that no row from token `computed` on sees.
 
-        Takes as many new blocks for the known tokens after the end of the table, or fewer if forks
-        hold too many.
+        Takes one new block for each released block, for the known tokens after the end of the
+        table, or fewer if forks hold too many.
         """
         num_before = table.num_released
         first = self.num_sink_blocks + num_before

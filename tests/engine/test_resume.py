@@ -255,7 +255,7 @@ PLAIN = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         (
             PLAIN,
             [[1, 2, 3, 4]],
-            "output_token_ids leaves nothing to generate; all outputs have ended",
+            "output_token_ids is complete; at least one output must be unfinished",
         ),
         (
             replace(PLAIN, ignore_eos=False),
