@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from time import thread_time
 
 import numpy as np
-from replica import BLOCK_SIZE, fitted_cost
+from replica import BLOCK_SIZE, fitted_speed
 
-from headrace.scaleout.policy import PrefixRouter, Routed
+from headrace.scaleout.prefix_router import PrefixRouter, RoutedRequest
 
 MAX_BLOCKS = 256
 _VOCAB = 50_000
@@ -33,11 +33,11 @@ def time_decisions(replicas: int, prompt_len: int, count: int, seed: int) -> Dec
     rng = np.random.default_rng(seed)
     router = PrefixRouter(BLOCK_SIZE, MAX_BLOCKS)
     for number in range(replicas):
-        router.join(str(number), "boot", fitted_cost())
+        router.join(str(number), "boot", fitted_speed())
     prefixes = rng.integers(_VOCAB, size=(8, prompt_len // 2)).tolist()
     to_fill = 2 * replicas * MAX_BLOCKS * BLOCK_SIZE // prompt_len
     seconds: list[float] = []
-    running: list[tuple[Routed, list[int]]] = []
+    running: list[tuple[RoutedRequest, list[int]]] = []
     for i in range(to_fill + count):
         tokens = rng.integers(_VOCAB, size=prompt_len).tolist()
         if i % 2:

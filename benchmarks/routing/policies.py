@@ -5,15 +5,16 @@ names the replica.
 from typing import Protocol
 
 import numpy as np
-from replica import BLOCK_SIZE, NUM_BLOCKS, fitted_cost
+from replica import BLOCK_SIZE, NUM_BLOCKS, fitted_speed
 
-from headrace.scaleout.policy import PrefixRouter, Routed, Scope
+from headrace.scaleout.prefix_router import PrefixRouter, RoutedRequest
+from headrace.scaleout.prefix_tree import CacheScope
 
 
 class Policy(Protocol):
     """Chooses replicas by number."""
 
-    def route(self, request_id: str, tokens: list[int], scope: Scope) -> int: ...
+    def route(self, request_id: str, tokens: list[int], scope: CacheScope) -> int: ...
 
     def first_token(self, request_id: str) -> None: ...
 
@@ -25,11 +26,11 @@ class Ours:
 
     def __init__(self, replicas: int, seed: int) -> None:
         self._router = PrefixRouter(BLOCK_SIZE, NUM_BLOCKS)
-        self._routed: dict[str, Routed] = {}
+        self._routed: dict[str, RoutedRequest] = {}
         for number in range(replicas):
-            self._router.join(str(number), "boot", fitted_cost())
+            self._router.join(str(number), "boot", fitted_speed())
 
-    def route(self, request_id: str, tokens: list[int], scope: Scope) -> int:
+    def route(self, request_id: str, tokens: list[int], scope: CacheScope) -> int:
         routed = self._routed[request_id] = self._router.route(tokens, scope)
         return int(routed.replica)
 
@@ -50,7 +51,7 @@ class PowerOfTwo:
         self._running = [0] * replicas
         self._at: dict[str, int] = {}
 
-    def route(self, request_id: str, tokens: list[int], scope: Scope) -> int:
+    def route(self, request_id: str, tokens: list[int], scope: CacheScope) -> int:
         two = self._rng.choice(len(self._running), size=2, replace=False).tolist()
         chosen = self._at[request_id] = min(two, key=lambda number: self._running[number])
         self._running[chosen] += 1
@@ -70,7 +71,7 @@ class RoundRobin:
         self._replicas = replicas
         self._count = 0
 
-    def route(self, request_id: str, tokens: list[int], scope: Scope) -> int:
+    def route(self, request_id: str, tokens: list[int], scope: CacheScope) -> int:
         self._count += 1
         return self._count % self._replicas
 

@@ -22,7 +22,8 @@ from headrace.outputs import RequestOutput
 from headrace.request import RequestOptions
 from headrace.sampling.host import run_logit_ops
 from headrace.sampling_params import SamplingParams
-from headrace.scaleout.policy import Scope, StepCost
+from headrace.scaleout.prefix_tree import CacheScope
+from headrace.scaleout.replica_speed import ReplicaSpeed
 from tests.engine.toy import FULL, toy_groups
 from tests.tiny import TinyVocabulary
 
@@ -46,13 +47,15 @@ def step_seconds(rows: int, context: int) -> float:
     return _OTHER_SECONDS + max(_WEIGHT_SECONDS, rows * _ROW_SECONDS) + context * _CONTEXT_SECONDS
 
 
-def fitted_cost() -> StepCost:
-    """What an operator would tell the router, from the times of two steps: an empty one and a full
-    chunk.
-    """
+def fitted_speed() -> ReplicaSpeed:
+    """The speed of a replica, from an empty step and a full chunk."""
     empty, full = step_seconds(1, 0), step_seconds(CHUNK, 0)
-    return StepCost(
-        empty, (full - empty) / CHUNK, _TYPICAL_CONTEXT * _CONTEXT_SECONDS, CHUNK, MAX_NUM_SEQS
+    return ReplicaSpeed(
+        step_seconds=empty,
+        row_seconds=(full - empty) / CHUNK,
+        sequence_seconds=_TYPICAL_CONTEXT * _CONTEXT_SECONDS,
+        chunk_size=CHUNK,
+        max_num_seqs=MAX_NUM_SEQS,
     )
 
 
@@ -130,7 +133,7 @@ class Replica:
         return self._engine.has_work
 
     def add(
-        self, now: float, request_id: str, prompt: list[int], num_tokens: int, scope: Scope
+        self, now: float, request_id: str, prompt: list[int], num_tokens: int, scope: CacheScope
     ) -> None:
         """Queue a request at a time."""
         self._clock.now = now

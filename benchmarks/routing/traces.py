@@ -13,7 +13,7 @@ import numpy as np
 from numpy.random import Generator
 from replica import VOCAB
 
-from headrace.scaleout.policy import Scope
+from headrace.scaleout.prefix_tree import CacheScope
 
 
 class Turn(NamedTuple):
@@ -34,7 +34,7 @@ class Conversation(NamedTuple):
     turns: list[Turn]
     prefix: int = -1
     """Which shared prefix it begins with; -1: none."""
-    scope: Scope = (None, None)
+    scope: CacheScope = (None, None)
 
 
 Trace = list[Conversation]

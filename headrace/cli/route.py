@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     check_installed("headrace route", "route", "aiohttp")
     from headrace.loader.options import engine_config
-    from headrace.scaleout.routing import route, worker_urls
+    from headrace.scaleout.frontend import route, worker_urls
 
     urls = worker_urls(args.workers)
     key = args.worker_key or os.environ.get("HEADRACE_WORKER_KEY", "")

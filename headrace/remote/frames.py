@@ -47,6 +47,11 @@ class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
     output_token_ids: list[list[int]] = []
     """Tokens that another engine has generated, for each output."""
 
+    @property
+    def known_tokens(self) -> list[int]:
+        """The prompt, then the tokens of the first output, as a new list."""
+        return self.prompt_token_ids + (self.output_token_ids[0] if self.output_token_ids else [])
+
 
 class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """End a request, if it is running. There is no reply."""

@@ -1,6 +1,4 @@
-"""What a fleet is made over: something that has replicas, chooses one for each request, and hands
-back what comes of it.
-"""
+"""Protocol between a fleet and its replicas."""
 
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
@@ -9,56 +7,51 @@ from headrace.remote import frames
 from headrace.remote.errors import EngineError
 from headrace.remote.replica_status import ReplicaStatus
 
+RequestEvent = frames.Accepted | frames.StepOutput | frames.Ended
+
 
 class ReplicaLostError(EngineError):
-    """The replica that ran a request went away before its end."""
+    """The replica of a request ended or stopped responding."""
 
-    def __init__(self, boot_id: str, why: str) -> None:
-        """`boot_id`: the replica's, so that no two deaths are taken for one, nor one for two; empty
-        where it never took the request.
+    def __init__(self, boot_id: str, reason: str) -> None:
+        """`boot_id`: the dead replica, whose death counts once; empty if the request cannot have
+        caused the loss.
         """
-        super().__init__(why)
+        super().__init__(reason)
         self.boot_id = boot_id
 
 
 class Dispatcher(Protocol):
-    """Replicas of one model. Which of them runs a request makes no difference to what comes
-    of it.
-    """
+    """Replicas of one model, any of which gives the same tokens for a request."""
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
-        """Those that are there, by name, as they last said."""
+        """The latest status of each present replica, by name."""
 
     async def start(self) -> None:
-        """Find the replicas, and return once one takes requests. Raises EngineDeadError, with the
-        reason, where that cannot be.
-        """
+        """Find the replicas; return when one accepts requests. Raises EngineDeadError."""
 
-    def generate(
-        self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
-        """Run a request on some replica, from the tokens on that its outputs have already;
-        `Accepted` comes first, `Ended` last.
+    def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
+        """Run a request on a replica; yields `Accepted` first and `Ended` last.
 
-        Leaving the iterator ends the request. The id of the request is unique among those under
-        way, and stands in all that comes. Raises RefusedError for what the replica cannot serve,
-        NoReplicaError where none can take it now, and ReplicaLostError where its replica goes away
-        or does not answer, be it within seconds of the last word of it.
+        The request continues after its `output_token_ids`. Its id must be unique among the running
+        requests; all events have it. Closing the iterator aborts the request.
+
+        Raises RefusedError for a request that the replica cannot serve, NoReplicaError if no
+        replica can accept it now, ReplicaLostError if the replica is lost within seconds.
         """
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter on all replicas. Raises RefusedError where one of them cannot,
-        NoReplicaError where one does not answer.
+        """Load an adapter on all replicas.
+
+        Raises RefusedError if a replica fails to, NoReplicaError if one does not respond.
         """
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all replicas. Raises as `load_adapter` does."""
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
-        """Which request holds which blocks, of each replica. Raises NoReplicaError where one does
-        not answer.
-        """
+        """Return the KV blocks of each replica. Raises NoReplicaError if one does not respond."""
 
     async def close(self) -> None:
-        """Let go of the replicas, and of all requests."""
+        """Disconnect from the replicas and abort all requests."""

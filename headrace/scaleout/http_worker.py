@@ -1,16 +1,15 @@
-"""One worker, `headrace serve --worker`, over HTTP: what it says of itself, and requests that it
-runs.
+"""Client of one worker (`headrace serve --worker`) over HTTP: its status and its requests.
 
-There is one connection for its status, which it says several times a second, and one for each
-request, from a pool. A worker that is silent for some seconds is taken for lost: all connections to
-it are closed, and so its requests go on elsewhere.
+One connection streams the status, several per second; each request has a connection from a pool. If
+the status stops for `_SILENT_SECONDS`, the worker is lost: all its connections are closed, and its
+requests continue elsewhere.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -19,19 +18,18 @@ from headrace.errors import NoReplicaError
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 from headrace.remote.replica_status import ReplicaStatus, read_status
-from headrace.scaleout.dispatcher import ReplicaLostError
+from headrace.scaleout.dispatcher import ReplicaLostError, RequestEvent
 
-_SILENT = 3.0
-"""Seconds without a word after which a worker is lost."""
-_CONNECT = 2.0
-"""Seconds that a connection may take."""
-_PAUSE = 0.25
-"""Seconds between two tries to reach a worker."""
-_KEPT_OPEN = 30.0
-"""Seconds that a connection is kept for the next request: fewer than a worker keeps it."""
+_SILENT_SECONDS = 3.0
+"""Maximum seconds between statuses."""
+_CONNECT_SECONDS = 2.0
+_RETRY_SECONDS = 0.25
+"""Seconds between attempts to connect."""
+_KEEPALIVE_SECONDS = 30.0
+"""Seconds that a connection stays open for the next request; a worker closes it later."""
 
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError)
-"""What comes of a worker that goes away, or writes what is no frame."""
+"""Errors of a worker that is lost or sends an invalid frame."""
 
 _T = TypeVar("_T")
 
@@ -39,66 +37,59 @@ log = logging.getLogger("headrace.scaleout")
 
 
 class HttpWorker:
-    """A worker at a URL, as far as it is there."""
+    """A worker at a URL, present or not."""
 
     def __init__(
         self, url: str, key: str, on_status: Callable[["HttpWorker", ReplicaStatus | None], None]
     ) -> None:
-        """`on_status` hears everything that it says, and None when it is lost, or is not there."""
+        """`on_status` is called with each status, and with None if the worker is not present."""
         self.url = url
         self.status: ReplicaStatus | None = None
-        """What it said last; None where it is not there."""
+        """The latest status; None if the worker is not present."""
         self.problem = ""
-        """Why it is not used, although it answers."""
-        self.tried = False
-        """Whether it was reached, or could not be, once at least."""
+        """Why a worker that responds is not used."""
+        self.was_tried = False
+        """Whether an attempt to connect has succeeded or failed."""
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._on_status = on_status
         self._session: aiohttp.ClientSession | None = None
-        self._waiting = set[asyncio.Timeout]()
-        """Of all that waits for it."""
-        self._unsure = False
-        """Whether a request was lost since it said its last word."""
+        self._timeouts = set[asyncio.Timeout]()
+        """Timeouts of all operations that wait for the worker."""
+        self._is_unsure = False
+        """Whether a request was lost since the latest status."""
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether requests may be sent to it."""
-        return (
-            self.status is not None
-            and self.status.accepts_requests
-            and not self._unsure
-            and not self.problem
-        )
+        is_accepting = self.status is not None and self.status.accepts_requests
+        return is_accepting and not self._is_unsure and not self.problem
 
     async def watch(self) -> None:
-        """Keep up the connection to it, until this is cancelled."""
-        why = ""
+        """Keep the status connection open until cancelled."""
+        reason = ""
         while True:
-            before = why
+            last_reason = reason
             try:
                 async with self._connected() as session:
-                    why = await self._listen(session)
+                    reason = await self._read_statuses(session)
             except _FAILURES as error:
-                why = _told(error)
+                reason = _describe(error)
             if self.status is not None:
-                log.warning("%s is lost: %s", self.url, why)
-            elif why != before:
-                log.info("%s is not there yet: %s", self.url, why)
-            self.status, self.tried = None, True
+                log.warning("%s is lost: %s", self.url, reason)
+            elif reason != last_reason:
+                log.info("%s is not present yet: %s", self.url, reason)
+            self.status, self.was_tried = None, True
             self._on_status(self, None)
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    async def generate(
-        self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
-        """Run a request there: see `Dispatcher.generate`."""
+    async def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
+        """Run a request: see `Dispatcher.generate`."""
         status, session, is_accepted = self.status, self._session, False
         if status is None or session is None:
-            raise NoReplicaError(f"{self.url} is not there")
+            raise NoReplicaError(f"{self.url} is not present")
         ended: frames.Ended | None = None
-        why = "it ended in the middle of an answer"
+        reason = "the response ended early"
         try:
-            async with aclosing(self._answer(session, msgspec.msgpack.encode(asked))) as events:
+            async with aclosing(self._post(session, msgspec.msgpack.encode(request))) as events:
                 async for event in events:
                     if isinstance(event, frames.Refused):
                         if event.kind == "closed":
@@ -106,149 +97,142 @@ class HttpWorker:
                         raise RefusedError(event.kind, event.message)
                     is_accepted = True
                     if isinstance(event, frames.Ended):
-                        # which is handed on once the body has ended, so that its connection serves
-                        # the next request
+                        # Yield it after the body has ended, so the connection can be reused.
                         ended = event
                     elif isinstance(event, frames.Accepted | frames.StepOutput):
                         yield event
         except _FAILURES as error:
-            why = _told(error)
+            reason = _describe(error)
         if ended is not None:
             yield ended
             return
-        self._unsure = True
-        is_meant = self.status is not None and self.status.draining
-        raise ReplicaLostError(
-            status.boot_id if is_accepted and not is_meant else "", f"{self.url}: {why}"
-        )
+        self._is_unsure = True
+        # A worker that was draining has ended on purpose: its end counts as no death.
+        is_draining = self.status is not None and self.status.draining
+        boot_id = status.boot_id if is_accepted and not is_draining else ""
+        raise ReplicaLostError(boot_id, f"{self.url}: {reason}")
 
-    async def ask(self, method: str, path: str, body: Any = None) -> bytes:
-        """What a route of its answers. Raises RefusedError for an error, and NoReplicaError where
-        it is not there.
+    async def call(self, method: str, path: str, body: object = None) -> bytes:
+        """Call a route; returns the body of the response.
+
+        Raises RefusedError for an error response, NoReplicaError if the worker is not present.
         """
         session = self._session
         if session is None:
-            raise NoReplicaError(f"{self.url} is not there")
+            raise NoReplicaError(f"{self.url} is not present")
         data = None if body is None else msgspec.json.encode(body)
 
-        async def answer() -> bytes:
+        async def respond() -> bytes:
             async with session.request(
                 method, self.url + path, data=data, headers={"content-type": "application/json"}
             ) as response:
-                await _check(response)
+                await _raise_for_status(response)
                 return await response.read()
 
         try:
-            return await self._unless_lost(session, answer())
+            return await self._unless_lost(session, respond())
         except _FAILURES as error:
-            raise NoReplicaError(f"{self.url}: {_told(error)}") from None
+            raise NoReplicaError(f"{self.url}: {_describe(error)}") from None
 
-    def know(self, **changes: Any) -> None:
-        """Change what it said, where it is known to be different now."""
+    def set_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Change the adapters in the latest status, before the next status has them."""
         if self.status is not None:
-            self.status = msgspec.structs.replace(self.status, **changes)
+            self.status = msgspec.structs.replace(self.status, adapters=dict(adapters))
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Connections of its own, which are all closed with the context, also those that are read
-        from.
-        """
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_OPEN)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT)
+        """Open a session; leaving the context closes all its connections, busy ones included."""
         async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            headers=self._headers,
+            auto_decompress=False,
         ) as session:
             self._session = session
             try:
                 yield session
             finally:
                 self._session = None
-                for limit in self._waiting:
-                    limit.reschedule(asyncio.get_running_loop().time())
+                for timeout in self._timeouts:
+                    timeout.reschedule(asyncio.get_running_loop().time())
 
-    async def _answer(
+    async def _post(
         self, session: aiohttp.ClientSession, body: bytes
     ) -> AsyncGenerator[frames.Event]:
-        """The frames that it answers a request with, as they come."""
+        """Post a request; yields the frames of the response as they arrive."""
         posted = session.post(
             f"{self.url}/worker/generate", data=body, headers={"content-type": frames.CONTENT_TYPE}
         )
         response = await self._unless_lost(session, posted)
         try:
-            await _check(response)
+            await _raise_for_status(response)
             buffer = bytearray()
             while chunk := await self._unless_lost(session, response.content.readany()):
                 buffer += chunk
                 for frame in frames.bodies(buffer):
                     yield frames.read_event(frame)
         finally:
-            response.close()  # unless it was read to its end, this ends the request
+            response.close()  # aborts a request whose response was not read to its end
 
     async def _unless_lost(self, session: aiohttp.ClientSession, work: Awaitable[_T]) -> _T:
-        """What comes of waiting for it. Raises TimeoutError as soon as it is lost: to close
-        connections wakes no reader.
+        """Await `work`. Raises TimeoutError when the worker is lost.
+
+        Closing a connection does not wake its reader, so each wait has a timeout.
         """
-        async with asyncio.timeout(None if session is self._session else 0) as limit:
-            self._waiting.add(limit)
+        async with asyncio.timeout(None if session is self._session else 0) as timeout:
+            self._timeouts.add(timeout)
             try:
                 return await work
             finally:
-                self._waiting.discard(limit)
+                self._timeouts.discard(timeout)
 
-    async def _listen(self, session: aiohttp.ClientSession) -> str:
-        """Hear what it says of itself; returns why there is no more."""
+    async def _read_statuses(self, session: aiohttp.ClientSession) -> str:
+        """Read statuses until the connection ends; returns why it ended."""
         buffer, now = bytearray(), asyncio.get_running_loop().time
         async with (
-            asyncio.timeout(_SILENT) as limit,
+            asyncio.timeout(_SILENT_SECONDS) as timeout,
             session.get(f"{self.url}/worker/status") as response,
         ):
             if response.status != 200:
-                self._refuse(response.status, await _message(response))
+                self._set_problem(response.status, await _error_message(response))
                 return self.problem
             while chunk := await response.content.readany():
-                limit.reschedule(now() + _SILENT)
+                timeout.reschedule(now() + _SILENT_SECONDS)
                 buffer += chunk
                 for body in frames.bodies(buffer):
-                    self._hear(read_status(body))
-        return "it has ended"
+                    self.status, self._is_unsure = read_status(body), False
+                    self.was_tried = True
+                    self._on_status(self, self.status)
+        return "it ended"
 
-    def _hear(self, status: ReplicaStatus) -> None:
-        self.status, self._unsure, self.tried = status, False, True
-        self._on_status(self, status)
-
-    def _refuse(self, status: int, message: str) -> None:
-        """Note that it answers, but does not say how it is; it is asked again."""
+    def _set_problem(self, status: int, message: str) -> None:
         if status in (401, 403):
             self.problem = (
-                f"{self.url} takes no requests from here: {message}; give --worker-key one of "
-                "its API keys"
+                f"{self.url} refuses this process: {message}; set --worker-key to an "
+                "API key of that worker"
             )
         elif status == 404:
             self.problem = f"{self.url} is no worker: start it with `headrace serve --worker`"
         else:
-            self.problem = f"{self.url} answers with status {status}: {message}"
+            self.problem = f"{self.url} responds with status {status}: {message}"
 
 
-def _told(error: BaseException) -> str:
-    """What is said of a failure; many have no words."""
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-async def _check(response: aiohttp.ClientResponse) -> None:
-    """Raise NoReplicaError where it says that it takes no more now, and RefusedError for other
-    errors.
-    """
+async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    """Raise NoReplicaError for a busy worker, RefusedError for any other error response."""
     if response.status == 200:
         return
-    message = await _message(response)
+    message = await _error_message(response)
     if response.status in (429, 503):
         raise NoReplicaError(message)
     raise RefusedError("request" if response.status < 500 else "internal", message)
 
 
-async def _message(response: aiohttp.ClientResponse) -> str:
-    """What an error says."""
+async def _error_message(response: aiohttp.ClientResponse) -> str:
     try:
         return str(msgspec.json.decode(await response.read())["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
-        return response.reason or "an error without words"
+        return response.reason or "an error without a message"

@@ -1,6 +1,4 @@
-"""Workers at URLs as the replicas of a fleet: a `Dispatcher` that sends each request where it is
-expected to begin soonest.
-"""
+"""Workers at URLs as a `Dispatcher`. A prefix-aware router chooses the worker of each request."""
 
 import asyncio
 import logging
@@ -13,12 +11,12 @@ from headrace.errors import NoReplicaError, RequestError
 from headrace.remote import frames
 from headrace.remote.errors import EngineDeadError, RefusedError
 from headrace.remote.replica_status import ReplicaStatus
-from headrace.scaleout.dispatcher import ReplicaLostError
+from headrace.scaleout.dispatcher import ReplicaLostError, RequestEvent
 from headrace.scaleout.http_worker import HttpWorker
-from headrace.scaleout.policy import PrefixRouter, Routed, StepCost
-from headrace.scaleout.step_times import StepTimes
+from headrace.scaleout.prefix_router import PrefixRouter, RoutedRequest
+from headrace.scaleout.replica_speed import ReplicaSpeed, SpeedEstimator
 
-_ALIKE = (
+_EQUAL_INFO = (
     "architecture",
     "vocab_size",
     "dim",
@@ -29,37 +27,34 @@ _ALIKE = (
     "activations",
     "block_size",
 )
-"""What workers must say alike of themselves, so that a request can go on at any of them to the same
-tokens.
-"""
-_PATIENCE = 10.0
-"""Seconds after which it is said what is waited for."""
+"""Properties that all workers must share, so that any of them gives the same tokens."""
+_PATIENCE_SECONDS = 10.0
+"""Seconds between log lines while no worker is ready."""
 
 log = logging.getLogger("headrace.scaleout")
 
 
 class HttpWorkers:
-    """Workers that come and go."""
+    """Workers that come and go at fixed URLs."""
 
     def __init__(self, urls: Iterable[str], key: str, fingerprint: Callable[[], str]) -> None:
-        """`key`: what their routes need, if anything; `fingerprint`: of the model that they must
-        have, called in a thread.
+        """`key`: API key of the workers; `fingerprint`: returns the fingerprint of the model that
+        they must serve, called in a thread.
         """
-        self._workers = {url: HttpWorker(url, key, self._hear) for url in urls}
+        self._workers = {url: HttpWorker(url, key, self._observe) for url in urls}
         self._fingerprint = fingerprint
         self._model = ""
-        self._alike: dict[str, object] | None = None
-        """What the first worker said of `_ALIKE`."""
+        self._first_info: dict[str, object] | None = None
+        """`_EQUAL_INFO` of the first worker."""
         self._router: PrefixRouter | None = None
-        self._times: dict[str, tuple[str, StepTimes]] = {}
-        """Of the boot_id of each worker."""
-        self._common = StepTimes()
+        self._speeds: dict[str, tuple[str, SpeedEstimator]] = {}
+        """Boot id and speed of each worker."""
+        self._common_speed = SpeedEstimator()
         self._watching: list[asyncio.Task[None]] = []
-        self._heard = asyncio.Event()
+        self._status_changed = asyncio.Event()
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
-        """Workers that are there and fit, by URL."""
         return {
             url: worker.status
             for url, worker in self._workers.items()
@@ -67,10 +62,9 @@ class HttpWorkers:
         }
 
     async def start(self) -> None:
-        """Wait for a worker that takes requests, for as long as it takes; the others may come
-        later.
+        """Wait, without a limit, until a worker accepts requests.
 
-        Raises EngineDeadError where there is none, and one of them can never be.
+        Raises EngineDeadError if all workers were tried, none accepts requests, and one is unusable.
         """
         self._model = await asyncio.to_thread(self._fingerprint)
         self._watching = [
@@ -78,163 +72,151 @@ class HttpWorkers:
         ]
         while not any(worker.accepts_requests for worker in self._workers.values()):
             problems = [worker.problem for worker in self._workers.values() if worker.problem]
-            if problems and all(worker.tried for worker in self._workers.values()):
+            if problems and all(worker.was_tried for worker in self._workers.values()):
                 raise EngineDeadError("; ".join(problems))
             try:
-                async with asyncio.timeout(_PATIENCE):
-                    await self._heard.wait()
+                async with asyncio.timeout(_PATIENCE_SECONDS):
+                    await self._status_changed.wait()
             except TimeoutError:
-                log.info("none of the workers is ready yet: %s", ", ".join(self._workers))
-            self._heard.clear()
+                log.info("waiting for a worker: %s", ", ".join(self._workers))
+            self._status_changed.clear()
 
-    async def generate(
-        self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
-        """Run a request on the worker that is expected to begin soonest, or on the next if that
-        takes no more now.
+    async def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
+        """Run a request on the worker with the earliest expected first token.
+
+        If that worker is busy, the next best is tried.
         """
-        left = {url for url, worker in self._workers.items() if worker.accepts_requests}
+        candidates = {url for url, worker in self._workers.items() if worker.accepts_requests}
         while True:
-            routed = self._route(asked, left)
+            routed = self._route(request, candidates)
             try:
-                async with aclosing(self._run(asked, routed)) as events:
+                async with aclosing(self._run(request, routed)) as events:
                     async for event in events:
                         yield event
                 return
             except NoReplicaError:
-                left.remove(routed.replica)
+                candidates.remove(routed.replica)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter on all workers, each of which must find it at this path."""
-        for worker in self._there():
+        body = {"lora_name": name, "lora_path": path}
+        for worker in self._usable_workers():
             assert worker.status is not None
             if name not in worker.status.adapters:
-                await worker.ask(
-                    "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}
-                )
-                worker.know(adapters=worker.status.adapters | {name: path})
+                await worker.call("POST", "/v1/load_lora_adapter", body)
+                worker.set_adapters({**worker.status.adapters, name: path})
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter on all workers."""
-        for worker in self._there():
-            await worker.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        for worker in self._usable_workers():
+            await worker.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
             assert worker.status is not None
-            worker.know(
-                adapters={one: path for one, path in worker.status.adapters.items() if one != name}
-            )
+            kept = {other: path for other, path in worker.status.adapters.items() if other != name}
+            worker.set_adapters(kept)
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
-        """Of all workers, by URL."""
-        workers = self._there()
-        answers = await asyncio.gather(*(worker.ask("GET", "/stats/blocks") for worker in workers))
-        read = [msgspec.json.decode(answer, type=_BlocksPage) for answer in answers]
+        workers = self._usable_workers()
+        pages = await asyncio.gather(*(worker.call("GET", "/stats/blocks") for worker in workers))
+        maps = [msgspec.json.decode(page, type=_BlocksPage) for page in pages]
         return {
-            worker.url: frames.Blocks("", page.block_size, page.groups)
-            for worker, page in zip(workers, read, strict=True)
+            worker.url: frames.Blocks("", block_map.block_size, block_map.groups)
+            for worker, block_map in zip(workers, maps, strict=True)
         }
 
     async def close(self) -> None:
-        """Close all connections."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
 
-    def _there(self) -> list[HttpWorker]:
+    def _usable_workers(self) -> list[HttpWorker]:
         return [self._workers[url] for url in self.replicas]
 
-    def _route(self, asked: frames.Add, among: Iterable[str]) -> Routed:
+    def _route(self, request: frames.Add, candidates: Iterable[str]) -> RoutedRequest:
         if self._router is None:
-            raise NoReplicaError("no worker is there")
-        known = asked.prompt_token_ids + (
-            asked.output_token_ids[0] if asked.output_token_ids else []
-        )
+            raise NoReplicaError("no worker is present")
+        scope = request.options.cache_salt, request.options.adapter
         try:
-            scope = asked.options.cache_salt, asked.options.adapter
-            return self._router.route(known, scope, among)
+            return self._router.route(request.known_tokens, scope, candidates)
         except RequestError as error:
             raise RefusedError("request", str(error)) from None
 
     async def _run(
-        self, asked: frames.Add, routed: Routed
-    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
-        """Run a request on the worker that was chosen, and tell the router how it goes."""
+        self, request: frames.Add, routed: RoutedRequest
+    ) -> AsyncGenerator[RequestEvent]:
+        """Run a request on its worker, and report its progress to the router."""
         router = self._router
         assert router is not None
-        tokens, held = (
-            asked.prompt_token_ids + (asked.output_token_ids[0] if asked.output_token_ids else []),
-            None,
-        )
+        tokens = request.known_tokens
+        cached_tokens: list[int] | None = None
         try:
-            async with aclosing(self._workers[routed.replica].generate(asked)) as events:
+            async with aclosing(self._workers[routed.replica].generate(request)) as events:
                 async for event in events:
                     if isinstance(event, frames.StepOutput):
                         router.first_token(routed)
-                        tokens = tokens + event.token_ids if event.index == 0 else tokens
+                        if event.index == 0:
+                            tokens += event.token_ids
                     elif isinstance(event, frames.Ended):
-                        held = tokens
+                        cached_tokens = tokens
                     yield event
         except ReplicaLostError:
             router.failed(routed)
             raise
         finally:
-            router.ended(routed, held)
+            router.ended(routed, cached_tokens)
 
-    def _hear(self, worker: HttpWorker, status: ReplicaStatus | None) -> None:
-        """A worker has said how it is, or is not there."""
-        self._heard.set()
+    def _observe(self, worker: HttpWorker, status: ReplicaStatus | None) -> None:
+        """Update the router with a worker's status; None: it is not present."""
+        self._status_changed.set()
         if status is None:
             if self._router:
                 self._router.leave(worker.url)
             return
-        before, worker.problem = worker.problem, self._problem(worker.url, status)
+
+        last_problem, worker.problem = worker.problem, self._find_problem(worker.url, status)
         if worker.problem:
-            if worker.problem != before:
+            if worker.problem != last_problem:
                 log.error("%s", worker.problem)
             return
+
+        info = status.info
         if self._router is None:
-            self._router = PrefixRouter(status.info.block_size)
-        cost = self._cost(worker.url, status)
+            self._router = PrefixRouter(info.block_size)
         self._router.join(
             worker.url,
-            status.boot_id,
-            cost,
-            max(1, status.info.kv_tokens // status.info.block_size),
+            boot_id=status.boot_id,
+            speed=self._speed(worker.url, status),
+            max_blocks=max(1, info.kv_tokens // info.block_size),
         )
 
-    def _cost(self, url: str, status: ReplicaStatus) -> StepCost:
-        """What a step of a worker takes, by all that it and the others have said."""
-        boot_id, times = self._times.get(url, ("", StepTimes()))
-        if boot_id != status.boot_id:  # it may be another machine
-            times = StepTimes()
-        self._times[url] = status.boot_id, times
-        times.observe(status.report)
-        self._common.observe(status.report)
-        return times.cost(status.info.max_num_seqs, self._common)
+    def _speed(self, url: str, status: ReplicaStatus) -> ReplicaSpeed:
+        """Estimate the speed of a worker from its reports and the reports of all workers."""
+        boot_id, estimator = self._speeds.get(url, ("", SpeedEstimator()))
+        if boot_id != status.boot_id:  # the URL may now be another machine
+            estimator = SpeedEstimator()
+        self._speeds[url] = status.boot_id, estimator
+        estimator.observe(status.report)
+        self._common_speed.observe(status.report)
+        return estimator.estimate(status.info.max_num_seqs, self._common_speed)
 
-    def _problem(self, url: str, status: ReplicaStatus) -> str:
-        """Why a worker cannot be used; empty where it can."""
+    def _find_problem(self, url: str, status: ReplicaStatus) -> str:
+        """Return why a worker cannot be used; empty if it can."""
         if status.model != self._model:
             return (
                 f"{url} serves another model or tokenizer: start it with the same MODEL as "
                 "this process"
             )
-        said = {name: getattr(status.info, name) for name in _ALIKE}
-        self._alike = self._alike or said
-        other = [
-            f"{name} {said[name]!r}, not {value!r}"
-            for name, value in self._alike.items()
-            if said[name] != value
+        info = {name: getattr(status.info, name) for name in _EQUAL_INFO}
+        self._first_info = self._first_info or info
+        differences = [
+            f"{name} {info[name]!r}, not {value!r}"
+            for name, value in self._first_info.items()
+            if info[name] != value
         ]
-        return (
-            f"{url} computes otherwise than the first worker, so it is not used: it has "
-            f"{', '.join(other)}"
-            if other
-            else ""
-        )
+        if not differences:
+            return ""
+        return f"{url} differs from the first worker and is not used: {', '.join(differences)}"
 
 
 class _BlocksPage(msgspec.Struct):
-    """What `/stats/blocks` answers."""
+    """Response of `/stats/blocks`."""
 
     block_size: int
     groups: list[frames.GroupBlocks]

@@ -1,6 +1,4 @@
-"""What is deployed on Ray Serve: replicas, and in a cluster that has HTTP of its own an ingress in
-front of them.
-"""
+"""The application on Ray Serve: replicas, and an ingress if the cluster serves HTTP itself."""
 
 from typing import Any
 
@@ -21,29 +19,29 @@ from headrace.scaleout.ray_router import PrefixRequestRouter  # noqa: F401 # see
 from headrace.server.settings import Settings
 from headrace.validation import check_names
 
-_HEALTH = 2.0
-"""Seconds between two looks at the health of a replica."""
-_HEALTH_ANSWER = 10.0
-_LOAD = 0.7
-"""Share of the sequences that a replica can run at once at which there are enough replicas."""
-_LEAST_LOOK_BACK = 1.0
-"""Seconds over which the mean of requests under way is taken, at least."""
-_MOST_AT_INGRESS = 10_000
-"""Requests: how many are taken on is for the app to say, which answers one too many."""
+_HEALTH_SECONDS = 2.0
+"""Seconds between health checks."""
+_HEALTH_TIMEOUT = 10.0
+_TARGET_LOAD = 0.7
+"""Share of the running sequences of a replica at which there are enough replicas."""
+_MIN_LOOK_BACK = 1.0
+"""Minimum seconds of the mean of running requests."""
+_MAX_AT_INGRESS = 10_000
+"""Maximum requests at the ingress: high, since the app itself limits and refuses requests."""
 _ROUTER = f"{__name__}.PrefixRequestRouter"
-"""Ray copies a router class out of the module that it is named by, globals and all; named by this
-one it is imported from its own.
+"""Ray copies a class by value, with its globals, from the module of this path. This module only
+imports the class, so Ray imports it as well.
 """
-_ATTEMPTS = 3
-"""Starts of a replica that may fail before the application is given up."""
+_MAX_ATTEMPTS = 3
+"""Failed starts of a replica before the application fails."""
 
 
-class Described(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An application as `serveConfigV2` describes it in `args`."""
+class AppArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`args` of an application in `serveConfigV2`."""
 
     model: str
     engine: dict[str, Any] = {}
-    """Fields of `EngineConfig`; `threads` is how many cores a replica has."""
+    """Fields of `EngineConfig`; `threads` is the number of cores of a replica."""
     server: dict[str, Any] = {}
     """Fields of `Settings`."""
     adapters: dict[str, str] = {}
@@ -52,70 +50,69 @@ class Described(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The whole application of a cluster, ingress included: `import_path:
-    headrace.scaleout.ray_app:build` in `serveConfigV2`.
+    """Build the application of a cluster, with its ingress.
 
-    Raises RequestError for what is no description of one.
+    In `serveConfigV2`: `import_path: headrace.scaleout.ray_app:build`. Raises RequestError for
+    invalid `args`.
     """
     try:
-        described = msgspec.convert(args, Described)
-        check_names("server setting", described.server, Settings.__struct_fields__)
-        settings = msgspec.convert({"model_name": described.model, **described.server}, Settings)
+        parsed = msgspec.convert(args, AppArgs)
+        check_names("server setting", parsed.server, Settings.__struct_fields__)
+        settings = msgspec.convert({"model_name": parsed.model, **parsed.server}, Settings)
     except msgspec.ValidationError as error:
         raise RequestError(f"args of the application: {error}") from None
-    config = engine_config(described.engine)
+    config = engine_config(parsed.engine)
     if not config.threads:
         raise RequestError(
-            "args of the application: engine.threads must say how many cores a replica has"
+            "args of the application: engine.threads is missing; set it to the cores of a replica"
         )
-    setup = frames.Setup(described.model, config, described.adapters)
+    setup = frames.Setup(parsed.model, config, parsed.adapters)
     ingress = serve.deployment(
         name="ingress",
-        max_ongoing_requests=_MOST_AT_INGRESS,
+        max_ongoing_requests=_MAX_AT_INGRESS,
         graceful_shutdown_timeout_s=settings.drain_seconds,
-        health_check_period_s=_HEALTH,
-        health_check_timeout_s=_HEALTH_ANSWER,
+        health_check_period_s=_HEALTH_SECONDS,
+        health_check_timeout_s=_HEALTH_TIMEOUT,
         logging_config=LoggingConfig(enable_access_log=False),
     )(Ingress)
     return ingress.bind(
-        replicas(setup, settings, described.scale),
+        replicas(setup, settings, parsed.scale),
         frames.encode(setup),
         msgspec.json.encode(settings),
     )
 
 
 def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Application:
-    """The replicas of a model. Each of their ranks has as many cores as threads, which the
-    configuration says.
-    """
-    running = setup.config.max_seqs
+    """Build the replicas of a model; each rank has `config.threads` cores, which must be set."""
+    max_running = setup.config.max_seqs
     scaling: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.max_replicas > scale.replicas:
         config = AutoscalingConfig(
             min_replicas=scale.replicas,
             max_replicas=scale.max_replicas,
-            target_ongoing_requests=max(1.0, _LOAD * running),
-            metrics_interval_s=_LEAST_LOOK_BACK / 2,
-            look_back_period_s=max(_LEAST_LOOK_BACK, scale.up_seconds / 2),
+            target_ongoing_requests=max(1.0, _TARGET_LOAD * max_running),
+            metrics_interval_s=_MIN_LOOK_BACK / 2,
+            look_back_period_s=max(_MIN_LOOK_BACK, scale.up_seconds / 2),
             upscale_delay_s=scale.up_seconds,
             downscale_delay_s=scale.down_seconds,
         )
         scaling = {"autoscaling_config": config}
+
     mesh = mesh_of(setup.config)
-    if mesh.ranks > 1:  # a bundle for each rank, on one node if there is room
-        scaling |= {
-            "placement_group_bundles": [{"CPU": setup.config.threads}] * mesh.ranks,
-            "placement_group_strategy": "PACK",
-        }
+    if mesh.ranks > 1:
+        # One bundle per rank, all on one node if it has the cores.
+        scaling["placement_group_bundles"] = [{"CPU": setup.config.threads}] * mesh.ranks
+        scaling["placement_group_strategy"] = "PACK"
+
     deployment = serve.deployment(
         name="replica",
         ray_actor_options={"num_cpus": setup.config.threads},
-        max_ongoing_requests=running + settings.max_waiting,
+        max_ongoing_requests=max_running + settings.max_waiting,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=settings.drain_seconds,
-        health_check_period_s=_HEALTH,
-        health_check_timeout_s=_HEALTH_ANSWER,
-        max_constructor_retry_count=_ATTEMPTS,
+        health_check_period_s=_HEALTH_SECONDS,
+        health_check_timeout_s=_HEALTH_TIMEOUT,
+        max_constructor_retry_count=_MAX_ATTEMPTS,
         logging_config=LoggingConfig(enable_access_log=False),
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         **scaling,

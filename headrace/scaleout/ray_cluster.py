@@ -1,8 +1,8 @@
-"""Ray on this machine for as long as a command runs, or a cluster that runs already.
+"""A Ray cluster: a private one on this machine, or an existing one.
 
-A process that can speak to a Ray cluster can run code in it. So a cluster of our own listens on the
-loopback interface, takes a token that only its processes know, has no dashboard and sends no
-statistics; its files are in a folder that goes with it.
+A process that can connect to a Ray cluster can run code in it. So a private cluster listens on the
+loopback interface, requires a secret token, has no dashboard and sends no usage statistics. Its
+files are in a temporary folder.
 """
 
 import logging
@@ -20,54 +20,52 @@ from headrace.errors import RequestError
 
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 80 << 20
-"""The least that Ray takes: nothing of ours goes through its object store."""
-_SERVE = {
-    # A replica and a handle are called in the event loop that they have, and not through the queue
-    # of another thread.
+"""Ray's minimum: no data of Headrace goes through the object store."""
+_SERVE_ENV = {
+    # Call replicas and handles in their event loop, not over the queue of another thread.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    # What scaling goes by: how many requests a handle has under way.
+    # Autoscaling uses the running requests of each handle.
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
 }
-_OWN = {
+_PRIVATE_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
-    # a node may have the address of the loopback interface, which Ray replaces otherwise
+    # Lets a node have the address of the loopback interface, which Ray otherwise replaces.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas there are."""
+    """Number of replicas."""
 
     replicas: int = 1
-    """At least."""
+    """Minimum."""
     max_replicas: int = 0
-    """At most, as many as requests under way need; 0: never more than the least."""
+    """Maximum; 0: always `replicas`."""
     up_seconds: float = 10.0
-    """For which there must have been too few before there are more."""
+    """Seconds of overload before a replica is added."""
     down_seconds: float = 120.0
-    """For which there must have been too many before there are fewer."""
+    """Seconds of low load before a replica is removed."""
 
 
 @contextmanager
 def ray_cluster(num_cpus: int) -> Iterator[bool]:
-    """Ray in this process: of the cluster that `RAY_ADDRESS` names, or of one with so many cores,
-    which ends with the context. Returns whether it is such a one.
+    """Connect to the cluster of `RAY_ADDRESS`, or start a private one; yields whether it is private.
 
-    Nothing may have imported Ray before. Raises RequestError where there is no such cluster.
+    `num_cpus`: cores of a private cluster, which ends with the context. Call it before Ray is
+    imported. Raises RequestError if the cluster of `RAY_ADDRESS` cannot be joined.
     """
-    os.environ.update(_SERVE)
+    os.environ.update(_SERVE_ENV)
     if os.environ.get("RAY_ADDRESS"):
         with _joined():
             yield False
         return
-    os.environ.update(_OWN | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        map(os.path.abspath, sys.path)
-    )  # its workers import from where this process does
-    with _folder() as folder:
+    os.environ.update(_PRIVATE_ENV | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    # Ray's workers import from the paths of this process.
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+    with _cluster_folder() as folder:
         import ray
 
         try:
@@ -87,15 +85,16 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
 
 
 @contextmanager
-def _folder() -> Iterator[str]:
-    """A folder for the files of a cluster. When this process ends, in whatever way, another removes
-    it, and ends what is left of the cluster (`ray_reaper.py`).
+def _cluster_folder() -> Iterator[str]:
+    """Make a folder for a cluster's files.
+
+    When this process ends, for any reason, `ray_reaper.py` ends the processes of the cluster and
+    removes the folder.
     """
     folder = tempfile.mkdtemp(prefix="headrace-ray-")
     command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", folder, str(os.getpid())]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, start_new_session=True
-    ):  # whose input is closed then, and which is waited for
+    # Leaving this context closes the reaper's input, which starts its work, and waits for it.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
         yield folder
 
 
@@ -107,8 +106,8 @@ def _joined() -> Iterator[None]:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise RequestError(
-            f"RAY_ADDRESS names {os.environ['RAY_ADDRESS']}, where no Ray cluster could "
-            f"be joined: {error}"
+            f"RAY_ADDRESS '{os.environ['RAY_ADDRESS']}' is no Ray cluster that this process can "
+            f"join: {error}"
         ) from None
     try:
         yield

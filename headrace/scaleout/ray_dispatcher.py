@@ -1,5 +1,6 @@
-"""The replicas of an application of Ray Serve, as a fleet uses them: requests go over a handle,
-whose router (`ray_router.py`) chooses.
+"""The replicas of a Ray Serve application as a `Dispatcher`.
+
+Requests go over a handle, whose router (`ray_router.py`) chooses the replica.
 """
 
 import asyncio
@@ -20,49 +21,47 @@ from headrace.errors import NoReplicaError
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 from headrace.remote.replica_status import ReplicaStatus, read_status
-from headrace.scaleout.dispatcher import ReplicaLostError
-from headrace.scaleout.ray_router import PrefixRequestRouter, answers_of, router_of
+from headrace.scaleout.dispatcher import ReplicaLostError, RequestEvent
+from headrace.scaleout.ray_router import PrefixRequestRouter, broadcast, router_of
 
-_LOOK = 0.5
-"""Seconds between two looks at what the replicas say of themselves."""
-_SILENT = 3.0
-"""Seconds that a replica has to say it, whatever its engine does; else it is taken for lost."""
-_ANSWER = 60.0
-"""Seconds that replicas have to carry out other commands."""
-_ROUTED = 30.0
-"""Seconds within which a request must be on a replica."""
-_GONE = (RayError, RayServeException, grpc.RpcError)
-"""What a call ends with whose replica has gone away, or cannot be reached now."""
+_LOOK_SECONDS = 0.5
+"""Seconds between status requests to the replicas."""
+_SILENT_SECONDS = 3.0
+"""Maximum seconds for a replica's status; then the replica is lost."""
+_COMMAND_SECONDS = 60.0
+"""Maximum seconds for any other command."""
+_ROUTE_SECONDS = 30.0
+"""Maximum seconds until a request is on a replica."""
+_LOST_ERRORS = (RayError, RayServeException, grpc.RpcError)
+"""Errors of a call whose replica has ended or cannot be reached."""
 
 log = logging.getLogger("headrace.scaleout")
 
 
 class RayDispatcher:
-    """A `Dispatcher`. It belongs to one event loop."""
+    """A `Dispatcher`, for one event loop."""
 
     def __init__(self, deploy: Callable[[], Any], app: str, fingerprint: Callable[[], str]) -> None:
-        """`deploy` returns a handle to the replicas of the application of this name once there are
-        some: it may take long, and raises EngineDeadError where there will be none. `fingerprint`:
-        of the model that they must have. Both are called in a thread.
+        """`deploy` returns a handle to the replicas of application `app` when they run, or raises
+        EngineDeadError; `fingerprint` returns the fingerprint of the model that they must serve.
+        Both are called in a thread.
         """
         self._deploy = deploy
         self._fingerprint = fingerprint
         self._model = ""
-        self._others = set[str]()
-        """Boot ids of replicas that have another model: its name means something else on their
-        nodes.
-        """
+        self._unequal = set[str]()
+        """Boot ids of replicas whose nodes have another model of that name."""
         self._app = app
         self._handle: Any = None
         self._statuses: dict[str, ReplicaStatus] = {}
         self._watching: asyncio.Future[None] | None = None
-        self._streams: dict[str, Any] = {}
-        """Requests under way, by their ids: what their messages are read from."""
-        self._loaded: dict[str, str] = {}
-        """Paths of adapters by name, which replicas that start later are told to load as well."""
+        self._responses: dict[str, Any] = {}
+        """Response streams of the running requests, by id."""
+        self._adapters: dict[str, str] = {}
+        """Paths of adapters by name, for replicas that start later."""
         self._ids = count()
         self._prefix = secrets.token_hex(4)
-        """Of the ids of its requests over there, where those of other frontends are as well."""
+        """Prefix of request ids, unique among the frontends of the replicas."""
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
@@ -70,76 +69,73 @@ class RayDispatcher:
 
     async def start(self) -> None:
         self._model = await asyncio.to_thread(self._fingerprint)
-        # Bytes go from process to process, and not by way of an object store: that takes a third of
-        # the time.
         handle = await asyncio.to_thread(self._deploy)
+        # Send bytes from process to process, not by the object store: that takes a third of the
+        # time.
         self._handle = handle.options(
             _by_reference=False, request_serialization="pickle", response_serialization="pickle"
         )
         await self._look()
         while not any(replica.accepts_requests for replica in self._statuses.values()):
-            await asyncio.sleep(_LOOK / 10)
+            await asyncio.sleep(_LOOK_SECONDS / 10)
             await self._look()
         self._watching = asyncio.ensure_future(self._watch())
 
-    async def generate(
-        self, asked: frames.Add
-    ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
-        own_id = asked.id
-        asked = msgspec.structs.replace(asked, id=f"{self._prefix}-{own_id}")
+    async def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
+        own_id = request.id
+        request = msgspec.structs.replace(request, id=f"{self._prefix}-{own_id}")
         messages = self._handle.options(method_name="generate", stream=True).remote(
-            frames.encode(asked)
+            frames.encode(request)
         )
-        self._streams[asked.id] = messages
-        told = _Told(asked)
+        self._responses[request.id] = messages
+        progress = _RequestProgress(request)
         try:
-            async with asyncio.timeout(_ROUTED) as routing:
+            async with asyncio.timeout(_ROUTE_SECONDS) as routing:
                 async for message in messages:
                     routing.reschedule(None)
                     for body in frames.bodies(bytearray(message)):
                         event = frames.read_event(body)
                         if isinstance(event, frames.Refused):
-                            told.is_over = True
+                            progress.is_over = True
                             raise RefusedError(event.kind, event.message)
-                        assert isinstance(
-                            event, frames.Accepted | frames.StepOutput | frames.Ended
-                        ), "nothing else comes of a request"
-                        told.note(event, self._router)
+                        assert isinstance(event, RequestEvent), "an event of a request"
+                        progress.add(event, self._router)
                         yield msgspec.structs.replace(event, id=own_id)
-            if not told.is_over:
-                raise self._lost(told, "it stopped in the middle of an answer")
+            if not progress.is_over:
+                raise self._lost_error(progress, "the response ended early")
         except TimeoutError:
-            raise NoReplicaError("no replica has taken the request") from None
-        except _GONE as error:
-            raise self._lost(told, type(error).__name__) from None
+            raise NoReplicaError("no replica has accepted the request") from None
+        except _LOST_ERRORS as error:
+            raise self._lost_error(progress, type(error).__name__) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task and task.cancelling():
                 raise
-            raise self._lost(told, "it ended") from None  # the call was cancelled over there
+            # The replica has cancelled the call.
+            raise self._lost_error(progress, "it ended") from None
         finally:
-            del self._streams[asked.id]
+            del self._responses[request.id]
             if router := self._router:
-                router.ended(asked.id, told.tokens if told.is_over else None)
-            if not told.is_over:
+                router.ended(request.id, progress.tokens if progress.is_over else None)
+            if not progress.is_over:
                 messages.cancel()
 
     async def load_adapter(self, name: str, path: str) -> None:
-        await self._command(partial(_load, name, path))
-        self._loaded[name] = path
+        await self._run_command(partial(_load_adapter, name, path))
+        self._adapters[name] = path
         await self._look()
 
     async def unload_adapter(self, name: str) -> None:
-        await self._command(lambda request_id: frames.UnloadAdapter(request_id, name))
-        self._loaded.pop(name, None)
+        await self._run_command(lambda request_id: frames.UnloadAdapter(request_id, name))
+        self._adapters.pop(name, None)
         await self._look()
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
-        answers = await self._command(frames.MapBlocks)
+        replies = await self._run_command(frames.MapBlocks)
         return {
-            f"replica-{number}": answer
-            for number, answer in enumerate(answers)
-            if isinstance(answer, frames.Blocks)
+            f"replica-{number}": reply
+            for number, reply in enumerate(replies)
+            if isinstance(reply, frames.Blocks)
         }
 
     async def close(self) -> None:
@@ -152,101 +148,92 @@ class RayDispatcher:
     def _router(self) -> PrefixRequestRouter | None:
         return router_of(self._app)
 
-    def _lost(self, told: "_Told", why: str) -> ReplicaLostError:
-        boot_id = self._router.lost(told.asked.id) if self._router else ""
-        return ReplicaLostError(boot_id if told.is_accepted else "", f"the replica has gone: {why}")
+    def _lost_error(self, progress: "_RequestProgress", reason: str) -> ReplicaLostError:
+        boot_id = self._router.lost(progress.request.id) if self._router else ""
+        message = f"the replica was lost: {reason}"
+        return ReplicaLostError(boot_id if progress.is_accepted else "", message)
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_LOOK_SECONDS)
             try:
                 await self._look()
-            except Exception as error:  # Ray itself is not well: requests go on as they can
-                log.warning("the replicas could not be asked how they are: %s", error)
+            except Exception as error:  # Ray has a problem; requests continue if they can
+                log.warning("cannot read the status of the replicas: %s", error)
 
     async def _look(self) -> None:
-        asked = self._router.boot_ids if self._router else set()
-        statuses = [
-            read_status(_body(answer))
-            for answer in await answers_of(self._handle, "status", seconds=_SILENT)
-        ]
-        for other in {
-            status.boot_id for status in statuses if status.model != self._model
-        } - self._others:
-            self._others.add(other)
+        """Read the status of all replicas; cancel the requests of silent ones."""
+        expected = self._router.boot_ids if self._router else set()
+        replies = await broadcast(self._handle, "status", seconds=_SILENT_SECONDS)
+        statuses = [read_status(_single_body(reply)) for reply in replies]
+        unequal = {status.boot_id for status in statuses if status.model != self._model}
+        for boot_id in unequal - self._unequal:
+            self._unequal.add(boot_id)
             log.error(
-                "a replica has another model or tokenizer than this process, so it is not "
-                "used: MODEL must mean the same on all nodes"
+                "a replica serves another model or tokenizer than this process and is not used; "
+                "make MODEL the same on all nodes"
             )
         self._statuses = {
             status.boot_id: status for status in statuses if status.model == self._model
         }
+
         router = self._router
         if router is None:
             return
         for status in statuses:
-            router.hear(status)
-        router.silent = (asked & router.boot_ids) - self._statuses.keys()
-        for request_id, messages in list(self._streams.items()):
+            router.observe(status)
+        router.silent = (expected & router.boot_ids) - self._statuses.keys()
+        for request_id, messages in list(self._responses.items()):
             if router.boot_id_of(request_id) in router.silent:
                 messages.cancel()
-        for name, path in self._loaded.items():
+
+        for name, path in self._adapters.items():
             if any(name not in status.adapters for status in statuses):
-                await answers_of(
-                    self._handle,
-                    "command",
-                    self._encoded(partial(_load, name, path)),
-                    seconds=_ANSWER,
-                )
+                command = self._encode(partial(_load_adapter, name, path))
+                await broadcast(self._handle, "command", command, seconds=_COMMAND_SECONDS)
 
-    def _encoded(self, command: Callable[[str], frames.Command]) -> bytes:
-        return frames.encode(command(f"{self._prefix}-command-{next(self._ids)}"))
+    def _encode(self, make_command: Callable[[str], frames.Command]) -> bytes:
+        return frames.encode(make_command(f"{self._prefix}-command-{next(self._ids)}"))
 
-    async def _command(self, command: Callable[[str], frames.Command]) -> list[frames.Reply]:
-        """What all replicas answer. Raises RefusedError where one of them refuses."""
-        answers = []
-        for data in await answers_of(
-            self._handle, "command", self._encoded(command), seconds=_ANSWER
+    async def _run_command(
+        self, make_command: Callable[[str], frames.Command]
+    ) -> list[frames.Reply]:
+        """Run a command on all replicas. Raises RefusedError if one of them refuses it."""
+        replies = []
+        for data in await broadcast(
+            self._handle, "command", self._encode(make_command), seconds=_COMMAND_SECONDS
         ):
-            event = frames.read_event(_body(data))
+            event = frames.read_event(_single_body(data))
             if isinstance(event, frames.Refused):
                 raise RefusedError(event.kind, event.message)
             assert isinstance(event, frames.Reply)
-            answers.append(event)
-        return answers
+            replies.append(event)
+        return replies
 
 
-def _load(name: str, path: str, request_id: str) -> frames.LoadAdapter:
+def _load_adapter(name: str, path: str, request_id: str) -> frames.LoadAdapter:
     return frames.LoadAdapter(request_id, name, path)
 
 
-def _body(data: bytes) -> bytes:
-    """The body of the one frame of an answer."""
+def _single_body(data: bytes) -> bytes:
     (body,) = frames.bodies(bytearray(data))
     return body
 
 
-class _Told:
-    """What has come of a request."""
+class _RequestProgress:
+    """Events of a request so far."""
 
-    def __init__(self, asked: frames.Add) -> None:
-        self.asked = asked
+    def __init__(self, request: frames.Add) -> None:
+        self.request = request
         self.is_accepted = self.is_over = False
-        self.tokens = asked.prompt_token_ids + (
-            asked.output_token_ids[0] if asked.output_token_ids else []
-        )
-        """Prompt, and the output of its first continuation."""
-        self._has_begun = False
+        self.tokens = request.known_tokens
+        self._has_output = False
 
-    def note(
-        self,
-        event: frames.Accepted | frames.StepOutput | frames.Ended,
-        router: PrefixRequestRouter | None,
-    ) -> None:
-        """Something has come of it."""
+    def add(self, event: RequestEvent, router: PrefixRequestRouter | None) -> None:
+        """Record an event; the first output is reported to the router."""
         if isinstance(event, frames.StepOutput) and event.index == 0:
             self.tokens += event.token_ids
-        if router and not self._has_begun and not isinstance(event, frames.Accepted):
-            self._has_begun = True
-            router.first_token(self.asked.id)
+        if router and not self._has_output and not isinstance(event, frames.Accepted):
+            self._has_output = True
+            router.first_token(self.request.id)
         self.is_accepted, self.is_over = True, isinstance(event, frames.Ended)

@@ -1,5 +1,6 @@
-"""The frontend as a deployment of Ray Serve, for clusters whose own proxies take HTTP (KubeRay);
-see `ray_app.build`.
+"""The frontend as a deployment of Ray Serve, for clusters whose proxies serve HTTP (KubeRay).
+
+`ray_app.build` deploys it.
 """
 
 import os
@@ -24,14 +25,13 @@ from headrace.server.startup import start_server
 
 @serve.ingress()
 class Ingress:
-    """Ray Serve makes one in each process that takes requests, and asks it for the app."""
+    """Ray Serve creates one in each ingress process, and takes its ASGI app."""
 
     def __init__(self, replicas: Any, setup: bytes, settings: bytes) -> None:
-        """`replicas`: a handle to the deployment of `ray_replica.Replica`; `setup`, `settings`: a
-        `frames.Setup` and `Settings`.
+        """`replicas`: a handle to the deployment of `ray_replica.Replica`; `setup`: an encoded
+        `frames.Setup`; `settings`: encoded `Settings`.
 
-        Raises RequestError where there is no key in HEADRACE_API_KEY: what a proxy of a cluster
-        passes on may come from anywhere.
+        Raises RequestError if HEADRACE_API_KEY has no key: requests come from anywhere.
         """
         (body,) = frames.bodies(bytearray(setup))
         keys = tuple(filter(None, [os.environ.get("HEADRACE_API_KEY")]))
@@ -40,9 +40,9 @@ class Ingress:
         )
         check(self._settings)
         self._setup = frames.read_setup(body)
-        known = partial(fingerprint_of, self._setup.model, self._setup.config)
+        fingerprint = partial(fingerprint_of, self._setup.model, self._setup.config)
         self._dispatcher = RayDispatcher(
-            lambda: replicas, serve.get_replica_context().app_name, known
+            lambda: replicas, serve.get_replica_context().app_name, fingerprint
         )
 
     def __serve_build_asgi_app__(self) -> "IngressApp":
@@ -50,29 +50,29 @@ class Ingress:
 
 
 class IngressApp:
-    """The server's app, from ASGI's `lifespan.startup` to its `lifespan.shutdown`."""
+    """The server's app, between ASGI's `lifespan.startup` and `lifespan.shutdown`."""
 
     def __init__(self, setup: frames.Setup, settings: Settings, dispatcher: RayDispatcher) -> None:
         self._setup = setup
         self._settings = settings
         self._dispatcher = dispatcher
-        self._gate: AsgiApp | None = None
+        self._app: AsgiApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or the life of the app."""
+        """Serve a request, or the lifespan of the app."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif self._gate:
-            await self._gate(scope, receive, send)
+            await self._run_lifespan(receive, send)
+        elif self._app:
+            await self._app(scope, receive, send)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         fleet = Fleet(self._dispatcher, self._setup.config.seed)
         async with start_server(
             self._setup.model, self._setup.config, self._settings, fleet
-        ) as served:
-            self._gate = make_app(served, (log_request,))
+        ) as state:
+            self._app = make_app(state, (log_request,))
             await send({"type": "lifespan.startup.complete"})
             await receive()
-            served.draining = True
+            state.draining = True
         await send({"type": "lifespan.shutdown.complete"})

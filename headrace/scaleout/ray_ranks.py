@@ -1,9 +1,8 @@
-"""The ranks of a replica as actors, in the bundles of its placement group: the replica itself is
-rank 0, and an actor each of the others.
+"""Ranks of a replica on Ray, in the bundles of its placement group.
 
-An actor runs nothing itself: it has a process follow rank 0 (`parallel/hosts.py`), another one
-whenever the ranks are started again. Ray starts the actor again if it goes away, and ends it with
-the replica.
+The replica is rank 0; each other rank has an actor, which starts a worker process
+(`parallel/hosts.py`) and another one whenever the ranks restart. Ray restarts a lost actor, and ends
+it with the replica.
 """
 
 import os
@@ -19,56 +18,56 @@ from headrace.parallel.hosts import HostLauncher, Placement, follow_rank_0
 
 
 class RayRanks:
-    """The actors of all ranks but the first, for as long as this is kept."""
+    """The actors of all ranks except 0. They end with this object."""
 
     def __init__(self, num_ranks: int, threads: int) -> None:
-        """To be made in the replica, which has a bundle of so many cores for each rank, its own
-        first.
+        """Create it in a replica whose placement group has a bundle of `threads` cores per rank,
+        the first one its own.
         """
         group = get_current_placement_group()
         address = get_node_ip_address()
         place = Placement(0, num_ranks, address, _free_port(address), has_store=False)
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
         self.launcher: HostLauncher | None = None
-        """Receives the processes of the actors, where they share the memory of this machine; else
-        the environment has it made.
+        """Launcher for ranks on one node; None if they are on several, which the environment then
+        describes.
         """
         if len(nodes) == 1:
             self.launcher = HostLauncher(place)
         else:
-            named = {
-                "RANK": 0,
-                "WORLD_SIZE": num_ranks,
-                "MASTER_ADDR": place.address,
-                "MASTER_PORT": place.port,
-            }
-            os.environ.update({name: str(value) for name, value in named.items()})
-        self._actors = [self._start(group, rank, threads, place) for rank in range(1, num_ranks)]
-
-    def _start(self, group: Any, rank: int, threads: int, place: Placement) -> Any:
-        bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-        options = {
-            "num_cpus": threads,
-            "max_restarts": -1,
-            "max_task_retries": -1,
-            "scheduling_strategy": bundle,
-        }
-        actor = ray.remote(Follower).options(**options).remote()
-        actor.follow.remote(rank, place.size, place.address, place.port)
-        return actor
+            os.environ["RANK"] = "0"
+            os.environ["WORLD_SIZE"] = str(num_ranks)
+            os.environ["MASTER_ADDR"] = place.address
+            os.environ["MASTER_PORT"] = str(place.port)
+        self._actors = [_start_actor(group, rank, threads, place) for rank in range(1, num_ranks)]
 
 
-class Follower:
-    """A rank that is not the first."""
+class RankActor:
+    """Runs the worker process of a rank."""
 
-    def follow(self, rank: int, num_ranks: int, address: str, port: int) -> int:
-        """Follow rank 0, which has a store there, to its end; returns the exit code."""
-        return follow_rank_0(
-            Placement(rank, num_ranks, address, port, has_store=False), RANK_COMMAND
-        )
+    def run(self, rank: int, num_ranks: int, address: str, port: int) -> int:
+        """Run the worker until rank 0, whose store is at the address, ends; returns its exit
+        code.
+        """
+        place = Placement(rank, num_ranks, address, port, has_store=False)
+        return follow_rank_0(place, RANK_COMMAND)
+
+
+def _start_actor(group: Any, rank: int, threads: int, place: Placement) -> Any:
+    options = {
+        "num_cpus": threads,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=rank
+        ),
+    }
+    actor = ray.remote(RankActor).options(**options).remote()
+    actor.run.remote(rank, place.size, place.address, place.port)
+    return actor
 
 
 def _free_port(address: str) -> int:
-    with socket.socket() as asking:
-        asking.bind((address, 0))
-        return int(asking.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

@@ -1,9 +1,7 @@
-"""Ends what a Ray cluster of our own has left once the process that started it is gone, however it
-ended.
+"""Cleans up a private Ray cluster after the process that started it has ended.
 
-It waits for the end of its standard input, which that process holds open. Processes of the cluster
-are known by the files that they have open: each writes a log in its folder, whatever it calls
-itself.
+It waits for the end of its standard input, which that process holds open. A process of the cluster
+is recognised by its open files: each has a log file in the cluster's folder.
 """
 
 import os
@@ -14,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_ROUNDS = 100
-"""Looks for processes, of which a last one may have just been started."""
+_MAX_ROUNDS = 100
+"""Maximum searches for processes; each may find some that have just started."""
 
 
 def processes_of(folder: str) -> Iterator[int]:
-    """Those that have a file in this folder open."""
+    """Yield the ids of processes with an open file in the folder."""
     for file in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             if os.readlink(file).startswith(folder + os.sep):
@@ -27,13 +25,13 @@ def processes_of(folder: str) -> Iterator[int]:
 
 
 def reap(folder: str, starter: int) -> None:
-    """End all processes of a cluster but the one that started it, and remove its folder."""
-    for _ in range(_ROUNDS):
-        left = set(processes_of(folder)) - {starter}
-        for pid in left:
+    """Kill the processes of a cluster except its starter, and remove its folder."""
+    for _ in range(_MAX_ROUNDS):
+        pids = set(processes_of(folder)) - {starter}
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not left:
+        if not pids:
             break
     shutil.rmtree(folder, ignore_errors=True)
 

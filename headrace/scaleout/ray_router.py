@@ -1,10 +1,8 @@
-"""The prefix-aware router as Ray Serve wants it: the one file that touches its request router API,
-which is alpha.
+"""The prefix router as a request router of Ray Serve, whose alpha API only this file uses.
 
-Ray makes a router for each handle, tells it which replicas there are, and asks it where a request
-goes. The policy answers from memory (`policy.py`), so Ray never waits for it. What Ray does not
-tell, a request's first token and its end, the dispatcher of the same handle says here: both run in
-one event loop.
+Ray creates a router for each handle, passes it the replicas and asks it for the replica of each
+request. The router decides from memory, so Ray never waits. Ray does not report the first token and
+the end of a request: the dispatcher of the same handle does. Both run in one event loop.
 """
 
 import asyncio
@@ -18,64 +16,63 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from headrace.errors import HeadraceError
 from headrace.remote import frames
 from headrace.remote.replica_status import ReplicaStatus
-from headrace.scaleout.policy import PrefixRouter, Routed
-from headrace.scaleout.step_times import StepTimes
+from headrace.scaleout.prefix_router import PrefixRouter, RoutedRequest
+from headrace.scaleout.replica_speed import SpeedEstimator
 
 _routers: "WeakValueDictionary[str, PrefixRequestRouter]" = WeakValueDictionary()
-"""Those of this process, by the name of the application whose replicas they choose from."""
+"""Routers of this process, by name of the application."""
 
 
-class ReplicaFacts(msgspec.Struct, frozen=True):
-    """What a replica says of itself once it is ready."""
+class ReplicaMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a replica that its router needs."""
 
     boot_id: str
-    """Another each time that its process starts: what was cached before is gone."""
+    """Changes with each start of the process, which empties the cache."""
     block_size: int
     num_blocks: int
     max_num_seqs: int
 
+    def encode(self) -> dict[str, Any]:
+        """Convert to the metadata that Ray passes from replicas to routers."""
+        return dict(msgspec.to_builtins(self))
 
-class _UnderWay(NamedTuple):
-    """A request that was routed."""
 
-    routed: Routed
+class _RunningRequest(NamedTuple):
+    routed: RoutedRequest
     boot_id: str
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
-    """Sends a request to the replica that is expected to give its first token soonest."""
+    """Chooses the replica with the earliest expected first token."""
 
     def initialize_state(self, **_: Any) -> None:
-        """Ray calls it before all else."""
-        self._policy: PrefixRouter | None = None
-        self._under_way: dict[str, _UnderWay] = {}
-        """Requests that have not ended, by their ids."""
+        """Called by Ray before any other method."""
+        self._prefix_router: PrefixRouter | None = None
+        self._routed_requests: dict[str, _RunningRequest] = {}
+        """Requests that have not ended, by id."""
         self.silent = set[str]()
-        """Boot ids of replicas that do not answer: Ray goes on to name them until its own checks of
-        their health have failed.
+        """Boot ids of replicas that do not respond. Ray lists them until its own health checks have
+        failed.
         """
-        self._facts: dict[str, ReplicaFacts] = {}
-        self._times: dict[str, StepTimes] = {}
-        self._common = StepTimes()
-        """Of all replicas together."""
+        self._replica_metadata: dict[str, ReplicaMetadata] = {}
+        self._speeds: dict[str, SpeedEstimator] = {}
+        self._common_speed = SpeedEstimator()
         _routers[self._deployment_id.app_name] = self
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """The replicas are these now."""
+        """Set the present replicas. Called by Ray."""
         super().update_replicas(replicas)
-        facts = {
-            _name(replica.replica_id): facts_of(replica.replica_metadata) for replica in replicas
-        }
-        for gone in self._facts.keys() - facts.keys():
-            self._leave(gone)
-        for name, fact in facts.items():
-            self._policy = self._policy or PrefixRouter(fact.block_size)
-            self._facts[name] = fact
-            self._times.setdefault(name, StepTimes())
+        present = {_name(replica.replica_id): _metadata_of(replica) for replica in replicas}
+        for name in self._replica_metadata.keys() - present.keys():
+            self._leave(name)
+        for name, metadata in present.items():
+            self._prefix_router = self._prefix_router or PrefixRouter(metadata.block_size)
+            self._replica_metadata[name] = metadata
+            self._speeds.setdefault(name, SpeedEstimator())
             self._join(name)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A replica is no more."""
+        """Remove a replica. Called by Ray."""
         super().on_replica_actor_died(replica_id)
         self._leave(_name(replica_id))
 
@@ -84,133 +81,126 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The replica for a request, alone: Ray asks again where that takes no more."""
+        """Return one replica for a request. Ray calls it again if that replica is full."""
         available = self.select_available_replicas(candidate_replicas) or candidate_replicas
         by_name = {
-            _name(one.replica_id): one for one in available if self._boot_id(one) not in self.silent
+            _name(replica.replica_id): replica
+            for replica in available
+            if _metadata_of(replica).boot_id not in self.silent
         }
-        asked = _asked(pending_request)
+        request = _request_of(pending_request)
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = (
-                True  # else Ray asks again at once, and for ever
-            )
-        if asked is None or self._policy is None or not by_name:
+            # Without a backoff Ray calls again at once, without end.
+            pending_request.routing_context.should_backoff = True
+        if request is None or self._prefix_router is None or not by_name:
             return [list(by_name.values())]
-        self.ended(asked.id)  # it was to go elsewhere, and could not
-        known = asked.prompt_token_ids + (
-            asked.output_token_ids[0] if asked.output_token_ids else []
-        )
+
+        self.ended(request.id)  # Ray could not place it where it was routed before
+        scope = request.options.cache_salt, request.options.adapter
         try:
-            scope = asked.options.cache_salt, asked.options.adapter
-            routed = self._policy.route(known, scope, among=by_name.keys())
-        except (
-            HeadraceError
-        ):  # an error here would end Ray's task: the engine says what is wrong with the request
+            routed = self._prefix_router.route(
+                request.known_tokens, scope, candidates=by_name.keys()
+            )
+        except HeadraceError:
+            # An error here would end Ray's task. The engine will refuse the request.
             return [list(by_name.values())]
-        self._under_way[asked.id] = _UnderWay(routed, self._facts[routed.replica].boot_id)
+        boot_id = self._replica_metadata[routed.replica].boot_id
+        self._routed_requests[request.id] = _RunningRequest(routed, boot_id)
         return [[by_name[routed.replica]]]
 
     def first_token(self, request_id: str) -> None:
-        """A request has its first token: the rows of its prompt are not queued any more."""
-        one = self._under_way.get(request_id)
-        if one and self._policy:
-            self._policy.first_token(one.routed)
+        """Note that the prompt of a request was computed."""
+        request = self._routed_requests.get(request_id)
+        if request and self._prefix_router:
+            self._prefix_router.first_token(request.routed)
 
     def ended(self, request_id: str, tokens: list[int] | None = None) -> None:
-        """A request has ended, and left these tokens in the cache of its replica; None: it is not
-        known.
-        """
-        one = self._under_way.pop(request_id, None)
-        if one and self._policy:
-            self._policy.ended(one.routed, tokens)
+        """End a request; its replica now has the tokens cached. None: unknown."""
+        request = self._routed_requests.pop(request_id, None)
+        if request and self._prefix_router:
+            self._prefix_router.ended(request.routed, tokens)
 
     def lost(self, request_id: str) -> str:
-        """The replica of a request does not answer: it gets no more until it does. Returns its boot_id
-        id, if known.
-        """
-        one = self._under_way.get(request_id)
-        if one is None:
+        """Avoid the replica of a request until it responds; returns its boot id, or ''."""
+        request = self._routed_requests.get(request_id)
+        if request is None:
             return ""
-        self.silent.add(one.boot_id)
-        return one.boot_id
+        self.silent.add(request.boot_id)
+        return request.boot_id
 
     @property
     def boot_ids(self) -> set[str]:
-        """Those of all replicas that there are."""
-        return {fact.boot_id for fact in self._facts.values()}
+        """Boot ids of the present replicas."""
+        return {metadata.boot_id for metadata in self._replica_metadata.values()}
 
     def boot_id_of(self, request_id: str) -> str:
-        """That of the replica which a request is on; empty where it is on none."""
-        one = self._under_way.get(request_id)
-        return one.boot_id if one else ""
+        """Boot id of the replica of a request, or ''."""
+        request = self._routed_requests.get(request_id)
+        return request.boot_id if request else ""
 
-    def hear(self, status: ReplicaStatus) -> None:
-        """A replica has said how it is, and so what its steps take."""
-        for name in [name for name, fact in self._facts.items() if fact.boot_id == status.boot_id]:
-            self._times[name].observe(status.report)
-            self._common.observe(status.report)
+    def observe(self, status: ReplicaStatus) -> None:
+        """Learn the speed of a replica from its status."""
+        names = [
+            name
+            for name, known in self._replica_metadata.items()
+            if known.boot_id == status.boot_id
+        ]
+        for name in names:
+            self._speeds[name].observe(status.report)
+            self._common_speed.observe(status.report)
             self._join(name)
 
-    def _boot(self, replica: RunningReplica) -> str:
-        return facts_of(replica.replica_metadata).boot_id
-
     def _join(self, name: str) -> None:
-        fact = self._facts[name]
-        assert self._policy
-        self._policy.join(
+        metadata = self._replica_metadata[name]
+        assert self._prefix_router
+        self._prefix_router.join(
             name,
-            fact.boot_id,
-            self._times[name].cost(fact.max_num_seqs, self._common),
-            fact.num_blocks,
+            boot_id=metadata.boot_id,
+            speed=self._speeds[name].estimate(metadata.max_num_seqs, self._common_speed),
+            max_blocks=metadata.num_blocks,
         )
 
     def _leave(self, name: str) -> None:
-        self._facts.pop(name, None)
-        self._times.pop(name, None)
-        if self._policy:
-            self._policy.leave(name)
+        self._replica_metadata.pop(name, None)
+        self._speeds.pop(name, None)
+        if self._prefix_router:
+            self._prefix_router.leave(name)
 
 
 def router_of(app: str) -> PrefixRequestRouter | None:
-    """The router of this process's handle to the replicas of an application; None before its first
-    request.
-    """
+    """Return the router of an application; None before its first request."""
     return _routers.get(app)
 
 
-async def answers_of(handle: Any, method: str, *arguments: bytes, seconds: float) -> list[bytes]:
-    """What a method of all replicas answers within so many seconds. Those that go away meanwhile,
-    or take longer, are left out: Ray's own way to wait for a broadcast has no answer at all then.
+async def broadcast(handle: Any, method: str, *arguments: bytes, seconds: float) -> list[bytes]:
+    """Call a method of all replicas; returns the results that arrive within `seconds`.
+
+    Replicas that end or take longer are left out. Ray's own wait for a broadcast would then have no
+    results.
     """
     try:
         results = await handle.broadcast(method, *arguments)._fetch_replica_results_async()
-    except RayServeException:  # there is none
+    except RayServeException:  # there is no replica
         return []
-    answering = [asyncio.ensure_future(result.get_async()) for result in results]
-    done, late = await asyncio.wait(answering, timeout=seconds)
-    for one in late:
-        one.cancel()
-    return [one.result() for one in done if not one.cancelled() and one.exception() is None]
+    tasks = [asyncio.ensure_future(result.get_async()) for result in results]
+    done, late = await asyncio.wait(tasks, timeout=seconds)
+    for task in late:
+        task.cancel()
+    return [task.result() for task in done if not task.cancelled() and task.exception() is None]
 
 
-def metadata_of(facts: ReplicaFacts) -> dict[str, Any]:
-    """What a replica says of itself, as Ray carries it."""
-    return dict(msgspec.to_builtins(facts))
-
-
-def facts_of(metadata: dict[str, Any]) -> ReplicaFacts:
-    """The reverse."""
-    return msgspec.convert(metadata, ReplicaFacts)
+def _metadata_of(replica: RunningReplica) -> ReplicaMetadata:
+    return msgspec.convert(replica.replica_metadata, ReplicaMetadata)
 
 
 def _name(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
 
 
-def _asked(pending: PendingRequest | None) -> frames.Add | None:
-    """The request that is to be routed; None for a call of another kind, which may go anywhere."""
+def _request_of(pending: PendingRequest | None) -> frames.Add | None:
+    """Decode the request to route; None for any other call, which may go to any replica."""
     if pending is None or pending.metadata.call_method != "generate":
         return None
     (body,) = frames.bodies(bytearray(pending.args[0]))
-    asked = frames.read_command(body)
-    return asked if isinstance(asked, frames.Add) else None
+    command = frames.read_command(body)
+    return command if isinstance(command, frames.Add) else None

@@ -1,6 +1,4 @@
-"""Serves a model by replicas on Ray: this process is the frontend, and the replicas are actors,
-here or in a cluster that runs already.
-"""
+"""Serves a model from replicas on Ray: this process is the frontend, the replicas are actors."""
 
 import logging
 import re
@@ -29,26 +27,24 @@ def serve_replicas(
     scale: Scale,
     announce: Announce,
 ) -> int:
-    """Serve until a signal ends it; returns the exit code. Replicas share the cores of this machine
-    unless `config.threads` says more.
+    """Serve until a signal arrives; returns the exit code.
 
-    Raises RequestError where Ray is missing or the cluster cannot be joined, and as `serve`.
+    Without `config.threads`, the replicas share the cores of this machine. Raises RequestError if
+    the cluster cannot be joined, and as `serve` does.
     """
     check(settings)
-    open_model(
-        model, config
-    )  # what is wrong with it is said before Ray is started; and no two replicas fetch it
-    mesh, most = mesh_of(config), max(scale.replicas, scale.max_replicas)
-    config = replace(
-        config, threads=config.threads or max(1, threads_per_rank(config, mesh) // most)
-    )
-    with ray_cluster(most * config.threads * mesh.ranks) as is_ours:
+    # Report a problem of the model before Ray starts, and download it only once.
+    open_model(model, config)
+    mesh, max_replicas = mesh_of(config), max(scale.replicas, scale.max_replicas)
+    threads = config.threads or max(1, threads_per_rank(config, mesh) // max_replicas)
+    config = replace(config, threads=threads)
+    with ray_cluster(max_replicas * threads * mesh.ranks) as is_private:
         from headrace.scaleout.ray_app import replicas
         from headrace.scaleout.ray_dispatcher import RayDispatcher
         from headrace.scaleout.ray_replica import fingerprint_of
 
-        # In a cluster of others there may be more applications, of this name as well.
-        app = "headrace" if is_ours else f"headrace-{secrets.token_hex(4)}"
+        # A shared cluster may have other applications with this name.
+        app = "headrace" if is_private else f"headrace-{secrets.token_hex(4)}"
         application = replicas(frames.Setup(model, config, dict(adapters)), settings, scale)
         try:
             dispatcher = RayDispatcher(
@@ -56,35 +52,32 @@ def serve_replicas(
             )
             return serve(model, config, settings, lambda: Fleet(dispatcher, config.seed), announce)
         finally:
-            if not is_ours:
+            if not is_private:
                 _delete(app)
 
 
 def _deploy(application: Any, app: str) -> Any:
-    """A handle to the replicas of an application, once there are all that it begins with. Raises
-    EngineDeadError.
+    """Return a handle to the replicas of an application after its first replicas have started.
+
+    Raises EngineDeadError.
     """
     from ray import serve as ray_serve
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing it has set another
-    ray_serve.start(
-        proxy_location="Disabled"
-    )  # nothing of Ray listens for HTTP, unless it does already
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set another level
+    ray_serve.start(proxy_location="Disabled")  # starts no HTTP server of Ray
     try:
         return ray_serve.run(application, name=app, route_prefix=None)
     except RuntimeError:
-        raise EngineDeadError(f"the replicas could not be started: {_reason(app)}") from None
+        raise EngineDeadError(f"the replicas could not start: {_last_error(app)}") from None
 
 
-def _reason(app: str) -> str:
-    """The last error of a replica that Ray tells of."""
+def _last_error(app: str) -> str:
+    """Return the last error of a replica that Ray reports."""
     from ray import serve as ray_serve
 
-    told = ray_serve.status().applications[app].deployments["replica"].message
-    *_, last = [line.strip() for line in told.splitlines() if "Error" in line] or [
-        "Ray does not say why"
-    ]
-    return re.sub(r"^[\w.]*Error: ", "", last)
+    message = ray_serve.status().applications[app].deployments["replica"].message
+    errors = [line.strip() for line in message.splitlines() if "Error" in line]
+    return re.sub(r"^[\w.]*Error: ", "", errors[-1] if errors else "Ray reports no reason")
 
 
 def _delete(app: str) -> None:

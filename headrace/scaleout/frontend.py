@@ -1,4 +1,4 @@
-"""Runs the frontend of workers: the server's own app over a fleet of them."""
+"""The frontend of workers: the server's app over a fleet of them."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -14,30 +14,29 @@ from headrace.server.serving import Announce, serve
 from headrace.server.settings import Settings
 
 
-def worker_urls(given: Iterable[str]) -> list[str]:
-    """URLs, each of them with any number of commas between. Raises RequestError for what is none,
-    and for one that is named twice.
-    """
+def worker_urls(arguments: Iterable[str]) -> list[str]:
+    """Split arguments at commas into URLs. Raises RequestError for an invalid or repeated URL."""
     urls: list[str] = []
-    for text in (part.strip().rstrip("/") for words in given for part in words.split(",")):
+    parts = (part.strip().rstrip("/") for argument in arguments for part in argument.split(","))
+    for text in parts:
         url = text if "://" in text else f"http://{text}"
-        parts = urlsplit(url)
-        try:
-            is_url = (
-                parts.scheme in ("http", "https")
-                and bool(parts.hostname)
-                and parts.port != 0
-                and not parts.query
-            )
-        except ValueError:  # a port that is no number
-            is_url = False
-        if not is_url or url in urls:
+        if not _is_http_url(url) or url in urls:
             raise RequestError(
-                "--workers takes URLs with commas between them, each once, such as "
-                f"http://10.0.0.1:8000, not {text!r}"
+                f"--workers {text!r} is not a URL, or repeats one; list each worker once, for "
+                "example http://10.0.0.1:8000,http://10.0.0.2:8000"
             )
         urls.append(url)
     return urls
+
+
+def _is_http_url(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        has_valid_port = parts.port != 0
+    except ValueError:
+        return False
+    is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
+    return is_http and has_valid_port and not parts.query
 
 
 def route(
@@ -49,10 +48,9 @@ def route(
     wait: float,
     announce: Announce,
 ) -> int:
-    """Serve until a signal ends it; returns the exit code. `key`: of the workers; `wait`: seconds
-    for which a request waits for one.
+    """Serve until a signal arrives; returns the exit code. Raises as `serve` does.
 
-    Raises as `serve` does.
+    `key`: API key of the workers; `wait`: maximum seconds that a request waits for a worker.
     """
     workers = HttpWorkers(urls, key, partial(_fingerprint, model, config))
     return serve(model, config, settings, lambda: Fleet(workers, config.seed, wait), announce)

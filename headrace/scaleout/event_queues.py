@@ -1,0 +1,64 @@
+"""Queues that carry events from an engine's thread to the coroutines of an event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from headrace.remote import frames
+from headrace.remote.outbox import merge
+
+
+class _RequestQueue:
+    def __init__(self) -> None:
+        self.events: list[frames.Event] = []
+        self.filled = asyncio.Event()
+
+
+class EventQueues:
+    """The events of one engine, by request. Create it in the event loop that reads them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._arrived: SimpleQueue[frames.Event] = SimpleQueue()
+        self._is_scheduled = False
+        """Whether the loop will call `_distribute`: once for all events of a step."""
+        self._queues: dict[str, _RequestQueue] = {}
+
+    def put(self, event: frames.Event) -> None:
+        """Add an event, in any thread."""
+        self._arrived.put(event)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._distribute)
+
+    def open(self, request_id: str) -> None:
+        """Keep the events of a request from now on."""
+        self._queues[request_id] = _RequestQueue()
+
+    def close(self, request_id: str) -> None:
+        """Drop the events of a request from now on."""
+        self._queues.pop(request_id, None)
+
+    async def read(self, request_id: str) -> AsyncIterator[list[frames.Event]]:
+        """Yield the events of an open request, all that are queued at a time, to the last."""
+        queue = self._queues[request_id]
+        while True:
+            await queue.filled.wait()
+            queue.filled.clear()
+            events, queue.events = merge(queue.events), []
+            yield events
+            if isinstance(events[-1], frames.Ended | frames.Refused):
+                return
+
+    def _distribute(self) -> None:
+        self._is_scheduled = False
+        with suppress(Empty):
+            while True:
+                event = self._arrived.get_nowait()
+                if isinstance(event, frames.EngineInfo | frames.Report):
+                    continue
+                if queue := self._queues.get(event.id):
+                    queue.events.append(event)
+                    queue.filled.set()

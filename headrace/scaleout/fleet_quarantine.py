@@ -1,0 +1,66 @@
+"""Quarantine of requests that were running on replicas that died.
+
+After the first death a request continues on another replica at once, since the death may be chance.
+After the second it runs alone among such requests; after the third it is refused, so one request
+cannot end the whole fleet.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import monotonic
+
+from headrace.remote import frames
+from headrace.remote.errors import RefusedError
+from headrace.remote.quarantine import request_key
+
+_MEMORY_SECONDS = 600.0
+"""Seconds for which a death is remembered."""
+_DEATHS_ALONE = 2
+"""Deaths after which a request runs alone."""
+_DEATHS_REFUSED = 3
+"""Deaths after which a request is refused."""
+
+
+class FleetQuarantine:
+    """Deaths of replicas by request. A request is identified by its content."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[bytes, dict[str, float]] = {}
+        """Expiry time by boot id of the dead replica, on the system's monotonic clock."""
+        self._alone = asyncio.Lock()
+
+    @asynccontextmanager
+    async def admit(self, request: frames.Add) -> AsyncIterator[None]:
+        """Wait until a request may run. Raises RefusedError after too many deaths."""
+        if self._num_deaths(request) < _DEATHS_ALONE:
+            yield
+            return
+        async with self._alone:
+            if self._num_deaths(request) >= _DEATHS_REFUSED:
+                raise RefusedError(
+                    "quarantined",
+                    "several engines ended during this request; send it again in 10 minutes",
+                )
+            yield
+
+    def replica_died(self, request: frames.Add, boot_id: str) -> None:
+        """Note that a replica died during a request."""
+        expiry = monotonic() + _MEMORY_SECONDS
+        self._deaths.setdefault(request_key(request), {})[boot_id] = expiry
+
+    def finished(self, request: frames.Add) -> None:
+        """Clear a request that has run to its end."""
+        if self._deaths:
+            self._deaths.pop(request_key(request), None)
+
+    def _num_deaths(self, request: frames.Add) -> int:
+        if not self._deaths:
+            return 0
+        now = monotonic()
+        kept = {
+            key: {boot_id: expiry for boot_id, expiry in deaths.items() if expiry > now}
+            for key, deaths in self._deaths.items()
+        }
+        self._deaths = {key: deaths for key, deaths in kept.items() if deaths}
+        return len(self._deaths.get(request_key(request), ()))
