@@ -86,7 +86,7 @@ def test_equal_totals_go_by_beam_then_by_token() -> None:
     assert search.step([0.25] * 4, [0.25] * 4) == [[0, 0], [0, 1]]
 
 
-def test_both_beams_may_continue_the_same_one() -> None:
+def test_both_beams_may_continue_the_same_beam() -> None:
     search = Searching()
     assert search.step([0.6, 0.3, 0.1, 0]) == [[0], [1]]
     assert search.step([0.5, 0.5, 0, 0], [0.2, 0.4, 0.4, 0]) == [[0, 0], [0, 1]]
@@ -107,7 +107,9 @@ def test_only_the_best_candidates_may_finish() -> None:
     ("early_stopping", "length_penalty", "num_live"),
     [(True, 1.0, 0), (False, 0.0, 0), (False, 2.0, 2)],
 )
-def test_the_end_of_a_search(early_stopping: bool, length_penalty: float, num_live: int) -> None:
+def test_a_search_ends_by_early_stopping_and_length_penalty(
+    early_stopping: bool, length_penalty: float, num_live: int
+) -> None:
     """With a length penalty of 2 the longer live beam scores above the finished one of half its
     length.
     """
@@ -128,7 +130,7 @@ def test_a_live_beam_that_is_only_as_good_as_all_finished_ones_ends_a_search(
     assert search.finished == [[END], [0, END]]
 
 
-def test_a_search_looks_further_if_stop_strings_end_all_candidates() -> None:
+def test_a_search_ranks_more_candidates_if_stop_strings_end_all() -> None:
     """The first beam's fourth continuation is better than all of the second beam, though its second
     and third have ended.
     """
@@ -138,7 +140,7 @@ def test_a_search_looks_further_if_stop_strings_end_all_candidates() -> None:
     assert search.finished == [[0, 1]]
 
 
-def test_it_looks_further_beyond_end_tokens_too() -> None:
+def test_a_search_ranks_more_candidates_with_end_tokens() -> None:
     search = Searching(stop=["ab"])
     assert search.step([0.98, 0.02, 0, 0]) == [[0], [1]]
     assert search.step([0.2, 0.3, 0.27, 0.23], [0.4, 0.3, 0.2, 0.1]) == [[0, 2], [0, 0]]
@@ -163,7 +165,7 @@ def test_a_row_that_is_not_finite_fails_all_beams() -> None:
     ]
 
 
-def test_what_a_search_shows() -> None:
+def test_the_outputs_of_a_search() -> None:
     """The best at the end, with the totals that they were ranked by; beams that were cut short are
     compared with finished ones.
     """

@@ -90,7 +90,7 @@ NUMBERS = st.lists(st.integers(-1, len(RANKS) - 1), min_size=12, max_size=12)
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=25, deadline=None)
 @given(numbers=NUMBERS, drafts=st.booleans(), **LOADS)
-def test_each_is_as_by_itself(
+def test_adapters_in_one_batch_give_the_tokens_of_separate_runs(
     backend: str,
     which: int,
     order: list[int],
@@ -152,7 +152,7 @@ def test_a_draft_model_without_the_adapter_only_drafts(how: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", traits_of("cpu").kv_dtypes)
-def test_nothing_leaks_through_the_prefix_cache(kv_dtype: str) -> None:
+def test_the_prefix_cache_is_separate_for_each_adapter(kv_dtype: str) -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype=kv_dtype, slots=800), 0)
     prompt = REQUESTS[2][0] * 2, SamplingParams(temperature=0, max_tokens=5)
     assert [run_one(engine, prompt, named(number)).cached_tokens for number in (-1, 0, 1)] == [
@@ -168,7 +168,7 @@ def test_nothing_leaks_through_the_prefix_cache(kv_dtype: str) -> None:
     engine.close()
 
 
-def test_unloaded_while_it_runs() -> None:
+def test_an_adapter_may_be_unloaded_while_a_request_runs() -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype="f32"), 0)
     engine.add_request(*REQUESTS[0], options=RequestOptions(adapter="a1"))
     updates = engine.step()
@@ -183,7 +183,7 @@ def test_unloaded_while_it_runs() -> None:
     same(run_one(engine, REQUESTS[0], "a1"), alone("cpu", 0, "f32", 2)[0], exact=True)
 
 
-def test_the_memory_of_what_is_unloaded_is_taken_again() -> None:
+def test_the_memory_of_an_unloaded_adapter_is_reused() -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", kv_dtype="f32"), 0)
     plan: Any = engine._loop.executable
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_the_memory_of_what_is_unloaded_is_taken_again() -> None:
         assert plan.plan.adapter_bytes(0) > 0
 
 
-def test_an_unloaded_adapter_goes_with_the_last_request_that_has_it() -> None:
+def test_an_unloaded_adapter_is_removed_with_its_last_request() -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", kv_dtype="f32"), 0)
     plan: Any = engine._loop.executable
     ids = [engine.add_request([1, 2, 3], options=RequestOptions(adapter="a1")) for _ in range(3)]
@@ -208,7 +208,7 @@ def test_an_unloaded_adapter_goes_with_the_last_request_that_has_it() -> None:
         plan.plan.adapter_bytes(1)
 
 
-def test_names_are_checked() -> None:
+def test_adapter_names_are_checked() -> None:
     engine = tiny_engine(model(0))
     with pytest.raises(RequestError, match="unknown adapter 'x'; no adapter is loaded"):
         engine.add_request([1], options=RequestOptions(adapter="x"))
@@ -224,7 +224,7 @@ def test_names_are_checked() -> None:
     assert not engine.has_work
 
 
-def test_what_was_launched_has_its_adapter_to_the_end() -> None:
+def test_a_launched_step_keeps_its_adapter_until_it_is_finished() -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", eos_ids=EOS, kv_dtype="f32", late=True), 0)
     ended, other = (
         engine.add_request(*REQUESTS[0], options=RequestOptions(adapter=name))

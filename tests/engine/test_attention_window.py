@@ -70,7 +70,7 @@ def test_models_that_draft_have_the_same_window(how: str) -> None:
 
 @pytest.mark.parametrize(("window", "sinks"), [(7, 3), (40, 4), (1, 0), (9, 33), (5, 200)])
 @pytest.mark.parametrize("name", ["llama3-gqa", "gemma2"])
-def test_logits_are_those_of_transformers_with_such_a_mask(
+def test_logits_match_transformers_with_an_attention_window(
     name: str, window: int, sinks: int, tmp_path: Path
 ) -> None:
     """For a model with windows of its own, only those of the other layers differ: there the mask
@@ -107,7 +107,7 @@ def test_logits_are_those_of_transformers_with_such_a_mask(
         assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
 
 
-def test_kv_is_bounded_by_what_is_seen() -> None:
+def test_kv_memory_is_bounded_by_the_window() -> None:
     """However long it gets: as many blocks as the group says, and from then on the same number."""
     engine = tiny_engine(
         model(0), "cpu", slots=32 * 40, max_num_batched_tokens=40, max_model_len=128, **LIMITED
@@ -124,7 +124,7 @@ def test_kv_is_bounded_by_what_is_seen() -> None:
     )  # the sinks and what the window touches
 
 
-def test_a_prefix_is_found_behind_what_was_released() -> None:
+def test_a_prefix_hit_after_blocks_were_released() -> None:
     engine = tiny_engine(model(0), "cpu", slots=32 * 40, max_num_batched_tokens=40, **LIMITED)
     prompt, params = (
         list(range(1, 60)) + [3] * 40,
@@ -135,7 +135,7 @@ def test_a_prefix_is_found_behind_what_was_released() -> None:
     same(first, second, exact=True)
 
 
-def test_a_vector_under_a_window() -> None:
+def test_an_embedding_with_an_attention_window() -> None:
     vectors = []
     for rows in (512, 5):
         engine = tiny_engine(model(0), "cpu", slots=800, max_num_batched_tokens=rows, **LIMITED)
@@ -144,7 +144,7 @@ def test_a_vector_under_a_window() -> None:
     assert vectors[0].tobytes() == vectors[1].tobytes()
 
 
-def test_it_says_that_it_is_lossy() -> None:
+def test_an_attention_window_is_reported_as_lossy() -> None:
     assert EngineConfig().lossy == EngineConfig(attention_sinks=9).lossy == ""
     assert (
         EngineConfig(attention_window=512).lossy
@@ -156,7 +156,7 @@ def test_it_says_that_it_is_lossy() -> None:
     )
 
 
-def test_own_windows_stay() -> None:
+def test_windows_of_the_model_stay() -> None:
     spec, tensors = model(3)
     assert [group.window for group in trace_model(spec, tensors).kv_groups] == [6, 0]
     groups = trace_model(spec, tensors).with_window(20, 2).kv_groups

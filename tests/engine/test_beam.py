@@ -96,7 +96,7 @@ def assert_all_free(engine: Engine) -> None:
     max_logit_rows=st.sampled_from([1, 64]),
     stagger=st.integers(0, 3),
 )
-def test_the_results_are_those_of_the_naive_search(
+def test_beam_search_matches_a_naive_search(
     requests: list[tuple[list[int], SamplingParams]],
     num_blocks: int,
     block_size: int,
@@ -137,7 +137,9 @@ def test_the_results_are_those_of_the_naive_search(
     ("params", "needs_logits"),
     [({}, False), ({"stop": ["c"]}, True), ({"logprobs": 0}, True)],
 )
-def test_a_search_is_as_its_request_says(params: dict[str, Any], needs_logits: bool) -> None:
+def test_beam_search_follows_its_sampling_parameters(
+    params: dict[str, Any], needs_logits: bool
+) -> None:
     asked = SamplingParams(
         beam_width=3,
         n=2,
@@ -171,7 +173,7 @@ def tiny_logits(seed: int, tokens: tuple[int, ...]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
-def test_on_a_model(backend: str, length_penalty: float, early_stopping: bool) -> None:
+def test_beam_search_on_a_model(backend: str, length_penalty: float, early_stopping: bool) -> None:
     prompt, eos = [7, 8, 9], (60, 3, 17)
     params = SamplingParams(
         beam_width=3,
@@ -213,7 +215,7 @@ def test_beams_share_the_prompt() -> None:
     assert used[1] <= 5 + 6
 
 
-def test_preemption_is_not_seen_and_keeps_the_prompt_shared() -> None:
+def test_beams_are_preempted_and_share_the_prompt_again() -> None:
     params = SamplingParams(beam_width=4, n=4, max_tokens=14)
     requests = [([i, 2, 3, 4, 5, 6, 7, 8, 9], params) for i in range(3)]
     engine = toy_engine(num_blocks=2 + 4 * (6 - 2), block_size=4)  # what one needs alone
@@ -235,7 +237,9 @@ def test_preemption_is_not_seen_and_keeps_the_prompt_shared() -> None:
         ),
     ],
 )
-def test_refused(prompt_len: int, params: dict[str, Any], message: str) -> None:
+def test_beam_searches_that_are_refused(
+    prompt_len: int, params: dict[str, Any], message: str
+) -> None:
     engine = toy_engine(num_blocks=26, max_num_seqs=6, max_num_batched_tokens=5)
     with pytest.raises(RequestError, match=message):
         engine.add_request([1] * prompt_len, SamplingParams(**params))
@@ -254,7 +258,7 @@ def test_a_row_that_is_not_finite_fails_the_request_alone() -> None:
     assert_all_free(engine)
 
 
-def test_abort_in_every_state() -> None:
+def test_abort_a_beam_search_in_every_state() -> None:
     params = SamplingParams(beam_width=3, n=3, max_tokens=12, stop_token_ids=[2, 7])
     for steps in range(30):
         engine = toy_engine(num_blocks=18, block_size=3, max_num_batched_tokens=5)
@@ -273,7 +277,7 @@ def test_abort_in_every_state() -> None:
         assert_all_free(engine)
 
 
-def test_an_aborted_search_says_the_best_so_far() -> None:
+def test_an_aborted_search_returns_the_best_so_far() -> None:
     engine = toy_engine()
     request_id = engine.add_request([4], SamplingParams(beam_width=3, n=2, max_tokens=12))
     for _ in range(4):
@@ -285,7 +289,7 @@ def test_an_aborted_search_says_the_best_so_far() -> None:
     ]
 
 
-def test_prompt_logprobs() -> None:
+def test_prompt_logprobs_of_a_beam_search() -> None:
     params = SamplingParams(beam_width=3, max_tokens=5, prompt_logprobs=1)
     plain = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     searched, drawn = run_all(
@@ -294,7 +298,7 @@ def test_prompt_logprobs() -> None:
     assert searched.prompt_logprobs == drawn.prompt_logprobs
 
 
-def test_drafts_change_nothing() -> None:
+def test_drafts_do_not_change_a_beam_search() -> None:
     params = SamplingParams(beam_width=3, max_tokens=12)
     plain = SamplingParams(temperature=0, max_tokens=20)
     engine = toy_engine(proposer=NgramProposer(16))

@@ -23,7 +23,7 @@ def parts(drafts: list[DraftTree]) -> list[ScheduledSequence]:
     ]
 
 
-def test_chains() -> None:
+def test_a_batch_with_draft_chains() -> None:
     made = parts([DraftTree([11, 12], [-1, 0]), DraftTree([], [])])
     batch = build_batch(made, 4)
     (kv,) = batch.kv
@@ -40,7 +40,7 @@ def test_chains() -> None:
     assert batch.token_source is None
 
 
-def test_pending_tokens_are_those_of_the_launch_before() -> None:
+def test_pending_tokens_come_from_the_last_launch() -> None:
     first, second = (item.seq for item in parts([DraftTree([], [])] * 2))
     first.computed, first.num_pending, first.last_op = 5, 1, 3
     batch = build_batch([ScheduledSequence(second, 2, True), ScheduledSequence(first, 1, True)], 4)
@@ -50,7 +50,7 @@ def test_pending_tokens_are_those_of_the_launch_before() -> None:
     assert batch.kv[0].slots.tolist() == [20, 21, 37]
 
 
-def test_a_tree() -> None:
+def test_a_batch_with_a_draft_tree() -> None:
     batch = build_batch(parts([DraftTree([11, 12, 13], [-1, -1, 0]), DraftTree([], [])]), 4)
     assert batch.positions.tolist() == [2, 3, 4, 5, 5, 6, 0]
     assert batch.kv[0].slots.tolist() == [14, 15, 36, 37, 38, 39, 20]
@@ -58,7 +58,7 @@ def test_a_tree() -> None:
     assert batch.ancestors.tolist() == [[0], [0], [0], [0b1], [0b10], [0b101], [0]]
 
 
-def test_a_tree_of_more_nodes_than_a_word_has_bits() -> None:
+def test_a_draft_tree_with_more_nodes_than_a_word_has_bits() -> None:
     first, second = parts([DraftTree([1] * 130, [*range(-1, 128), 0]), DraftTree([], [])])
     first.seq.tables = (Table(range(40)),)
     batch = build_batch([second, first], 4)

@@ -56,7 +56,7 @@ def plain(case: Case) -> list[RequestOutput]:
 
 @pytest.mark.parametrize("case", CASES, ids=title)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.title)
-def test_tiny_model(method: Method, case: Case) -> None:
+def test_methods_compose_on_a_tiny_model(method: Method, case: Case) -> None:
     made, requests, options = parts(case)
     options = {"slots": ROOMY, **options, **method.options, **merged(case, "engine")}
     engine = engine_of(method, made, options)
@@ -82,7 +82,7 @@ def engine_of(method: Method, made: tuple[Any, Tensors], options: dict[str, Any]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.title)
-def test_beams_beside_it(method: Method) -> None:
+def test_methods_compose_with_beam_search(method: Method) -> None:
     """A search and requests that draft, in one batch: each gives what it gives alone."""
     made = model("Q4_0")
     params = [
@@ -138,7 +138,7 @@ def real_requests(prompt: str, titles: list[str]) -> list[tuple[list[int], Sampl
 @pytest.mark.parametrize(
     "method", [method for method in METHODS if not method.draft], ids=lambda method: method.title
 )
-def test_default_model(
+def test_methods_compose_on_the_default_model(
     executable: Executable,
     plain_real: dict[str, list[RequestOutput]],
     method: Method,
@@ -159,11 +159,11 @@ def test_default_model(
     assert bool(stats.preemptions) == ("preemption" in titles)
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_composability_page_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run: python -m tests.composability"
 
 
-def test_the_cases_cover_every_pair() -> None:
+def test_the_cases_cover_every_pair_of_methods() -> None:
     for one in OPTIONS:
         for other in OPTIONS:
             alternatives = {one.title, other.title} == {"greedy", "sampled"}

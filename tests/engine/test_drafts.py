@@ -88,7 +88,7 @@ def test_a_wrong_model_costs_no_step(params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("draft_slots", [64, 0])
-def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
+def test_a_draft_model_frees_its_blocks(draft_slots: int) -> None:
     engine, proposers = draft_engine(
         MODEL,
         "draft_model",
@@ -114,7 +114,7 @@ def test_what_a_draft_holds_it_gives_back(draft_slots: int) -> None:
     assert stats.accepted > 0 and stats.proposer_failures == 0
 
 
-def test_a_draft_may_be_made_for_shorter_texts() -> None:
+def test_a_draft_model_with_a_shorter_context() -> None:
     engine, _ = draft_engine(MODEL, "draft_model", max_length=20)
     (result,) = run_all(
         engine, [([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))]

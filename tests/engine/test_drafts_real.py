@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_same_tokens(way: str) -> None:
+def test_draft_models_give_the_same_tokens(way: str) -> None:
     options = OPTIONS | WAYS[way]
     plain = {
         name: value for name, value in options.items() if name == "kv_dtype" or name in OPTIONS

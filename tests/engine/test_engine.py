@@ -61,18 +61,20 @@ class TestRefusals:
             ([1] * 39, {"max_tokens": None}, "and all possible output tokens need up to 10 blocks"),
         ],
     )
-    def test_named_and_harmless(self, prompt: Any, params: dict[str, Any], message: str) -> None:
+    def test_a_refused_request_names_its_fault(
+        self, prompt: Any, params: dict[str, Any], message: str
+    ) -> None:
         engine = toy_engine(num_blocks=9, block_size=4)
         with pytest.raises(RequestError, match=message):
             engine.add_request(prompt, SamplingParams(**params))
         assert not engine.has_work
         serves(engine)
 
-    def test_what_are_no_params(self) -> None:
+    def test_values_that_are_no_params(self) -> None:
         with pytest.raises(RequestError, match="params must be SamplingParams, not dict"):
             toy_engine().add_request([1], {"temperature": 0})  # type: ignore[arg-type]
 
-    def test_an_id_in_use(self) -> None:
+    def test_a_request_id_in_use(self) -> None:
         engine = toy_engine()
         engine.add_request([1], GREEDY, request_id="a")
         with pytest.raises(RequestError, match="'a' is in use"):
@@ -106,7 +108,7 @@ class TestEnds:
         assert stop not in result.outputs[0].token_ids[:5]
         assert len(result.outputs[0].token_ids) > 5
 
-    def test_what_was_accepted_beyond_a_stop_is_dropped(self) -> None:
+    def test_tokens_accepted_after_a_stop_are_dropped(self) -> None:
         class Oracle:
             traits = ProposerTraits(8)
 
@@ -131,7 +133,7 @@ class TestEnds:
         serves(engine)
 
 
-def test_terms_that_are_not_given() -> None:
+def test_options_that_are_not_given() -> None:
     """Requests without a priority have that of 0, and are served as they come; a prompt's text is
     that of its result.
     """
@@ -148,7 +150,7 @@ def test_terms_that_are_not_given() -> None:
 
 
 class TestAbort:
-    def test_in_every_state(self) -> None:
+    def test_abort_in_every_state(self) -> None:
         engine = toy_engine(num_blocks=7, block_size=4, max_num_batched_tokens=9)
         params = SamplingParams(n=2, seed=3, max_tokens=12)
         for steps in range(14):
@@ -165,10 +167,10 @@ class TestAbort:
             assert not engine.has_work
             serves(engine)
 
-    def test_unknown(self) -> None:
+    def test_abort_of_an_unknown_id(self) -> None:
         assert toy_engine().abort("nobody") is None
 
-    def test_gives_what_there_is(self) -> None:
+    def test_abort_returns_the_output_so_far(self) -> None:
         engine = toy_engine()
         request_id = engine.add_request([1, 2, 3], GREEDY)
         for _ in range(3):
@@ -178,7 +180,7 @@ class TestAbort:
         assert result.outputs[0].token_ids == plain_decoding([1, 2, 3], GREEDY, 0)[3:6]
 
 
-def test_updates_say_whose_they_are() -> None:
+def test_updates_name_their_request() -> None:
     engine = toy_engine()
     ids = [
         engine.add_request([token, 2], SamplingParams(n=2, seed=token, max_tokens=9))
@@ -203,7 +205,7 @@ def test_updates_say_whose_they_are() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_prompt_logprobs_are_those_of_the_tokens_that_came(late: bool) -> None:
+def test_prompt_logprobs_belong_to_the_tokens_of_the_prompt(late: bool) -> None:
     engine = toy_engine(max_logit_rows=9, late=late)
     prompts = {
         0: [3, 1, 4, 1, 5, 9, 2, 6],
@@ -248,7 +250,7 @@ class TestFailures:
         ] * 3
         serves(engine)
 
-    def test_half_way(self) -> None:
+    def test_logits_that_become_non_finite(self) -> None:
         drawn = plain_decoding([4], SamplingParams(temperature=0, max_tokens=12), 0)[1:]
         broken = next(token for token in drawn[3:] if token not in (1, 2, 3, 4, *drawn[:3]))
         engine = toy_engine(broken=broken)
@@ -260,7 +262,7 @@ class TestFailures:
         )
         assert "non-finite logits" in str(output.stop_reason)
 
-    def test_in_prompt_logprobs(self) -> None:
+    def test_non_finite_prompt_logprobs(self) -> None:
         engine = toy_engine(broken=5, max_logit_rows=1)
         (result,) = run_all(engine, [([1, 2, 5, 3], SamplingParams(prompt_logprobs=0))])
         assert isinstance(result.error, NonFiniteLogitsError) and "non-finite logits" in str(
@@ -289,7 +291,7 @@ class TestFailures:
         assert engine.stats().proposer_failures > 0
 
 
-def test_n_equals_separate_sequences() -> None:
+def test_n_samples_equal_separate_requests() -> None:
     params = SamplingParams(n=5, seed=7, max_tokens=8)
     (result,) = run_all(toy_engine(), [([1, 2, 3], params)])
     assert [output.index for output in result.outputs] == list(range(5))
@@ -298,7 +300,7 @@ def test_n_equals_separate_sequences() -> None:
     assert len({tuple(output.token_ids) for output in result.outputs}) == 5
 
 
-def test_seeds_of_requests_that_bring_none() -> None:
+def test_seeds_are_derived_for_requests_without_one() -> None:
     params = SamplingParams(max_tokens=8)
     requests = [([1, 2, 3], params)] * 3
 
@@ -327,7 +329,7 @@ def test_timing_sums_to_wall_time() -> None:
 @pytest.mark.parametrize(
     "method", [*(name for name in METHODS if name not in REQUIRED_OPTION), "draft_model"]
 )
-def test_nothing_is_kept_of_a_request(method: str, control: bool) -> None:
+def test_an_ended_request_is_forgotten(method: str, control: bool) -> None:
     """Whatever a proposer holds for a sequence goes when the sequence ends."""
     draft = DraftModel(ToyExecutable(4), toy_kv(64, 4), 40)
     engine = toy_engine(
@@ -356,7 +358,7 @@ def test_an_end_token_that_the_model_does_not_have() -> None:
     serves(engine)
 
 
-def test_close() -> None:
+def test_close_the_engine() -> None:
     engine = toy_engine()
     engine.add_request([1], GREEDY)
     engine.close()

@@ -109,7 +109,9 @@ PLACES: dict[str, Callable[[Engine, Fault], tuple[Any, str]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("late", [False, True])
-def test_wherever_a_step_fails(place: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_may_fail_at_any_point(
+    place: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [answer(result) for result in run(toy_engine(), REQUESTS)]
     struck = 0
     for at in (1, 2, 3, 5, 9, 17):
@@ -139,7 +141,7 @@ def answer(result: RequestOutput) -> object:
 
 @pytest.mark.parametrize("place", ["build", "draws", "draft", "find", "launch"])
 @pytest.mark.parametrize("batching", ["inflight", "static"])
-def test_the_request_that_steps_fail_of_ends_alone(
+def test_the_culprit_of_a_failed_step_ends_alone(
     place: str, batching: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever it is, from its first token on or from a later one: the others have the tokens that
@@ -205,7 +207,9 @@ def failing_of(
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_what_is_embedded_begins_again(pooling: Pooling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_restarts_after_a_failed_step(
+    pooling: Pooling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second chunk of the prompt fails once behind its launch, so its rows have been pooled."""
     engine, prompt = toy_engine(max_num_batched_tokens=4), list(range(1, 12))
     launch = engine._loop.executable.launch
@@ -224,7 +228,7 @@ def test_what_is_embedded_begins_again(pooling: Pooling, monkeypatch: pytest.Mon
     )  # type: ignore[arg-type]
 
 
-def test_suspects_go_one_by_one_and_then_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspects_run_one_by_one_and_then_together(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sizes = toy_engine(max_num_seqs=4), list[int]()
     launch = engine._loop.executable.launch
 
@@ -242,7 +246,7 @@ def test_suspects_go_one_by_one_and_then_together(monkeypatch: pytest.MonkeyPatc
     assert not engine._scheduler.suspects and is_whole(engine)
 
 
-def test_one_that_cannot_be_admitted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_admission_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request runs when it is looked for in the cache; those behind it in the queue go on."""
     engine = toy_engine(max_num_seqs=1)
     match = engine._scheduler._match_prefix
@@ -256,7 +260,7 @@ def test_one_that_cannot_be_admitted_ends(monkeypatch: pytest.MonkeyPatch) -> No
     assert engine.stats().failed_steps == 2 and is_whole(engine)
 
 
-def test_an_error_that_is_kept_keeps_no_sequence(
+def test_a_stored_error_keeps_no_sequence_alive(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a draft model holds for a sequence is free when the sequence is."""
@@ -293,7 +297,7 @@ def test_a_suspect_that_is_aborted_is_forgotten(monkeypatch: pytest.MonkeyPatch)
     assert not engine._scheduler.suspects and is_whole(engine)
 
 
-def test_the_prefix_cache_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prefix_cache_is_empty_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy_engine(block_size=4)
     prompt = list(range(10))
     assert [run(engine, [(prompt, SAMPLED)])[0].cached_tokens for _ in range(2)] == [0, 8]
@@ -340,7 +344,7 @@ class TestTokenizer:
             SamplingParams(seed=3, n=2, max_tokens=9),
         ],
     )
-    def test_while_it_decodes(self, engine: Engine, params: SamplingParams) -> None:
+    def test_tokenizer_error_while_decoding(self, engine: Engine, params: SamplingParams) -> None:
         good = SamplingParams(seed=3, max_tokens=9)
         whole = run(engine, [([1, 2, 3], good)])[0]
         first, second = (engine.add_request([1, 2, 3], each) for each in (params, good))
@@ -353,7 +357,7 @@ class TestTokenizer:
         assert {output.finish_reason for output in failed.outputs} == {"error"}
         assert results[second] is not None and results[second].outputs == whole.outputs  # type: ignore[union-attr]
 
-    def test_of_one_sequence_it_ends_the_others_where_they_are(self, engine: Engine) -> None:
+    def test_tokenizer_error_of_one_sequence_ends_its_siblings(self, engine: Engine) -> None:
         request_id = engine.add_request([1, 2, 3], SamplingParams(seed=3, n=2, max_tokens=9))
         engine.step()
         engine._requests[request_id].seqs[0].output._decoder.push = self.fails  # type: ignore[method-assign]
@@ -365,7 +369,7 @@ class TestTokenizer:
         assert len(result.outputs[1].token_ids) == 1
 
     @pytest.mark.parametrize("reason", ["length", "abort", "timeout"])
-    def test_at_the_end(self, reason: str) -> None:
+    def test_tokenizer_error_at_the_end(self, reason: str) -> None:
         now = [0.0]
         engine = toy_engine(clock=lambda: now[0])
         request_id = engine.add_request(
@@ -387,7 +391,7 @@ class TestTokenizer:
         )
         assert is_whole(engine)
 
-    def test_while_it_describes_the_prompt(
+    def test_tokenizer_error_in_prompt_logprobs(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(resolve, "describe", self.fails)
@@ -402,7 +406,7 @@ class TestTokenizer:
         raise KeyError("no such token")
 
 
-def test_closing_gets_over_a_step_that_failed() -> None:
+def test_closing_after_a_failed_step() -> None:
     engine = toy_engine(late=True)
     engine.add_request([1, 2, 3], SAMPLED)
     engine.step()
@@ -411,7 +415,7 @@ def test_closing_gets_over_a_step_that_failed() -> None:
     assert engine._loop.executable.inner.closed  # type: ignore[attr-defined]
 
 
-def test_a_deadline_is_the_moment_when_time_is_up() -> None:
+def test_a_request_ends_at_its_deadline() -> None:
     now = [3.0]
     engine = toy_engine(clock=lambda: now[0])
     engine.add_request([1, 2], SamplingParams(max_tokens=20), options=RequestOptions(timeout=2))
@@ -419,7 +423,7 @@ def test_a_deadline_is_the_moment_when_time_is_up() -> None:
         assert sum(update.finish_reason == "timeout" for update in engine.step()) == ended
 
 
-def test_a_request_may_wait_so_long_and_no_longer() -> None:
+def test_a_request_ends_after_the_queue_timeout() -> None:
     """One that has begun, and was preempted or not, has all the time that it wants."""
     now = [3.0]
     engine = toy_engine(clock=lambda: now[0], max_num_seqs=1, queue_timeout=2.0)
@@ -453,7 +457,7 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
     assert len(engine._deadlines) == 1 and len(engine._deadlines._heap) <= 18
 
 
-def test_deadlines_are_swept_when_most_are_of_ended_requests() -> None:
+def test_deadlines_of_ended_requests_are_swept() -> None:
     """Of forty, those that are left keep their order; a heap of sixteen more than twice the live
     ones is not swept yet.
     """
@@ -475,7 +479,7 @@ def test_deadlines_are_swept_when_most_are_of_ended_requests() -> None:
     assert not deadlines and not deadlines._heap
 
 
-def test_what_one_request_costs_does_not_grow_with_the_others() -> None:
+def test_the_cost_of_a_request_does_not_grow_with_the_queue() -> None:
     """Ranks that are looked at to drop a sequence, as many as the binary logarithm of those that
     wait.
     """

@@ -35,7 +35,7 @@ def keeps_the_promise(model: tuple[ModelSpec, Tensors], kv_dtype: Any, **options
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_same_request_gives_the_same_tokens(name: str) -> None:
+def test_all_families_give_the_same_tokens_in_any_batch(name: str) -> None:
     spec = spec_of(name)
     model = spec, random_tensors(spec, 1)
     keeps_the_promise(model, "bf16", max_num_batched_tokens=5, threads=2)

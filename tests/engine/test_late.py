@@ -22,7 +22,7 @@ def overlaps(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("multi_step_ms", [0, 1e6])
-def test_plain_decoding_overlaps(multi_step_ms: float) -> None:
+def test_steps_of_plain_decoding_overlap(multi_step_ms: float) -> None:
     requests = [
         ([1, 2, 3], SamplingParams(temperature=0, max_tokens=30)),
         ([4, 5], SamplingParams(seed=1, max_tokens=25, n=3)),
@@ -53,7 +53,7 @@ def test_steps_that_depend_on_results_do_not_overlap(
     assert overlaps(engine) == 0
 
 
-def test_blocks_of_an_aborted_request_are_free_once_its_step_has_run() -> None:
+def test_blocks_of_an_aborted_request_are_freed_after_its_step() -> None:
     engine = toy_engine(late=True)
     request_id = engine.add_request([1, 2, 3], SamplingParams(max_tokens=20))
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_blocks_of_an_aborted_request_are_free_once_its_step_has_run() -> None:
     assert not engine.has_work and engine.stats().blocks_free == engine.stats().blocks_total
 
 
-def test_an_abort_between_launch_and_finish_is_not_noticed_by_others() -> None:
+def test_an_abort_in_flight_does_not_change_other_requests() -> None:
     engine, params = toy_engine(late=True), SamplingParams(temperature=0, max_tokens=9)
     aborted, other = (engine.add_request(prompt, params) for prompt in ([1, 2, 3], [4, 5]))
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_an_abort_between_launch_and_finish_is_not_noticed_by_others() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_real_backend_overlaps(backend: str) -> None:
+def test_steps_overlap_on_a_real_backend(backend: str) -> None:
     model = tiny_model(5, window=6)
     late, plain = (
         tiny_engine(model, backend, late=late, eos_ids=(60,), slots=3200) for late in (True, False)

@@ -54,7 +54,7 @@ def test_an_output_ends_at_a_stop_string() -> None:
 
 
 @pytest.mark.parametrize("batching", ["inflight", "static"])
-def test_a_prompt_that_is_embedded_needs_its_own_slots_and_no_more(batching: str) -> None:
+def test_an_embedding_needs_the_slots_of_its_prompt(batching: str) -> None:
     result = run([7] * 32, None, POOLED, slots=32, max_model_len=64, batching=batching)
     assert result.embedding is not None
     engine = tiny_engine(MODEL, slots=32, max_model_len=64)
@@ -62,7 +62,7 @@ def test_a_prompt_that_is_embedded_needs_its_own_slots_and_no_more(batching: str
         engine.check([7] * 33, pooling=POOLED)
 
 
-def test_a_request_may_need_the_whole_pool_and_no_more() -> None:
+def test_a_request_may_need_the_whole_kv_cache() -> None:
     params = SamplingParams(
         temperature=0, max_tokens=13, ignore_eos=True
     )  # the last token has no KV

@@ -373,7 +373,7 @@ TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_beams_that_came_first_take_from_one_that_has_not_drawn() -> None:
+def test_beams_may_preempt_a_sequence_that_has_not_sampled() -> None:
     """The sequences that rank before the victim have drawn, but all of them belong to the first
     request.
     """

@@ -68,13 +68,13 @@ def timed_engine(
     return engine
 
 
-def test_launches_go_on_until_the_time_is_over() -> None:
+def test_launches_continue_until_multi_step_ms() -> None:
     engine = timed_engine()
     add(engine, [1, 2])
     assert tokens_by_step(engine) == [1, *[3] * 9, 2]
 
 
-def test_slots_are_reserved_for_as_many_launches_as_there_is_time_for() -> None:
+def test_slots_are_reserved_for_the_launches_in_multi_step_ms() -> None:
     """Two sequences with two tokens in KV share four blocks of four: there is room for six more
     tokens of each, three at a time.
     """
@@ -84,13 +84,13 @@ def test_slots_are_reserved_for_as_many_launches_as_there_is_time_for() -> None:
     assert tokens_by_step(engine)[:3] == [2, 2 * 3, 2 * 3]
 
 
-def test_one_slow_launch_does_not_end_it_for_good() -> None:
+def test_multi_step_resumes_after_a_slow_launch() -> None:
     engine = timed_engine([TICK, 1.0])
     add(engine, [1, 2])
     assert tokens_by_step(engine) == [1, 1, 1, *[3] * 9]
 
 
-def test_launches_go_on_though_results_come_late() -> None:
+def test_launches_continue_while_results_are_late() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS, late=True)
     add(engine, [1, 2])
     assert max(tokens_by_step(engine)) == MAX_LAUNCHES
@@ -115,7 +115,7 @@ class Watcher:
         self.seen.append(result.logits is not None)
 
 
-def test_a_proposer_is_shown_what_it_needs_of_the_last_launch() -> None:
+def test_a_proposer_observes_the_last_launch() -> None:
     clock = Clock()
     watcher = Watcher(clock)
     engine = timed_engine(clock=clock, proposer=watcher, adaptive_speculation=True)
@@ -138,7 +138,7 @@ def test_several_launches_follow_when_no_draft_comes() -> None:
     assert max(tokens) > 1
 
 
-def test_the_time_that_holds_back_admissions_is_that_of_one_launch() -> None:
+def test_target_token_ms_is_compared_with_one_launch() -> None:
     engine = timed_engine(target_token_ms=2000 * TICK)
     add(engine, [1, 2])
     assert [sum(len(update.token_ids) for update in engine.step()) for _ in range(6)] == [
@@ -150,7 +150,7 @@ def test_the_time_that_holds_back_admissions_is_that_of_one_launch() -> None:
     assert engine.stats().running == 2
 
 
-def test_slots_of_a_draft_that_did_not_come_are_given_back() -> None:
+def test_slots_of_an_empty_draft_are_freed() -> None:
     """Four tokens fill a block. A draft node would need another."""
     engine = toy_engine(proposer=Watcher(Clock()), block_size=4, max_draft_tokens=1)
     add(engine, [1, 2, 3, 4])
@@ -158,7 +158,7 @@ def test_slots_of_a_draft_that_did_not_come_are_given_back() -> None:
     assert engine.stats().blocks_used == 1
 
 
-def test_a_request_gets_its_first_token_alone_and_then_several_at_a_time() -> None:
+def test_the_first_token_comes_alone_then_several_together() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS)
     add(engine, [1, 2])
     assert tokens_by_step(engine) == [1, MAX_LAUNCHES, 13]
@@ -166,7 +166,7 @@ def test_a_request_gets_its_first_token_alone_and_then_several_at_a_time() -> No
     assert (stats.steps, stats.rows, stats.rows_last) == (30, 31, 1)
 
 
-def test_it_ends_with_the_launch_that_runs_where_it_is_wanted() -> None:
+def test_multi_step_ends_when_it_should_stop() -> None:
     engine, asked = toy_engine(multi_step_ms=ALWAYS), iter([False, False, True] * 20)
     add(engine, [1, 2])
     counts = []
@@ -175,7 +175,7 @@ def test_it_ends_with_the_launch_that_runs_where_it_is_wanted() -> None:
     assert counts == [1, *[3] * 9, 2]
 
 
-def test_tokens_come_one_at_a_time_if_steps_are_longer_or_it_is_switched_off() -> None:
+def test_tokens_come_one_at_a_time_without_multi_step() -> None:
     for multi_step_ms in (0, 1e-6):
         engine = toy_engine(multi_step_ms=multi_step_ms)
         add(engine, [1, 2], max_tokens=5)
@@ -202,7 +202,7 @@ def test_launches_end_when_no_block_is_free() -> None:
     assert engine.stats().blocks_free == 4
 
 
-def test_there_are_half_as_many_launches_until_blocks_are_enough() -> None:
+def test_launches_are_halved_until_the_blocks_suffice() -> None:
     """Two sequences with two tokens in KV share four blocks of four: there is room for six more
     tokens of each, and not for thirteen.
     """
@@ -212,7 +212,7 @@ def test_there_are_half_as_many_launches_until_blocks_are_enough() -> None:
     assert tokens_by_step(engine)[:2] == [2, 2 * 6]
 
 
-def test_a_new_request_waits_for_one_multi_step_at_most() -> None:
+def test_a_new_request_waits_for_one_multi_step() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS)
     add(engine, [1, 2])
     engine.step()
@@ -224,7 +224,7 @@ def test_a_new_request_waits_for_one_multi_step_at_most() -> None:
 @pytest.mark.parametrize(
     "params", [{"n": 3, "temperature": 1.0}, {"beam_width": 3}, {"prompt_logprobs": 1}]
 )
-def test_other_decoding_gives_the_same_results(params: dict[str, object]) -> None:
+def test_multi_step_gives_the_same_results(params: dict[str, object]) -> None:
     results: list[list[RequestOutput]] = []
     for multi_step_ms in (0, ALWAYS):
         engine = toy_engine(multi_step_ms=multi_step_ms)
@@ -240,7 +240,7 @@ def test_other_decoding_gives_the_same_results(params: dict[str, object]) -> Non
         same(one, other, exact=True)
 
 
-def test_logits_that_are_not_finite_end_their_own_request_only() -> None:
+def test_non_finite_logits_in_multi_step_end_one_request() -> None:
     free = plain_decoding([4], SamplingParams(temperature=0, max_tokens=30), 0)
     engine = toy_engine(multi_step_ms=ALWAYS, broken=free[5])
     results = run_all(
@@ -260,7 +260,7 @@ def test_logits_that_are_not_finite_end_their_own_request_only() -> None:
     same(results[1], alone[0], exact=True)
 
 
-def test_there_are_drafts_in_spite_of_multi_step_decoding() -> None:
+def test_drafts_continue_with_multi_step() -> None:
     engine = toy_engine(multi_step_ms=ALWAYS, proposer=RandomTrees(0, 23, {}, max_nodes=4))
     add(engine, [1, 2], max_tokens=20)
     tokens_by_step(engine)
@@ -268,7 +268,7 @@ def test_there_are_drafts_in_spite_of_multi_step_decoding() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_real_backend_gives_the_same_results(backend: str) -> None:
+def test_multi_step_on_a_real_backend(backend: str) -> None:
     model = tiny_model(5, window=40)
     requests = [
         (

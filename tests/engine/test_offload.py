@@ -45,7 +45,7 @@ def is_empty(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("windows", [(0,), (0, 5)])
 @pytest.mark.parametrize("late", [False, True])
-def test_prompts_that_recur_are_computed_once(late: bool, windows: tuple[int, ...]) -> None:
+def test_recurring_prompts_are_computed_once(late: bool, windows: tuple[int, ...]) -> None:
     """Four prompts of six blocks in a pool of ten."""
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=5)
     prompts = recurring(4, 25, 3)
@@ -64,7 +64,7 @@ def test_prompts_that_recur_are_computed_once(late: bool, windows: tuple[int, ..
     assert rows[0] - rows[1000] == 8 * 24
 
 
-def test_a_preempted_sequence_gets_its_blocks_back() -> None:
+def test_a_preempted_sequence_loads_its_blocks() -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompts = recurring(3, 17, 1)
     rows = {}
@@ -84,7 +84,7 @@ def test_a_preempted_sequence_gets_its_blocks_back() -> None:
     assert rows[1000] < rows[0]
 
 
-def test_nothing_goes_where_it_would_come_back_too_late() -> None:
+def test_offloading_is_skipped_if_loading_is_slower() -> None:
     engine = toy_engine(num_blocks=10, **OFFLOAD)
     for prompt in recurring(3, 25, 1):
         one(engine, prompt)
@@ -101,14 +101,14 @@ def test_nothing_goes_where_it_would_come_back_too_late() -> None:
     assert is_empty(engine)
 
 
-def test_a_step_learns_how_long_a_row_takes() -> None:
+def test_steps_measure_the_time_of_a_row() -> None:
     seconds = iter(range(10_000))
     engine = toy_engine(num_blocks=10, clock=lambda: float(next(seconds)), **OFFLOAD)
     one(engine, list(range(20)))
     assert 0 < engine._kv.host._row_seconds < 2
 
 
-def test_a_copy_that_fails_is_a_step_that_fails() -> None:
+def test_a_failed_copy_fails_the_step() -> None:
     """What is in the host's memory is not believed any more, and all requests go on as if nothing
     had been.
     """
@@ -133,14 +133,14 @@ def test_a_copy_that_fails_is_a_step_that_fails() -> None:
 
 
 @pytest.mark.parametrize("options", [{"prefix_cache": False}, {"kv_offload_bytes": 0}])
-def test_there_may_be_none(options: dict[str, Any]) -> None:
+def test_offloading_may_be_off(options: dict[str, Any]) -> None:
     engine = toy_engine(num_blocks=10, **OFFLOAD | options)
     for prompt in recurring(4, 25, 2):
         one(engine, prompt)
     assert engine.stats().offloaded_blocks == 0 and engine._kv.host._store is None
 
 
-def test_the_cpu_has_none() -> None:
+def test_the_cpu_backend_has_no_offloading() -> None:
     engine = tiny_engine(model(0), "cpu", slots=128, kv_offload_bytes=1 << 20)
     assert engine._kv.host._store is None
     assert (
@@ -151,7 +151,7 @@ def test_the_cpu_has_none() -> None:
             engine_config({"kv_offload_bytes": wrong})
 
 
-def test_prometheus_reads_what_went_and_came_back() -> None:
+def test_offloading_in_prometheus_metrics() -> None:
     engine = toy_engine(num_blocks=10, **OFFLOAD)
     for prompt in recurring(4, 25, 2):
         one(engine, prompt)
@@ -164,7 +164,7 @@ def test_prometheus_reads_what_went_and_came_back() -> None:
     assert f"headrace_kv_host_bytes {float(stats.kv_host_bytes)}" in text
 
 
-def test_memory_is_given_back() -> None:
+def test_offloading_frees_its_memory() -> None:
     engine = toy_engine(num_blocks=10, **OFFLOAD)
     for prompt in recurring(3, 25, 1):
         one(engine, prompt)
@@ -183,7 +183,7 @@ def test_memory_is_given_back() -> None:
     max_num_batched_tokens=st.sampled_from([5, 64]),
     late=st.booleans(),
 )
-def test_same_request_same_tokens(
+def test_offloading_gives_the_same_tokens(
     which: int, order: list[int], stagger: int, slots: int, **config: Any
 ) -> None:
     expected: list[RequestOutput] = alone("reference", which, "bf16")

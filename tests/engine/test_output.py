@@ -129,7 +129,7 @@ class TestStopTokens:
         assert push_all(out, [A, EOS, B]) == ["a", ""]
         assert (out.token_ids, out.finish_reason, out.stop_reason) == ([A, EOS], "stop", None)
 
-    def test_ignore_eos_goes_on_after_it(self) -> None:
+    def test_ignore_eos_continues_after_an_end_token(self) -> None:
         out = output(ignore_eos=True)
         push_all(out, [A, EOS, B])
         assert out.finish_reason is None
@@ -215,7 +215,7 @@ def test_a_clone_continues_independently(tokens: list[int], at: int, other: list
     assert clone.completion(0) == expected.completion(0)
 
 
-def test_the_end_is_news_once() -> None:
+def test_the_end_is_reported_once() -> None:
     out = output()
     assert not out.has_new
     out.push(EOS, None)
@@ -225,7 +225,7 @@ def test_the_end_is_news_once() -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_text_goes_on_after_the_prompt_with_special_tokens_as_asked(skip: bool) -> None:
+def test_special_tokens_in_the_text(skip: bool) -> None:
     asked = []
 
     class Vocabulary(TinyVocabulary):

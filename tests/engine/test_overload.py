@@ -108,7 +108,7 @@ def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 4)])
-def test_a_sequence_draws_before_it_gives_way(windows: tuple[int, ...]) -> None:
+def test_a_sequence_samples_before_it_is_preempted(windows: tuple[int, ...]) -> None:
     """A prompt that takes many steps beside others that grow: they give way among themselves,
     though they came before it.
     """

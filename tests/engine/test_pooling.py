@@ -73,7 +73,7 @@ EMBEDDED = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(embedded=EMBEDDED, drafts=st.booleans(), **LOADS)
-def test_a_vector_has_the_same_bits_whatever_shares_its_steps(
+def test_an_embedding_has_the_same_bits_in_any_batch(
     embedded: list[tuple[int, PoolingParams]],
     drafts: bool,
     which: int,
@@ -116,7 +116,7 @@ def test_a_vector_has_the_same_bits_whatever_shares_its_steps(
 
 
 @pytest.mark.parametrize("how", ["medusa", "self_draft", "draft_model"])
-def test_beside_models_that_draft(how: str) -> None:
+def test_embeddings_with_draft_models(how: str) -> None:
     engine, _ = draft_engine(model(0), how, depth=3, slots=800)
     ids = {embed(engine, PROMPTS[2], each): each for each in HOW}
     engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=30))
@@ -127,7 +127,7 @@ def test_beside_models_that_draft(how: str) -> None:
 
 
 @pytest.mark.parametrize("which", range(len(MODELS)))
-def test_cpu_and_reference_agree(which: int) -> None:
+def test_embeddings_of_cpu_and_reference_agree(which: int) -> None:
     if MODELS[which].get("format"):
         return  # int8 activations are not float64
     engine = tiny_engine(model(which), "reference", slots=800, kv_dtype="f32")
@@ -137,7 +137,7 @@ def test_cpu_and_reference_agree(which: int) -> None:
         assert np.abs(vector_of(result) - fast).max() < 1e-4 * np.abs(fast).max()
 
 
-def test_what_the_three_kinds_of_pooling_are() -> None:
+def test_pooling_last_mean_and_cls() -> None:
     engine = toy_engine()
     ids = {
         embed(engine, [4, 5, 6, 7], PoolingParams(pooling=pooling)): pooling
@@ -147,7 +147,7 @@ def test_what_the_three_kinds_of_pooling_are() -> None:
         assert vector_of(result).tolist() == toy_vector([4, 5, 6, 7], ids[request_id]).tolist()
 
 
-def test_a_sum_has_the_bits_of_its_rows_in_order() -> None:
+def test_mean_pooling_adds_rows_in_order() -> None:
     rows = (
         np.random.default_rng(0).normal(0, 1, (50, 3)) * 10.0 ** (np.arange(50) % 9)[:, None]
     ).astype(np.float32)
@@ -162,7 +162,7 @@ def test_a_sum_has_the_bits_of_its_rows_in_order() -> None:
     assert mean_vector(np.zeros(2), 2, normalise=True).tolist() == [0, 0]
 
 
-def test_what_comes_from_the_prefix_cache() -> None:
+def test_embeddings_use_the_prefix_cache() -> None:
     """All but the last row; nothing where all rows are needed, and those of a mean leave their KV
     to others.
     """
@@ -176,14 +176,14 @@ def test_what_comes_from_the_prefix_cache() -> None:
     assert cached == {"mean": 0, "last": 8, "cls": 0}
 
 
-def test_the_first_row_is_all_that_cls_waits_for() -> None:
+def test_cls_pooling_ends_after_the_first_row() -> None:
     engine = toy_engine(max_num_batched_tokens=4)
     embed(engine, [1] * 30, PoolingParams(pooling="cls"))
     results_of(engine)
     assert engine.stats().rows == 4 and engine.stats().blocks_free == engine.stats().blocks_total
 
 
-def test_rows_that_are_pooled_have_no_logits() -> None:
+def test_pooled_rows_have_no_logits() -> None:
     engine = toy_engine()
     embed(engine, [1] * 30, PoolingParams(pooling="mean"))
     results_of(engine)
@@ -191,7 +191,7 @@ def test_rows_that_are_pooled_have_no_logits() -> None:
 
 
 @pytest.mark.parametrize(("prefix_cache", "rows"), [(False, 8 + 18), (True, 18)])
-def test_a_mean_goes_on_after_preemption(prefix_cache: bool, rows: int) -> None:
+def test_mean_pooling_continues_after_preemption(prefix_cache: bool, rows: int) -> None:
     """What was pooled before is not pooled again, and may come from the cache."""
     engine = toy_engine(max_num_batched_tokens=4, prefix_cache=prefix_cache)
     request_id = embed(engine, [1, 2, 3] * 6, PoolingParams(pooling="mean"))
@@ -206,7 +206,7 @@ def test_a_mean_goes_on_after_preemption(prefix_cache: bool, rows: int) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_batch_that_begins_and_ends_together(late: bool) -> None:
+def test_embeddings_in_a_static_batch(late: bool) -> None:
     engine = toy_engine(batching="static", late=late)
     ids = {
         embed(engine, [4, 5, 6, 7], PoolingParams(pooling=pooling)): pooling
@@ -220,7 +220,7 @@ def test_a_batch_that_begins_and_ends_together(late: bool) -> None:
     assert engine.stats().blocks_free == engine.stats().blocks_total
 
 
-def test_rows_that_are_not_finite_fail_their_request_alone() -> None:
+def test_non_finite_rows_fail_one_embedding() -> None:
     engine = toy_engine(broken=3)
     bad, good = (
         embed(engine, prompt, PoolingParams(pooling="mean")) for prompt in ([1, 2, 3], [1, 2, 4])
@@ -235,7 +235,7 @@ def test_rows_that_are_not_finite_fail_their_request_alone() -> None:
     )
 
 
-def test_each_row_is_pooled_once_whatever_the_steps_are() -> None:
+def test_each_row_is_pooled_once() -> None:
     """Ten tokens in steps of four; after the second all KV is lost, and computed again."""
     steps = ((0, 4), (4, 4), (0, 6), (6, 4))
     expected: dict[Pooling, list[range]] = {
@@ -251,7 +251,7 @@ def test_each_row_is_pooled_once_whatever_the_steps_are() -> None:
         assert rows.vector is not None
 
 
-def test_a_vector_is_there_once_all_rows_are() -> None:
+def test_an_embedding_is_complete_after_all_rows() -> None:
     total = Pooled(np.array([30.0, -40.0]))
     for normalise, expected in ((False, [3.0, -4.0]), (True, [0.6, -0.8])):
         rows = PromptPooling(PoolingParams(pooling="mean", normalise=normalise), 10)
@@ -264,7 +264,7 @@ def test_a_vector_is_there_once_all_rows_are() -> None:
         assert vectors[2].tolist() == np.array(expected, np.float32).tolist()
 
 
-def test_a_prompt_may_fill_the_context() -> None:
+def test_an_embedded_prompt_may_fill_the_context() -> None:
     engine = toy_engine(max_model_len=12, num_blocks=3)
     request_id = embed(engine, [1] * 12, PoolingParams())
     assert (
@@ -289,6 +289,6 @@ def test_a_prompt_may_fill_the_context() -> None:
         ({"normalise": 1}, "normalise must be true or false, not 1"),
     ],
 )
-def test_what_there_is_not(given: dict[str, Any], message: str) -> None:
+def test_pooling_params_that_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         PoolingParams(**given)

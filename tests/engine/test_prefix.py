@@ -28,7 +28,7 @@ def one(
     return result
 
 
-def test_a_hit_computes_the_rest_only() -> None:
+def test_a_prefix_hit_computes_only_the_rest() -> None:
     engine = toy_engine()
     first = one(engine, PROMPT)
     rows = engine.stats().rows
@@ -45,7 +45,7 @@ def test_a_hit_computes_the_rest_only() -> None:
     assert stats.blocks_cached == 3  # of 10 + 5 tokens with KV
 
 
-def test_output_is_found_too() -> None:
+def test_a_prefix_hit_on_output() -> None:
     """The next turn of a conversation has the last one's answer in its prompt."""
     engine = toy_engine()
     first = one(engine, PROMPT)
@@ -53,7 +53,7 @@ def test_output_is_found_too() -> None:
     assert one(engine, turn).cached_tokens == 12
 
 
-def test_a_running_request_is_found() -> None:
+def test_a_prefix_hit_on_a_running_request() -> None:
     engine = toy_engine()
     for prompt in (PROMPT, [*PROMPT[:8], 20]):
         engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20))
@@ -69,7 +69,7 @@ def test_the_last_token_is_always_computed(length: int, cached: int) -> None:
         assert one(engine, PROMPT[:length]).cached_tokens == hit
 
 
-def test_no_hit_under_another_salt() -> None:
+def test_no_prefix_hit_with_another_salt() -> None:
     engine = toy_engine()
     salted = [RequestOptions(cache_salt=salt) for salt in (None, "", "a", "b")]
     assert [one(engine, PROMPT, options=each).cached_tokens for each in salted] == [0] * 4
@@ -79,7 +79,7 @@ def test_no_hit_under_another_salt() -> None:
             engine.add_request(PROMPT, GREEDY, options=RequestOptions(cache_salt=salt))  # type: ignore[arg-type]
 
 
-def test_rows_that_score_the_prompt_are_computed() -> None:
+def test_prompt_logprobs_are_computed_despite_a_prefix_hit() -> None:
     engine = toy_engine()
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
     cold = one(engine, PROMPT, params)
@@ -88,7 +88,7 @@ def test_rows_that_score_the_prompt_are_computed() -> None:
     assert len(warm.prompt_logprobs or []) == len(PROMPT)
 
 
-def test_scores_that_are_recorded_need_no_rows() -> None:
+def test_recorded_prompt_logprobs_are_not_recomputed() -> None:
     """A request that gave way in the middle of its prompt goes on where its records end."""
     engine = toy_engine(max_logit_rows=6)
     engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0))
@@ -101,7 +101,7 @@ def test_scores_that_are_recorded_need_no_rows() -> None:
     drain(engine)
 
 
-def test_siblings_find_their_blocks_after_they_gave_way() -> None:
+def test_preempted_siblings_hit_their_blocks() -> None:
     engine = toy_engine()
     params = SamplingParams(n=3, seed=5, max_tokens=12)
     engine.add_request(PROMPT, params)
@@ -130,7 +130,7 @@ def test_equal_requests_at_once_end_on_equal_blocks() -> None:
     assert engine.stats().blocks_total - engine.stats().blocks_free == 2 + 4
 
 
-def test_memory_of_n_samples() -> None:
+def test_n_samples_share_memory() -> None:
     """n sequences on a prompt of P tokens with G tokens each hold P + n G slots, but for partly
     filled blocks and copies of one.
     """
@@ -160,7 +160,7 @@ def shared_prompts(count: int, vocab: int, longest: int) -> list[list[int]]:
     return prompts[1:]
 
 
-def test_ten_thousand_prompts_with_and_without() -> None:
+def test_ten_thousand_prompts_with_and_without_prefix_cache() -> None:
     prompts = shared_prompts(10_000, VOCAB, 30)
     params = [
         SamplingParams(seed=i, temperature=0.0 if i % 3 else 0.9, max_tokens=1 + i % 3)
@@ -179,7 +179,7 @@ def test_ten_thousand_prompts_with_and_without() -> None:
 
 
 @pytest.mark.parametrize("slots", [192, 4096])
-def test_with_and_without_on_kernels(slots: int) -> None:
+def test_kernels_with_and_without_prefix_cache(slots: int) -> None:
     """Tokens and log-probabilities, to the bit."""
     model = tiny_model(0)
     prompts = [

@@ -24,13 +24,13 @@ def order(updates: list[Any]) -> list[str]:
 
 
 class TestPriority:
-    def test_the_lowest_goes_first(self) -> None:
+    def test_the_lowest_priority_runs_first(self) -> None:
         engine = toy_engine(max_num_seqs=1)
         for i, priority in enumerate([0, 3, -2, 0, 1, -2]):
             engine.add_request([i], ONE, options=RequestOptions(priority=priority))
         assert order(drain(engine)) == ["2", "5", "0", "3", "4", "1"]
 
-    def test_waiting_makes_up_for_it(self) -> None:
+    def test_waiting_raises_the_priority(self) -> None:
         """A stream of requests that go before cannot hold back one that came a level's worth of
         steps earlier.
         """
@@ -44,7 +44,7 @@ class TestPriority:
             assert engine.stats().steps <= STEPS_PER_PRIORITY + 4
         assert engine.stats().steps >= STEPS_PER_PRIORITY
 
-    def test_the_least_urgent_gives_way(self) -> None:
+    def test_the_highest_priority_value_is_preempted(self) -> None:
         engine = toy_engine(num_blocks=7, block_size=4)
         for i, priority in enumerate([1, 0]):
             engine.add_request(
@@ -65,7 +65,7 @@ class TestPriority:
 
 
 class TestTimeout:
-    def test_in_the_queue_and_in_the_middle(self) -> None:
+    def test_timeout_in_the_queue_and_while_running(self) -> None:
         engine = toy_engine(max_num_seqs=1)
         params = SamplingParams(temperature=0, max_tokens=30)
         running = engine.add_request([1, 2], params)
@@ -84,7 +84,7 @@ class TestTimeout:
         stats = engine.stats()
         assert not engine.has_work and stats.blocks_free == stats.blocks_total
 
-    def test_all_sequences_end(self) -> None:
+    def test_timeout_ends_all_sequences(self) -> None:
         engine = toy_engine()
         engine.add_request(
             [1], SamplingParams(n=3, seed=1, max_tokens=20), options=RequestOptions(timeout=0.0)
@@ -93,7 +93,7 @@ class TestTimeout:
         assert [update.finish_reason for update in updates] == ["timeout"] * 3
         assert [update.result is not None for update in updates] == [False, False, True]
 
-    def test_a_later_request_of_the_same_id_is_not_meant(self) -> None:
+    def test_timeout_does_not_end_a_later_request_of_the_same_id(self) -> None:
         engine = toy_engine()
         engine.add_request([1], TWO, request_id="a", options=RequestOptions(timeout=0.0))
         engine.abort("a")
@@ -107,7 +107,7 @@ class TestTimeout:
 
 
 class TestPace:
-    def test_one_slow_step_is_nothing_and_a_new_sequence_is_measured(self) -> None:
+    def test_the_median_ignores_one_slow_step(self) -> None:
         step_timer = StepTimer(target_ms=10)
         for seconds in [0.001] * (WINDOW - 1):
             step_timer.record(seconds)
@@ -124,7 +124,7 @@ class TestPace:
         assert step_timer.allows_admission
         assert StepTimer(0).allows_admission
 
-    def test_slow_steps_make_requests_wait_and_change_no_token(self) -> None:
+    def test_slow_steps_delay_admission_and_keep_the_tokens(self) -> None:
         engine = toy_engine(target_token_ms=1e-6)  # no step is so fast
         prompts = [[i, 1, 2] for i in range(4)]
         for prompt in prompts:
@@ -142,7 +142,7 @@ class TestPace:
             plain_decoding(p, TWO, 0) for p in prompts
         ]
 
-    def test_with_time_to_spare_nobody_waits_for_ever(self) -> None:
+    def test_fast_steps_admit_every_request(self) -> None:
         engine = toy_engine(target_token_ms=1e6)
         params = SamplingParams(temperature=0, max_tokens=30)
         for i in range(3):

@@ -279,7 +279,7 @@ def test_same_request_same_tokens(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_no_window_reaches_is_let_go(backend: str) -> None:
+def test_blocks_outside_all_windows_are_released(backend: str) -> None:
     """A long output holds no more blocks than its window, and so finds room beside others."""
     made = tiny_model(3, window=40)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, logprobs=1, ignore_eos=True)
@@ -305,7 +305,7 @@ INTERLEAVED = tiny_model(3, dim=64, layers=5, window=(0, 40, 40), context=512)
 
 @pytest.mark.parametrize("kv_dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_layers_with_a_window_keep_no_more_than_they_see(backend: str, kv_dtype: KvDtype) -> None:
+def test_window_layers_hold_only_visible_blocks(backend: str, kv_dtype: KvDtype) -> None:
     """Though their neighbours keep everything: blocks and bytes of each group, step by step, inside
     a long prompt and after it.
     """
@@ -392,7 +392,7 @@ HOW: dict[str, dict[str, Any]] = {
     ("backend", "how"),
     [*(("cpu", how) for how in HOW), ("reference", "plain"), ("reference", "preemption")],
 )
-def test_what_windows_let_go_is_not_missed(backend: str, how: str) -> None:
+def test_released_blocks_are_never_read(backend: str, how: str) -> None:
     options = {"slots": 1024, "kv_dtype": "f32", **HOW[how]}
     engine = (
         draft_engine(INTERLEAVED, backend=backend, **options)[0]
@@ -424,7 +424,7 @@ def test_right_drafts_save_steps(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_preemption_happens_and_is_not_seen(backend: str) -> None:
+def test_preemption_gives_the_same_tokens(backend: str) -> None:
     expected = alone(backend, 0, "f32")
     engine = tiny_engine(
         model(0), backend, slots=42, eos_ids=EOS, kv_dtype="f32"

@@ -152,7 +152,7 @@ def test_same_request_same_tokens(
     assert stats.blocks_free == stats.blocks_total and stats.proposer_failures == 0
 
 
-def test_preemption_is_not_seen(
+def test_preemption_gives_the_same_tokens(
     executables: dict[int, Executable], alone: list[RequestOutput]
 ) -> None:
     engine = engine_on(
@@ -169,7 +169,7 @@ def test_preemption_is_not_seen(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_quantised_kv(dtype: KvDtype) -> None:
+def test_quantised_kv_gives_the_same_tokens_in_any_batch(dtype: KvDtype) -> None:
     model, _ = checkpoint()
     kv = replace(KV, dtype=dtype)
     executable = compile_program(

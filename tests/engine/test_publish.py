@@ -30,7 +30,7 @@ def files(path: Path) -> dict[str, str]:
     }
 
 
-def test_where_records_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADRACE_STATS", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert folder() == Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
@@ -40,7 +40,7 @@ def test_where_records_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert folder() == Path("/elsewhere")
 
 
-def test_a_private_folder_is_of_this_user_alone(
+def test_a_private_folder_belongs_to_this_user(
     watched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert is_private(watched)
@@ -56,7 +56,7 @@ def test_a_private_folder_is_of_this_user_alone(
     assert not is_private(watched)
 
 
-def test_nothing_but_a_regular_file_is_read(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abcdef")
     assert read_file(tmp_path / "file", 4) == b"abcd"
     os.mkfifo(tmp_path / "pipe")
@@ -79,7 +79,9 @@ def test_a_record_is_written_every_quarter_of_a_second(watched: Path) -> None:
     assert files(watched) == {}
 
 
-def test_only_while_the_file_is_fresh(watched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_written_while_the_watch_file_is_fresh(
+    watched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publisher = Publisher(lambda with_map: {})
     touched = (watched / "watch").stat().st_mtime
     for age, written in ((3.1, {}), (2.9, {"json": "{}"})):
@@ -92,15 +94,13 @@ def test_only_while_the_file_is_fresh(watched: Path, monkeypatch: pytest.MonkeyP
     ("text", "with_map"),
     [("", "false"), ("map", "true"), (" " * 61 + "map", "true"), (" " * 62 + "map", "false")],
 )
-def test_the_map_is_in_a_record_where_the_file_asks_for_it(
-    watched: Path, text: str, with_map: str
-) -> None:
+def test_the_map_is_written_on_request(watched: Path, text: str, with_map: str) -> None:
     (watched / "watch").write_text(text)
     Publisher(lambda with_map: {"map": with_map}).tick(0.0)
     assert files(watched) == {"json": f'{{"map":{with_map}}}'}
 
 
-def test_what_lies_where_a_record_is_written(watched: Path, tmp_path: Path) -> None:
+def test_other_files_in_place_of_a_record(watched: Path, tmp_path: Path) -> None:
     """What is left of an older one is replaced as a whole, and a link is not followed."""
     publisher = Publisher(lambda with_map: {"a": [1, 2]})
     new = watched / f".{publisher._name}.new"
@@ -113,7 +113,7 @@ def test_what_lies_where_a_record_is_written(watched: Path, tmp_path: Path) -> N
     assert (tmp_path / "other").read_text() == "mine"
 
 
-def test_engines_of_a_process_have_names_of_their_own(watched: Path) -> None:
+def test_each_engine_has_a_record_of_its_own(watched: Path) -> None:
     names = [Publisher(lambda with_map: {})._name.split("-") for _ in range(2)]
     assert [pid for pid, _ in names] == [str(os.getpid())] * 2 and int(names[0][1]) + 1 == int(
         names[1][1]

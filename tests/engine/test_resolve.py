@@ -11,7 +11,7 @@ from tests.random_trees import RandomTrees
 from tests.tiny import run_all
 
 
-def test_the_tokens_of_several_launches_follow_each_other() -> None:
+def test_tokens_of_several_launches_are_joined() -> None:
     first, second = (
         SampleResult([token], [], [TokenLogprobs(-1.0 * token, 1, [], [])]) for token in (4, 5)
     )
@@ -21,13 +21,13 @@ def test_the_tokens_of_several_launches_follow_each_other() -> None:
     )
 
 
-def test_what_follows_logits_that_are_not_finite_does_not_count() -> None:
+def test_tokens_after_non_finite_logits_are_dropped() -> None:
     first, second = SampleResult([4], [], []), SampleResult([5], [], [])
     assert _concatenate([first, None, second]) == first
     assert _concatenate([None, first]) is None and _concatenate([None]) is None
 
 
-def test_a_prompt_goes_on_beside_drafts_and_commits_nothing() -> None:
+def test_a_prompt_chunk_has_an_empty_commit() -> None:
     proposer, params = (
         RandomTrees(0, VOCAB, {}, max_nodes=4),
         SamplingParams(temperature=0, max_tokens=6),

@@ -115,7 +115,7 @@ def told(updates: list[Update], index: int, count: int) -> tuple[str, list[Logpr
     ),
     drafts=st.booleans(),
 )
-def test_whatever_was_told_the_rest_is_the_same(
+def test_a_resumed_request_generates_the_same_rest(
     asked: tuple[list[int], SamplingParams],
     data: st.DataObject,
     options: dict[str, Any],
@@ -174,7 +174,7 @@ def test_whatever_was_told_the_rest_is_the_same(
         other.close()
 
 
-def test_many_at_once_beside_others_and_after_a_step_that_fails(
+def test_many_resumed_requests_and_a_failed_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Among them one that is recomputed after a failed step: it goes on behind what it brought and
@@ -279,19 +279,19 @@ PLAIN = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
         ),
     ],
 )
-def test_what_no_engine_can_have_told(params: SamplingParams, given: Any, said: str) -> None:
+def test_output_token_ids_that_are_refused(params: SamplingParams, given: Any, said: str) -> None:
     one = undisturbed()
     with pytest.raises(RequestError, match=said):
         one.add_request([1, 2], params, output_token_ids=given)
     assert not one.has_work
 
 
-def test_an_embedding_has_none() -> None:
+def test_an_embedding_has_no_output_token_ids() -> None:
     with pytest.raises(RequestError, match="an embedding always starts from its prompt"):
         undisturbed().check([1, 2], pooling=PoolingParams(), output_token_ids=[[1]])
 
 
-def test_the_context_is_the_limit() -> None:
+def test_output_token_ids_are_limited_by_the_context() -> None:
     """Where `max_tokens` says nothing, what was told must fit in the context."""
     one = undisturbed()
     with pytest.raises(
@@ -301,7 +301,7 @@ def test_the_context_is_the_limit() -> None:
         one.add_request([1, 2], replace(PLAIN, max_tokens=None), output_token_ids=[[1] * 95])
 
 
-def test_none_at_all_is_a_request_that_begins() -> None:
+def test_empty_output_token_ids_are_a_fresh_request() -> None:
     prompt, params = [5, 6], SamplingParams(seed=1, n=2, max_tokens=6)
     (expected,) = run_all(undisturbed(), [(prompt, params)])
     for nothing in ([], [[], []]):
@@ -309,7 +309,7 @@ def test_none_at_all_is_a_request_that_begins() -> None:
         assert result.outputs == expected.outputs
 
 
-def test_a_continuation_without_tokens_is_one_sequence() -> None:
+def test_a_resumed_output_without_tokens_is_one_sequence() -> None:
     """Where another has some, it does not fork after the prompt: the scheduler needs room for
     itself alone.
     """

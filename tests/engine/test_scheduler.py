@@ -47,7 +47,7 @@ def step(engine: Engine) -> list[tuple[int, int, int]]:
     return found[0]
 
 
-def test_decoding_goes_before_chunks() -> None:
+def test_decoding_comes_before_prompt_chunks() -> None:
     engine = toy_engine(max_num_batched_tokens=8)
     for _ in range(3):
         add(engine, 1)
@@ -57,7 +57,7 @@ def test_decoding_goes_before_chunks() -> None:
     assert step(engine) == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 2, 0)]
 
 
-def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
+def test_prompt_chunks_are_small_in_a_decoding_step() -> None:
     engine = toy_engine(chunked_prefill_size=2)
     add(engine, 12)
     assert step(engine) == [(0, 12, 0)]  # none decodes
@@ -74,7 +74,7 @@ def test_a_long_prompt_has_few_rows_beside_tokens() -> None:
     assert step(engine) == [*[(3, 1, 0)] * 5, (0, 1, 0), (1, 1, 0), (2, 9, 0)]  # seven decode
 
 
-def test_a_prompt_has_fewer_rows_the_deeper_they_are() -> None:
+def test_prompt_chunks_shrink_with_the_context() -> None:
     engine = toy_engine(chunked_prefill_size=7, attention_crossover=4)
     add(engine, 1)
     step(engine)
@@ -88,7 +88,7 @@ def test_a_prompt_has_fewer_rows_the_deeper_they_are() -> None:
     ]
 
 
-def test_a_second_prompt_gets_what_the_first_leaves() -> None:
+def test_a_second_prompt_gets_the_rest_of_the_rows() -> None:
     """Three rows at the beginning of a context. One at depth 8 is worth three, and leaves nothing;
     it comes in the eighth step.
     """
@@ -105,7 +105,7 @@ def test_a_second_prompt_gets_what_the_first_leaves() -> None:
     ]
 
 
-def test_the_oldest_goes_on_whatever_the_others_do() -> None:
+def test_the_first_sequence_has_a_row_in_every_step() -> None:
     engine = toy_engine(max_num_batched_tokens=3, max_logit_rows=1)
     add(engine, 9, prompt_logprobs=0)  # one row a step
     add(engine, 1, n=5)
@@ -125,7 +125,7 @@ def test_first_come_first_served() -> None:
     assert [item[0] for item in step(engine)] == [1]
 
 
-def test_who_comes_leaves_a_block_to_each_that_runs() -> None:
+def test_admission_leaves_a_block_for_each_running_sequence() -> None:
     """Seven tokens and the next need two blocks. Eight sequences with 22 tokens in common need six,
     and one more for each but one.
     """
@@ -138,7 +138,7 @@ def test_who_comes_leaves_a_block_to_each_that_runs() -> None:
             assert [item[0] for item in step(engine)] == [0] + [1] * starts
 
 
-def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
+def test_preemption_takes_the_last_and_admits_it_next() -> None:
     engine = toy_engine(num_blocks=7, block_size=4)
     for prompt_len in (8, 8, 1):
         add(engine, prompt_len, max_tokens=12)
@@ -151,7 +151,7 @@ def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
     assert engine.stats().preemptions == 1  # it came back only when it could stay
 
 
-def test_who_has_sampled_gives_way_before_a_prompt_that_is_read() -> None:
+def test_preemption_prefers_sequences_that_have_sampled() -> None:
     """Of 11 blocks the prompt has 6. In step 7 the others need a third block each, and there is
     one.
     """
@@ -165,7 +165,7 @@ def test_who_has_sampled_gives_way_before_a_prompt_that_is_read() -> None:
     assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [1]
 
 
-def test_the_first_never_gives_way() -> None:
+def test_the_first_sequence_is_never_preempted() -> None:
     """Of 10 blocks the prompt has 7. In step 11 the first needs a fourth, and no other has
     drawn.
     """
@@ -179,7 +179,7 @@ def test_the_first_never_gives_way() -> None:
     assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [1]
 
 
-def test_of_prompts_that_are_read_the_last_gives_way_to_the_first() -> None:
+def test_the_first_prompt_preempts_the_last() -> None:
     """Of 16 blocks two prompts have 6 and 5. In step 21 the first sequence needs a sixth."""
     engine = toy_engine(num_blocks=16, chunked_prefill_size=2, attention_crossover=4)
     add(engine, 1, max_tokens=30)
@@ -192,7 +192,7 @@ def test_of_prompts_that_are_read_the_last_gives_way_to_the_first() -> None:
     assert [seq.seq_id[0] for seq in engine._scheduler.waiting] == [2]
 
 
-def test_prompts_far_longer_than_their_windows_run_beside_each_other() -> None:
+def test_prompts_longer_than_their_windows_run_together() -> None:
     """Each needs four blocks at once, of 25: what a step of eight rows, and the three tokens before
     it, can touch.
     """
@@ -210,7 +210,7 @@ def test_prompts_far_longer_than_their_windows_run_beside_each_other() -> None:
     assert engine.stats().preemptions == 0 and most <= 2 * 4
 
 
-def test_siblings_for_whom_a_window_has_no_blocks_give_way_at_once() -> None:
+def test_siblings_without_window_blocks_are_preempted_at_once() -> None:
     engine = toy_engine(
         num_blocks=10, block_size=4, windows=(12,), max_num_batched_tokens=8, max_model_len=60
     )
@@ -233,7 +233,7 @@ def test_siblings_for_whom_a_window_has_no_blocks_give_way_at_once() -> None:
         assert output.token_ids == known[30:]
 
 
-def test_drafts_take_only_what_is_free() -> None:
+def test_drafts_take_only_free_blocks() -> None:
     engine = toy_engine(num_blocks=5, block_size=4, proposer=RandomTrees(0, VOCAB, {}, max_nodes=8))
     add(engine, 5, max_tokens=10)
     add(engine, 4, max_tokens=10)
@@ -261,7 +261,7 @@ def test_drafts_share_rows_and_stop_at_the_end() -> None:
     assert step(engine) == [(0, 1, 3)]
 
 
-def test_draft_budgets_go_to_those_that_want_them() -> None:
+def test_draft_budgets_are_shared_by_request() -> None:
     engine = toy_engine(max_num_batched_tokens=12)
     for _ in range(4):
         add(engine, 1)
@@ -274,7 +274,7 @@ def test_draft_budgets_go_to_those_that_want_them() -> None:
     assert [item.draft_budget for item in output.scheduled] == [0] * 4
 
 
-def test_prompt_logprobs_come_in_chunks() -> None:
+def test_prompt_logprobs_are_computed_in_chunks() -> None:
     engine = toy_engine(max_logit_rows=4)
     add(engine, 10, prompt_logprobs=0)
     add(engine, 3)
@@ -290,7 +290,7 @@ def test_prompt_logprobs_come_in_chunks() -> None:
     ]  # the first has logits of two rows, and one to draw from
 
 
-def test_more_sequences_than_may_run() -> None:
+def test_more_sequences_than_max_num_seqs() -> None:
     engine = toy_engine(max_num_seqs=2)
     request_id = add(engine, 3, n=5, max_tokens=3, temperature=1.0, seed=1)
     for _ in range(2):

@@ -15,7 +15,7 @@ class Clock:
 
 
 class TestRequestTimer:
-    def test_each_part_ends_where_the_next_begins(self) -> None:
+    def test_timing_splits_the_time_of_a_request(self) -> None:
         clock = Clock()
         watch = RequestTimer(clock)
         clock.seconds = 101

@@ -23,7 +23,7 @@ def static_engine(**options: Any) -> Engine:
     return toy_engine(batching="static", **options)
 
 
-def test_who_is_done_goes_on_taking_rows_until_the_last_is() -> None:
+def test_finished_sequences_take_rows_as_padding() -> None:
     engine = static_engine(max_num_seqs=3)
     for max_tokens in (1, 4, 2, 1):
         add(engine, 2, max_tokens=max_tokens)
@@ -34,7 +34,7 @@ def test_who_is_done_goes_on_taking_rows_until_the_last_is() -> None:
     assert not engine.has_work and engine.stats().blocks_free == engine.stats().blocks_total
 
 
-def test_nobody_joins_a_batch_that_runs() -> None:
+def test_no_request_joins_a_running_batch() -> None:
     engine = static_engine(max_num_seqs=8)
     add(engine, 2, max_tokens=3)
     assert step(engine) == [(0, 2, 0)]
@@ -42,7 +42,7 @@ def test_nobody_joins_a_batch_that_runs() -> None:
     assert [step(engine) for _ in range(3)] == [[(0, 1, 0)], [(0, 1, 0)], [(1, 2, 0)]]
 
 
-def test_a_batch_begins_as_one_however_slow_steps_are() -> None:
+def test_target_token_ms_does_not_delay_a_batch() -> None:
     engine = static_engine(max_num_seqs=8, target_token_ms=1e-6)  # no step is so fast
     for _ in range(3):
         add(engine, 2, max_tokens=3)
@@ -58,14 +58,14 @@ def test_a_batch_larger_than_a_step_starts_in_several() -> None:
     assert {item[0] for item in step(engine)} == {0, 1, 2}
 
 
-def test_prompts_of_a_batch_are_not_slowed_for_its_members() -> None:
+def test_prompts_of_a_batch_are_not_chunked() -> None:
     engine = static_engine(max_num_seqs=2, max_num_batched_tokens=40)
     for _ in range(2):
         add(engine, 30, max_tokens=2)
     assert [step(engine) for _ in range(2)] == [[(0, 30, 0), (1, 10, 0)], [(0, 1, 0), (1, 20, 0)]]
 
 
-def test_padding_leaves_a_row_to_the_others() -> None:
+def test_padding_leaves_a_row_for_other_sequences() -> None:
     engine = static_engine(max_num_seqs=3, max_num_batched_tokens=2)
     add(engine, 1, max_tokens=1, n=2, temperature=1.0, seed=1)
     add(engine, 1, max_tokens=3)
@@ -76,7 +76,7 @@ def test_padding_leaves_a_row_to_the_others() -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "timeout", "error"])
-def test_who_ends_in_another_way_is_no_padding(reason: str) -> None:
+def test_aborted_sequences_are_no_padding(reason: str) -> None:
     now = [0.0]
     engine = static_engine(max_num_seqs=3, broken=9, clock=lambda: now[0])
     for first in (1, 9 if reason == "error" else 2, 3):
@@ -108,7 +108,7 @@ def test_memory_for_the_longest_is_reserved_at_the_start() -> None:
     assert inflight.stats().blocks_used == 2 and inflight.stats().kv[0].slots_empty == 4
 
 
-def test_no_member_gives_way_to_padding() -> None:
+def test_padding_never_preempts_a_sequence() -> None:
     """Both end with nine tokens, eight of them in KV, and the blocks are just enough: the first has
     no slot for a row more.
     """
@@ -120,7 +120,7 @@ def test_no_member_gives_way_to_padding() -> None:
     assert engine.stats().preemptions == 0 and not engine.has_work
 
 
-def test_padding_gives_way_for_good() -> None:
+def test_preempted_padding_is_dropped() -> None:
     """Three sequences, of which two may run; the last ends with its first token."""
     params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=6)
     drawn = [plain_decoding([0], params, index)[1:] for index in range(3)]
@@ -131,7 +131,7 @@ def test_padding_gives_way_for_good() -> None:
     assert engine.stats().preemptions == 0
 
 
-def test_padding_ends_where_all_others_have_given_way() -> None:
+def test_padding_ends_when_all_others_are_preempted() -> None:
     """Two sequences, of which one may run; the first ends with its first token, and the other
     waits.
     """
@@ -144,7 +144,7 @@ def test_padding_ends_where_all_others_have_given_way() -> None:
     assert [output.token_ids for output in result.outputs] == [drawn[0][:1], drawn[1]]
 
 
-def test_padding_does_not_hide_what_comes_after_it() -> None:
+def test_padding_does_not_hide_later_sequences() -> None:
     """The prompt of the second is computed in several steps, beside the first, which has ended."""
     engine = static_engine(max_num_seqs=2, max_num_batched_tokens=4)
     add(engine, 1, max_tokens=1)
@@ -178,7 +178,7 @@ def test_padding_ends_with_a_beam_search() -> None:
     assert engine.stats().running == 0 and engine.stats().blocks_free == engine.stats().blocks_total
 
 
-def test_padding_ends_when_the_live_members_give_way() -> None:
+def test_padding_ends_when_the_live_sequences_are_preempted() -> None:
     engine = static_engine(num_blocks=24, max_num_seqs=1)
     params = SamplingParams(n=4, seed=8, max_tokens=2, stop_token_ids=range(0, VOCAB, 3))
     engine.add_request([8, 15, 5, 14, 16, 1, 8, 16], params)
@@ -193,7 +193,7 @@ def test_padding_ends_when_the_live_members_give_way() -> None:
     ] and not engine.has_work
 
 
-def test_padding_leaves_the_rows_that_beams_must_have_together() -> None:
+def test_padding_leaves_rows_for_beams() -> None:
     short, search = (
         SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
         SamplingParams(beam_width=3, n=3, max_tokens=6),
@@ -279,14 +279,14 @@ def test_the_same_tokens_and_logprobs_as_in_flight(backend: str) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_the_name_is_checked() -> None:
+def test_the_name_of_batching_is_checked() -> None:
     with pytest.raises(
         RequestError, match="batching must be one of inflight, static, not 'dynamic'"
     ):
         engine_config({"batching": "dynamic"})
 
 
-def test_drafts_of_one_do_not_end_with_a_block_that_another_cannot_copy() -> None:
+def test_drafts_of_a_sequence_leave_blocks_for_copies_of_another() -> None:
     """Seven blocks are too few for four sequences: two still share their second block in the fourth
     step, and none is free.
 

@@ -21,7 +21,7 @@ from tests.tiny import drain
 
 
 class TestCounts:
-    def test_of_requests(self) -> None:
+    def test_stats_count_requests(self) -> None:
         engine = toy_engine()
         for _ in range(3):
             add(engine, 5, max_tokens=4)
@@ -53,9 +53,7 @@ class TestCounts:
         assert stats.step_seconds > 0 and stats.tokens_per_second > 0
 
     @pytest.mark.parametrize("params", [{}, {"n": 3}, {"beam_width": 3}, {"stop_token_ids": [7]}])
-    def test_of_tokens_that_are_said_at_once_or_with_the_result_alone(
-        self, params: dict[str, Any]
-    ) -> None:
+    def test_stats_count_tokens_of_streams_and_results(self, params: dict[str, Any]) -> None:
         said: list[int] = []
         for only_result in (False, True):
             engine = toy_engine(proposer=RandomTrees(0, VOCAB, {}, max_nodes=4))
@@ -73,7 +71,7 @@ class TestCounts:
             assert said[-1] == sum(len(output.token_ids) for output in result.outputs)
         assert said[0] == said[1]
 
-    def test_of_an_engine_that_did_nothing(self) -> None:
+    def test_stats_of_an_idle_engine(self) -> None:
         stats = toy_engine().stats()
         assert (
             stats.waste
@@ -84,7 +82,7 @@ class TestCounts:
             == 0
         )
 
-    def test_of_drafts(self) -> None:
+    def test_stats_count_drafts(self) -> None:
         engine = toy_engine(proposer=RandomTrees(0, VOCAB, {}, max_nodes=4))
         add(engine, 3)
         list(drain(engine))
@@ -209,7 +207,7 @@ def filled_slots(group: GroupMap, block_size: int) -> dict[int, set[int]]:
 
 
 class TestLines:
-    def test_states(self) -> None:
+    def test_sequence_stats_states(self) -> None:
         engine = toy_engine(num_blocks=7, block_size=4, max_num_batched_tokens=10)
         add(engine, 8, max_tokens=12)
         add(engine, 8, max_tokens=12)
@@ -232,7 +230,7 @@ class TestLines:
             "waiting",
         ]
 
-    def test_a_line_says_what_there_is_of_a_sequence(self) -> None:
+    def test_sequence_stats_of_one_sequence(self) -> None:
         now = [5.0]
         engine = toy_engine(block_size=4, clock=lambda: now[0])
         engine.add_request([1] * 9, SamplingParams(max_tokens=1))
@@ -249,7 +247,7 @@ class TestLines:
             SequenceStats("late", 0, 6, 0, 0, "waiting", 3.5),
         ]
 
-    def test_padding_of_a_static_batch(self) -> None:
+    def test_sequence_stats_of_padding(self) -> None:
         engine = toy_engine(batching="static")
         add(engine, 2, max_tokens=1)
         add(engine, 2, max_tokens=5)
@@ -269,7 +267,7 @@ class TestMeter:
         for i in range(round(100 * seconds)):
             yield start + i / 100, start + (i + 1) / 100, rate // 100, i + 1, 1
 
-    def test_a_steady_rate(self) -> None:
+    def test_meter_of_a_steady_rate(self) -> None:
         meter = Meter(100.0)
         for one in self.steady(100.0, 20, 800):
             meter.record(*one)
@@ -277,14 +275,14 @@ class TestMeter:
         assert tokens == pytest.approx(800) and rows == pytest.approx(100)
         assert meter.history(120.0) == pytest.approx([0] * (HISTORY - 20) + [800] * 20)
 
-    def test_a_young_engine_is_measured_over_its_life(self) -> None:
+    def test_meter_of_a_young_engine(self) -> None:
         meter = Meter(0.0)
         for one in self.steady(0.0, 1, 800):
             meter.record(*one)
         assert meter.rates(1.0)[0] == pytest.approx(800)
         assert Meter(5.0).rates(5.0) == (0.0, 0.0)
 
-    def test_idle_time_counts_as_such(self) -> None:
+    def test_meter_counts_idle_time(self) -> None:
         meter = Meter(0.0)
         for one in [*self.steady(0.0, 10, 800), *self.steady(1000.0, 1, 800)]:
             meter.record(*one)
@@ -295,12 +293,12 @@ class TestMeter:
             and meter.history(1001.0)[-2] < 1
         )
 
-    def test_history_is_in_tenths(self) -> None:
+    def test_meter_history_is_in_tenths(self) -> None:
         meter = Meter(0.0)
         meter.record(0.0, 3.0, 5, 1, 1)
         assert meter.history(3.0)[-3:] == [1.7, 1.7, 1.7]
 
-    def test_several_steps_at_once_count_as_their_mean(self) -> None:
+    def test_meter_of_several_steps_at_once(self) -> None:
         meter = Meter(1.0)
         assert (meter.rows_last, meter.step_seconds) == (0, 0.0)
         meter.record(1.0, 2.0, 4, 8, 4)
@@ -309,7 +307,7 @@ class TestMeter:
             meter.rows_last, int
         )
 
-    def test_history_goes_back_a_minute(self) -> None:
+    def test_meter_history_covers_a_minute(self) -> None:
         """However many steps there are: one token in the first of the last 60 seconds, and none
         after it.
         """
@@ -318,7 +316,7 @@ class TestMeter:
             meter.record(tenth / 10, (tenth + 1) / 10, int(400 <= tenth < 410), tenth + 1, 1)
         assert meter.history(100.0) == pytest.approx([10] + [0] * (HISTORY - 1))
 
-    def test_memory_is_bounded(self) -> None:
+    def test_meter_memory_is_bounded(self) -> None:
         meter = Meter(0.0)
         for second in range(10_000):
             meter.record(second, second + 0.5, 1, second, 1)

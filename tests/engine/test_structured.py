@@ -173,7 +173,7 @@ def collapsed(text: str) -> str:
     temperature=st.sampled_from([0.0, 0.7, 3.0]),
     backend=st.sampled_from(["cpu", "reference"]),
 )
-def test_what_comes_is_what_was_asked_for(
+def test_output_matches_the_grammar(
     which: int, seed: int, temperature: float, backend: str
 ) -> None:
     prompt, params = REQUESTS[which]
@@ -188,7 +188,7 @@ def test_what_comes_is_what_was_asked_for(
         )
 
 
-def test_the_requests_come_to_their_ends() -> None:
+def test_structured_requests_end() -> None:
     """So that the tests below compare more than the beginnings of texts."""
     results = [output for result in alone(0)[:PLAIN] for output in result.outputs]
     assert sum(output.finish_reason == "stop" for output in results) > len(results) // 2
@@ -242,7 +242,7 @@ def test_same_request_same_tokens(
     ids=str,
 )
 @pytest.mark.parametrize("which", range(len(REQUESTS)))
-def test_each_beside_itself(which: int, options: dict[str, Any]) -> None:
+def test_structured_requests_in_one_batch(which: int, options: dict[str, Any]) -> None:
     engine = engine_of(**{"slots": 1600, "kv_dtype": "f32", **options})
     keeps_the_promise(engine, [which] * 2, 1, alone(0), exact=True, requests=REQUESTS)
 
@@ -259,7 +259,7 @@ def test_each_beside_itself(which: int, options: dict[str, Any]) -> None:
 @example(
     how="draft_model", depth=1, width=2, order=[0], jump_forward=False, adaptive_speculation=False
 )  # a mask is no wider than a token
-def test_models_that_draft(how: str, order: list[int], **options: Any) -> None:
+def test_structured_outputs_with_draft_models(how: str, order: list[int], **options: Any) -> None:
     engine, _ = draft_engine(
         model(0), how, draft=model(1), vocabulary=JsonVocabulary(), slots=1600, **options
     )
@@ -274,7 +274,7 @@ def test_models_that_draft(how: str, order: list[int], **options: Any) -> None:
     jump_forward=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_other_ways_to_verify(
+def test_structured_outputs_with_other_acceptance_methods(
     method: Any, which: int, depth: int, jump_forward: bool, seed: int
 ) -> None:
     """Their tokens depend on the drafts; they keep to what was asked for all the same."""
@@ -307,7 +307,7 @@ def test_other_ways_to_verify(
     )
 
 
-def test_neighbours_are_what_they_are_without() -> None:
+def test_structured_outputs_do_not_change_other_requests() -> None:
     plain = tiny_engine(model(0), "cpu", vocabulary=JsonVocabulary(), kv_dtype="f32")
     neighbours = [REQUESTS[PLAIN], REQUESTS[PLAIN + 1]]
     together = run_all(engine_of(kv_dtype="f32"), [*REQUESTS[:PLAIN], *neighbours])[PLAIN:]
@@ -316,7 +316,7 @@ def test_neighbours_are_what_they_are_without() -> None:
 
 
 class TestJumpForward:
-    def test_certain_tokens_need_no_steps_and_are_no_drafts(self) -> None:
+    def test_forced_tokens_save_steps_and_are_no_drafts(self) -> None:
         request = REQUESTS[0]
         one_by_one, jumping = engine_of(jump_forward=False), engine_of()
         (expected,), (result,) = run_all(one_by_one, [request]), run_all(jumping, [request])
@@ -327,14 +327,14 @@ class TestJumpForward:
         )
         assert (after.drafted, after.accepted, result.drafts) == (0, 0, {})
 
-    def test_a_chain_is_no_longer_than_drafts_may_be(self) -> None:
+    def test_forced_tokens_are_limited_by_max_draft_tokens(self) -> None:
         asked = SamplingParams(temperature=0, max_tokens=40, **asking(choice=["0123456789" * 2]))
         for most, steps in ((0, 21), (4, 5), (100, 1)):
             engine = engine_of(max_draft_tokens=max(most, 1), jump_forward=most > 0)
             (result,) = run_all(engine, [([1], asked)])
             assert result.outputs[0].text == "0123456789" * 2 and engine.stats().steps == steps
 
-    def test_proposers_learn_nothing_from_what_is_certain(self) -> None:
+    def test_proposers_do_not_learn_from_forced_tokens(self) -> None:
         proposer = RandomTrees(0, VOCAB, {}, right=0)
         engine = engine_of(proposer=proposer)
         run_all(
@@ -345,12 +345,12 @@ class TestJumpForward:
             commit.draft.tokens for commit in proposer.commits if len(commit.tokens) > 1
         )
 
-    def test_it_is_on_by_default(self) -> None:
+    def test_jump_forward_is_on_by_default(self) -> None:
         assert EngineConfig().jump_forward
 
 
 class TestTheEnd:
-    def test_all_end_tokens_may_end_it_and_nothing_else(self) -> None:
+    def test_only_end_tokens_end_a_structured_output(self) -> None:
         seen = set()
         for seed in range(30):
             asked = SamplingParams(
@@ -362,7 +362,7 @@ class TestTheEnd:
             assert output.stop_reason == (29 if output.token_ids[-1] == 29 else None)
         assert seen == {*EOS, 29}
 
-    def test_a_stop_token_that_is_text_ends_no_text_in_its_middle(self) -> None:
+    def test_a_stop_token_that_is_text_does_not_end_an_incomplete_text(self) -> None:
         letter = JsonVocabulary().encode("a", False)
         asked = SamplingParams(
             seed=0,
@@ -381,7 +381,7 @@ class TestTheEnd:
         ("eos_ids", "params"), [((), {}), (EOS, {"ignore_eos": True}), (EOS, {"min_tokens": 16})]
     )
     @pytest.mark.parametrize("drafts", ["off", "ngram"])
-    def test_without_one_it_ends_where_nothing_can_follow(
+    def test_without_end_tokens_it_ends_when_the_text_is_complete(
         self, eos_ids: tuple[int, ...], params: dict[str, Any], drafts: str
     ) -> None:
         asked = SamplingParams(seed=0, n=3, **asking(choice=CHOICE[1:]), **params)
@@ -395,7 +395,7 @@ class TestTheEnd:
             assert not set(output.token_ids) & set(EOS)
         assert engine.stats().blocks_free == engine.stats().blocks_total
 
-    def test_text_that_could_go_on_is_cut_by_the_length(self) -> None:
+    def test_text_that_could_continue_is_cut_by_the_length(self) -> None:
         asked = SamplingParams(seed=0, max_tokens=7, ignore_eos=True, **asking(regex="a+"))
         (output,) = run_all(engine_of(), [([4], asked)])[0].outputs
         assert re.fullmatch("a{7}", output.text) and output.finish_reason == "length"
@@ -425,7 +425,7 @@ class TestFailures:
             assert all(output.finish_reason == "error" for output in result.outputs)
         assert engine.stats().blocks_free == engine.stats().blocks_total and not engine.has_work
 
-    def test_what_no_text_can_keep_to_is_refused(self) -> None:
+    def test_a_grammar_without_any_text_is_refused(self) -> None:
         engine = engine_of()
         for asked, message in (
             (SamplingParams(**asking(regex="q")), "regex allows no text"),
@@ -442,7 +442,7 @@ class TestFailures:
                 engine.add_request([1], asked)
         assert engine.stats().refused == 4 and not engine.has_work
 
-    def test_an_abort_in_the_middle(self) -> None:
+    def test_abort_a_structured_request(self) -> None:
         engine = engine_of()
         request_id = engine.add_request(*REQUESTS[1])
         for _ in range(4):
@@ -454,7 +454,7 @@ class TestFailures:
 
 class TestAllowedTokens:
     @pytest.mark.parametrize("late", [False, True])
-    def test_no_other_is_drawn(self, late: bool) -> None:
+    def test_only_allowed_tokens_are_sampled(self, late: bool) -> None:
         asked = SamplingParams(
             seed=1,
             temperature=5.0,
@@ -473,7 +473,7 @@ class TestAllowedTokens:
 
 
 class TestBadWords:
-    def test_no_output_has_one(self) -> None:
+    def test_bad_words_are_never_sampled(self) -> None:
         words = ["ab", "name", "0", "{}"]
         plain = SamplingParams(
             seed=0,

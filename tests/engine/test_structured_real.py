@@ -102,7 +102,7 @@ def test_json_is_valid_by_its_schema(sampling: dict[str, Any]) -> None:
     executable.close()
 
 
-def test_all_faces_of_the_engine_know_it() -> None:
+def test_structured_outputs_through_every_interface() -> None:
     choice = ["the sun", "the moon", "neither of them"]
     params = SamplingParams(
         temperature=0, max_tokens=40, structured_outputs=StructuredOutputs(choice=choice)

@@ -20,7 +20,7 @@ def test_allocate_takes_neighbours() -> None:
     pool.check([first, second])
 
 
-def test_a_table_begins_a_run_of_its_own_and_goes_on_to_its_end() -> None:
+def test_a_table_starts_a_run_and_fills_it() -> None:
     pool = BlockPool(24, 4)
     single, long = Table(), Table()
     pool.allocate(single, 0, 4)
@@ -43,7 +43,7 @@ def test_copies_are_neighbours() -> None:
     assert pool.allocate(pool.fork(table), 4, 8) == [(1, 16), (2, 17)]
 
 
-def test_blocks_that_sequences_with_a_common_beginning_need() -> None:
+def test_max_blocks_of_sequences_with_a_common_prefix() -> None:
     pool = BlockPool(20, 4)
     assert [pool.max_blocks(Demand(n)) for n in (0, 1, 8, 9)] == [0, 1, 2, 3]
     assert [pool.max_blocks(Demand(9, width=3, common=n)) for n in (0, 3, 6, 8)] == [9, 9, 7, 5]
@@ -51,7 +51,7 @@ def test_blocks_that_sequences_with_a_common_beginning_need() -> None:
     assert isinstance(pool.max_blocks(Demand(9, width=3, common=6)), int)
 
 
-def test_a_block_in_a_table_is_shared_at_no_cost() -> None:
+def test_sharing_a_held_block_needs_no_free_block() -> None:
     pool = BlockPool(8, 4)
     table = Table()
     pool.allocate(table, 0, 12)

@@ -72,7 +72,7 @@ def offloading(
 
 
 class TestTier:
-    def test_the_oldest_goes_and_what_was_used_again_stays(self) -> None:
+    def test_host_tier_drops_the_least_recently_used_copy(self) -> None:
         tier, went = HostTier(store := Store(3), 4), list[int]()
         assert [tier.save(0, block, went.append) for block in (7, 8, 9)] == [
             0,
@@ -89,7 +89,7 @@ class TestTier:
         )
         tier.check()
 
-    def test_what_will_be_copied_back_stays_until_then(self) -> None:
+    def test_host_tier_keeps_pinned_copies_until_they_are_loaded(self) -> None:
         tier, went = HostTier(store := Store(1), 4), list[int]()
         assert tier.save(0, 7, went.append) == 0
         tier.pin(0, 0)
@@ -102,7 +102,7 @@ class TestTier:
         assert tier.save(0, 8, gone) == 0 and went == [0]
 
     @pytest.mark.parametrize(("seconds", "is_faster"), [(0.05, True), (0.15, False)])
-    def test_copies_are_for_what_takes_longer_to_compute(
+    def test_host_tier_is_used_only_if_loading_is_faster(
         self, seconds: float, is_faster: bool
     ) -> None:
         """Four tokens of 30 ms: the quickest step had ten rows in 0.3 s."""
@@ -113,7 +113,7 @@ class TestTier:
             tier.record(rows, took)
         assert tier.is_faster == is_faster and (tier.save(0, 1, gone) == 0) == is_faster
 
-    def test_memory_that_ends_early_is_all_there_is(self) -> None:
+    def test_host_tier_works_with_less_memory_than_planned(self) -> None:
         tier, went = HostTier(store := Store(9), 4), list[int]()
         store.memory_for = 2
         assert [tier.save(0, block, went.append) for block in range(5)] == [
@@ -125,7 +125,7 @@ class TestTier:
         ] and went == [0, 1]
         tier.check()
 
-    def test_there_is_none_without_a_store(self) -> None:
+    def test_host_tier_without_a_store_is_empty(self) -> None:
         tier = HostTier()
         assert not tier.is_faster and tier.save(0, 1, gone) == NULL_BLOCK and tier.num_bytes == 0
         tier.run_loads()
@@ -143,7 +143,7 @@ def shared(kv: KvManager, cache: PrefixCache, known: list[int]) -> Hit:
     return hit
 
 
-def test_a_step_begins_with_copies_and_then_brings_back() -> None:
+def test_block_copies_come_before_loads() -> None:
     """The block that comes back takes the place of one that a copy still reads, as of a sequence
     that gave way in between.
     """
@@ -165,7 +165,7 @@ def test_a_step_begins_with_copies_and_then_brings_back() -> None:
 
 
 class TestTree:
-    def test_an_evicted_prefix_comes_back_once_for_all(self) -> None:
+    def test_an_evicted_prefix_is_loaded_once(self) -> None:
         kv, cache, store = offloading(4, 2, 8)
         kv.free(held(kv, cache, [1, 2, 3, 4]))
         kv.free(held(kv, cache, [9] * 8))
@@ -183,7 +183,7 @@ class TestTree:
             and shared(kv, cache, [1, 2, 3, 4]).num_tokens == 4
         )
 
-    def test_blocks_that_are_there_are_not_evicted_for_those_that_come_back(self) -> None:
+    def test_loading_does_not_evict_blocks_of_the_same_prefix(self) -> None:
         """Of ten blocks the last eight were evicted; the first two are the oldest that could be
         evicted when all are wanted again.
         """
@@ -195,7 +195,7 @@ class TestTree:
         assert shared(kv, cache, known).blocks == [[0, 1] + [NULL_BLOCK] * 8]
         assert len(store.saved) == 8 + 7 and len(store.loaded) == 8
 
-    def test_where_it_is_slower_the_copies_are_not_looked_at(self) -> None:
+    def test_copies_are_ignored_if_loading_is_slower(self) -> None:
         kv, cache, store = offloading(2, 2, 8)
         kv.free(held(kv, cache, [1, 2, 3, 4]))
         kv.free(held(kv, cache, [9] * 4))
@@ -205,7 +205,7 @@ class TestTree:
         assert cache.match(SCOPE, [1, 2, 3, 4], 4).depth == 2 and len(store.saved) == 2
         kv.check([])
 
-    def test_a_window_brings_back_what_it_sees(self) -> None:
+    def test_a_window_loads_only_visible_blocks(self) -> None:
         kv, cache, store = offloading(12, 2, 24, (0, 4))
         known = list(range(24))
         tables = held(kv, cache, known)
@@ -216,7 +216,7 @@ class TestTree:
         hit = shared(kv, cache, known)
         assert hit.num_tokens == 24 and [group for group, *_ in store.loaded] == [0] * 12 + [1] * 2
 
-    def test_without_a_copy_of_what_all_rows_see_the_others_go(self) -> None:
+    def test_copies_that_no_hit_can_reach_are_dropped(self) -> None:
         kv, cache, _ = offloading(2, 2, 2, (0, 4))
         kv.free(held(kv, cache, [1, 2, 3, 4]))
         for first in range(5, 9):

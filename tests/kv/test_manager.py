@@ -28,7 +28,7 @@ from tests.engine.toy import toy_kv
 @example(
     window=4, rows=20, size=2, tokens=40, left=1, sinks=0
 )  # of which the rows that are left touch less than the others did
-def test_a_window_needs_what_its_rows_can_touch(
+def test_max_blocks_of_a_window(
     window: int, rows: int, size: int, tokens: int, left: int, sinks: int
 ) -> None:
     kept = -(-sinks // size)
@@ -48,7 +48,7 @@ def test_a_window_needs_what_its_rows_can_touch(
     assert pool.window_blocks == -(-(window - 1) // size)
 
 
-def test_all_groups_or_none() -> None:
+def test_allocate_in_all_groups_or_none() -> None:
     kv = toy_kv(4, 4, (0, 6), max_rows=20)
     tables, other = kv.new_tables(), kv.new_tables()
     assert kv.allocate(tables, 0, 12) == []
@@ -61,7 +61,7 @@ def test_all_groups_or_none() -> None:
     kv.check([tables, other])
 
 
-def test_sinks_stay() -> None:
+def test_attention_sinks_are_never_released() -> None:
     """Of 40 tokens in blocks of 2, with a window of 5 and 3 sinks, the first two blocks and those
     of the window are held.
     """
@@ -97,7 +97,7 @@ def test_sinks_stay() -> None:
     assert kv.pools[0].num_free == kv.pools[0].num_available == 20
 
 
-def test_what_fits_beside_what_is_promised() -> None:
+def test_fits_next_to_promised_blocks() -> None:
     """Of 8 blocks of 4 tokens one sequence holds 2, and may want one more than it is known to
     need.
     """
@@ -120,7 +120,7 @@ def test_what_fits_beside_what_is_promised() -> None:
     assert kv.fits(Demand(24, 0), [[]]) and not kv.fits(Demand(25, 0), [[]])
 
 
-def test_a_window_goes_on_in_exactly_what_it_releases() -> None:
+def test_a_window_reuses_the_blocks_it_releases() -> None:
     pool, table = WindowPool(20, 2, 5, 4), Table()
     pool.allocate(table, 0, 40)
     assert len(table) == 5
@@ -158,7 +158,7 @@ def test_a_fork_copies_and_moves_in_each_group() -> None:
     assert [len(table) for table in tables] == [3, 3]
 
 
-def test_a_prompt_goes_on_in_what_it_releases() -> None:
+def test_a_long_prompt_reuses_the_blocks_it_releases() -> None:
     """However long it is, its window never takes a block more than it had at first, and others may
     have all the rest.
     """
@@ -201,9 +201,7 @@ def test_in_a_window_each_table_pays_for_its_blocks(windows: tuple[int, ...]) ->
     windows=st.booleans(),
     computed=st.integers(0, 30),
 )
-def test_whether_a_sequence_can_go_back(
-    window: int, size: int, windows: bool, computed: int
-) -> None:
+def test_can_rewind(window: int, size: int, windows: bool, computed: int) -> None:
     """It can to any token of which, and of all that it sees, there are still the blocks."""
     kv = toy_kv(40, size, (0, window) if windows else (0,), max_rows=40)
     tables = kv.new_tables()
@@ -225,7 +223,7 @@ def test_whether_a_sequence_can_go_back(
 @example(
     num_blocks=3, size=2, lengths=[1, 1], more=[2, 2]
 )  # half a block more of either is two blocks more
-def test_what_sequences_may_grow_to(
+def test_can_extend_and_num_slots_after(
     num_blocks: int, size: int, lengths: list[int], more: list[int]
 ) -> None:
     """What is said of blocks beforehand is what there turns out to be."""

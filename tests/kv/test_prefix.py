@@ -32,7 +32,7 @@ def path(cache: PrefixCache, known: list[int], most: int, scope: Scope = SCOPE) 
     return cache.blocks(cache.match(scope, known, most))[0]
 
 
-def test_finds_whole_blocks_of_equal_tokens() -> None:
+def test_match_finds_whole_blocks_of_equal_tokens() -> None:
     kv = toy_kv(16, 4)
     cache = PrefixCache(kv)
     (table,) = held(kv, cache, list(range(10)))
@@ -93,7 +93,7 @@ def test_equal_blocks_become_one() -> None:
     kv.check(both)
 
 
-def test_what_was_used_longest_ago_goes_first_leaves_before_all() -> None:
+def test_eviction_is_least_recently_used_and_leaves_first() -> None:
     kv = toy_kv(24, 1)
     cache, (pool,) = PrefixCache(kv), kv.pools
     paths = [[i] * 8 for i in range(3)]
@@ -123,7 +123,7 @@ def test_a_scope_without_blocks_is_forgotten() -> None:
         gc.enable()
 
 
-def test_a_hit_needs_what_its_rows_see_and_no_more() -> None:
+def test_a_hit_needs_only_visible_blocks() -> None:
     """A window has gone on to the last of twelve blocks; most of what lies behind it was evicted,
     and is not missed.
     """
@@ -157,7 +157,7 @@ def test_a_hit_needs_what_its_rows_see_and_no_more() -> None:
     )
 
 
-def test_a_hit_needs_the_sinks() -> None:
+def test_a_hit_needs_the_attention_sinks() -> None:
     """Twelve blocks, of which the row behind the last sees the first two and the last two; without
     the second there is no hit at all.
     """

@@ -24,7 +24,7 @@ def test_slots_and_block_tables_of_each_group() -> None:
     ]  # what was let go has a number of the table's own
 
 
-def test_slots_behind_released_blocks() -> None:
+def test_slots_after_released_blocks() -> None:
     (rows,) = kv_rows([LONG[1:]], [range(13, 20)], 6)
     assert rows.slots.tolist() == [25, 26, 27, 28, 29, 36, 37]
 
@@ -59,7 +59,7 @@ def test_a_batch_of_runs() -> None:
     )
 
 
-def test_moves_go_group_by_group_and_in_order() -> None:
+def test_moves_are_made_in_order_within_each_group() -> None:
     class Recorder:
         def __init__(self) -> None:
             self.moves: list[tuple[int, list[int], list[int]]] = []
