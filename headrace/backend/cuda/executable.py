@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from headrace.backend import HostBlocks, expert_table, host_block_counts
 from headrace.backend.cuda.adapters import Adapters
 from headrace.backend.cuda.device import DEVICE
-from headrace.backend.cuda.drawing import Drawing, DrawStep
-from headrace.backend.cuda.drawing_layout import DrawLayout
 from headrace.backend.cuda.host_blocks import CudaHostBlocks
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.lowering import Lowering
 from headrace.backend.cuda.memory import within_memory
-from headrace.backend.cuda.plain_draws import PlainStep
+from headrace.backend.cuda.plain_samples import PlainStep
 from headrace.backend.cuda.progress import with_progress
+from headrace.backend.cuda.sampling import DeviceSampler, SampleStep
+from headrace.backend.cuda.sampling_layout import SampleLayout
 from headrace.backend.cuda.step_input import StepInput, most_ints
 from headrace.backend.cuda.step_shape import StepShape, decoding, graph_rows, prefill, shape_of
 from headrace.backend.cuda.stream import Stream
@@ -61,7 +61,7 @@ def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
 
 
 @dataclass
-class Draws:
+class SampleLaunches:
     """The launches of draws of one layout, behind those of a plan."""
 
     launches: list[Launch]
@@ -79,7 +79,7 @@ class Plan:
     names: list[str]
     """The op that each of them is for, or a part of."""
     value: Callable[[Value], torch.Tensor]
-    draws: dict[DrawLayout, Draws]
+    draws: dict[SampleLayout, SampleLaunches]
     graph: Callable[[], None] | None = None
     """What launches them all at once; None: they are launched one by one."""
     num_runs: int = 0
@@ -118,7 +118,7 @@ class CudaExecutable:
         assert program.logits, "a stage without logits is run with all others"
         self.program, self._logits = program, program.logits
         self._buffers = Buffers(program, self._packed, read_wide(program, self._weights.tensors))
-        self._drawing = Drawing(program.logits.width, DEVICE)
+        self._sampler = DeviceSampler(program.logits.width, DEVICE)
         self._input = next((op.out for op in program.ops if isinstance(op, ops.Input)), None)
         self._ints = torch.zeros(0, dtype=torch.int32, device=DEVICE)
         self._plans: dict[StepShape, Plan] = {}
@@ -159,11 +159,11 @@ class CudaExecutable:
         needs_host = batch.token_source is not None and any(
             ticket.runs_on_host for ticket in self._in_flight
         )
-        repeated = self._drawing.again(ops)
-        if self._in_flight and (needs_host or (not repeated and self._drawing.must_wait(ops))):
+        repeated = self._sampler.again(ops)
+        if self._in_flight and (needs_host or (not repeated and self._sampler.must_wait(ops))):
             self._in_flight[-1].wait()
         self._stream.catch_up()
-        draw, slot = repeated or self._drawing.begin(ops), None
+        draw, slot = repeated or self._sampler.begin(ops), None
         try:
             slot = self._slots.next()
             plan, needed = self._plan_of(batch, draw.layout)
@@ -177,12 +177,12 @@ class CudaExecutable:
                 self._slots.give_back(slot, self._stream.mark())
             raise
 
-    def _plan_of(self, batch: RaggedBatch, layout: DrawLayout) -> tuple[Plan, int]:
+    def _plan_of(self, batch: RaggedBatch, layout: SampleLayout) -> tuple[Plan, int]:
         """The plan of a batch, and how many integers its step has at most, for which there is
         room.
         """
         plan = self._plan(shape_of(batch))
-        needed = most_ints(batch, plan.step.end + _draw_ints(layout, self._drawing.mask_words))
+        needed = most_ints(batch, plan.step.end + _sample_ints(layout, self._sampler.mask_words))
         if needed > len(self._ints):
             self._grow(needed)
             plan = self._plan(shape_of(batch))
@@ -206,7 +206,7 @@ class CudaExecutable:
 
     def _lowered(self, shape: StepShape) -> Plan:
         stores = self._stores if self.program.kv_groups else []  # heads keep nothing
-        step = StepInput(shape, self.program, stores, self._drawing.last_tokens)
+        step = StepInput(shape, self.program, stores, self._sampler.last_tokens)
         if len(self._ints) < step.end:
             self._grow(step.end)
         step.bind(self._ints)
@@ -270,18 +270,18 @@ class CudaExecutable:
         self._workspace.grown += 1
 
     def _send(
-        self, plan: Plan, batch: RaggedBatch, draw: DrawStep | PlainStep, slot: Slot, needed: int
+        self, plan: Plan, batch: RaggedBatch, draw: SampleStep | PlainStep, slot: Slot, needed: int
     ) -> None:
         """Copy what the host knows of a step to the device."""
         host = slot.at_least("step", needed)
         numbers, first, layout = host.array, plan.step.end, draw.layout
         draw.fill(numbers[first : first + layout.num_ints])
-        before = first + _draw_ints(layout, self._drawing.mask_words)
+        before = first + _sample_ints(layout, self._sampler.mask_words)
         if layout.masks:
-            masks = numbers[before - layout.masks * self._drawing.mask_words : before].view(
+            masks = numbers[before - layout.masks * self._sampler.mask_words : before].view(
                 np.uint32
             )
-            draw.fill_masks(masks.reshape(layout.masks, self._drawing.mask_words))
+            draw.fill_masks(masks.reshape(layout.masks, self._sampler.mask_words))
         used = plan.step.fill(batch, host.views(plan.step), numbers, before)
         self._stream.copy(self._ints[:used], host.tensor[:used])
         if self._input:
@@ -290,21 +290,21 @@ class CudaExecutable:
             rows.array[:] = batch.inputs
             self._stream.copy(plan.value(self._input)[: len(rows.array)], rows.tensor)
 
-    def _draw(self, plan: Plan, layout: DrawLayout) -> torch.Tensor:
+    def _draw(self, plan: Plan, layout: SampleLayout) -> torch.Tensor:
         """Launch the draws of a step; returns where their results come to."""
         if layout not in plan.draws:
-            first, words = plan.step.end, self._drawing.mask_words
-            before = first + _draw_ints(layout, words)
+            first, words = plan.step.end, self._sampler.mask_words
+            before = first + _sample_ints(layout, words)
             masks = self._ints[before - layout.masks * words : before].reshape(layout.masks, words)
             results = torch.zeros(layout.num_results, dtype=torch.int32, device=DEVICE)
             area = self._ints[first : first + layout.num_ints]
-            launches = self._drawing.launches(
+            launches = self._sampler.launches(
                 layout, plan.value(self._logits), area, masks, results
             )
             plan.draws = {
                 known: one for known, one in plan.draws.items() if known.slots == layout.slots
             }
-            plan.draws[layout] = Draws(launches, results)
+            plan.draws[layout] = SampleLaunches(launches, results)
         draws = plan.draws[layout]
         if plan.graph and draws.has_run and not draws.graph:
             draws.graph = self._stream.capture(draws.launches)
@@ -319,7 +319,7 @@ class CudaExecutable:
         self,
         plan: Plan,
         batch: RaggedBatch,
-        draw: DrawStep | PlainStep,
+        draw: SampleStep | PlainStep,
         ops: Sequence[LogitOp],
         drawn: torch.Tensor,
         slot: Slot,
@@ -363,7 +363,7 @@ class CudaExecutable:
                 its_values = sampling.run_logit_ops(on_host, rows["logits"], rows.get("pooled"))
                 for i, result in zip(of_host, its_values, strict=True):
                     found[i] = result
-                self._drawing.set_last_tokens(of_host, its_values)
+                self._sampler.set_last_tokens(of_host, its_values)
             return StepResult(found, rows.get("logits") if wanted[0] else None, rows.get("hidden"))
 
         return CudaTicket(mark, read, self._in_flight, runs_on_host=bool(on_host))
@@ -371,7 +371,7 @@ class CudaExecutable:
     @within_memory
     def profile(self, batch: RaggedBatch) -> StepTimes:
         started = time.perf_counter()
-        draw = self._drawing.begin([])
+        draw = self._sampler.begin([])
         plan, needed = self._plan_of(batch, draw.layout)
         slot = self._slots.next()
         self._send(plan, batch, draw, slot, needed)
@@ -407,10 +407,10 @@ class CudaExecutable:
         return CudaHostBlocks(self._stores, counts, self._stream) if all(counts) else None
 
     def close(self) -> None:
-        del self._plans, self._weights, self._stores, self._workspace, self._drawing, self._ints
+        del self._plans, self._weights, self._stores, self._workspace, self._sampler, self._ints
 
 
-def _draw_ints(layout: DrawLayout, mask_words: int) -> int:
+def _sample_ints(layout: SampleLayout, mask_words: int) -> int:
     """Integers of the draws of a step, and behind them their masks, which begin at a multiple of 16
     bytes.
     """

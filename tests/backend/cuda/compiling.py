@@ -25,8 +25,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from headrace.backend.cuda import CudaExecutable
-from headrace.backend.cuda.drawing_layout import DrawLayout
 from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.sampling_layout import SampleLayout
 from headrace.backend.cuda.step_shape import StepShape
 from headrace.backend.cuda.stream import CudaStream
 from headrace.backend_traits import KvDtype
@@ -139,12 +139,12 @@ def launches_of(case: Case) -> Iterator[tuple[int, Launch]]:
         for launch in plan.launches:
             yield rows, launch
         if rows == case.rows[0]:
-            drawing = executable._drawing
-            layout = DrawLayout(8, 4, 8, 8, 8, 8, len(drawing._samplers.state), True, True, True)
+            sampler = executable._sampler
+            layout = SampleLayout(8, 4, 8, 8, 8, 8, len(sampler._samplers.state), True, True, True)
             ints = torch.empty(layout.num_ints, dtype=torch.int32, device=META)
-            masks = torch.empty(8, drawing.mask_words, dtype=torch.int32, device=META)
+            masks = torch.empty(8, sampler.mask_words, dtype=torch.int32, device=META)
             results = torch.empty(layout.num_results, dtype=torch.int32, device=META)
-            for launch in drawing.launches(
+            for launch in sampler.launches(
                 layout, plan.value(executable._logits), ints, masks, results
             ):
                 yield rows, launch

@@ -67,7 +67,7 @@ def multiplies(kernel: Kernel) -> bool:
 def test_all_compile() -> None:
     failed = {name_of(kernel): kernel["error"] for kernel in kernels() if "error" in kernel}
     assert not failed, "\n".join(f"{name}\n{error}" for name, error in failed.items())
-    assert {"linear_kernel", "attention_kernel", "kv_write_kernel", "draw_chunk_kernel"} <= {
+    assert {"linear_kernel", "attention_kernel", "kv_write_kernel", "sample_chunk_kernel"} <= {
         kernel["kernel"] for kernel in kernels()
     }
 

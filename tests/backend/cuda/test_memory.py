@@ -16,8 +16,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import MemoryLimitError
 from headrace.logit_ops import SampleOp
 from headrace.model import trace_model
-from tests.backend.cuda.drawing_steps import Steps
-from tests.backend.cuda.test_drawing_state import LOGITS, VOCAB, sampler, tokens_of
+from tests.backend.cuda.sampling_steps import Steps
 from tests.backend.cuda.test_engine import (
     EXPERTS,
     LATENT,
@@ -27,6 +26,7 @@ from tests.backend.cuda.test_engine import (
     alone,
     late_engine,
 )
+from tests.backend.cuda.test_sampling_state import LOGITS, VOCAB, sampler, tokens_of
 from tests.engine.test_promise import keeps_the_promise, model
 from tests.tiny import run_all
 
@@ -70,9 +70,9 @@ def test_a_launch_that_failed_has_drawn_nothing() -> None:
     in_flight = steps.launch(LOGITS, [SampleOp(1, 1, ours)])
     failed, _ = steps.launch(LOGITS, [SampleOp(2, 2, ours)])
     failed.cancel()
-    assert steps.drawing.must_wait([SampleOp(0, 2, ours)])
+    assert steps.sampler.must_wait([SampleOp(0, 2, ours)])
     assert tokens_of(steps.read(in_flight)) == [theirs.draw(LOGITS[1], 1, -1)[0]]
-    assert not steps.drawing.must_wait([SampleOp(0, 2, ours)])
+    assert not steps.sampler.must_wait([SampleOp(0, 2, ours)])
     assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, 2, ours)])) == [
         theirs.draw(LOGITS[0], 2, -1)[0]
     ]
@@ -85,9 +85,9 @@ def test_draws_that_cannot_be_begun_leave_nothing_begun() -> None:
     ours.append(3)
     fresh = sampler(1)
     with pytest.raises(RuntimeError):
-        steps.drawing.begin([SampleOp(0, 0, fresh), SampleOp(1, 1, ours)])
+        steps.sampler.begin([SampleOp(0, 0, fresh), SampleOp(1, 1, ours)])
     steps.read(other)
-    assert not steps.drawing.must_wait([SampleOp(0, 0, fresh), SampleOp(1, 1, ours)])
+    assert not steps.sampler.must_wait([SampleOp(0, 0, fresh), SampleOp(1, 1, ours)])
     assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, 0, fresh)])) == [
         sampler(1).draw(LOGITS[0], 0, -1)[0]
     ]

@@ -5,7 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.draw_table import (
+from headrace.backend.cuda.kernels.sample_table import (
     DESCRIBED_COLUMNS,
     DESCRIBED_DRAW,
     DESCRIBED_ROW,

@@ -4,7 +4,7 @@ that it reads of them.
 
 from typing import Any, NamedTuple
 
-from headrace.backend.cuda.kernels import draw_table as table
+from headrace.backend.cuda.kernels import sample_table as table
 
 COLUMNS, OP_COLUMNS, ENTRY_COLUMNS, DESCRIBED_COLUMNS = (
     int(columns.value)
@@ -12,7 +12,7 @@ COLUMNS, OP_COLUMNS, ENTRY_COLUMNS, DESCRIBED_COLUMNS = (
 )
 
 
-class DrawLayout(NamedTuple):
+class SampleLayout(NamedTuple):
     """The sizes of a step's draws, filled up to powers of two, and what they need: steps with the
     same have the same launches.
     """

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from headrace.backend.cuda.device import DEVICE
-from headrace.backend.cuda.drawing import Drawing, DrawStep
+from headrace.backend.cuda.sampling import DeviceSampler, SampleStep
 from headrace.logit_ops import LogitOp, LogitOpResult
 
 
@@ -17,29 +17,29 @@ class Steps:
     """
 
     def __init__(self, vocab: int, chunk: int = 32, listed: int = 32, spare: int = 1) -> None:
-        self.drawing = Drawing(vocab, DEVICE, chunk, listed)
+        self.sampler = DeviceSampler(vocab, DEVICE, chunk, listed)
         self.spare = spare
 
-    def launch(self, logits: np.ndarray, ops: Sequence[LogitOp]) -> tuple[DrawStep, torch.Tensor]:
+    def launch(self, logits: np.ndarray, ops: Sequence[LogitOp]) -> tuple[SampleStep, torch.Tensor]:
         rows = np.full((len(logits) + self.spare, logits.shape[1]), np.nan, np.float32)
         rows[: len(logits)] = logits
-        step = self.drawing.begin(ops)
+        step = self.sampler.begin(ops)
         layout = step.layout
         host = np.full(layout.num_ints, 0x7FC00000, np.int32)  # rubbish of the steps before
-        masks = np.zeros((max(layout.masks, 1), self.drawing.mask_words), np.uint32)
+        masks = np.zeros((max(layout.masks, 1), self.sampler.mask_words), np.uint32)
         step.fill(host)
         step.fill_masks(masks)
         results = torch.full((layout.num_results,), -7, dtype=torch.int32, device=DEVICE)
         area, its_masks = (
             torch.from_numpy(array.view(np.int32)).to(DEVICE) for array in (host, masks)
         )
-        for launch in self.drawing.launches(
+        for launch in self.sampler.launches(
             layout, torch.from_numpy(rows).to(DEVICE), area, its_masks, results
         ):
             launch()
         return step, results
 
-    def read(self, launched: tuple[DrawStep, torch.Tensor]) -> list[LogitOpResult]:
+    def read(self, launched: tuple[SampleStep, torch.Tensor]) -> list[LogitOpResult]:
         step, results = launched
         return step.read(results.cpu().numpy())
 

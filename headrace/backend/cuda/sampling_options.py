@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.backend.cuda.kernels import draw_table as table
+from headrace.backend.cuda.kernels import sample_table as table
 from headrace.batch import Ints
 from headrace.sampling.sampler import Sampler
 
@@ -81,7 +81,7 @@ def _record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> SamplerR
     for name in options:
         raise ValueError(
             f"sampler option {name!r} is not implemented on a GPU; add it to "
-            "backend/cuda/kernels/draw_table.py"
+            "backend/cuda/kernels/sample_table.py"
         )
     return SamplerRecord(
         sampler=ref(sampler, died),

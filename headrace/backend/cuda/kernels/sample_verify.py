@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.draw_table import (
+from headrace.backend.cuda.kernels.sample_table import (
     COLUMNS,
     DRAFT_TOKEN,
     FIRST_DRAW,
@@ -21,7 +21,7 @@ from headrace.backend.cuda.kernels.draw_table import (
 from headrace.backend.cuda.launch import Launch
 
 
-def draw_verify(
+def sample_verify(
     table: Any,
     op_table: Any,
     tokens: Any,
@@ -37,11 +37,11 @@ def draw_verify(
     all to the `state` of its penalties. `nodes` is a power of two: the most rows that an op has.
     """
     args = (table, op_table, tokens, state, state.stride(0), last_tokens, *results)
-    return Launch(draw_verify_kernel, (len(op_table),), args, {"NODES": nodes, "num_warps": 1})
+    return Launch(sample_verify_kernel, (len(op_table),), args, {"NODES": nodes, "num_warps": 1})
 
 
 @triton.jit
-def draw_verify_kernel(
+def sample_verify_kernel(
     table,
     op_table,
     tokens,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.draw_table import (
+from headrace.backend.cuda.kernels.sample_table import (
     COLUMNS,
     ENTRY_BAN,
     ENTRY_BIAS,
@@ -29,7 +29,7 @@ from headrace.backend.cuda.kernels.draw_table import (
 from headrace.backend.cuda.launch import Launch, blocks
 
 
-def draw_adjust(
+def sample_adjust(
     logits: Any,
     table: Any,
     entries: Any,
@@ -59,7 +59,7 @@ def draw_adjust(
     )
     launches = [
         Launch(
-            draw_adjust_kernel,
+            sample_adjust_kernel,
             (draws, blocks(vocab, block)),
             (*args, vocab),
             {"BLOCK": block, "num_warps": 8},
@@ -69,7 +69,7 @@ def draw_adjust(
         given = entries, entries.view(torch.float32)
         launches.append(
             Launch(
-                draw_adjust_entries_kernel,
+                sample_adjust_entries_kernel,
                 (draws,),
                 (*args, *given),
                 {"BLOCK": entry_block, "num_warps": 4},
@@ -79,7 +79,7 @@ def draw_adjust(
 
 
 @triton.jit
-def draw_adjust_kernel(
+def sample_adjust_kernel(
     logits,
     stride,
     table,
@@ -115,7 +115,7 @@ def draw_adjust_kernel(
 
 
 @triton.jit
-def draw_adjust_entries_kernel(
+def sample_adjust_entries_kernel(
     logits,
     stride,
     table,

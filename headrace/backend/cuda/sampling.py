@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.backend.cuda.drawing_layout import DrawLayout
-from headrace.backend.cuda.drawing_samplers import DeviceSamplers
-from headrace.backend.cuda.drawn import PendingOp, results_of
-from headrace.backend.cuda.kernels import draw_table as table
-from headrace.backend.cuda.kernels.draw_adjust import draw_adjust
-from headrace.backend.cuda.kernels.draw_chunks import CHUNK, draw_chunks
-from headrace.backend.cuda.kernels.draw_filter import LISTED, draw_filter
-from headrace.backend.cuda.kernels.draw_verify import draw_verify
+from headrace.backend.cuda.kernels import sample_table as table
 from headrace.backend.cuda.kernels.logprobs import logprobs
+from headrace.backend.cuda.kernels.sample_adjust import sample_adjust
+from headrace.backend.cuda.kernels.sample_chunks import CHUNK, sample_chunks
+from headrace.backend.cuda.kernels.sample_filter import LISTED, sample_filter
+from headrace.backend.cuda.kernels.sample_verify import sample_verify
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
-from headrace.backend.cuda.plain_draws import PlainDraws, PlainStep
+from headrace.backend.cuda.plain_samples import PlainSamples, PlainStep
+from headrace.backend.cuda.sampled import PendingOp, results_of
+from headrace.backend.cuda.sampling_layout import SampleLayout
+from headrace.backend.cuda.sampling_options import DeviceSamplers
 from headrace.batch import NO_DRAFT, DraftTree, Ints
 from headrace.constraint import mask_words
 from headrace.logit_ops import (
@@ -53,7 +53,7 @@ def runs_on_device(op: LogitOp) -> bool:
     )
 
 
-class DrawStep:
+class SampleStep:
     """The ops of one launch that the device runs. `indices` are theirs among all ops of the
     launch.
     """
@@ -148,10 +148,10 @@ class DrawStep:
         self._described.append((row, draw, token, top))
         self._top = max(self._top, top)
 
-    def _layout(self) -> DrawLayout:
+    def _layout(self) -> SampleLayout:
         sizes = len(self._rows), self._num_entries, self._num_masks, len(self._described), self._top
         draws, entries, masks, described, top = (power_of_2(size) if size else 0 for size in sizes)
-        return DrawLayout(
+        return SampleLayout(
             draws=draws,
             nodes=power_of_2(self._nodes),
             entries=entries,
@@ -204,7 +204,7 @@ class DrawStep:
         return [result for _, result in results]
 
 
-class Drawing:
+class DeviceSampler:
     """Draws of one executable, whose launches are all in one stream."""
 
     def __init__(
@@ -214,7 +214,7 @@ class Drawing:
         """The last token that each op of the last launch has drawn, 0 where its logits were not
         finite: what `token_source` indexes.
         """
-        self._samplers, self._plain = DeviceSamplers(vocab, device), PlainDraws()
+        self._samplers, self._plain = DeviceSamplers(vocab, device), PlainSamples()
         self._adjusted = torch.empty((0, -(-vocab // 16) * 16), dtype=torch.float32, device=device)
         self._vocab, self._chunk, self._listed = vocab, chunk, listed
 
@@ -225,12 +225,12 @@ class Drawing:
 
     def must_wait(self, ops: Sequence[LogitOp]) -> bool:
         """Whether launches in flight are to be read before these ops are launched."""
-        drawing = [
+        sampler = [
             cast(Sampler, op.sampler)
             for op in ops
             if isinstance(op, SampleOp | Expand) and runs_on_device(op)
         ]
-        return any(map(self._samplers.must_wait, drawing))
+        return any(map(self._samplers.must_wait, sampler))
 
     def again(self, ops: Sequence[LogitOp]) -> PlainStep | None:
         """The ops of a launch, if they are plain draws and those of the last that were begun, at
@@ -238,13 +238,13 @@ class Drawing:
         """
         return self._plain.again(ops, len(self._samplers.state))
 
-    def begin(self, ops: Sequence[LogitOp]) -> DrawStep:
+    def begin(self, ops: Sequence[LogitOp]) -> SampleStep:
         """The ops of a launch that the device runs. It is called once for each launch, in their
         order, behind those before it.
         """
         if len(ops) > _MAX_OPS:
             raise ValueError(f"a launch has at most {_MAX_OPS} ops")
-        step = DrawStep(ops, self._samplers)
+        step = SampleStep(ops, self._samplers)
         if not step.layout.is_adjusted:
             self._plain.keep(ops, step.layout, step.fill)
         return step
@@ -263,7 +263,7 @@ class Drawing:
         )
 
     def launches(
-        self, layout: DrawLayout, logits: torch.Tensor, area: Any, masks: Any, results: Any
+        self, layout: SampleLayout, logits: torch.Tensor, area: Any, masks: Any, results: Any
     ) -> list[Launch]:
         """The kernels of all steps of one layout, on logits [rows, vocab].
 
@@ -281,15 +281,15 @@ class Drawing:
             doubles = area[: draws.numel()].view(torch.float64)
             adjusted = self._adjusted_rows(layout.draws) if layout.is_adjusted else logits
             if layout.is_adjusted:
-                made += draw_adjust(logits, draws, entries, state, masks, adjusted, self._chunk)
+                made += sample_adjust(logits, draws, entries, state, masks, adjusted, self._chunk)
             tops = torch.empty(layout.draws, dtype=torch.float32, device=device)
             chunks = self._chunks(layout.draws, device)
-            made += draw_chunks(
+            made += sample_chunks(
                 logits, adjusted, draws, doubles, chunks, tops, tokens, layout.is_noisy, self._chunk
             )
             if layout.is_filtered:
                 lists = self._lists(layout.draws, device)
-                made += draw_filter(
+                made += sample_filter(
                     logits,
                     adjusted,
                     draws,
@@ -313,7 +313,7 @@ class Drawing:
             )
         if layout.draws:
             made.append(
-                draw_verify(
+                sample_verify(
                     draws, op_table, tokens, state, self.last_tokens, tuple(drawn), layout.nodes
                 )
             )

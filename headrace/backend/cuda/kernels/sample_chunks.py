@@ -7,15 +7,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.draw_noise import noisiest, score, words_of_tile
-from headrace.backend.cuda.kernels.draw_table import COLUMNS, IS_NOISY, NO_TOKEN, ROW, logits_of
+from headrace.backend.cuda.kernels.sample_noise import noisiest, score, words_of_tile
+from headrace.backend.cuda.kernels.sample_table import COLUMNS, IS_NOISY, NO_TOKEN, ROW, logits_of
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 
 CHUNK = 2048
 """Tokens of a chunk."""
 
 
-def draw_chunks(
+def sample_chunks(
     logits: Any,
     adjusted: Any,
     table: Any,
@@ -40,10 +40,10 @@ def draw_chunks(
     merging = {"BLOCK": power_of_2(num_chunks), "NOISY": noisy, "num_warps": 1}
     return [
         Launch(
-            draw_chunk_kernel, (draws, num_chunks), (*rows, *chunks, vocab, num_chunks), constants
+            sample_chunk_kernel, (draws, num_chunks), (*rows, *chunks, vocab, num_chunks), constants
         ),
         Launch(
-            draw_merge_kernel,
+            sample_merge_kernel,
             (draws,),
             (table, doubles, *chunks, tops, tokens, num_chunks),
             merging,
@@ -52,7 +52,7 @@ def draw_chunks(
 
 
 @triton.jit
-def draw_chunk_kernel(
+def sample_chunk_kernel(
     logits,
     stride,
     adjusted,
@@ -99,7 +99,7 @@ def draw_chunk_kernel(
 
 
 @triton.jit
-def draw_merge_kernel(
+def sample_merge_kernel(
     table,
     doubles,
     chunk_tops,

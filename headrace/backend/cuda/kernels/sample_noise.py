@@ -9,7 +9,7 @@ of equal scores the one with the lower id.
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.draw_table import (
+from headrace.backend.cuda.kernels.sample_table import (
     NO_TOKEN,
     POSITION,
     SEED_HIGH,

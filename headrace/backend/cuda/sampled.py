@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.backend.cuda.drawing_layout import DrawLayout
+from headrace.backend.cuda.sampling_layout import SampleLayout
 from headrace.batch import Ints, TokenLogprobs
 from headrace.logit_ops import Expand, Expanded, LogitOpResult, SampleOp, SampleResult, Score
 
@@ -20,7 +20,7 @@ class PendingOp(NamedTuple):
 
 
 def results_of(
-    pending: list[PendingOp], layout: DrawLayout, host: Ints
+    pending: list[PendingOp], layout: SampleLayout, host: Ints
 ) -> list[tuple[list[int], LogitOpResult]]:
     """The tokens that each op has drawn, as the device knows them, and its result."""
     drawn, described, top_ids, top_logprobs = layout.results(host)

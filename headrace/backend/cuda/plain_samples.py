@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.cuda.drawing_layout import COLUMNS, DrawLayout
-from headrace.backend.cuda.kernels import draw_table as table
+from headrace.backend.cuda.kernels import sample_table as table
+from headrace.backend.cuda.sampling_layout import COLUMNS, SampleLayout
 from headrace.batch import NO_DRAFT, Ints
 from headrace.logit_ops import (
     LogitOp,
@@ -55,7 +55,7 @@ class PlainOps(NamedTuple):
 class PlainStep:
     """The draws of one launch: those of an area that was filled before, at these positions."""
 
-    def __init__(self, layout: DrawLayout, area: Ints, positions: Ints) -> None:
+    def __init__(self, layout: SampleLayout, area: Ints, positions: Ints) -> None:
         self.layout, self.indices = layout, range(len(positions))
         self._area, self._positions = area, positions
 
@@ -83,7 +83,7 @@ class PlainStep:
         """Nothing was begun that is to be undone."""
 
 
-class PlainDraws:
+class PlainSamples:
     """The last draws that may be repeated."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class PlainDraws:
         """As a launch had them."""
         self._ops: PlainOps | None = None
         self._positions = self._area = np.zeros(0, np.int32)
-        self._layout: DrawLayout | None = None
+        self._layout: SampleLayout | None = None
 
     def again(self, ops: Sequence[LogitOp], slots: int) -> PlainStep | None:
         """The step of these ops if they are the last ones at other positions."""
@@ -111,7 +111,7 @@ class PlainDraws:
         return PlainStep(self._layout, self._area, self._positions)
 
     def keep(
-        self, ops: Sequence[LogitOp], layout: DrawLayout, fill: Callable[[Ints], None]
+        self, ops: Sequence[LogitOp], layout: SampleLayout, fill: Callable[[Ints], None]
     ) -> None:
         """Let ops be repeated, if they are plain, whose step fills an area."""
         if plain := PlainOps.of(ops):

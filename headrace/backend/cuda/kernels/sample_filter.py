@@ -15,14 +15,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.draw_noise import (
+from headrace.backend.cuda.kernels.sample_noise import (
     MAX_GUMBEL,
     noisiest,
     score,
     word_of,
     words_of_tile,
 )
-from headrace.backend.cuda.kernels.draw_table import (
+from headrace.backend.cuda.kernels.sample_table import (
     COLUMNS,
     IS_FILTERED,
     MIN_P_DEPTH,
@@ -38,7 +38,7 @@ LISTED = 4096
 """Most tokens that are listed; where there are more, the row itself is read."""
 
 
-def draw_filter(
+def sample_filter(
     logits: Any,
     adjusted: Any,
     table: Any,
@@ -68,13 +68,13 @@ def draw_filter(
     }
     return [
         Launch(
-            draw_list_kernel,
+            sample_list_kernel,
             (draws,),
             (*rows, chunk_tops, *lists, tops, tokens, vocab, num_chunks, listed),
             listing,
         ),
         Launch(
-            draw_filter_kernel,
+            sample_filter_kernel,
             (draws,),
             (*rows, *lists, tops, tokens, vocab, listed),
             {"BLOCK": block, "num_warps": warps},
@@ -83,7 +83,7 @@ def draw_filter(
 
 
 @triton.jit
-def draw_list_kernel(
+def sample_list_kernel(
     logits,
     stride,
     adjusted,
@@ -138,7 +138,7 @@ def draw_list_kernel(
 
 
 @triton.jit
-def draw_filter_kernel(
+def sample_filter_kernel(
     logits,
     stride,
     adjusted,

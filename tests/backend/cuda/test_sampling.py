@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import _native
-from headrace.backend.cuda.drawing import runs_on_device
+from headrace.backend.cuda.sampling import runs_on_device
 from headrace.batch import NO_DRAFT, DraftTree
 from headrace.constraint import mask_of
 from headrace.logit_ops import Expand, Expanded, SampleOp, SampleResult, Score, TopTokens
 from headrace.sampling.host import run_logit_ops
-from tests.backend.cuda.drawing_steps import Steps
 from tests.backend.cuda.examples import examples
+from tests.backend.cuda.sampling_steps import Steps
 from tests.sampling import sampler_twin as twin
 
 OPTIONS = {
@@ -86,7 +86,7 @@ def test_draws_are_those_of_the_twin(vocab: int, seed: int, data: st.DataObject)
             assert (result.tokens[0] if result else None) in allowed
             if result:
                 reference.output += result.tokens
-                assert steps.drawing.last_tokens[row] == result.tokens[0]
+                assert steps.sampler.last_tokens[row] == result.tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_tree_gives_the_tokens_of_plain_decoding() -> None:
     assert steps.run(rows, [SampleOp(0, 1, sampler, draft)]) == [
         SampleResult(tokens, [1, 2, 4], [])
     ]
-    assert steps.drawing.last_tokens[0] == tokens[-1]
+    assert steps.sampler.last_tokens[0] == tokens[-1]
     assert steps.run(logits[:1], [SampleOp(0, 5, sampler)])[0].tokens == [
         plain.draw(logits[0], 5, -1)[0]
     ]

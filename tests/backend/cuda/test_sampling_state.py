@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from headrace import _native
-from headrace.backend.cuda.drawing_samplers import DeviceSamplers
+from headrace.backend.cuda.sampling_options import DeviceSamplers
 from headrace.batch import DraftTree
 from headrace.logit_ops import SampleOp, SampleResult
-from tests.backend.cuda.drawing_steps import Steps
+from tests.backend.cuda.sampling_steps import Steps
 
 VOCAB = 40
 PENALTIES: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_launches_in_flight_count() -> None:
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     expected = [theirs.draw(LOGITS[0], position, -1)[0] for position in range(3)]
     launched = [steps.launch(LOGITS, [SampleOp(0, position, ours)]) for position in range(3)]
-    assert ours.num_appended == 0 and not steps.drawing.must_wait([SampleOp(0, 3, ours)])
+    assert ours.num_appended == 0 and not steps.sampler.must_wait([SampleOp(0, 3, ours)])
     assert tokens_of(steps.read(launched[0])) == expected[:1]
     expected += [theirs.draw(LOGITS[1], 3, -1)[0], theirs.draw(LOGITS[2], 4, -1)[0]]
     draft = DraftTree([expected[3]], [-1])
@@ -93,11 +93,11 @@ def test_tokens_that_are_appended_elsewhere_are_seen() -> None:
     in_flight = steps.launch(LOGITS, [SampleOp(0, 3, ours)])
     ours.append(5)
     next_draw = SampleOp(0, 4, ours)
-    assert steps.drawing.must_wait([next_draw])
+    assert steps.sampler.must_wait([next_draw])
     with pytest.raises(RuntimeError):
-        steps.drawing.begin([next_draw])
+        steps.sampler.begin([next_draw])
     steps.read(in_flight)
-    assert not steps.drawing.must_wait([next_draw])
+    assert not steps.sampler.must_wait([next_draw])
     theirs.draw(LOGITS[0], 3, -1)
     theirs.append(5)
     assert tokens_of(steps.run(LOGITS[:1], [next_draw])) == [theirs.draw(LOGITS[0], 4, -1)[0]]
@@ -117,7 +117,7 @@ def test_forks_have_states_of_their_own() -> None:
 def test_slots_are_given_back_and_grow() -> None:
     steps = Steps(VOCAB)
     assert (
-        steps.drawing.begin([SampleOp(0, 0, _native.Sampler(VOCAB, []))]).layout.slots == 0
+        steps.sampler.begin([SampleOp(0, 0, _native.Sampler(VOCAB, []))]).layout.slots == 0
     )  # without penalties there is no state
     for round in range(3):
         ours, theirs = ([sampler(seed) for seed in range(3)] for _ in range(2))
@@ -135,7 +135,7 @@ def test_slots_are_given_back_and_grow() -> None:
         assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, position, ours)])) == [
             theirs.draw(LOGITS[0], position, -1)[0]
         ]
-    assert steps.drawing.begin([]).layout.slots == 8
+    assert steps.sampler.begin([]).layout.slots == 8
 
 
 def test_what_is_not_finite_leaves_nothing() -> None:
@@ -143,7 +143,7 @@ def test_what_is_not_finite_leaves_nothing() -> None:
     bad = LOGITS[:1].copy()
     bad[0, 7] = np.nan
     assert steps.run(bad, [SampleOp(0, 0, ours)]) == [None]
-    assert steps.drawing.last_tokens[0] == 0 and ours.num_appended == 0
+    assert steps.sampler.last_tokens[0] == 0 and ours.num_appended == 0
     masks = np.array(
         [[0xFF7F, 0]], np.uint32
     )  # the draw never meets the NaN, but it has no log-probabilities
@@ -157,10 +157,10 @@ def test_what_is_not_finite_leaves_nothing() -> None:
 
 def test_tokens_of_the_host_are_put_where_those_of_the_device_are() -> None:
     steps = Steps(VOCAB)
-    steps.drawing.set_last_tokens([3, 5], [SampleResult([4, 6], [0], []), None])
-    assert steps.drawing.last_tokens[:6].tolist() == [0, 0, 0, 6, 0, 0]
+    steps.sampler.set_last_tokens([3, 5], [SampleResult([4, 6], [0], []), None])
+    assert steps.sampler.last_tokens[:6].tolist() == [0, 0, 0, 6, 0, 0]
     with pytest.raises(ValueError):
-        steps.drawing.begin([SampleOp(0, 0, _native.Sampler(VOCAB + 1, []))])
+        steps.sampler.begin([SampleOp(0, 0, _native.Sampler(VOCAB + 1, []))])
 
 
 def test_a_sampler_option_that_the_gpu_does_not_know_is_an_error() -> None:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from headrace import _native
 from headrace.backend.cuda.device import DEVICE
-from headrace.backend.cuda.drawing_layout import COLUMNS
-from headrace.backend.cuda.kernels import draw_table as table
-from headrace.backend.cuda.kernels.draw_noise import (
+from headrace.backend.cuda.kernels import sample_table as table
+from headrace.backend.cuda.kernels.sample_noise import (
     gumbel,
     gumbel_in_float32,
     word_of,
     words_of_tile,
 )
+from headrace.backend.cuda.sampling_layout import COLUMNS
 from tests.backend.cuda.examples import examples
 
 WORDS = st.integers(0, 2**32 - 1)
