@@ -1,6 +1,6 @@
 """Protocols for constrained outputs: the state of a grammar, and the tokens that may follow.
 
-A mask is a row of bits, `[words]` of uint32: bit i % 32 of word i / 32 is set if token i is allowed.
+A mask is a row of bits, `[words]` of uint32: bit i % 32 of word i / 32 allows token i.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,10 @@ MASK_BITS = 32
 
 
 def mask_words(vocab_size: int) -> int:
-    """Number of words of a mask."""
     return -(-vocab_size // MASK_BITS)
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
-    """The mask that allows only these tokens."""
     mask = np.zeros(mask_words(vocab_size), np.uint32)
     ids = np.fromiter(token_ids, np.int64)
     np.bitwise_or.at(
@@ -36,11 +34,9 @@ class GrammarState(Protocol):
     """A position in a grammar after some text. It is immutable: a token leads to another state."""
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the text may end here."""
+    def is_complete(self) -> bool: ...
 
-    def after(self, token: int) -> Self:
-        """The state after an allowed token."""
+    def after(self, token: int) -> Self: ...
 
     def fill(self, mask: Mask) -> None:
         """Write the mask of the next token; it allows no id beyond the tokenizer's vocabulary.
@@ -57,7 +53,7 @@ class Constraint(Protocol):
 
     @property
     def changes(self) -> bool:
-        """Whether the mask depends on earlier tokens, so that it is unknown while they are pending."""
+        """Whether the mask depends on earlier tokens, so it is unknown while they are pending."""
 
     @property
     def mask(self) -> Mask:
@@ -70,8 +66,7 @@ class Constraint(Protocol):
     def must_end(self) -> bool:
         """Whether the output is complete and no token can follow."""
 
-    def after(self, token: int) -> Self:
-        """The constraint after a token that the mask allows."""
+    def after(self, token: int) -> Self: ...
 
     def continuation(self, token: int) -> "Constraint | None":
         """The constraint after a token that the mask allows.
@@ -86,7 +81,7 @@ class Constraint(Protocol):
         """
 
     def allowed_nodes(self, draft: DraftTree) -> list[int]:
-        """The allowed nodes of a draft, ascending. A token that ends the output allows no children."""
+        """The allowed nodes of a draft, ascending. A node that ends the output has no children."""
 
     def masks(self, draft: DraftTree) -> Masks:
         """The mask here and after each node of an allowed draft: [1 + nodes, words].

@@ -16,14 +16,12 @@ class SequenceView(Protocol):
         """Number of the request, and index in the request; the index of a beam is its rank."""
 
     @property
-    def known(self) -> list[int]:
-        """All decided tokens, prompt and output."""
+    def known(self) -> list[int]: ...  # prompt and output
 
     @property
     def prompt_len(self) -> int: ...
     @property
-    def computed(self) -> int:
-        """Number of known tokens with KV."""
+    def computed(self) -> int: ...  # number of known tokens with KV
 
     @property
     def tables(self) -> Any:
@@ -39,7 +37,7 @@ class SequenceView(Protocol):
 
     @property
     def sampler(self) -> SamplerState:
-        """The sampler of the sequence. A proposer samples with a clone, which has the same noise."""
+        """The sampler of the sequence. Proposers sample with a clone, which has the same noise."""
 
 
 class ProposerTraits(NamedTuple):
@@ -64,9 +62,7 @@ class ProposerTraits(NamedTuple):
     The last share also holds for higher confidences.
     """
     needs_logits: bool = False
-    """Whether `observe` reads the logits of the step."""
     needs_hidden: bool = False
-    """Whether `observe` reads the hidden rows of the step."""
 
 
 class Proposer(Protocol):

@@ -14,7 +14,6 @@ from headrace.errors import RequestError
 MAX_CHARACTERS = 1 << 16
 """Max characters of a schema, regular expression or grammar, or of all choices together."""
 MAX_DEPTH = 32
-"""Max nested objects and lists in a schema."""
 MAX_CHOICES = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 1024
@@ -30,13 +29,12 @@ class StructuredOutputs:
     json: str | Mapping[str, Any] | None = None
     """JSON schema, given as a mapping or as text and kept as text."""
     json_object: bool = False
-    """Any JSON object."""
     regex: str | None = None
-    """Regular expression that matches the entire text, in the syntax of Rust's `regex`, which has no
-    look-around and no backreferences.
+    """Regular expression that matches the entire text, in the syntax of Rust's `regex`.
+
+    It has no look-around and no backreferences.
     """
     choice: Sequence[str] | None = None
-    """Allowed texts."""
     grammar: str | None = None
     """Context-free grammar of the text, in llguidance's dialect of Lark."""
 
@@ -67,7 +65,6 @@ class StructuredOutputs:
 
 
 def bad_words(value: object) -> list[str] | None:
-    """Check `SamplingParams.bad_words`. Raises RequestError."""
     if value is None:
         return None
     return _texts("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
@@ -132,7 +129,6 @@ def _refuse_constant(name: str) -> None:
 
 
 def _depth(value: object) -> int:
-    """Number of nested objects and lists, at most MAX_DEPTH + 1."""
     level: list[Any] = [value]
     depth = 0
     while depth <= MAX_DEPTH:

@@ -29,7 +29,6 @@ class Rules:
 
     @cached_property
     def num_recent(self) -> int:
-        """Number of last tokens that decide which bad words the next token would complete."""
         return max((len(word) - 1 for word in self.bad_words), default=0)
 
 
@@ -74,8 +73,8 @@ class OutputConstraint:
                 mask[last // MASK_BITS] &= ~np.uint32(1 << last % MASK_BITS)
         if not mask.any() and not (self._state and self._state.is_complete):
             raise ConstraintError(
-                "no token can follow: structured_outputs, allowed_token_ids and bad_words together "
-                "allow none; allow more"
+                "no token can follow; let structured_outputs, allowed_token_ids and bad_words "
+                "allow more"
             )
         mask.flags.writeable = False  # drafts and forks of the output share it
         return mask
@@ -191,7 +190,6 @@ class Constraints:
         return constraint
 
     def _spellings(self, text: str) -> list[tuple[int, ...]]:
-        """The tokens of a word, with and without a space before it."""
         spellings: dict[tuple[int, ...], None] = {}
         for prefix in ("", " "):
             tokens = self._vocabulary.encode(prefix + text.lstrip(), add_special=False)

@@ -81,7 +81,6 @@ def _check_schema(field: str, schema: dict[str, Any]) -> None:
 
 
 def _nodes(schema: object) -> Iterator[dict[str, Any] | bool]:
-    """All records and booleans in a schema, itself included: each may be a schema."""
     level = [schema]
     while level:
         yield from (value for value in level if isinstance(value, dict | bool))
@@ -95,7 +94,6 @@ def _children(value: object) -> Iterable[object]:
 
 
 def _num_required(node: dict[str, Any]) -> int:
-    """Number of names that a schema requires without a schema for them."""
     required, properties = node.get("required"), node.get("properties")
     if not isinstance(required, list):
         return 0
@@ -104,7 +102,6 @@ def _num_required(node: dict[str, Any]) -> int:
 
 
 def _num_intersected(node: dict[str, Any]) -> int:
-    """Number of schemas that a value must match in addition to the first."""
     is_combined = "$ref" in node or "allOf" in node
     num_own = sum(name in node for name in ("pattern", "format")) if is_combined else 0
     num_listed = len(node["allOf"]) - 1 if isinstance(node.get("allOf"), list) else 0

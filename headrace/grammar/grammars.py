@@ -34,7 +34,6 @@ _MAX_USES = 100
 texts that it reads.
 """
 _MAX_FORCED_CHARACTERS = 256
-"""Characters of a forced text that are tokenised in advance."""
 _MAX_TOKENISED = 4096
 """Max texts whose tokens are cached: a grammar forces the same texts again and again."""
 _LIMITS: dict[str, Any] = {
@@ -60,12 +59,9 @@ without end.
 
 
 _Key = tuple[str, str]
-"""The field of a `StructuredOutputs` that is set, and its text."""
 
 
 class Vocabulary(Protocol):
-    """The part of a tokenizer that grammars need."""
-
     @property
     def special_ids(self) -> Collection[int]: ...  # control tokens, which have no text
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -129,8 +125,6 @@ class Grammars:
 
 
 class _State:
-    """A `GrammarState`: a matcher of llguidance that consumes no further token itself."""
-
     __slots__ = ("_matcher", "_vocab_size")
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
@@ -170,8 +164,8 @@ class _Tokens:
         self.tokens = [vocabulary.token_bytes(token) for token in range(vocab_size)]
         if not any(self.tokens):
             raise RequestError(
-                "structured_outputs needs a tokenizer with text, and this model has none; "
-                "leave it out"
+                "structured_outputs needs a tokenizer with text, which this model lacks; leave it "
+                "out"
             )
         self.tokens.append(b"<end>")
         self.eos_token_id = vocab_size
@@ -246,5 +240,4 @@ def _llguidance() -> ModuleType:
 
 
 def _shortened(message: str) -> str:
-    """A message of llguidance on one line."""
     return " ".join(message.split())[:300]

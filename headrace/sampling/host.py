@@ -34,7 +34,6 @@ VERIFIERS: dict[AcceptanceMethod, Verifier] = {
     "rejection": verify_rejection,
     "typical": verify_typical,
 }
-"""Acceptance methods, by name in `EngineConfig.acceptance_method`."""
 
 
 def run_logit_ops(

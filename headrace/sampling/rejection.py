@@ -58,7 +58,6 @@ def _verify(op: SampleOp, logits: Logits) -> SampleResult | None:
 
 
 def _next(verification: Verification, row: NDArray[np.float32]) -> NativeSample:
-    """The next token by its row of logits [vocab]: the draft token, or its replacement."""
     sampler, draft = verification.sampler, verification.op.draft
     p = sampler.probabilities(row, verification.position, verification.masks)
     accept_uniform, pick_uniform = sampler.uniforms(verification.position)

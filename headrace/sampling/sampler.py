@@ -49,7 +49,7 @@ def make_sampler(
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of a request that sets none: 64 bits from the engine's seed and the request's number."""
+    """The seed of a request without a seed: 64 bits from the engine's seed and `number`."""
     # hashlib loads OpenSSL, and `headrace run` sets a seed.
     from hashlib import blake2b
 

@@ -76,7 +76,6 @@ def _longest_path(
 
 
 def _first_of_each_token(tokens: list[int], children: list[int]) -> list[int]:
-    """The children without those whose token an earlier child has."""
     first: dict[int, int] = {}
     for child in children:
         first.setdefault(tokens[child], child)
@@ -84,7 +83,6 @@ def _first_of_each_token(tokens: list[int], children: list[int]) -> list[int]:
 
 
 def _threshold(p: NDArray[np.float64]) -> float:
-    """The probability that an accepted token must exceed, from the distribution p [vocab]."""
     possible = p[p > 0]
     entropy = -float(np.sum(possible * np.log(possible)))
     return min(_EPSILON, _DELTA * float(np.exp(-entropy)))

@@ -37,17 +37,14 @@ class Verification:
 
     @property
     def position(self) -> int:
-        """Position of the next token in the sequence."""
         return self.op.position + len(self.tokens)
 
     @property
     def row(self) -> int:
-        """Index of the next token's row among the logit rows."""
         return self.op.row + 1 + self.node
 
     @property
     def masks(self) -> Masks | None:  # [1, words]
-        """The tokens that the next sample may have; None: all."""
         return masks_after(self.op, self.node)
 
     @property

@@ -5,13 +5,10 @@ from collections.abc import Sequence
 from headrace.batch import DraftTree
 
 _MAX_DEPTH = 6
-"""Depth from which all nodes share one class."""
 _MAX_RANK = 2
-"""Rank among siblings from which all nodes share one class."""
 _DECAY = 0.98
 """Factor on the earlier observations at each new one, for the rates over all sequences."""
 _SEQUENCE_DECAY = 0.9
-"""Factor on the earlier observations at each new one, for the rates on one sequence."""
 _PRIOR_WEIGHT = 3.0
 """Number of observations that the prior of a rate counts as."""
 
@@ -87,12 +84,10 @@ class AcceptanceRates:
 
 
 def node_class(confidence: int, depth: int, rank: int) -> _NodeClass:
-    """The class of nodes whose acceptance is measured together."""
     return confidence, min(depth, _MAX_DEPTH), min(rank, _MAX_RANK)
 
 
 def _node_classes(draft: DraftTree) -> list[_NodeClass]:
-    """The class of each node of a draft."""
     depths: list[int] = []
     num_children: dict[int, int] = {}
     classes: list[_NodeClass] = []

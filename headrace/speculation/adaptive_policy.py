@@ -29,7 +29,6 @@ _PROBE_STEPS = 6
 if they are not expected to pay.
 """
 _PROBE_NODES = 4
-"""Max draft nodes in such a step, unless the draft is indivisible."""
 _MIN_PLAIN_STEPS = 2
 """Plain steps of about the same number of rows to measure before the first draft."""
 _PLAIN_EVERY = 32
@@ -38,15 +37,11 @@ _PLAIN_EVERY = 32
 
 @dataclass
 class _SequenceState:
-    """State of one proposer on one sequence."""
-
     acceptance: AcceptanceRates
     is_new: bool = True
-    """Whether the next call is the first for this sequence."""
     gain: float = 0.0
     """Tokens that the last draft gains, less the price of its rows; 0 if it gains nothing."""
     num_failed: int = 0
-    """Drafts in a row that did not pay."""
     probe_share: float = _MAX_PROBE_SHARE
     next_probe: float = 0.0
     """Time of the next probe, in seconds of steps as `AdaptivePolicy._now`."""
@@ -54,8 +49,6 @@ class _SequenceState:
 
 @dataclass
 class _ProposerState:
-    """State of one proposer."""
-
     traits: ProposerTraits
     acceptance: AcceptanceRates
     price: CallPrice = field(default_factory=CallPrice)
@@ -77,13 +70,10 @@ class AdaptivePolicy:
             for name, each in traits.items()
         }
         self._now = 0.0
-        """Seconds of all steps so far."""
         self._prices = RowPrices(StepCost(), 1, 1)
-        """Prices of draft rows in this step."""
         self._is_plain = True
         """Whether this step has no drafts, to measure the cost of plain steps."""
         self._num_drafting = 0
-        """Steps with drafts since the last plain step."""
         self._pause_end = 0.0
         """End of the pause after this step, as `_now`, if no call is due earlier."""
         self._next_calls: dict[tuple[str, tuple[int, int]], float] = {}
@@ -91,7 +81,6 @@ class AdaptivePolicy:
 
     @property
     def pause_seconds(self) -> float:
-        """Seconds of plain decoding until proposers may be called again; 0: now."""
         return max(0.0, min([self._pause_end, *self._next_calls.values()]) - self._now)
 
     def begin_step(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
@@ -168,7 +157,6 @@ class AdaptivePolicy:
         return candidate
 
     def better(self, first: DraftCandidate, second: DraftCandidate) -> DraftCandidate:
-        """The candidate that gains more; the first of equals."""
         return second if self._gain(second) > self._gain(first) else first
 
     def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
@@ -232,7 +220,6 @@ class AdaptivePolicy:
                 return
 
     def _pays(self, proposer: _ProposerState, gain: float) -> bool:
-        """Whether a gain in tokens is worth more time than a call to the proposer takes."""
         return gain * self._prices.token_seconds > proposer.price.by_sequence
 
     def _gain(self, candidate: DraftCandidate) -> float:

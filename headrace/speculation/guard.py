@@ -13,7 +13,6 @@ from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer, SequenceView
 
 MAX_CONFIDENCE = 7
-"""Highest confidence of a draft tree; the lowest is 0."""
 
 
 class Guard:
@@ -59,11 +58,9 @@ class Guard:
         return drafts
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
-        """Let the proposer observe the step."""
         self._call(lambda: self._proposer.observe(seqs, commits, result), returns=False)
 
     def close(self) -> None:
-        """Release the proposer, which must not be called again."""
         del self._proposer
 
     def _call(self, function: Callable[[], Any], *, returns: bool = True) -> Any:
@@ -84,7 +81,6 @@ class Guard:
         return value
 
     def _call_here(self, function: Callable[[], Any]) -> Any:
-        """Call in this thread. Raises _TimeLimitError if the call took longer than the limit."""
         limit, start = self.traits.time_limit, self._clock()
         value = function()
         if limit is not None and self._clock() - start > limit:
@@ -120,8 +116,7 @@ class Guard:
         )
 
 
-class _TimeLimitError(Exception):
-    """A call took longer than the time limit."""
+class _TimeLimitError(Exception): ...
 
 
 class _Outcome(NamedTuple):

@@ -95,7 +95,6 @@ class SpeculationManager:
         """
         self._clock = clock
         self._last_record = 0.0
-        """Clock, in seconds, when the time of a step was last recorded."""
 
     @property
     def pause_seconds(self) -> float:
@@ -109,11 +108,9 @@ class SpeculationManager:
 
     @property
     def failures(self) -> int:
-        """Number of calls to proposers that failed, and of drafts that were not valid."""
         return sum(guard.failures for guard in self._guards.values())
 
     def close(self) -> None:
-        """Release the proposers and the models that they draft with."""
         for guard in self._guards.values():
             guard.close()
 
@@ -218,7 +215,6 @@ class SpeculationManager:
         return self._costs[len(scheduled).bit_length()]
 
     def _call(self, name: str, drafts: StepDrafts[Item], best: dict[Item, DraftCandidate]) -> None:
-        """Call one proposer, and update the best candidate of each sequence."""
         nodes = drafts.calls[name]
         proposed = self._guards[name].propose(
             [item.seq for item in nodes],
@@ -238,7 +234,6 @@ class SpeculationManager:
         result: StepResult,
         drafts: StepDrafts[Item] | None,
     ) -> None:
-        """Let the proposers observe the step, and record the time that they take."""
         seqs: list[SequenceView] = [item.seq for item in scheduled]
         observed: list[Commit] = []
         for commit in commits:

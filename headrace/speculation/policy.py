@@ -21,8 +21,6 @@ Key = TypeVar("Key")
 
 
 class DraftCandidate(NamedTuple):
-    """A draft that could run in the step."""
-
     method: str  # name of the proposer
     draft: DraftTree
     values: list[float]  # probability of each node that it is accepted; empty with FixedPolicy
@@ -38,7 +36,7 @@ class DraftPolicy(Protocol):
     def begin_step(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
         """Begin a step that may have drafts.
 
-        The step has `num_scheduled` rows without drafts, and `num_sampling` sequences sample a token.
+        The step has `num_scheduled` rows without drafts, and `num_sampling` sequences sample.
         `cost` estimates the seconds of steps with about as many sequences.
         """
 
@@ -47,8 +45,7 @@ class DraftPolicy(Protocol):
     ) -> bool:
         """Whether to call a proposer for a sequence that already has the draft `rival`, or none."""
 
-    def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int:
-        """Number of nodes to request from a proposer, at most `limit`."""
+    def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int: ...
 
     def evaluate(self, name: str, seq: SequenceView, draft: DraftTree) -> DraftCandidate:
         """Make a candidate of a draft that a proposer has returned, even if it has no nodes."""
@@ -59,8 +56,7 @@ class DraftPolicy(Protocol):
     def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
         """The nodes to run of each candidate, ascending. The parent of a chosen node is chosen."""
 
-    def record_step(self, seconds: float) -> None:
-        """Record the seconds of a step."""
+    def record_step(self, seconds: float) -> None: ...
 
     def record_acceptance(
         self, seq: SequenceView, candidate: DraftCandidate, tokens: list[int]

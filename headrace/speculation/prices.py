@@ -24,15 +24,12 @@ class CallPrice:
         self.by_sequence = 0.0
         """Seconds of a later call for one sequence, with the time to observe the step."""
         self.by_node = 0.0
-        """The seconds of later calls, per draft node."""
 
     def record_first(self, num_tokens: int, seconds: float) -> None:
-        """Record the first call for sequences with `num_tokens` known tokens in total."""
         change = seconds / num_tokens - self.first_by_token
         self.first_by_token += change * (_PRICE_RATE if self.first_by_token else 1)
 
     def record(self, num_seqs: int, num_nodes: int, seconds: float) -> None:
-        """Record a later call for `num_seqs` sequences and `num_nodes` nodes in total."""
         if self.by_sequence:
             seconds = min(seconds, _MAX_PRICE_RISE * self.by_sequence * num_seqs)
         self.by_sequence += (seconds / num_seqs - self.by_sequence) * _PRICE_RATE
@@ -51,10 +48,8 @@ class RowPrices:
         self._num_scheduled = num_scheduled
         self._margin = _ROW_MARGIN if num_sampling == 1 else _SHARED_ROW_MARGIN
         self._prices = [0.0]
-        """Price of n draft rows at index n, computed when first used."""
 
     def price(self, num_rows: int) -> float:
-        """Price of `num_rows` draft rows, with the margins."""
         prices = self._prices
         while len(prices) <= num_rows:
             with_drafts = self._cost.seconds(self._num_scheduled + len(prices))

@@ -4,7 +4,6 @@ from bisect import bisect_left, insort
 from math import exp, log, log2
 
 _KNOTS_PER_DOUBLING = 2
-"""Knots from a number of rows to its double."""
 _LAST_KNOT = 12 * _KNOTS_PER_DOUBLING
 """The last knot, at 4096 rows; larger steps count as 4096 rows."""
 _DEFAULT_ROW_TIME = 0.1
@@ -18,11 +17,9 @@ _MAX_FIRST_ERROR = 2.0
 _SCALE_RATE = 0.2
 """Share of an error that moves the scale, at knots with many measurements."""
 _MAX_SCALE_CHANGE = 0.02
-"""Largest change of the scale by one step, as a logarithm."""
 _MIN_SHAPE_RATE = 0.02
-"""Min share of an error that moves a knot."""
 _FIRST_VISIT = 1.5
-"""The share of an error that moves a knot is 1 / (visits + _FIRST_VISIT), as in a mean, but at least
+"""An error moves a knot by the share 1 / (visits + _FIRST_VISIT), as in a mean, and at least by
 _MIN_SHAPE_RATE.
 """
 
@@ -43,15 +40,12 @@ class StepCost:
         self._scale: float | None = None
         """Logarithm of the scale; None before the first measurement."""
         self._shape: dict[int, float] = {}
-        """Logarithm of the shape at each measured knot."""
         self._measured: list[int] = []
-        """The measured knots, ascending."""
         self._visits = [0.0] * (_LAST_KNOT + 1)
         """Number of measured steps at each knot; a step between two knots counts in part for both.
         """
 
     def visits(self, rows: int) -> float:
-        """Number of measured steps of about this many rows."""
         place = _place(rows)
         knot = int(place)
         return self._visits[knot] + (self._visits[knot + 1] if place > knot else 0.0)
@@ -66,7 +60,6 @@ class StepCost:
         return exp(self._scale + self._shape_at(_place(rows)))
 
     def record(self, rows: int, seconds: float) -> None:
-        """Learn from a measured step."""
         if rows <= 0 or seconds <= 0:
             return
         place = _place(rows)
@@ -89,7 +82,6 @@ class StepCost:
         self._scale += _clamp(_SCALE_RATE * trust * bounded_error, _MAX_SCALE_CHANGE)
 
     def _move(self, knot: int, change: float) -> None:
-        """Move the curve at a knot, and other knots as far as needed so that it never falls."""
         shape, measured = self._shape, self._measured
         if knot not in shape:
             shape[knot] = self._shape_at(knot)
@@ -129,7 +121,6 @@ def _place(rows: int) -> float:
 
 
 def _default_shape(place: float) -> float:
-    """Logarithm of the shape before anything is measured."""
     return log(1 + _DEFAULT_ROW_TIME * 2 ** (place / _KNOTS_PER_DOUBLING))
 
 

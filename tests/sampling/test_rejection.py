@@ -50,7 +50,7 @@ P, Q, P2 = softmax(TARGET), softmax(DRAFT), softmax(AFTER)
 def tally(accept: Verifier, draft_seed: int, num_draws: int = DRAWS) -> Tally:
     """Count the tokens of many steps.
 
-    With seed 1, the seed of the target, the draft samples with the target's noise, as in the engine.
+    With seed 1, the target's seed, the draft samples with the target's noise, as in the engine.
     """
     counts: Tally = Counter()
     target, draft = Sampler(VOCAB, [], seed=1), Sampler(VOCAB, [], seed=draft_seed)
@@ -178,7 +178,7 @@ def test_residual_and_pick() -> None:
 def test_shared_noise_recovers_nearly_what_rejection_sampling_gains(
     spread: float, best: float, shared: float, independent: float
 ) -> None:
-    """Acceptance probabilities of a draft that is the target plus noise, as in docs/speculation.md."""
+    """The draft is the target plus noise; the page on speculation has the same numbers."""
     rng, rows = np.random.default_rng(0), 10_000
     target = rng.normal(0, 2, (rows, 50)).astype(np.float32)
     draft = (target + rng.normal(0, spread, target.shape)).astype(np.float32)

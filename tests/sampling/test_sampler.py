@@ -363,7 +363,7 @@ def test_a_row_that_another_thread_writes_to(isa: str) -> None:
 
 
 class TestForAcceptanceMethods:
-    """The parts of a sampler that rejection sampling and typical acceptance use: the distribution of
+    """Parts of a sampler that rejection sampling and typical acceptance use: the distribution of
     a sample, the uniform numbers of a position, appended tokens.
     """
 

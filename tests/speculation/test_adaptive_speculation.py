@@ -35,7 +35,7 @@ class Clock:
 
 
 class Oracle:
-    """Drafts chains of the greedy tokens, each right with a probability that depends on the position."""
+    """Drafts chains of greedy tokens, each right with a probability by its position."""
 
     traits = ProposerTraits(8, in_engine_thread=True, time_limit=None)
 
@@ -363,7 +363,7 @@ def test_drafts_have_at_most_max_draft_tokens() -> None:
 
 
 class Reader(Oracle):
-    """Takes 60 ms in the first call for a sequence, to read its prompt, and drafts after ten tokens."""
+    """Takes 60 ms to read the prompt in a first call, and drafts after ten tokens."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(lambda position: 0.95, clock, seconds=0.00003)

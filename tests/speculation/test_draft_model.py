@@ -88,7 +88,7 @@ def rows_of(proposer: DraftModelProposer | SelfDraftProposer) -> list[list[int]]
 
 
 def continuation(known: list[int], budget: int, width: int) -> DraftTree:
-    """The likeliest `width` tokens at each depth, below the likeliest token of the previous depth."""
+    """The likeliest `width` tokens at each depth, below the likeliest of the previous depth."""
     tokens: list[int] = []
     parents: list[int] = []
     end = -1

@@ -247,7 +247,7 @@ def test_the_thread_ends_with_the_guard() -> None:
 
 
 def test_traits_of_the_proposers() -> None:
-    """All run in the engine's thread. Quick proposers have no time limit, and some learn from rows."""
+    """All run in the engine's thread. Quick proposers have no time limit."""
     plain = ProposerTraits(7, in_engine_thread=True, time_limit=None)
     needs = {
         "ngram": plain,

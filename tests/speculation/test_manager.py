@@ -144,8 +144,9 @@ class TestStepCosts:
 def test_a_slow_proposer_is_not_called_if_a_quick_one_has_a_better_draft(
     others: list[str],
 ) -> None:
-    """As with `auto` and a draft model. Alone, it is called in every step. A quick proposer after it
-    is still called.
+    """As with `auto` and a draft model. Alone, it is called in every step.
+
+    A quick proposer after it is still called.
     """
     slow: list[Oracle] = []
 

@@ -124,7 +124,7 @@ def test_the_tree_has_the_likeliest_paths() -> None:
 
 
 def test_there_is_no_draft_from_a_hidden_row_of_another_length() -> None:
-    """A sequence that grew unobserved, for example by a fork, has no hidden row of its last token."""
+    """A sequence that grew unobserved, as by a fork, has no hidden row of its last token."""
     engine, proposers = draft_engine(MODEL, "medusa", width=2)
     proposer = proposers["medusa"]
     assert isinstance(proposer, MedusaProposer)

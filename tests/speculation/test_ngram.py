@@ -48,7 +48,9 @@ def test_candidates_share_the_budget() -> None:
 
 def test_confidence_rises_with_the_length_of_the_match() -> None:
     text = list(range(100, 140))
-    assert [draft([*text, 1, *text[:length], 2, *text[:length]]).confidence for length in (2, 3, 4, 7, 8, 15, 16, 30)] == [
+    lengths = (2, 3, 4, 7, 8, 15, 16, 30)
+    drafts = [draft([*text, 1, *text[:length], 2, *text[:length]]) for length in lengths]
+    assert [each.confidence for each in drafts] == [
         0, 0, 1, 1, 2, 2, 3, 3,
     ]  # fmt: skip
 

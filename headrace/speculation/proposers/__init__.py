@@ -30,8 +30,6 @@ __all__ = [
 
 @frozen
 class DraftModel:
-    """A compiled draft model."""
-
     executable: Executable
     kv: KvManager
     max_length: int
@@ -46,7 +44,6 @@ class DraftModels:
     first_layers: Executable | None = None
     """The first layers of the target model and its head, over the target's weights and KV."""
     block_size: int = KvConfig.block_size
-    """Block size of the target's KV."""
     heads: Sequence[Executable] = ()
     """Medusa heads, ascending by the distance of the token that they predict."""
 
@@ -108,9 +105,7 @@ METHODS: dict[str, Callable[[EngineConfig, DraftModels], Proposer]] = {
     "self_draft": _self_draft,
     "medusa": _medusa,
 }
-"""Functions that make a proposer, by its name."""
 PROPOSERS = ("off", "auto", *METHODS)
-"""Values of `EngineConfig.proposer`."""
 REQUIRED_OPTION = {
     "draft_model": "draft_model",
     "self_draft": "draft_layers",
@@ -120,7 +115,6 @@ REQUIRED_OPTION = {
 _ALWAYS_ENABLED = ("ngram", "online")
 """Methods that `auto` always has: their calls take microseconds."""
 _WITH_PROBABILITIES = ("draft_model", "self_draft")
-"""Methods whose drafts are samples from a distribution, as rejection sampling requires."""
 
 
 def enabled_methods(config: EngineConfig) -> tuple[str, ...]:

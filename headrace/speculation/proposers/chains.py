@@ -30,19 +30,15 @@ class Chain:
     """
 
     run: TokenRun
-    """The tokens to compute next."""
     seq_index: int
     """Index of the sequence in its request, which selects its noise."""
     sampler: SamplerState
     """A clone of the sequence's sampler."""
     position: int
-    """Position of the next token in the sequence."""
     budget: int
-    """Max draft nodes."""
     probabilities: list[NDArray[np.float64]] | None
     """The distribution [vocab] that each node was sampled from; None if it is not needed."""
     constraint: Constraint | None = None
-    """The tokens that may follow; None: all."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     end: int = -1
@@ -68,11 +64,9 @@ class Chain:
 
     @property
     def num_left(self) -> int:
-        """Number of nodes left in the budget."""
         return self.budget - len(self.tokens)
 
     def expand(self, row: int, width: int) -> Expand:
-        """The op that samples the next depth from a row of logits."""
         return Expand(
             row=row,
             position=self.position,

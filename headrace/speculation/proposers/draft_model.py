@@ -37,7 +37,6 @@ class _DraftContext:
 
     tables: Tables
     tokens: list[int] = field(default_factory=list)
-    """The tokens that have KV."""
     agreed: int = 0
     """Number of them that are known to equal the tokens of the sequence."""
 
@@ -55,7 +54,6 @@ class _DraftContext:
 
 
 def _num_common(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
@@ -78,10 +76,8 @@ class DraftModelProposer:
             depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT
         )
         self.kv = kv
-        """The KV of the draft model."""
         self._executable = executable
         self._max_length = max_length
-        """Tokens of the longest sequence that the draft model was trained for."""
         self._depth = depth
         self._probabilities = probabilities
         self._contexts: WeakKeyDictionary[SequenceView, _DraftContext] = WeakKeyDictionary()
@@ -120,7 +116,6 @@ class DraftModelProposer:
         return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
 
     def _catch_up(self, contexts: list[tuple[_DraftContext, TokenRun]]) -> None:
-        """Compute KV of known tokens, without logits."""
         if contexts:
             runs = [run for _, run in contexts]
             batch = batch_of_runs(runs, self.kv.block_size, logits=False)

@@ -20,9 +20,7 @@ from headrace.speculation.proposers.trees import Tree
 _LEVELS = 2
 """Levels of the window: tokens of a column. An n-gram has one token more."""
 _MAX_COLUMNS = 5
-"""Max columns of the window."""
 _MAX_NGRAMS = 3
-"""Max n-grams kept by first token, the latest first."""
 _MAX_FIRST_TOKENS = 2048
 """Max first tokens in the pool of a sequence; the least recently used is dropped first."""
 
@@ -59,8 +57,6 @@ class LookaheadProposer:
 
 
 class _State:
-    """Window and n-gram pool of one sequence."""
-
     def __init__(self, known: list[int]) -> None:
         # The iteration may start from any tokens. Tokens of the sequence are likely to occur again.
         self._fill = (known * (_MAX_COLUMNS * _LEVELS))[: _MAX_COLUMNS * _LEVELS]
@@ -70,7 +66,7 @@ class _State:
         """Nodes of each column in the last draft."""
 
     def draft(self, known: list[int], budget: int) -> DraftTree:
-        """A tree of columns within the budget and of n-grams that begin with the last known token."""
+        """A tree of columns and of n-grams that begin with the last known token."""
         tree = Tree(budget)
         self._columns = []
         stem = -1

@@ -26,7 +26,6 @@ _FIRST = 0.6
 _NEXT_HEAD = 0.8
 """Assumed factor on that probability from one head to the next."""
 _NEXT_RANK = 0.3
-"""Assumed factor on the probability from one token of a head to the next likeliest."""
 
 
 def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
@@ -44,8 +43,6 @@ def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
 
 
 class _LastRow(NamedTuple):
-    """The row that a sequence's last token was sampled from."""
-
     num_known: int  # known tokens of the sequence with the last token
     hidden: NDArray[np.float32]  # [dim]
 
@@ -64,7 +61,6 @@ class MedusaProposer:
             1 + max(path[depth] for path in self._tree if len(path) > depth)
             for depth in range(len(self._heads))
         ]
-        """Number of likeliest tokens of each head that occur in the tree."""
         self._last_rows: WeakKeyDictionary[SequenceView, _LastRow] = WeakKeyDictionary()
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
@@ -132,7 +128,6 @@ def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:
 
 
 def _input_rows(x: NDArray[np.float32]) -> RaggedBatch:
-    """A batch of input rows [rows, dim], for a program without KV."""
     count = len(x)
     zeros, rows = ints([0] * count), ints(list(range(count)))
     return RaggedBatch(

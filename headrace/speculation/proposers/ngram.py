@@ -13,11 +13,9 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
-"""Lengths of the runs of tokens that are looked up, longest first."""
 _MAX_PLACES = 4
 """Max occurrences considered for each run, the latest first."""
 _MAX_CANDIDATES = 3
-"""Max occurrences whose continuations are drafted."""
 _MAX_MATCH = 16
 """Max tokens of a match; longer matches count as this long."""
 _ACCEPTANCE = (0.5, 0.75, 0.85, 0.95)
@@ -26,7 +24,6 @@ little below the rates of 96 outputs of the default model for prompts to quote, 
 chat (`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96).
 """
 _MAX_RUNS = 1 << 15
-"""Max runs of one size kept for a sequence; the oldest is dropped first."""
 
 
 class NgramProposer:
@@ -73,7 +70,6 @@ class _Index:
         self._length = 0
 
     def extend(self, known: list[int]) -> None:
-        """Add the runs before each new token."""
         for runs in self._runs:
             runs.extend(known, self._length)
         self._length = len(known)
@@ -109,7 +105,6 @@ class _Runs:
         """The previous place of the same run, by place; -1: none."""
 
     def extend(self, known: list[int], length: int) -> None:
-        """Add the runs before each token from `length` on."""
         last, before = self._last, self._before
         first = max(length, self.size)
         data = _key(known[first - self.size : -1])
@@ -123,7 +118,6 @@ class _Runs:
             del last[next(iter(last))]
 
     def places(self, run: bytes) -> Iterator[int]:
-        """The latest places after a run, the latest first."""
         place = self._last.get(run, -1)
         for _ in range(_MAX_PLACES):
             if place < 0:
@@ -152,6 +146,5 @@ def _match_length(known: list[int], place: int, size: int) -> int:
 
 
 def _continuation(known: list[int], start: int, length: int) -> list[int]:
-    """The `length` tokens from `start` on, as if the text from there repeated forever."""
     period = len(known) - start
     return [known[start + i % period] for i in range(length)]

@@ -15,7 +15,6 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
-"""Lengths of the runs of tokens that are looked up, longest first."""
 _ACCEPTANCE = (0.5, 0.75, 0.85)
 """Assumed acceptance after runs of 2, 4 and 8 tokens, as `ProposerTraits.acceptance`: about the
 rates of 96 outputs of the default model, one after another (`benchmarks/acceptance.py`: 0.49, 0.75,
@@ -53,7 +52,6 @@ class OnlineProposer:
         pass  # `propose` reads the new tokens of all sequences
 
     def _transcript(self, seq: SequenceView) -> "_Transcript":
-        """The transcript of a sequence, learned up to its last token."""
         transcript = self._transcripts.get(seq)
         if transcript is None:
             transcript = self._transcripts[seq] = _Transcript(seq)
@@ -74,7 +72,7 @@ class OnlineProposer:
         return merge(chains, budget, confidence=_SIZES[::-1].index(size))
 
     def _continuation(self, scope: Hashable, tokens: list[int], length: int) -> list[int]:
-        """Up to `length` tokens that last followed, one after another, as far as the table has them."""
+        """Up to `length` tokens, each the latest follower of the tokens before it."""
         chain: list[int] = []
         while len(chain) < length and (found := self._look_up(scope, tokens)):
             chain.append(found[1][0])
@@ -82,7 +80,6 @@ class OnlineProposer:
         return chain
 
     def _look_up(self, scope: Hashable, tokens: list[int]) -> tuple[int, list[int]] | None:
-        """The length of the longest known run at the end of `tokens`, and the run's followers."""
         for size in _SIZES:
             run = (scope, *tokens[-size:])
             if len(run) == 1 + size and (followers := self._followers.get(run)):
@@ -115,6 +112,5 @@ class _Transcript:
     def __init__(self, seq: SequenceView) -> None:
         self.scope = seq.scope
         self.known = seq.known
-        """The sequence's own list, which grows."""
         self.learned = seq.prompt_len
-        """Number of tokens that have been learned, or belong to the prompt, which is not learned."""
+        """Number of tokens that are learned or belong to the prompt, which is not learned."""

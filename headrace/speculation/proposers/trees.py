@@ -18,7 +18,7 @@ class Tree:
         self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with this token, added if it is new; None if the budget is spent."""
+        """The child of `parent` with this token, added if new; None if the budget is spent."""
         node = self._nodes.get((parent, token))
         if node is None and len(self.tokens) < self._budget:
             node = self._nodes[parent, token] = len(self.tokens)
@@ -27,7 +27,6 @@ class Tree:
         return node
 
     def add_chain(self, tokens: Iterable[int], parent: int = -1) -> list[int]:
-        """Add a chain below `parent` within the budget; returns its nodes."""
         nodes: list[int] = []
         for token in tokens:
             node = self.add(nodes[-1] if nodes else parent, token)
