@@ -37,8 +37,8 @@ KINDS = {
 
 
 @contextmanager
-def running(model: str, *flags: str, verb: str = "serve") -> Iterator[Running]:
-    server = Running(model, *flags, verb=verb)
+def running(model: str, *flags: str, command: str = "serve") -> Iterator[Running]:
+    server = Running(model, *flags, command=command)
     try:
         yield server
     finally:
@@ -76,7 +76,7 @@ def routed(model: str) -> Iterator[tuple[int, Callable[[], Counter[str]]]]:
         workers = [held.enter_context(running(model, "--worker", *ENGINE)) for _ in range(2)]
         urls = ",".join(f"http://127.0.0.1:{worker.port}" for worker in workers)
         frontend = held.enter_context(
-            running(model, "--workers", urls, "--max-model-len", "1024", verb="route")
+            running(model, "--workers", urls, "--max-model-len", "1024", command="route")
         )
         yield frontend.port, lambda: seconds_of_routed(frontend, workers)
 

@@ -111,8 +111,8 @@ def test_lora_flag_of_headrace_run(
     ]
     assert texts == expected
     for wrong, message in (
-        ("x", "--lora takes a name and a path"),
-        ("=x", "--lora takes"),
+        ("x", "--lora 'x' lacks a name or a path"),
+        ("=x", "--lora '=x' lacks"),
         ("it=/nowhere", "/nowhere"),
     ):
         assert main(["run", "smollm2", PROMPT, *flags, "--lora", wrong]) in (2, 3)

@@ -73,7 +73,7 @@ def test_the_table_lists_every_preset_option() -> None:
 
 
 def test_headrace_run_has_the_interactive_preset() -> None:
-    parser = cli._Parser("headrace run")
+    parser = cli.Parser("headrace run")
     run.configure(parser)
     args = vars(parser.parse(["m", "p"]))
     expected = defaults_of(INTERACTIVE) | {"seed": 0, "threads": 0}

@@ -182,7 +182,7 @@ class TestInvalidPrompts:
         said = []
         for use in (
             lambda: llm.stream(prompt, GREEDY),
-            lambda: list(session.answer(prompt, GREEDY, Event())),
+            lambda: list(session.generate(prompt, GREEDY, Event())),
         ):
             with pytest.raises(RequestError) as error:
                 use()
@@ -203,7 +203,7 @@ class TestInvalidPrompts:
             for use in (
                 lambda: llm.chat(MESSAGES),
                 lambda: llm.stream(MESSAGES),
-                lambda: list(session.answer(MESSAGES, GREEDY, Event())),
+                lambda: list(session.generate(MESSAGES, GREEDY, Event())),
             ):
                 with pytest.raises(RequestError) as error:
                     use()

@@ -1,12 +1,13 @@
-"""The command line. `entry` is the console script; it answers Ctrl-C before it has imported
-anything.
+"""The command line: one file for each command, and helpers that they share.
+
+`entry` is the console script. It handles Ctrl-C before it imports anything.
 """
 
 import os
 
 
 def entry() -> None:
-    """Run the command line that this process was started with, and exit with its code."""
+    """Run the command line of this process, and exit with its code."""
     try:
         from headrace.cli.process import run_process
     except KeyboardInterrupt:

@@ -1,9 +1,9 @@
-"""Answer many requests from a file, offline, in OpenAI's batch format.
+"""Run the requests of a file, in OpenAI's batch format.
 
 IN has a request on each line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
-"body": {"messages": [...]}}; /v1/completions, /v1/embeddings and /v1/responses work as well. OUT
-gets a line for each as it is answered, with the same custom_id. Run the same command again after
-any end: what has its line in OUT is not asked again.
+"body": {"messages": [...]}}. /v1/completions, /v1/embeddings and /v1/responses work as well. OUT
+gets a line with the same custom_id for each response, in order of completion. The same command
+resumes an interrupted batch: it skips requests that have a line in OUT.
 """
 
 import argparse
@@ -12,58 +12,67 @@ from pathlib import Path
 
 from headrace.cli.arguments import (
     DEFAULT_MODEL,
-    PARALLEL,
     add_activations,
     add_backend,
     add_kv_dtype,
     add_parallel,
     add_threads,
+    engine_options,
 )
 from headrace.config import OFFLINE, EngineConfig
 
+EXAMPLES = """\
+  headrace batch requests.jsonl responses.jsonl --model smollm2
+  headrace batch requests.jsonl responses.jsonl --max-num-seqs 32 --kv-dtype int8"""
+
+_MAX_WAITING = 2**20
+_NO_TIMEOUT = 1e8
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb."""
     parser.add_argument("input", metavar="IN", type=Path, help="requests, as lines of JSON")
     parser.add_argument(
-        "output", metavar="OUT", type=Path, help="answers; lines are added to those that are there"
+        "output", metavar="OUT", type=Path, help="file to which the responses are appended"
     )
-    parser.add_argument(
-        "--model", default=DEFAULT_MODEL, metavar="MODEL", help="as for `headrace run`"
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", default=DEFAULT_MODEL, metavar="MODEL", help="model, as for `headrace run`"
     )
-    parser.add_argument(
+    model.add_argument(
         "--ignore-advised-sampling",
         action="store_true",
-        help="leave alone what generation_config.json says of temperature and the like",
+        help="no sampling defaults from the model's generation_config.json",
     )
-    add_backend(parser)
-    add_threads(parser)
-    add_kv_dtype(parser)
-    add_activations(parser)
-    add_parallel(parser)
-    parser.add_argument(
+    compute = parser.add_argument_group("compute")
+    add_backend(compute)
+    add_threads(compute)
+    add_activations(compute)
+    memory = parser.add_argument_group("memory and batching")
+    add_kv_dtype(memory)
+    memory.add_argument(
         "--max-model-len",
         type=int,
         default=0,
         metavar="N",
-        help="longest sequence, in tokens; 0: the model's whole context",
+        help="maximum length of a sequence, in tokens; 0: the model's context",
     )
-    parser.add_argument(
+    memory.add_argument(
         "--max-num-seqs",
         type=int,
         default=EngineConfig.max_num_seqs,
         metavar="N",
-        help="most sequences in one step (64; 256 on a GPU)",
+        help="maximum sequences in a step (default: 64; 256 on a GPU)",
     )
+    add_parallel(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what is left; the exit code is 1 where an answer is an error."""
-    from headrace.cli.serve import follow_where_not_first
-    from headrace.cli.server_flags import check_installed, model_name
+    """Run the remaining requests; the exit code is 1 if a response is an error."""
+    from headrace.cli.serve import follow_if_not_first
+    from headrace.cli.server_arguments import check_installed, model_name
 
     check_installed()
-    follow_where_not_first(args)
+    follow_if_not_first(args)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -71,21 +80,12 @@ def run(args: argparse.Namespace) -> int:
     from headrace.server.batch import run_batch
     from headrace.server.settings import Settings
 
-    names = (
-        "backend",
-        "threads",
-        "kv_dtype",
-        "activations",
-        "max_model_len",
-        "max_num_seqs",
-        *PARALLEL,
-    )
-    options = {name: getattr(args, name) for name in names}
+    sizes = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
     settings = Settings(
         model_name=model_name(args.model),
         ignore_advised_sampling=args.ignore_advised_sampling,
-        max_waiting=2**20,
-        request_timeout=1e8,
+        max_waiting=_MAX_WAITING,
+        request_timeout=_NO_TIMEOUT,
     )
     columns = (
         "[progress.description]{task.description}",
@@ -93,17 +93,18 @@ def run(args: argparse.Namespace) -> int:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
+    console = Console(stderr=True)
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
     ) as bar:
-        task = bar.add_task("answering", total=None)
-        count, failed = run_batch(
+        task = bar.add_task("requests", total=None)
+        count, num_errors = run_batch(
             args.model,
-            engine_config(options, OFFLINE),
+            engine_config({**engine_options(args), **sizes}, OFFLINE),
             settings,
             args.input,
             args.output,
-            lambda done, every: bar.update(task, completed=done, total=every),
+            lambda done, total: bar.update(task, completed=done, total=total),
         )
-    print(f"{count:,} answered, {failed:,} of them with an error: {args.output}", file=sys.stderr)
-    return 1 if failed else 0
+    print(f"{count:,} responses in {args.output}, {num_errors:,} of them errors", file=sys.stderr)
+    return 1 if num_errors else 0

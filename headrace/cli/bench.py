@@ -49,8 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
     latency = parser.add_argument_group(
         "latency",
-        "Settings with several numbers, such as 512,2048, make a row for each. A pp or tg of 0 "
-        "makes no row.",
+        "Several numbers, such as 512,2048, make a row for each. A pp or tg of 0 makes no row.",
     )
     _add_setting(latency, "pp", "number of timed prompt tokens")
     _add_setting(latency, "tg", "number of timed output tokens")

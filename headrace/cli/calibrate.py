@@ -1,7 +1,7 @@
 """Measure whether speculative decoding saves time for a model on this machine, and how deep to
 draft.
 
-The model writes a text, and each draft model predicts every token of it. Draft models are the
+The model writes a text, and each draft model predicts every token of it. A draft model is the
 first layers of the model itself, or a smaller model. Acceptance and step times give the expected
 speed; the best draft model is then timed against plain decoding.
 """

@@ -1,21 +1,22 @@
-"""The chat on a terminal: a line from the user, an answer from the model, and so on."""
+"""The chat on a terminal: the user and the model take turns."""
 
 from headrace.cli import signals
-from headrace.cli.keyboard import read_turn, set_up
+from headrace.cli.keyboard import enable_line_editor, read_turn
 from headrace.cli.session import Session
-from headrace.cli.terminal import say, write
+from headrace.cli.terminal import print_stderr, write_stdout
 from headrace.errors import RequestError
 from headrace.sampling_params import SamplingParams
 
 HELP = """\
 /reset   forget the conversation
 /exit    leave, as Ctrl-D does
-/help    show this
-Ctrl-C stops an answer. A line that ends in \\ continues on the next one, and lines that are pasted together are one turn."""
+/help    show this help
+Ctrl-C stops a response. A line that ends in \\ continues on the next line, and pasted lines are one
+turn."""
 
 
 class Chat:
-    """A conversation that grows; every answer sees all of it."""
+    """A conversation that grows; every response sees all of it."""
 
     def __init__(
         self,
@@ -25,6 +26,10 @@ class Chat:
         opening: list[dict[str, str]],
         quiet: bool,
     ) -> None:
+        """Start a conversation after the messages in `opening`.
+
+        `raw` sends each line as plain text, without the conversation and the chat template.
+        """
         self.session = session
         self.params = params
         self.raw = raw
@@ -33,39 +38,42 @@ class Chat:
         self.messages = list(self.opening)
 
     def loop(self) -> None:
-        """Answer line after line until the user leaves."""
-        set_up()
-        say("/help for help; Ctrl-D leaves")
+        """Respond to line after line until the user leaves."""
+        enable_line_editor()
+        print_stderr("/help for help; Ctrl-D leaves")
         while (line := read_turn()) is not None and line.strip() != "/exit":
             match line.strip():
                 case "":
                     pass
                 case "/help":
-                    say(HELP)
+                    print_stderr(HELP)
                 case "/reset":
                     self.messages = list(self.opening)
                 case command if command.startswith("/") and not any(map(str.isspace, command)):
-                    say(f"unknown command {command}; /help lists the commands")
+                    print_stderr(f"unknown command {command}; /help lists the commands")
                 case _:
-                    self.turn(line)
+                    self.respond(line)
 
-    def turn(self, line: str) -> None:
-        """Give one answer. A line that does not fit in the context is refused, and the conversation
-        stays as it was.
+    def respond(self, line: str) -> None:
+        """Print one response.
+
+        A line that does not fit in the context is refused, and the conversation stays unchanged.
         """
-        asked = [*self.messages, {"role": "user", "content": line}]
+        messages = [*self.messages, {"role": "user", "content": line}]
+        prompt = line if self.raw else messages
         text = ""
         try:
-            with signals.held() as stop:
-                for update in self.session.answer(line if self.raw else asked, self.params, stop):
-                    write(update.text)
+            with signals.deferred() as stop:
+                for update in self.session.generate(prompt, self.params, stop):
+                    write_stdout(update.text)
                     text += update.text
         except RequestError as error:
-            say(f"{error}{'; /reset starts a new conversation' if self.messages else ''}")
+            advice = "; /reset starts a new conversation" if self.messages else ""
+            print_stderr(f"{error}{advice}")
             return
-        write("\n")
+        write_stdout("\n")
         if stop.ended:
-            signals.go_on_after(stop.ended)
+            signals.resume_after(stop.ended)
         if not self.quiet:
-            say(self.session.closing_line())
-        self.messages = [*asked, {"role": "assistant", "content": text}]
+            print_stderr(self.session.closing_line())
+        self.messages = [*messages, {"role": "assistant", "content": text}]

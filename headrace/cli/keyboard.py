@@ -1,20 +1,21 @@
-"""What a user types or pastes into a chat, turn by turn."""
+"""Text that a user types or pastes into a chat."""
 
 import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from headrace.cli.signals import go_on_after
+from headrace.cli.signals import resume_after
 from headrace.cli.terminal import is_dumb
 
-_SOON = 0.05
-"""Seconds in which the next line of a paste is there, and no next line of a typist."""
+_PASTE_SECONDS = 0.05
+"""Seconds within which the next line of a paste arrives; a typist takes longer."""
 
 
-def set_up() -> None:
-    """Give `input` a line editor and a history, where there is one. It then takes a marked paste as
-    one line with line ends in it.
+def enable_line_editor() -> None:
+    """Give `input` a line editor and a history, if readline is installed.
+
+    A bracketed paste then arrives as one line that contains line ends.
     """
     with suppress(ImportError):
         import readline
@@ -24,8 +25,9 @@ def set_up() -> None:
 
 
 def read_turn() -> str | None:
-    """A line, or several that come together, or that are joined by a backslash at the end; empty
-    after Ctrl-C, None at the end.
+    """Read a line, pasted lines, or lines joined by a backslash at the end.
+
+    Returns an empty text after Ctrl-C, and None at the end of the input.
     """
     text = ""
     try:
@@ -33,35 +35,31 @@ def read_turn() -> str | None:
             line = input("... " if text else "> ")
             if line.endswith("\\"):
                 text += line[:-1] + "\n"
-            elif _more_is_here():
+            elif _has_more_input():
                 text += line + "\n"
             else:
                 return text + line
     except KeyboardInterrupt as interrupt:
         print()
-        go_on_after(interrupt)
+        resume_after(interrupt)
         return ""
     except EOFError:
         print()
         return text or None
 
 
-def _more_is_here() -> bool:
-    """Whether a paste goes on: where it is not marked as one, the line editor returns at its first
-    line end.
-    """
+def _has_more_input() -> bool:
+    """Whether more lines of a paste follow; without bracketed paste, each line end ends `input`."""
     try:
         with _unbuffered(sys.stdin.fileno()):
-            return bool(select.select([sys.stdin], [], [], _SOON)[0])
-    except (OSError, ValueError, ImportError):  # no terminal
+            return bool(select.select([sys.stdin], [], [], _PASTE_SECONDS)[0])
+    except (OSError, ValueError, ImportError):  # stdin is no terminal
         return False
 
 
 @contextmanager
 def _unbuffered(descriptor: int) -> Iterator[None]:
-    """While it lasts, the terminal shows what came before this too: else it waits for the end of a
-    new line.
-    """
+    """Let the terminal pass on an incomplete line, which it would hold back until its end."""
     import termios
 
     before = termios.tcgetattr(descriptor)

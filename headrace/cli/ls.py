@@ -1,36 +1,34 @@
-"""List the models at hand: those that were fetched, and the aliases that can be."""
+"""List the downloaded models, and the aliases that can be downloaded."""
 
 import argparse
 
 from headrace.cli.arguments import add_json
 
+EXAMPLES = """\
+  headrace ls
+  headrace ls --json"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb."""
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """One row for each alias and each fetched model."""
+    """Print a row for each downloaded model, and for each alias without one."""
     from headrace.checkpoint.source import ALIASES, list_cached
     from headrace.measure.table import print_json, print_table, size
 
-    cached = list_cached()
+    models = list_cached()
+    names = {model.name for model in models}
+    absent = [alias for alias in ALIASES if alias not in names]
     if args.json:
-        absent = [
-            {"name": alias, "path": None, "bytes": None}
-            for alias in ALIASES
-            if alias not in {m.name for m in cached}
+        facts: list[dict[str, object]] = [
+            {"name": model.name, "path": str(model.path), "bytes": model.nbytes} for model in models
         ]
-        print_json(
-            [{"name": m.name, "path": str(m.path), "bytes": m.nbytes} for m in cached] + absent
-        )
+        facts += [{"name": alias, "path": None, "bytes": None} for alias in absent]
+        print_json(facts)
         return 0
-    rows = [[m.name, size(m.nbytes), str(m.path)] for m in cached]
-    rows += [
-        [alias, "-", f"not fetched: headrace pull {alias}"]
-        for alias in ALIASES
-        if alias not in {m.name for m in cached}
-    ]
-    print_table(["model", ">size", "where"], rows)
+    rows = [[model.name, size(model.nbytes), str(model.path)] for model in models]
+    rows += [[alias, "-", f"not downloaded: headrace pull {alias}"] for alias in absent]
+    print_table(["model", ">size", "path"], rows)
     return 0

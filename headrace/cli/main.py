@@ -1,8 +1,7 @@
-"""The `headrace` command: finds the verb, and turns errors into one line and an exit code. Imports
-nothing heavy.
+"""The `headrace` command: finds the command, and turns an error into one line and an exit code.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 model missing or unsupported, 4 does not fit in memory, 5
-address in use, 128 + n ended by signal n (130: Ctrl-C).
+Imports nothing heavy. Exit codes: 0 success, 1 failure, 2 usage, 3 model missing or unsupported,
+4 out of memory, 5 address in use, 128 + n ended by signal n (130: Ctrl-C).
 """
 
 import argparse
@@ -14,82 +13,88 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
-from headrace.cli.terminal import say
+from headrace.cli.terminal import print_stderr
 from headrace.errors import HeadraceError, MemoryLimitError, RequestError
 
-VERBS = {  # each is a module of this package with `configure(parser)` and `run(args) -> exit code`
+COMMANDS = {
     "run": "answer a prompt, or chat",
-    "serve": "serve a model over HTTP, as OpenAI's API",
-    "route": "serve a model that workers run, here or elsewhere, as one server",
-    "batch": "answer many requests from a file, offline",
-    "pull": "fetch a model",
-    "rm": "remove a model that was fetched",
-    "ls": "list the models at hand",
-    "show": "what a model is, what it needs, and how fast it can be here",
-    "profile": "where the time of prefill and decode goes, op by op, and what limits it",
-    "bench": "measure how fast a model runs here, and how close to the limit",
-    "eval": "what a model, or a way to quantise it, costs in quality, next to bytes and speed",
+    "serve": "serve a model over HTTP with OpenAI's API",
+    "route": "serve a model on several workers as one server",
+    "batch": "run the requests of a file",
+    "pull": "download a model",
+    "rm": "remove a downloaded model",
+    "ls": "list the downloaded models and the aliases",
+    "show": "show the shape, the memory and the maximum speed of a model",
+    "profile": "profile prefill and decode op by op",
+    "bench": "measure latency or throughput of a model",
+    "eval": "evaluate the quality of a model and of its quantised formats",
     "convert": "quantise a model to a GGUF file or to a folder of safetensors",
-    "top": "what your engines on this machine are doing: KV memory, rows, speed, requests",
-    "calibrate": "find out whether speculative decoding saves time for a model here, and with what",
-    "doctor": "measure this machine, and test that the engine computes correctly on it",
+    "top": "watch the running engines: KV memory, rows, speed, requests",
+    "calibrate": "measure whether speculative decoding saves time for a model",
+    "doctor": "measure this machine, and test the engine on it",
+    "completion": "print a completion script for bash, zsh or fish",
 }
-
-HELP = f"""usage: headrace VERB ...
-
-Runs transformer language models on the hardware you have.
-
-{chr(10).join(f"  {verb:10}{what}" for verb, what in VERBS.items())}
-
-  headrace run smollm2 "Why is the sky blue?"     one answer, on stdout
-  headrace run                                    a chat with the default model
-  headrace VERB --help                            all that a verb can do
+"""Each command is a module of this package with `EXAMPLES`, `configure(parser)` and `run(args)`, which
+returns the exit code.
 """
 
-_LONGEST = 1000
-"""Characters of an error message."""
-_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-_NO_MEMORY = (
-    "out of memory: lower --max-model-len, take a smaller model or a smaller --kv-dtype, "
-    "or raise the limit (that of ulimit -v, or of a container)"
+HELP = f"""usage: headrace COMMAND ...
+
+Run transformer language models on your own hardware.
+
+{chr(10).join(f"  {command:12}{text}" for command, text in COMMANDS.items())}
+
+  headrace run smollm2 "Why is the sky blue?"     one answer on stdout
+  headrace run                                    chat with the default model
+  headrace COMMAND --help                         all options of a command
+  headrace --version                              version, build and backends
+"""
+
+_MAX_MESSAGE = 1000
+"""Maximum characters of an error message."""
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_OUT_OF_MEMORY = (
+    "out of memory: lower --max-model-len, use a smaller model or a smaller --kv-dtype, or raise "
+    "the limit (ulimit -v, or the limit of the container)"
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit code. All errors end here, as one line on stderr."""
+    """Run one command line and return its exit code. Every error becomes one line on stderr."""
     code, message = 0, ""
     try:
         code = _dispatch(argv)
-    except SystemExit as done:  # argparse has printed a help text
-        code = int(done.code or 0)
+    except SystemExit as exit_:  # argparse has printed a help text
+        code = int(exit_.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         code, message = _explain(_interrupt_before(error) or error)
     if (lost := _settle(sys.stdout)) and code in (0, 1):
-        # A reader of our output that has left, as `head` does, wants to hear nothing.
+        # The reader of a closed pipe, such as `head`, needs no message.
         code, message = 1, "" if isinstance(lost, BrokenPipeError) else f"stdout: {lost.strerror}"
-    return fail(message, code) if message else _settled(code)
+    return fail(message, code) if message else _settle_stderr(code)
 
 
 def fail(message: str, code: int) -> int:
-    """Say why on one line of stderr, and return the exit code. Control characters and endless names
-    come from files and arguments.
+    """Print an error as one line on stderr, and return the exit code.
+
+    Names from files and arguments may have control characters and any length.
     """
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
-    say(
-        "headrace: "
-        f"{line if len(line) < _LONGEST else f'{line[: _LONGEST // 2]} [...] {line[-_LONGEST // 2 :]}'}"
-    )
-    return _settled(code)
+    if len(line) >= _MAX_MESSAGE:
+        line = f"{line[: _MAX_MESSAGE // 2]} [...] {line[-_MAX_MESSAGE // 2 :]}"
+    print_stderr(f"headrace: {line}")
+    return _settle_stderr(code)
 
 
-def _settled(code: int) -> int:
+def _settle_stderr(code: int) -> int:
     _settle(sys.stderr)
     return code
 
 
 def _settle(stream: TextIO) -> OSError | None:
-    """Flush a stream. One that takes nothing more is made to swallow the rest, so that the
-    interpreter can exit; returns its error.
+    """Flush a stream; returns the error if that fails.
+
+    A stream that fails is redirected to /dev/null, so that the interpreter can exit.
     """
     try:
         stream.flush()
@@ -100,9 +105,7 @@ def _settle(stream: TextIO) -> OSError | None:
 
 
 def _interrupt_before(error: BaseException) -> BaseException | None:
-    """The signal that ends the command line, where an error comes of what it left half done:
-    argparse, for one, tidies up after itself.
-    """
+    """The signal that the error follows from, if there is one: argparse fails while it cleans up."""
     before: BaseException | None = error
     while before and not isinstance(before, KeyboardInterrupt):
         before = before.__context__
@@ -110,95 +113,112 @@ def _interrupt_before(error: BaseException) -> BaseException | None:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and message for an error; no message where the user knows."""
+    """Exit code and message of an error; the message is empty if the user needs none."""
     match error:
         case HeadraceError():
             return error.exit_code, str(error)
         case MemoryError() | OSError(errno=errno.ENOMEM):
-            return MemoryLimitError.exit_code, _NO_MEMORY
-        case ImportError() if "map segment" in str(
-            error
-        ):  # what the loader of libraries says when there is no memory
-            return MemoryLimitError.exit_code, _NO_MEMORY
+            return MemoryLimitError.exit_code, _OUT_OF_MEMORY
+        case ImportError() if "map segment" in str(error):
+            # The dynamic loader reports a lack of memory in these words.
+            return MemoryLimitError.exit_code, _OUT_OF_MEMORY
         case KeyboardInterrupt():
             return getattr(error, "code", 130), ""
         case BrokenPipeError():
             return 1, ""
         case OSError():
-            # Files are named in their errors; what has no name and cannot be written is our output.
-            where = error.filename or ("stdout" if error.errno in _NOT_WRITTEN else "the system")
-            return 1, f"{where}: {error.strerror or error}"
+            # An error without a file name that concerns writing comes from our output.
+            place = error.filename or ("stdout" if error.errno in _OUTPUT_ERRORS else "the system")
+            return 1, f"{place}: {error.strerror or error}"
     if sys.flags.dev_mode:
         raise error
     from traceback import walk_tb
 
     *_, (frame, line) = walk_tb(error.__traceback__)
-    where = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+    place = f"{os.path.basename(frame.f_code.co_filename)}:{line}"
     return (
         1,
-        f"internal error: {type(error).__name__} at {where}: {error}; `python -X dev -m "
-        "headrace ...` shows where it came from",
+        f"internal error: {type(error).__name__} at {place}: {error}; run `python -X dev -m "
+        "headrace ...` for a traceback",
     )
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    verb = argv[0] if argv else "--help"
-    if verb in ("-h", "--help", "help"):
+    command = argv[0] if argv else "--help"
+    if command in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
-    if verb in ("-V", "--version", "version"):
-        from importlib.metadata import version
+    if command in ("-V", "--version", "version"):
+        from headrace.cli.version import print_version
 
-        print(f"headrace {version('headrace')}")
+        print_version()
         return 0
-    if verb not in VERBS:
-        raise RequestError(f"unknown verb {verb!r}{_nearest(verb, VERBS)}; see `headrace --help`")
-    module = import_module(f"headrace.cli.{verb}")
-    parser = _Parser(
-        prog=f"headrace {verb}",
+    if command not in COMMANDS:
+        nearest = _nearest(command, COMMANDS)
+        raise RequestError(f"unknown command {command!r}{nearest}; see `headrace --help`")
+    parser = make_parser(command)
+    return int(import_module(f"headrace.cli.{command}").run(parser.parse(argv[1:])))
+
+
+def make_parser(command: str) -> "Parser":
+    """The parser of a command."""
+    module = import_module(f"headrace.cli.{command}")
+    parser = Parser(
+        prog=f"headrace {command}",
         description=module.__doc__,
+        epilog=f"examples:\n{module.EXAMPLES}",
         allow_abbrev=False,
-        formatter_class=_Formatter,
+        formatter_class=_HelpFormatter,
     )
     module.configure(parser)
-    return int(module.run(parser.parse(argv[1:])))
+    parser.usage = _usage(parser)
+    return parser
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the description, and names every default that is one."""
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """The arguments that are not optional, and `[OPTION ...]` for all others."""
+    words = [parser.prog, "[OPTION ...]"]
+    for action in parser._actions:
+        if action.option_strings and action.required:
+            words.append(f"{action.option_strings[0]} {action.metavar}")
+        elif not action.option_strings:
+            words.append(f"[{action.metavar}]" if action.nargs == "?" else f"{action.metavar}")
+    return " ".join(words)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions, and adds the default to the help of an option."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        plain = (
-            action.default is None
-            or action.default is False
-            or action.default in ("", (), [], argparse.SUPPRESS)
-        )
-        return action.help if plain else f"{action.help} (default: %(default)s)"
+        default, text = action.default, action.help
+        if default is None or default is False or default in ("", (), [], argparse.SUPPRESS):
+            return text
+        if text and "(default:" in text:
+            return text
+        return f"{text} (default: %(default)s)"
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with flags anywhere between the positionals, the nearest name for unknown ones, and
-    one-line errors.
-    """
+class Parser(argparse.ArgumentParser):
+    """argparse with options anywhere between the arguments, suggestions, and one-line errors."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_intermixed_args(argv)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if flags and "--" in argv and flags[0] in self._option_string_actions:
-            self.error(f"{flags[0]} stands behind `--`, where nothing is a flag: put it before it")
+            self.error(f"{flags[0]} is after `--`, so it is no option; put it before `--`")
         if flags:
-            self.error(f"unknown flag {flags[0]}{_nearest(flags[0], self._option_string_actions)}")
+            nearest = _nearest(flags[0], self._option_string_actions)
+            self.error(f"unknown option {flags[0]}{nearest}")
         if unknown:
             self.error(
-                f"more arguments than expected: {unknown[0]!r}; put a prompt of several "
-                "words in quotes"
+                f"more arguments than expected: {unknown[0]!r}; put a prompt of several words in "
+                "quotes"
             )
         return args
 
     def print_help(self, file: Any = None) -> None:
-        print(
-            self.format_help(), end="", file=file
-        )  # argparse would hide that it cannot be written
+        # argparse would ignore an output that cannot be written.
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see `{self.prog} --help`")

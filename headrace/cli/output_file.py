@@ -1,4 +1,4 @@
-"""Files that a verb is told to write."""
+"""Files that a command writes."""
 
 import os
 from pathlib import Path
@@ -7,16 +7,13 @@ from headrace.errors import HeadraceError, RequestError
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raise RequestError, before any work is done, where no such file can be written."""
-    home = path.absolute().parent
-    if (
-        path.is_dir()
-        or not home.is_dir()
-        or not os.access(path if path.exists() else home, os.W_OK)
-    ):
+    """Raise RequestError, before any work is done, if the file cannot be written."""
+    folder = path.absolute().parent
+    is_writable = os.access(path if path.exists() else folder, os.W_OK)
+    if path.is_dir() or not folder.is_dir() or not is_writable:
         raise RequestError(
-            f"{flag} {path}: no file can be written there; name a file in a folder that "
-            "exists and is yours"
+            f"{flag} {path}: the file cannot be written; name a file in a folder that exists and "
+            "that you may write to"
         )
 
 

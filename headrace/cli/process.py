@@ -1,6 +1,4 @@
-"""The process that runs one command line: its streams take any text, and its signals end it in
-order.
-"""
+"""The process of one command line: its streams accept any text, and its signals end it in order."""
 
 import gc
 import os
@@ -11,38 +9,36 @@ from typing import NoReturn
 from headrace.cli import signals
 from headrace.cli.main import fail, main
 
-_GARBAGE = 100_000
-"""New objects after which Python's collector looks for cycles among them."""
+_GC_THRESHOLD = 100_000
+"""New objects until Python's garbage collector runs."""
 
 
 def run_process() -> NoReturn:
     """Run `main` with the arguments of this process, and exit with its code."""
-    signals.raise_when_ended()
+    signals.raise_on_signal()
     _start_fast()
-    had_stdout = sys.stdout is not None
+    has_stdout = sys.stdout is not None
     _open_streams()
-    code = (
-        main(sys.argv[1:])
-        if had_stdout
-        else fail("stdout is closed, and the output has no other place to go", 1)
-    )
-    signals.exit_when_ended()
+    if has_stdout:
+        code = main(sys.argv[1:])
+    else:
+        code = fail("stdout is closed, and the output needs it; redirect it to a file", 1)
+    signals.exit_on_signal()
     sys.exit(code)
 
 
 def _start_fast() -> None:
-    """Leave out what Python and NumPy do at each start for programs of other kinds."""
-    # What modules and vocabularies allocate stays, and by default the collector goes through all of
-    # it again and again.
-    gc.set_threshold(_GARBAGE)
-    # The threads of NumPy's BLAS would spin beside our own, from the import on: nothing is computed
-    # with it but in tests.
+    """Turn off start-up work of Python and NumPy that this program does not need."""
+    # Objects of modules and vocabularies stay, and by default the collector visits them often.
+    gc.set_threshold(_GC_THRESHOLD)
+    # The BLAS threads of NumPy would spin next to our own; only tests compute with NumPy's BLAS.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def _open_streams() -> None:
-    """Give closed streams /dev/null: else the next file that is opened takes their number. No
-    character is refused.
+    """Open closed streams on /dev/null, and let all streams replace characters they cannot encode.
+
+    Without this, the next file that is opened would get the number of a closed stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,21 +1,21 @@
-"""Remove a model that was fetched from the cache, by its name in `headrace ls` or its path
-there.
-"""
+"""Remove a downloaded model from the cache."""
 
 import argparse
 
+EXAMPLES = """\
+  headrace rm smollm2"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of this verb."""
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a name or a path that `headrace ls` lists; nothing else is ever removed",
+        help="name or path of a downloaded model, as `headrace ls` lists it",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove, and say how much that freed."""
+    """Remove the model, and print the bytes that are free again."""
     from headrace.checkpoint.source import remove_cached
     from headrace.measure.table import printable, size
 

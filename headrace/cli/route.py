@@ -1,59 +1,63 @@
-"""Serve a model that workers run, as one server: each is a `headrace serve --worker` with the same
-MODEL, here or elsewhere.
+"""Serve a model on several workers as one server.
 
-A request goes where it is expected to begin soonest, and if its worker goes away it goes on at
-another: its client notices nothing. This process reads prompts and holds no weights; it needs the
-files of the model. Workers may come and go.
+Each worker is a `headrace serve --worker` with the same MODEL, on this machine or another. A
+request goes to the worker where it should start first. If that worker fails, the request resumes
+on another worker, and its client notices nothing. This process reads prompts and holds no weights,
+but it needs the files of the model. Workers may join and leave.
 """
 
 import argparse
 import os
 
-from headrace.cli.server_flags import add_server, announce, check_installed, settings_of
+from headrace.cli.server_arguments import add_server, announce, check_installed, settings_of
+
+EXAMPLES = """\
+  headrace serve smollm2 --worker --port 8001     (on each worker)
+  headrace route smollm2 --workers http://10.0.0.1:8001,http://10.0.0.2:8001"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb."""
     limits = add_server(parser)
     workers = parser.add_argument_group("workers")
     workers.add_argument(
         "--workers",
         action="append",
         required=True,
-        metavar="URL,URL",
-        help="such as http://10.0.0.1:8000; some may come later",
+        metavar="URL,...",
+        help="URLs of the workers, such as http://10.0.0.1:8000; a worker may start later",
     )
     workers.add_argument(
         "--worker-key",
         default="",
         metavar="KEY",
-        help="an API key of theirs; HEADRACE_WORKER_KEY if left out",
+        help="API key of the workers (default: HEADRACE_WORKER_KEY)",
     )
     workers.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="from which those of requests without one are derived",
+        help="base seed for requests that set none; must match the workers",
     )
     limits.add_argument(
         "--max-model-len",
         type=int,
         default=0,
         metavar="N",
-        help="that of the workers; 0: the model's whole context",
+        help="maximum length of a sequence, in tokens; must match the workers; 0: the model's "
+        "context",
     )
     limits.add_argument(
         "--worker-wait",
         type=float,
         default=30.0,
         metavar="S",
-        help="for which a request waits while there is no worker",
+        help="maximum seconds that a request waits for a worker",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     check_installed("headrace route", "route", "aiohttp")
     from headrace.loader.options import engine_config
     from headrace.scaleout.frontend import route, worker_urls

@@ -1,16 +1,14 @@
 """Answer a prompt, or chat.
 
-Without a prompt, on a terminal, this is a chat. With a prompt, with `-`, or with something piped
-in, it is one answer: the answer alone goes to stdout as it comes, then a line with its speed to
-stderr. Text that is piped in beside a prompt is added to the prompt. Several answers (-n) come one
-after the other, with a line `---` between them.
+Without a prompt, on a terminal, this is a chat. With a prompt, with `-` or with piped text it
+prints one response on stdout as it is generated, and a closing line on stderr. Piped text is added
+to the prompt. Several responses (-n) follow one another, with a line `---` between them.
 
-The closing line has the tokens of the prompt and of the answer, each with its speed. Its limit is
-the speed at which the same steps, drafts included, would have run if they had only read weights and
-KV and computed, as fast as this machine was measured to do in the last day; then comes the share of
-it that was reached.
+The closing line has the tokens of the prompt and of the response, each with its speed. The limit is
+the speed of the same steps, drafts included, if they only read weights and KV and computed, at the
+rates measured on this machine in the last day. The percentage is the share of the limit.
 
-With --json each answer is a line with an object: index, text, token_ids, finish_reason (stop,
+With --json each response is a line with an object: index, text, token_ids, finish_reason (stop,
 length or abort), stop_reason, usage (prompt_tokens, cached_tokens, completion_tokens), timing
 (queue, prefill and decode, in seconds) and drafts, by method.
 """
@@ -20,11 +18,12 @@ import os
 import stat
 import sys
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from headrace.cli.arguments import (
     DEFAULT_MODEL,
     PARALLEL,
+    Arguments,
     add_activations,
     add_backend,
     add_kv_dtype,
@@ -32,20 +31,26 @@ from headrace.cli.arguments import (
     add_parallel,
     add_threads,
 )
-from headrace.config import INTERACTIVE, EngineConfig
+from headrace.config import INTERACTIVE, AcceptanceMethod, EngineConfig
 from headrace.errors import RequestError
 from headrace.sampling_params import SAMPLING_FIELDS, SamplingParams
 
-_DEFAULTS = {
+EXAMPLES = """\
+  headrace run smollm2 "Why is the sky blue?"
+  headrace run smollm2 --temperature 0 --max-tokens 100 --json "Name a river."
+  git diff | headrace run smollm2 "Write a commit message:"
+  headrace run                                              (a chat)"""
+
+_DEFAULTS: dict[str, Any] = {
     field.name: field.default
     for record in (EngineConfig, SamplingParams)
     for field in fields(record)
 }
 _DEFAULTS |= {**INTERACTIVE.engine, **INTERACTIVE.sampling}
-"""The default of each flag, by field. Both records have a `seed`; the flag is for that of
+"""Default of each option, by field. Both records have a `seed`; `--seed` sets that of
 `SamplingParams`.
 """
-_FLAGS = [row for row in SAMPLING_FIELDS.values() if row.metavar]
+_SAMPLING_OPTIONS = [field for field in SAMPLING_FIELDS.values() if field.metavar]
 _ENGINE_OPTIONS = (
     "backend",
     "threads",
@@ -55,81 +60,42 @@ _ENGINE_OPTIONS = (
     "attention_window",
     "attention_sinks",
     *PARALLEL,
-)
-_SPECULATION_OPTIONS = (
-    *("proposer", "max_draft_tokens", "adaptive_speculation", "acceptance_method"),
-    *("draft_model", "draft_layers", "medusa_heads", "draft_depth", "draft_width"),
+    "proposer",
+    "max_draft_tokens",
+    "adaptive_speculation",
+    "acceptance_method",
+    "draft_model",
+    "draft_layers",
+    "medusa_heads",
+    "draft_depth",
+    "draft_width",
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb; those of sampling have the names and meanings of
-    `SamplingParams`.
-    """
     add_model(parser, optional=True)
-    parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="what to answer; -: read it from stdin"
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="prompt, or `-` to read stdin")
+    _add_prompt_options(parser.add_argument_group("prompt and output"))
+    _add_sampling(
+        parser.add_argument_group("sampling", "The same seed always gives the same response.")
     )
-    parser.add_argument(
-        "--system", metavar="TEXT", help="system message, which comes before the conversation"
-    )
-    parser.add_argument(
-        "--raw",
-        action="store_true",
-        help="continue the prompt as plain text, without the chat template",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print a line with a JSON object for each answer, when it is whole",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no closing line")
-
-    _add_sampling(parser.add_argument_group("sampling", "The same seed gives the same answer."))
-    engine = parser.add_argument_group("engine")
-    add_backend(engine)
-    add_threads(engine)
-    add_kv_dtype(engine)
-    add_activations(engine)
-    _add(
-        engine,
-        "max_model_len",
-        "N",
-        "longest conversation, in tokens; 0: the model's whole context",
-        int,
-    )
-    engine.add_argument(
-        "--lora",
-        metavar="NAME=PATH",
-        help="answer with this LoRA adapter: a folder as PEFT saves it, or hf:ORG/REPOSITORY",
-    )
-    _add(
-        engine,
-        "attention_window",
-        "N",
-        "lossy: layers see the last N tokens and the sinks alone, in bounded KV memory; 0: all",
-        int,
-    )
-    _add(
-        engine,
-        "attention_sinks",
-        "N",
-        "the first tokens, which all see beside an attention window",
-        int,
-    )
+    compute = parser.add_argument_group("compute")
+    add_backend(compute)
+    add_threads(compute)
+    add_activations(compute)
+    _add_memory(parser.add_argument_group("memory"))
     add_parallel(parser)
-    about = (
-        "Draft tokens are proposed, and several are verified in one step, as far as that "
-        "saves time.\n"
-        "This never changes a token, unless the acceptance method says so."
+    _add_speculation(
+        parser.add_argument_group(
+            "speculative decoding",
+            "Several draft tokens are verified in one step, as long as that saves time.\n"
+            "Tokens stay the same, except with --acceptance-method rejection or typical.",
+        )
     )
-    _add_speculation(parser.add_argument_group("speculative decoding", about))
 
 
-def _add(group: Any, name: str, metavar: str, text: str, kind: type = str) -> None:
-    """A flag for a field of `SamplingParams` or `EngineConfig`, with the default that it has
-    here.
-    """
+def _add(group: Arguments, name: str, metavar: str, text: str, kind: type = str) -> None:
+    """Add an option for a field of `SamplingParams` or `EngineConfig`."""
     group.add_argument(
         f"--{name.replace('_', '-')}",
         type=kind,
@@ -139,86 +105,115 @@ def _add(group: Any, name: str, metavar: str, text: str, kind: type = str) -> No
     )
 
 
-def _add_sampling(group: Any) -> None:
-    for row in _FLAGS:
-        _add(group, row.name, row.metavar, row.help, row.kind)
+def _add_prompt_options(group: Arguments) -> None:
+    group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
-        "-n", "--n", type=int, metavar="N", default=_DEFAULTS["n"], help="how many answers"
+        "--raw", action="store_true", help="continuation of the plain prompt, without chat template"
+    )
+    group.add_argument(
+        "--json",
+        action="store_true",
+        help="one line of JSON for each response, after its last token",
+    )
+    group.add_argument("--quiet", action="store_true", help="no closing line")
+    group.add_argument(
+        "--lora",
+        metavar="NAME=PATH",
+        help="LoRA adapter: a folder as PEFT saves it, or hf:ORG/REPO",
+    )
+
+
+def _add_sampling(group: Arguments) -> None:
+    for field in _SAMPLING_OPTIONS:
+        _add(group, field.name, field.metavar, field.help, field.kind)
+    group.add_argument(
+        "-n", "--n", type=int, metavar="N", default=_DEFAULTS["n"], help="number of responses"
     )
     group.add_argument(
         "--stop",
         action="append",
         metavar="TEXT",
         default=[],
-        help="end the answer before this text; may be given several times",
+        help="text before which the response ends; may be repeated",
     )
 
 
-def _add_speculation(group: Any) -> None:
+def _add_memory(group: Arguments) -> None:
+    add_kv_dtype(group)
+    text = "maximum length of the conversation, in tokens; 0: the model's context"
+    _add(group, "max_model_len", "N", text, int)
+    text = (
+        "lossy: number of last tokens that layers see, next to the attention sinks, in bounded KV "
+        "memory; 0: all tokens"
+    )
+    _add(group, "attention_window", "N", text, int)
+    text = "number of first tokens that all tokens see next to the attention window"
+    _add(group, "attention_sinks", "N", text, int)
+
+
+def _add_speculation(group: Arguments) -> None:
     _add(
         group,
         "proposer",
         "NAME",
-        "what drafts: auto, off, ngram, online, jacobi, lookahead, draft_model, "
+        "source of draft tokens: auto, off, ngram, online, jacobi, lookahead, draft_model, "
         "self_draft or medusa",
     )
-    _add(group, "max_draft_tokens", "N", "most draft tokens in a step", int)
+    _add(group, "max_draft_tokens", "N", "maximum draft tokens in a step", int)
     group.add_argument(
         "--adaptive-speculation",
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS["adaptive_speculation"],
-        help="draft as much as saves time; with --no-adaptive-speculation, as much as fits",
+        help="as many drafts as save time; with --no-adaptive-speculation as many as fit",
     )
-    _add(group, "draft_model", "MODEL", "for draft_model: a smaller model with the same vocabulary")
     _add(
         group,
-        "draft_layers",
-        "N",
-        "for self_draft: how many of the model's first layers draft; `headrace calibrate` "
-        "suggests a number",
-        int,
+        "draft_model",
+        "MODEL",
+        "smaller model with the same vocabulary (for the proposer draft_model)",
     )
+    text = (
+        "number of the model's first layers that draft (for the proposer self_draft); `headrace "
+        "calibrate` suggests a number"
+    )
+    _add(group, "draft_layers", "N", text, int)
     _add(
         group,
         "medusa_heads",
         "FILE",
-        "for medusa: a safetensors file with heads that were trained for the model",
+        "safetensors file with heads that were trained for the model (for the proposer medusa)",
     )
-    _add(group, "draft_depth", "K", "for these three: most draft tokens one after the other", int)
-    _add(
-        group,
-        "draft_width",
-        "W",
-        "for these three: draft tokens at each depth; more than 1 make a tree",
-        int,
-    )
-    _add(
-        group,
-        "acceptance_method",
-        "NAME",
-        "how drafts are verified: exact (changes no token), rejection (same distribution) "
-        "or typical (lossy)",
+    text = "maximum draft tokens in a row, for draft_model, self_draft and medusa"
+    _add(group, "draft_depth", "K", text, int)
+    text = "draft tokens at each depth, for these three proposers; more than 1 makes a tree"
+    _add(group, "draft_width", "W", text, int)
+    group.add_argument(
+        "--acceptance-method",
+        choices=get_args(AcceptanceMethod),
+        default=_DEFAULTS["acceptance_method"],
+        help="verification of drafts: exact keeps every token, rejection keeps the distribution, "
+        "typical is lossy",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """One prompt and its answers, or a chat."""
+    """Print the responses to one prompt, or chat."""
     if args.raw and args.system is not None:
         raise RequestError(
-            "--raw leaves out the chat template, which is what --system is for: give one of the two"
+            "--system needs the chat template, and --raw leaves it out; use one of them"
         )
     prompt = _prompt(args)
     if prompt is None and (args.json or args.n > 1):
-        raise RequestError(
-            "--json and -n are for the answers to one prompt, and this is a chat: give a prompt"
-        )
+        raise RequestError("--json and -n need a prompt, and this is a chat; add a prompt")
 
     from headrace.loader.options import engine_config
 
-    # A beam search refuses the defaults of the flags that shape the distribution.
-    names = [row.name for row in _FLAGS if args.beam_width is None or not row.neutral]
+    # A beam search refuses the defaults of the options that shape the distribution.
+    names = [
+        field.name for field in _SAMPLING_OPTIONS if args.beam_width is None or not field.neutral
+    ]
     params = SamplingParams(**{name: getattr(args, name) for name in ("n", "stop", *names)})
-    options = {name: getattr(args, name) for name in (*_ENGINE_OPTIONS, *_SPECULATION_OPTIONS)}
+    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS}
     options["max_num_seqs"] = params.beam_width or params.n
     config = engine_config(options, INTERACTIVE)
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -231,31 +226,37 @@ def run(args: argparse.Namespace) -> int:
 
             Chat(session, params, args.raw, opening, args.quiet).loop()
         else:
-            from headrace.cli.answer import print_answers
+            from headrace.cli.responses import print_responses
 
-            asked = prompt if args.raw else [*opening, {"role": "user", "content": prompt}]
-            print_answers(session, asked, params, as_json=args.json, quiet=args.quiet)
+            messages = [*opening, {"role": "user", "content": prompt}]
+            print_responses(
+                session,
+                prompt if args.raw else messages,
+                params,
+                as_json=args.json,
+                quiet=args.quiet,
+            )
     return 0
 
 
 def _adapter(lora: str | None) -> tuple[str, str] | None:
-    """Name and path of the adapter that is asked for."""
+    """Name and path of the requested adapter."""
     if lora is None:
         return None
     name, _, path = lora.partition("=")
     if not name or not path:
-        raise RequestError(f"--lora takes a name and a path, NAME=PATH, not {lora!r}")
+        raise RequestError(f"--lora {lora!r} lacks a name or a path; write NAME=PATH")
     return name, path
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
-    """What to answer; None for a chat. `headrace run -` is the default model and stdin."""
+    """The prompt; None for a chat. `headrace run -` sends stdin to the default model."""
     prompt: str | None = args.prompt
     if args.model == "-" and prompt is None:
         args.model, prompt = DEFAULT_MODEL, "-"
     if prompt is None and " " in args.model and not os.path.exists(args.model):
         raise RequestError(
-            f"{args.model!r} is not a model; to ask the default one: headrace run "
+            f"{args.model!r} is not a model; to send it to the default model: headrace run "
             f"{DEFAULT_MODEL} {args.model!r}"
         )
     if prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
@@ -265,12 +266,12 @@ def _prompt(args: argparse.Namespace) -> str | None:
         parts.append(_read_stdin())
     text = "\n\n".join(part for part in parts if part.strip())
     if not text:
-        raise RequestError("there is nothing to answer: give a prompt, or pipe one in")
+        raise RequestError("the prompt is empty; write one, or pipe one in")
     return text
 
 
 def _is_piped() -> bool:
-    """Whether stdin is a pipe or a file that was put there, and not the terminal or nothing."""
+    """Whether stdin is a pipe or a file, not a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):
@@ -282,6 +283,8 @@ def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise RequestError(f"stdin is not UTF-8 text: byte {error.start:,}") from None
+        raise RequestError(
+            f"stdin is not UTF-8 text at byte {error.start:,}; convert it to UTF-8"
+        ) from None
     except OSError as error:
         raise RequestError(f"stdin cannot be read: {error.strerror}") from None

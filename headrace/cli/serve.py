@@ -1,8 +1,7 @@
-"""Serve a model over HTTP, to clients of OpenAI's API.
+"""Serve a model over HTTP to clients of OpenAI's API.
 
-It listens on this machine alone, unless --host says otherwise, which needs an --api-key. Ctrl-C or
-SIGTERM ends it: requests under way have --drain-seconds to end, and a second signal ends them at
-once.
+The server listens on this machine only; another --host needs an --api-key. Ctrl-C or SIGTERM ends
+it: open requests get --drain-seconds to finish, and a second signal ends them immediately.
 """
 
 import argparse
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.cli.arguments import (
     PARALLEL,
+    Arguments,
     add_activations,
     add_backend,
     add_kv_dtype,
     add_parallel,
     add_threads,
 )
-from headrace.cli.server_flags import add_server, announce, check_installed, settings_of
+from headrace.cli.server_arguments import add_server, announce, check_installed, settings_of
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
@@ -26,123 +26,141 @@ if TYPE_CHECKING:
     from headrace.remote.start import StartedEngine
     from headrace.server.settings import Settings
 
-_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+EXAMPLES = """\
+  headrace serve smollm2
+  headrace serve hf:ORG/MODEL --host 0.0.0.0 --api-key KEY --max-num-seqs 32
+  headrace serve smollm2 --lora poet=adapters/poet --kv-dtype int8"""
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineConfig)}
 _ENGINE_OPTIONS = (
-    *(
-        "backend",
-        "threads",
-        "kv_dtype",
-        "activations",
-        "max_model_len",
-        "max_num_seqs",
-        "kv_blocks",
-        "kv_offload_bytes",
-    ),
-    *("chunked_prefill_size", "queue_timeout", "proposer", "draft_model"),
+    "backend",
+    "threads",
+    "kv_dtype",
+    "activations",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_blocks",
+    "kv_offload_bytes",
+    "chunked_prefill_size",
+    "queue_timeout",
+    "proposer",
+    "draft_model",
     *PARALLEL,
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb."""
     limits = add_server(parser)
-    parser.add_argument(
-        "--lora",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="a LoRA adapter, which clients name in place of the model",
-    )
-    parser.add_argument(
-        "--worker",
-        action="store_true",
-        help="routes for `headrace route`, which is trusted: see docs/use/scale_out.md",
-    )
     limits.add_argument(
         "--queue-timeout",
         type=float,
-        default=0.0,
+        default=_DEFAULTS["queue_timeout"],
         metavar="S",
-        help="seconds that one may wait to begin; 0: no limit",
+        help="maximum seconds that a request waits for its first step; 0: no limit",
     )
     limits.add_argument(
         "--stall-seconds",
         type=float,
         default=60.0,
         metavar="S",
-        help="of one step, after which the engine is restarted",
+        help="maximum seconds of a step, after which the engine is restarted",
     )
-    several = parser.add_argument_group("replicas, on Ray")
-    several.add_argument(
-        "--replicas",
-        type=int,
-        default=0,
-        metavar="N",
-        help="engines, each a process; 0: one, without Ray",
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="LoRA adapter, which clients name in place of the model; may be repeated",
     )
-    several.add_argument(
-        "--max-replicas",
-        type=int,
-        default=0,
-        metavar="N",
-        help="as many as requests need; 0: no more than --replicas",
+    parser.add_argument(
+        "--worker",
+        action="store_true",
+        help="routes for a trusted `headrace route`: see docs/scaleout.md",
     )
-    several.add_argument(
-        "--scale-up-seconds",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="of too few replicas before there are more",
-    )
-    several.add_argument(
-        "--scale-down-seconds", type=float, default=120.0, metavar="S", help="the same for too many"
-    )
-    engine = parser.add_argument_group("engine")
-    add_backend(engine)
-    add_threads(engine)
-    add_kv_dtype(engine)
-    add_activations(engine)
-    _add(engine, "max_model_len", "longest sequence, in tokens; 0: the model's whole context", int)
-    _add(engine, "max_num_seqs", "most sequences in one step (64; 256 on a GPU)", int)
-    _add(engine, "kv_blocks", "blocks of KV; 0: what these need, within half of the memory", int)
-    _add(
-        engine,
-        "kv_offload_bytes",
-        "bytes of the host's memory for KV that a GPU has no blocks for; 0: none",
-        int,
-    )
-    _add(
-        engine,
-        "chunked_prefill_size",
-        "prompt tokens in a step that also decodes (16; 256 on a GPU)",
-        int,
-    )
-    _add(engine, "proposer", "what drafts: off, auto, ngram, ...; never changes a token", str)
-    _add(engine, "draft_model", "for draft_model: a smaller model with the same vocabulary", str)
+    compute = parser.add_argument_group("compute")
+    add_backend(compute)
+    add_threads(compute)
+    add_activations(compute)
+    _add_memory(parser.add_argument_group("memory and batching"))
+    _add_speculation(parser.add_argument_group("speculative decoding"))
     add_parallel(parser)
+    _add_replicas(parser.add_argument_group("replicas, on Ray"))
 
 
-def _add(group: Any, name: str, text: str, kind: type) -> None:
+def _add_memory(group: Arguments) -> None:
+    add_kv_dtype(group)
+    texts = {
+        "max_model_len": "maximum length of a sequence, in tokens; 0: the model's context",
+        "max_num_seqs": "maximum sequences in a step (default: 64; 256 on a GPU)",
+        "chunked_prefill_size": "prompt tokens in a step that also decodes (default: 16; 256 on a "
+        "GPU)",
+        "kv_blocks": "number of KV blocks; 0: enough for --max-num-seqs sequences of "
+        "--max-model-len tokens, within half of the memory",
+        "kv_offload_bytes": "bytes of host memory for KV that is evicted from a GPU; 0: none",
+    }
+    for name, text in texts.items():
+        _add_engine_option(group, name, "N", int, text)
+
+
+def _add_speculation(group: Arguments) -> None:
+    text = "source of draft tokens: off, auto, ngram, ...; tokens stay the same"
+    _add_engine_option(group, "proposer", "NAME", str, text)
+    text = "smaller model with the same vocabulary (for the proposer draft_model)"
+    _add_engine_option(group, "draft_model", "MODEL", str, text)
+
+
+def _add_engine_option(group: Arguments, name: str, metavar: str, kind: type, text: str) -> None:
+    """Add an option for a field of `EngineConfig`."""
     group.add_argument(
         f"--{name.replace('_', '-')}",
         type=kind,
-        metavar="N" if kind is int else "NAME",
+        metavar=metavar,
         default=_DEFAULTS[name],
         help=text,
     )
 
 
+def _add_replicas(group: Arguments) -> None:
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of engines, each in a process; 0: one engine without Ray",
+    )
+    group.add_argument(
+        "--max-replicas",
+        type=int,
+        default=0,
+        metavar="N",
+        help="maximum engines under load; 0: the same as --replicas",
+    )
+    group.add_argument(
+        "--scale-up-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds of sustained overload before a replica is added",
+    )
+    group.add_argument(
+        "--scale-down-seconds",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds of sustained spare capacity before a replica is removed",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     check_installed()
     if args.replicas or args.max_replicas:
         return _serve_replicas(args)
-    follow_where_not_first(args)
+    follow_if_not_first(args)
     from headrace.remote.start import starting_engine
 
-    with (
-        starting_engine() as started
-    ):  # before the imports of this process, so that both import at the same time
+    # The engine process starts before the imports of this one, so that both import at once.
+    with starting_engine() as started:
         return _serve(args, started)
 
 
@@ -150,7 +168,7 @@ def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
     from headrace.remote.client import EngineClient
     from headrace.server.serving import serve
 
-    config, settings, adapters = _options(args), _settings(args), _adapters(args.lora)
+    config, settings, adapters = _engine_config(args), _settings(args), _adapters(args.lora)
     return serve(
         args.model,
         config,
@@ -161,52 +179,51 @@ def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
 
 
 def _serve_replicas(args: argparse.Namespace) -> int:
-    least, most = max(1, args.replicas), max(1, args.replicas, args.max_replicas)
-    if min(args.replicas, args.max_replicas) < 0 or 0 < args.max_replicas < least:
+    min_replicas = max(1, args.replicas)
+    max_replicas = max(min_replicas, args.max_replicas)
+    if min(args.replicas, args.max_replicas) < 0 or 0 < args.max_replicas < min_replicas:
         raise RequestError(
-            "--max-replicas must be no less than --replicas, or 0, not "
-            f"{args.max_replicas} with {args.replicas}"
+            f"--max-replicas {args.max_replicas} is below --replicas {args.replicas} or negative; "
+            "use a larger number, or 0"
         )
     if args.worker:
         raise RequestError(
-            "--worker is for one engine behind `headrace route`: leave it out, or --replicas"
+            "--worker is for one engine behind `headrace route`; leave out --worker or --replicas"
         )
     check_installed("several replicas", "ray", "ray")
     from headrace.scaleout.ray_cluster import Scale
     from headrace.scaleout.ray_serve import serve_replicas
 
     scale = Scale(
-        replicas=least,
-        max_replicas=most,
+        replicas=min_replicas,
+        max_replicas=max_replicas,
         up_seconds=args.scale_up_seconds,
         down_seconds=args.scale_down_seconds,
     )
-    said = (
-        f"replicas  {least}{f' to {most}' if most > least else ''}, on "
-        f"{os.environ.get('RAY_ADDRESS') or 'Ray on this machine'}"
-    )
+    numbers = f"{min_replicas}"
+    if max_replicas > min_replicas:
+        numbers += f" to {max_replicas}"
+    cluster = os.environ.get("RAY_ADDRESS") or "Ray on this machine"
     return serve_replicas(
         args.model,
-        _options(args),
+        _engine_config(args),
         _settings(args),
         _adapters(args.lora),
         scale,
-        lambda served, port: announce(served, port, said),
+        lambda state, port: announce(state, port, f"replicas  {numbers}, on {cluster}"),
     )
 
 
-def follow_where_not_first(args: argparse.Namespace) -> None:
-    """Before this process serves: it may be another rank than the first
-    (`loader.ranks.follow_if_not_rank_0`).
-    """
-    sizes = {name: getattr(args, name) for name in PARALLEL}
-    if sizes != {name: _DEFAULTS[name] for name in PARALLEL}:
+def follow_if_not_first(args: argparse.Namespace) -> None:
+    """Run as a worker of rank 0 if torchrun has started this process as another rank."""
+    parallel = {name: getattr(args, name) for name in PARALLEL}
+    if parallel != {name: _DEFAULTS[name] for name in PARALLEL}:
         from headrace.loader import options, ranks
 
-        ranks.follow_if_not_rank_0(options.engine_config(sizes))
+        ranks.follow_if_not_rank_0(options.engine_config(parallel))
 
 
-def _options(args: argparse.Namespace) -> EngineConfig:
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
     from headrace.loader.options import engine_config
 
     return engine_config({name: getattr(args, name) for name in _ENGINE_OPTIONS})
@@ -216,13 +233,14 @@ def _settings(args: argparse.Namespace) -> "Settings":
     return settings_of(args, stall_seconds=args.stall_seconds, worker=args.worker)
 
 
-def _adapters(given: list[str]) -> dict[str, str]:
+def _adapters(values: list[str]) -> dict[str, str]:
+    """Paths of the adapters by name."""
     adapters: dict[str, str] = {}
-    for lora in given:
-        name, _, path = lora.partition("=")
-        if not name or not path or name in adapters:
-            raise RequestError(
-                f"--lora takes a name of its own and a path, NAME=PATH, not {lora!r}"
-            )
+    for value in values:
+        name, _, path = value.partition("=")
+        if not name or not path:
+            raise RequestError(f"--lora {value!r} lacks a name or a path; write NAME=PATH")
+        if name in adapters:
+            raise RequestError(f"--lora {value!r} repeats a name; give each adapter its own name")
         adapters[name] = path
     return adapters

@@ -1,4 +1,4 @@
-"""A loaded model and its answers, for `headrace run` alone and in a chat."""
+"""A loaded model for `headrace run`, which generates one response at a time."""
 
 import atexit
 import gc
@@ -14,7 +14,7 @@ from headrace.loader.drafts import model_program
 from headrace.loader.load import load_model
 from headrace.outputs import RequestOutput, Update
 from headrace.planner import hardware
-from headrace.planner.answer import decode_seconds, decode_steps
+from headrace.planner.decode_steps import decode_seconds, decode_steps
 from headrace.program.adapter import Adapter, adapted
 from headrace.program.kv import number_bytes
 from headrace.prompts import Message, Prompt
@@ -23,32 +23,33 @@ from headrace.sampling_params import SamplingParams
 
 
 class Session:
-    """One model, one request at a time."""
+    """One loaded model. Use it in a `with` block."""
 
     def __init__(
         self, model: str, config: EngineConfig, adapter: tuple[str, str] | None = None
     ) -> None:
-        """`adapter`: name and path of the one that all is answered with."""
+        """Load the model; `adapter` is the name and the path of a LoRA adapter to use."""
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.config = self._engine.config
-        # all of it stays, so that the collector need not look at it again, at exit either
+        # All objects of the model stay, so the collector need not visit them, at exit either.
         gc.freeze()
         if self.config.traits.on_gpu:
-            # what torch and Triton hold would count as leaks of the native module
+            # Frozen objects of torch and Triton would look like leaks of the native module.
             atexit.register(gc.unfreeze)
-        self._adapter = adapter[0] if adapter else None
-        self._matrices: Adapter = {}
+
+        self.result: RequestOutput | None = None
+        """The last response."""
+        self._beam_width: int | None = None
+        """Beams of the last response; None without a beam search."""
+        self._adapter_name = adapter[0] if adapter else None
+        self._adapter: Adapter = {}
         if adapter:
             try:
-                self._matrices = read_adapter(resolve(adapter[1]), self._checkpoint.spec)
-                self._engine.load_adapter(adapter[0], self._matrices)
+                self._adapter = read_adapter(resolve(adapter[1]), self._checkpoint.spec)
+                self._engine.load_adapter(adapter[0], self._adapter)
             except BaseException:
                 self.__exit__(None, None, None)
                 raise
-        self.result: RequestOutput | None = None
-        """Of the last answer."""
-        self._beam_width: int | None = None
-        """Of the search for the last answer; None if it was not searched for."""
 
     def __enter__(self) -> "Session":
         return self
@@ -62,18 +63,17 @@ class Session:
         self._prompts.close()
         self._engine.close()
 
-    def answer(
+    def generate(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Stop
     ) -> Iterator[Update]:
-        """What comes of a text that is continued, or a conversation that is answered, piece by
-        piece; `stop` ends it. Sets `result`.
+        """Continue a text or respond to a conversation; `stop` ends it. Sets `result`.
 
-        Raises RequestError for what does not fit in the context, and the request's own error if it
-        fails on the way.
+        Raises RequestError if the prompt does not fit in the context, and the error of the request
+        if it fails.
         """
         token_ids, text = self._prompts.read(prompt)
         request_id = self._engine.add_request(
-            token_ids, params, RequestOptions(adapter=self._adapter), prompt=text
+            token_ids, params, RequestOptions(adapter=self._adapter_name), prompt=text
         )
         self.result, self._beam_width = None, params.beam_width
         while self.result is None:
@@ -87,26 +87,18 @@ class Session:
             raise self.result.error
 
     def closing_line(self) -> str:
-        """Tokens and speed of the last answer, the limit that this machine sets to its steps,
-        accepted draft tokens, what is lossy.
-        """
+        """Tokens and speed of the last response, and the limit of its steps on this machine."""
         result = self.result
         if result is None:
             return ""
-        num_in, num_seqs = len(result.prompt_token_ids), len(result.outputs)
+        parts = [self._prompt_figures(result)]
         num_out = sum(len(output.token_ids) for output in result.outputs)
-        computed = num_in - result.cached_tokens
-        what = f"in, {result.cached_tokens:,} cached" if result.cached_tokens else "in"
-        prefill = result.timing.prefill
-        parts = [
-            f"{num_in:,} {what}, {computed / prefill:,.0f} tok/s"
-            if computed > 0 and prefill > 0
-            else f"{num_in:,} {what}"
-        ]
         if share := self._share_of_limit(result):
-            speed = (num_out - num_seqs) / result.timing.decode
+            # The first token of each response comes from a prefill step.
+            num_decoded = num_out - len(result.outputs)
+            speed = num_decoded / result.timing.decode
             parts.append(f"{num_out:,} out, {speed:,.0f} tok/s")
-            parts.append(f"limit {speed / share:,.0f} tok/s, {share:.0%}".replace("%", " %"))
+            parts.append(f"limit {speed / share:,.0f} tok/s, {100 * share:.0f} %")
         else:
             parts.append(f"{num_out:,} out")
         if accepted := sum(stats.accepted for stats in result.drafts.values()):
@@ -115,27 +107,34 @@ class Session:
             parts.append(f"lossy: {self.config.lossy}")
         return f"[{' · '.join(parts)}]"
 
-    def _share_of_limit(self, result: RequestOutput) -> float:
-        """Least time of the steps after the first token as a share of the time that they took; 0
-        where there were none.
+    def _prompt_figures(self, result: RequestOutput) -> str:
+        num_in = len(result.prompt_token_ids)
+        num_computed = num_in - result.cached_tokens
+        text = f"{num_in:,} in"
+        if result.cached_tokens:
+            text += f", {result.cached_tokens:,} cached"
+        if num_computed > 0 and result.timing.prefill > 0:
+            text += f", {num_computed / result.timing.prefill:,.0f} tok/s"
+        return text
 
-        A measurement that the answer has just beaten was taken on a busy machine, and is taken
-        again.
-        """
-        traced = model_program(self.config, self._checkpoint)
-        program = adapted(
-            lower_program(self.config.backend, traced, self._checkpoint.tensors), self._matrices
-        )
-        loads = decode_steps(
-            result, number_bytes(program.kv_groups, self.config.kv_dtype), self._beam_width
-        )
-        if not loads or not result.timing.decode:
+    def _share_of_limit(self, result: RequestOutput) -> float:
+        """Minimum time of the decode steps over the time that they took; 0 without decode steps."""
+        config = self.config
+        traced = model_program(config, self._checkpoint)
+        lowered = lower_program(config.backend, traced, self._checkpoint.tensors)
+        program = adapted(lowered, self._adapter)
+        kv_bytes = number_bytes(program.kv_groups, config.kv_dtype)
+        steps = decode_steps(result, kv_bytes, self._beam_width)
+        if not steps or not result.timing.decode:
             return 0.0
-        here = self.config.threads, self.config.backend
-        share = decode_seconds(program, hardware.this_machine(*here), loads) / result.timing.decode
-        if share > 1:
-            hardware.measure(*here)
-            share = (
-                decode_seconds(program, hardware.this_machine(*here), loads) / result.timing.decode
-            )
-        return share
+
+        def share() -> float:
+            machine = hardware.this_machine(config.threads, config.backend)
+            return decode_seconds(program, machine, steps) / result.timing.decode
+
+        first = share()
+        if first <= 1:
+            return first
+        # The response was faster than the limit, so the machine was busy when it was measured.
+        hardware.measure(config.threads, config.backend)
+        return share()

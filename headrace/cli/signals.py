@@ -1,5 +1,6 @@
-"""Signals that end the command line: Ctrl-C, `kill`, and a terminal that goes away. The exit code
-is 128 + the signal's number.
+"""Signals that end the command line: Ctrl-C, `kill`, and a terminal that closes.
+
+The exit code is 128 + the number of the signal.
 """
 
 import os
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_ENDING = [
+_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
 
@@ -29,48 +30,46 @@ class Ended(KeyboardInterrupt):
 
 
 class Stop:
-    """The signal that ends the current answer, once one has come."""
+    """Holds the signal that stops the current response, once it has arrived."""
 
     def __init__(self) -> None:
         self.ended: Ended | None = None
 
     def is_set(self) -> bool:
-        """Whether one has come."""
         return self.ended is not None
 
 
-def raise_when_ended() -> None:
-    """From now on a signal raises Ended, and a second one ends the process at once; those that are
-    ignored stay so.
+def raise_on_signal() -> None:
+    """From now on the first signal raises Ended, and a second one ends the process immediately.
+
+    Signals that are ignored stay ignored.
     """
     sys.unraisablehook = _unraisable
-    _handle(_raise)
+    _set_handler(_raise)
 
 
-def go_on_after(interrupt: KeyboardInterrupt) -> None:
-    """Take signals as before after Ctrl-C; what any other signal raised is raised again."""
+def resume_after(interrupt: KeyboardInterrupt) -> None:
+    """Accept the next Ctrl-C after this one; raises the interrupt of any other signal again."""
     if isinstance(interrupt, Ended):
         if interrupt.number != signal.SIGINT:
             raise interrupt
-        _handle(_raise)
+        _set_handler(_raise)
 
 
-def exit_when_ended() -> None:
-    """From now on a signal ends the process at once: nothing is left to tidy up."""
-    _handle(_exit)
+def exit_on_signal() -> None:
+    """From now on a signal ends the process immediately."""
+    _set_handler(_exit)
 
 
 @contextmanager
-def held() -> Iterator[Stop]:
-    """While it lasts, a signal is noted in a `Stop` instead of cutting a step of the engine
-    in two.
-    """
+def deferred() -> Iterator[Stop]:
+    """Store a signal in a `Stop` instead of raising it, so that it interrupts no engine step."""
     stop = Stop()
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def store(number: int, frame: FrameType | None) -> None:
         stop.ended = Ended(number)
 
-    previous = _handle(note)
+    previous = _set_handler(store)
     try:
         yield stop
     finally:
@@ -78,20 +77,20 @@ def held() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def _handle(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
-    """Set the handler of all that are not ignored, and return their handlers until now."""
-    previous = {number: signal.getsignal(number) for number in _ENDING}
-    taken = {number: old for number, old in previous.items() if old != signal.SIG_IGN}
-    for number in taken:
+def _set_handler(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
+    """Set the handler of all signals that are not ignored; returns their previous handlers."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous = {number: old for number, old in handlers.items() if old != signal.SIG_IGN}
+    for number in previous:
         signal.signal(number, handler)
-    return taken
+    return previous
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    exit_when_ended()
+    exit_on_signal()
     while frame:
-        # Extension modules print an exception that comes while they are imported, and nothing is
-        # there to tidy up yet.
+        # Extension modules print an exception that arrives while they are imported; at that time
+        # there is nothing to clean up.
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _exit(number, None)
         frame = frame.f_back
@@ -103,9 +102,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
-    """An interrupt that came where it cannot be raised, such as in a callback of the garbage
-    collector, must not be lost.
-    """
+    """Exit on an interrupt that Python cannot raise, such as in a callback of the collector."""
     if isinstance(unraisable.exc_value, Ended):
         os._exit(unraisable.exc_value.code)
     sys.__unraisablehook__(unraisable)

@@ -1,4 +1,4 @@
-"""Text on its way to the user."""
+"""Text for the user, on stdout and stderr."""
 
 import os
 import re
@@ -8,30 +8,27 @@ from contextlib import suppress
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def write(text: str) -> None:
-    """Put text on stdout at once. On a terminal, control characters are left out: a model must not
-    steer it.
+def write_stdout(text: str) -> None:
+    """Write text to stdout immediately.
+
+    On a terminal, control characters are removed: the output of a model must not steer it.
     """
     sys.stdout.write(_CONTROLS.sub("", text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def is_dumb() -> bool:
-    """Whether the terminal shows nothing but lines."""
+    """Whether the terminal can only show lines."""
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown")
 
 
-def say(line: str, end: str = "\n") -> None:
-    """Put a line on stderr. One that cannot be read costs nothing: the answer and the exit code say
-    what counts.
-    """
+def print_stderr(line: str, end: str = "\n") -> None:
+    """Print a line on stderr. An error is ignored: stdout and the exit code carry the result."""
     with suppress(OSError):
         print(line, file=sys.stderr, end=end, flush=True)
 
 
-def show_status(what: str) -> None:
-    """Say what is going on, to a terminal only; the next message takes its place, and an empty one
-    clears it.
-    """
+def show_status(text: str) -> None:
+    """Show the current step on stderr if it is a terminal; an empty text clears it."""
     if sys.stderr.isatty():
-        say(f"\r\x1b[K{what}", end="")
+        print_stderr(f"\r\x1b[K{text}", end="")

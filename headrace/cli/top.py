@@ -1,9 +1,8 @@
-"""Watch the engines that run on this machine: KV memory, rows, speed and requests, live in the
-terminal.
+"""Watch the engines that run on this machine: KV memory, rows, speed and requests.
 
-Nothing has to be prepared: every engine of yours (headrace run, LLM(...), a benchmark) shows up
-while it works. With one engine, or with a PID, its requests are shown too. Engines in a container
-are seen where the folder HEADRACE_STATS is shared.
+Every engine of this user (headrace run, LLM(...), a benchmark) appears while it computes, without
+preparation. A single engine, or the one of PID, is shown with its requests. Engines in a container
+appear if the folder HEADRACE_STATS is shared with it.
 """
 
 import argparse
@@ -13,110 +12,114 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.cli.arguments import add_json, whole_number
 from headrace.cli.output_file import check_writable, write
-from headrace.cli.signals import go_on_after
+from headrace.cli.signals import resume_after
 from headrace.cli.terminal import is_dumb
 from headrace.errors import HeadraceError, RequestError
 
 if TYPE_CHECKING:
-    from headrace.cli.watching import Watch
+    from headrace.cli.engine_records import EngineWatcher
     from headrace.stats import BlockMap
 
-_NOBODY = "none of your engines is running; an engine shows up here while it computes"
+EXAMPLES = """\
+  headrace top
+  headrace top 4711 --once
+  headrace top --map blocks.svg"""
+
+_NO_ENGINE = "no engine of yours is running; an engine appears while it computes"
+_LINES_ABOVE_SEQUENCES = 18
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this verb."""
     parser.add_argument(
-        "which",
+        "pid",
         metavar="PID",
         nargs="?",
         type=whole_number(1, 2**31 - 1),
-        help="the process to show, where several have an engine",
+        help="id of the process to watch, if several have an engine",
     )
-    parser.add_argument("--once", action="store_true", help="print what there is now, and end")
+    parser.add_argument("--once", action="store_true", help="one screen, without updates")
     parser.add_argument(
         "--map",
         type=Path,
         metavar="FILE",
-        help="draw which request holds which block of KV, as SVG, and end",
+        help="SVG file for a picture of the KV blocks and of the requests that hold them",
     )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show until Ctrl-C; with --once, --json, --map or without a terminal that can be redrawn, only
-    what is there now.
+    """Update the screen until Ctrl-C.
+
+    With --once, --json or --map, or on a terminal that cannot be redrawn, print the current state.
     """
-    from headrace.cli.watching import Watch, facts
+    from headrace.cli.engine_records import EngineWatcher, record_facts
     from headrace.measure.table import print_json
 
     if args.map:
         check_writable("--map", args.map)
-    watch = Watch(args.which, with_map=args.map is not None)
+    watcher = EngineWatcher(args.pid, with_map=args.map is not None)
     if args.map:
-        return _draw(watch, args.map)
+        return _draw_map(watcher, args.map)
     if args.json:
-        print_json([facts(record) for record in watch.wait()])
+        print_json([record_facts(record) for record in watcher.wait()])
         return 0
     if args.once or not sys.stdout.isatty() or is_dumb():
-        return _print(watch)
+        return _print_once(watcher)
     try:
-        _live(watch)
-    except KeyboardInterrupt as interrupt:  # how one leaves
-        go_on_after(interrupt)
+        _update_screen(watcher)
+    except KeyboardInterrupt as interrupt:  # the usual way to leave
+        resume_after(interrupt)
     return 0
 
 
-def _print(watch: "Watch") -> int:
+def _print_once(watcher: "EngineWatcher") -> int:
     from rich.console import Console
 
     from headrace.cli.top_screen import screen
 
-    records = watch.wait()
+    records = watcher.wait()
     if not records:
-        raise HeadraceError(_NOBODY)
+        raise HeadraceError(_NO_ENGINE)
     console = Console()
-    console.print(screen(records, watch.now(), console.width))
+    console.print(screen(records, watcher.now(), console.width))
     return 0
 
 
-def _live(watch: "Watch") -> None:
-    """Redraw twice a second."""
+def _update_screen(watcher: "EngineWatcher") -> None:
+    """Redraw the screen twice a second."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     from headrace.cli.top_screen import screen
 
-    def view() -> Any:
-        records = watch.read()
-        rows = max(4, console.height - 18)
-        return (
-            screen(records, watch.now(), console.width, rows)
-            if records
-            else Text(f"{_NOBODY} (Ctrl-C ends this)", "dim")
-        )
-
     console = Console()
+
+    def view() -> Any:
+        records = watcher.read()
+        if not records:
+            return Text(f"{_NO_ENGINE} (Ctrl-C to leave)", "dim")
+        rows = max(4, console.height - _LINES_ABOVE_SEQUENCES)
+        return screen(records, watcher.now(), console.width, rows)
+
     with Live(view(), console=console, screen=True, auto_refresh=False) as live:
         while True:
-            watch.sleep()
+            watcher.sleep()
             live.update(view(), refresh=True)
 
 
-def _draw(watch: "Watch", path: Path) -> int:
+def _draw_map(watcher: "EngineWatcher", path: Path) -> int:
+    """Draw the block map of the most recent record."""
     from headrace.planner.block_picture import block_map_svg
 
-    records = watch.wait()
+    records = watcher.wait()
     if not records:
-        raise HeadraceError(_NOBODY)
+        raise HeadraceError(_NO_ENGINE)
     record = max(records, key=lambda record: record["time"])
-    blocks: BlockMap | None = record.get("map")
-    if blocks is None:
+    block_map: BlockMap | None = record.get("map")
+    if block_map is None:
         raise RequestError(f"the KV pool of process {record['pid']} has too many blocks to draw")
-    svg = block_map_svg(
-        f"{record['model']}, process {record['pid']}: which request holds which block of KV", blocks
-    )
-    write("--map", path, svg)
+    title = f"{record['model']}, process {record['pid']}: KV blocks by request"
+    write("--map", path, block_map_svg(title, block_map))
     print(f"The block map of process {record['pid']} is drawn in {path}.")
     return 0

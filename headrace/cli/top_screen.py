@@ -1,6 +1,4 @@
-"""What `headrace top` shows of one record, and the line that it gives to each of several
-engines.
-"""
+"""The screen of `headrace top`: one engine in full, and a line for each of several engines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.backend_traits import BACKENDS
-from headrace.cli.record import Record
+from headrace.cli.engine_records import Record
 from headrace.measure.table import printable
 from headrace.stats import KvStats, Stats, ratio
 
-_IDLE = 2.0
-"""Seconds without a record after which an engine is called inactive."""
+_INACTIVE_SECONDS = 2.0
+"""Age of a record from which an engine without requests is called inactive."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATES = {
@@ -32,8 +30,9 @@ _STATES = {
 def screen(
     records: Sequence[Record], now: float, width: int = 100, rows: int = 40
 ) -> RenderableType:
-    """All engines, and the first of them in full, with so many of its sequences, on so many
-    columns.
+    """All engines, and the first one in full.
+
+    `width` is the number of columns, `rows` the maximum number of sequences.
     """
     parts: list[RenderableType] = [_engines(records, now)] if len(records) > 1 else []
     record = records[0]
@@ -43,7 +42,7 @@ def screen(
 
 
 def bar(share: float, width: int, *, warns: bool = False) -> Text:
-    """A bar in eighths of a character; one that warns changes its colour from 80 % on."""
+    """A bar in eighths of a character; with `warns` its colour changes from 80 % on."""
     eighths = round(8 * width * min(1.0, max(0.0, share)))
     whole, rest = divmod(eighths, 8)
     filled = "█" * whole + (_EIGHTHS[rest] if rest else "")
@@ -54,20 +53,22 @@ def bar(share: float, width: int, *, warns: bool = False) -> Text:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A character for each value, from nothing to the largest."""
-    most = max(values, default=0.0)
-    return "".join(
-        _SPARKS[min(7, int(8 * value / most))] if most else _SPARKS[0] for value in values
-    )
+    """A character for each value, in eighths of the largest value."""
+    largest = max(values, default=0.0)
+    if not largest:
+        return _SPARKS[0] * len(values)
+    return "".join(_SPARKS[min(7, int(8 * value / largest))] for value in values)
 
 
 def duration(seconds: float) -> str:
-    """`4.2 s`, `3:07` or `2:03:07`."""
+    """Seconds as `4.2 s`, `3:07` or `2:03:07`."""
     if seconds < 60:
         return f"{max(0.0, seconds):.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, whole_seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{whole_seconds:02}"
+    return f"{minutes}:{whole_seconds:02}"
 
 
 def _engines(records: Sequence[Record], now: float) -> Table:
@@ -92,116 +93,107 @@ def _engines(records: Sequence[Record], now: float) -> Table:
 
 def _head(record: Record, now: float, width: int) -> Panel:
     """Name and settings, and the speed of the last minute."""
-    config, stats = record["config"], record["stats"]
-    backend = config.get("backend")
-    on_gpu = backend in BACKENDS and BACKENDS[backend].on_gpu
-    words = [
-        backend if on_gpu else f"{backend}, {config.get('threads')} threads",
-        f"{config.get('kv_dtype')} KV",
-    ]
-    words += [] if config.get("batching") == "inflight" else [f"{config.get('batching')} batching"]
-    words += [] if config.get("proposer") == "off" else [f"drafts: {config.get('proposer')}"]
-    words += [
-        f"context {config.get('max_model_len', 0):,}",
-        f"up {duration(now - record['started'])}",
-    ]
+    stats, history = record["stats"], record["history"][-min(60, max(10, width - 48)) :]
     title = Text.assemble(
-        (_model(record), "bold"), f" · process {record['pid']} · ", printable(" · ".join(words))
+        (_model(record), "bold"),
+        f" · process {record['pid']} · ",
+        printable(" · ".join(_settings(record, now))),
     )
     inactive = _is_inactive(record, now)
-    rate = stats.tokens_per_second
-    speed = (
-        f"inactive for {duration(now - record['time'])}"
-        if inactive
-        else f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s"
-    )
+    if inactive:
+        speed = f"inactive for {duration(now - record['time'])}"
+    else:
+        rate = stats.tokens_per_second
+        speed = f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s"
     grid = Table.grid(padding=(0, 2))
-    history = record["history"][-min(60, max(10, width - 48)) :]
-    line = Text.assemble((sparkline(history), "dim" if inactive else "green"))
     grid.add_row(
         Text(speed, "bold dim" if inactive else "bold green"),
-        line,
+        Text(sparkline(history), "dim" if inactive else "green"),
         Text(f"last minute, at most {max(history, default=0):,.0f}", "dim"),
     )
     return Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style="grey50")
 
 
+def _settings(record: Record, now: float) -> list[str]:
+    """The settings of an engine, without the defaults of batching and proposer."""
+    config = record["config"]
+    backend, batching, proposer = (
+        config.get("backend"),
+        config.get("batching"),
+        config.get("proposer"),
+    )
+    on_gpu = backend in BACKENDS and BACKENDS[backend].on_gpu
+    settings = [
+        backend if on_gpu else f"{backend}, {config.get('threads')} threads",
+        f"{config.get('kv_dtype')} KV",
+    ]
+    if batching != "inflight":
+        settings.append(f"{batching} batching")
+    if proposer != "off":
+        settings.append(f"drafts: {proposer}")
+    settings.append(f"context {config.get('max_model_len', 0):,}")
+    settings.append(f"up {duration(now - record['started'])}")
+    return settings
+
+
 def _figures(record: Record, width: int) -> Table:
-    stats, config = record["stats"], record["config"]
-    max_num_seqs, most_rows = (
-        config.get("max_num_seqs") or 1,
-        config.get("max_num_batched_tokens") or 1,
-    )
+    stats: Stats = record["stats"]
+    config = record["config"]
     grid = Table.grid(padding=(0, 2))
-    wide = min(32, max(10, width - 70))
+    bar_width = min(32, max(10, width - 70))
+
+    def add_share(name: str, share: float, text: str, *, warns: bool = False) -> None:
+        grid.add_row(name, bar(share, bar_width, warns=warns), f"{100 * share:3.0f} %", text)
+
     for group in stats.kv:
-        name = (
-            "KV in use"
-            if len(stats.kv) == 1
-            else f"KV, {f'last {group.window:,}' if group.window else 'all tokens'}"
-        )
-        occupancy = group.blocks_used / group.blocks_total
-        grid.add_row(
-            name, bar(occupancy, wide, warns=True), f"{100 * occupancy:3.0f} %", _blocks(group)
-        )
-    queue = f"{stats.running:,} of {max_num_seqs:,} sequences; {stats.waiting:,} waiting"
-    grid.add_row(
+        window = f"last {group.window:,}" if group.window else "all tokens"
+        name = "KV in use" if len(stats.kv) == 1 else f"KV, {window}"
+        add_share(name, group.blocks_used / group.blocks_total, _blocks(group), warns=True)
+    max_num_seqs = config.get("max_num_seqs") or 1
+    add_share(
         "running",
-        bar(stats.running / max_num_seqs, wide),
-        f"{100 * stats.running / max_num_seqs:3.0f} %",
-        queue,
+        stats.running / max_num_seqs,
+        f"{stats.running:,} of {max_num_seqs:,} sequences; {stats.waiting:,} waiting",
     )
-    step = (
-        f"{stats.rows_last:,} of {most_rows:,} rows (mean {stats.rows_mean:,.1f}) in "
-        f"{1000 * stats.step_seconds:,.1f} ms"
-    )
-    grid.add_row(
+    max_rows = config.get("max_num_batched_tokens") or 1
+    add_share(
         "last step",
-        bar(stats.rows_last / most_rows, wide),
-        f"{100 * stats.rows_last / most_rows:3.0f} %",
-        step,
+        stats.rows_last / max_rows,
+        f"{stats.rows_last:,} of {max_rows:,} rows (mean {stats.rows_mean:,.1f}) in "
+        f"{1000 * stats.step_seconds:,.1f} ms",
     )
-    hits = f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens had their KV already"
-    grid.add_row(
+    add_share(
         "prefix hits",
-        bar(stats.prefix_hit_rate, wide),
-        f"{100 * stats.prefix_hit_rate:3.0f} %",
-        hits,
+        stats.prefix_hit_rate,
+        f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} prompt tokens were cached",
     )
     if stats.offloaded_blocks:
-        words = f"{stats.offloaded_blocks:,} blocks went there, {stats.restored_blocks:,} came back"
-        grid.add_row("host memory", "", "", f"{words}; {stats.kv_host_bytes / 1e6:,.0f} MB of KV")
-    if stats.drafted:
-        kept = f"{stats.accepted:,} of {stats.drafted:,} draft tokens accepted"
-        grid.add_row(
-            "drafts",
-            bar(stats.acceptance_rate, wide),
-            f"{100 * stats.acceptance_rate:3.0f} %",
-            kept,
+        text = (
+            f"{stats.offloaded_blocks:,} blocks offloaded, {stats.restored_blocks:,} restored; "
+            f"{stats.kv_host_bytes / 1e6:,.0f} MB of KV"
         )
-    counts = {
-        "finished": stats.finished,
-        "aborted": stats.aborted,
-        "refused": stats.refused,
-        "preemptions": stats.preemptions,
-    }
-    done = f"{stats.tokens:,} tokens out; " + ", ".join(
-        f"{value:,} {name}" for name, value in counts.items()
+        grid.add_row("host memory", "", "", text)
+    if stats.drafted:
+        text = f"{stats.accepted:,} of {stats.drafted:,} draft tokens accepted"
+        add_share("drafts", stats.acceptance_rate, text)
+
+    total = (
+        f"total        {stats.tokens:,} tokens out; {stats.finished:,} finished, "
+        f"{stats.aborted:,} aborted, {stats.refused:,} refused, {stats.preemptions:,} preemptions"
     )
     outer = Table.grid()
     outer.add_row(grid)
-    outer.add_row(Text(f"so far       {done}", "dim"))
+    outer.add_row(Text(total, "dim"))
     return outer
 
 
 def _blocks(group: KvStats) -> str:
-    used = group.blocks_used * group.block_size
-    words = (
+    slots = group.blocks_used * group.block_size
+    text = (
         f"{group.blocks_used:,} of {group.blocks_total:,} blocks, "
-        f"{used - group.slots_empty:,} tokens; "
+        f"{slots - group.slots_empty:,} tokens; {100 * ratio(group.slots_empty, slots):.1f} % empty"
     )
-    cached = f"; {group.blocks_cached:,} free ones cached" if group.blocks_cached else ""
-    return f"{words}{100 * ratio(group.slots_empty, used):.1f} % empty{cached}"
+    return f"{text}; {group.blocks_cached:,} free ones cached" if group.blocks_cached else text
 
 
 def _sequences(record: Record, rows: int) -> RenderableType:
@@ -211,13 +203,11 @@ def _sequences(record: Record, rows: int) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("request", "state", "prompt", "cached", "output", "age"):
         table.add_column(name, justify="left" if name in ("request", "state") else "right")
-    several = {line["request"] for line in lines if line["seq"]}
+    forked = {line["request"] for line in lines if line["seq"]}
     for line in lines[:rows]:
-        name = (
-            f"{line['request']}.{line['seq']}"
-            if line["request"] in several
-            else str(line["request"])
-        )
+        name = str(line["request"])
+        if line["request"] in forked:
+            name = f"{name}.{line['seq']}"
         state = str(line["state"])
         numbers = (f"{line[key]:,}" for key in ("prompt", "cached", "output"))
         table.add_row(
@@ -226,19 +216,14 @@ def _sequences(record: Record, rows: int) -> RenderableType:
             *numbers,
             duration(line["age"]),
         )
-    more = (
-        len(lines) - rows + record["sequences_left_off"]
-        if len(lines) > rows
-        else record["sequences_left_off"]
-    )
-    return Group(table, Text(f"and {more:,} more", "dim")) if more else table
+    num_hidden = max(0, len(lines) - rows) + record["sequences_left_off"]
+    return Group(table, Text(f"and {num_hidden:,} more", "dim")) if num_hidden else table
 
 
 def _is_inactive(record: Record, now: float) -> bool:
-    stats = record["stats"]
-    return (now - record["time"] > _IDLE and not (stats.running or stats.waiting)) or now - record[
-        "time"
-    ] > 10 * _IDLE
+    stats, age = record["stats"], now - record["time"]
+    has_requests = stats.running or stats.waiting
+    return bool(age > 10 * _INACTIVE_SECONDS or (age > _INACTIVE_SECONDS and not has_requests))
 
 
 def _model(record: Record) -> str:

@@ -11,33 +11,33 @@ ANSWER = r"^\[\d+ in.* \d+ out.*\]$"
 HI = "run {model} hello --max-tokens 3"
 
 HELP = [
-    Row("", 0, out="usage: headrace VERB"),
-    Row("--help", 0, out="usage: headrace VERB"),
-    Row("help", 0, out="usage: headrace VERB"),
+    Row("", 0, out="usage: headrace COMMAND"),
+    Row("--help", 0, out="usage: headrace COMMAND"),
+    Row("help", 0, out="usage: headrace COMMAND"),
     Row("--version", 0, out=r"headrace \d"),
-    Row("rnu", 2, r"unknown verb 'rnu' \(did you mean run\?\)"),
-    Row("''", 2, "unknown verb ''"),
-    Row("'run\x1b[31m'", 2, r"unknown verb 'run\\x1b\[31m'"),
-    Row("--quiet run", 2, "unknown verb '--quiet'"),
+    Row("rnu", 2, r"unknown command 'rnu' \(did you mean run\?\)"),
+    Row("''", 2, "unknown command ''"),
+    Row("'run\x1b[31m'", 2, r"unknown command 'run\\x1b\[31m'"),
+    Row("--quiet run", 2, "unknown command '--quiet'"),
     *(
-        Row(f"{verb} --help", 0, out=f"usage: headrace {verb}")
-        for verb in ("run", "pull", "rm", "ls", "show", "profile", "bench", "top")
+        Row(f"{command} --help", 0, out=f"usage: headrace {command}")
+        for command in ("run", "pull", "rm", "ls", "show", "profile", "bench", "top")
     ),
     *(
-        Row(f"{verb} --help", 0, out=f"usage: headrace {verb}", env={"COLUMNS": "1"})
-        for verb in ("calibrate", "doctor", "run")
+        Row(f"{command} --help", 0, out=f"usage: headrace {command}", env={"COLUMNS": "1"})
+        for command in ("calibrate", "doctor", "run")
     ),
     *(
-        Row(f"{verb} --no-such-flag", 2, "unknown flag --no-such-flag")
-        for verb in ("run", "ls", "show", "profile", "top", "calibrate")
+        Row(f"{command} --no-such-flag", 2, "unknown option --no-such-flag")
+        for command in ("run", "ls", "show", "profile", "top", "calibrate")
     ),
     *(
-        Row(f"{verb} --no-such-flag", 2, "arguments are required|unknown flag")
-        for verb in ("pull", "rm", "bench")
+        Row(f"{command} --no-such-flag", 2, "arguments are required|unknown option")
+        for command in ("pull", "rm", "bench")
     ),
     *(
-        Row(f"{verb} a b c", 2, "more arguments than expected")
-        for verb in ("run", "ls", "show", "pull", "rm", "doctor")
+        Row(f"{command} a b c", 2, "more arguments than expected")
+        for command in ("run", "ls", "show", "pull", "rm", "doctor")
     ),
 ]
 
@@ -47,14 +47,14 @@ ROUTE = [
     Row(
         "serve {model} --replicas 2 --max-replicas 1",
         2,
-        "--max-replicas must be no less than --replicas",
+        "--max-replicas 1 is below --replicas 2",
     ),
     Row(
         "serve {model} --replicas -1",
         2,
-        "--max-replicas must be no less than --replicas, or 0, not 0 with -1",
+        "--max-replicas 0 is below --replicas -1 or negative",
     ),
-    Row("serve {model} --replicas 2 --worker", 2, "leave it out, or --replicas"),
+    Row("serve {model} --replicas 2 --worker", 2, "leave out --worker or --replicas"),
     Row("route {model}", 2, "required: --workers"),
     Row("route {model} --workers ''", 2, "--workers '' is not a URL"),
     Row(
@@ -78,7 +78,7 @@ ROUTE = [
         2,
         "the model's context has 256 tokens",
     ),
-    Row("route {model} --workers a:1 --no-such-flag", 2, "unknown flag --no-such-flag"),
+    Row("route {model} --workers a:1 --no-such-flag", 2, "unknown option --no-such-flag"),
 ]
 
 RUN = [
@@ -93,15 +93,15 @@ RUN = [
     Row(f"{HI} --seed 18446744073709551615", 0, ANSWER),
     Row(f"{HI} --beam-width 3 -n 2", 0, ANSWER),
     Row("run {model} hello --max-tokens 999999", 0, ANSWER),
-    Row("run {model} -- hello --max-tokens 3", 2, r"--max-tokens stands behind `--`.*before it"),
+    Row("run {model} -- hello --max-tokens 3", 2, r"--max-tokens is after `--`.*before"),
     Row("run {model} --max-tokens 3 -- --stop", 0, ANSWER),
-    Row("run {model} --max-tokens 3 -- -", 2, "nothing to answer"),
-    Row("run {model}", 2, "nothing to answer"),
-    Row("run {model} ''", 2, "nothing to answer"),
-    Row("run {model} ' \n'", 2, "nothing to answer"),
+    Row("run {model} --max-tokens 3 -- -", 2, "the prompt is empty"),
+    Row("run {model}", 2, "the prompt is empty"),
+    Row("run {model} ''", 2, "the prompt is empty"),
+    Row("run {model} ' \n'", 2, "the prompt is empty"),
     Row("run '' hello", 3, "no file, folder or alias ''"),
     Row("run {model} hello --system '' --max-tokens 3", 0, ANSWER),
-    Row("run {model} hello --raw --system x", 2, "--raw.*--system"),
+    Row("run {model} hello --raw --system x", 2, "--system.*--raw"),
     Row("run 'what is this'", 2, "is not a model"),
     Row("run {model} hello --stop ''", 2, "stop has a string of 0 characters"),
     Row("run {model} hello -n 0", 2, "n must be a whole number from 1 to 128"),
@@ -169,9 +169,9 @@ RUN = [
 MODELS = [
     Row("ls", 0, out="smollm2"),
     Row("ls --json", 0, out='"name": "smollm2"'),
-    Row("ls", 0, out="not fetched", env={"HEADRACE_CACHE": "/dev/null/x"}),
-    Row("ls", 0, out="not fetched", env={"HEADRACE_CACHE": "/proc/none"}),
-    Row("ls", 0, out="not fetched", env={"HEADRACE_CACHE": "{tmp}/" + "m" * 300}),
+    Row("ls", 0, out="not downloaded", env={"HEADRACE_CACHE": "/dev/null/x"}),
+    Row("ls", 0, out="not downloaded", env={"HEADRACE_CACHE": "/proc/none"}),
+    Row("ls", 0, out="not downloaded", env={"HEADRACE_CACHE": "{tmp}/" + "m" * 300}),
     Row("pull", 2, "required: MODEL"),
     Row("pull nothing", 3, "no file, folder or alias 'nothing'"),
     Row("pull pypi:x", 3, "expected pypi:"),
@@ -244,8 +244,8 @@ MEASURE = [
     Row("profile {model} --turns 0", 2, "--turns: .* is not a whole number from 1"),
     Row("profile {model} --turns nan", 2, "--turns: .* is not a whole number from 1"),
     Row("profile {model} --threads 5000", 2, "threads must be"),
-    Row("profile {model} --svg {tmp}", 2, "no file can be written there"),
-    Row("profile {model} --svg {tmp}/no/x.svg", 2, "no file can be written there"),
+    Row("profile {model} --svg {tmp}", 2, "the file cannot be written"),
+    Row("profile {model} --svg {tmp}/no/x.svg", 2, "the file cannot be written"),
     Row(
         "profile {model} --svg /dev/full --prefill 8 --depth none --turns 1",
         1,
@@ -263,7 +263,7 @@ MEASURE = [
     Row("bench latency {model} --repetitions 0", 2, "is not a whole number from 1"),
     Row("bench latency {model} --concurrency 2", 2, "is for `headrace bench throughput`"),
     Row("bench latency {model} --threads 5000", 2, "threads must be"),
-    Row("bench latency {model} --output {tmp}", 2, "no file can be written there"),
+    Row("bench latency {model} --output {tmp}", 2, "the file cannot be written"),
     Row(
         "bench latency {model} --output /dev/full --pp 8 --tg 0 --depth 0 --repetitions 1",
         1,
@@ -303,20 +303,20 @@ MEASURE = [
 ]
 
 TOP = [
-    Row("top --once", 1, "none of your engines is running"),
+    Row("top --once", 1, "no engine of yours is running"),
     Row("top --json", 0, out=r"^\[\]$"),
-    Row("top", 1, "none of your engines is running"),
+    Row("top", 1, "no engine of yours is running"),
     Row("top 0", 2, "PID: '0' is not a whole number from 1"),
-    Row("top -1", 2, "process id|unknown flag|-1"),
+    Row("top -1", 2, "process id|unknown option|-1"),
     Row("top " + "9" * 5000, 2, "PID: .* is not a whole number from 1"),
     Row("top ²", 2, "PID: .* is not a whole number from 1"),
-    Row("top --map {tmp}", 2, "no file can be written there"),
-    Row("top --map {tmp}/x.svg", 1, "none of your engines is running"),
+    Row("top --map {tmp}", 2, "the file cannot be written"),
+    Row("top --map {tmp}/x.svg", 1, "no engine of yours is running"),
     Row("top --once", 2, "HEADRACE_STATS", env={"HEADRACE_STATS": "/dev/null/x"}),
     Row("top --once", 2, "HEADRACE_STATS", env={"HEADRACE_STATS": "/proc/none"}),
     Row("top --once", 2, "HEADRACE_STATS", env={"HEADRACE_STATS": "{model}"}),
     Row("top --once", 2, "HEADRACE_STATS", env={"HEADRACE_STATS": "{tmp}/" + "m" * 300}),
-    Row("top --once", 1, "none of your engines", env={"HEADRACE_STATS": "{rubbish}"}),
+    Row("top --once", 1, "no engine of yours", env={"HEADRACE_STATS": "{rubbish}"}),
     Row(HI, 0, ANSWER, env={"HEADRACE_STATS": "/dev/null/x"}),
 ]
 
@@ -329,7 +329,7 @@ STREAMS = [
     Row("ls", 1, "stdout is closed", stdout="closed"),
     Row(HI, 1, "stdout is closed", stdout="closed", short=True),
     Row(HI, 0, ANSWER, stdin="closed", short=True),
-    Row("run {model}", 2, "nothing to answer", stdin="closed"),
+    Row("run {model}", 2, "the prompt is empty", stdin="closed"),
     Row("run {model} --max-tokens 3", 0, ANSWER, stdin="hello"),
     Row("run {model} - --max-tokens 3", 0, ANSWER, stdin="hello"),
     Row(HI, 0, stderr="closed", out="."),
@@ -410,7 +410,7 @@ SYSTEM = [
     Row(
         "bench latency {model} --output {locked}/x",
         2,
-        "no file can be written there",
+        "the file cannot be written",
         read_only="{locked}",
     ),
     Row(
@@ -445,7 +445,7 @@ TERMINALS = [
         out="unknown command /nonsense",
     ),
     Row("top", 0, terminal=(1, 1), signal="INT"),
-    Row("top", 1, terminal=(20, 3), env={"TERM": "dumb"}, out="none of your", short=True),
+    Row("top", 1, terminal=(20, 3), env={"TERM": "dumb"}, out="no engine of yours", short=True),
     Row("top", 143, terminal=(80, 24), signal="TERM"),
     Row("run {model}", 129, terminal=(80, 24), signal="HUP"),
     Row("profile {model} --prefill 8 --depth none --turns 1", 0, terminal=(1, 1)),

@@ -141,7 +141,7 @@ def run_here(row: Row, monkeypatch: Any, capture: Any) -> Outcome:
         for name, value in row.env.items():
             patch.setenv(name, value)
         patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
-        patch.setattr("headrace.cli.watching._PATIENCE", 0.1)
+        patch.setattr("headrace.cli.engine_records._MAX_WAIT", 0.1)
         code = main(shlex.split(row.words))
     return Outcome(code, *capture.readouterr())
 

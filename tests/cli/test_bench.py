@@ -161,7 +161,7 @@ class TestRefusal:
             (("throughput", "--threads", "-1"), "threads must be"),
             (
                 ("latency", "--output", "/no/such/folder/rows"),
-                "--output /no/such/folder/rows: no file can be written there",
+                "--output /no/such/folder/rows: the file cannot be written",
             ),
         ],
     )
@@ -210,7 +210,7 @@ class TestRefusal:
 
 
 def test_settings_and_flags_are_the_same() -> None:
-    parser = cli._Parser("headrace bench")
+    parser = cli.Parser("headrace bench")
     command.configure(parser)
     flags = {
         name.removeprefix("--").replace("-", "_")

@@ -18,7 +18,7 @@ from tests.cli.invoke import MARKED, Row, faults, filled, run_apart, run_here
 ROUNDS = int(os.environ.get("HEADRACE_CLI_ROUNDS", "0"))
 """Signals at random moments; with any, all rows are run."""
 CHOSEN = [row for row in ROWS if row.is_short or ROUNDS]
-VERBS = (
+COMMANDS = (
     "run {long} hello",
     "run {long} hello --json --max-tokens 2000",
     "pull pypi:tiny-model/{member}",
@@ -166,7 +166,7 @@ def test_ctrl_c_while_it_imports(number: int) -> None:
 @pytest.mark.parametrize("number", range(ROUNDS or 2))
 def test_signals_at_random_moments(number: int, places: dict[str, object], tmp_path: Path) -> None:
     random_ = random.Random(number)
-    name, words = random_.choice(("INT", "TERM", "HUP")), random_.choice(VERBS)
+    name, words = random_.choice(("INT", "TERM", "HUP")), random_.choice(COMMANDS)
     code = {"INT": 130, "TERM": 143, "HUP": 129}[name]
     row = ready(Row(words, code, stdin=" ", signal=name), places, tmp_path)
     outcome = run_apart(row, MARKED, random_.uniform(0, 1.5))

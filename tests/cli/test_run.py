@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main as cli
-from headrace.cli import run as verb
-from headrace.cli.answer import SEPARATOR, in_order
+from headrace.cli import run as command
+from headrace.cli.responses import SEPARATOR, in_order
 from headrace.outputs import Update
 
 HEADRACE = [sys.executable, "-m", "headrace"]
@@ -216,7 +216,7 @@ class TestRefusal:
             (("",), " "),
         ):
             result = headrace("run", "smollm2", *words, stdin=feed)
-            assert result.returncode == 2 and "nothing to answer" in result.stderr
+            assert result.returncode == 2 and "the prompt is empty" in result.stderr
 
     def test_a_prompt_in_the_place_of_the_model(self, headrace) -> None:
         result = headrace("run", CAPITAL)
@@ -243,7 +243,7 @@ class TestRefusal:
         monkeypatch.setattr(
             "headrace.loader.memory.available_memory", lambda: 270_000_000
         )  # the weights, and little more than it takes to run them
-        monkeypatch.setattr(verb, "_is_piped", lambda: False)
+        monkeypatch.setattr(command, "_is_piped", lambda: False)
         assert cli.main(["run", "smollm2", CAPITAL]) == 4
         assert "max_model_len" in capsys.readouterr().err
 
@@ -414,7 +414,7 @@ def test_interrupt_at_the_prompt_drops_the_line(monkeypatch: pytest.MonkeyPatch)
     from headrace.cli.keyboard import read_turn
 
     monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr("headrace.cli.keyboard._more_is_here", lambda: False)
+    monkeypatch.setattr("headrace.cli.keyboard._has_more_input", lambda: False)
     assert [read_turn() for _ in range(3)] == ["", "two\nthree", None]
 
 

@@ -13,7 +13,7 @@ from headrace.cli.session import Session
 from headrace.config import EngineConfig
 from headrace.model import trace_model
 from headrace.outputs import CompletionOutput, DraftStats, RequestOutput, Timing
-from headrace.planner.answer import decode_seconds, decode_steps
+from headrace.planner.decode_steps import decode_seconds, decode_steps
 from headrace.planner.hardware import Machine
 from headrace.program.kv import number_bytes
 from tests.tiny import tiny_model

@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from headrace.cli.engine_records import EngineWatcher
 from headrace.cli.main import main
 from headrace.cli.top_screen import bar, duration, screen, sparkline
-from headrace.cli.watching import Watch
 from headrace.engine import publish
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
@@ -54,9 +54,9 @@ class TestWriting:
         assert files(folder) == []
 
     def test_a_look_is_answered_and_taken_back(self, folder: Path) -> None:
-        watch, engine = Watch(), busy_engine()
+        watcher, engine = EngineWatcher(), busy_engine()
         engine.step()
-        (record,) = watch.read()
+        (record,) = watcher.read()
         assert record["pid"] == os.getpid() and record["stats"].running == 2 and "map" not in record
         assert [(line["prompt"], line["output"], line["state"]) for line in record["seqs"]] == [
             (3, 1, "decode"),
@@ -68,7 +68,7 @@ class TestWriting:
         assert files(folder) == ["watch"]
 
     def test_records_have_a_distance(self, folder: Path) -> None:
-        Watch()
+        EngineWatcher()
         engine = busy_engine()
         engine.step()
         (file,) = folder.glob("*.json")
@@ -78,31 +78,31 @@ class TestWriting:
         assert file.read_text() == before
 
     def test_the_last_word_of_an_engine_is_that_it_is_inactive(self, folder: Path) -> None:
-        watch, engine = Watch(), busy_engine()
+        watcher, engine = EngineWatcher(), busy_engine()
         while engine.has_work:
             engine.step()
             engine._publisher._next = float("inf")
-        (record,) = watch.read()
+        (record,) = watcher.read()
         assert (record["stats"].running, record["stats"].finished, record["seqs"]) == (0, 2, [])
 
     def test_an_old_look_does_not_count(self, folder: Path) -> None:
-        Watch()
+        EngineWatcher()
         os.utime(folder / "watch", (time.time() - 2 * publish.FRESH,) * 2)
         busy_engine().step()
         assert files(folder) == ["watch"]
 
     def test_nobody_else_can_ask(self, folder: Path) -> None:
-        Watch()
+        EngineWatcher()
         folder.chmod(0o777)
         busy_engine().step()
         assert files(folder) == ["watch"]
         with pytest.raises(RequestError, match="HEADRACE_STATS"):
-            Watch()
+            EngineWatcher()
 
     def test_a_folder_that_cannot_be_written_hurts_nobody(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        Watch()
+        EngineWatcher()
 
         def refuse(*args: object) -> int:
             raise OSError("no space")
@@ -119,9 +119,9 @@ class TestWriting:
         """By lines, of what runs and of what waits, and by the 64 blocks of a map."""
         monkeypatch.setattr("headrace.engine.engine.MAX_SEQUENCES", 5)
         monkeypatch.setattr("headrace.engine.engine.MAX_BLOCKS", most_blocks)
-        watch, engine = Watch(with_map=True), busy_engine(9, max_num_seqs=3)
+        watcher, engine = EngineWatcher(with_map=True), busy_engine(9, max_num_seqs=3)
         engine.step()
-        (record,) = watch.read()
+        (record,) = watcher.read()
         assert (
             len(record["seqs"]) == 5
             and record["sequences_left_off"] == 4
@@ -155,14 +155,14 @@ WRONG = (
 
 class TestReading:
     def test_the_map_is_the_engines(self, folder: Path) -> None:
-        watch, engine = Watch(with_map=True), busy_engine()
+        watcher, engine = EngineWatcher(with_map=True), busy_engine()
         engine.step()
-        (record,) = watch.read()
+        (record,) = watcher.read()
         blocks = record["map"]
         assert blocks == engine.block_map() and blocks.groups[0].num_blocks == 64
 
     def test_records_of_dead_processes_are_taken_away(self, folder: Path) -> None:
-        watch, engine = Watch(), busy_engine()
+        watcher, engine = EngineWatcher(), busy_engine()
         engine.step()
         process = subprocess.Popen([sys.executable, "-c", ""])
         process.wait()
@@ -170,13 +170,13 @@ class TestReading:
         dead = folder / f"{process.pid}-0.json"
         dead.write_text(file.read_text())
         (folder / f".{process.pid}-0.new").write_text("half a rec")
-        assert len(watch.read()) == 2  # it may be of a process that we cannot see: a container's
+        assert len(watcher.read()) == 2  # it may be of a process that we cannot see: a container's
         for path in (file, dead, folder / f".{process.pid}-0.new"):
             os.utime(path, (time.time() - 60,) * 2)
-        assert len(watch.read()) == 1 and files(folder) == sorted([file.name, "watch"])
+        assert len(watcher.read()) == 1 and files(folder) == sorted([file.name, "watch"])
 
     def test_what_is_no_record_is_passed_over(self, folder: Path) -> None:
-        watch = Watch()
+        watcher = EngineWatcher()
         good = json.dumps(busy_engine()._record(True))
         rubbish = [
             "",
@@ -195,7 +195,7 @@ class TestReading:
         os.mkfifo(folder / f"{os.getpid()}-pipe.json")
         (folder / f"{os.getpid()}-huge.json").write_bytes(bytes(20 << 20))
         (folder / "notes.json").write_text("{}")
-        assert watch.read() == []
+        assert watcher.read() == []
 
     def test_an_engine_waits_for_no_pipe(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
@@ -209,16 +209,19 @@ class TestReading:
         def full(*args: object, **options: object) -> None:
             raise OSError("no space")
 
-        Watch()
+        EngineWatcher()
         monkeypatch.setattr("headrace.engine.publish.json.dump", full)
         busy_engine().step()
         assert files(folder) == [publish.WATCH]
 
     def test_one_process_of_several(self, folder: Path) -> None:
         engine = busy_engine()
-        Watch()
+        EngineWatcher()
         engine.step()
-        assert len(Watch(os.getpid()).read()) == 1 and Watch(os.getpid() + 1).read() == []
+        assert (
+            len(EngineWatcher(os.getpid()).read()) == 1
+            and EngineWatcher(os.getpid() + 1).read() == []
+        )
 
 
 class TestScreen:
@@ -230,12 +233,12 @@ class TestScreen:
         return console.export_text()
 
     def records(self, folder: Path, **options: Any) -> list[dict[str, Any]]:
-        watch = Watch()
+        watcher = EngineWatcher()
         for _ in range(options.pop("engines", 1)):
             engine = busy_engine(**options)
             engine.name = "models/mill\x1b[31m"
             engine.step()
-        return watch.read()
+        return watcher.read()
 
     def test_what_one_wants_to_know(self, folder: Path) -> None:
         text = self.shown(self.records(folder))
@@ -284,16 +287,17 @@ class TestScreen:
 Ask = Callable[..., tuple[int, str, str]]
 
 
-class TestVerb:
+class TestCommand:
     @pytest.fixture
     def ask(
         self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Ask:
-        """Runs the verb while an engine works: whenever it sleeps, the engine takes a step."""
+        """Runs the command while an engine works: whenever it sleeps, the engine takes a step."""
         engine = busy_engine(40, max_num_seqs=4)
         sleep = time.sleep
         monkeypatch.setattr(
-            "headrace.cli.watching.time.sleep", lambda seconds: (engine.step(), sleep(seconds))
+            "headrace.cli.engine_records.time.sleep",
+            lambda seconds: (engine.step(), sleep(seconds)),
         )
 
         def run(*words: str) -> tuple[int, str, str]:
@@ -327,11 +331,11 @@ class TestVerb:
     def test_nobody_there(
         self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("headrace.cli.watching._PATIENCE", 0.2)
+        monkeypatch.setattr("headrace.cli.engine_records._MAX_WAIT", 0.2)
         assert main(["top", "--once"]) == 1
-        assert "none of your engines is running" in capsys.readouterr().err
+        assert "no engine of yours is running" in capsys.readouterr().err
         assert main(["top", "--map", "x.svg"]) == 1
-        assert "none of your engines is running" in capsys.readouterr().err
+        assert "no engine of yours is running" in capsys.readouterr().err
 
     def test_bad_arguments(
         self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path

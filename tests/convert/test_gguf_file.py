@@ -61,7 +61,7 @@ def test_files_of_every_architecture(name: str, tmp_path: Path) -> None:
 def test_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rounded to 8 bits it answers as before; its rows of 576 have no blocks of 256."""
     assert main(["convert", "smollm2", str(tmp_path / "eight.gguf"), "--to", "q8_0"]) == 0
-    assert "144.8 MB, where smollm2 has 96.6" in capsys.readouterr().out
+    assert "144.8 MB; smollm2 has 96.6 MB" in capsys.readouterr().out
     assert (
         main(
             [

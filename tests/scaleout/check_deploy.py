@@ -5,7 +5,6 @@ ours. `make test-ray` runs this.
 import argparse
 import json
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 
-from headrace.cli.main import _Parser
+from headrace.cli.main import make_parser
 from headrace.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -113,11 +112,8 @@ def pods(value: Any) -> Iterator[dict[str, Any]]:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """A command line as `headrace` reads it. Raises RequestError for one that it does not take."""
-    verb, *rest = map(str, words)
-    module = import_module(f"headrace.cli.{verb}")
-    parser = _Parser(prog=verb, allow_abbrev=False)
-    module.configure(parser)
-    return parser.parse(rest)
+    command, *rest = map(str, words)
+    return make_parser(command).parse(rest)
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("leaderworkerset.yaml", 3), ("rayservice.yaml", 2)])

@@ -44,7 +44,7 @@ def cluster(
     try:
         started += [Running(model, *WORKER, *flags) for _ in range(number)]
         urls = ",".join(f"http://127.0.0.1:{worker.port}" for worker in started)
-        started.append(Running(model, "--workers", urls, *route, verb="route"))
+        started.append(Running(model, "--workers", urls, *route, command="route"))
         processes = [pid for server in started for pid in descendants(server)]
         yield Cluster(started[:-1], started[-1])
     finally:

@@ -301,7 +301,7 @@ class TestWorkersThatDoNotFit:
         workers = [Running(model, *WORKER, *flags) for flags in ((), ("--kv-dtype", "f32"))]
         urls = ",".join(f"127.0.0.1:{worker.port}" for worker in workers)
         try:
-            frontend = Running(model, "--workers", urls, verb="route")
+            frontend = Running(model, "--workers", urls, command="route")
             try:
                 until(
                     lambda: any(
@@ -343,7 +343,7 @@ class TestWorkersThatDoNotFit:
         try:
             urls = f"http://127.0.0.1:{first.port},http://127.0.0.1:{port}"
             frontend = Running(
-                model, "--workers", urls, env={"HEADRACE_WORKER_KEY": "secret"}, verb="route"
+                model, "--workers", urls, env={"HEADRACE_WORKER_KEY": "secret"}, command="route"
             )
             try:
                 assert (

@@ -46,11 +46,11 @@ class Running:
         *flags: str,
         env: dict[str, str] | None = None,
         program: str = "headrace",
-        verb: str = "serve",
+        command: str = "serve",
     ) -> None:
-        command = [sys.executable, "-m", program, verb, model, "--port", "0", *flags]
+        words = [sys.executable, "-m", program, command, model, "--port", "0", *flags]
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {})
+            words, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {})
         )
         self.log: list[str] = []
         self.port = 0

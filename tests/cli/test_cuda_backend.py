@@ -98,7 +98,7 @@ def test_show(model: str, capsys: pytest.CaptureFixture[str]) -> None:
         and INTERPRETED in facts["cuda"]["backend_remark"]
     )
     assert main(["show", model, "--backend", "cuda"]) == 0
-    assert re.search(rf"runs on +cuda; {INTERPRETED}", capsys.readouterr().out)
+    assert re.search(rf"runs on +cuda; .*{INTERPRETED}", capsys.readouterr().out)
 
 
 def test_show_says_why_a_gpu_is_not_used(

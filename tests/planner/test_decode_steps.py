@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.outputs import CompletionOutput, DraftStats, RequestOutput, Timing
-from headrace.planner.answer import decode_seconds, decode_steps
+from headrace.planner.decode_steps import decode_seconds, decode_steps
 from headrace.planner.roofline import decode_limit, step_seconds
 from headrace.program.op import StepSize
 from tests.planner.test_roofline import HERE, SMOLLM2, program

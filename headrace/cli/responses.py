@@ -1,6 +1,4 @@
-"""How `headrace run` prints the answers to one prompt: as text that comes piece by piece, or as
-JSON at the end.
-"""
+"""The responses to one prompt of `headrace run`: text as it is generated, or JSON at the end."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,16 +6,16 @@ from typing import Any
 
 from headrace.cli import signals
 from headrace.cli.session import Session
-from headrace.cli.terminal import say, write
+from headrace.cli.terminal import print_stderr, write_stdout
 from headrace.outputs import RequestOutput, Update
 from headrace.prompts import Message, Prompt
 from headrace.sampling_params import SamplingParams
 
 SEPARATOR = "\n---\n"
-"""Stands between the answers to one prompt."""
+"""Text between the responses to one prompt."""
 
 
-def print_answers(
+def print_responses(
     session: Session,
     prompt: Prompt | Sequence[Message],
     params: SamplingParams,
@@ -25,34 +23,38 @@ def print_answers(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print `params.n` answers on stdout, and on stderr the line with their speed. After Ctrl-C,
-    what there is; then raises Ended.
+    """Print `params.n` responses on stdout, and the closing line on stderr.
+
+    After a signal, print the text so far, then raise Ended.
     """
-    with signals.held() as stop:
-        updates = session.answer(prompt, params, stop)
+    with signals.deferred() as stop:
+        updates = session.generate(prompt, params, stop)
         if as_json:
             for _ in updates:
                 pass
         else:
-            for piece in in_order(updates, params.n):
-                write(piece)
-            write("\n")
+            for text in in_order(updates, params.n):
+                write_stdout(text)
+            write_stdout("\n")
         result = session.result
-        assert result is not None, "the answer has ended"
+        assert result is not None, "the request has ended"
         if as_json:
-            for record in records(result):
+            for record in response_records(result):
                 print(json.dumps(record), flush=True)
     if stop.ended:
         raise stop.ended
     if not (quiet or as_json):
-        say(session.closing_line())
+        print_stderr(session.closing_line())
 
 
 def in_order(updates: Iterable[Update], count: int) -> Iterator[str]:
-    """The text of answer after answer, as soon as it can be shown: that of later answers waits for
-    the end of the earlier ones.
+    """Yield the text of one response after another, as soon as possible.
+
+    The text of a later response waits until the earlier responses have ended.
     """
-    waiting, ended, current = [""] * count, set(), 0
+    waiting = [""] * count
+    ended: set[int] = set()
+    current = 0
     for update in updates:
         waiting[update.index] += update.text
         if update.finish_reason:
@@ -65,15 +67,19 @@ def in_order(updates: Iterable[Update], count: int) -> Iterator[str]:
                 break
             yield SEPARATOR
             current += 1
-    for text in waiting[current + 1 :]:  # of an answer that was stopped
+
+    # A signal has stopped the request before its first responses ended.
+    for text in waiting[current + 1 :]:
         yield SEPARATOR + text
 
 
-def records(result: RequestOutput) -> Iterator[dict[str, Any]]:
-    """A record for each answer. Timing is in seconds; it and `drafts` are of the request, which is
-    all answers together.
+def response_records(result: RequestOutput) -> Iterator[dict[str, Any]]:
+    """Yield a JSON object for each response.
+
+    `timing`, in seconds, and `drafts` belong to the whole request.
     """
     timing = {name: getattr(result.timing, name) for name in ("queue", "prefill", "decode")}
+    drafts = {method: stats._asdict() for method, stats in result.drafts.items()}
     for output in result.outputs:
         yield {
             "index": output.index,
@@ -87,5 +93,5 @@ def records(result: RequestOutput) -> Iterator[dict[str, Any]]:
                 "completion_tokens": len(output.token_ids),
             },
             "timing": timing,
-            "drafts": {method: stats._asdict() for method, stats in result.drafts.items()},
+            "drafts": drafts,
         }
