@@ -106,5 +106,5 @@ def run(args: argparse.Namespace) -> int:
             args.output,
             lambda done, total: bar.update(task, completed=done, total=total),
         )
-    print(f"{count:,} responses in {args.output}, {num_errors:,} of them errors", file=sys.stderr)
+    print(f"{count:,} responses, {num_errors:,} of them errors: {args.output}", file=sys.stderr)
     return 1 if num_errors else 0

@@ -226,7 +226,7 @@ class TestRefusal:
         result = subprocess.run(
             [*HEADRACE, "run", "smollm2"], input=b"ok \xff\xfe", capture_output=True
         )
-        assert result.returncode == 2 and b"not UTF-8 text: byte 3" in result.stderr
+        assert result.returncode == 2 and b"not UTF-8 text at byte 3" in result.stderr
 
     def test_more_text_than_the_context_holds(self, headrace) -> None:
         for text in ("water " * 9000, "x" * 3_000_000):
@@ -432,7 +432,7 @@ def test_control_characters_reach_a_file_and_not_a_terminal(
     from headrace.cli import terminal
 
     text = "a\x1b[2Jb\x07\tc\n\x9b1m \N{ZERO WIDTH JOINER}é"
-    terminal.write(text)
+    terminal.write_stdout(text)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    terminal.write(text)
+    terminal.write_stdout(text)
     assert capsys.readouterr().out == text + "a[2Jb\tc\n1m \N{ZERO WIDTH JOINER}é"

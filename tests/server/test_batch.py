@@ -85,7 +85,7 @@ def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
     done = run(model, write(tmp_path / "in.jsonl", requests), target)
     assert (
         done.returncode == 1
-        and "6 answered, 2 of them with an error" in done.stderr
+        and "6 responses, 2 of them errors: " in done.stderr
         and not done.stdout
     ), done.stderr
     found = responses(target)
