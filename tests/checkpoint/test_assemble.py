@@ -1,4 +1,4 @@
-"""From the tensors of a file to ours, in the ways that files of other families store them."""
+"""Tensors of files become the model's tensors, for the layouts of all families."""
 
 import math
 from dataclasses import replace
@@ -50,7 +50,7 @@ def family_of(tensors: dict[str, TensorSource], equations: Any = LLAMA.forward) 
 
 
 def pairs(heads: int) -> NDArray[np.int64]:
-    """Rows of heads whose rotary pairs are half-split, in the order of ours."""
+    """Rows of heads with half-split rotary pairs, in our order."""
     return np.arange(heads * SPEC.head_dim).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
@@ -77,7 +77,7 @@ FUSED = {
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> tuple[Family, dict[str, StoredTensor]]:
-    """A family whose files have queries, keys and values in one matrix (Q8_0) and one vector."""
+    """A family with queries, keys and values in one matrix (Q8_0) and one vector."""
     family = family_of(FUSED)
     monkeypatch.setattr("headrace.model.FAMILIES", {"test": family})
     stored = {}
@@ -148,7 +148,9 @@ def test_plain_numbers_are_no_weights(fused: tuple[Family, dict[str, StoredTenso
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts(monkeypatch: pytest.MonkeyPatch, stacked: bool) -> None:
-    """One stored tensor for each, or all in one of three dimensions: ours are one by one."""
+    """Files have a tensor per expert, or one of three dimensions; the model has a
+    matrix per expert.
+    """
 
     def equations(spec: ModelSpec, g: Tracer) -> Value:
         x = g.embed(g.weight("embed", spec.vocab_size, spec.dim))
@@ -196,7 +198,7 @@ def test_the_head_of_a_tied_model_may_be_there_twice() -> None:
 
 
 def zeros(spec: ModelSpec, layout: Layout) -> dict[str, StoredTensor]:
-    """A file of a model."""
+    """The tensors of a file of zeros."""
     return {
         name: StoredTensor.from_floats(name, np.zeros(shape, np.float32))
         for name, shape in stored_shapes(spec, layout).items()
@@ -206,8 +208,8 @@ def zeros(spec: ModelSpec, layout: Layout) -> dict[str, StoredTensor]:
 @pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_matrices_of_heads(format: str, is_apart: bool) -> None:
-    """Keys and values of a head out of one matrix or two, of which either form of attention takes
-    the same numbers.
+    """Keys and values of a head from one matrix or two; both forms of attention get the
+    same numbers.
     """
     config, gguf = DEEPSEEK_V2.config, DEEPSEEK_V2.gguf
     assert config and gguf
@@ -260,10 +262,8 @@ def test_matrices_of_heads(format: str, is_apart: bool) -> None:
         assemble(spec, layout, tensors | {made[0].name: short}, "x")
 
 
-def test_layers_behind_those_of_the_model() -> None:
-    """DeepSeek-V3's files have a layer for drafts behind the last; of another family it is one too
-    many.
-    """
+def test_extra_layers_of_a_file() -> None:
+    """DeepSeek-V3's files end with a layer for drafts, which other families refuse."""
     config = DEEPSEEK_V3.config
     assert config
     for name, is_beyond in (

@@ -1,4 +1,4 @@
-"""AWQ files packed here from their description, read back and computed."""
+"""AWQ files packed from the description, read and computed."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,8 +34,8 @@ NAME = "model.layers.1.self_attn.q_proj"
 
 
 def pack(codes: NDArray[Any]) -> torch.Tensor:
-    """Codes [n, rows] as words [n, rows / 8]: of 8 neighbours, the lowest bits have 0, then come 2,
-    4, 6, 1, 3, 5, 7.
+    """Pack codes [n, rows] into words [n, rows / 8]: of 8 neighbours, 0, 2, 4, 6, 1, 3,
+    5, 7, lowest bits first.
     """
     words = np.zeros((len(codes), codes.shape[1] // 8), np.uint64)
     for at, row in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
@@ -46,7 +46,7 @@ def pack(codes: NDArray[Any]) -> torch.Tensor:
 def parts_of(
     codes: NDArray[Any], zeros: NDArray[Any], scales: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Of codes [cols, rows], zero points and scales [groups, rows]."""
+    """Pack codes [cols, rows], zero points and scales [groups, rows]."""
     return {"qweight": pack(codes), "qzeros": pack(zeros), "scales": scales}
 
 

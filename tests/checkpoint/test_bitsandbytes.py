@@ -1,4 +1,4 @@
-"""bitsandbytes weights of 4 and 8 bits, packed here as the format says, read back, and computed."""
+"""bitsandbytes weights of 4 and 8 bits, packed from the description, read and computed."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def packed(
     name: str = "x.weight",
     **state: Any,
 ) -> Tensors:
-    """The tensors of a matrix of 4-bit codes: the first of two in the high half."""
+    """The tensors of a matrix of 4-bit codes, the first of two in the high half."""
     flat = codes.reshape(-1).astype(np.uint8)
     text = json.dumps(
         {"quant_type": kind, "blocksize": size, "dtype": "float32", "shape": codes.shape} | state
@@ -74,8 +74,8 @@ def test_blocks_of_4_bits(
     storage: torch.dtype,
     tmp_path: Path,
 ) -> None:
-    """A block may be a part of a row, several rows, or parts of two; its bytes may be stored as
-    those of wider numbers.
+    """A block may be a part of a row, several rows, or parts of two; its bytes may be
+    stored in a wider type.
     """
     rng, count = np.random.default_rng(rows * size), -(-rows * cols // size)
     codes = rng.integers(0, 16, (rows, cols))

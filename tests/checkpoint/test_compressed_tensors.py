@@ -1,6 +1,4 @@
-"""W8A8 folders as llm-compressor writes them: made here from tiny random models, read back,
-computed.
-"""
+"""W8A8 folders in llm-compressor's format, made of tiny random models, read and computed."""
 
 import json
 from pathlib import Path
@@ -69,8 +67,8 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(folder: Path, model: LlamaForCausalLM, config: dict[str, Any] = W8A8) -> None:
-    """The folder of a model whose linear layers, but not its head, are quantised; the model gets
-    the weights that these stand for.
+    """Write a folder whose linear layers, except the head, are quantised; the model
+    gets the dequantised weights.
     """
 
     def stored(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -103,11 +101,11 @@ def test_the_reference_computes_what_transformers_does(
 
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize("kept_in_float", [[], ["o_proj"], ["down_proj", "k_proj"], ["up_proj"]])
-def test_cpu_is_near_the_reference_and_one_with_itself(
+def test_cpu_is_near_the_reference_and_deterministic(
     isa: str, kept_in_float: list[str], tmp_path: Path, model: LlamaForCausalLM
 ) -> None:
-    """With all layers int8, and with some of the first left out: their inputs are packed in both
-    ways, or not at all.
+    """All layers are int8, or some of the first layer are not: inputs are packed in
+    both ways, or not at all.
     """
     write(tmp_path, model)
     path = tmp_path / "model.safetensors"

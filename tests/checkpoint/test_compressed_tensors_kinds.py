@@ -1,6 +1,4 @@
-"""Every kind of compressed-tensors weight, packed here as the format says, read back, and
-computed.
-"""
+"""Every kind of compressed-tensors weight, packed from the description, read and computed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +44,7 @@ def config(
 
 
 def words_of(codes: Array, bits: int) -> torch.Tensor:
-    """Rows of codes as int32, bit after bit, filled up with zeros."""
+    """Rows of codes as int32, bit after bit, padded with zeros."""
     rows, cols = codes.shape
     words = np.zeros((rows, -(-cols * bits // 32)), np.uint32)
     for i in range(cols * bits):
@@ -149,7 +147,7 @@ def test_columns_that_fill_no_word(
     data=st.data(),
 )
 def test_int8(rows: int, units: int, points: str, data: st.DataObject, tmp_path: Path) -> None:
-    """Zero points that are all 0 are as none."""
+    """Zero points of 0 equal a symmetric matrix."""
     cols, rng = 32 * units, np.random.default_rng(rows)
     groups = groups_of(cols, data)
     codes = rng.integers(-128, 128, (rows, cols)).astype(np.int8)

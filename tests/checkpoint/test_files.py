@@ -1,5 +1,5 @@
-"""The files of a checkpoint that are none: pipes, devices, folders, links in a circle, and files
-without end.
+"""Hostile files of a checkpoint: pipes, devices, folders, circular links, and endless
+files.
 """
 
 import json
@@ -38,7 +38,7 @@ def endless(path: Path) -> None:
     os.truncate(path, 2 << 30)
 
 
-class TestWhatIsNoFile:
+class TestIrregularFiles:
     @pytest.mark.parametrize("name", READERS)
     @pytest.mark.parametrize(
         ("make", "message"),
@@ -114,8 +114,8 @@ def test_a_file_that_grows_is_read_to_its_size(
 
 
 class TestSeveralTemplates:
-    """As transformers has them: by name, the last of a name counts, and that of `default` is
-    used.
+    """Named templates as in transformers: the last one of a name counts, and `default`
+    is used.
     """
 
     @pytest.mark.parametrize(

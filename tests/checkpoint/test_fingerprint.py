@@ -1,4 +1,4 @@
-"""Fingerprints: alike for the same model wherever it lies, and another for any other."""
+"""Fingerprints are equal for copies of a model and differ for any other model."""
 
 from pathlib import Path
 

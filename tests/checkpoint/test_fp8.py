@@ -1,4 +1,4 @@
-"""Floats of 8 bits by tensor, row and block, read back and computed."""
+"""Floats of 8 bits by tensor, row and block, read and computed."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ FLOATS = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
 
 
 def random_floats(rows: int, cols: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Of all codes, those that are no numbers made 0."""
+    """All codes, with 0 in place of NaN and infinities."""
     values = torch.from_numpy(
         np.random.default_rng(seed).integers(0, 256, (rows, cols)).astype(np.uint8)
     ).view(dtype)

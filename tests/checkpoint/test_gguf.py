@@ -291,7 +291,7 @@ class TestHostileFiles:
 
 
 def load(path: Path) -> None:
-    """All that a run does with a file before the first step."""
+    """Do everything that a run does with a file before its first step."""
     checkpoint = open_checkpoint(path)
     checkpoint.load_tokenizer().encode("hello world")
     checkpoint.tensors["layers.0.q"].dequantise()

@@ -1,4 +1,4 @@
-"""GPTQ files packed here from their description, read back and computed."""
+"""GPTQ files packed from the description, read and computed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +39,8 @@ NAME = "model.layers.1.self_attn.q_proj"
 
 
 def pack(codes: NDArray[Any], bits: int) -> NDArray[np.uint32]:
-    """Codes [n, m] as one stream of bits a column, the lowest first, cut into words [n * bits / 32,
-    m].
+    """Pack codes [n, m] as one bit stream a column, lowest first, into words [n * bits
+    / 32, m].
     """
     stream = (
         (codes.T[:, :, None] >> np.arange(bits) & 1).astype(np.uint8).reshape(codes.shape[1], -1)
@@ -60,7 +60,7 @@ def parts_of(
     bits: int,
     v2: bool,
 ) -> dict[str, torch.Tensor]:
-    """Of codes [cols, rows], zero points and scales [groups, rows], groups [cols]."""
+    """Pack codes [cols, rows], zero points and scales [groups, rows], groups [cols]."""
     points = pack(zeros.T if v2 else zeros.T - 1 & (1 << bits) - 1, bits).T
     if not v2 and bits in ONES:  # the same, but for zero points of 0, which borrow
         points = pack(zeros.T, bits).T - np.uint32(ONES[bits])
@@ -204,7 +204,7 @@ def test_a_folder_is_computed(tmp_path: Path, bits: int, v2: bool, symmetric: bo
 
 @pytest.mark.parametrize("ordered", ["together", "apart"])
 def test_the_order_of_activations(tmp_path: Path, ordered: str) -> None:
-    """In fused ops where their matrices have one order, else op by op."""
+    """Fused ops if their matrices share an order, else single ops."""
     check_engine(
         tmp_path, write(tmp_path, CONFIG | {"desc_act": True}, quantise(4, False, ordered=ordered))
     )

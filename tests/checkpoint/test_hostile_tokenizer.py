@@ -1,5 +1,5 @@
-"""Tokenizer files that are valid JSON and do harm: each ends in an error of ours, where the library
-may panic, and none draws lots.
+"""Harmful tokenizer files in valid JSON: each ends in an error of ours, even if the
+library panics, and encoding is deterministic.
 """
 
 import base64
@@ -102,7 +102,7 @@ class TestPanics:
 
     def test_what_goes_through(self) -> None:
         class OverdueError(Exception):
-            """As a signal handler may raise it."""
+            """An error that a signal handler may raise."""
 
         for error in (
             ClosedError("ours"),
@@ -134,8 +134,8 @@ SPECIAL: dict[str, Any] = {"SpecialToken": {"id": "x", "type_id": 0}}
 
 
 class TestGrowth:
-    """Texts that would take more memory than there is are refused before any is encoded; the
-    library ends the process at such.
+    """Tokenizers that multiply texts are refused before a text is encoded, as the
+    library would end the process.
     """
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""HQQ files packed here from their description, read back and computed."""
+"""HQQ files packed from the description, read and computed."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,7 +59,7 @@ def text(value: str) -> torch.Tensor:
 def parts_of(
     codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor, bits: int
 ) -> dict[str, torch.Tensor]:
-    """Of codes [rows, cols], scales and zeros [rows, groups of a row]."""
+    """Pack codes [rows, cols], scales and zeros [rows, groups of a row]."""
     packing, shared = PACKED[bits]
     groups = codes.reshape(scales.numel(), -1).astype(np.uint64)
     filled = np.pad(groups, ((0, -len(groups) % shared), (0, 0)))
@@ -109,8 +109,8 @@ def read(parts: dict[str, torch.Tensor]) -> StoredTensor:
     seed=st.integers(0, 2**32),
 )
 def test_values(bits: int, group: int, rows: int, is_rounded: bool, dtype: str, seed: int) -> None:
-    """Those of whole zeros are exact; others are scale * code and a minimum, which is rounded once
-    more.
+    """Integer zeros give exact values; other zeros become a minimum, which is rounded
+    once more.
     """
     rng, rows, cols = np.random.default_rng(seed), 8 * rows, 192
     shape = rows, cols // group

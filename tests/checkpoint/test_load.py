@@ -89,7 +89,7 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Checkpo
 
 
 def half_split_rows(spec: ModelSpec, heads: int) -> NDArray[np.int64]:
-    """Where the rows of an interleaved matrix have to go to be half-split again."""
+    """The rows that make an interleaved matrix half-split again."""
     pair, head = np.arange(spec.head_dim // 2), np.arange(heads)[:, None] * spec.head_dim
     return np.concatenate([head + 2 * pair, head + 2 * pair + 1], axis=1).reshape(-1)
 
@@ -180,7 +180,7 @@ class TestHuggingFace:
     def test_interleaved_pairs_turn_as_half_split_ones(
         self, family: tuple[Any, Checkpoint]
     ) -> None:
-        """Scores of rotated queries and keys are the same in either layout."""
+        """Scores of rotated queries and keys are equal in both layouts."""
         _, checkpoint = family
         spec = checkpoint.spec
         rng = np.random.default_rng(0)
@@ -201,7 +201,7 @@ class TestHuggingFace:
         assert turn(query, 2 * half, 2 * half + 1) @ key == pytest.approx(half_split)
 
     def test_old_spellings(self, tmp_path: Path) -> None:
-        """`rope_scaling` with `type`, as transformers 4 wrote it."""
+        """`rope_scaling` with `type`, the spelling of transformers 4."""
         old = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5000.0}
         assert spec_of(tmp_path, old).rope == RopeSpec(16, 5000.0, "linear", 2.0)
         old = {
@@ -560,7 +560,7 @@ class TestGguf:
                 write_gguf(weights={"blk.0.attn_k.weight": np.zeros((16, 64), np.float32)})
             )
 
-    def test_a_tensor_without_a_place(self, write_gguf: Any) -> None:
+    def test_an_unknown_tensor(self, write_gguf: Any) -> None:
         with pytest.raises(
             UnsupportedModelError, match=r"blk\.0\.attn_q_norm\.weight is not a tensor"
         ):

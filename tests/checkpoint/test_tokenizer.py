@@ -40,7 +40,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], **options: Any) -> list[str]:
 
 class TestTheDefaultModel:
     def test_reference_ids(self, smollm2_tokenizer: Tokenizer, data: Path) -> None:
-        """The digit splitter is what other converters lose: 4,234 ids instead of 4,229."""
+        """Other converters lose the digit splitter: 4,234 ids instead of 4,229."""
         text = (data / "nll_text.txt").read_text()
         ids = json.loads((data / "nll.json").read_text())["token_ids"]
         assert len(ids) == 4229
@@ -122,7 +122,7 @@ class TestTheDefaultModel:
 
 
 class TestDetokeniser:
-    """On a vocabulary of single bytes, so that every character can be cut anywhere."""
+    """A vocabulary of single bytes, so that every character can be split anywhere."""
 
     @pytest.fixture
     def single_bytes(self, write_gguf: Any) -> Tokenizer:
@@ -268,7 +268,7 @@ class TestByteLevelGguf:
 
 
 class TestSentencePiece:
-    def test_as_sentencepiece_does(self, sentencepiece: Tokenizer, data: Path) -> None:
+    def test_equals_sentencepiece(self, sentencepiece: Tokenizer, data: Path) -> None:
         for case in json.loads((data / "sentencepiece.json").read_text())["cases"]:
             assert sentencepiece.encode(case["text"], add_special=False) == case["ids"]
             assert sentencepiece.decode(case["ids"]) == case["decoded"]
@@ -382,7 +382,7 @@ class TestHuggingFace:
     @pytest.mark.parametrize(
         "flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}]
     )
-    def test_as_transformers_does(
+    def test_equals_transformers(
         self, tmp_path: Path, data: Path, make: Callable[..., Any], flags: dict[str, Any]
     ) -> None:
         backend, config = make((data / "nll_text.txt").read_text())

@@ -1,4 +1,4 @@
-"""torchao files written here from their description, read back and computed."""
+"""torchao files written from the description, read and computed."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,7 +57,7 @@ def parts_of(
 
 
 def pairs(codes: NDArray[Any]) -> NDArray[Any]:
-    """Two codes from -8 to 7 in a byte, the first of them in its low half."""
+    """Two codes from -8 to 7 in a byte, the first in the low half."""
     return (codes[:, ::2] % 16 + codes[:, 1::2] % 16 * 16).astype(np.uint8).view(np.int8)
 
 
@@ -89,7 +89,7 @@ def check(tensor: StoredTensor, want: NDArray[np.float32], rng: np.random.Genera
 def test_values_of_one_code_a_byte_are_exact(
     bits: int, group: int, count: int, rows: int, zero: str, dtype: str, seed: int
 ) -> None:
-    """With -1 a row is a group, with 0 the tensor."""
+    """A group size of -1 is a row, 0 is the tensor."""
     rng, cols, half = np.random.default_rng(seed), 64 * count, 1 << bits - 1
     shape = (1, 1) if group == 0 else (rows, 1 if group == -1 else cols // group)
     codes = rng.integers(-half, half, (rows, cols))
@@ -123,7 +123,7 @@ def test_values_of_one_code_a_byte_are_exact(
 def test_values_of_two_codes_a_byte_are_exact(
     group: int, count: int, rows: int, symmetric: bool, seed: int
 ) -> None:
-    """Scales are of one size, so that neither order of sums rounds."""
+    """Scales have one size, so that sums in both orders are exact."""
     rng, cols = np.random.default_rng(seed), 64 * count
     shape = cols // group, rows
     codes = rng.integers(-8, 8, (rows, cols))

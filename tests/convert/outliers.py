@@ -1,8 +1,9 @@
-"""Models whose norms give single columns that are much larger than all others, as those of large
-models do: the same functions in floats.
+"""Models whose norms produce single columns that are much larger than all others, as in
+large models: the same functions in floats.
 
-`python -m tests.convert.outliers MODEL` prints what W8A8 costs such a variant of a real model,
-rounded alone, with outliers kept wide (LLM.int8) and smoothed before, beside the model as it is.
+`python -m tests.convert.outliers MODEL` prints the cost of W8A8 on such a variant of a
+real model: rounded to nearest, with wide outliers (LLM.int8), and with SmoothQuant,
+next to the unchanged model.
 """
 
 import sys
@@ -15,23 +16,23 @@ from headrace.convert.scaling import Scalings, scaling_groups
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.quant.format_names import LLM_INT8, W8A8
-from tests.convert.whole import quantise
+from tests.convert.conversion import quantise
 from tests.tiny import Tensors
 
 FACTOR = 60.0
-"""How much larger the columns become."""
+"""Factor of the outlier columns."""
 EVERY = 64
-"""One of so many columns does."""
+"""The share of outlier columns: one in EVERY."""
 
 
 def with_outliers(
     spec: ModelSpec, tensors: Tensors, seed: int = 0, *, same_function: bool = True
 ) -> Tensors:
-    """Random columns of what each norm makes times FACTOR, and the columns of all that read it
-    divided by that.
+    """Multiply random columns of each norm's output by FACTOR, and divide the columns
+    of their readers.
 
-    Not `same_function`: the latter stay as they are, so that the columns of weights are as large as
-    all others.
+    Not `same_function`: readers stay as they are, so that the columns of weights keep
+    their size.
     """
     rng, scalings = np.random.default_rng(seed), Scalings()
     for group in scaling_groups(trace_model(spec, tensors), quantisable(spec, tensors)):
@@ -47,7 +48,7 @@ def with_outliers(
 def judged(
     spec: ModelSpec, reference: Tensors, tensors: Tensors, pieces: list[list[int]], threads: int = 1
 ) -> Quality:
-    """How far a model is from the reference on pieces of text."""
+    """The divergence of a model from the reference on pieces of text."""
     judge = QualityMeter()
     truth, ours = (
         Scorer(spec, each, max(map(len, pieces)), "cpu", threads) for each in (reference, tensors)
@@ -60,7 +61,7 @@ def judged(
 
 
 def main(model: str, calibration_tokens: int = 4096, tokens: int = 1024, length: int = 512) -> None:
-    """Print the divergence KL of each."""
+    """Print the divergence KL of each variant."""
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
     from headrace.convert.texts import read_text

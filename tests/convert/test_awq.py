@@ -1,4 +1,4 @@
-"""AWQ: outputs nearer than those of rounding, with everything in its place."""
+"""AWQ: smaller output errors than rounding to nearest, for all kinds of models."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from headrace.convert.scaling import Scalings
 from headrace.quant.format_names import named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import dequantise_rows
+from tests.convert.conversion import quantise
 from tests.convert.outliers import judged, with_outliers
-from tests.convert.whole import quantise
 from tests.families import spec_of
 from tests.tables import KINDS
 from tests.tiny import random_tensors, tiny_model
@@ -22,9 +22,9 @@ PIECES = [list(map(int, piece)) for piece in np.random.default_rng(0).integers(0
 JUDGED = [list(map(int, piece)) for piece in np.random.default_rng(1).integers(0, 61, (2, 60))]
 
 
-def test_outputs_are_nearer_than_those_of_rounding() -> None:
-    """By the squared error of each matrix's outputs, which the scalings are chosen by: never worse,
-    much better for those with outliers.
+def test_awq_lowers_output_errors() -> None:
+    """The squared error of outputs, by which scalings are chosen, never grows, and
+    shrinks a lot with outliers.
     """
     to, names = named_format("int4-g32"), quantisable(SPEC, TENSORS)
     scalings, mean_squares = awq(SPEC, TENSORS, names, to, PIECES, 1, lambda done: None)
@@ -54,7 +54,7 @@ def test_outputs_are_nearer_than_those_of_rounding() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int3-g64-asym", "nf4-g64"])
-def test_models_are_nearer_than_rounded_ones(name: str) -> None:
+def test_awq_models_are_nearer_than_rounded_ones(name: str) -> None:
     to, names = named_format(name), quantisable(SPEC, TENSORS)
     nearest = judged(SPEC, TENSORS, quantise("rtn", SPEC, TENSORS, names, to), JUDGED).kl
     told: list[float] = []
@@ -72,9 +72,9 @@ def test_models_are_nearer_than_rounded_ones(name: str) -> None:
     "variant",
     ["mixtral", "qwen2-moe", "deepseek-v3", "gpt2", "falcon-7b", "command-r", "gemma2", "gpt-oss"],
 )
-def test_models_of_all_kinds_are_quantised(variant: str) -> None:
-    """At 8 bits the result is about as near as a rounded model, though its norms, routers and
-    biases have changed.
+def test_awq_quantises_all_families(variant: str) -> None:
+    """At 8 bits the result is about as near as a rounded model, although norms, routers
+    and biases change.
     """
     spec = spec_of(variant)
     tensors = random_tensors(spec, 3)
@@ -91,7 +91,7 @@ def test_models_of_all_kinds_are_quantised(variant: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind, spec in KINDS.items() if spec.bits <= 4])
-def test_ranges_are_clipped_for_the_columns_that_count(kind: str) -> None:
+def test_awq_clips_by_importance(kind: str) -> None:
     spec, rng = KINDS[kind], np.random.default_rng(5)
     weights = rng.standard_normal((32, 320)).astype(np.float32)
     importance = np.exp(rng.normal(0, 3, 320)).astype(np.float32)

@@ -1,6 +1,4 @@
-"""Tensors that were made ours go back to where they were, in files of either kind of every
-family.
-"""
+"""The model's tensors return to their places in files of both kinds, for every family."""
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("variant", "kind"), LAYOUTS)
-def test_back_to_the_file(variant: str, kind: str) -> None:
+def test_file_tensors_restore_the_file(variant: str, kind: str) -> None:
     spec, layout = spec_of(variant), getattr(FAMILIES[VARIANTS[variant].family], kind)
     rng = np.random.default_rng(0)
     stored = {

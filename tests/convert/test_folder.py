@@ -1,6 +1,4 @@
-"""Folders that are written hold what was quantised, exactly, next to all else that the model
-had.
-"""
+"""Written folders hold the quantised matrices exactly, next to the model's other files."""
 
 import json
 import resource
@@ -20,7 +18,7 @@ from headrace.convert.source_model import SourceModel, open_source_model
 from headrace.errors import HeadraceError, RequestError, UnsupportedModelError
 from headrace.quant.format_names import named_format
 from headrace.quant.formats import StoredTensor
-from tests.convert.whole import quantise
+from tests.convert.conversion import quantise
 from tests.families import save_model
 from tests.llama_cpp import fixtures
 
@@ -47,8 +45,8 @@ OTHERS = {
 
 
 def written(folder: Path, name: str, out: Path) -> tuple[SourceModel, dict[str, StoredTensor]]:
-    """A folder converted to a format, to the nearest; gives the original and what its matrices were
-    rounded to, by our names.
+    """Convert a folder by rounding to nearest; returns the source model and the rounded
+    matrices by our names.
     """
     original, packing = open_source_model(folder), matrix_writer(named_format(name))
     tensors = original.checkpoint.tensors
@@ -81,7 +79,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_was_rounded_is_read_again(llama: Path, name: str, tmp_path: Path) -> None:
+def test_quantised_matrices_are_read_again(llama: Path, name: str, tmp_path: Path) -> None:
     original, made = written(llama, name, tmp_path / "out")
     assert len(made) == 7 * 3
     check_same(original, made, tmp_path / "out")
@@ -91,9 +89,9 @@ def test_what_was_rounded_is_read_again(llama: Path, name: str, tmp_path: Path) 
     "variant",
     ["phi3", "qwen3-moe", "gemma2", "gpt-neox", "falcon-40b", "deepseek-v3", "smollm2", "gpt2"],
 )
-def test_families(variant: str, tmp_path: Path) -> None:
-    """Fused, stacked, transposed and reordered matrices lie in the folder as the family's files
-    have them.
+def test_folders_of_all_families(variant: str, tmp_path: Path) -> None:
+    """Fused, stacked, transposed and reordered matrices are written as the family's
+    files have them.
     """
     save_model(variant, tmp_path / "model")
     original, made = written(tmp_path / "model", "int4-row", tmp_path / "out")
@@ -102,7 +100,7 @@ def test_families(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nf4-g32", "fp4-g16"])
-def test_scales_that_are_quantised_again(llama: Path, name: str, tmp_path: Path) -> None:
+def test_nested_scales(llama: Path, name: str, tmp_path: Path) -> None:
     _, made = written(llama, name, tmp_path / "out")
     found = open_checkpoint(tmp_path / "out").tensors
     for ours, want in made.items():
@@ -120,7 +118,7 @@ def test_scales_that_are_quantised_again(llama: Path, name: str, tmp_path: Path)
         np.testing.assert_allclose(table.scales, scales, rtol=0, atol=1.5 * largest * 0.9 / 64)
 
 
-def test_what_else_lies_in_the_folder(llama: Path, tmp_path: Path) -> None:
+def test_other_files_are_copied(llama: Path, tmp_path: Path) -> None:
     written(llama, "int4-g32", tmp_path / "out")
     there = {path.name for path in (tmp_path / "out").iterdir()}
     assert there == {
@@ -138,7 +136,7 @@ def test_what_else_lies_in_the_folder(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "name"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")]
 )
-def test_plain_numbers(llama: Path, dtype: str, name: str, tmp_path: Path) -> None:
+def test_plain_dtypes(llama: Path, dtype: str, name: str, tmp_path: Path) -> None:
     original = open_source_model(llama)
     write_folder(
         original,
@@ -155,10 +153,8 @@ def test_plain_numbers(llama: Path, dtype: str, name: str, tmp_path: Path) -> No
     assert config.get("dtype", config.get("torch_dtype")) == name
 
 
-def test_what_no_config_describes(tmp_path: Path) -> None:
-    """A GGUF file whose rotary factors are a tensor of its own: which rule they came from is not in
-    it.
-    """
+def test_models_that_no_config_json_describes(tmp_path: Path) -> None:
+    """A GGUF file stores rotary factors as a tensor, not the rule that made them."""
     original = open_source_model(fixtures.unpack("llama3-gqa", tmp_path))
     assert original.checkpoint.spec.rope and original.checkpoint.spec.rope.factors
     with pytest.raises(UnsupportedModelError, match=r"rope would be .* convert it to GGUF"):
@@ -184,13 +180,13 @@ def test_groups_that_do_not_divide(llama: Path, name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["nf4-row", "iq4_nl-g32", "e5m2-row"])
-def test_formats_that_no_folder_has(name: str) -> None:
+def test_formats_without_a_folder_writer(name: str) -> None:
     with pytest.raises(RequestError, match="has no format for"):
         matrix_writer(named_format(name))
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
-def test_nothing_is_left_of_an_interrupted_conversion(
+def test_an_interrupted_conversion_leaves_no_files(
     llama: Path, tmp_path: Path, failure: type[BaseException]
 ) -> None:
     original, packing = open_source_model(llama), matrix_writer(named_format("int4-g32"))
@@ -208,7 +204,7 @@ def test_nothing_is_left_of_an_interrupted_conversion(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_refuses(llama: Path, tmp_path: Path) -> None:
+def test_disk_errors(llama: Path, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, before[1]))
     try:
@@ -219,7 +215,7 @@ def test_a_disk_that_refuses(llama: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_where_nothing_new_can_be(tmp_path: Path) -> None:
+def test_destination_is_checked(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for place, message in (
         (tmp_path / "there", "exists"),
@@ -230,7 +226,7 @@ def test_where_nothing_new_can_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_bits_in_words(bits: int) -> None:
+def test_pack_bits(bits: int) -> None:
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (5, 37), np.uint8)
     words: Any = pack_bits(codes, bits).view(np.uint32)
     for row, packed in zip(codes, words, strict=True):

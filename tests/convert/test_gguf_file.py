@@ -1,6 +1,4 @@
-"""GGUF files that are written: the formats of a mixture, the blocks of our encoders, and all else
-as it was.
-"""
+"""Written GGUF files: the formats of a mixture, our encoders' blocks, and all metadata."""
 
 from pathlib import Path
 
@@ -24,16 +22,16 @@ CHANGED = {"general.file_type", "general.quantization_version"}
 
 
 def written(source: Path, mixture: str, out: Path) -> list[float]:
-    """Convert a file to the nearest; gives how much was done, as it was told."""
+    """Convert a file by rounding to nearest; returns the reported progress."""
     original, told = open_source_model(source), list[float]()
     write_gguf(original, out, plan_gguf(original, mixture), {}, told.append)
     return told
 
 
 @pytest.mark.parametrize("name", fixtures.KEPT)
-def test_files_of_every_architecture(name: str, tmp_path: Path) -> None:
-    """Made by llama.cpp's converter: each tensor has the blocks of its rows, and what belongs to
-    the model stays.
+def test_convert_gguf_files_of_every_architecture(name: str, tmp_path: Path) -> None:
+    """Files of llama.cpp's converter: each tensor has the blocks of its rows, and the
+    metadata stays.
     """
     source, out = fixtures.unpack(name, tmp_path), tmp_path / "out.gguf"
     told = written(source, "Q4_0", out)
@@ -58,8 +56,10 @@ def test_files_of_every_architecture(name: str, tmp_path: Path) -> None:
     open_checkpoint(out)
 
 
-def test_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rounded to 8 bits it answers as before; its rows of 576 have no blocks of 256."""
+def test_convert_the_default_model_to_gguf(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 8 bits it gives the same answer; its rows of 576 do not fit blocks of 256."""
     assert main(["convert", "smollm2", str(tmp_path / "eight.gguf"), "--to", "q8_0"]) == 0
     assert "144.8 MB; smollm2 has 96.6 MB" in capsys.readouterr().out
     assert (
@@ -77,7 +77,7 @@ def test_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "The capital of France is Paris" in capsys.readouterr().out
 
 
-def test_columns_that_count_more_are_nearer(tmp_path: Path) -> None:
+def test_importance_lowers_errors_of_columns(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", "IQ4_XS")
     original = open_source_model(tmp_path / "model.gguf")
     checkpoint = original.checkpoint
@@ -108,7 +108,7 @@ def test_columns_that_count_more_are_nearer(tmp_path: Path) -> None:
     assert 0 < errors[1] < 0.99 * errors[0]
 
 
-def test_nothing_is_left_of_an_interrupted_conversion(tmp_path: Path) -> None:
+def test_an_interrupted_conversion_leaves_no_file(tmp_path: Path) -> None:
     original = open_source_model(resolve("smollm2"))
 
     def interrupt(done: float) -> None:
@@ -127,7 +127,7 @@ def test_nothing_is_left_of_an_interrupted_conversion(tmp_path: Path) -> None:
         (["--to", "Q4_0", "--method", "awq"], "rtn or imatrix"),
     ],
 )
-def test_what_no_file_has(
+def test_invalid_gguf_conversions(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -137,7 +137,7 @@ def test_what_no_file_has(
     assert not list(tmp_path.iterdir())
 
 
-def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     source = fixtures.unpack(fixtures.KEPT[0], tmp_path)
     matrix = next(
         tensor

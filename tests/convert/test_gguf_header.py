@@ -73,7 +73,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shapes=st.dictionaries(NAMES, SHAPES, max_size=4),
     alignment=st.sampled_from([None, 8, 32, 256]),
 )
-def test_what_is_written_is_read_again(
+def test_gguf_header_round_trip(
     made: Path, values: dict[str, Any], shapes: dict[str, Any], alignment: int | None
 ) -> None:
     metadata = {key: raw for key, (raw, _) in values.items()}
@@ -159,7 +159,7 @@ def test_the_default_model_is_written_unchanged(tmp_path: Path) -> None:
         assert np.array_equal(ours.tensors[name].parts["codes"], tensor.parts["codes"])
 
 
-def test_a_value_is_replaced_in_its_place(tmp_path: Path) -> None:
+def test_replaced_values_keep_their_order(tmp_path: Path) -> None:
     kept = {
         "general.file_type": u32(7),
         "nested": RawValue(9, np.array([9, 0, 0], "<u4").tobytes()),
@@ -188,17 +188,17 @@ def test_a_value_is_replaced_in_its_place(tmp_path: Path) -> None:
         (PlannedTensor("é" * 32, "F32", (1,), 4), "more than 63 bytes"),
     ],
 )
-def test_tensors_that_no_file_holds(tensor: PlannedTensor, message: str) -> None:
+def test_invalid_tensors(tensor: PlannedTensor, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         gguf_file_layout({}, [tensor])
 
 
-def test_names_are_there_once() -> None:
+def test_duplicate_tensor_names() -> None:
     with pytest.raises(FormatError, match=r"tensor w: the name occurs twice"):
         gguf_file_layout({}, [planned("w", "F32", (1,)), planned("w", "F16", (2,))])
 
 
-def test_values_get_the_type_that_goes_with_them() -> None:
+def test_types_of_values() -> None:
     array = np.array([1, -2], np.int32)
     made = [raw(value) for value in (True, 7, 0.5, "é", ["a", ""], array)]
     assert made == [flag(True), u32(7), f32(0.5), string("é"), strings(["a", ""]), numbers(array)]
@@ -207,6 +207,6 @@ def test_values_get_the_type_that_goes_with_them() -> None:
 
 
 @pytest.mark.parametrize("alignment", [0, 4, 48, 1 << 17])
-def test_alignments_that_are_none(alignment: int) -> None:
+def test_invalid_alignments(alignment: int) -> None:
     with pytest.raises(FormatError, match=r"general\.alignment"):
         gguf_file_layout({"general.alignment": u32(alignment)}, [])

@@ -1,5 +1,5 @@
-"""GGUF files of Hugging Face folders: the model that is read from them is that of the folder, or
-the conversion is refused.
+"""GGUF files of Hugging Face folders: the same model is read from them, or the
+conversion is refused.
 """
 
 import json
@@ -21,7 +21,7 @@ from headrace.convert.gguf.writer import gguf_contents, plan_gguf
 from headrace.convert.source_model import open_source_model
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.quant.formats import StoredTensor
-from tests.convert.whole import to_gguf
+from tests.convert.conversion import to_gguf
 from tests.families import SIZE, VARIANTS, YARN, config_of, save_model
 from tests.llama_cpp.fixtures import KEPT, unpack
 from tests.llama_cpp.judge import differences
@@ -40,14 +40,14 @@ UNEVEN = {
     name: "rope would not have the frequencies of the rule yarn"
     for name in ("deepseek-v2", "deepseek-v3")
 }
-"""Other `mscale` than `mscale_all_dim`, which no key says."""
+"""Models whose `mscale` differs from `mscale_all_dim`, which has no key."""
 LEFT_OUT: dict[str, Any] = {
     "attention.head_count_kv": None,
     "attention.sliding_window": 0,
     "rope.scaling.type": "none",
     "tensor_data_layout": "jploski",
 }
-"""Keys of llama.cpp's converter that say what holds without them."""
+"""Keys of llama.cpp's converter that only repeat defaults."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,7 +80,7 @@ def is_near(found: Any, value: Any) -> bool:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_keys_and_tensors_as_llama_cpp_converts_them(name: str, tmp_path: Path) -> None:
-    """What it writes is written, with the same values, but for what follows from the rest."""
+    """All keys of llama.cpp's converter are written with equal values, except LEFT_OUT."""
     save_coarse(name, tmp_path / "model")
     ours, theirs = (
         gguf_contents(open_source_model(tmp_path / "model")),
@@ -110,8 +110,10 @@ def test_keys_and_tensors_as_llama_cpp_converts_them(name: str, tmp_path: Path) 
     ("name", "mixture"),
     [("qwen3-moe", "Q8_0"), ("llama3-gqa", "Q4_K_M"), ("phi3-longrope", "F16"), ("gpt2", "Q5_0")],
 )
-def test_mixtures_are_those_of_a_gguf_file(name: str, mixture: str, tmp_path: Path) -> None:
-    """The way through a file in float32 gives the same file."""
+def test_folders_and_gguf_files_get_the_same_mixtures(
+    name: str, mixture: str, tmp_path: Path
+) -> None:
+    """Conversion by way of a float32 file gives the same file."""
     save_model(name, tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     straight = read_gguf(to_gguf(tmp_path / "model", tmp_path / "straight.gguf", mixture))
@@ -182,7 +184,7 @@ def test_yarn_whose_limits_are_not_rounded(tmp_path: Path) -> None:
         plan_gguf(open_source_model(folder), "F16")
 
 
-def test_what_a_family_has_no_key_for(tmp_path: Path) -> None:
+def test_fields_without_a_gguf_key(tmp_path: Path) -> None:
     config = config_of("gemma2", query_pre_attn_scalar=17).to_dict()
     save_model("gemma2", tmp_path / "gemma")
     (tmp_path / "gemma/config.json").write_text(
@@ -201,7 +203,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_template_that_is_no_unicode(tmp_path: Path) -> None:
+def test_chat_templates_that_are_not_unicode(tmp_path: Path) -> None:
     save_model("llama2-mha", tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     (tmp_path / "model/tokenizer_config.json").write_text(

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder is the same one in a GGUF file, or the conversion is refused."""
+"""A folder's tokenizer is the same one in a GGUF file, or the conversion is refused."""
 
 import json
 import resource
@@ -49,7 +49,7 @@ def read(metadata: dict[str, Any], path: Path) -> Metadata:
 def save(
     folder: Path, backend: tokenizers.Tokenizer | str, vocab_size: int = 800, **config: Any
 ) -> Checkpoint:
-    """A folder that has nothing but a tokenizer."""
+    """Write a folder that has only a tokenizer."""
     text = backend if isinstance(backend, str) else backend.to_str()
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -71,7 +71,7 @@ def assert_same(a: Tokenizer, b: Tokenizer, text: str) -> None:
 
 
 def byte_level(name: str = "gpt-2", *added: AddedToken) -> tokenizers.Tokenizer:
-    """As a trainer leaves it, with the pre-tokenizer that a name stands for."""
+    """A trained tokenizer with the pre-tokenizer of this name."""
     rule = PRE_TOKENIZERS[name]
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=rule.whole_words))
     backend.pre_tokenizer = _AS_PUBLISHED[name]() if name in _AS_PUBLISHED else rule.build()
@@ -118,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("folder")
 
 
-def test_a_disk_that_refuses(tmp_path: Path) -> None:
+def test_disk_errors(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, byte_level())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
@@ -144,7 +144,7 @@ class TestByteLevel:
             "default",
         ],
     )
-    def test_by_the_name_of_its_pre_tokenizer(self, name: str, tmp_path: Path) -> None:
+    def test_pre_tokenizer_names(self, name: str, tmp_path: Path) -> None:
         checkpoint = save(tmp_path, byte_level(name), bos_token="<|begin|>", eos_token="<|end|>")
         ours, (values, found) = checkpoint.load_tokenizer(), again(checkpoint)
         named, rule = PRE_TOKENIZERS[values["tokenizer.ggml.pre"]], PRE_TOKENIZERS[name]
@@ -213,7 +213,7 @@ class TestByteLevel:
     @pytest.mark.parametrize(
         "template", ["$A", "<|begin|> $A", "$A <|end|>", "<|begin|> $A <|end|>"]
     )
-    def test_what_is_put_around_a_text(self, template: str, tmp_path: Path) -> None:
+    def test_bos_and_eos_around_a_text(self, template: str, tmp_path: Path) -> None:
         backend = byte_level()
         backend.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)]
@@ -224,7 +224,7 @@ class TestByteLevel:
         assert values["tokenizer.ggml.add_eos_token"] == ("end" in template)
         assert_same(checkpoint.load_tokenizer(), found, "Hi there")
 
-    def test_ends_of_answers(self, tmp_path: Path) -> None:
+    def test_end_of_generation_tokens(self, tmp_path: Path) -> None:
         checkpoint = save(tmp_path, byte_level(), eos_token="<|end|>")
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5, 7]}))
         values, found = again(checkpoint)
@@ -237,7 +237,7 @@ class TestByteLevel:
         with pytest.raises(UnsupportedModelError, match=r"eos_ids would be .* instead of .*9"):
             tokenizer_values(checkpoint)
 
-    def test_templates(self, tmp_path: Path) -> None:
+    def test_chat_templates(self, tmp_path: Path) -> None:
         checkpoint = replace(
             save(tmp_path, byte_level()), chat_template="{{ a }}", tool_template="{{ b }}"
         )
@@ -284,17 +284,17 @@ class TestSentencePiece:
         assert_same(checkpoint.load_tokenizer(), found, "Hello  there")
 
     def test_without_bos(self, sentencepiece: dict[str, Any], tmp_path: Path) -> None:
-        """llama.cpp takes token 1 where no key names one."""
+        """llama.cpp defaults to token 1."""
         checkpoint = save(
             tmp_path, json.dumps(sentencepiece | {"post_processor": None}), eos_token="</s>"
         )
         with pytest.raises(UnsupportedModelError, match="bos_id would be 1 instead of None"):
             tokenizer_values(checkpoint)
 
-    def test_a_space_before_the_first_text_alone(
+    def test_space_before_the_first_text_only(
         self, sentencepiece: dict[str, Any], tmp_path: Path
     ) -> None:
-        """llama.cpp puts one behind every special token as well."""
+        """llama.cpp also adds one after every special token."""
         space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
         state = sentencepiece | {"normalizer": None, "pre_tokenizer": space}
         with pytest.raises(

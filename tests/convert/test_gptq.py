@@ -1,4 +1,4 @@
-"""GPTQ, and the sums that it weighs errors with."""
+"""GPTQ, and the products that weigh its errors."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from headrace.convert.matrices import quantisable
 from headrace.quant.format_names import named_format
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import QuantSpec, dequantise_rows
-from tests.convert.whole import quantise
+from tests.convert.conversion import quantise
 from tests.tables import KINDS
 from tests.tiny import tiny_model
 
@@ -20,8 +20,8 @@ PIECES = [list(map(int, piece)) for piece in np.random.default_rng(0).integers(0
 
 
 def correlated(seed: int, cols: int, rank: int) -> np.ndarray:
-    """Inputs [rows, cols] that lie near a few directions, as those of models do, with some channels
-    much larger.
+    """Inputs [rows, cols] near a few directions, with some much larger channels, as in
+    real models.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((4 * cols, rank)) @ rng.standard_normal(
@@ -33,7 +33,7 @@ def correlated(seed: int, cols: int, rank: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_outputs_are_nearer_than_those_of_rounding(kind: str, seed: int) -> None:
+def test_gptq_lowers_output_errors(kind: str, seed: int) -> None:
     spec = KINDS[kind]
     weights = np.random.default_rng(seed).standard_normal((24, 256)).astype(np.float32)
     x = correlated(seed, 256, 24)
@@ -46,7 +46,7 @@ def test_outputs_are_nearer_than_those_of_rounding(kind: str, seed: int) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_columns_that_have_nothing_to_do_with_each_other_are_rounded_to_the_nearest(
+def test_gptq_rounds_independent_columns_to_nearest(
     kind: str,
 ) -> None:
     spec, rng = KINDS[kind], np.random.default_rng(1)
@@ -60,7 +60,7 @@ def test_columns_that_have_nothing_to_do_with_each_other_are_rounded_to_the_near
         assert (ours is None and nearest is None) or np.array_equal(ours, nearest)
 
 
-def test_columns_that_are_never_read_cost_nothing() -> None:
+def test_gptq_with_unused_columns() -> None:
     spec, x = QuantSpec(4, 32), correlated(2, 64, 8)
     x[:, [3, 40]] = 0
     weights = np.random.default_rng(2).standard_normal((16, 64)).astype(np.float32)
@@ -73,10 +73,8 @@ def test_columns_that_are_never_read_cost_nothing() -> None:
         assert np.array_equal(ours, others)
 
 
-def test_sums_are_those_of_what_the_matrices_read() -> None:
-    """Of the first layer, which reads the normed embeddings of the tokens; and however many times
-    the text is read.
-    """
+def test_input_products() -> None:
+    """The first layer reads the normed embeddings, in any number of passes over the text."""
     names = quantisable(SPEC, TENSORS)
     whole = list(input_products(SPEC, TENSORS, names, PIECES, 1, lambda done: None))
     told: list[float] = []
@@ -97,7 +95,7 @@ def test_sums_are_those_of_what_the_matrices_read() -> None:
     np.testing.assert_allclose(whole[0][0], x.T @ x / len(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_is_quantised_whole() -> None:
+def test_gptq_quantises_a_model() -> None:
     names = quantisable(SPEC, TENSORS)
     result = quantise("gptq", SPEC, TENSORS, names, named_format("int4-g32"), PIECES)
     assert all(

@@ -5,7 +5,7 @@ from headrace.checkpoint.source import resolve
 from headrace.convert.gguf.mixtures import MIXTURES, MixtureFacts, mixture_facts, tensor_types
 from headrace.errors import RequestError
 from headrace.model.fields import JsonFields
-from tests.llama_cpp import mixed
+from tests.llama_cpp import mixtures
 
 LAYER = {
     "attn_v.weight": (64, 256),
@@ -19,11 +19,11 @@ SHAPES = {"token_embd.weight": (100, 256), "output.weight": (100, 256)} | {
 FACTS = MixtureFacts("llama", 8, heads_per_kv_head=4)
 
 
-@pytest.mark.parametrize("name", mixed.MODELS)
+@pytest.mark.parametrize("name", mixtures.MODELS)
 def test_mixtures_are_those_of_llama_cpp(name: str) -> None:
-    found = mixed.kept()[name]
+    found = mixtures.kept()[name]
     assert len(found.types) >= len(MIXTURES) - 2
-    assert mixed.differences(found) == []
+    assert mixtures.differences(found) == []
 
 
 def test_the_first_and_last_layers_and_a_third_of_the_others_have_more_bits() -> None:
@@ -47,8 +47,8 @@ def test_embeddings_that_make_logits_have_their_format() -> None:
     assert tensor_types("Q4_K_M", shapes, FACTS)["token_embd.weight"] == "Q6_K"
 
 
-def test_values_are_counted_where_layers_have_them() -> None:
-    """Hybrid models have attention in some layers, and the rule goes by their order among these."""
+def test_mixtures_of_hybrid_models() -> None:
+    """In hybrid models, the rule counts only layers with attention."""
     shapes = {
         name: shape for name, shape in SHAPES.items() if "attn_v" not in name or name[4] in "37"
     }
@@ -56,7 +56,7 @@ def test_values_are_counted_where_layers_have_them() -> None:
     assert (found["blk.3.attn_v.weight"], found["blk.7.attn_v.weight"]) == ("Q5_K", "Q5_K")
 
 
-def test_rows_that_blocks_do_not_fit() -> None:
+def test_mixtures_for_rows_that_do_not_fit_blocks() -> None:
     facts = MixtureFacts("llama", 100)
     for mixture, short in {
         "Q6_K": "Q8_0",
@@ -77,7 +77,7 @@ def test_rows_that_blocks_do_not_fit() -> None:
         ]
 
 
-def test_every_matrix_is_mxfp4_where_a_model_has_no_experts() -> None:
+def test_mxfp4_mixture_of_dense_models() -> None:
     found = tensor_types("MXFP4", SHAPES, FACTS)
     assert found["blk.0.ffn_up.weight"] == found["blk.3.attn_v.weight"] == "MXFP4"
     assert found["token_embd.weight"] == found["output.weight"] == "Q8_0"
@@ -102,7 +102,7 @@ def test_an_unknown_mixture_is_refused() -> None:
         tensor_types("Q9_K", SHAPES, FACTS)
 
 
-def test_facts_are_in_the_metadata() -> None:
+def test_mixture_facts() -> None:
     assert mixture_facts(read_gguf(resolve("smollm2", progress=False)).metadata) == MixtureFacts(
         "llama", 30, 3
     )

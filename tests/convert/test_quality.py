@@ -1,4 +1,4 @@
-"""Quality of a model on a text."""
+"""Measures of a model's quality on a text."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from headrace.convert.spill_file import SpillFile
 from headrace.convert.texts import read_text
 from headrace.errors import HeadraceError, RequestError
 from headrace.quant.format_names import named_format
-from tests.convert.whole import quantise
+from tests.convert.conversion import quantise
 from tests.families import save_model
 from tests.tiny import tiny_model
 
@@ -24,7 +24,7 @@ SPEC, TENSORS = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61)
 PIECES = [list(map(int, piece)) for piece in np.random.default_rng(0).integers(0, 61, (2, 150))]
 
 
-def test_a_disk_that_refuses() -> None:
+def test_spill_file_disk_errors() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
     try:
@@ -42,15 +42,17 @@ def said(tensors: Any, backend: str = "cpu", length: int = 150) -> list[Any]:
     return [np.concatenate(list(scorer.log_probabilities(piece))) for piece in PIECES]
 
 
-def test_pieces_are_read_in_parts_with_the_result_of_the_whole() -> None:
-    """More rows than there are at a time, against the reference backend."""
+def test_log_probabilities_by_chunks() -> None:
+    """A piece has more rows than are computed at a time; the reference backend confirms
+    it.
+    """
     for ours, truth in zip(said(TENSORS), said(TENSORS, "reference"), strict=True):
         assert ours.shape == (150, 61)
         np.testing.assert_allclose(ours, truth, atol=1e-4)
         np.testing.assert_allclose(np.exp(ours).sum(axis=1), 1, rtol=1e-5)
 
 
-def test_measures_are_their_definitions() -> None:
+def test_nll_kl_and_agreement() -> None:
     names = quantisable(SPEC, TENSORS)
     p = said(TENSORS)
     q = said(quantise("rtn", SPEC, TENSORS, names, named_format("int3-g32")))
@@ -97,7 +99,7 @@ def test_finer_formats_are_nearer() -> None:
     assert eight < four < three < two
 
 
-def test_what_is_quantised() -> None:
+def test_quantisable_matrices() -> None:
     names = quantisable(SPEC, TENSORS)
     assert len(names) == 2 * 7 and not any(
         "embed" in name or "head" in name or "norm" in name for name in names
@@ -107,13 +109,13 @@ def test_what_is_quantised() -> None:
     assert result.keys() == TENSORS.keys()
 
 
-def test_pieces_of_a_text() -> None:
+def test_split_pieces() -> None:
     assert split_pieces(range(10), 4, 100) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert split_pieces(range(10), 4, 4) == [[0, 1, 2, 3]]
     assert split_pieces(range(3), 4, 100) == [[0, 1, 2]]
 
 
-def test_texts(tmp_path: Path) -> None:
+def test_calibration_and_evaluation_texts(tmp_path: Path) -> None:
     ours, others = read_text(None, "evaluation"), read_text(None, "calibration")
     assert 50_000 < len(ours) < len(others) and ours[:2000] not in others
     (tmp_path / "a.txt").write_text("naïve")
@@ -124,7 +126,7 @@ def test_texts(tmp_path: Path) -> None:
             read_text(tmp_path / name, "evaluation")
 
 
-def test_what_is_remembered_comes_back_as_often_as_asked() -> None:
+def test_spill_file_is_read_repeatedly() -> None:
     blocks = [
         np.random.default_rng(i).standard_normal((i + 1, 5)).astype(np.float32) for i in range(4)
     ]
@@ -135,8 +137,10 @@ def test_what_is_remembered_comes_back_as_often_as_asked() -> None:
             assert all(np.array_equal(a, b) for a, b in zip(kept, blocks, strict=True))
 
 
-def test_the_verb_judges_a_model_and_formats(capsys: pytest.CaptureFixture[str]) -> None:
-    """The default model: int8 is nearer to it than int3, and takes the bytes that it should."""
+def test_eval_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`headrace eval` on the default model: int8 is nearer than int3, and sizes are as
+    expected.
+    """
     assert (
         main(
             ["eval", "--tokens", "64", "--length", "64", "--formats", "int8-g64,int3-g64", "--json"]
@@ -179,11 +183,11 @@ def test_the_verb_judges_a_model_and_formats(capsys: pytest.CaptureFixture[str])
     ("method", "format"),
     [("gptq", "int3-g32"), ("awq", "int3-g32"), ("imatrix", "int3-g32"), ("smoothquant", "w8a8")],
 )
-def test_the_verbs_have_methods(
+def test_eval_and_convert_commands_with_methods(
     method: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A tiny model whose tokens are letters: each method gives another model than rounding does, as
-    large, and it can be written.
+    """On a tiny model with letters for tokens, each method gives another model than
+    rounding does, of the same size, and it can be written.
     """
     save_model("qwen2", tmp_path / "model")
     letters = [chr(ord("!") + i) for i in range(90)]

@@ -1,4 +1,4 @@
-"""Equivalent scalings: a scaled model is the same function, whatever its family."""
+"""Equivalent scalings: a scaled model is the same function in every family."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ PIECE = [5, 17, 3, 60, 60, 8, 42, 11, 1, 30, 2, 77]
 
 
 def logits(spec: ModelSpec, tensors: Tensors) -> np.ndarray:
-    """By the reference backend, with keys and values in float32."""
+    """Logits of the reference backend, with float32 KV."""
     program, blocks = trace_model(spec, tensors), num_blocks(len(PIECE))
     kv = KvConfig((blocks,) * len(program.kv_groups), dtype="f32")
     batch = sequence_batch(
@@ -47,8 +47,8 @@ def groups_of(spec: ModelSpec, tensors: Tensors) -> list[ScalingGroup]:
 def scaled(
     tensors: Tensors, groups: list[ScalingGroup], seed: int, *, powers: bool
 ) -> tuple[Tensors, set[str]]:
-    """All groups scaled by random factors from 1/16 to 16, powers of two or not; and the names of
-    the tensors that change.
+    """The model with all groups scaled by random factors from 1/16 to 16, and the names
+    of the changed tensors.
     """
     rng, scalings = np.random.default_rng(seed), Scalings()
     for group in groups:
@@ -62,8 +62,8 @@ def scaled(
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_scaled_model_computes_the_same(name: str) -> None:
-    """With powers of two to the last bit: they round nothing. A tensor that took part in only one
-    place would change the logits.
+    """Powers of two give equal bits, as they round no number. A tensor that is scaled
+    in one place only would change the logits.
     """
     spec = spec_of(name)
     tensors = random_tensors(spec, 3)
@@ -82,7 +82,7 @@ def test_a_scaled_model_computes_the_same(name: str) -> None:
 
 
 def kinds(name: str) -> Counter[tuple[str, ...]]:
-    """The groups of a variant by the last parts of what makes their values."""
+    """The groups of a variant, by the last parts of the producers' names."""
     spec = spec_of(name)
     return Counter(
         tuple(producer.rpartition(".")[2] for producer in group.producers)
@@ -90,9 +90,9 @@ def kinds(name: str) -> Counter[tuple[str, ...]]:
     )
 
 
-def test_what_can_be_scaled() -> None:
-    """The norms before attention and MLP, v and up; not what a residual reads too, or what an
-    activation that is no relu makes.
+def test_scaling_groups_of_families() -> None:
+    """The norms before attention and MLP, v and up, but no value that a residual or
+    another activation than relu reads.
     """
     assert kinds("llama3-gqa") == {("attn_norm",): 3, ("mlp_norm",): 3, ("v",): 3, ("up",): 3}
     assert kinds("gpt2") == {
@@ -151,10 +151,8 @@ def test_query_heads_share_the_factors_of_their_kv_head() -> None:
     sides=st.sampled_from(["rows", "columns", "both"]),
     seed=st.integers(0, 2**16),
 )
-def test_factors_are_those_of_rows_and_columns(
-    format: str, order: str, sides: str, seed: int
-) -> None:
-    """However a matrix is stored, and whichever of its rows are asked for."""
+def test_scaling_factors_by_row_and_column(format: str, order: str, sides: str, seed: int) -> None:
+    """The factors apply to every storage and every selection of rows."""
     rng, tensor = np.random.default_rng(seed), random_stored(format, 12, 256, seed, "w")
     if order:
         tensor = tensor.take("w", rng.permutation(12)[: 7 if order == "some" else 12])

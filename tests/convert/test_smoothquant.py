@@ -1,4 +1,4 @@
-"""SmoothQuant, and W8A8: int8 by row on both sides."""
+"""SmoothQuant, and W8A8: int8 by row for weights and activations."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from headrace.quant.format_names import LLM_INT8, W8A8, named_format
 from headrace.quant.formats import StoredTensor
 from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import dequantise_rows
+from tests.convert.conversion import quantise
 from tests.convert.outliers import FACTOR, judged, with_outliers
-from tests.convert.whole import quantise
 from tests.tiny import tiny_model
 
 SPEC, TENSORS = tiny_model(2, dim=64, heads=4, kv_heads=2, ffn=96, vocab=61)
@@ -26,8 +26,8 @@ JUDGED = [list(map(int, piece)) for piece in np.random.default_rng(1).integers(0
 
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 20), cols=st.integers(1, 90), seed=st.integers(0, 2**16))
-def test_w8a8_is_what_its_codes_stand_for(rows: int, cols: int, seed: int) -> None:
-    """The stored matrix has the values of the rounding, within half a step of the weights."""
+def test_w8a8_values(rows: int, cols: int, seed: int) -> None:
+    """The stored matrix has the rounded values, within half a step of the weights."""
     weights = np.random.default_rng(seed).standard_normal((rows, cols)).astype(np.float32)
     weights[0] = 0
     codes = round_to_nearest(weights, W8A8)
@@ -40,8 +40,8 @@ def test_w8a8_is_what_its_codes_stand_for(rows: int, cols: int, seed: int) -> No
     ).all()
 
 
-def test_maxima_are_those_of_what_the_matrices_read() -> None:
-    """Of the first layer, which reads the normed embeddings of the tokens."""
+def test_input_maxima() -> None:
+    """The first layer reads the normed embeddings."""
     told: list[float] = []
     found = input_column_stats(update_maxima, SPEC, TENSORS, NAMES, PIECES, 1, told.append)
     assert len(found) == 2 * 4 and sorted(name for _, names in found for name in names) == sorted(
@@ -59,9 +59,9 @@ def test_maxima_are_those_of_what_the_matrices_read() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
-def test_factors_are_their_definition(alpha: float) -> None:
-    """For what a norm makes; and what is read afterwards has the update_maxima that the weights
-    leave it.
+def test_smoothquant_factors(alpha: float) -> None:
+    """Factors follow the formula, and the smoothed input has the maxima that the
+    weights leave to it.
     """
     scalings = smoothquant(SPEC, TENSORS, NAMES, PIECES, 1, lambda done: None, alpha)
     largest = next(
@@ -80,7 +80,7 @@ def test_factors_are_their_definition(alpha: float) -> None:
     np.testing.assert_allclose(scalings.rows["layers.1.mlp_norm"], 1 / want, rtol=1e-5)
 
 
-def test_columns_that_are_never_active_keep_their_weights() -> None:
+def test_smoothquant_with_unused_columns() -> None:
     tensors = dict(TENSORS)
     norm = TENSORS["layers.0.mlp_norm"].dequantise().copy()
     norm[[3, 40]] = 0
@@ -119,7 +119,7 @@ def test_wide_outliers_repair_w8a8() -> None:
 
 
 @pytest.mark.parametrize("method", ["smoothquant", "awq", "gptq"])
-def test_a_model_that_computes_no_numbers_is_refused(method: str) -> None:
+def test_models_whose_activations_are_not_finite(method: str) -> None:
     embed = TENSORS["embed"].dequantise().copy()
     embed[PIECES[0][3], 2] = np.inf
     tensors = TENSORS | {"embed": StoredTensor.from_floats("embed", embed)}
@@ -127,8 +127,8 @@ def test_a_model_that_computes_no_numbers_is_refused(method: str) -> None:
         quantise(method, SPEC, tensors, NAMES, W8A8, PIECES)
 
 
-def test_outliers_are_there() -> None:
-    """The helper's own promise: the columns are as much larger as it says."""
+def test_with_outliers() -> None:
+    """The helper makes columns as large as it promises."""
     plain, other = (first_maxima(tensors) for tensors in (TENSORS, OUTLIERS))
     ratios = np.sort(other / plain)
     assert ratios[-1] == pytest.approx(FACTOR) and ratios[:-1] == pytest.approx(np.ones(63))
@@ -144,5 +144,5 @@ def first_maxima(tensors: dict[str, StoredTensor]) -> np.ndarray:
     )
 
 
-def test_the_name() -> None:
+def test_format_name_of_w8a8() -> None:
     assert named_format("w8a8") == W8A8 != named_format("int8-row")

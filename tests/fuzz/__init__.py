@@ -1,16 +1,18 @@
-"""Hostile input, made at random from what is valid: `make fuzz`, or `python -m tests.fuzz --help`.
+"""Hostile input, made at random from valid input: `make fuzz`, or `python -m tests.fuzz
+--help`.
 
 A target is a module of this folder with two functions:
 
-* `case(rng: random.Random) -> bytes` makes a case, a mutated valid input, from this generator and
-  nothing else;
-* `run(case: bytes) -> None` does with it what a user's call does. It returns, or raises an error of
-  `headrace.errors`.
+* `case(rng: random.Random) -> bytes` makes a case, a mutated valid input, from the
+  generator only;
+* `run(case: bytes) -> None` does with it whatever a user's call does. It returns, or
+  raises an error of `headrace.errors`.
 
-Anything else is a finding: another exception, a crash, a case that takes more than
-`SECONDS_PER_CASE` of the processor or `PATIENCE` on the clock, or one that makes the process grow
-by more than `MEMORY`; a target may set these three for itself. Case `i` of a run with `--seed S` is
-the same on every machine. `corpus/TARGET/` has cases that once were findings, and a few that reach
-far; each run of the target starts with them. A file named on the command line runs by itself:
-`python -m tests.fuzz gguf --file .fuzz/gguf-17`.
+Any other result is a finding: another exception, a crash, a case over
+`SECONDS_PER_CASE` of CPU time or `PATIENCE` on the clock, or growth of the process by
+more than `MEMORY`. A target may set these limits for itself.
+
+Case `i` of a run with `--seed S` is the same on every machine. `corpus/TARGET/` has
+former findings, and some cases that reach far; each run of the target starts with them.
+A file on the command line runs alone: `python -m tests.fuzz gguf --file .fuzz/gguf-17`.
 """

@@ -1,4 +1,4 @@
-"""The command line: which targets, how many cases, for how long, from which seed."""
+"""The command line: targets, number of cases, time limit, seed."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.fuzz import driver
 
 _MAX_SHOWN = 3000
-"""Characters of what is said of a finding."""
+"""Characters of a finding that are printed."""
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def fuzz(name: str, args: argparse.Namespace, num_targets: int) -> int:
-    """Run one target and print what came of it; the number of findings."""
+    """Run a target and print its result; returns the number of findings."""
     outcome = driver.run_target(
         name, -(-args.cases // num_targets), args.seconds / num_targets, args.seed
     )

@@ -1,6 +1,4 @@
-"""A target whose corpus does each thing that none may do, so that a test can see that the driver
-notices.
-"""
+"""A target whose corpus has every kind of finding, to test the driver."""
 
 import os
 import random

@@ -1,6 +1,4 @@
-"""LoRA adapters: their configuration, and the names and shapes of their tensors, read for a small
-model.
-"""
+"""LoRA adapters: configuration, tensor names and shapes, read for a small model."""
 
 import json
 import math
@@ -35,8 +33,8 @@ ORIGINAL: dict[str, Any] = {
     },
 }
 _EXTRA = ["all", "pissa", {"q_proj": 2}, {"(a*)*b": 1}, [4, 32], [32, 4], [2000, 32], [1, 1], True]
-_MOST = 1 << 20
-"""Numbers of a tensor that is written."""
+_MAX_NUMBERS = 1 << 20
+"""Maximum numbers of a written tensor."""
 
 
 def case(rng: random.Random) -> bytes:
@@ -50,7 +48,9 @@ def run(case: bytes) -> None:
         found = json.loads(case)
         config, tensors = found["config"], found["tensors"].items()
         shapes = {
-            name: shape for name, shape in tensors if _is_shape(shape) and math.prod(shape) <= _MOST
+            name: shape
+            for name, shape in tensors
+            if _is_shape(shape) and math.prod(shape) <= _MAX_NUMBERS
         }
         save_file(
             {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
@@ -75,7 +75,7 @@ def _is_shape(value: Any) -> bool:
     return (
         isinstance(value, list)
         and len(value) <= 4
-        and all(type(size) is int and 0 < size <= _MOST for size in value)
+        and all(type(size) is int and 0 < size <= _MAX_NUMBERS for size in value)
     )
 
 

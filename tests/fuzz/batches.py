@@ -1,5 +1,5 @@
-"""Batches and moves of slots, most of them nearly right, on a plan that runs: each has an answer,
-or is refused.
+"""Batches and moves of slots, most of them nearly valid, on a running plan: each is
+executed or refused.
 """
 
 import random
@@ -8,7 +8,7 @@ from headrace.errors import RequestError
 from tests.backend import hostile
 
 BATCHES = 20
-"""In each case: a plan costs more than a batch."""
+"""Batches per case, as a plan costs more than a batch."""
 
 
 def case(rng: random.Random) -> bytes:

@@ -1,5 +1,5 @@
-"""Calls of a plan's builder, most of them nearly right, before, between and after batches: each is
-done, or is refused.
+"""Calls of a plan's builder, most of them nearly valid, around batches: each is
+executed or refused.
 """
 
 import random

@@ -1,5 +1,5 @@
-"""`config.json` of every family and of a quantised model, opened with weights that fit what it
-said, and traced.
+"""`config.json` of every family and of a quantised model, opened with fitting weights
+and traced.
 """
 
 import json
@@ -66,8 +66,8 @@ _EXTRA = [
     "gelu",
 ]
 _VARIANT = b"variant "
-"""What a case begins with whose weights are those of a variant: its name follows, and then, in a
-line of its own, the configuration.
+"""The first bytes of a case with the weights of a variant; its name and, on the next
+line, the configuration follow.
 """
 
 
@@ -98,7 +98,7 @@ def _variant_config(name: str) -> dict[str, Any]:
 
 @cache
 def _variant_folder(name: str) -> Path:
-    """A folder with weights of a variant, all zero, as its layout names them."""
+    """A folder with weights of a variant, all zero, by its layout's names."""
     family = FAMILIES[VARIANTS[name].family]
     assert family.config
     spec = family.config.spec(JsonFields(_variant_config(name), name).named(family.config.fields))

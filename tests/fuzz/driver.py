@@ -1,4 +1,4 @@
-"""Runs the cases of a target in child processes, so that none of them can end the run."""
+"""Runs the cases of a target in child processes, so that no case can end the run."""
 
 import faulthandler
 import json
@@ -27,18 +27,18 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CORPUS = HERE / "corpus"
 SECONDS_PER_CASE = 10
-"""Of the processor, so that other load on the machine makes no findings."""
+"""CPU time, so that other load on the machine causes no findings."""
 PATIENCE = 120.0
-"""Seconds on the clock for a case that waits for something."""
+"""Wall-clock seconds for a case that waits."""
 MEMORY = 512 << 20
 """Bytes by which a target's process may grow."""
-MOST_FINDINGS = 20
-"""Of one target, after which its run ends."""
+MAX_FINDINGS = 20
+"""Findings of a target after which its run ends."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A case that did what none may do."""
+    """A forbidden result of a case."""
 
     target: str
     label: str
@@ -49,17 +49,16 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """What a run of one target found."""
+    """The result of a target's run."""
 
     cases: int = 0
     refused: int = 0
-    """Of the cases, those that ended in an error of our own."""
+    """Cases that ended in an error of our own."""
     seconds: float = 0.0
     findings: list[Finding] = field(default_factory=list)
 
 
 def targets() -> list[str]:
-    """The names of all targets."""
     return sorted(
         f.stem
         for f in HERE.glob("*.py")
@@ -73,7 +72,7 @@ def load(target: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Cases:
-    """The cases of a target: the files of its corpus, then those that the seed makes."""
+    """The cases of a target: the files of its corpus, then generated ones."""
 
     target: str
     seed: int
@@ -81,7 +80,7 @@ class Cases:
     corpus: Path
 
     def __call__(self, first: int) -> Iterator[tuple[str, bytes]]:
-        """Case by case its label and content."""
+        """Yield label and content of each case."""
         kept = sorted((self.corpus / self.target).glob("*"))
         for i in range(first, self.count):
             if i < len(kept):
@@ -96,14 +95,14 @@ class Cases:
 def run_target(
     target: str, count: int, seconds: float = float("inf"), seed: int = 0, corpus: Path = CORPUS
 ) -> Outcome:
-    """Run up to `count` cases, for no longer than `seconds`. A child that a case ends is followed
-    by another.
+    """Run up to `count` cases for up to `seconds`; a new child follows a child that a
+    case ends.
     """
     outcome, start, cases = Outcome(), time.monotonic(), Cases(target, seed, count, corpus)
     while (
         outcome.cases < count
         and time.monotonic() - start < seconds
-        and len(outcome.findings) < MOST_FINDINGS
+        and len(outcome.findings) < MAX_FINDINGS
     ):
         with _Child(cases, outcome.cases) as child:
             child.watch(outcome, start + seconds)
@@ -112,7 +111,7 @@ def run_target(
 
 
 class _Child:
-    """A process that runs cases and says on its stdout which."""
+    """A process that runs cases and reports them on stdout."""
 
     def __init__(self, cases: Cases, first: int) -> None:
         self._cases = cases
@@ -145,7 +144,7 @@ class _Child:
         self._faults.close()
 
     def watch(self, outcome: Outcome, deadline: float) -> None:
-        """Follow it until it ends, is too slow, or there is no more time."""
+        """Follow the process until it ends, is too slow, or the time is up."""
         assert self._process.stdout
         stdout, buffer, patience = self._process.stdout.fileno(), b"", PATIENCE
         while time.monotonic() < deadline:
@@ -166,7 +165,7 @@ class _Child:
                 outcome.refused += kind == "refused"
                 if kind == "finding":
                     self._add(outcome, *rest, ended=1)
-                    if len(outcome.findings) == MOST_FINDINGS:
+                    if len(outcome.findings) == MAX_FINDINGS:
                         return
 
     def _ended(self, outcome: Outcome) -> None:
@@ -181,18 +180,14 @@ class _Child:
         )
 
     def _add(self, outcome: Outcome, what: str, ended: int = 0) -> None:
-        """Note a finding of the case that runs, or, with `ended`, of the one that has just
-        ended.
-        """
+        """Note a finding of the running case or, with `ended`, of the last one."""
         outcome.cases += not ended
         label, content = next(self._cases(outcome.cases - 1), ("none", b""))
         outcome.findings.append(Finding(self._cases.target, label, what, content))
 
 
 def child(cases: Cases, first: int, faults: int) -> None:
-    """Run the cases, and write a line of JSON for each: it returned, was refused, or is a
-    finding.
-    """
+    """Run the cases, and write a JSON line with the result of each."""
     faulthandler.enable(faults)
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -222,7 +217,7 @@ def child(cases: Cases, first: int, faults: int) -> None:
 
 
 def attempt(module: ModuleType, content: bytes) -> tuple[str, ...]:
-    """Run one case: `returned`, `refused`, or `finding` and a traceback."""
+    """Run a case: `returned`, `refused`, or `finding` and a traceback."""
     try:
         module.run(content)
     except HeadraceError:
@@ -233,9 +228,7 @@ def attempt(module: ModuleType, content: bytes) -> tuple[str, ...]:
 
 
 def _peak() -> int:
-    """Most bytes that this process has had in memory; `ru_maxrss` begins with those of the process
-    that started it.
-    """
+    """Peak memory of this process in bytes; `ru_maxrss` starts with the parent's."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) << 10
 

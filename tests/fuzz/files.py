@@ -1,5 +1,5 @@
-"""What the targets that read files have in common: valid files to begin with, a folder to write to,
-and the use of a tokenizer.
+"""Shared parts of targets that read files: valid files, a scratch folder, the use of a
+tokenizer.
 """
 
 import atexit
@@ -22,7 +22,7 @@ TEXTS = ["", "Hello, wörld! <|im_end|> 12 \t\n", "aaaa\u0301 ▁ 日本語 👩
 
 @cache
 def scratch() -> Path:
-    """A folder of this process, in memory where the machine has such a place."""
+    """A folder of this process, in memory if possible."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -44,12 +44,12 @@ CONFIG: dict[str, Any] = {
     "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
     | {"original_max_position_embeddings": 64},
 }  # fmt: skip
-"""A small model whose weights `folder` has, and from which other families differ little."""
+"""A small model with the weights of `folder`, from which other families differ little."""
 
 
 def tensors(quantised: bool = False) -> dict[str, NDArray[Any]]:
-    """The weights of `CONFIG`, as Hugging Face names them; `quantised` as int8 with a scale for
-    each row.
+    """The weights of `CONFIG` by Hugging Face's names; `quantised` as int8 with a scale
+    per row.
     """
     dim, ffn, kv = (
         CONFIG["hidden_size"],
@@ -79,7 +79,7 @@ def tensors(quantised: bool = False) -> dict[str, NDArray[Any]]:
 
 @cache
 def folder(name: str, quantised: bool = False) -> Path:
-    """A folder of a small model, complete but for a tokenizer."""
+    """A folder of a small model without a tokenizer."""
     path = scratch() / name
     path.mkdir()
     save_file(tensors(quantised), path / "model.safetensors")
@@ -88,7 +88,7 @@ def folder(name: str, quantised: bool = False) -> Path:
 
 
 def use_tokenizer(tokenizer: Tokenizer) -> None:
-    """Encode and decode a few texts in all ways."""
+    """Encode and decode some texts in all ways."""
     for text in TEXTS:
         for special in (False, True):
             ids = tokenizer.encode(text, add_special=special, parse_special=special)

@@ -1,6 +1,4 @@
-"""GGUF files: opened, their tensors checked, their tokenizer built and used, and their smallest
-tensors read.
-"""
+"""GGUF files: opened, tensors checked, tokenizer built and used, small tensors read."""
 
 import random
 from functools import cache
@@ -11,8 +9,8 @@ from tests.fuzz.mutate import mutate_bytes
 
 
 @cache
-def originals() -> list[tuple[bytes, int]]:
-    """Contents of valid files, and where the header of each ends."""
+def valid_inputs() -> list[tuple[bytes, int]]:
+    """Contents of valid files, and the ends of their headers."""
     contents = [
         tiny_gguf(kind, sentencepiece) for kind, sentencepiece in (("Q4_0", False), ("Q8_0", True))
     ]
@@ -20,7 +18,7 @@ def originals() -> list[tuple[bytes, int]]:
 
 
 def case(rng: random.Random) -> bytes:
-    content, header = rng.choice(originals())
+    content, header = rng.choice(valid_inputs())
     return mutate_bytes(rng, content, header)
 
 

@@ -24,7 +24,7 @@ _EXTRA = [
 
 @cache
 def shards() -> tuple[Path, dict[str, dict[str, str]]]:
-    """A folder of two shards and of what is none, and its index."""
+    """A folder with two shards and other files, and its index."""
     path, made = scratch() / "shards", tensors()
     path.mkdir()
     half = len(made) // 2

@@ -1,4 +1,4 @@
-"""Changes to valid input: of bytes, and of JSON by what a parser of it may not expect."""
+"""Changes to valid input: to bytes, and to JSON values that parsers may not expect."""
 
 import json
 import random
@@ -52,14 +52,14 @@ _SCALARS: list[Any] = [
     "llama", "{{ x }}", "a" * 100, "a" * 100_000, [], {}, [[]], [None], {"": None}, {"type": "BPE"}, [1, 2, 3], ["a", "b"],
 ]  # fmt: skip
 _MORE = 40
-"""Copies of a value where it is multiplied."""
+"""Copies of a repeated value."""
 
 
 def mutate_bytes(
     rng: random.Random, content: bytes, header: int | None = None, most: int = 4
 ) -> bytes:
-    """A few changes, nine of ten of them before `header`: bits, bytes, whole numbers, pieces cut
-    out, put in or moved, an early end.
+    """Change bits, bytes, integers or pieces, or truncate; nine of ten changes are
+    before `header`.
     """
     result = bytearray(content)
     for _ in range(rng.randint(1, most)):
@@ -93,10 +93,8 @@ def mutate_bytes(
 def mutate_json(
     rng: random.Random, value: Any, extra: list[Any] | None = None, most: int = 3
 ) -> bytes:
-    """The value as JSON, with a few of its parts replaced by hostile ones or by those of `extra`,
-    doubled, renamed or left out.
-
-    Now and then a key stands twice, or the text itself is damaged.
+    """Replace, double, rename or drop parts of the value, sometimes repeat keys or
+    damage the text; `extra` has further hostile values.
     """
     value = json.loads(json.dumps(value))
     for _ in range(rng.randint(1, most)):
@@ -148,8 +146,8 @@ def _change_text(rng: random.Random, text: str) -> str:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container below and in `value`, with each of its keys or indices; of long lists only
-    some.
+    """Every container in `value` with each of its keys or indices; only some of long
+    lists.
     """
     stack = [value]
     while stack:

@@ -1,6 +1,4 @@
-"""safetensors files: headers changed as JSON and as bytes, and all else that is between their first
-byte and their last.
-"""
+"""safetensors files: headers changed as JSON and as bytes, and all other bytes."""
 
 import json
 import random
@@ -23,14 +21,14 @@ _EXTRA = [
 
 
 @cache
-def original() -> tuple[bytes, int]:
-    """The content of a valid file, and where its header ends."""
+def valid_input() -> tuple[bytes, int]:
+    """The content of a valid file, and the end of its header."""
     content = (folder("plain") / "model.safetensors").read_bytes()
     return content, 8 + int.from_bytes(content[:8], "little")
 
 
 def case(rng: random.Random) -> bytes:
-    content, header = original()
+    content, header = valid_input()
     if rng.random() < 0.5:
         return mutate_bytes(rng, content, header)
     changed = mutate_json(rng, json.loads(content[8:header]), _EXTRA)

@@ -1,4 +1,4 @@
-"""Chat templates and conversations, rendered and tokenised as for an answer."""
+"""Chat templates and conversations, rendered and tokenised as for generation."""
 
 import json
 import random

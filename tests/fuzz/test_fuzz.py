@@ -1,6 +1,4 @@
-"""A short form of `make fuzz`, with the same cases each time; and that the driver sees what it
-must.
-"""
+"""A short form of `make fuzz` with fixed cases, and tests of the driver."""
 
 from pathlib import Path
 
@@ -12,7 +10,7 @@ CASES = 250
 
 
 @pytest.mark.parametrize("target", driver.targets())
-def test_a_short_run(target: str) -> None:
+def test_short_fuzz_run(target: str) -> None:
     outcome = driver.run_target(target, CASES)
     assert not outcome.findings and outcome.cases == CASES
     assert outcome.refused > CASES // 10
@@ -27,7 +25,7 @@ def found(folder: Path, *planted: bytes, count: int) -> tuple[driver.Outcome, di
     return outcome, {finding.content: finding.what for finding in outcome.findings}
 
 
-def test_the_driver_notices(tmp_path: Path) -> None:
+def test_driver_finds_planted_cases(tmp_path: Path) -> None:
     outcome, what = found(
         tmp_path, b"refuse", b"raise", b"crash", b"refuse", b"loop", b"grow", count=20
     )
@@ -36,7 +34,7 @@ def test_the_driver_notices(tmp_path: Path) -> None:
     assert "SIGXCPU" in what[b"loop"] and "grew by" in what[b"grow"]
 
 
-def test_the_driver_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_stops_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_planted, "PATIENCE", 0.5, raising=False)
     _, what = found(tmp_path, b"return", b"wait", count=2)
     assert what == {b"wait": "it did not end within 0.5 s"}

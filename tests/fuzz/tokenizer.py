@@ -58,7 +58,7 @@ _EXTRA: list[Any] = [
 
 
 @cache
-def originals() -> list[dict[str, Any]]:
+def valid_inputs() -> list[dict[str, Any]]:
     """Valid tokenizers: byte-level BPE, SentencePiece-style BPE, Unigram, WordPiece."""
     letters = {token: i for i, token in enumerate([*byte_alphabet(), "he", "ll"])}
     spaces = {
@@ -123,7 +123,7 @@ def originals() -> list[dict[str, Any]]:
 
 
 def case(rng: random.Random) -> bytes:
-    return mutate_json(rng, rng.choice(originals()), _EXTRA)
+    return mutate_json(rng, rng.choice(valid_inputs()), _EXTRA)
 
 
 def run(case: bytes) -> None:

@@ -1,4 +1,4 @@
-"""`tokenizer_config.json`: what it says of special tokens, and its chat template or templates."""
+"""`tokenizer_config.json`: special tokens, and chat templates."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from headrace.checkpoint.folder import chat_template
 from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 from tests.fuzz.files import scratch, use_tokenizer
 from tests.fuzz.mutate import mutate_json
-from tests.fuzz.tokenizer import originals
+from tests.fuzz.tokenizer import valid_inputs
 
 _BOS = {
     "__type": "AddedToken",
@@ -45,7 +45,7 @@ def case(rng: random.Random) -> bytes:
 def run(case: bytes) -> None:
     path = scratch() / "configured"
     path.mkdir(exist_ok=True)
-    (path / "tokenizer.json").write_text(json.dumps(originals()[1]))
+    (path / "tokenizer.json").write_text(json.dumps(valid_inputs()[1]))
     (path / "tokenizer_config.json").write_bytes(case)
     chat_template(path)
     use_tokenizer(tokenizer_from_folder(path))

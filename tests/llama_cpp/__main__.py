@@ -1,17 +1,18 @@
 """`make gguf`: llama.cpp judges our GGUF routes.
 
-Of every variant of a family, llama.cpp's converter makes a GGUF file. Our two routes must give the
-same tensors and the same specification, and on that file our logits must be those of llama.cpp; the
-file that we convert must be the same model to it. What was found goes to tests/data/gguf, where the
-short form of this, in `make test`, and the table of docs/use/families.md find it. On files of a Llama
-whose matrices have a type that is looked up or read as a table, our logits must be near to those of
-llama.cpp, which rounds rows to 8 bits.
+For every variant of a family, llama.cpp's converter makes a GGUF file. Our two routes
+must give the same tensors and specification, our logits on the file must equal
+llama.cpp's, and the file of our own converter must be the same model to llama.cpp. The
+results go to tests/data/gguf, for the short form in `make test` and for the table of
+docs/use/families.md.
 
-Of files that we write, its mixtures must have the formats that ours have, and its quantised blocks
-must not be nearer to what they stand for than ours.
+On files of a Llama with looked-up or table types, our logits must be near to
+llama.cpp's, which rounds rows to 8 bits. For files that we write, the mixtures must
+have llama.cpp's formats, and its quantised blocks must not be nearer to the values than
+ours.
 
-    python -m tests.llama_cpp                 all of them
-    python -m tests.llama_cpp gpt2 IQ2_XS     some of them; nothing is written
+   python -m tests.llama_cpp              # all cases
+   python -m tests.llama_cpp gpt2 IQ2_XS  # some cases; no result is written
 """
 
 import argparse
@@ -30,8 +31,8 @@ from engines import ENGINES
 from engines.process import BENCH, Unavailable, interpreter
 
 from headrace.errors import UnsupportedModelError
-from tests.convert.whole import to_gguf
-from tests.llama_cpp import fixtures, mixed, quantised
+from tests.convert.conversion import to_gguf
+from tests.llama_cpp import block_errors, fixtures, mixtures
 from tests.llama_cpp.convert import convert
 from tests.llama_cpp.judge import (
     ROUNDED_TOLERANCE,
@@ -59,13 +60,13 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 class LlamaCpp(NamedTuple):
-    """Where it lies: an interpreter that has it, and its sources."""
+    """An interpreter that has llama.cpp, and its sources."""
 
     python: str
     source: Path
 
     def logits(self, file: Path) -> Logits | None:
-        """Its logits of all tokens, or None where it does not load the file."""
+        """The logits of all tokens, or None if the file does not load."""
         out = file.with_suffix(".npy")
         command = [self.python, str(WORKER), str(file), json.dumps(TOKENS), str(out)]
         result = subprocess.run(command, capture_output=True, env=environment(), timeout=300)
@@ -73,12 +74,12 @@ class LlamaCpp(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """That of its interpreter, which sees its own packages alone."""
+    """The environment of the interpreter, with its own packages only."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def checked(python: str) -> str:
-    """The same interpreter, if it has that version."""
+    """The interpreter, if it has that version."""
     command = [
         python,
         "-c",
@@ -90,7 +91,9 @@ def checked(python: str) -> str:
 
 
 def sources() -> Path:
-    """llama.cpp as it lies in the source package of llama-cpp-python, downloaded on first use."""
+    """llama.cpp's sources from the source package of llama-cpp-python, downloaded on
+    first use.
+    """
     folder = BENCH / "llama.cpp-source"
     vendored = folder / PACKAGE.replace("-", "_").replace("==", "-") / "vendor" / "llama.cpp"
     if not vendored.exists():
@@ -112,7 +115,7 @@ def sources() -> Path:
 
 
 def verdict(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
-    """What is found of a case."""
+    """Judge a case."""
     folder, file = (
         scratch / name / "tiny",
         scratch / f"{name}.gguf",
@@ -139,8 +142,8 @@ def verdict(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
 
 
 def converted_by_us(name: str, llama: LlamaCpp, folder: Path, theirs: Logits) -> str:
-    """What is wrong with the file that we convert a folder to, on which llama.cpp must compute what
-    it does on that of its converter.
+    """The errors of our conversion of a folder: llama.cpp must compute the same on it
+    as on its own.
     """
     save_tokenizer(folder)
     try:
@@ -158,10 +161,10 @@ def converted_by_us(name: str, llama: LlamaCpp, folder: Path, theirs: Logits) ->
 
 
 def written(llama: LlamaCpp, scratch: Path) -> list[str]:
-    """What llama.cpp does otherwise, or better, in files that we write; what it makes of mixtures
-    is kept.
+    """The differences between files that we and llama.cpp write; the formats of
+    mixtures are kept.
     """
-    ratios = quantised.ratios(llama.python, environment(), scratch)
+    ratios = block_errors.ratios(llama.python, environment(), scratch)
     for rows, by in ratios.items():
         print(
             f"{f'errors of {rows}':24} "
@@ -169,17 +172,17 @@ def written(llama: LlamaCpp, scratch: Path) -> list[str]:
             flush=True,
         )
     found = {
-        name: mixed.find(model, llama.python, environment(), scratch)
-        for name, model in mixed.MODELS.items()
+        name: mixtures.find(model, llama.python, environment(), scratch)
+        for name, model in mixtures.MODELS.items()
     }
-    wrong = [f"{name}: {each}" for name, of in found.items() for each in mixed.differences(of)]
+    wrong = [f"{name}: {each}" for name, of in found.items() for each in mixtures.differences(of)]
     print(f"{'mixtures':24} {wrong or f'the same formats in {len(found)} models'}", flush=True)
-    mixed.keep(PACKAGE, found)
-    return quantised.too_large(ratios) + wrong
+    mixtures.keep(PACKAGE, found)
+    return block_errors.too_large(ratios) + wrong
 
 
 def verdict_of_type(name: str, llama: LlamaCpp, scratch: Path) -> fixtures.Verdict:
-    """What is found of a type of tensors."""
+    """Judge a tensor type."""
     file = scratch / f"{name}.gguf"
     write(file, name)
     theirs = llama.logits(file)

@@ -1,4 +1,4 @@
-"""llama.cpp's own converter, on folders that have no tokenizer."""
+"""llama.cpp's converter, on folders without a tokenizer."""
 
 import json
 import logging
@@ -15,15 +15,17 @@ AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.25},
     "mpt": {"architectures": ["MPTForCausalLM"]},
 }
-"""What published configurations have, the converter asks for, and transformers 5 does not write."""
+"""Fields of published configurations that the converter needs and transformers 5 does
+not write.
+"""
 
 
 def convert(source: Path, folder: Path, file: Path) -> None:
-    """Convert the model of a folder to a GGUF file in float32, with the converter that lies in
-    llama.cpp's sources.
+    """Convert a folder to a float32 GGUF file with the converter of llama.cpp's
+    sources.
 
-    Raises NotImplementedError for architectures that it does not know, ValueError for tensors that
-    it has no place for.
+    Raises NotImplementedError for unknown architectures, ValueError for unknown
+    tensors.
     """
     if str(source) not in sys.path:
         sys.path[:0] = [str(source / "gguf-py"), str(source)]
@@ -64,7 +66,7 @@ def _as_published(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_vocab(self: Any) -> None:
-    """Tokens that llama.cpp takes for those of a byte-level vocabulary."""
+    """Tokens that llama.cpp accepts as a byte-level vocabulary."""
     count = self.hparams["vocab_size"]
     self.gguf_writer.add_tokenizer_model("gpt2")
     self.gguf_writer.add_tokenizer_pre("gpt-2")

@@ -1,5 +1,5 @@
-"""What `make gguf` leaves in tests/data/gguf: files that llama.cpp's converter wrote, its logits on
-them, and what it says of all.
+"""The results of `make gguf` in tests/data/gguf: files by llama.cpp's converter, its
+logits, and all verdicts.
 """
 
 import json
@@ -49,32 +49,32 @@ KEPT = (
         "gpt-oss-mxfp4",
     ),
 )
-"""One of each architecture, and of what the converter does to tensors."""
+"""A file for each architecture, and for each change that the converter makes to tensors."""
 LENGTH = 48
-"""Tokens that a test has to compute, more than any window of the variants."""
+"""Tokens that a test computes, more than any window of the variants."""
 ROWS = (0, 1, 12, LENGTH - 1)
-"""Whose logits are kept."""
+"""Rows whose logits are kept."""
 _PACKING = [
     {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 2, "pb": 2}
 ]  # numbers of four bytes
 
 
 class Verdict(NamedTuple):
-    """What is found of a case."""
+    """The result of a case."""
 
     right: bool
     """Whether it is as expected."""
     what: str = ""
     error: float | None = None
-    """Largest relative error of a row of logits."""
-    error_like_theirs: float | None = None
-    """The same where we take the liberties that llama.cpp takes."""
+    """Maximum relative error of a row of logits."""
+    error_with_approximations: float | None = None
+    """The error with llama.cpp's approximations."""
 
     def __str__(self) -> str:
         errors = (
             ""
             if self.error is None
-            else f"{self.error:.0e}, with its liberties {self.error_like_theirs:.0e}"
+            else f"{self.error:.0e}, with approximations {self.error_with_approximations:.0e}"
         )
         return ("" if self.right else "WRONG: ") + ", ".join(
             part for part in (errors, self.what) if part
@@ -82,9 +82,7 @@ class Verdict(NamedTuple):
 
 
 def write(package: str, found: Mapping[str, Verdict], scratch: Path) -> None:
-    """Keep verdicts, which come of a package, and of some cases the files and logits that lie in
-    `scratch`.
-    """
+    """Keep verdicts of a package, with some files and logits from `scratch`."""
     FOLDER.mkdir(exist_ok=True)
     for file in FOLDER.glob("*.gguf.xz"):
         file.unlink()
@@ -97,7 +95,7 @@ def write(package: str, found: Mapping[str, Verdict], scratch: Path) -> None:
         **{name: np.load(scratch / f"{name}.npy")[list(ROWS)] for name in KEPT},
     )
     errors = {
-        name: [float(f"{error:.0e}") for error in (v.error, v.error_like_theirs)]
+        name: [float(f"{error:.0e}") for error in (v.error, v.error_with_approximations)]
         for name, v in found.items()
         if v.error is not None
     }
@@ -114,22 +112,22 @@ def unpack(name: str, folder: Path) -> Path:
 
 
 def logits(name: str) -> NDArray[np.float32]:  # [ROWS, vocab]
-    """What llama.cpp computes on it."""
+    """llama.cpp's logits of the file."""
     with np.load(FOLDER / "logits.npz") as arrays:
         kept: NDArray[np.float32] = arrays[name]
     return kept
 
 
 def verdicts() -> dict[str, tuple[float, float]]:
-    """The largest relative error of the logits of each case that llama.cpp runs, and that with the
-    liberties it takes.
+    """The maximum relative error of each case that llama.cpp runs, and with its
+    approximations.
     """
     found: dict[str, tuple[float, float]] = _kept()["errors"]
     return found
 
 
 def package() -> str:
-    """What of llama.cpp the verdicts come of: a package with its version."""
+    """The llama.cpp package and version that made the verdicts."""
     return str(_kept()["package"])
 
 

@@ -1,5 +1,5 @@
-"""What is compared: our two routes with each other, and our logits on a GGUF file with those of
-llama.cpp.
+"""Comparing our two routes with each other, and our logits on a GGUF file with
+llama.cpp's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,25 +24,23 @@ from tests.oracle.test_families import rows_of_ours
 Logits = NDArray[np.float32]
 
 TOLERANCE = 1e-5
-"""Relative error of a row of logits, of float32 on both sides."""
+"""Relative error of a row of logits, if both sides compute in float32."""
 GELU_TOLERANCE = 3e-4
-"""That for each layer with GELU. ggml looks it up in half precision, where numbers that are equal
-but for their last bits, next to a limit of rounding, differ by one part in a thousand.
+"""Error for each layer with GELU: ggml's table in half precision turns last bits near a
+limit of rounding into 0.1 %.
 """
 ROUNDED_TOLERANCE = 0.03
-"""That where ggml rounds rows to 8 bits, before they are multiplied with weights that are
-themselves rounded.
-"""
+"""Error if ggml rounds rows to 8 bits before it multiplies rounded weights."""
 ROUNDED_TYPE_TOLERANCE = 0.1
-"""That where it rounds rows for all matrices of a model, with a scale for 256 columns."""
+"""Error if ggml rounds rows for all matrices, with a scale for 256 columns."""
 _NOT_COMPARED = {"name", "architecture", "max_context", "rope", "window_rope"}
-"""Names; a length that GGUF files of some families say otherwise; rotary embeddings, whose
-frequencies are compared.
+"""Names, a length that some GGUF files state differently, and rotary embeddings,
+compared by frequencies.
 """
 
 
 def differences(folder: Path, file: Path) -> list[str]:
-    """What is not the same in our two routes: names of tensors and fields."""
+    """Names of tensors and fields that differ between our two routes."""
     a, b = open_checkpoint(folder), open_checkpoint(file)
     names = sorted({*a.tensors, *b.tensors})
     return [name for name in names if not _same_tensor(name, a, b)] + _different_fields(
@@ -74,7 +72,7 @@ def _different_fields(a: ModelSpec, b: ModelSpec) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are the same: numbers to the precision of a float32, records field by
+    """Whether values are equal, with numbers to float32 precision and records field by
     field.
     """
     if isinstance(a, float) and isinstance(b, float):
@@ -85,9 +83,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _frequencies(rope: RopeSpec | None) -> NDArray[np.float64]:
-    """All numbers of a rotary embedding: frequencies for short texts and long ones, and the
-    factor.
-    """
+    """Frequencies for short and long texts, and the factor."""
     if not rope:
         return np.empty(0)
     ranges = [inverse_frequencies(rope, CONTEXT, context) for context in (16, CONTEXT, 4 * CONTEXT)]
@@ -95,15 +91,15 @@ def _frequencies(rope: RopeSpec | None) -> NDArray[np.float64]:
 
 
 def our_logits(file: Path, tokens: list[int], like_theirs: bool) -> tuple[Logits, float]:
-    """The logits of the reference backend on a GGUF file, on request with the liberties that
-    llama.cpp takes, and the tolerance.
+    """Logits of the reference backend, optionally with llama.cpp's approximations, and
+    the tolerance.
     """
     checkpoint = open_checkpoint(file)
     spec = replace(checkpoint.spec, context=CONTEXT)
     if not like_theirs:
         return _logits(spec, checkpoint.tensors, tokens), _tolerance(checkpoint)
     with _gelu_by_table():
-        return _logits(_taken_liberties(spec), checkpoint.tensors, tokens), _tolerance(checkpoint)
+        return _logits(_approximations(spec), checkpoint.tensors, tokens), _tolerance(checkpoint)
 
 
 def _tolerance(checkpoint: Checkpoint) -> float:
@@ -116,9 +112,9 @@ def _tolerance(checkpoint: Checkpoint) -> float:
     )
 
 
-def _taken_liberties(spec: ModelSpec) -> ModelSpec:
-    """What llama.cpp computes: it rounds the limits of YaRN's ramp, also for gpt-oss, and Phi-3 has
-    no window.
+def _approximations(spec: ModelSpec) -> ModelSpec:
+    """llama.cpp's specification: rounded limits of YaRN's ramp, also for gpt-oss, and
+    Phi-3 without a window.
     """
     rope = replace(spec.rope, truncate=True) if spec.rope else None
     return replace(spec, rope=rope, windows=() if spec.architecture == "phi3" else spec.windows)
@@ -131,9 +127,7 @@ def _logits(spec: ModelSpec, tensors: Mapping[str, Any], tokens: list[int]) -> L
 
 @contextmanager
 def _gelu_by_table() -> Iterator[None]:
-    """Let GELU of both kinds be what ggml makes of them: the one with tanh, looked up in a table in
-    half precision.
-    """
+    """Replace GELU by ggml's, with a half-precision table for the tanh variant."""
     exact = reference_activations.activated
 
     def activated(x: NDArray[np.float64], activation: Any) -> NDArray[np.float64]:
@@ -149,5 +143,5 @@ def _gelu_by_table() -> Iterator[None]:
 
 
 def relative_error(got: Logits, want: Logits) -> float:
-    """Of the row that is farthest off."""
+    """The relative error of the worst row."""
     return float((np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)).max())

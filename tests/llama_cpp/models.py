@@ -1,8 +1,8 @@
-"""The models on which llama.cpp is asked for its logits: the variants, as it can run them, with
-weights of few values.
+"""The models for llama.cpp's logits: variants that it can run, with weights of few
+values.
 
-Weights come from the names that files give them, so that these models are the same whatever a
-version of transformers draws. Having few values, they pack well.
+Weights depend on the names in files, so that models do not change with transformers.
+Few values pack well.
 """
 
 import json
@@ -24,14 +24,14 @@ EVEN_YARN = YARN | {"mscale": 0.9, "mscale_all_dim": 0.9}
 
 
 class Case(NamedTuple):
-    """A variant, and options laid over its own."""
+    """A variant with changed options."""
 
     variant: str
     options: dict[str, Any]
     why: str = ""
-    """What llama.cpp does not run of the variant as it is."""
+    """The feature of the variant that llama.cpp does not run."""
     mxfp4: bool = False
-    """Whether experts are as gpt-oss was published, in MXFP4."""
+    """Whether experts are in MXFP4, as in gpt-oss."""
 
 
 CASES = {name: Case(name, {}) for name in VARIANTS} | {
@@ -82,7 +82,6 @@ CASES = {name: Case(name, {}) for name in VARIANTS} | {
         },
     ),
 }
-"""What is judged."""
 NOT_CONVERTED = {
     "gpt-j": "an architecture that it does not know",
     "qwen3-moe-mixed": "layers without experts in Qwen3-MoE",
@@ -92,7 +91,7 @@ NOT_RUN = {
     "deepseek-v2-biases": "biases in DeepSeek-V2, which our GGUF route refuses, too",
     "gpt-oss-full": "gpt-oss without biases",
 }
-"""Files that its converter writes and it does not load."""
+"""Files that llama.cpp's converter writes but llama.cpp does not load."""
 UNSAID = {
     "llama-dynamic": "the rotary scaling",
     "mistral-window": "the window",
@@ -100,8 +99,8 @@ UNSAID = {
     "qwen2-window": "the windows",
     "deepseek-v3-half-split": "the order of rotary pairs",
 }
-"""What a GGUF file does not say of a variant: there it is another model than in the folder;
-llama.cpp says the same of it as we.
+"""Features that a GGUF file cannot describe: it is another model than the folder, for
+llama.cpp and for us.
 """
 REFUSED = {
     "llama-dynamic": "rope would not have the frequencies of the rule dynamic",
@@ -112,7 +111,7 @@ REFUSED = {
     "gpt-oss-full": r"windows would be \(128, 0, 128\) instead of \(\)",
     "gpt-j": "the family gptj has no GGUF format",
 }
-"""What we do not convert to a GGUF file, and what we say of it."""
+"""Models that we do not convert to GGUF, with our message."""
 
 
 def save_coarse(name: str, folder: Path) -> None:
@@ -135,7 +134,7 @@ def save_coarse(name: str, folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of a few characters."""
+    """Save a tokenizer of a few characters."""
     backend = tokenizers.Tokenizer(models.BPE({chr(33 + i): i for i in range(90)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -143,7 +142,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def _coarse(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Two values for matrices, 32 for what is added to rows or scales them."""
+    """Two values for matrices, 32 for biases and scales."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     return (
         rng.choice((-3, 3), shape) / 32 if len(shape) > 1 else rng.integers(-8, 24, shape) / 16
@@ -151,8 +150,8 @@ def _coarse(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
 
 
 def _mxfp4(name: str, shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
-    """Pairs of codes, and exponents, in place of the matrices [experts, columns, rows] of
-    experts.
+    """Pairs of codes, and exponents, in place of experts' matrices [experts, columns,
+    rows].
     """
     experts, cols, rows = shape
     rng = np.random.default_rng(zlib.crc32(name.encode()))

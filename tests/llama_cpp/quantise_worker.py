@@ -1,9 +1,10 @@
-"""Run by the interpreter that has llama-cpp-python: quantises as llama.cpp does.
+"""Quantises with llama.cpp, in the interpreter that has llama-cpp-python.
 
-`quantise_worker.py models JOBS` makes files of mixtures: a list of [source, result, number of the
-file type], in JSON, and says of each whether it was made. `quantise_worker.py rows ROWS TYPES OUT`
-quantises the float32 rows [rows, cols] of a .npy file to each of some types of ggml, {name: number}
-in JSON, and saves the bytes by their names.
+`quantise_worker.py models JOBS` makes files of mixtures from a JSON list of [source,
+result, file type], and reports the success of each.
+
+`quantise_worker.py rows ROWS TYPES OUT` quantises the float32 rows [rows, cols] of a
+.npy file to ggml's types, {name: number} in JSON, and saves the bytes by name.
 """
 
 import ctypes

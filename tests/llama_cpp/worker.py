@@ -1,7 +1,7 @@
-"""Run by the interpreter that has llama-cpp-python: `worker.py MODEL TOKENS OUT` saves the logits
-[tokens, vocab] of some tokens.
+"""Computes logits with llama.cpp, in the interpreter that has llama-cpp-python:
+`worker.py MODEL TOKENS OUT` saves [tokens, vocab].
 
-All in float32: keys and values too, and no flash attention, which rounds them.
+KV is float32, without flash attention, which rounds.
 """
 
 import json

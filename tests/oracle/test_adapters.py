@@ -1,6 +1,4 @@
-"""LoRA adapters against PEFT, as it trains, saves and merges them; and the folders that are
-refused.
-"""
+"""LoRA adapters against PEFT, which trains, saves and merges them; and refused folders."""
 
 import json
 from collections.abc import Callable
@@ -61,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_adapter(model: Any, folder: Path, **options: Any) -> Any:
-    """A random adapter of the model, saved by PEFT; returns the model with it."""
+    """Save a random adapter with PEFT; returns the model with it."""
     adapted = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -77,9 +75,7 @@ def save_adapter(model: Any, folder: Path, **options: Any) -> Any:
 def our_logits(
     checkpoint: Checkpoint, folder: Path | None, backend: str, groups: int
 ) -> NDArray[np.float32]:
-    """Those of two sequences of the same tokens, of which one has the adapter and the other has
-    none; of the first, then of the second.
-    """
+    """Logits of two sequences of the same tokens, with the adapter and without."""
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     executable = compile_program(
         backend, program, checkpoint.tensors, KvConfig((8,) * groups, 32, "f32"), 1
@@ -192,7 +188,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], type[Model
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str, saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
+def test_refused_adapters(case: str, saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
     checkpoint, folder = saved
     change, error, message = REFUSED[case]
     config, tensors = (
@@ -206,7 +202,7 @@ def test_what_is_refused(case: str, saved: tuple[Checkpoint, Path], tmp_path: Pa
         read_adapter(tmp_path, checkpoint.spec)
 
 
-def test_folders_that_have_no_adapter(saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
+def test_folders_without_an_adapter(saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
     checkpoint, folder = saved
     with pytest.raises(
         ModelNotFoundError, match=r"no adapter_config.json; name the folder that PEFT saved"

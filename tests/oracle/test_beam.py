@@ -1,4 +1,4 @@
-"""Beam search against that of transformers, on a tiny random model in float32."""
+"""Beam search against transformers, on a tiny random model in float32."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""Weights that bitsandbytes itself makes on a CPU: read as it reads them, and computed as
-transformers computes with them.
+"""Weights made by bitsandbytes on a CPU: dequantised as by the library, and computed as
+by transformers.
 """
 
 from pathlib import Path
@@ -41,8 +41,8 @@ def test_4_bits(
 
 
 def dequantised(codes: torch.Tensor, state: Any) -> Any:
-    """As the library computes on any device: its kernel for AVX-512 takes blocks that go on in the
-    next row for blocks of one.
+    """The library's values on any device: its AVX-512 kernel misreads blocks that
+    continue in the next row.
     """
     largest = (
         bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset
@@ -84,8 +84,8 @@ def test_8_bits(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("without_avx512bf16")
-def test_folders(options: dict[str, Any], near: float, tmp_path: Path) -> None:
-    """Written by transformers, with the quantised layers of bitsandbytes."""
+def test_bitsandbytes_folders(options: dict[str, Any], near: float, tmp_path: Path) -> None:
+    """Folders by transformers with the layers of bitsandbytes."""
     tiny_llama(64, 192).save_pretrained(tmp_path / "plain")
     config = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.float32)
     model = LlamaForCausalLM.from_pretrained(

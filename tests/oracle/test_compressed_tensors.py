@@ -1,5 +1,5 @@
-"""Weights that compressed-tensors itself compresses: read as it decompresses them, and computed as
-transformers computes with them.
+"""Weights made by compressed-tensors: dequantised as by the library, and computed as by
+transformers.
 """
 
 import json
@@ -85,8 +85,8 @@ def config_of(kind: str, args: QuantizationArgs) -> dict[str, Any]:
 def compressed(
     kind: str, args: QuantizationArgs, weight: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the library makes of a weight with scales of the largest values of their groups: its
-    values, and the tensors of a file.
+    """The library's values of a weight, with scales by the maxima of groups, and the
+    tensors of a file.
     """
     (rows, cols), strategy = weight.shape, args.strategy
     high, wide = {
@@ -121,7 +121,7 @@ def compressed(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_weights(name: str, tmp_path: Path) -> None:
+def test_compressed_tensors_weights(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     kind, fields = KINDS[name]
     args = QuantizationArgs(**fields)
@@ -141,9 +141,9 @@ def test_weights(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["int4", "int4-channel", "int8", "float8-tensor", "float8-channel", "float8-block"]
 )
-def test_folders(name: str, tmp_path: Path) -> None:
-    """As transformers computes with them; with compressed-tensors 0.20 it loads no packed zero
-    points.
+def test_compressed_tensors_folders(name: str, tmp_path: Path) -> None:
+    """transformers computes the same; with compressed-tensors 0.20 it loads no packed
+    zero points.
     """
     kind, fields = KINDS[name]
     args = QuantizationArgs(**fields)

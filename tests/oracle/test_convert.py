@@ -1,5 +1,5 @@
-"""Folders that we write, read by the libraries whose formats they have: the same weights, and the
-same logits.
+"""Folders that we write give the same weights and logits in the libraries of their
+formats.
 """
 
 import json
@@ -30,14 +30,14 @@ FORMATS = [
     "fp4-g64",
 ]
 ASYMMETRIC = ["int2-g32-asym", "int3-g32-asym", "int4-row-asym", "int8-g64-asym"]
-"""Transformers 5.23 makes room for zero points that are not packed, and finds packed ones: they are
-held to the compressor by itself.
+"""Formats that transformers 5.23 cannot load: it expects unpacked zero points. The
+compressor itself checks them.
 """
 
 
 @pytest.mark.usefixtures("without_avx512bf16")
 @pytest.mark.parametrize("name", FORMATS)
-def test_transformers_computes_what_we_do(name: str, tmp_path: Path) -> None:
+def test_transformers_computes_written_folders(name: str, tmp_path: Path) -> None:
     tiny_llama(64, 128).save_pretrained(tmp_path / "model")
     written(tmp_path / "model", name, tmp_path / "out")
     model = LlamaForCausalLM.from_pretrained(
@@ -51,10 +51,8 @@ def test_transformers_computes_what_we_do(name: str, tmp_path: Path) -> None:
     check_engine(tmp_path / "out", model, near=0.05)
 
 
-def test_bitsandbytes_multiplies_int8_as_we_do(tmp_path: Path) -> None:
-    """Both round activations, so that neither is what the weights stand for; both are near to
-    it.
-    """
+def test_bitsandbytes_multiplies_written_int8(tmp_path: Path) -> None:
+    """Both round activations, so both are near to the weights' exact result."""
     tiny_llama(64, 128).save_pretrained(tmp_path / "model")
     written(tmp_path / "model", "llm-int8", tmp_path / "out")
     model = LlamaForCausalLM.from_pretrained(

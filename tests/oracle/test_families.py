@@ -1,4 +1,4 @@
-"""Tiny random models of every family: the logits of the reference backend against those of
+"""Tiny random models of every family: logits of the reference backend against
 transformers in float32, and of cpu.
 """
 
@@ -32,7 +32,7 @@ Rows = NDArray[np.float32]
 def our_rows(
     folder: Path, tokens: list[int], kv_groups: int, context: int, backend: str = "reference"
 ) -> tuple[Rows, Rows]:
-    """Logits [tokens, vocab] and what they are computed from [tokens, dim]: the pooled rows."""
+    """Logits [tokens, vocab] and their inputs [tokens, dim], which pooling uses."""
     checkpoint = open_checkpoint(folder)
     return rows_of_ours(
         replace(checkpoint.spec, context=context), checkpoint.tensors, tokens, kv_groups, backend
@@ -86,7 +86,7 @@ def test_logits_and_hidden_rows_are_those_of_transformers(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v2-lite"])
 def test_latent_rows_in_the_absorbed_form(name: str, tmp_path: Path) -> None:
-    """Keys and values are latent rows: the same logits from other KV."""
+    """Latent rows as keys and values give the same logits."""
     want = logits_of(save_model(name, tmp_path), TOKENS)
     plain, absorbed = open_checkpoint(tmp_path), open_checkpoint(tmp_path, is_absorbed=True)
     numbers = [
@@ -102,7 +102,7 @@ FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4,
 
 
 def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
-    """Experts in MXFP4, whose values transformers has here as floats."""
+    """Experts in MXFP4; transformers has their values as floats."""
     model, rng = save_model("gpt-oss", tmp_path), np.random.default_rng(0)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -154,9 +154,7 @@ def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
 def test_longrope_goes_by_the_longest_text_that_is_allowed(
     context: int, length: int, tmp_path: Path
 ) -> None:
-    """Transformers goes by the text at hand: a short one has the short factors, a long one the long
-    ones.
-    """
+    """transformers chooses short or long factors by the text at hand."""
     want = logits_of(save_model("phi3-longrope", tmp_path), TOKENS[:length])
     got = our_logits(tmp_path, TOKENS[:length], 1, context)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
@@ -165,7 +163,7 @@ def test_longrope_goes_by_the_longest_text_that_is_allowed(
 
 
 def test_a_dynamic_base_goes_by_the_longest_text_that_is_allowed(tmp_path: Path) -> None:
-    """Transformers goes by the text at hand, once it is longer than those of the training."""
+    """transformers uses the text at hand, beyond the length of training."""
     want = logits_of(save_model("llama-dynamic", tmp_path), TOKENS * 2 + TOKENS[:60])
     got = our_logits(tmp_path, TOKENS * 2 + TOKENS[:60], 1, 300)
     assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)

@@ -1,5 +1,5 @@
-"""Folders of fp8 as transformers dequantises them. It quantises to fp8 on GPUs only, so the tensors
-are made here.
+"""fp8 folders, dequantised as by transformers, which quantises on GPUs only; the
+tensors are made here.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.folders import TOKENS, backends, logits_of, tiny_llama, write_folder
 
 
 @pytest.mark.parametrize("block", [(32, 32), (64, 32)])
-def test_folders(block: tuple[int, int], tmp_path: Path) -> None:
+def test_fp8_folders(block: tuple[int, int], tmp_path: Path) -> None:
     high, wide = block
 
     def stored(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,6 +1,4 @@
-"""A GGUF file with matrices of each type that is looked up or read as a table, written by gguf-py,
-through the engine.
-"""
+"""A GGUF file of each looked-up or table type, written by gguf-py, through the engine."""
 
 from pathlib import Path
 
@@ -27,8 +25,8 @@ SIZES = {
 
 
 def matrices(name: str) -> dict[str, NDArray[np.uint8]]:
-    """Blocks of the type, [rows, bytes], by the names of a Llama's matrices; logits are those of
-    the embedding.
+    """Blocks of the type [rows, bytes] by the names of a Llama's matrices; the
+    embedding makes logits.
     """
     shapes = {"token_embd": (len(metadata("llama")["tokenizer.ggml.tokens"]), DIM)}
     for i in range(2):
@@ -51,8 +49,8 @@ def matrices(name: str) -> dict[str, NDArray[np.uint8]]:
 def write(
     path: Path, name: str, *, as_floats: bool = False, scale: float | None = None
 ) -> Checkpoint:
-    """The model in the type, or what gguf-py makes of its blocks, in float32; `scale` begins a
-    block of each.
+    """Write the model in the type, or in float32 with gguf-py's values; `scale` begins
+    a block of each.
     """
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (
@@ -81,9 +79,9 @@ def write(
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_model_of_the_type(name: str, tmp_path: Path) -> None:
-    """The reference gives the bits of the same model in float32; the cpu backend is near, however
-    the prompt is cut.
+def test_models_of_gguf_types(name: str, tmp_path: Path) -> None:
+    """The reference gives the bits of the float32 model; cpu is near, for every
+    chunking of the prompt.
     """
     checkpoint, floats = (
         write(tmp_path / f"{as_floats}.gguf", name, as_floats=as_floats)
@@ -106,7 +104,7 @@ def test_a_model_of_the_type(name: str, tmp_path: Path) -> None:
 def test_a_scale_that_is_not_finite_spoils_the_logits(
     name: str, scale: float, tmp_path: Path
 ) -> None:
-    """As in types that are packed as they are: nothing is refused, nothing goes unnoticed."""
+    """The file is accepted, and logits are not finite, as with other types."""
     for executable in backends(write(tmp_path / "spoilt.gguf", name, scale=scale), ""):
         with np.errstate(invalid="ignore"):
             assert not np.isfinite(logits_of(executable, [TOKENS])).any()

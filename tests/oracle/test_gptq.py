@@ -1,12 +1,12 @@
-"""Matrices packed by GPTQModel 7.7.0, AutoAWQ 0.2.9 and hqq 0.2.8, which do not install beside this
-torch on a CPU, and what these make of them.
+"""Matrices packed and dequantised by GPTQModel 7.7.0, AutoAWQ 0.2.9 and hqq 0.2.8,
+which do not install next to this torch on a CPU.
 
-`tests/data/gptq.safetensors`: `TorchLinear.pack_original` and `dequantize_weight` with the scales
-in float32, 64 columns in groups of 32, in order and permuted, zero points from 0 on;
-`convert_gptq_v2_to_v1_format_module` gave the older checkpoint format.
-`tests/data/awq.safetensors`: `WQLinear_GEMM.from_linear` and `dequantize_gemm`, likewise.
-`tests/data/hqq.safetensors`: `HQQLinear.state_dict` and `HQQLinear.dequantize` in float32, and a
-layer with axis 0.
+`tests/data/gptq.safetensors`: `TorchLinear.pack_original` and `dequantize_weight` with
+float32 scales, 64 columns in groups of 32, in order and permuted, zero points from 0
+on; the older checkpoint format by `convert_gptq_v2_to_v1_format_module`.
+`tests/data/awq.safetensors`: `WQLinear_GEMM.from_linear` and `dequantize_gemm`.
+`tests/data/hqq.safetensors`: `HQQLinear.state_dict` and `HQQLinear.dequantize` in
+float32, and a layer with axis 0.
 """
 
 from pathlib import Path
@@ -61,9 +61,7 @@ def test_autoawq(group: int) -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
 def test_hqq(bits: int) -> None:
-    """Its zeros are no integers: the values of code 0 here, which are rounded once more than
-    there.
-    """
+    """Float zeros become the values of code 0, which rounds once more."""
     name, path = f"bits{bits}", DATA / "hqq.safetensors"
     want, scales = load_file(path)[f"{name}.want"], load_file(path)[f"{name}.scale"]
     assert (

@@ -1,5 +1,5 @@
-"""The short form of `make gguf`, without llama.cpp: files that its converter wrote, and a few rows
-of the logits that it computed.
+"""The short form of `make gguf` without llama.cpp: files by its converter, and some
+rows of its logits.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.llama_cpp.models import CASES, NOT_CONVERTED, NOT_RUN, TOKENS, UNSAID
 
 
 @pytest.mark.parametrize("name", fixtures.KEPT)
-def test_a_file_of_llama_cpp(name: str, tmp_path: Path) -> None:
+def test_logits_of_llama_cpp_files(name: str, tmp_path: Path) -> None:
     file, folder = fixtures.unpack(name, tmp_path), tmp_path / "folder"
     save_coarse(name, folder)
     assert differences(folder, file) == []
@@ -22,11 +22,11 @@ def test_a_file_of_llama_cpp(name: str, tmp_path: Path) -> None:
     assert relative_error(logits[list(fixtures.ROWS)], fixtures.logits(name)) < tolerance
 
 
-def test_every_architecture_has_such_a_file() -> None:
+def test_every_architecture_has_a_llama_cpp_file() -> None:
     kept = {VARIANTS[CASES[name].variant].family for name in fixtures.KEPT}
     assert {name for name, family in FAMILIES.items() if family.gguf} <= kept
 
 
-def test_llama_cpp_was_asked_about_every_variant() -> None:
+def test_llama_cpp_judged_every_variant() -> None:
     assert CASES.keys() >= VARIANTS.keys() and UNSAID.keys() <= CASES.keys()
     assert fixtures.verdicts().keys() == CASES.keys() - NOT_CONVERTED.keys() - NOT_RUN.keys()

@@ -1,5 +1,5 @@
-"""The default model against transformers in float32 over the same, dequantised weights (tests/data
-says how they were made).
+"""The default model against transformers in float32 on the same dequantised weights
+(made as in tests/data).
 """
 
 import json
@@ -40,9 +40,7 @@ def cpu(checkpoint: Checkpoint) -> Iterator[Executable]:
 
 @pytest.fixture(scope="module")
 def transformers_model(checkpoint: Checkpoint) -> LlamaForCausalLM:
-    """The published implementation over our dequantised weights, rotary rows put back into its
-    half-split order.
-    """
+    """The published implementation with our dequantised weights in half-split order."""
     spec = checkpoint.spec
     config = LlamaConfig(
         hidden_size=spec.dim,
@@ -101,7 +99,7 @@ def test_reference_logits(checkpoint: Checkpoint, transformers_model: LlamaForCa
 def test_nll_and_kl(
     cpu: Executable, transformers_model: LlamaForCausalLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Mean NLL over 8 chunks of 512 within 0.5 % of float32, and KL(float32 || cpu) no worse than
+    """Mean NLL of 8 chunks of 512 within 0.5 % of float32, and KL(float32 || cpu) up to
     llama.cpp's 0.0032.
     """
     figures = json.loads((DATA / "nll.json").read_text())
@@ -130,7 +128,7 @@ def test_nll_and_kl(
     ids=lambda case: case["prompt"][:24],
 )
 def test_greedy_continuation(cpu: Executable, case: dict) -> None:
-    """The float32 continuation, up to the first near-tie."""
+    """The float32 continuation up to the first near-tie."""
     want, gaps = case["hf_fp32"]["ids"], case["hf_fp32"]["top1_top2_logit_gap"]
     known = list(case["prompt_ids"])
     for step, (token, gap) in enumerate(zip(want, gaps, strict=True)):

@@ -1,6 +1,4 @@
-"""Folders that transformers writes with torchao open here, dequantise to what torchao makes of
-them, and give the same logits.
-"""
+"""Folders that transformers writes with torchao give its values and logits."""
 
 from pathlib import Path
 from typing import Any
@@ -46,10 +44,8 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folders(tmp_path: Path, kind: str) -> None:
-    """Logits within 1e-4 of those of the library, which computes in float32; it is not asked where
-    it rounds activations.
-    """
+def test_torchao_folders(tmp_path: Path, kind: str) -> None:
+    """Logits within 1e-4 of the library's in float32, without rounded activations."""
     tiny_llama(64, 96).save_pretrained(tmp_path / "plain")
     config = TorchAoConfig(KINDS[kind], include_input_output_embeddings=kind == "int8-group")
     model = AutoModelForCausalLM.from_pretrained(
@@ -73,8 +69,8 @@ def test_folders(tmp_path: Path, kind: str) -> None:
 
 
 def test_pairs_of_int4(tmp_path: Path) -> None:
-    """The library quantises them on accelerators only, and cannot dequantise them; it does say
-    under which names they are written.
+    """The library quantises and dequantises them on accelerators only; their names are
+    compared.
     """
     codes = torch.randint(-128, 128, (24, 32), dtype=torch.int8)
     scale, middle = torch.rand(2, 24).bfloat16(), torch.randn(2, 24).bfloat16()

@@ -1,5 +1,5 @@
-"""Encoders of ggml's formats. What their bytes mean is read by gguf-py; the comparison with
-llama.cpp is in tests/llama_cpp.
+"""Encoders of ggml's formats, read by gguf-py; tests/llama_cpp compares them with
+llama.cpp.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from headrace.quant.encode import ENCODERS, encode
 
 Floats = NDArray[np.float32]
 
-WORST = {
+MAX_ERRORS = {
     "F32": 0, "F16": 2**-11, "BF16": 2**-8, "Q4_0": 1 / 8, "Q4_1": 1 / 15, "Q5_0": 1 / 16, "Q5_1": 1 / 31, "Q8_0": 1 / 254, "Q2_K": 0.4,
     "Q3_K": 0.27, "Q4_K": 0.08, "Q5_K": 0.05, "Q6_K": 0.04, "IQ4_NL": 0.11, "IQ4_XS": 0.13, "MXFP4": 1 / 5, "TQ1_0": 1, "TQ2_0": 1,
 }  # fmt: skip
-"""The root mean square of errors, in parts of the largest value of a block: half a step, or one
-beside the end that has fewer.
+"""The root mean square error relative to a block's maximum: half a step, or the step
+next to the shorter end.
 """
 BY_GGUF = ("BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "TQ1_0", "TQ2_0")
 
@@ -53,7 +53,7 @@ def heavy_tailed(seed: int, rows: int, cols: int) -> Floats:
 @pytest.mark.parametrize("name", ENCODERS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), rows=st.integers(1, 3), blocks=st.integers(1, 2))
-def test_errors_are_parts_of_a_step(name: str, seed: int, rows: int, blocks: int) -> None:
+def test_encoding_errors_are_parts_of_a_step(name: str, seed: int, rows: int, blocks: int) -> None:
     values = heavy_tailed(seed, rows, 256 * blocks)
     block = ENCODERS[name].block
     codes = encode(name, values)
@@ -67,14 +67,14 @@ def test_errors_are_parts_of_a_step(name: str, seed: int, rows: int, blocks: int
         np.square(decoded(name, codes).reshape(of_blocks.shape) - of_blocks).mean(axis=1)
     )
     assert np.all(
-        errors <= WORST[name] * np.abs(of_blocks).max(axis=1) * 1.01 + 2**-18
+        errors <= MAX_ERRORS[name] * np.abs(of_blocks).max(axis=1) * 1.01 + 2**-18
     )  # the rest: scales of tiny values are few
 
 
 @pytest.mark.parametrize("name", BY_GGUF)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_errors_are_not_above_those_of_gguf(name: str, seed: int) -> None:
+def test_encoding_errors_are_at_most_ggufs(name: str, seed: int) -> None:
     values = heavy_tailed(seed, 4, 512)
     theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
     assert (
@@ -84,7 +84,9 @@ def test_errors_are_not_above_those_of_gguf(name: str, seed: int) -> None:
 
 
 def on_grid(name: str, seed: int) -> NDArray[np.uint8]:
-    """Blocks of any codes, the largest among them, with scales that are ordinary numbers."""
+    """Blocks of any codes, with the largest code among them, and scales that are normal
+    numbers.
+    """
     rng = np.random.default_rng(seed)
     if name.startswith("TQ"):
         values = rng.integers(-1, 2, (8, 256)).astype(np.float32) * rng.normal(size=(8, 1)).astype(
@@ -129,7 +131,7 @@ def test_values_of_a_format_come_back(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
-def test_numbers_are_rounded_to_the_nearest(name: str) -> None:
+def test_plain_numbers_are_rounded_to_nearest(name: str) -> None:
     values = np.array(
         [[1.0, -0.0, 1 + 2**-11 + 2**-20, 1 + 2**-8 + 2**-12, 3.4e38, -1e30]], np.float32
     )
@@ -164,7 +166,7 @@ def test_huge_values_become_the_largest(name: str, size: float) -> None:
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize("size", [1e-5, 1e-7, 1e-12, 1e-38])
 def test_tiny_values_are_not_made_larger(name: str, size: float) -> None:
-    """Where float16 has no scale that is small enough, 0 is better than anything else."""
+    """If float16 has no scale that is small enough, 0 is the best value."""
     values = (np.random.default_rng(0).normal(size=(2, 512)) * size).astype(np.float32)
     assert (
         squared_error(name, encode(name, values), values)
@@ -182,7 +184,7 @@ def test_values_that_are_not_finite_are_refused(name: str, value: float) -> None
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_every_row_is_by_itself(name: str) -> None:
+def test_rows_are_encoded_independently(name: str) -> None:
     values, importance = (
         heavy_tailed(5, 100, 768),
         np.random.default_rng(6).exponential(size=768).astype(np.float32),
@@ -197,7 +199,7 @@ def test_every_row_is_by_itself(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in ENCODERS if name not in ("F32", "F16", "BF16", "Q8_0")]
 )
-def test_errors_count_by_importance(name: str) -> None:
+def test_importance_weights_errors(name: str) -> None:
     rng = np.random.default_rng(7)
     values, importance = (
         heavy_tailed(8, 16, 512),
@@ -211,7 +213,7 @@ def test_errors_count_by_importance(name: str) -> None:
         np.testing.assert_array_equal(encode(name, values, even), plain)
 
 
-def test_columns_that_count_for_nothing_are_still_there() -> None:
+def test_columns_without_importance() -> None:
     values, importance = heavy_tailed(9, 4, 256), np.zeros(256, np.float32)
     importance[::64] = 1
     assert (

@@ -1,4 +1,4 @@
-"""Formats by name."""
+"""Parsing of format names."""
 
 import pytest
 
@@ -19,7 +19,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "spec"), NAMES.items())
-def test_a_name_says_what_it_is(name: str, spec: QuantSpec) -> None:
+def test_named_formats(name: str, spec: QuantSpec) -> None:
     assert named_format(name) == spec
 
 
@@ -27,6 +27,6 @@ def test_a_name_says_what_it_is(name: str, spec: QuantSpec) -> None:
     "name",
     ["int5", "int4-g48", "int4-g0", "int4-", "nf4-asym", "", "q4_0", "int4-g128-sym", "e4m3-g17"],
 )
-def test_other_names_are_refused(name: str) -> None:
+def test_unknown_format_names(name: str) -> None:
     with pytest.raises(RequestError):
         named_format(name)

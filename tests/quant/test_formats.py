@@ -21,8 +21,8 @@ GGML = [name for name, stored in FORMATS.items() if len(stored.parts) == 1]
 
 
 def random_bytes(name: str, blocks: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Any bytes, with scales that are ordinary numbers (a random float16 is often infinite or
-    NaN).
+    """Random bytes with normal numbers for scales (a random float16 is often infinite
+    or NaN).
     """
     rng = np.random.default_rng(seed)
     stored = FORMATS[name]
@@ -74,7 +74,7 @@ def test_values_are_bit_equal_to_ggml(name: str, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_what_gguf_quantises_comes_back(name: str) -> None:
+def test_blocks_by_gguf_py(name: str) -> None:
     weights = np.random.default_rng(1).normal(size=(6, 64)).astype(np.float32)
     packed = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name])
     tensor = StoredTensor.from_bytes(
@@ -89,7 +89,7 @@ def test_what_gguf_quantises_comes_back(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["F16", "Q4_1", "Q6_K", "IQ1_M", "IQ3_S", "IQ4_NL", "TQ2_0", "NVFP4"]
 )
-def test_rows(name: str) -> None:
+def test_dequantise_rows(name: str) -> None:
     stored = FORMATS[name]
     plain = StoredTensor.from_bytes(
         "x", stored, (10, 512), random_bytes(name, 10 * 512 // stored.block)
@@ -110,9 +110,9 @@ def test_rows(name: str) -> None:
     )
 
 
-def test_float_codes_in_pairs_with_their_scales_apart() -> None:
-    """The layout of gpt-oss: what ggml has as halves of a block are neighbours here, and the powers
-    lie in a tensor of their own.
+def test_mxfp4_pairs() -> None:
+    """The layout of gpt-oss: neighbours in a byte instead of ggml's halves of a block,
+    and powers in another tensor.
     """
     rng = np.random.default_rng(0)
     codes, powers = (
@@ -134,10 +134,8 @@ def test_float_codes_in_pairs_with_their_scales_apart() -> None:
     np.testing.assert_array_equal(tensor.take("x", order).dequantise(), tensor.dequantise()[order])
 
 
-def test_a_scale_for_each_row() -> None:
-    """The layout of int-quantized checkpoints: codes, and beside them a factor for each row of
-    them.
-    """
+def test_int8_by_row() -> None:
+    """The layout of int-quantized checkpoints."""
     rng = np.random.default_rng(3)
     codes, scales = (
         rng.integers(-128, 128, (10, 70), np.int8),
@@ -171,9 +169,7 @@ def test_unaligned_data() -> None:
 
 
 def test_a_released_tensor_reads_the_same_again(tmp_path: Path) -> None:
-    """Of a mapped file whole pages are given back; numbers of our own making stay where they
-    are.
-    """
+    """Whole pages of a mapped file are given back; other arrays stay."""
     data = random_bytes("Q8_0", 1024)
     (tmp_path / "tensor").write_bytes(b"head" + data.tobytes() + b"tail")
     mapped = np.frombuffer(map_file(tmp_path / "tensor"), np.uint8)[4:-4]
@@ -185,8 +181,8 @@ def test_a_released_tensor_reads_the_same_again(tmp_path: Path) -> None:
 
 
 def grouped_values(parts: Parts, rows: Rows) -> Floats:
-    """Codes of 4 columns in 4 bytes, a scale for each row and group, and the group of each column:
-    as GPTQ stores them.
+    """Codes of 4 columns in 4 bytes, a scale for each row and group, and the group of
+    each column, as in GPTQ.
     """
     codes = parts["codes"][rows]
     codes = codes.reshape(len(codes), -1).astype(np.float32)
@@ -207,7 +203,7 @@ class TestParts:
     )
 
     def tensor(self) -> tuple[StoredTensor, NDArray[np.float32]]:
-        """Ten rows of 8 columns in 3 groups, all of which a file has the other way round."""
+        """Ten rows of 8 columns in 3 groups, which the file has in reverse order."""
         rng = np.random.default_rng(4)
         codes, scales = (
             rng.integers(0, 256, (8, 10), np.uint8),
@@ -261,7 +257,7 @@ class TestParts:
         assert (taken.row_order is None) == (list(rows) == sorted(rows) and len(rows) > 3)
 
     def test_a_transposed_matrix_is_a_view(self) -> None:
-        """As GPT-2 stores its weights: [columns, rows]."""
+        """GPT-2 stores its weights as [columns, rows]."""
         values = np.random.default_rng(6).normal(size=(5, 7)).astype(np.float32)
         stored = StoredTensor.from_floats("x", values)
         tensor = StoredTensor(

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files whose codes are looked up or have a table of scales, of whatever bytes."""
+"""GGUF blocks of random bytes whose codes are looked up or have a table of scales."""
 
 import subprocess
 import sys
@@ -26,10 +26,10 @@ def stored(name: str, rows: int, data: NDArray[np.uint8]) -> StoredTensor:
 @pytest.mark.parametrize("name", BLOCKS)
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 3), blocks=st.integers(1, 3), data=st.data())
-def test_any_bytes_are_what_gguf_makes_of_them(
+def test_random_blocks_equal_gguf_py(
     name: str, rows: int, blocks: int, data: st.DataObject
 ) -> None:
-    """Scales that are infinite or NaN, too; codes never leave their range."""
+    """Scales may be infinite or NaN; codes never leave their range."""
     form, size = FORMATS[name], rows * blocks * FORMATS[name].nbytes
     found = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), np.uint8)
     tensor = stored(name, rows, found)
@@ -49,7 +49,7 @@ def test_any_bytes_are_what_gguf_makes_of_them(
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_no_rows(name: str) -> None:
+def test_empty_selection_of_rows(name: str) -> None:
     tensor = stored(name, 2, np.zeros(2 * FORMATS[name].nbytes, np.uint8))
     assert tensor.dequantise_rows([]).shape == (0, FORMATS[name].block)
 
@@ -64,7 +64,7 @@ def test_ternary_weights_come_back(name: str, seed: int) -> None:
 
 
 def test_the_fourth_code_of_tq2_0_is_two() -> None:
-    """No encoder writes it; the integers of 2 bits that kernels read have it below 0 only."""
+    """No encoder writes it; as a 2-bit integer it needs negated scales."""
     block = np.full(66, 0xFF, np.uint8)
     block[64:] = np.array([0.5], np.float16).view(np.uint8)
     np.testing.assert_array_equal(
@@ -72,8 +72,8 @@ def test_the_fourth_code_of_tq2_0_is_two() -> None:
     )
 
 
-def test_points_of_grids() -> None:
-    """As many as there are numbers for, no two alike."""
+def test_grids_are_complete_and_distinct() -> None:
+    """The points are complete and distinct."""
     for name, count in {
         "iq1": 2048,
         "iq2_xxs": 256,
@@ -91,8 +91,8 @@ def test_points_of_grids() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BLOCKS if FORMATS[name].integers])
-def test_values_are_those_of_its_codebook(name: str) -> None:
-    """Times a scale of 1, all of them and no others."""
+def test_codebook_values(name: str) -> None:
+    """With a scale of 1, exactly the codebook's values occur."""
     spec, integers = FORMATS[name].spec, FORMATS[name].integers
     assert spec and integers
     found, of_codebook = integers(), spec.values * np.float32(8 if spec.codebook == "iq1" else 1)
@@ -105,6 +105,6 @@ def test_values_are_those_of_its_codebook(name: str) -> None:
     np.testing.assert_array_equal(np.unique(shifted), np.sort(of_codebook))
 
 
-def test_grids_are_read_when_a_model_has_them() -> None:
+def test_grids_are_imported_on_demand() -> None:
     code = "import sys, headrace.checkpoint.load; sys.exit('headrace.quant.grids' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

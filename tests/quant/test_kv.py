@@ -7,9 +7,9 @@ from headrace.program.kv import KvGroup, KvLayout, number_bytes
 from headrace.quant.kv import block_bytes, hadamard, round_bf16, round_trip
 
 
-def test_bytes() -> None:
-    """A head of 64 takes two bytes a number; one, and half of one, beside four bf16 numbers for a
-    key and its value.
+def test_kv_block_bytes() -> None:
+    """A head of 64 has two bytes a number, or one or a half next to four bf16 numbers
+    for key and value.
     """
     assert [block_bytes(dtype, 64, 64) for dtype in ("f32", "bf16", "int8", "int4")] == [
         32 * n for n in (512, 256, 136, 72)
@@ -27,13 +27,13 @@ def test_bytes() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 6, 24, 64, 80])
-def test_rotation_is_its_own_inverse(n: int) -> None:
+def test_hadamard_is_its_own_inverse(n: int) -> None:
     rotation = hadamard(n)
     np.testing.assert_allclose(rotation @ rotation, np.eye(n), atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "levels"), [("int8", 255), ("int4", 15)])
-def test_quantised_numbers_are_within_half_a_step(dtype: str, levels: int) -> None:
+def test_quantised_kv_is_within_half_a_step(dtype: str, levels: int) -> None:
     x = (
         np.random.default_rng(0).normal(0, 1, (50, 3, 64))
         * np.geomspace(1e-6, 1e6, 50)[:, None, None]
@@ -47,8 +47,8 @@ def test_quantised_numbers_are_within_half_a_step(dtype: str, levels: int) -> No
     assert (np.abs(back - turned) <= step / 2 + rounding).all()
 
 
-def test_one_large_dimension_is_spread() -> None:
-    """What the rotation is for: an outlier does not eat the range of the others."""
+def test_hadamard_spreads_an_outlier() -> None:
+    """Rotation keeps an outlier from taking the range of other dimensions."""
     x = np.random.default_rng(0).normal(0, 1, (200, 64))
     x[:, 5] *= 40
     small = np.delete(np.arange(64), 5)
@@ -60,7 +60,7 @@ def test_one_large_dimension_is_spread() -> None:
     )
 
 
-def test_what_does_not_need_rounding_stays() -> None:
+def test_exact_kv_round_trips() -> None:
     x = np.array([[0.0, 1.0, -2.0, 3.5]])
     assert (
         (round_trip(x, "f32") == x).all()

@@ -29,11 +29,11 @@ def weights_of(seed: int, rows: int, cols: int) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**16), rows=st.integers(1, 6), groups=st.integers(1, 3))
-def test_no_value_is_further_off_than_half_a_step(
+def test_rounding_errors_are_at_most_half_a_step(
     kind: str, seed: int, rows: int, groups: int
 ) -> None:
-    """Half of the widest gap beside it, times the scale, where the range was not clipped; ends are
-    inside by half a step.
+    """Errors are at most half of the widest gap, times the scale; clipped ends count
+    from half a step inside.
     """
     spec = KINDS[kind]
     weights = weights_of(seed, rows, groups * (spec.group or 64))
@@ -53,7 +53,7 @@ def test_no_value_is_further_off_than_half_a_step(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clipping_never_costs(kind: str) -> None:
+def test_clipping_never_raises_errors(kind: str) -> None:
     spec, weights = KINDS[kind], weights_of(3, 8, 512)
     errors = [
         np.square(dequantise_rows(spec, round_to_nearest(weights, spec, clip=clip)) - weights).sum()
@@ -64,9 +64,7 @@ def test_clipping_never_costs(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_of_the_format_are_their_own_nearest(kind: str) -> None:
-    """Codes are found again from their values: pack and unpack are each other's inverse, up to
-    codes of the same value.
-    """
+    """Packing and unpacking are inverse, up to codes of equal value."""
     spec = KINDS[kind]
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 1 << spec.bits, (4, 2, 64), np.uint8)
@@ -83,8 +81,8 @@ def test_values_of_the_format_are_their_own_nearest(kind: str) -> None:
 
 
 def test_a_scale_around_the_middle_with_a_minimum_is_caught() -> None:
-    """The mistake of some texts: codes around the middle of their range, and a minimum besides.
-    They would be off by half a range.
+    """A known mistake of descriptions: centred codes and a minimum at once, which is
+    off by half a range.
     """
     weights = weights_of(5, 4, 128)
     symmetric, minimum = QuantSpec(4, 32), QuantSpec(4, 32, "f16", "minimum", "f32")

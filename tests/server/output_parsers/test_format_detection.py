@@ -14,7 +14,7 @@ from tests.server.output_parsers.samples import TOOLS
 KINDS = {
     node.targets[0].id: node.value.value
     for node in ast.parse(
-        (Path(__file__).parents[2] / "checkpoint/test_template_kinds.py").read_text()
+        (Path(__file__).parents[2] / "checkpoint/test_template_families.py").read_text()
     ).body
     if isinstance(node, ast.Assign)
     and isinstance(node.targets[0], ast.Name)

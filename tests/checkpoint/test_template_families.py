@@ -1,6 +1,4 @@
-"""Chat templates of the kinds that families bring, each with its own constructs: the text is that
-of transformers.
-"""
+"""Chat templates of many families, each with its own constructs, against transformers."""
 
 import json
 from collections.abc import Iterator
@@ -201,7 +199,7 @@ def closed() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chat", CHATS)
-def test_the_text_is_that_of_transformers(kind: str, chat: str) -> None:
+def test_templates_equal_transformers(kind: str, chat: str) -> None:
     names = {"bos_token": "<s>", "eos_token": "</s>"}
     for tools in (None, TOOLS):
         for documents in (None, DOCUMENTS):
@@ -245,8 +243,8 @@ def test_the_text_is_that_of_transformers(kind: str, chat: str) -> None:
                     assert text == expected
 
 
-def test_most_of_them_render() -> None:
-    """So that the test above compares texts, and not errors alone."""
+def test_most_templates_render() -> None:
+    """The test above compares texts, not only errors."""
     rendered = 0
     for template in KINDS.values():
         for chat in CHATS.values():

@@ -1,5 +1,5 @@
-"""Parts of quantised tensors of any type and shape: an error of ours, or a tensor that can be
-read.
+"""Parts of quantised tensors of random type and shape: an error of ours, or a readable
+tensor.
 """
 
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_any_part(
     data: st.DataObject,
     tmp_path: Path,
 ) -> None:
-    """One part of another type, and of another shape unless that is kept."""
+    """One part has another type, and perhaps another shape."""
     config, tensors = CASES[case]
     name = data.draw(st.sampled_from(sorted(tensors)))
     part = torch.full(tensors[name].shape if is_kept else shape, value).to(dtype)

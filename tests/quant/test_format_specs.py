@@ -1,5 +1,5 @@
-"""One record describes every quantised format: its bytes follow from it, and its values lie as it
-says.
+"""`QuantSpec` describes every quantised format: its bytes, and the values that codes
+can have.
 """
 
 from dataclasses import replace
@@ -17,24 +17,24 @@ from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, dequantise_rows
 from tests.backend.stored import random_stored
 
 SPECS = {name: form.spec for name, form in FORMATS.items() if form.spec}
-AS_THEY_LIE = [name for name in SPECS if not FORMATS[name].table_rows]
-"""Formats whose record is that of the file, not of the rows that are made of it."""
+STORED_ONLY = [name for name in SPECS if not FORMATS[name].table_rows]
+"""Formats whose specification describes the file, not the unpacked rows."""
 
 
-def test_all_but_plain_numbers_are_described() -> None:
+def test_quantised_formats_have_a_spec() -> None:
     assert FORMATS.keys() - SPECS.keys() == {"F32", "F16", "BF16"}
 
 
-@pytest.mark.parametrize("name", AS_THEY_LIE)
+@pytest.mark.parametrize("name", STORED_ONLY)
 @given(rows=st.integers(1, 5), blocks=st.integers(1, 4))
-def test_bytes_follow(name: str, rows: int, blocks: int) -> None:
+def test_spec_gives_the_bytes(name: str, rows: int, blocks: int) -> None:
     cols = blocks * FORMATS[name].block
     assert random_stored(name, rows, cols, 0).nbytes == SPECS[name].table_bytes(rows, cols)
 
 
 def fits(spec: QuantSpec, values: NDArray[np.float64]) -> bool:
-    """Whether there is a scale, and a minimum if the format has one, with which some codes stand
-    for the values of a group.
+    """Whether some scale, and a minimum if the format has one, maps codes to the values
+    of a group.
     """
     codes = spec.values.astype(np.float64)
     least = values.min() if spec.zero == "minimum" else 0.0
@@ -48,8 +48,8 @@ def fits(spec: QuantSpec, values: NDArray[np.float64]) -> bool:
 
 
 def groups(name: str, seed: int) -> NDArray[np.float64]:
-    """Random values of the format [groups, columns of a group], of which none is near to nothing
-    beside its minimum.
+    """Random values of the format [groups, columns of a group], none of them far
+    smaller than its minimum.
     """
     found = random_stored(name, 4, 256, seed, scale=10.0).dequantise().astype(np.float64)
     grouped = found.reshape(-1, SPECS[name].group or 256)
@@ -59,9 +59,9 @@ def groups(name: str, seed: int) -> NDArray[np.float64]:
 @pytest.mark.parametrize("name", SPECS)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_values_lie_as_it_says(name: str, seed: int) -> None:
-    """In groups of so many columns, on so many steps around 0 or above a minimum: and on no coarser
-    ones, nor as if there were none.
+def test_spec_gives_the_grid_of_values(name: str, seed: int) -> None:
+    """Values fit groups of this size and this number of steps, but no coarser grid and
+    no other zero.
     """
     spec, found = SPECS[name], groups(name, seed)
     assert len(found) and all(fits(spec, values) for values in found)
@@ -80,7 +80,7 @@ CODES = {"Q2_K": slice(16, 80), "Q4_K": slice(16, 144), "Q5_K": slice(16, 176)}
 
 @pytest.mark.parametrize("name", CODES)
 def test_minima_of_super_blocks_are_below_zero(name: str) -> None:
-    """Where their common scale is above it: codes of 0 stand for them."""
+    """Codes of 0 are the minima if their common scale is positive."""
     tensor = random_stored(name, 4, 512, 1, fill=0x11)
     blocks = tensor.parts["codes"].copy()
     blocks[:, :, CODES[name]] = 0
@@ -97,14 +97,12 @@ def test_minima_of_super_blocks_are_below_zero(name: str) -> None:
 )
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**16))
-def test_a_zero_that_is_left_out_or_turned_round_is_noticed(
-    bits: int, zero: Any, zero_type: Any, seed: int
-) -> None:
-    """Weights of a range that is not around 0 come back to half a step, which no other reading of
-    their codes does.
+def test_zero_points_are_needed(bits: int, zero: Any, zero_type: Any, seed: int) -> None:
+    """Weights of a range that is not around 0 return within half a step, which no other
+    reading of their codes allows.
 
-    Their zero point is the last code: one in the middle, as 2 bits have it for a wider range, would
-    be that of codes without any.
+    Their zero point is the last code: a zero point in the middle would equal codes
+    without one.
     """
     rng = np.random.default_rng(seed)
     weights = (rng.uniform(-1, 0.05, (4, 128)) * np.exp(rng.normal(size=(4, 1)))).astype(np.float32)

@@ -1,5 +1,5 @@
-"""How far our quantised blocks are from the values, for how far llama.cpp's are: the same rows,
-quantised by both without importance.
+"""Errors of our quantised blocks relative to llama.cpp's, for the same rows without
+importance.
 """
 
 import json
@@ -18,8 +18,8 @@ from tests.llama_cpp.mixed import WORKER
 
 Floats = NDArray[np.float32]
 
-MOST = 1.02
-"""What ours may be at most."""
+MAX_RATIOS = 1.02
+"""Maximum ratios."""
 NAMES = tuple(name for name in ENCODERS if name != "F32")
 _COLS = 1024
 _PLACES = ("token_embd", "blk.0.attn_q", "blk.5.ffn_down", "blk.20.ffn_up", "blk.29.attn_v")
@@ -28,23 +28,23 @@ _PLACES = ("token_embd", "blk.0.attn_q", "blk.5.ffn_down", "blk.20.ffn_up", "blk
 def ratios(
     python: str, environment: Mapping[str, str], scratch: Path
 ) -> dict[str, dict[str, float]]:
-    """Squared errors of ours over those of llama.cpp, by rows and format."""
+    """Squared errors of our blocks over llama.cpp's, by rows and format."""
     return {name: _ratios(rows, python, environment, scratch) for name, rows in _rows().items()}
 
 
 def too_large(found: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Those that are larger than they may be."""
+    """The ratios above their maximum."""
     return [
         f"{name} of {rows}: {ratio:.3f}"
         for rows, by in found.items()
         for name, ratio in by.items()
-        if not ratio <= MOST
+        if not ratio <= MAX_RATIOS
     ]
 
 
 def _rows() -> dict[str, Floats]:
-    """Numbers of two distributions, and weights of the default model, which are put off the grid
-    that they are on in its file.
+    """Numbers of two distributions, and weights of the default model, moved off the
+    grid of its file.
     """
     rng = np.random.default_rng(0)
     tensors = read_gguf(resolve("smollm2")).tensors

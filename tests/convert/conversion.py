@@ -1,4 +1,4 @@
-"""Whole models, quantised in memory, or converted."""
+"""Helpers that quantise models in memory or convert them to files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +21,7 @@ def quantise(
     threads: int = 1,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> Tensors:
-    """All tensors, of which the named matrices are quantised by a method, with pieces of a text to
-    calibrate with.
-    """
+    """All tensors, with the named matrices quantised by a method."""
     model = prepare_model(method, spec, tensors, names, to, pieces or [], threads, on_progress)
     return {
         **model.tensors,
@@ -32,7 +30,7 @@ def quantise(
 
 
 def to_gguf(source: Path, out: Path, mixture: str = "F32") -> Path:
-    """Convert a file or folder to a GGUF file, which is given back."""
+    """Convert a file or folder to a GGUF file, and return its path."""
     original = open_source_model(source)
     plan = plan_gguf(original, mixture)
     write_gguf(original, out, plan, {}, lambda done: None)

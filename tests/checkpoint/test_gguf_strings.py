@@ -1,6 +1,4 @@
-"""Arrays of strings of a file, read natively: what they are, and that no length leads out of the
-file.
-"""
+"""The native reader of string arrays: their content, and lengths that leave the file."""
 
 import struct
 
@@ -26,7 +24,7 @@ def array(data: bytes) -> NDArray[np.uint8]:
     before=st.binary(max_size=9),
     behind=st.binary(max_size=9),
 )
-def test_what_was_written(texts: list[str], before: bytes, behind: bytes) -> None:
+def test_strings_round_trip(texts: list[str], before: bytes, behind: bytes) -> None:
     data = packed([text.encode(errors="replace") for text in texts])
     file, end = array(before + data + behind), len(before) + len(data)
     expected = [text.encode(errors="replace").decode() for text in texts]
@@ -56,7 +54,7 @@ def test_any_bytes(data: bytes, offset: int, count: int) -> None:
         _native.read_strings(file, offset, count)
 
 
-def test_what_is_not_utf8() -> None:
+def test_strings_that_are_not_utf8() -> None:
     with pytest.raises(UnicodeDecodeError):
         _native.read_strings(array(packed([b"a", b"\xff"])), 0, 2)
 

@@ -1,5 +1,5 @@
-"""Which formats tensors get in the mixtures of llama.cpp: files of zeros, whose names and numbers
-of layers are those of models.
+"""The formats of tensors in llama.cpp's mixtures, from files of zeros with real names
+and layer counts.
 """
 
 import json
@@ -24,7 +24,7 @@ _OUR_OWN = "MXFP4"
 
 
 class Model(NamedTuple):
-    """A kept file, whose second layer is all layers of this model."""
+    """A kept file, whose second layer stands for all layers of this model."""
 
     file: str
     layers: int
@@ -52,16 +52,16 @@ MODELS = {
 
 
 class Found(NamedTuple):
-    """What llama.cpp makes of a model."""
+    """llama.cpp's results for a model."""
 
     facts: MixtureFacts
     shapes: dict[str, tuple[int, ...]]
     types: dict[str, dict[str, str]]
-    """By mixture, of each tensor."""
+    """The type of each tensor, by mixture."""
 
 
 def differences(found: Found) -> list[str]:
-    """What our rules say otherwise."""
+    """Differences from our rules."""
     return [
         f"{mixture} {name}: {ours} for {types[name]}"
         for mixture, types in found.types.items()
@@ -71,7 +71,7 @@ def differences(found: Found) -> list[str]:
 
 
 def find(model: Model, python: str, environment: Mapping[str, str], scratch: Path) -> Found:
-    """Let llama.cpp make all mixtures of a model; it makes no Q2_K of some without an importance
+    """Run all mixtures with llama.cpp; some models have no Q2_K without an importance
     matrix.
     """
     source = scratch / "mixed.gguf"
@@ -96,9 +96,7 @@ def find(model: Model, python: str, environment: Mapping[str, str], scratch: Pat
 
 
 def keep(package: str, found: Mapping[str, Found]) -> None:
-    """Keep what was found of all models, which comes of a package, for the short form of this in
-    `make test`.
-    """
+    """Keep the results of a package, for the short form in `make test`."""
     models = {
         name: {
             "facts": vars(of.facts),
@@ -116,7 +114,6 @@ def keep(package: str, found: Mapping[str, Found]) -> None:
 
 
 def kept() -> dict[str, Found]:
-    """What was kept."""
     models = json.loads(lzma.decompress(FILE.read_bytes()))["models"]
     return {name: _found(**of) for name, of in models.items()}
 
@@ -141,7 +138,7 @@ def _by_type(types: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _write(model: Model, path: Path, scratch: Path) -> dict[str, tuple[int, ...]]:
-    """Write the model, with rows of zeros; the shapes of its tensors."""
+    """Write the model with rows of zeros; returns the shapes of its tensors."""
     source = read_gguf(unpack(model.file, scratch))
     name = source.metadata.string("general.architecture")
     changed = {

@@ -1,5 +1,5 @@
-"""Tokenizers of GGUF files and folders against the original ones, whose ids on the texts below are
-in tests/data/tokenizers.json.
+"""Tokenizers of GGUF files and folders against the originals' ids in
+tests/data/tokenizers.json.
 """
 
 # ruff: noqa: RUF001 - letters that look like others are what it is about
@@ -52,9 +52,7 @@ TEXTS = [
 
 
 WITHOUT_ADDED = [text.replace(" <turn>", "") for text in TEXTS]
-"""Without a token that is added to a SentencePiece vocabulary: what follows it begins with a space
-in transformers and llama.cpp.
-"""
+"""Texts without added tokens: transformers and llama.cpp put a space after these."""
 
 
 @cache
@@ -74,7 +72,7 @@ def tokenizer_of(write_gguf: Any, metadata: dict[str, Any], size: int) -> Tokeni
 
 @pytest.mark.parametrize("name", originals()["pre"])
 def test_byte_level(name: str, write_gguf: Any) -> None:
-    """Merges here go across all that a rule cuts, so that ids show each cut."""
+    """Merges cross all splits of a rule, so that ids show each split."""
     parts = originals()["byte_level"]
     tokens = byte_alphabet() + parts["tokens"]
     of_words = {
@@ -93,7 +91,7 @@ def test_byte_level(name: str, write_gguf: Any) -> None:
         )
 
 
-def test_every_rule_has_an_original() -> None:
+def test_every_rule_has_a_reference() -> None:
     judged = [PRE_TOKENIZERS[name].expressions for name in originals()["pre"]]
     assert {
         name for name, rule in PRE_TOKENIZERS.items() if rule.expressions not in judged
@@ -102,8 +100,8 @@ def test_every_rule_has_an_original() -> None:
 
 @pytest.mark.parametrize("name", originals()["sentencepiece"])
 def test_sentencepiece(name: str, write_gguf: Any) -> None:
-    """Unigram tokens are compared in any order: of two of one likelihood, the same tokens in
-    another order, rounding chooses.
+    """Unigram tokens are compared in any order: rounding decides between equal
+    likelihoods.
     """
     made = originals()["sentencepiece"][name]
     metadata = made["metadata"] | {"tokenizer.ggml.merges": None, "tokenizer.ggml.pre": None}
@@ -124,7 +122,7 @@ def test_sentencepiece(name: str, write_gguf: Any) -> None:
 
 
 def test_unigram_of_a_folder(tmp_path: Path) -> None:
-    """As transformers writes what sentencepiece has trained."""
+    """A folder that transformers writes from a vocabulary of sentencepiece."""
     made = originals()["sentencepiece"]["unigram"]
     of = {key.rpartition(".")[2]: value for key, value in made["metadata"].items()}
     backend = tokenizers.Tokenizer(
