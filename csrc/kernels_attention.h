@@ -7,14 +7,15 @@
 // the same operations in the same order whatever other queries share the split, so a row in a
 // prefill tile equals the row alone (promise 1).
 
-// A number format: what sums of products are, and how a line of keys or values is multiplied. x has
-// numbers of the first query, or its weights, and those of the next ones are `stride` apart.
+// A KV number format: the type of its sums, and how a line of keys or values is multiplied. `x` has
+// the numbers, or the weights, of the first query; further queries follow every `stride` numbers.
 struct KvBf16 {
   using Sum = Vf;
   using Query = Pair;
-  static constexpr bool kCoded = false;
-  static constexpr int kPer = 2;    // tokens of a line of values
-  static constexpr int kParts = 1;  // sums that a line of values goes to, of 16 dimensions each
+  static constexpr bool kIsQuantised = false;
+  static constexpr int kTokensPerLine = 2;  // tokens of a line of values
+  static constexpr int kPartsPerLine =
+      1;  // sums that a line of values goes to, of 16 dimensions each
   static constexpr int kKeyNumbers = kPairStride;  // of x for a line of keys
   static constexpr int kWeightSize =
       kSplitTokens / 2 * kPairStride;  // numbers that are the weights of a split
@@ -38,8 +39,8 @@ struct KvBf16 {
 struct KvF32 {
   using Sum = Vf;
   using Query = float;
-  static constexpr bool kCoded = false;
-  static constexpr int kPer = 1, kParts = 1;
+  static constexpr bool kIsQuantised = false;
+  static constexpr int kTokensPerLine = 1, kPartsPerLine = 1;
   static constexpr int kKeyNumbers = 1;
   static constexpr int kWeightSize = kSplitTokens;
   template <int N>
@@ -61,35 +62,36 @@ struct KvF32 {
   static HR_INLINE void put_weights(float* weights, int token, Vf w) { store(weights + token, w); }
 };
 
-// The step and least number of 16 tokens.
+// Scales and minima of 16 tokens: a number is code * scale + min.
 struct TokenScales {
-  Vf step, least;
+  Vf scale, min;
 };
 
 HR_INLINE TokenScales load_scales(const uint8_t* scales, int token) {
-  const auto* steps = reinterpret_cast<const uint16_t*>(scales) + token;
-  return {load_bf16(steps), load_bf16(steps + kKvTile)};
+  const auto* numbers = reinterpret_cast<const uint16_t*>(scales) + token;
+  return {load_bf16(numbers), load_bf16(numbers + kKvTile)};
 }
 
-// A quantised query: 16-bit codes, and what stands before them. The scale is NaN where a number is
-// not finite.
-struct CodedQuery {
-  float scale, sum;  // of a code; of the numbers that the codes stand for
+// The header of a quantised query, before its 16-bit codes. The scale is NaN if a number of the
+// query is not finite.
+struct QuantisedQuery {
+  float scale;  // of a code
+  float sum;    // of the numbers that the codes represent
 
-  static HR_INLINE const CodedQuery& of(const AttendSplit& t, int n) {
-    return *reinterpret_cast<const CodedQuery*>(t.queries + n * t.query_stride);
+  static HR_INLINE const QuantisedQuery& of(const AttendSplit& t, int n) {
+    return *reinterpret_cast<const QuantisedQuery*>(t.queries + n * t.query_stride);
   }
 };
 
-// Codes of 8 or 4 bits times numbers of 16 bits, which is exact. Queries and weights are rounded to
-// parts of their largest: to 32767 of them, since int32 has just room for 256 tokens times 255
-// times 32767; queries of more than 257 numbers to as many fewer.
+// Codes of 8 or 4 bits times 16-bit numbers, which is exact. Queries and weights are rounded to
+// fractions of their maximum in 32767 levels, because 256 tokens times 255 times 32767 just fit in
+// int32. Queries of more than 257 numbers use fewer levels.
 template <int Bits>
-struct KvCoded {
+struct KvQuantised {
   using Sum = Vi;
   using Query = int16_t;
-  static constexpr bool kCoded = true;
-  static constexpr int kBits = Bits, kPer = 4, kParts = 8 / Bits;
+  static constexpr bool kIsQuantised = true;
+  static constexpr int kBits = Bits, kTokensPerLine = 4, kPartsPerLine = 8 / Bits;
   static constexpr int kKeyNumbers = 32 / Bits;
   static constexpr int kWeightSize = kSplitTokens;
 
@@ -112,24 +114,24 @@ struct KvCoded {
     });
   }
   static HR_INLINE const int16_t* query(const AttendSplit& t) {
-    return reinterpret_cast<const int16_t*>(t.queries + sizeof(CodedQuery));
+    return reinterpret_cast<const int16_t*>(t.queries + sizeof(QuantisedQuery));
   }
   template <int N>
   static HR_INLINE void dot_values(Vi (&sums)[N], const uint8_t* lines, int i, const int16_t* x,
                                    size_t stride) {
-    const uint8_t* line = lines + i / kParts * 64;
+    const uint8_t* line = lines + i / kPartsPerLine * 64;
     each<2>([&](int pair) HR_INLINE_LAMBDA {
-      dot_pairs_of(sums, reload(line), 8 * pair + i % kParts * Bits, x + 2 * pair, stride);
+      dot_pairs_of(sums, reload(line), 8 * pair + i % kPartsPerLine * Bits, x + 2 * pair, stride);
     });
   }
 };
 
-// A query vector in the form that the scores read. Room for 16 more numbers than key_dim.
+// Packs a query vector for the scores. `out` has room for 16 numbers more than key_dim.
 template <class Kv>
 void pack_numbers(const float* q, int key_dim, uint8_t* out) {
   for (int i = 0; i < key_dim; i += 16) {
     const Vf v = load_partial(q + i, key_dim - i);
-    if constexpr (Kv::kPer == 2)
+    if constexpr (Kv::kTokensPerLine == 2)
       store_pairs(reinterpret_cast<Pair*>(out) + i / 2 * kPairStride, v);
     else
       store(reinterpret_cast<float*>(out) + i, v);
@@ -144,13 +146,13 @@ HR_INLINE void interleave(int16_t* codes) {
   memcpy(codes, out, sizeof out);
 }
 
-constexpr float kLeastTop = 1e-33f;  // 32767 over less may overflow
+constexpr float kMinMax = 1e-33f;  // 32767 / x may overflow for a smaller x
 
 template <int Bits>
 void pack_codes(const float* q, int key_dim, uint8_t* out) {
-  constexpr int step = 128 / Bits;  // numbers of four lines of keys
-  const int most = INT32_MAX / ((1 << Bits) - 1) / key_dim,
-            limit = most < INT16_MAX ? most : INT16_MAX;
+  constexpr int chunk = 128 / Bits;                              // numbers in four lines of keys
+  const int max_code = INT32_MAX / ((1 << Bits) - 1) / key_dim;  // sums then fit in int32
+  const int limit = max_code < INT16_MAX ? max_code : INT16_MAX;
   Vf highest = zero(), zeros = zero();
   for (int i = 0; i < key_dim; i += 16) {
     const Vf v = load_partial(q + i, key_dim - i);
@@ -159,24 +161,24 @@ void pack_codes(const float* q, int key_dim, uint8_t* out) {
   }
   const float top = is_finite(zeros) ? reduce_max(highest) : kNotFinite,
               levels = static_cast<float>(limit);
-  const Vf inverse = set1(top > kLeastTop ? levels / top : 0.0f);
-  auto* codes = reinterpret_cast<int16_t*>(out + sizeof(CodedQuery));
+  const Vf inverse = set1(top > kMinMax ? levels / top : 0.0f);
+  auto* codes = reinterpret_cast<int16_t*>(out + sizeof(QuantisedQuery));
   Vi total = set1(0);
-  for (int i = 0; i < key_dim; i += step) {
-    for (int j = i; j < i + step; j += 16) {
+  for (int i = 0; i < key_dim; i += chunk) {
+    for (int j = i; j < i + chunk; j += 16) {
       const Vi code =
-          round_to_int(mul(load_partial(q + j, top > kLeastTop ? key_dim - j : 0), inverse));
+          round_to_int(mul(load_partial(q + j, top > kMinMax ? key_dim - j : 0), inverse));
       store_s16(codes + j, code);
       total = add(total, code);
     }
     if constexpr (Bits == 4) interleave(codes + i);
   }
   const float scale = top / levels;
-  const CodedQuery head{scale, scale * static_cast<float>(reduce_add(total))};
+  const QuantisedQuery head{scale, scale * static_cast<float>(reduce_add(total))};
   memcpy(out, &head, sizeof head);
 }
 
-// The split's tokens that query n, or any query, sees: a range of lanes.
+// The range of the split's tokens that a query sees.
 struct Lanes {
   int begin, end;
 };
@@ -196,15 +198,16 @@ HR_INLINE Lanes visible_to_any(const AttendSplit& t) {
   return all;
 }
 
-// The sums of 16 tokens as products of query and key; `scales` are those of their block, `token` is
-// the first one's place in it.
+// The products of query n and 16 keys, from their integer or float sums. `scales` belongs to the
+// block of the keys; `token` is the place of the first key in the block.
 template <class Kv>
 HR_INLINE Vf product(const AttendSplit& t, int n, typename Kv::Sum sum, const uint8_t* scales,
                      int token) {
-  if constexpr (Kv::kCoded) {
-    const auto& query = CodedQuery::of(t, n);
-    const TokenScales of = load_scales(scales, token);
-    return fma(to_float(sum), mul(of.step, set1(query.scale)), mul(of.least, set1(query.sum)));
+  if constexpr (Kv::kIsQuantised) {
+    const auto& query = QuantisedQuery::of(t, n);
+    const TokenScales token_scales = load_scales(scales, token);
+    return fma(to_float(sum), mul(token_scales.scale, set1(query.scale)),
+               mul(token_scales.min, set1(query.sum)));
   } else {
     return sum;
   }
@@ -218,7 +221,7 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
     typename Kv::Sum left[Num] = {}, right[Num] = {};
     const uint8_t* line = t.kv.at[b];
-    // Keys two blocks ahead: the next one would be needed before memory answers.
+    // Prefetch keys two blocks ahead: the next block would be needed before memory delivers it.
     const int later = b + 2 - t.kv.blocks;
     const uint8_t* upcoming = !t.next     ? nullptr
                               : later < 0 ? t.kv.at[b + 2]
@@ -242,10 +245,10 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
 
 alignas(64) constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Products of query n as scores: scaled, capped, and lowered by the slope for each position that a
-// key lies back. The distance is counted from the row itself, so that it is exact, and nearly all
-// of the weight falls on small ones.
-HR_INLINE void bend(const AttendSplit& t, int n, int begin, int end, float* scores) {
+// Turns products of query n into scores: scaled, soft-capped, and lowered by the ALiBi slope times
+// the distance of the key. The distance is counted from the row itself, so it is exact, and most of
+// the weight falls on small distances.
+HR_INLINE void apply_softcap_alibi(const AttendSplit& t, int n, int begin, int end, float* scores) {
   for (int i = begin; i < end; i += 16) {
     Vf s = mul(load(scores + i), set1(t.scale));
     if (t.softcap > 0) s = soft_cap(s, t.softcap);
@@ -255,64 +258,64 @@ HR_INLINE void bend(const AttendSplit& t, int n, int begin, int end, float* scor
   }
 }
 
-// The weights of the tokens of a split, as they are multiplied with values. Coded ones have the
-// steps of the values in them, and leave the least numbers of the values to be added.
+// The softmax weights of a split, in the form that is multiplied with values. Weights of quantised
+// values include the scales of the values; the minima of the values are added at the end.
 template <class Kv, int Num>
 struct Weights {
   alignas(64) typename Kv::Query numbers[Num][Kv::kWeightSize];
-  float scale[Num], least[Num];  // of a code; of the values, weighted and summed
+  float scale[Num];  // of a code
+  float min[Num];    // the minima of the values, weighted and summed
 };
 
-// Weights times steps to codes, and zeros where only other queries see tokens. What is not a number
-// has some code, and the sum of the weights is NaN beside it.
+// Quantises weights times scales, with zeros for tokens that only other queries see. A NaN gets any
+// code; the sum of the weights is then NaN too.
 template <class Kv, int Num>
 HR_INLINE void encode(const AttendSplit& t, int n, Lanes seen, Lanes all, float* scores,
                       Weights<Kv, Num>& out) {
-  Vf top = zero(), least = zero();
+  Vf top = zero(), min_sum = zero();
   for (int i = seen.begin; i < seen.end; i += 16) {
-    const TokenScales of =
+    const TokenScales token_scales =
         load_scales(t.kv.values[i / kKvTile] + t.shape.value_scales(), i % kKvTile);
-    const Vf w = load(scores + i), x = mul(w, of.step);
-    least = fma(w, of.least, least);
+    const Vf w = load(scores + i), x = mul(w, token_scales.scale);
+    min_sum = fma(w, token_scales.min, min_sum);
     top = max(x, top);
     store(scores + i, x);
   }
   const float highest = reduce_max(top);
-  const Vf inverse = set1(highest > kLeastTop ? INT16_MAX / highest : 0.0f);
+  const Vf inverse = set1(highest > kMinMax ? INT16_MAX / highest : 0.0f);
   int16_t* codes = out.numbers[n];
   for (int i = all.begin; i < seen.begin; i += 16) store_s16(codes + i, set1(0));
   for (int i = seen.begin; i < seen.end; i += 16)
     store_s16(codes + i, round_to_int(mul(load(scores + i), inverse)));
   for (int i = seen.end; i < all.end; i += 16) store_s16(codes + i, set1(0));
   out.scale[n] = highest / INT16_MAX;
-  out.least[n] = reduce_add(least);
+  out.min[n] = reduce_add(min_sum);
 }
 
-// weights[token] = 2^(s - max), 0 for tokens that query n does not see; their sum. Scores are in
-// units of ln 2, so that a power of two is a power of e.
+// weights[token] = 2^(score - max), or 0 for tokens that query n does not see, and their sum.
+// Scores are in units of ln 2, so that a power of two is a power of e.
 template <class Kv, int Num>
-HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores,
-                      Weights<Kv, Num>& weights) {
+HR_INLINE void softmax(const AttendSplit& t, int n, Lanes all, float* scores,
+                       Weights<Kv, Num>& weights) {
   const Lanes seen = visible_to(t, n);
   const auto put = [&](int i, Vf w) {
-    if constexpr (Kv::kCoded)
+    if constexpr (Kv::kIsQuantised)
       store(scores + i, w);
     else
       Kv::put_weights(weights.numbers[n], i, w);
   };
-  // Lanes that query n does not see have a weight of 0: made so in the first and last line, the
-  // others are whole.
+  // Query n may see only part of the first and the last line: hide the other lanes there.
   const bool any = seen.begin < seen.end;
   const int begin = (any ? seen.begin : all.begin) & -16, end = any ? (seen.end + 15) & -16 : begin;
   const auto hide = [&](int i) {
     store(scores + i, keep_lanes(load(scores + i), seen.begin - i, seen.end - i, kNoMax));
   };
-  const bool bent = t.softcap > 0 || t.slopes;
-  if (bent) bend(t, n, begin, end, scores);
+  const bool adjusted = t.softcap > 0 || t.slopes;
+  if (adjusted) apply_softcap_alibi(t, n, begin, end, scores);
   if (any) hide(begin), hide(end - 16);
   Vf top = set1(kNoMax), sum = zero();
   for (int i = begin; i < end; i += 16) top = max(top, load(scores + i));
-  const float unit = (bent ? 1.0f : t.scale) * 1.44269504f, high = reduce_max(top) * unit;
+  const float unit = (adjusted ? 1.0f : t.scale) * 1.44269504f, high = reduce_max(top) * unit;
 #pragma GCC unroll 2
   for (int i = begin; i < end; i += 16) {
     const Vf w = exp2(fma(load(scores + i), set1(unit), set1(-high)));
@@ -321,7 +324,7 @@ HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores,
   }
   t.max[n] = any ? high : kNoMax;
   t.sum[n] = reduce_add(sum);
-  if constexpr (Kv::kCoded)
+  if constexpr (Kv::kIsQuantised)
     return encode(t, n, {begin, end}, {all.begin & -16, all.end}, scores, weights);
   for (int i = all.begin & -16; i < begin; i += 16) put(i, zero());
   for (int i = end; i < all.end; i += 16) put(i, zero());
@@ -331,23 +334,25 @@ HR_INLINE void soften(const AttendSplit& t, int n, Lanes all, float* scores,
 template <class Kv, int Num, int Lines>
 HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes,
                            const Weights<Kv, Num>& weights) {
-  const int width = t.shape.value_columns(), part = Lines % Kv::kParts ? d / 16 % Kv::kParts : 0;
+  const int width = t.shape.value_columns(),
+            part = Lines % Kv::kPartsPerLine ? d / 16 % Kv::kPartsPerLine : 0;
   const size_t row = static_cast<size_t>(t.shape.value_lanes()) * 4,
-               offset = static_cast<size_t>(d / 16 / Kv::kParts) * 64;
+               offset = static_cast<size_t>(d / 16 / Kv::kPartsPerLine) * 64;
   typename Kv::Sum acc[Lines][Num] = {};
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
     const int begin = lanes.begin - b * kKvTile, end = lanes.end - b * kKvTile;
-    const int first = begin < 0 ? 0 : begin / Kv::kPer,
-              last = ((end > kKvTile ? kKvTile : end) + Kv::kPer - 1) / Kv::kPer;
+    const int first = begin < 0 ? 0 : begin / Kv::kTokensPerLine,
+              last =
+                  ((end > kKvTile ? kKvTile : end) + Kv::kTokensPerLine - 1) / Kv::kTokensPerLine;
     const uint8_t* lines = t.kv.values[b] + first * row + offset;
-    // Keys of the next split, as many as values are read here, so that memory is never idle.
+    // Prefetch as many keys of the next split as values are read here, so that memory never idles.
     const uint8_t* upcoming = t.next && b < t.next->blocks ? t.next->at[b] + offset : nullptr;
     for (int k = first; k < last; k++, lines += row) {
       if (upcoming)
-        for (int i = 0; i < Lines; i += Kv::kParts)
-          prefetch_l2(upcoming + k * row + i / Kv::kParts * 64);
-      const auto* w = &weights.numbers[0][(b * kKvTile / Kv::kPer + k) *
-                                          (Kv::kWeightSize / (kSplitTokens / Kv::kPer))];
+        for (int i = 0; i < Lines; i += Kv::kPartsPerLine)
+          prefetch_l2(upcoming + k * row + i / Kv::kPartsPerLine * 64);
+      const auto* w = &weights.numbers[0][(b * kKvTile / Kv::kTokensPerLine + k) *
+                                          (Kv::kWeightSize / (kSplitTokens / Kv::kTokensPerLine))];
       each<Lines>([&](int i) HR_INLINE_LAMBDA {
         Kv::dot_values(acc[i], lines, part + i, w, Kv::kWeightSize);
       });
@@ -356,15 +361,15 @@ HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes,
   each<Lines>([&](int i) HR_INLINE_LAMBDA {
     each<Num>([&](int n) HR_INLINE_LAMBDA {
       float* out = t.out + static_cast<size_t>(n) * width + d + 16 * i;
-      if constexpr (Kv::kCoded)
-        store(out, fma(to_float(acc[i][n]), set1(weights.scale[n]), set1(weights.least[n])));
+      if constexpr (Kv::kIsQuantised)
+        store(out, fma(to_float(acc[i][n]), set1(weights.scale[n]), set1(weights.min[n])));
       else
         store(out, acc[i][n]);
     });
   });
 }
 
-// As many dimensions from d on as fill whole sets of lines; returns the first one left.
+// Computes the dimensions from d on in whole sets of lines; returns the first dimension left over.
 template <class Kv, int Num, int Lines>
 HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const Weights<Kv, Num>& weights) {
   for (; d + 16 * Lines <= t.shape.value_columns(); d += 16 * Lines)
@@ -378,7 +383,7 @@ void attend_num(const AttendSplit& t) {
   Weights<Kv, Num> weights;
   const Lanes lanes = visible_to_any(t);
   score<Kv, Num>(t, lanes, scores);
-  for (int n = 0; n < Num; n++) soften<Kv, Num>(t, n, lanes, scores[n], weights);
+  for (int n = 0; n < Num; n++) softmax<Kv, Num>(t, n, lanes, scores[n], weights);
   int d = 0;
   if constexpr (8 * Num <= kAccumulators) d = weigh<Kv, Num, 8>(t, d, lanes, weights);
   if constexpr (4 * Num <= kAccumulators) d = weigh<Kv, Num, 4>(t, d, lanes, weights);
@@ -394,7 +399,7 @@ void attend(const AttendSplit& t) {
 
 template <KvType Type, class Kv>
 void fill_attention(Kernels& k) {
-  if constexpr (Kv::kCoded)
+  if constexpr (Kv::kIsQuantised)
     k.pack_query[static_cast<int>(Type)] = pack_codes<Kv::kBits>;
   else
     k.pack_query[static_cast<int>(Type)] = pack_numbers<Kv>;

@@ -41,8 +41,8 @@ Kernels* make_table(const char* name) {
   k.rotate_row = rotate_row;
   fill_attention<KvType::kBf16, KvBf16>(k);
   fill_attention<KvType::kF32, KvF32>(k);
-  fill_attention<KvType::kInt8, KvCoded<8>>(k);
-  fill_attention<KvType::kInt4, KvCoded<4>>(k);
+  fill_attention<KvType::kInt8, KvQuantised<8>>(k);
+  fill_attention<KvType::kInt4, KvQuantised<4>>(k);
   k.rotate_head = rotate_head;
   k.quantise_kv = quantise_kv;
   k.values_of_keys = values_of_keys;
