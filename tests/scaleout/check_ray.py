@@ -261,7 +261,7 @@ def test_ranks_of_a_replica_are_actors_and_one_that_dies_changes_no_text(model: 
         followers = [
             pid
             for pid, command in server.below().items()
-            if command.startswith("ray::Follower.follow")
+            if command.startswith("ray::RankActor.run")
         ]
         assert len(followers) == 1
         ranks = [
