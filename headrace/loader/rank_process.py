@@ -19,23 +19,23 @@ from headrace.errors import HeadraceError
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.loader.load import open_model
 from headrace.loader.options import engine_config
-from headrace.parallel.collectives import Exchange
+from headrace.parallel.collectives import Collectives
 from headrace.parallel.config import mesh_of
-from headrace.parallel.hosts import LOST
+from headrace.parallel.hosts import EXIT_LOST
 from headrace.parallel.rank import Rank, RankConfig
 from headrace.parallel.setup import kv_config_of
-from headrace.parallel.transport import GlooCarrier
-from headrace.parallel.worker import REPLY, Channel, follow
+from headrace.parallel.transport import GlooTransport
+from headrace.parallel.worker import LENGTH, Channel, run_commands
 
 _PR_SET_PDEATHSIG = 1
 
 
-def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
+def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooTransport]:
     """Make the rank of a setup, with its draft programs attached. Raises as `load_model`."""
     config = engine_config(setup["config"])
     mesh = mesh_of(config)
     checkpoint = open_model(setup["model"], config)
-    carrier = GlooCarrier(mesh, setup["rank"])
+    transport = GlooTransport(mesh, setup["rank"])
     rank_config = RankConfig(
         mesh=mesh,
         rank=setup["rank"],
@@ -44,12 +44,12 @@ def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooCarrier]:
         activations=config.activations,
     )
     rank = Rank(
-        rank_config, target_program(config, checkpoint), checkpoint.tensors, Exchange(carrier)
+        rank_config, target_program(config, checkpoint), checkpoint.tensors, Collectives(transport)
     )
     shared = replace(config, draft_model="")  # only rank 0 runs a draft model
     drafts = open_draft_checkpoints(shared, checkpoint, checkpoint.load_tokenizer())
     compile_draft_models(shared, drafts, checkpoint, rank, None)
-    return rank, carrier
+    return rank, transport
 
 
 def main(descriptor: str, parent: str) -> None:
@@ -63,16 +63,16 @@ def main(descriptor: str, parent: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles the signals of the terminal
     channel = Channel(socket.socket(fileno=int(descriptor)))
     try:
-        (size,) = REPLY.unpack(channel.read(REPLY.size))
+        (size,) = LENGTH.unpack(channel.read(LENGTH.size))
         setup = json.loads(channel.read(size))
-        rank, carrier = make_rank(setup)
+        rank, transport = make_rank(setup)
     except EOFError:
-        sys.exit(LOST)
+        sys.exit(EXIT_LOST)
     except HeadraceError as error:
         channel.reply(str(error).encode())
         sys.exit(error.exit_code)
-    if not follow(channel, rank, carrier):
-        sys.exit(LOST)
+    if not run_commands(channel, rank, transport):
+        sys.exit(EXIT_LOST)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ def follow_if_not_rank_0(config: EngineConfig) -> None:
     and for a process without a launcher such as torchrun, it returns at once.
     """
     if is_multi_host(mesh_of(config)):
-        from headrace.parallel.hosts import follow_rank_0, placement
+        from headrace.parallel.hosts import placement, run_worker
 
         place = placement()
         if place and place.rank:
-            sys.exit(follow_rank_0(place, RANK_COMMAND))
+            sys.exit(run_worker(place, RANK_COMMAND))
 
 
 def compile_ranks(
@@ -46,29 +46,29 @@ def compile_ranks(
     of them. Without a `launcher` the processes run on this machine, or on the hosts of
     the environment.
     """
-    from headrace.parallel.collectives import Exchange
+    from headrace.parallel.collectives import Collectives
     from headrace.parallel.executable import ParallelExecutable
     from headrace.parallel.hosts import HostLauncher, placement
     from headrace.parallel.launch import LocalLauncher
     from headrace.parallel.rank import Rank, RankConfig, identity
     from headrace.parallel.setup import setup_of
-    from headrace.parallel.transport import GlooCarrier
-    from headrace.parallel.workers import Followers
+    from headrace.parallel.transport import GlooTransport
+    from headrace.parallel.workers import Workers
 
     threads = threads_per_rank(config, mesh)
     first, *others = (
         RankConfig(mesh=mesh, rank=rank, kv=kv, threads=threads, activations=config.activations)
         for rank in range(mesh.ranks)
     )
-    carrier = GlooCarrier(mesh, 0)
+    transport = GlooTransport(mesh, 0)
     if launcher is None:
         place = placement() if is_multi_host(mesh) else None
         launcher = HostLauncher(place) if place else LocalLauncher(RANK_COMMAND)
     setups = [setup_of(model, config, other) for other in others]
-    followers = Followers(launcher, setups, carrier, identity(checkpoint.tensors))
+    workers = Workers(launcher, setups, transport, identity(checkpoint.tensors))
     try:
-        rank = Rank(first, program, checkpoint.tensors, Exchange(carrier))
-        return ParallelExecutable(rank, program, carrier, followers)
+        rank = Rank(first, program, checkpoint.tensors, Collectives(transport))
+        return ParallelExecutable(rank, program, transport, workers)
     except BaseException:
-        followers.close()
+        workers.close()
         raise

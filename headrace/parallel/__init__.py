@@ -1,3 +1,1 @@
-"""Several ranks that run one model: each runs a rewritten program over its share of the weights and
-of KV.
-"""
+"""One model on several ranks."""

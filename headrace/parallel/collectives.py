@@ -1,4 +1,4 @@
-"""What collectives do with the rows of a rank, over whatever carries them."""
+"""Collective ops of a rank's program, over any transport between ranks."""
 
 from collections.abc import Sequence
 from time import monotonic
@@ -24,34 +24,30 @@ from headrace.program.collective import (
 Floats = NDArray[np.float32]
 
 
-class Carrier(Protocol):
-    """Carries rows between ranks. All of them raise RankLostError where another rank does not
-    answer.
-    """
+class Transport(Protocol):
+    """Carries rows between ranks. All methods raise RankLostError if a rank does not respond."""
 
     def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
-        """The numbers of each rank of the stage, which has so many."""
+        """Return the numbers of each rank of the stage; `sizes`: how many each has."""
 
     def all_to_all(self, pieces: Sequence[Floats], sizes: Sequence[int]) -> list[Floats]:
-        """What each rank of the stage has for this one, so many numbers, for what this one has for
-        each.
-        """
+        """Send a piece to each rank of the stage; return the pieces, of `sizes`, from each."""
 
     def send(self, rows: Floats, stage: int) -> None:
-        """Rows to the rank with the same share of another stage; they may change afterwards."""
+        """Send a copy of rows to the rank with the same share in another stage."""
 
     def receive(self, out: Floats, stage: int) -> None:
-        """What that rank sends."""
+        """Receive rows from that rank."""
 
 
-class Exchange:
-    """Runs the collectives of a rank's program: the `ProcessGroup` of a backend."""
+class Collectives:
+    """Runs the collective ops of a rank's program: the `ProcessGroup` of a backend."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._tokens: Ints = np.empty(0, np.int32)
-        self.waited = 0.0
-        """Seconds for which other stages were waited for."""
+        self.wait_seconds = 0.0
+        """Total seconds spent waiting for other stages."""
 
     def begin(self, tokens: Ints) -> None:
         self._tokens = tokens
@@ -59,56 +55,61 @@ class Exchange:
     def run(self, op: Collective, out: Floats | None, *inputs: Floats) -> None:
         match op:
             case Send():
-                self._carrier.send(inputs[0], op.stage)
+                self._transport.send(inputs[0], op.stage)
             case Receive() if out is not None:
-                begun = monotonic()
-                self._carrier.receive(out, op.stage)
-                self.waited += monotonic() - begun
+                start = monotonic()
+                self._transport.receive(out, op.stage)
+                self.wait_seconds += monotonic() - start
             case AllGather() if out is not None:
                 gathered = self._gather(inputs[0], [last - first for first, last in op.parts])
+                # Several ranks may have the same KV head: the first of them is written last.
                 for (first, last), rows in reversed(list(zip(op.parts, gathered, strict=True))):
                     out[:, first:last] = rows
             case ColumnsToRows() if out is not None:
-                shares = [
-                    slice(*row_share(len(out), rank, len(op.parts)))
-                    for rank in range(len(op.parts))
-                ]
-                mine = out[shares[op.rank]]
-                sizes = [len(mine) * (last - first) for first, last in op.parts]
-                found = self._carrier.all_to_all(
-                    [inputs[0][rows].reshape(-1) for rows in shares], sizes
-                )
-                for (first, last), numbers in zip(op.parts, found, strict=True):
-                    mine[:, first:last] = numbers.reshape(len(mine), last - first)
+                self._columns_to_rows(op, out, inputs[0])
             case GatherShares() if out is not None:
-                ends = [row_share(len(out), rank, op.ranks) for rank in range(op.ranks)]
-                own = inputs[0][slice(*ends[op.rank])].reshape(-1)
-                found = self._carrier.all_gather(
-                    own, [(last - first) * out.shape[1] for first, last in ends]
-                )
-                out[:] = np.concatenate(found).reshape(out.shape)
+                bounds = [row_share(len(out), rank, op.ranks) for rank in range(op.ranks)]
+                own_rows = inputs[0][slice(*bounds[op.rank])].reshape(-1)
+                sizes = [(last - first) * out.shape[1] for first, last in bounds]
+                gathered = self._transport.all_gather(own_rows, sizes)
+                out[:] = np.concatenate(gathered).reshape(out.shape)
             case OwnedRows() if out is not None:
                 rows = np.stack(self._gather(inputs[0], [op.x.width] * len(op.parts)))
                 out[:] = rows[owners(op.parts, self._tokens), np.arange(len(out))]
             case OwnedExperts() if out is not None:
-                top_k = inputs[1].shape[1] // 2
-                owner = owners(op.parts, inputs[1][:, :top_k])
-                rows = np.stack(self._gather(inputs[0], [op.x.width] * len(op.parts)))
-                each = rows.reshape(len(op.parts), len(out), top_k, -1)
-                out[:] = each[owner, np.arange(len(out))[:, None], np.arange(top_k)].reshape(
-                    out.shape
-                )
+                self._owned_experts(op, out, inputs[0], inputs[1])
             case _:
                 raise NotImplementedError(op.name)
 
+    def _columns_to_rows(self, op: ColumnsToRows, out: Floats, columns: Floats) -> None:
+        ranks = range(len(op.parts))
+        shares = [slice(*row_share(len(out), rank, len(op.parts))) for rank in ranks]
+        own_rows = out[shares[op.rank]]
+        sizes = [len(own_rows) * (last - first) for first, last in op.parts]
+        pieces = [columns[share].reshape(-1) for share in shares]
+        received = self._transport.all_to_all(pieces, sizes)
+        for (first, last), numbers in zip(op.parts, received, strict=True):
+            own_rows[:, first:last] = numbers.reshape(len(own_rows), last - first)
+
+    def _owned_experts(self, op: OwnedExperts, out: Floats, rows: Floats, routing: Floats) -> None:
+        top_k = routing.shape[1] // 2
+        owner = owners(op.parts, routing[:, :top_k])  # [rows, top_k]
+        gathered = np.stack(self._gather(rows, [op.x.width] * len(op.parts)))
+        by_expert = gathered.reshape(len(op.parts), len(out), top_k, -1)
+        owned = by_expert[owner, np.arange(len(out))[:, None], np.arange(top_k)]
+        out[:] = owned.reshape(out.shape)
+
     def _gather(self, rows: Floats, widths: Sequence[int]) -> list[Floats]:
-        """The rows [rows, width] of each rank, which has so many columns."""
-        found = self._carrier.all_gather(rows.reshape(-1), [len(rows) * width for width in widths])
+        """Gather the rows [rows, width] of each rank."""
+        gathered = self._transport.all_gather(
+            rows.reshape(-1), [len(rows) * width for width in widths]
+        )
         return [
-            numbers.reshape(len(rows), width) for numbers, width in zip(found, widths, strict=True)
+            numbers.reshape(len(rows), width)
+            for numbers, width in zip(gathered, widths, strict=True)
         ]
 
 
 def owners(parts: Sequence[Columns], numbers: NDArray[np.generic]) -> NDArray[np.intp]:
-    """The rank whose part has each number."""
+    """Return the rank whose part contains each number."""
     return np.searchsorted([last for _, last in parts], numbers, side="right")

@@ -1,9 +1,8 @@
-"""What rank 0 tells the others to do, as bytes: a head of fixed size, then the shapes and the
-numbers of arrays. Nothing is pickled.
+"""Commands from rank 0 to the other ranks, as bytes without pickle.
 
-head    kind, number of the program, number of arrays, bytes behind the head: 4 x int32
-shape   dtype (0: there is no array), dimensions, and the size of each: 5 x int32, for each array
-array   its numbers, row by row
+header  kind, number of the program, number of arrays, bytes after the header: 4 x int32
+shape   dtype (0: the array is None), dimensions, size of each dimension: 5 x int32 per array
+array   numbers in row order
 """
 
 import math
@@ -20,17 +19,17 @@ from headrace.errors import FormatError
 from headrace.program.adapter import Adapter, LowRank
 
 Array = NDArray[Any]
-HEAD = struct.Struct("<4i")
+HEADER = struct.Struct("<4i")
 MAX_BYTES = 1 << 31
 _SHAPE = struct.Struct("<5i")
 _DTYPES = (None, np.dtype(np.int32), np.dtype(np.uint64), np.dtype(np.float32), np.dtype(np.uint8))
 
 
-class Kind(IntEnum):
-    """What is to be done."""
+class CommandKind(IntEnum):
+    """What a rank does with a command."""
 
     JOIN = 1
-    """Join the process group, whose store is at this port."""
+    """Join the process group; the array has the port of its store."""
     RUN = 2
     """Run a batch."""
     MOVE_SLOTS = 3
@@ -38,109 +37,110 @@ class Kind(IntEnum):
     REMOVE_ADAPTER = 5
     CLOSE = 6
     STAGE_STEPS = 7
-    """Say when steps ran."""
+    """Report the times of the last steps."""
 
 
 class Command(NamedTuple):
-    """A command with what it needs."""
+    """A command and its arrays, each of at most three dimensions."""
 
-    kind: Kind
+    kind: CommandKind
     program: int = 0
+    """Number of the program, KV group or adapter."""
     arrays: Sequence[Array | None] = ()
 
 
 def encode(command: Command) -> bytes:
-    """A command as bytes."""
-    shapes, parts = [], []
+    shapes, bodies = [], []
     for array in command.arrays:
         if array is None:
             shapes.append(_SHAPE.pack(0, 0, 0, 0, 0))
             continue
         sizes = (*array.shape, *(0,) * (3 - array.ndim))
         shapes.append(_SHAPE.pack(_DTYPES.index(array.dtype), array.ndim, *sizes))
-        parts.append(np.ascontiguousarray(array).tobytes())
-    body = b"".join([*shapes, *parts])
-    return HEAD.pack(command.kind, command.program, len(command.arrays), len(body)) + body
+        bodies.append(np.ascontiguousarray(array).tobytes())
+    body = b"".join([*shapes, *bodies])
+    return HEADER.pack(command.kind, command.program, len(command.arrays), len(body)) + body
 
 
-def body_size(head: bytes) -> int:
-    """Bytes behind a head. Raises FormatError for one that cannot be."""
-    kind, _, arrays, size = HEAD.unpack(head)
-    if kind not in Kind.__members__.values() or not 0 <= arrays * _SHAPE.size <= size <= MAX_BYTES:
-        raise FormatError("a rank was sent what is no command")
+def body_size(header: bytes) -> int:
+    """Return the number of bytes after a header. Raises FormatError for an invalid header."""
+    kind, _, num_arrays, size = HEADER.unpack(header)
+    is_known = kind in CommandKind.__members__.values()
+    if not is_known or not 0 <= num_arrays * _SHAPE.size <= size <= MAX_BYTES:
+        raise FormatError("a rank received an invalid command header")
     return int(size)
 
 
-def decode(head: bytes, body: bytes) -> Command:
-    """The command that `encode` has made bytes of. Raises FormatError."""
-    kind, program, count, _ = HEAD.unpack(head)
+def decode(header: bytes, body: bytes) -> Command:
+    """Decode a command. Raises FormatError."""
+    kind, program, num_arrays, _ = HEADER.unpack(header)
     arrays: list[Array | None] = []
-    at = count * _SHAPE.size
-    for i in range(count):
+    offset = num_arrays * _SHAPE.size
+    for i in range(num_arrays):
         number, ndim, *sizes = _SHAPE.unpack_from(body, i * _SHAPE.size)
         if not 0 <= number < len(_DTYPES) or not 0 <= ndim <= 3 or min(sizes) < 0:
-            raise FormatError("a rank was sent an array of no known kind")
-        if (dtype := _DTYPES[number]) is None:
+            raise FormatError("a rank received an array of unknown type")
+        dtype = _DTYPES[number]
+        if dtype is None:
             arrays.append(None)
             continue
         shape = tuple(sizes[:ndim])
-        numbers = math.prod(shape)
-        if at + numbers * dtype.itemsize > len(body):
-            raise FormatError("a rank was sent an array that is cut off")
-        arrays.append(np.frombuffer(body, dtype, numbers, at).reshape(shape))
-        at += numbers * dtype.itemsize
-    if at != len(body):
-        raise FormatError("a rank was sent more than the arrays of its command")
-    return Command(Kind(kind), program, arrays)
+        count = math.prod(shape)
+        if offset + count * dtype.itemsize > len(body):
+            raise FormatError("a rank received an array that is cut off")
+        arrays.append(np.frombuffer(body, dtype, count, offset).reshape(shape))
+        offset += count * dtype.itemsize
+    if offset != len(body):
+        raise FormatError("a rank received bytes after the arrays of a command")
+    return Command(CommandKind(kind), program, arrays)
 
 
-_FIELDS = (
-    *("tokens", "positions", "row_start", "context_len", "scheduled_len", "logit_rows", "seq_of"),
-    *("ancestors", "inputs", "adapters", "pooled_rows"),
+_BATCH_FIELDS = (
+    "tokens",
+    "positions",
+    "row_start",
+    "context_len",
+    "scheduled_len",
+    "logit_rows",
+    "seq_of",
+    "ancestors",
+    "inputs",
+    "adapters",
+    "pooled_rows",
 )
 
 
-def batch_arrays(batch: RaggedBatch) -> list[Array | None]:
-    """The arrays of a batch, whose tokens are all known."""
-    return [
-        *(getattr(batch, name) for name in _FIELDS),
-        *(array for rows in batch.kv for array in rows),
-    ]
+def batch_to_arrays(batch: RaggedBatch) -> list[Array | None]:
+    """Take apart a batch without pending tokens."""
+    fields = [getattr(batch, name) for name in _BATCH_FIELDS]
+    return [*fields, *(array for rows in batch.kv for array in rows)]
 
 
-def batch_of(arrays: Sequence[Array | None]) -> RaggedBatch:
-    """The batch that `batch_arrays` has taken apart."""
-    fields: dict[str, Any] = dict(zip(_FIELDS, arrays[: len(_FIELDS)], strict=True))
-    kv = arrays[len(_FIELDS) :]
-    pairs = [
-        (slots, table)
+def batch_from_arrays(arrays: Sequence[Array | None]) -> RaggedBatch:
+    fields: dict[str, Any] = dict(zip(_BATCH_FIELDS, arrays[: len(_BATCH_FIELDS)], strict=True))
+    kv = arrays[len(_BATCH_FIELDS) :]
+    groups = [
+        KvRows(slots, table)
         for slots, table in zip(kv[::2], kv[1::2], strict=True)
         if slots is not None and table is not None
     ]
-    return RaggedBatch(**fields, kv=tuple(KvRows(*pair) for pair in pairs))
+    return RaggedBatch(**fields, kv=tuple(groups))
 
 
-def adapter_arrays(adapter: Adapter) -> list[Array | None]:
-    """The arrays of an adapter: the name of each weight, what goes down, what goes up, and the
-    scale.
-    """
-    return [
-        array
-        for name, (down, up, scale) in adapter.items()
-        for array in (
-            np.frombuffer(name.encode(), np.uint8),
-            down,
-            up,
-            np.array([scale], np.float32),
-        )
-    ]
+def adapter_to_arrays(adapter: Adapter) -> list[Array | None]:
+    """Take apart an adapter: name, down, up and scale of each weight."""
+    arrays: list[Array | None] = []
+    for name, (down, up, scale) in adapter.items():
+        arrays += [np.frombuffer(name.encode(), np.uint8), down, up]
+        arrays.append(np.array([scale], np.float32))
+    return arrays
 
 
-def adapter_of(arrays: Sequence[Array | None]) -> dict[str, LowRank]:
-    """The adapter that `adapter_arrays` has taken apart."""
+def adapter_from_arrays(arrays: Sequence[Array | None]) -> dict[str, LowRank]:
+    """Assemble an adapter. Raises FormatError for a missing array."""
     adapter = {}
     for name, down, up, scale in zip(*(arrays[i::4] for i in range(4)), strict=True):
         if name is None or down is None or up is None or scale is None:
-            raise FormatError("a rank was sent an adapter with a gap")
+            raise FormatError("a rank received an adapter with a missing array")
         adapter[name.tobytes().decode()] = LowRank(down, up, float(scale[0]))
     return adapter

@@ -1,4 +1,4 @@
-"""A model on several ranks, as an executable: rank 0 is here, and tells the others what to run."""
+"""A model on several ranks as an executable: rank 0 runs here and commands the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -10,11 +10,11 @@ from headrace.backend import HostBlocks
 from headrace.backend.cpu.executable import CpuExecutable
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
-from headrace.logit_ops import LogitOp, StepResult
-from headrace.parallel.commands import Command, Kind, adapter_arrays, batch_arrays
+from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
+from headrace.parallel.commands import Command, CommandKind, adapter_to_arrays, batch_to_arrays
 from headrace.parallel.rank import Rank
-from headrace.parallel.transport import GlooCarrier
-from headrace.parallel.workers import Followers
+from headrace.parallel.transport import GlooTransport
+from headrace.parallel.workers import Workers
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
@@ -26,9 +26,7 @@ Floats = NDArray[np.float32]
 
 
 class _Ticket:
-    """Stands for the results of a launch, which the last stage sends; they are received in the
-    order of the launches.
-    """
+    """Result of a launch, which the last stage sends. Results arrive in the order of launches."""
 
     def __init__(self, wait: Callable[[], StepResult]) -> None:
         self._wait = wait
@@ -45,39 +43,37 @@ class _Ticket:
 
 
 class ParallelExecutable:
-    """The program of all ranks. Where one is lost a launch raises RankLostError; the next one
-    starts the others again.
+    """The program of all ranks.
 
-    What they kept is gone then: the engine computes it again.
+    If a rank is lost, a launch raises RankLostError and the next launch restarts the other ranks,
+    without their KV: the engine recomputes it.
     """
 
     def __init__(
-        self, rank: Rank, program: Program, carrier: GlooCarrier, followers: Followers
+        self, rank: Rank, program: Program, transport: GlooTransport, workers: Workers
     ) -> None:
-        self._rank, self._carrier, self._followers = rank, carrier, followers
+        self._rank, self._transport, self._workers = rank, transport, workers
         self.max_in_flight = rank.config.mesh.pipeline
         self._number = 0
-        self._last: _Ticket | None = None
-        self._takes(program)
+        self._last_ticket: _Ticket | None = None
+        self._set_program(program)
 
-    def _takes(self, program: Program) -> None:
+    def _set_program(self, program: Program) -> None:
         self._local = self._rank.executables[self._number]
         self.program = self._local.program
         self.kv_groups: tuple[KvGroup, ...] = program.kv_groups
-        self._whole = program
+        self._whole_program = program
 
     def connect(self) -> None:
-        """Wait until all ranks have their shares, and link them. Raises RankLostError, with what it
-        says, where one has not.
-        """
+        """Wait until all ranks are loaded, and connect them. Raises RankLostError."""
         try:
-            self._followers.join()
+            self._workers.connect()
         except BaseException:
             self.close()
             raise
 
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        """Nothing is made ahead."""
+        """Do nothing: the cpu backend prepares no steps."""
 
     def launch(
         self,
@@ -87,108 +83,113 @@ class ParallelExecutable:
         logits: bool = False,
         hidden: bool = False,
     ) -> "_Ticket":
-        values = self._last.wait().values if self._last and batch.token_source is not None else []
+        values: Sequence[LogitOpResult] = ()
+        if self._last_ticket and batch.token_source is not None:
+            values = self._last_ticket.wait().values
         batch = batch._replace(tokens=tokens_of(batch, values), token_source=None)
-        with self._followers.at_work():
-            self._followers.send(Command(Kind.RUN, self._number, batch_arrays(batch)))
+        with self._workers.working():
+            self._workers.send(Command(CommandKind.RUN, self._number, batch_to_arrays(batch)))
             self._rank.run(self._number, batch)
-        generation = self._followers.generation
+        generation = self._workers.generation
 
         def wait() -> StepResult:
-            with self._followers.at_work(generation):
-                rows, kept, pooled = self._results_of(batch)
-            values = run_logit_ops(ops, rows, pooled, self._local.pool)
-            return StepResult(values, rows if logits else None, kept if hidden else None)
+            with self._workers.working(generation):
+                logit_rows, hidden_rows, pooled_rows = self._results(batch)
+            values = run_logit_ops(ops, logit_rows, pooled_rows, self._local.pool)
+            return StepResult(
+                values, logit_rows if logits else None, hidden_rows if hidden else None
+            )
 
-        self._last = _Ticket(wait)
+        self._last_ticket = _Ticket(wait)
         if self.max_in_flight == 1:
-            self._last.wait()  # what it reads is there until the next launch
-        return self._last
+            # The results lie in buffers that the next launch overwrites.
+            self._last_ticket.wait()
+        return self._last_ticket
 
-    def _results_of(self, batch: RaggedBatch) -> tuple[Floats, Floats | None, Floats | None]:
-        """The logits, hidden and pooled rows of a batch; they come from the last stage."""
+    def _results(self, batch: RaggedBatch) -> tuple[Floats, Floats | None, Floats | None]:
+        """Return the logits, hidden and pooled rows of a batch, from the last stage."""
         if self._rank.config.mesh.pipeline == 1:
-            logits = self._local.logits(batch)
-            assert logits is not None
-            return logits, self._local.hidden(batch), self._local.pooled(batch)
-        pooled = 0 if batch.pooled_rows is None else len(batch.pooled_rows)
-        program, rows = self._whole, len(batch.logit_rows)
+            local_logits = self._local.logits(batch)
+            assert local_logits is not None
+            return local_logits, self._local.hidden(batch), self._local.pooled(batch)
+        program, num_rows = self._whole_program, len(batch.logit_rows)
         assert program.logits
-        logits = self._received(rows, program.logits.width)
-        hidden = self._received(rows, program.hidden.width) if program.hidden else None
-        return (
-            logits,
-            hidden,
-            self._received(pooled, program.pooled.width)
-            if program.pooled and batch.pooled_rows is not None
-            else None,
-        )
+        logits = self._receive(num_rows, program.logits.width)
+        hidden = self._receive(num_rows, program.hidden.width) if program.hidden else None
+        pooled = None
+        if program.pooled and batch.pooled_rows is not None:
+            pooled = self._receive(len(batch.pooled_rows), program.pooled.width)
+        return logits, hidden, pooled
 
-    def _received(self, rows: int, width: int) -> Floats:
+    def _receive(self, rows: int, width: int) -> Floats:
         out = np.empty((rows, width), np.float32)
         if rows:
-            self._carrier.receive_from(out, self._rank.config.mesh.first_of_last_stage)
+            self._transport.receive_from(out, self._rank.config.mesh.first_of_last_stage)
         return out
 
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> "ParallelExecutable | CpuExecutable":
-        """A program with KV of its own runs on rank 0 alone: a draft model is small. The followers
-        attach the others as well, by themselves, in the same order.
+        """Attach a program.
+
+        A program with its own KV, such as a small draft model, runs on rank 0 alone. The workers
+        attach other programs by themselves, in the same order.
         """
         attached = self._rank.attach(program, weights, kv)
         if kv is not None:
             return attached
         other = copy(self)
         other._number = len(self._rank.executables) - 1
-        other._takes(program)
+        other._set_program(program)
         return other
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
-        """The times of rank 0."""
-        with self._followers.at_work():
-            self._followers.send(Command(Kind.RUN, self._number, batch_arrays(batch)))
+        """Run a batch; return the times of rank 0."""
+        with self._workers.working():
+            self._workers.send(Command(CommandKind.RUN, self._number, batch_to_arrays(batch)))
             times = self._local.profile(batch)
-            self._results_of(batch)
+            self._results(batch)
         return times
 
     def stage_steps(self) -> list[StageStep]:
-        """The last steps of all ranks, of which none is under way; their times can be compared
-        where ranks are on one machine.
+        """Return the times of the last steps of all ranks, while no step runs.
+
+        Times of ranks on one machine are comparable.
         """
-        with self._followers.at_work():
-            ranks = {0: self._rank.stage_steps()} | self._followers.stage_steps()
+        with self._workers.working():
+            ranks = {0: self._rank.stage_steps()} | self._workers.stage_steps()
         return [
-            StageStep(rank, number, *map(float, times))
+            StageStep(rank, number, float(begin), float(end))
             for rank, steps in ranks.items()
-            for number, times in enumerate(steps)
+            for number, (begin, end) in enumerate(steps)
         ]
 
     def expert_loads(self) -> NDArray[np.int64]:
-        """Those of the experts in the stage of rank 0."""
+        """Return the loads of the experts in rank 0's stage."""
         return self._local.expert_loads()
 
     def add_adapter(self, adapter: Adapter) -> int:
         number = self._rank.add_adapter(adapter)
-        self._followers.remember(Command(Kind.ADD_ADAPTER, number, adapter_arrays(adapter)))
+        arrays = adapter_to_arrays(adapter)
+        self._workers.send_and_keep(Command(CommandKind.ADD_ADAPTER, number, arrays))
         return number
 
     def remove_adapter(self, number: int) -> None:
         self._rank.remove_adapter(number)
-        self._followers.remember(Command(Kind.REMOVE_ADAPTER, number))
+        self._workers.send_and_keep(Command(CommandKind.REMOVE_ADAPTER, number))
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         source, target = (np.ascontiguousarray(slots, np.int32) for slots in (source, target))
-        with self._followers.at_work():
-            self._followers.send(Command(Kind.MOVE_SLOTS, group, [source, target]))
+        with self._workers.working():
+            self._workers.send(Command(CommandKind.MOVE_SLOTS, group, [source, target]))
             self._local.move_slots(group, source, target)
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        """None: its KV is in the host's memory."""
+        """Return None: the KV is in the host's memory already."""
         return None
 
     def close(self) -> None:
-        self._last = None  # which refers to this, and to the samplers of its draws
+        self._last_ticket = None  # it refers to this object and to samplers
         if self._number == 0:
-            self._followers.close()
+            self._workers.close()
             self._rank.close()

@@ -1,13 +1,11 @@
-"""Ranks on several hosts, where something else starts the same command once for each: torchrun, or
-a LeaderWorkerSet.
+"""Ranks on several hosts, where a launcher such as torchrun starts the same command for each rank.
 
-Its environment says which rank a process is, and where a store of `torch.distributed` is or may be.
-There rank 0 leaves its address and a token. A process of another rank runs nothing itself: it
-connects, and has a process follow rank 0 over the connection, a new one whenever the ranks are
-started again.
+The environment gives each process its rank and the address of a `torch.distributed` store. Rank 0
+writes its own address and a token to the store. The process of another rank connects to rank 0 and
+starts a worker process over the connection, and a new one whenever the ranks restart.
 
-All that can reach the store and the ports of gloo can read and write what ranks exchange: these
-belong in a network of their own.
+Every host that reaches the store and the ports of gloo can read and write the data of ranks, so they
+belong in a private network.
 """
 
 import hmac
@@ -25,21 +23,20 @@ from fcntl import ioctl
 from torch.distributed import TCPStore
 
 from headrace.errors import RankLostError, RequestError
-from headrace.parallel.launch import INTERFACE, Process, start_process
+from headrace.parallel.launch import INTERFACE_VARIABLE, Process, start_process
 from headrace.record import frozen
 
-LOST = 75
-"""Exit code of a process that follows rank 0 and has lost it."""
-_KEY = "headrace/rank-0"
-_PORT = 29500
-"""Of the store, where the environment names none, as in torchrun."""
-_COME = 1800.0
-"""Seconds for which rank 0 waits for another."""
-_GONE = 120.0
-"""Seconds for which another waits for rank 0."""
-_HELLO = struct.Struct("<32si")
-"""What another says first: the token and its rank."""
-_PATIENCE = 5.0
+EXIT_LOST = 75
+"""Exit code of a worker process that has lost rank 0."""
+_STORE_KEY = "headrace/rank-0"
+_DEFAULT_PORT = 29500
+"""Port of the store in torchrun."""
+_WAIT_FOR_WORKER_SECONDS = 1800.0
+_WAIT_FOR_RANK_0_SECONDS = 120.0
+_GREETING = struct.Struct("<32si")
+"""First bytes on a connection to rank 0: the token and the rank."""
+_GREETING_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
 _SIOCGIFADDR = 0x8915
 
 log = logging.getLogger("headrace.parallel")
@@ -47,19 +44,20 @@ log = logging.getLogger("headrace.parallel")
 
 @frozen
 class Placement:
-    """Which rank of how many this process is, and where they meet."""
+    """Rank of this process, number of ranks, and address of the store."""
 
     rank: int
     size: int
     address: str
     port: int
     has_store: bool
-    """Whether there is a store at the address; else rank 0 makes one."""
+    """Whether the store exists; otherwise rank 0 creates it."""
 
 
 def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
-    """What torchrun or a LeaderWorkerSet says of this process; None: nothing. Raises RequestError
-    for what cannot be.
+    """Read the placement that torchrun or a LeaderWorkerSet has set; None without one.
+
+    Raises RequestError for invalid values.
     """
     if "LWS_GROUP_SIZE" in environment:
         names = ("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS", "MASTER_PORT")
@@ -68,15 +66,15 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
     else:
         return None
     rank, size, address, port = (environment.get(name, "") for name in names)
-    port = port or str(_PORT)
+    port = port or str(_DEFAULT_PORT)
     if not (
         address
         and all(text.isdecimal() for text in (rank, size, port))
         and int(rank) < int(size)
         and 0 < int(port) < 1 << 16
     ):
-        found = ", ".join(f"{name}={environment.get(name)}" for name in names)
-        raise RequestError(f"the environment does not say which rank this is: {found}")
+        values = ", ".join(f"{name}={environment.get(name)}" for name in names)
+        raise RequestError(f"the environment has an invalid rank: {values}; set all of these")
     return Placement(
         rank=int(rank),
         size=int(size),
@@ -87,7 +85,7 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
 
 
 class RemoteProcess:
-    """A process of another host: it ends when its connection is closed."""
+    """A worker process on another host, which ends when its connection is closed."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -96,118 +94,122 @@ class RemoteProcess:
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def ended(self, seconds: float) -> str:
+    def end_reason(self, seconds: float) -> str:
         return "closed its connection"
 
-    def ticks(self) -> None:
+    def cpu_ticks(self) -> None:
         return None
 
 
 class HostLauncher:
-    """Receives the processes of other hosts, which come by themselves."""
+    """A `Launcher` that receives the connections of workers on other hosts."""
 
     def __init__(self, place: Placement) -> None:
-        self.host = _address(place.address)
-        self.interface = os.environ.get(INTERFACE) or interface_of(self.host)
+        self.host = _resolve(place.address)
+        self.interface = os.environ.get(INTERFACE_VARIABLE) or interface_of(self.host)
         self._listener = socket.create_server((self.host, 0))
         self._token = secrets.token_hex(16)
         self._store = TCPStore(
             place.address, place.port, is_master=not place.has_store, wait_for_workers=False
         )
-        self._store.set(_KEY, f"{self.host} {self._listener.getsockname()[1]} {self._token}")
-        self._came: dict[int, socket.socket] = {}
+        port = self._listener.getsockname()[1]
+        self._store.set(_STORE_KEY, f"{self.host} {port} {self._token}")
+        self._connections: dict[int, socket.socket] = {}
 
     def start(self, rank: int) -> Process:
-        deadline = time.monotonic() + _COME
-        if rank not in self._came:
+        deadline = time.monotonic() + _WAIT_FOR_WORKER_SECONDS
+        if rank not in self._connections:
             log.info("waiting for rank %d", rank)
-        while rank not in self._came:
+        while rank not in self._connections:
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-            self._receive()
-        return RemoteProcess(self._came.pop(rank))
+            self._accept()
+        return RemoteProcess(self._connections.pop(rank))
 
     def close(self) -> None:
         self._listener.close()
 
-    def _receive(self) -> None:
-        """The next that comes, if it has the token. Raises TimeoutError where none does."""
+    def _accept(self) -> None:
+        """Accept one connection and check its token. Raises TimeoutError."""
         try:
             connection, _ = self._listener.accept()
         except TimeoutError:
-            raise TimeoutError(f"no other rank has come for {_COME:.0f} s") from None
-        connection.settimeout(_PATIENCE)
+            raise TimeoutError(
+                f"no rank has connected for {_WAIT_FOR_WORKER_SECONDS:.0f} s"
+            ) from None
+        connection.settimeout(_GREETING_SECONDS)
         with suppress(OSError):
-            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-            if len(hello) == _HELLO.size:
-                token, rank = _HELLO.unpack(hello)
+            greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+            if len(greeting) == _GREETING.size:
+                token, rank = _GREETING.unpack(greeting)
                 if hmac.compare_digest(token, self._token.encode()):
                     connection.settimeout(None)
-                    self._came[rank] = connection
+                    self._connections[rank] = connection
                     return
         connection.close()
 
 
-def follow_rank_0(place: Placement, command: Sequence[str]) -> int:
-    """Have a process follow rank 0, and another when that one has lost it, until rank 0 ends;
-    returns the exit code.
+def run_worker(place: Placement, command: Sequence[str]) -> int:
+    """Run the worker process of a rank until rank 0 ends; return the exit code.
 
-    `command`: as in `launch.start_process`. Raises RankLostError where there is no rank 0.
+    Another process is started when one has lost rank 0. `command`: see `launch.start_process`.
+    Raises RankLostError if rank 0 cannot be reached.
     """
     while True:
-        with _reach(place) as connection:
-            interface = os.environ.get(INTERFACE) or interface_of(connection.getsockname()[0])
-            process = start_process(
-                command, connection, {INTERFACE: interface} if interface else {}
-            )
+        with _connect_to_rank_0(place) as connection:
+            interface = os.environ.get(INTERFACE_VARIABLE)
+            interface = interface or interface_of(connection.getsockname()[0])
+            environment = {INTERFACE_VARIABLE: interface} if interface else {}
+            process = start_process(command, connection, environment)
         try:
             code = process.wait()
         except BaseException:
             process.kill()
             raise
-        if code not in (LOST, 1) and code >= 0:
+        # 1 is the exit code of an error and negative codes are signals: the ranks restart.
+        if code not in (EXIT_LOST, 1) and code >= 0:
             return code
 
 
-def _reach(place: Placement) -> socket.socket:
-    """A connection to rank 0."""
-    deadline, why = time.monotonic() + _GONE, ""
+def _connect_to_rank_0(place: Placement) -> socket.socket:
+    deadline, reason = time.monotonic() + _WAIT_FOR_RANK_0_SECONDS, ""
     while time.monotonic() < deadline:
         try:
             store = TCPStore(
                 place.address,
                 place.port,
                 is_master=False,
-                timeout=timedelta(seconds=_PATIENCE),
+                timeout=timedelta(seconds=_GREETING_SECONDS),
                 wait_for_workers=False,
             )
-            host, port, token = store.get(_KEY).decode().split()
-            connection = socket.create_connection((host, int(port)), _PATIENCE)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # it is not there yet, or has gone and will come again
-            why = str(error).splitlines()[0]
-            time.sleep(0.2)
+            host, port, token = store.get(_STORE_KEY).decode().split()
+            connection = socket.create_connection((host, int(port)), _GREETING_SECONDS)
+        except (OSError, RuntimeError) as error:
+            # Rank 0 has not started yet, or restarts.
+            reason = str(error).splitlines()[0]
+            time.sleep(_RETRY_SECONDS)
             continue
         connection.settimeout(None)
-        connection.sendall(_HELLO.pack(token.encode(), place.rank))
+        connection.sendall(_GREETING.pack(token.encode(), place.rank))
         return connection
-    raise RankLostError(f"rank 0 is not at {place.address}:{place.port} for {_GONE:.0f} s: {why}")
+    raise RankLostError(
+        f"rank 0 cannot be reached at {place.address}:{place.port} for "
+        f"{_WAIT_FOR_RANK_0_SECONDS:.0f} s: {reason}"
+    )
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address of this host; empty where none has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    """Return the network interface of this host with that address; empty if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
-                found = ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                reply = ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return "lo" if address.startswith("127.") else ""
 
 
-def _address(name: str) -> str:
+def _resolve(name: str) -> str:
     try:
         return socket.gethostbyname(name)
     except OSError as error:
-        raise RequestError(f"the host of rank 0, {name}, is not known: {error.strerror}") from None
+        raise RequestError(f"host '{name}' of rank 0 is unknown: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""The processes of ranks that run beside rank 0, on its machine."""
+"""Processes of the ranks other than rank 0 (workers) on this machine."""
 
 import os
 import socket
@@ -10,44 +10,40 @@ from pathlib import Path
 from typing import Protocol
 
 LOOPBACK = "127.0.0.1"
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable that says over which interface gloo links ranks."""
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface of gloo."""
 
 
 class Process(Protocol):
-    """A process that follows rank 0, as that one sees it."""
+    """A worker process, as rank 0 sees it."""
 
     connection: socket.socket
 
-    def kill(self) -> None:
-        """End it, wherever it is."""
+    def kill(self) -> None: ...
 
-    def ended(self, seconds: float) -> str:
-        """How it ended, which is waited for so long; empty where it has not."""
+    def end_reason(self, seconds: float) -> str:
+        """Wait up to `seconds` for the end; return how it ended, or '' if it runs."""
 
-    def ticks(self) -> int | None:
-        """What it has used of the processor, in ticks of the system's clock; None where that cannot
-        be known.
-        """
+    def cpu_ticks(self) -> int | None:
+        """CPU time in clock ticks; None if unknown."""
 
 
 class Launcher(Protocol):
-    """Gives the processes of the other ranks, again each time that they are lost."""
+    """Starts worker processes, and starts them again after a loss."""
 
     host: str
-    """The address of this machine that they reach."""
+    """Address of this machine that the workers can reach."""
     interface: str
-    """Over which gloo links this process to them; empty: whichever it finds."""
+    """Network interface of gloo in this process; empty: gloo's choice."""
 
     def start(self, rank: int) -> Process:
-        """The process of a rank, which waits for its setup. Raises OSError where there is none."""
+        """Start or receive the process of a rank, which waits for its setup. Raises OSError."""
 
-    def close(self) -> None:
-        """There are no more."""
+    def close(self) -> None: ...
 
 
 class LocalProcess:
-    """A process of this machine."""
+    """A worker process on this machine."""
 
     def __init__(self, popen: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
         self._popen, self.connection = popen, connection
@@ -56,13 +52,13 @@ class LocalProcess:
         self._popen.kill()
         self._popen.wait()
 
-    def ended(self, seconds: float) -> str:
+    def end_reason(self, seconds: float) -> str:
         with suppress(subprocess.TimeoutExpired):
             code = self._popen.wait(seconds)
             return f"ended by signal {-code}" if code < 0 else f"ended by exit code {code}"
         return ""
 
-    def ticks(self) -> int:
+    def cpu_ticks(self) -> int:
         try:
             fields = Path(f"/proc/{self._popen.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -71,7 +67,7 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts processes on this machine. The system ends them with the thread that starts them."""
+    """Starts workers on this machine. The system ends them with the thread that started them."""
 
     host, interface = LOOPBACK, "lo"
 
@@ -81,10 +77,9 @@ class LocalLauncher:
 
     def start(self, rank: int) -> LocalProcess:
         ours, theirs = socket.socketpair()
+        environment = {INTERFACE_VARIABLE: self.interface}
         with theirs:
-            return LocalProcess(
-                start_process(self._command, theirs, {INTERFACE: self.interface}), ours
-            )
+            return LocalProcess(start_process(self._command, theirs, environment), ours)
 
     def close(self) -> None:
         pass
@@ -93,16 +88,15 @@ class LocalLauncher:
 def start_process(
     command: Sequence[str], connection: socket.socket, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a process that follows rank 0 over a connection, which it inherits.
+    """Start a worker with an inherited connection to rank 0 and the import paths of this process.
 
-    `command` is given the descriptor of the connection and the id of this process. It imports from
-    where this process does.
+    The descriptor of the connection and the id of this process are added to `command`.
     """
+    python_path = os.pathsep.join(map(os.path.abspath, sys.path))
     return subprocess.Popen(
         [*command, str(connection.fileno()), str(os.getpid())],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), **environment},
+        env={**os.environ, "PYTHONPATH": python_path, **environment},
         pass_fds=(connection.fileno(),),
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in the terminal is for this process
+        start_new_session=True,  # so Ctrl-C in the terminal reaches only this process
     )

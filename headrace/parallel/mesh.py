@@ -1,10 +1,10 @@
-"""Which rank of a mesh has what: stages of a pipeline, whose ranks share its matrices."""
+"""The mesh of ranks: stages of a pipeline, whose ranks share the stage's matrices."""
 
 from collections.abc import Mapping
 
 from headrace.errors import UnsupportedModelError
 from headrace.parallel.pipeline import cut
-from headrace.parallel.tensor import TensorParallel, share_of
+from headrace.parallel.tensor import TensorParallel, slice_tensor
 from headrace.program.adapter import Adapter, LowRank
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -13,59 +13,58 @@ from headrace.record import frozen
 
 @frozen
 class Mesh:
-    """Ranks by stage, and within a stage by their share of it: rank = stage * tensor + share."""
+    """Ranks by stage, then by share: rank = stage * tensor + share."""
 
     tensor: int = 1
-    """Ranks that share each matrix."""
+    """Ranks of a stage."""
     pipeline: int = 1
     """Stages."""
     shares_experts: bool = True
-    """Whether the ranks of a stage have some of its experts each, or all of them."""
+    """Whether each rank of a stage has some of its experts; otherwise each has all."""
     sequence: bool = False
-    """Whether they split what layers add up by columns, and norm some rows each."""
+    """Whether the residual stream is split by columns and norms by rows."""
     layers: tuple[int, ...] = ()
-    """Layers of each stage; none: as `pipeline.cut` finds best."""
+    """Number of layers of each stage; empty: chosen by `pipeline.cut`."""
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.tensor * self.pipeline
 
     @property
     def first_of_last_stage(self) -> int:
-        """The rank that sends rank 0 the results, where that has none of its own."""
+        """The rank that sends results to rank 0."""
         return (self.pipeline - 1) * self.tensor
 
     def stage(self, rank: int) -> int:
-        """The stage of a rank."""
         return rank // self.tensor
 
     def group(self, stage: int) -> list[int]:
-        """The ranks of a stage, in the order of their shares."""
+        """Return the ranks of a stage, by share."""
         return list(range(stage * self.tensor, (stage + 1) * self.tensor))
 
     def program(
         self, program: Program, rank: int, layer_stages: Mapping[int, int] | None = None
     ) -> Program:
-        """What a rank runs of a program, whose layers may be those of another, in these stages.
+        """Return a rank's part of a program.
 
-        Raises UnsupportedModelError where so many ranks cannot share it.
+        `layer_stages`: stage of each layer, if the program has the layers of another program.
+        Raises UnsupportedModelError if the mesh cannot split the program.
         """
-        stage = (
-            self._stages(program, layer_stages)[self.stage(rank)] if self.pipeline > 1 else program
-        )
+        if self.pipeline > 1:
+            program = self._stages(program, layer_stages)[self.stage(rank)]
         if self.tensor == 1:
-            return stage
+            return program
+        share = rank % self.tensor
         return TensorParallel(
-            stage, rank % self.tensor, self.tensor, self.shares_experts, self.sequence
+            program, share, self.tensor, self.shares_experts, self.sequence
         ).rewritten()
 
     def layer_stages(self, program: Program) -> dict[int, int]:
-        """The stage of each layer of a program."""
-        stages = self._stages(program)
+        """Return the stage of each layer of a program."""
         return {
             layer: number
-            for number, stage in enumerate(stages)
+            for number, stage in enumerate(self._stages(program))
             for group in stage.kv_groups
             for layer in group.layers
         }
@@ -77,7 +76,7 @@ class Mesh:
             layers = sorted(layer for group in program.kv_groups for layer in group.layers)
             if (len(self.layers), sum(self.layers)) != (self.pipeline, len(layers)):
                 raise UnsupportedModelError(
-                    f"layers {self.layers} of stages are not {len(layers)} layers in "
+                    f"pipeline_layers {self.layers} do not give {len(layers)} layers in "
                     f"{self.pipeline} stages"
                 )
             stage_of = (stage for stage, count in enumerate(self.layers) for _ in range(count))
@@ -86,20 +85,19 @@ class Mesh:
 
 
 def weights_of(program: Program, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a rank's program, as views of those of the whole model: nothing else of these
-    is read.
-    """
-    return {name: share_of(tensors, weight) for name, weight in program.weights.items()}
+    """Return the tensors of a rank's program, as views: no other bytes of the model are read."""
+    return {name: slice_tensor(tensors, weight) for name, weight in program.weights.items()}
 
 
-def adapter_of(program: Program, adapter: Adapter) -> dict[str, LowRank]:
-    """What of an adapter goes with the weights of a rank's program."""
-    own = {}
+def adapter_share(program: Program, adapter: Adapter) -> dict[str, LowRank]:
+    """Return the part of an adapter that belongs to the weights of a rank's program."""
+    share = {}
     for name in program.weights:
-        whole, bracket, rows = name.partition("[")
-        if whole in adapter:
-            first, last = (
-                map(int, rows.rstrip("]").split(":")) if bracket else (0, len(adapter[whole].up))
-            )
-            own[name] = adapter[whole]._replace(up=adapter[whole].up[first:last])
-    return own
+        full_name, bracket, rows = name.partition("[")
+        if full_name in adapter:
+            low_rank = adapter[full_name]
+            first, last = 0, len(low_rank.up)
+            if bracket:
+                first, last = map(int, rows.rstrip("]").split(":"))
+            share[name] = low_rank._replace(up=low_rank.up[first:last])
+    return share

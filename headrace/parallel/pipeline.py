@@ -1,12 +1,12 @@
-"""Pipeline parallelism: a program cut into stages, between which goes what a layer leaves behind
-(GPipe, Huang et al. 2018).
+"""Pipeline parallelism: a program cut into stages, which pass the residual stream (GPipe, Huang et
+al. 2018).
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from headrace.errors import UnsupportedModelError
 from headrace.program.collective import Receive, Send
@@ -17,8 +17,8 @@ from headrace.program.trace import Program
 Cost = Callable[[Op], float]
 
 
-def read_bytes(op: Op) -> float:
-    """What an op costs in a step of one row: decoding is bound by what is read."""
+def decode_bytes(op: Op) -> float:
+    """Bytes that an op reads in a step of one row, which bound the time of decoding."""
     return op.bytes(StepSize(((0, 1),), 1, 0))
 
 
@@ -26,118 +26,114 @@ def cut(
     program: Program,
     stages: int,
     layer_stages: Mapping[int, int] | None = None,
-    cost: Cost = read_bytes,
+    cost: Cost = decode_bytes,
 ) -> list[Program]:
-    """The program in so many stages, of which the costliest is as cheap as can be; or with these
-    layers in these stages.
+    """Cut a program into stages by `layer_stages`, or so that the maximum cost of a stage is least.
 
-    Each receives from the one before the values that it or a later one reads, runs its ops, and
-    sends on; the last gives the results. Angles of rotation are computed anew in each, and layers
-    keep their KV where they run. Every stage has all groups of KV, with the layers that are its
-    own. Raises UnsupportedModelError where the program has fewer places to cut.
+    A stage receives the values that it or a later stage reads, runs its ops and sends values on;
+    the last stage has the results. Each stage computes rotation angles itself and keeps the KV of
+    its layers; it has all KV groups. Raises UnsupportedModelError if there are too few places to cut.
     """
-    ops, alive = program.ops, _alive(program)
-    places = _places(program, alive)
-    if len(places) < stages - 1:
+    live = _live_values(program)
+    cut_points = _cut_points(program, live)
+    if len(cut_points) < stages - 1:
         raise UnsupportedModelError(
-            f"{stages} stages cannot share a model that can be cut in {len(places)} places"
+            f"{stages} stages cannot share a model that can be cut in {len(cut_points)} places"
         )
     if layer_stages is None:
-        ends = _evenly([cost(op) for op in ops], places, stages)
+        ends = _balanced_ends([cost(op) for op in program.ops], cut_points, stages)
     else:
-        ends = _after_layers(
-            program,
-            places,
-            [
-                {layer for layer, at in layer_stages.items() if at <= stage}
-                for stage in range(stages - 1)
-            ],
-        )
+        layers = [
+            {layer for layer, number in layer_stages.items() if number <= stage}
+            for stage in range(stages - 1)
+        ]
+        ends = _ends_after_layers(program, cut_points, layers)
     return [
-        _stage(program, alive, number, start, end)
+        _stage(program, live, number, start, end)
         for number, (start, end) in enumerate(pairwise([0, *ends]))
     ]
 
 
-def _alive(program: Program) -> list[list[Value]]:
-    """For each op: the values that are written before it, and read from it on or given back; no
-    angles.
-    """
-    alive: list[list[Value]] = [[] for _ in program.ops]
-    last = program.last_use()
+def _live_values(program: Program) -> list[list[Value]]:
+    """Return, for each op, the values written before it and read by it or later, without angles."""
+    live: list[list[Value]] = [[] for _ in program.ops]
+    last_use = program.last_use()
     for i, op in enumerate(program.ops):
         if (out := op.output()) and not isinstance(op, RopeAngles):
-            for values in alive[i + 1 : last.get(out.id, i) + 1]:
+            for values in live[i + 1 : last_use.get(out.id, i) + 1]:
                 values.append(out)
-    return alive
+    return live
 
 
-def _places(program: Program, alive: list[list[Value]]) -> list[int]:
-    """The ops that a stage may begin with: one between each two ops of attention, one before the
-    first and one behind the last.
+def _cut_points(program: Program, live: list[list[Value]]) -> list[int]:
+    """Return the ops that a stage may begin with: one before each attention and one after the last.
 
-    It is the last before which the fewest numbers are alive, which is the end of a layer. All that
-    is done with the KV of a layer is on one side of it.
+    It is the last op with the fewest live numbers, the end of a layer. All ops with the KV of a
+    layer are on one side of it.
     """
-    last = {op.layer: i for i, op in enumerate(program.ops) if isinstance(op, Attention)}
-    first = {
+    attention = {op.layer: i for i, op in enumerate(program.ops) if isinstance(op, Attention)}
+    first_write = {
         op.layer: i for i, op in reversed(list(enumerate(program.ops))) if isinstance(op, KvWrite)
     }
-    split = {i for layer, at in first.items() for i in range(at + 1, last.get(layer, at) + 1)}
-    able = [
+    between_kv_ops = {
         i
-        for i, values in enumerate(alive)
-        if values and i not in split and all(value.rows == "step" for value in values)
-    ]
-    widths = {
-        i: sum(value.width for value in alive[i])
-        for i in able
-        if not isinstance(program.ops[i], RopeAngles)
+        for layer, first in first_write.items()
+        for i in range(first + 1, attention.get(layer, first) + 1)
     }
-    narrow = [i for i, width in widths.items() if width == min(widths.values())]
-    attention = [i for i, op in enumerate(program.ops) if isinstance(op, Attention)]
-    return list({bisect_left(attention, i): i for i in narrow}.values())
+    widths = {
+        i: sum(value.width for value in values)
+        for i, values in enumerate(live)
+        if values
+        and i not in between_kv_ops
+        and all(value.rows == "step" for value in values)
+        and not isinstance(program.ops[i], RopeAngles)
+    }
+    min_width = min(widths.values(), default=0)
+    narrow = [i for i, width in widths.items() if width == min_width]
+    attention_ops = [i for i, op in enumerate(program.ops) if isinstance(op, Attention)]
+    # The last of the narrow ops between two attentions replaces the others.
+    return list({bisect_left(attention_ops, i): i for i in narrow}.values())
 
 
-def _after_layers(program: Program, places: Sequence[int], layers: Sequence[set[int]]) -> list[int]:
-    """The places behind these layers, and the end."""
+def _ends_after_layers(
+    program: Program, cut_points: Sequence[int], layers: Sequence[set[int]]
+) -> list[int]:
+    """Return the end of each stage, after the last of its layers."""
     attention = {i: op.layer for i, op in enumerate(program.ops) if isinstance(op, Attention)}
-    last = (max((i for i, layer in attention.items() if layer in own), default=0) for own in layers)
-    return [*(places[bisect_right(places, i)] for i in last), len(program.ops)]
+    last_ops = (
+        max((i for i, layer in attention.items() if layer in stage_layers), default=0)
+        for stage_layers in layers
+    )
+    return [*(cut_points[bisect_right(cut_points, i)] for i in last_ops), len(program.ops)]
 
 
-def _evenly(costs: Sequence[float], places: Sequence[int], stages: int) -> list[int]:
-    """Where each stage ends, so that the costliest is as cheap as can be, and of equal choices the
-    first stages are short.
-    """
-    sums = [0.0]
-    for one in costs:
-        sums.append(sums[-1] + one)
+def _balanced_ends(costs: Sequence[float], cut_points: Sequence[int], stages: int) -> list[int]:
+    """Return the end of each stage with the least maximum cost; ties give short first stages."""
+    sums = list(accumulate(costs, initial=0.0))
 
     @cache
-    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        if left == 1:
+    def best(start: int, stages_left: int) -> tuple[float, tuple[int, ...]]:
+        if stages_left == 1:
             return sums[-1] - sums[start], (len(costs),)
         rests = [
-            (end, best(end, left - 1))
-            for end in places
-            if end > start and sum(place > end for place in places) >= left - 2
+            (end, best(end, stages_left - 1))
+            for end in cut_points
+            if end > start and sum(point > end for point in cut_points) >= stages_left - 2
         ]
         return min(
-            (max(sums[end] - sums[start], most), (end, *ends)) for end, (most, ends) in rests
+            (max(sums[end] - sums[start], max_cost), (end, *ends))
+            for end, (max_cost, ends) in rests
         )
 
     return list(best(0, stages)[1])
 
 
-def _stage(
-    program: Program, alive: list[list[Value]], number: int, start: int, end: int
-) -> Program:
+def _stage(program: Program, live: list[list[Value]], number: int, start: int, end: int) -> Program:
     ops, is_last = program.ops[start:end], end == len(program.ops)
     read = {value.id for op in ops for value in op.inputs()}
     angles = [op for op in program.ops[:start] if isinstance(op, RopeAngles) and op.out.id in read]
-    received = [Receive(value, number - 1) for value in alive[start]]
-    sent = [] if is_last else [Send(value, number + 1) for value in alive[end]]
+    received = [Receive(value, number - 1) for value in live[start]]
+    sent = [] if is_last else [Send(value, number + 1) for value in live[end]]
     layers = {op.layer for op in ops if isinstance(op, Attention | KvWrite)}
     groups = (
         replace(group, layers=tuple(layer for layer in group.layers if layer in layers))

@@ -1,4 +1,4 @@
-"""What one rank runs: its share of a model, and of what is attached to it."""
+"""One rank: its share of a model and of the programs attached to it."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -12,85 +12,82 @@ from headrace import _native
 from headrace.backend.cpu.executable import CpuExecutable
 from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig
-from headrace.parallel.collectives import Exchange
-from headrace.parallel.mesh import Mesh, adapter_of, weights_of
+from headrace.parallel.collectives import Collectives
+from headrace.parallel.mesh import Mesh, adapter_share, weights_of
 from headrace.program.adapter import Adapter
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
-_HASHED = 256
-"""Bytes."""
-_MOST_STEPS = 4096
+_HASHED_BYTES = 256
+"""Bytes of each tensor in the identity of a model."""
+_MAX_STAGE_STEPS = 4096
 
 
 @frozen
 class RankConfig:
-    """How a rank is compiled, beside its program."""
+    """Options of a rank, in addition to its program."""
 
     mesh: Mesh
     rank: int
     kv: KvConfig
-    """Blocks of each group of the whole model; a rank keeps its own heads and layers in them."""
+    """Blocks of each KV group of the whole model; the rank keeps its own heads and layers."""
     threads: int
     activations: Activations
 
 
 def identity(tensors: Mapping[str, StoredTensor]) -> str:
-    """What ranks have in common that give the same numbers: the instructions that they compute
-    with, and what they know of the model.
+    """Return a text that is equal for ranks with equal results: instruction set and model.
 
-    That is a hash of the names, shapes and formats of all tensors, and of the first bytes of each.
+    The model is a hash of names, shapes, formats and first bytes of all tensors.
     """
-    hashed = blake2b(digest_size=8)
+    digest = blake2b(digest_size=8)
     for name, tensor in sorted(tensors.items()):
-        hashed.update(f"{name} {tensor.shape} {tensor.format.name}\n".encode())
+        digest.update(f"{name} {tensor.shape} {tensor.format.name}\n".encode())
         for part in tensor.parts.values():
-            hashed.update(part[:1].tobytes()[:_HASHED])
-    return f"instructions {_native.isa()}, tensors {hashed.hexdigest()}"
+            digest.update(part[:1].tobytes()[:_HASHED_BYTES])
+    return f"instructions {_native.isa()}, tensors {digest.hexdigest()}"
 
 
 class Rank:
-    """The executables of a rank by number: that of the model, then those that are attached to it,
-    in the order in which they came.
-    """
+    """The executables of a rank by number: the model, then attached programs in order."""
 
     def __init__(
         self,
         config: RankConfig,
         program: Program,
         tensors: Mapping[str, StoredTensor],
-        exchange: Exchange,
+        collectives: Collectives,
     ) -> None:
         self.config = config
-        self._exchange = exchange
-        self._stage_steps: deque[tuple[float, float]] = deque(maxlen=_MOST_STEPS)
+        self._collectives = collectives
+        self._stage_steps: deque[tuple[float, float]] = deque(maxlen=_MAX_STAGE_STEPS)
         self._tensors = dict(tensors)
         self._layer_stages = config.mesh.layer_stages(program) if config.mesh.pipeline > 1 else None
         self.identity = identity(tensors)
-        own = config.mesh.program(program, config.rank)
-        compiled = CpuExecutable(
-            own,
-            weights_of(own, tensors),
+        share = config.mesh.program(program, config.rank)
+        executable = CpuExecutable(
+            share,
+            weights_of(share, tensors),
             config.kv,
             config.threads,
             "",
             activations=config.activations,
-            process_group=exchange,
+            process_group=collectives,
         )
-        self.executables = [compiled]
+        self.executables = [executable]
 
     def run(self, number: int, batch: RaggedBatch) -> CpuExecutable:
-        """Run a batch, whose tokens are known, through the executable of this number; returns
-        that.
-        """
-        executable, begun, waited = self.executables[number], monotonic(), self._exchange.waited
+        """Run a batch of known tokens on an executable, and return that executable."""
+        executable = self.executables[number]
+        start, wait_before = monotonic(), self._collectives.wait_seconds
         executable.run(batch, batch.tokens)
-        self._stage_steps.append((begun + self._exchange.waited - waited, monotonic()))
+        wait_seconds = self._collectives.wait_seconds - wait_before
+        self._stage_steps.append((start + wait_seconds, monotonic()))
         return executable
 
     def stage_steps(self) -> NDArray[np.float64]:  # [steps, (begin, end)]
-        """When the last steps ran here, up to 4,096 since this was asked before."""
+        """Return and forget the times of the last steps, at most 4,096."""
         stage_steps = np.array(self._stage_steps, np.float64).reshape(-1, 2)
         self._stage_steps.clear()
         return stage_steps
@@ -98,27 +95,26 @@ class Rank:
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> CpuExecutable:
-        """Compile another program, over the same KV, with layers in the stages of those of the
-        model; or one that runs here alone, over KV of its own, and has no number.
+        """Attach a program to the model's KV, with each layer in the model's stage of it.
+
+        A program with its own `kv` runs on this rank alone, and has no number.
         """
         if kv is not None:
             return self.executables[0].attach(program, weights, kv)
         self._tensors |= weights
-        own = self.config.mesh.program(program, self.config.rank, self._layer_stages)
-        self.executables.append(self.executables[0].attach(own, weights_of(own, self._tensors)))
-        return self.executables[-1]
+        share = self.config.mesh.program(program, self.config.rank, self._layer_stages)
+        attached = self.executables[0].attach(share, weights_of(share, self._tensors))
+        self.executables.append(attached)
+        return attached
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Keep what of an adapter goes with the weights that are here; returns its number, which
-        all ranks give it.
-        """
-        return self.executables[0].add_adapter(adapter_of(self.executables[0].program, adapter))
+        """Keep this rank's share of an adapter; return its number, equal on all ranks."""
+        executable = self.executables[0]
+        return executable.add_adapter(adapter_share(executable.program, adapter))
 
     def remove_adapter(self, number: int) -> None:
-        """Give the memory of an adapter back."""
         self.executables[0].remove_adapter(number)
 
     def close(self) -> None:
-        """Give the memory back."""
         for executable in reversed(self.executables):
             executable.close()

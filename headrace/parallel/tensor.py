@@ -1,9 +1,8 @@
-"""Tensor parallelism: every matrix split by the rows of its output, whose inputs are gathered, so
-that no sum crosses ranks.
+"""Tensor parallelism: each matrix is split by output rows and its inputs are gathered.
 
-Megatron-LM (Shoeybi et al. 2019) splits every second matrix by its columns and adds partial sums
-up, which rounds in another order for each number of ranks. Here a product is computed whole where
-it is computed, and ranks give the bits of one.
+Megatron-LM (Shoeybi et al. 2019) splits every second matrix by columns and adds partial sums, which
+round differently for each number of ranks. Here each output number is computed on one rank, so any
+number of ranks gives the same bits.
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from headrace.parallel.shares import ROWS, even, kv_heads, query_heads, times
+from headrace.parallel.partition import (
+    TILE_ROWS,
+    kv_head_parts,
+    query_head_parts,
+    scaled,
+    split_evenly,
+)
 from headrace.program import ops
 from headrace.program.collective import (
     AllGather,
@@ -35,11 +40,11 @@ from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
 Parts = tuple[Columns, ...]
-"""The columns of a value that each rank has."""
+"""Columns of a value on each rank."""
 
 
-def share(weight: Weight, rows: Columns) -> Weight:
-    """Some rows of a matrix, or some numbers of a vector, as a weight of its own."""
+def slice_weight(weight: Weight, rows: Columns) -> Weight:
+    """Return rows of a matrix, or numbers of a vector, as a weight named NAME[first:end]."""
     first, last = rows
     name, count = f"{weight.name}[{first}:{last}]", last - first
     if weight.rows == 1:
@@ -47,8 +52,8 @@ def share(weight: Weight, rows: Columns) -> Weight:
     return replace(weight, name=name, rows=count, nbytes=weight.nbytes // weight.rows * count)
 
 
-def share_of(tensors: Mapping[str, StoredTensor], weight: Weight) -> StoredTensor:
-    """The stored tensor of a weight that `share` made, or of one that is whole: a view."""
+def slice_tensor(tensors: Mapping[str, StoredTensor], weight: Weight) -> StoredTensor:
+    """Return the stored tensor of a weight, sliced by `slice_weight` or not, as a view."""
     name, bracket, rows = weight.name.partition("[")
     tensor = tensors[name]
     if not bracket:
@@ -61,7 +66,7 @@ def share_of(tensors: Mapping[str, StoredTensor], weight: Weight) -> StoredTenso
 
 
 class TensorParallel:
-    """Rewrites a program for one rank of several. Ids of values that are in both are the same."""
+    """Rewrites a program for one of several ranks. Values of the original keep their ids."""
 
     def __init__(
         self,
@@ -71,77 +76,76 @@ class TensorParallel:
         shares_experts: bool = True,
         sequence: bool = False,
     ) -> None:
-        """`shares_experts`: whether each rank has some of the experts, or all of them; `sequence`:
-        whether what layers add up is split by columns, and each rank norms some of the rows.
+        """`shares_experts`: whether each rank has some of the experts, or all; `sequence`: whether
+        the residual stream is split by columns and norms by rows.
         """
-        self.rank, self.ranks, self._shares_experts, self._sequence = (
-            rank,
-            ranks,
-            shares_experts,
-            sequence,
-        )
+        self.rank, self.ranks = rank, ranks
+        self._shares_experts, self._sequence = shares_experts, sequence
         self._program = program
         self._ids = count(1 + max(out.id for op in program.ops if (out := op.output())))
-        self._writers = {out.id: op for op in program.ops if (out := op.output())}
-        self._wanted: dict[int, Parts] = {}
+        self._required_parts: dict[int, Parts] = {}
+        """Split of a value that its readers need."""
         self._parts: dict[int, Parts] = {}
-        self._values: dict[int, Value] = {}
+        """Split of a value that is split."""
+        self._own_parts: dict[int, Value] = {}
+        """This rank's part of a split value."""
         self._gathered: dict[int, Value] = {}
+        """The whole of a split value, after an AllGather."""
         self._ops: list[Op] = []
 
     def rewritten(self) -> Program:
-        """The program of this rank; what it gives back is whole."""
+        """Return the program of this rank, with unsplit results."""
         for op in reversed(self._program.ops):
-            self._want(op)
+            self._require_parts(op)
         for op in self._program.ops:
             self._rewrite(op)
-        new = {value.id: self._whole(value) for value in self._program.results}
+        results = {value.id: self._whole(value) for value in self._program.results}
         program = self._program
         return replace(
             program,
             ops=tuple(self._ops),
-            logits=program.logits and new[program.logits.id],
-            hidden=program.hidden and new[program.hidden.id],
-            pooled=program.pooled and new[program.pooled.id],
-            shared_kv_groups=tuple(self._own(group) for group in program.kv_groups),
+            logits=program.logits and results[program.logits.id],
+            hidden=program.hidden and results[program.hidden.id],
+            pooled=program.pooled and results[program.pooled.id],
+            shared_kv_groups=tuple(self._own_heads(group) for group in program.kv_groups),
         )
 
-    def _own(self, group: KvGroup) -> KvGroup:
-        first, last = kv_heads(group.layout.num_heads, self.ranks)[self.rank]
+    def _own_heads(self, group: KvGroup) -> KvGroup:
+        first, last = kv_head_parts(group.layout.num_heads, self.ranks)[self.rank]
         return replace(group, layout=replace(group.layout, num_heads=last - first))
 
-    def _want(self, op: Op) -> None:
-        """What heads are on this rank says which columns of the values before them are wanted
-        there.
-        """
+    def _require_parts(self, op: Op) -> None:
+        """Derive the split of the op's inputs from its heads, or from the split of its output."""
         if isinstance(op, ops.Attention):
-            self._wanted[op.q.id] = times(
-                query_heads(op.num_heads, op.num_kv_heads, self.ranks), op.head_dim
+            self._required_parts[op.q.id] = scaled(
+                query_head_parts(op.num_heads, op.num_kv_heads, self.ranks), op.head_dim
             )
             for write in self._program.ops:
                 if isinstance(write, ops.KvWrite) and write.layer == op.layer:
-                    heads = kv_heads(op.num_kv_heads, self.ranks)
+                    heads = kv_head_parts(op.num_kv_heads, self.ranks)
                     for value in (write.k, write.v):
                         if value:
-                            self._wanted[value.id] = times(heads, value.width // op.num_kv_heads)
+                            self._required_parts[value.id] = scaled(
+                                heads, value.width // op.num_kv_heads
+                            )
             return
         out = op.output()
-        parts = self._wanted.get(out.id) if out else None
+        parts = self._required_parts.get(out.id) if out else None
         if not parts or not out:
             return
         if isinstance(op, ops.Rope | ops.Scale | ops.SoftCap | ops.Activate) or (
             isinstance(op, ops.Norm) and op.size < op.x.width
         ):
-            self._wanted[op.x.id] = parts
+            self._required_parts[op.x.id] = parts
         elif isinstance(op, ops.ConcatHeads):
             size = op.x_dim + op.y_dim
             heads = tuple((first // size, last // size) for first, last in parts)
             for value, dim in ((op.x, op.x_dim), (op.y, op.y_dim)):
                 if value.width == dim * op.num_heads and op.num_heads > 1:
-                    self._wanted[value.id] = times(heads, dim)
+                    self._required_parts[value.id] = scaled(heads, dim)
         elif isinstance(op, ops.HeadLinear) and op.x.width == op.heads[0].cols * len(op.heads):
             rows = op.heads[0].rows
-            self._wanted[op.x.id] = tuple(
+            self._required_parts[op.x.id] = tuple(
                 (first // rows * op.heads[0].cols, last // rows * op.heads[0].cols)
                 for first, last in parts
             )
@@ -149,11 +153,11 @@ class TensorParallel:
     def _rewrite(self, op: Op) -> None:
         match op:
             case ops.Embed():
-                parts = self._rows(op.weight)
+                parts = self._row_parts(op.weight)
                 first, last = parts[self.rank]
                 part = self._new(op.out.width, op.out)
                 self._ops.append(
-                    EmbedPart(part, share(op.weight, (first, last)), first, op.weight.rows)
+                    EmbedPart(part, slice_weight(op.weight, (first, last)), first, op.weight.rows)
                 )
                 self._ops.append(OwnedRows(op.out, part, self.rank, parts))
             case Experts() if self._shares_experts and len(op.gate) >= self.ranks:
@@ -166,8 +170,8 @@ class TensorParallel:
                 self._ops.append(
                     replace(
                         op,
-                        k=self._part(op.k, self._wanted[op.k.id]),
-                        v=op.v and self._part(op.v, self._wanted[op.v.id]),
+                        k=self._part(op.k, self._required_parts[op.k.id]),
+                        v=op.v and self._part(op.v, self._required_parts[op.v.id]),
                     )
                 )
             case ops.HeadLinear():
@@ -175,74 +179,74 @@ class TensorParallel:
             case ops.ConcatHeads():
                 self._concat_heads(op)
             case ops.Glu() if self._parts.get(op.gate.id) == self._parts.get(op.up.id):
-                self._follow(op, op.gate)
-            case ops.Rope() if (
-                op.out.id not in self._wanted
-            ):  # a part that ends within a head is of no use
+                self._elementwise(op, op.gate)
+            case ops.Rope() if op.out.id not in self._required_parts:
+                # Its input may be split within a head, which cannot be rotated.
                 self._ops.append(self._with_whole_inputs(op))
             case ops.Rope() | ops.Scale() | ops.SoftCap() | ops.Activate():
-                self._follow(op, op.x)
+                self._elementwise(op, op.x)
             case ops.Norm() if op.size < op.x.width and op.x.id in self._parts:
                 self._norm(op)
             case ops.Add() if self._sequence and (op.x.id in self._parts or op.y.id in self._parts):
                 self._add(op)
             case ops.GatherRows() if self._sequence:
-                self._follow(op, op.x)
+                self._elementwise(op, op.x)
             case ops.Norm() if self._sequence and op.x.id in self._parts and op.x.rows == "step":
                 self._norm_rows(op)
             case _:
                 self._ops.append(self._with_whole_inputs(op))
 
-    def _rows(self, weight: Weight) -> Parts:
-        return even(weight.rows, self.ranks, ROWS if weight.rows >= ROWS * self.ranks else 1)
+    def _row_parts(self, weight: Weight) -> Parts:
+        unit = TILE_ROWS if weight.rows >= TILE_ROWS * self.ranks else 1
+        return split_evenly(weight.rows, self.ranks, unit)
 
     def _linear(self, op: ops.Linear) -> None:
-        parts = self._wanted.get(op.out.id)
-        if parts is None and (self._decides(op.out) or op.weight.rows < self.ranks):
+        parts = self._required_parts.get(op.out.id)
+        if parts is None and (self._is_decision(op.out) or op.weight.rows < self.ranks):
             self._ops.append(self._with_whole_inputs(op))
             return
-        parts = parts or self._rows(op.weight)
+        parts = parts or self._row_parts(op.weight)
         rows = parts[self.rank]
         out = self._split(op.out, parts)
         self._ops.append(
             ops.Linear(
-                out, self._whole(op.x), share(op.weight, rows), op.bias and share(op.bias, rows)
+                out,
+                self._whole(op.x),
+                slice_weight(op.weight, rows),
+                op.bias and slice_weight(op.bias, rows),
             )
         )
 
     def _experts(self, op: Experts) -> None:
-        """Whole experts: each is computed where it is, and what comes of them is added up in the
-        order of the routing.
-        """
-        parts = even(len(op.gate), self.ranks)
+        """Compute each expert on its rank; add the results in the order of the routing."""
+        parts = split_evenly(len(op.gate), self.ranks)
         first, last = parts[self.rank]
         x, routing = self._whole(op.x), self._whole(op.routing)
         part = self._new(op.top_k * op.out.width, op.out)
-        own = {
-            name: getattr(op, name)[first:last]
-            for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-        }
-        each = self._new(part.width, op.out)
+        gathered = self._new(part.width, op.out)
         self._ops.append(
             ExpertPart(
                 out=part,
                 x=x,
                 routing=routing,
                 activation=op.activation,
-                **own,
+                gate=op.gate[first:last],
+                up=op.up[first:last],
+                down=op.down[first:last],
+                gate_bias=op.gate_bias[first:last],
+                up_bias=op.up_bias[first:last],
+                down_bias=op.down_bias[first:last],
                 first=first,
                 num_experts=len(op.gate),
             )
         )
         self._ops.append(
-            OwnedExperts(out=each, x=part, routing=routing, rank=self.rank, parts=parts)
+            OwnedExperts(out=gathered, x=part, routing=routing, rank=self.rank, parts=parts)
         )
-        self._ops.append(Combine(op.out, each, routing))
+        self._ops.append(Combine(op.out, gathered, routing))
 
-    def _decides(self, value: Value) -> bool:
-        """Whether experts or gates of whole rows are chosen by it: few numbers, which each rank
-        computes for itself.
-        """
+    def _is_decision(self, value: Value) -> bool:
+        """Whether the value chooses experts or gates rows: few numbers, computed on each rank."""
         return any(
             (isinstance(op, Route) and op.x == value)
             or (isinstance(op, GateRows) and op.gate == value)
@@ -250,54 +254,53 @@ class TensorParallel:
         )
 
     def _attention(self, op: ops.Attention) -> None:
-        heads = query_heads(op.num_heads, op.num_kv_heads, self.ranks)
-        (first, last), kv = heads[self.rank], kv_heads(op.num_kv_heads, self.ranks)[self.rank]
-        q = self._part(op.q, self._wanted[op.q.id])
-        out = self._split(op.out, times(heads, op.value_dim))
-        slopes, sinks = op.slopes[first:last], op.sinks and share(op.sinks, (first, last))
+        head_parts = query_head_parts(op.num_heads, op.num_kv_heads, self.ranks)
+        first, last = head_parts[self.rank]
+        first_kv, last_kv = kv_head_parts(op.num_kv_heads, self.ranks)[self.rank]
+        q = self._part(op.q, self._required_parts[op.q.id])
         self._ops.append(
             replace(
                 op,
-                out=out,
+                out=self._split(op.out, scaled(head_parts, op.value_dim)),
                 q=q,
                 num_heads=last - first,
-                num_kv_heads=kv[1] - kv[0],
-                slopes=slopes,
-                sinks=sinks,
+                num_kv_heads=last_kv - first_kv,
+                slopes=op.slopes[first:last],
+                sinks=op.sinks and slice_weight(op.sinks, (first, last)),
             )
         )
 
     def _head_linear(self, op: ops.HeadLinear) -> None:
         rows, cols = op.heads[0].rows, op.heads[0].cols
-        shared = op.x.width == cols and len(op.heads) > 1
-        parts = self._wanted.get(op.out.id)
-        if parts is None and not shared and op.x.id in self._parts:
-            parts = tuple(
-                (first // cols * rows, last // cols * rows) for first, last in self._parts[op.x.id]
-            )
+        has_shared_input = op.x.width == cols and len(op.heads) > 1
+        parts = self._required_parts.get(op.out.id)
+        if parts is None and not has_shared_input and op.x.id in self._parts:
+            x_parts = self._parts[op.x.id]
+            parts = tuple((first // cols * rows, last // cols * rows) for first, last in x_parts)
         if parts is None:
             self._ops.append(self._with_whole_inputs(op))
             return
+
+        if has_shared_input:
+            x = self._whole(op.x)
+        else:
+            x_parts = tuple((first // rows * cols, last // rows * cols) for first, last in parts)
+            x = self._part(op.x, x_parts)
         first, last = (column // rows for column in parts[self.rank])
-        x = (
-            self._whole(op.x)
-            if shared
-            else self._part(op.x, tuple((a // rows * cols, b // rows * cols) for a, b in parts))
-        )
         self._ops.append(ops.HeadLinear(self._split(op.out, parts), x, op.heads[first:last]))
 
     def _concat_heads(self, op: ops.ConcatHeads) -> None:
-        parts, size = self._wanted.get(op.out.id), op.x_dim + op.y_dim
+        parts, size = self._required_parts.get(op.out.id), op.x_dim + op.y_dim
         if parts is None:
             self._ops.append(self._with_whole_inputs(op))
             return
-        heads = tuple((first // size, last // size) for first, last in parts)
+        head_parts = tuple((first // size, last // size) for first, last in parts)
 
         def part(value: Value, dim: int) -> Value:
             is_shared = value.width == dim
-            return self._whole(value) if is_shared else self._part(value, times(heads, dim))
+            return self._whole(value) if is_shared else self._part(value, scaled(head_parts, dim))
 
-        first, last = heads[self.rank]
+        first, last = head_parts[self.rank]
         x, y = part(op.x, op.x_dim), part(op.y, op.y_dim)
         self._ops.append(
             replace(op, out=self._split(op.out, parts), x=x, y=y, num_heads=last - first)
@@ -305,34 +308,32 @@ class TensorParallel:
 
     def _norm(self, op: ops.Norm) -> None:
         parts = self._parts[op.x.id]
-        whole = op.weight.cols == op.x.width and op.size < op.x.width
+        has_weight_per_column = op.weight.cols == op.x.width and op.size < op.x.width
 
-        def vector(weight: Weight | None) -> Weight | None:
-            return share(weight, parts[self.rank]) if weight and whole else weight
+        def own_columns(weight: Weight) -> Weight:
+            return slice_weight(weight, parts[self.rank]) if has_weight_per_column else weight
 
-        weight = vector(op.weight)
-        assert weight
         self._ops.append(
             replace(
                 op,
                 out=self._split(op.out, parts),
-                x=self._values[op.x.id],
-                weight=weight,
-                bias=vector(op.bias),
+                x=self._own_parts[op.x.id],
+                weight=own_columns(op.weight),
+                bias=op.bias and own_columns(op.bias),
             )
         )
 
     def _add(self, op: ops.Add) -> None:
-        """The columns of both that are here of one of them."""
+        """Add the columns of this rank."""
         parts = self._parts.get(op.y.id) or self._parts[op.x.id]
         x, y = self._part(op.x, parts), self._part(op.y, parts)
         self._ops.append(ops.Add(self._split(op.out, parts), x, y))
 
     def _norm_rows(self, op: ops.Norm) -> None:
-        """Whole rows, some on each rank."""
+        """Norm some rows on each rank."""
         parts = self._parts[op.x.id]
         rows, normed = self._new(op.x.width, op.x), self._new(op.x.width, op.x)
-        self._ops.append(ColumnsToRows(rows, self._values[op.x.id], self.rank, parts))
+        self._ops.append(ColumnsToRows(rows, self._own_parts[op.x.id], self.rank, parts))
         self._ops.append(
             NormShare(
                 out=normed,
@@ -348,43 +349,40 @@ class TensorParallel:
         )
         self._ops.append(GatherShares(op.out, normed, self.rank, self.ranks))
 
-    def _follow(self, op: Op, x: Value) -> None:
-        """An op that computes number by number: it does so with the columns that are here."""
+    def _elementwise(self, op: Op, x: Value) -> None:
+        """Run an elementwise op on the columns of this rank."""
         parts, out = self._parts.get(x.id), op.output()
         assert out
         if parts is None:
             self._ops.append(op)
             return
-        here = {
-            name: v
-            for name, v in vars(op).items()
-            if isinstance(v, Value) and v.id in self._parts and name != "out"
+        changes = {
+            name: self._own_parts[value.id]
+            for name, value in _input_fields(op)
+            if value.id in self._parts
         }
-        values = {name: self._values[v.id] for name, v in here.items()}
-        self._ops.append(replace(op, **cast(Any, values | {"out": self._split(out, parts)})))
+        changes["out"] = self._split(out, parts)
+        self._ops.append(replace(op, **cast(Any, changes)))
 
     def _with_whole_inputs(self, op: Op) -> Op:
-        values = {
-            name: self._whole(v)
-            for name, v in vars(op).items()
-            if isinstance(v, Value) and name != "out"
-        }
-        return replace(op, **cast(Any, values)) if values else op
+        changes = {name: self._whole(value) for name, value in _input_fields(op)}
+        return replace(op, **cast(Any, changes)) if changes else op
 
     def _split(self, value: Value, parts: Parts) -> Value:
-        """What an op writes here of a value."""
+        """Register a split value; return this rank's part, which an op writes."""
         first, last = parts[self.rank]
         if all(part == (0, value.width) for part in parts):
             return value
         self._parts[value.id] = parts
-        self._values[value.id] = replace(value, width=last - first)
-        return self._values[value.id]
+        self._own_parts[value.id] = replace(value, width=last - first)
+        return self._own_parts[value.id]
 
     def _part(self, value: Value, parts: Parts) -> Value:
-        """The wanted part of a value: what is here already, or taken out of the whole."""
+        """Return this rank's part of a value, or take it from the whole value."""
         if self._parts.get(value.id) == parts:
-            return self._values[value.id]
-        whole, (first, last) = self._whole(value), parts[self.rank]
+            return self._own_parts[value.id]
+        whole = self._whole(value)
+        first, last = parts[self.rank]
         if (first, last) == (0, value.width):
             return whole
         part = self._new(last - first, value)
@@ -397,10 +395,19 @@ class TensorParallel:
         if value.id not in self._gathered:
             whole = self._new(value.width, value)
             self._ops.append(
-                AllGather(whole, self._values[value.id], self.rank, self._parts[value.id])
+                AllGather(whole, self._own_parts[value.id], self.rank, self._parts[value.id])
             )
             self._gathered[value.id] = whole
         return self._gathered[value.id]
 
     def _new(self, width: int, like: Value) -> Value:
         return Value(next(self._ids), width, like.rows)
+
+
+def _input_fields(op: Op) -> list[tuple[str, Value]]:
+    """Return the fields of an op that are single input values."""
+    return [
+        (name, value)
+        for name, value in vars(op).items()
+        if isinstance(value, Value) and name != "out"
+    ]

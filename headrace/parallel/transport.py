@@ -1,4 +1,4 @@
-"""Rows between processes, over the gloo backend of `torch.distributed`."""
+"""Transport of rows between processes, over the gloo backend of `torch.distributed`."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,70 +14,62 @@ from headrace.errors import RankLostError
 from headrace.parallel.collectives import Floats
 from headrace.parallel.mesh import Mesh
 
-_SECONDS = 300.0
-"""After which an exchange fails even where no rank was found to be lost."""
-_MOST_SENT = 8
-"""Rows that have been sent and need not have been received yet."""
+_TIMEOUT_SECONDS = 300.0
+"""Maximum seconds of an exchange, if no lost rank was found before."""
+_MAX_PENDING_SENDS = 8
 
 
-class GlooCarrier:
-    """The links of one rank. They are there from `connect` to `disconnect`, and may be made
-    anew.
-    """
+class GlooTransport:
+    """The process groups of one rank, from `connect` to `disconnect`. It can be connected again."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self._mesh, self._rank = mesh, rank
         self._share, self._stage = rank % mesh.tensor, mesh.stage(rank)
-        self._all: Any = (
-            None  # the groups are our own: the default one of torch is there once in a process
-        )
-        self._group: Any = None
-        self._sent: deque[tuple[Any, Any]] = deque()
-        self.received = 0
-        """Bytes that have come from other ranks."""
+        # Private groups, since torch has a single default group per process.
+        self._all_ranks: Any = None
+        self._stage_ranks: Any = None
+        self._pending_sends: deque[tuple[Any, Any]] = deque()
+        self.received_bytes = 0
 
-    def groups(self, store: Any) -> tuple[Any, Any]:
-        """The process groups of all ranks and of this one's stage, which a store brings together:
-        all must come for them.
+    def open_groups(self, store: Any) -> tuple[Any, Any]:
+        """Open the groups of all ranks and of this rank's stage; waits for the other ranks.
 
-        Raises RankLostError where one does not.
+        Raises RankLostError.
         """
-        with _lost():
-            timeout = timedelta(seconds=_SECONDS)
-            everyone = ProcessGroupGloo(
+        timeout = timedelta(seconds=_TIMEOUT_SECONDS)
+        with _rank_lost_errors():
+            all_ranks = ProcessGroupGloo(
                 PrefixStore("all", store), self._rank, self._mesh.ranks, timeout
             )
-            return everyone, ProcessGroupGloo(
-                PrefixStore(f"stage {self._stage}", store), self._share, self._mesh.tensor, timeout
-            )
+            stage_store = PrefixStore(f"stage {self._stage}", store)
+            stage_ranks = ProcessGroupGloo(stage_store, self._share, self._mesh.tensor, timeout)
+            return all_ranks, stage_ranks
 
     def connect(self, groups: tuple[Any, Any]) -> None:
-        """Use these groups from now on."""
-        self._all, self._group = groups
+        """Use groups of `open_groups`."""
+        self._all_ranks, self._stage_ranks = groups
 
     def disconnect(self) -> None:
-        """Leave the process group, which has others or not."""
-        self._sent.clear()
-        self._all = self._group = None
+        self._pending_sends.clear()
+        self._all_ranks = self._stage_ranks = None
 
     def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
-        padded = np.zeros(max(sizes), np.float32)  # gloo gathers what is equally long
+        padded = np.zeros(max(sizes), np.float32)  # gloo gathers arrays of equal length
         padded[: len(numbers)] = numbers
-        found = [torch.empty(len(padded)) for _ in sizes]
+        gathered = [torch.empty(len(padded)) for _ in sizes]
         if len(padded):
-            with _lost():
-                self._group.allgather([found], [torch.from_numpy(padded)]).wait()
-        self.received += 4 * (sum(sizes) - sizes[self._share])
-        return [one.numpy()[:size] for one, size in zip(found, sizes, strict=True)]
+            with _rank_lost_errors():
+                self._stage_ranks.allgather([gathered], [torch.from_numpy(padded)]).wait()
+        self.received_bytes += 4 * (sum(sizes) - sizes[self._share])
+        return [array.numpy()[:size] for array, size in zip(gathered, sizes, strict=True)]
 
     def all_to_all(self, pieces: Sequence[Floats], sizes: Sequence[int]) -> list[Floats]:
         out = torch.empty(sum(sizes))
-        with _lost():
-            whole = torch.from_numpy(np.concatenate(pieces))
-            self._group.alltoall_base(
-                out, whole, list(sizes), [len(piece) for piece in pieces]
-            ).wait()
-        self.received += 4 * (sum(sizes) - sizes[self._share])
+        sent = torch.from_numpy(np.concatenate(pieces))
+        sent_sizes = [len(piece) for piece in pieces]
+        with _rank_lost_errors():
+            self._stage_ranks.alltoall_base(out, sent, list(sizes), sent_sizes).wait()
+        self.received_bytes += 4 * (sum(sizes) - sizes[self._share])
         return np.split(out.numpy(), np.cumsum(sizes)[:-1])
 
     def send(self, rows: Floats, stage: int) -> None:
@@ -87,27 +79,27 @@ class GlooCarrier:
         self.receive_from(out, stage * self._mesh.tensor + self._share)
 
     def send_to(self, rows: Floats, rank: int) -> None:
-        """Rows to any rank; they may change afterwards."""
-        with _lost():
-            while len(self._sent) >= _MOST_SENT:
-                self._sent.popleft()[0].wait()
+        """Send a copy of rows to any rank."""
+        with _rank_lost_errors():
+            while len(self._pending_sends) >= _MAX_PENDING_SENDS:
+                self._pending_sends.popleft()[0].wait()
             copy = torch.from_numpy(np.array(rows))
-            self._sent.append((self._all.send([copy], rank, 0), copy))
+            self._pending_sends.append((self._all_ranks.send([copy], rank, 0), copy))
 
     def receive_from(self, out: Floats, rank: int) -> None:
-        """What that rank sends."""
-        with _lost():
-            self._all.recv([torch.from_numpy(out)], rank, 0).wait()
-        self.received += out.nbytes
+        """Receive rows from any rank."""
+        with _rank_lost_errors():
+            self._all_ranks.recv([torch.from_numpy(out)], rank, 0).wait()
+        self.received_bytes += out.nbytes
 
 
 @contextmanager
-def _lost() -> Iterator[None]:
-    """What gloo says of a rank that does not answer, as an error of our own."""
+def _rank_lost_errors() -> Iterator[None]:
+    """Convert errors of gloo to RankLostError."""
     try:
         yield
     except RuntimeError as error:
-        reason = (
-            str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
-        )  # behind a line of gloo's sources
-        raise RankLostError(f"a rank does not answer: {reason or error}") from None
+        # The message begins with "[file:line] ", and may have more sentences.
+        first_line = str(error).splitlines()[0]
+        reason = first_line.partition("] ")[2].partition(". ")[0]
+        raise RankLostError(f"a rank does not respond: {reason or error}") from None

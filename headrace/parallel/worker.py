@@ -1,7 +1,6 @@
-"""A rank that carries out what rank 0 tells it, over a socket, until that is closed.
+"""A worker: a rank that runs the commands of rank 0, until rank 0 closes the socket.
 
-It says that it is alive a few times a second, whatever it does, so that rank 0 finds one that is
-stopped.
+It sends heartbeats while it works, so that rank 0 detects a stopped worker.
 """
 
 import os
@@ -14,82 +13,87 @@ from threading import Event, Lock, Thread
 from torch.distributed import TCPStore
 
 from headrace.errors import HeadraceError
-from headrace.parallel.commands import HEAD, Command, Kind, adapter_of, batch_of, body_size, decode
+from headrace.parallel.commands import (
+    HEADER,
+    Command,
+    CommandKind,
+    adapter_from_arrays,
+    batch_from_arrays,
+    body_size,
+    decode,
+)
 from headrace.parallel.launch import LOOPBACK
 from headrace.parallel.rank import Rank
-from headrace.parallel.transport import GlooCarrier
+from headrace.parallel.transport import GlooTransport
 
-ALIVE = 0.25
-"""Seconds between two signs of life."""
+_HEARTBEAT_SECONDS = 0.25
 READY = b"\x01"
-"""Begins a reply that says what the rank is (`rank.identity`): it has its share."""
+"""Start of the reply of a loaded rank; its `rank.identity` follows."""
 STAGE_STEPS = b"\x02"
-"""Begins a reply that says when steps ran: float64, [steps, (begin, end)]."""
-REPLY = struct.Struct("<i")
-"""The size of a reply; one of no size is a sign of life."""
+"""Start of a reply with step times, float64 [steps, (begin, end)]."""
+LENGTH = struct.Struct("<i")
+"""Length before each message; a heartbeat is an empty reply, any other reply is an error."""
 
 
 class Channel:
-    """The follower's end of the socket."""
+    """The worker's end of the socket to rank 0."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = Lock()
-        self._over = Event()
-        Thread(target=self._live, daemon=True).start()
+        self._closed = Event()
+        Thread(target=self._send_heartbeats, daemon=True).start()
 
     @property
     def host(self) -> str:
-        """Where rank 0 is."""
-        return (
-            LOOPBACK
-            if self._connection.family == socket.AF_UNIX
-            else str(self._connection.getpeername()[0])
-        )
+        """Address of rank 0."""
+        if self._connection.family == socket.AF_UNIX:
+            return LOOPBACK
+        return str(self._connection.getpeername()[0])
 
     def reply(self, body: bytes) -> None:
-        """Say something to rank 0."""
         with self._lock:
-            self._connection.sendall(REPLY.pack(len(body)) + body)
+            self._connection.sendall(LENGTH.pack(len(body)) + body)
 
     def read(self, size: int) -> bytes:
-        """So many bytes from rank 0. Raises EOFError where it has closed the socket."""
-        parts = bytearray()
-        while len(parts) < size:
-            part = self._connection.recv(min(1 << 20, size - len(parts)))
-            if not part:
+        """Read exactly `size` bytes. Raises EOFError if rank 0 has closed the socket."""
+        data = bytearray()
+        while len(data) < size:
+            chunk = self._connection.recv(min(1 << 20, size - len(data)))
+            if not chunk:
                 raise EOFError
-            parts += part
-        return bytes(parts)
+            data += chunk
+        return bytes(data)
 
     def close(self) -> None:
-        """No more signs of life."""
-        self._over.set()
+        """End the heartbeats."""
+        self._closed.set()
 
-    def _live(self) -> None:
-        while not self._over.wait(ALIVE):
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
             try:
                 self.reply(b"")
-            except OSError:  # rank 0 has gone
+            except OSError:  # rank 0 has ended
                 os._exit(1)
 
 
-def follow(channel: Channel, rank: Rank, carrier: GlooCarrier) -> bool:
-    """Carry out commands to the end of the socket; whether it was told to end. An error is told,
-    and ends the process: rank 0 starts another.
+def run_commands(channel: Channel, rank: Rank, transport: GlooTransport) -> bool:
+    """Run commands until the socket ends; return whether rank 0 sent `CLOSE`.
+
+    An error is sent to rank 0 and ends the process; rank 0 then restarts the ranks.
     """
     with suppress(EOFError, ConnectionError):
         channel.reply(READY + rank.identity.encode())
         while True:
-            head = channel.read(HEAD.size)
-            command = decode(head, channel.read(body_size(head)))
-            if command.kind == Kind.CLOSE:
+            header = channel.read(HEADER.size)
+            command = decode(header, channel.read(body_size(header)))
+            if command.kind == CommandKind.CLOSE:
                 return True
             try:
-                if command.kind == Kind.STAGE_STEPS:
+                if command.kind == CommandKind.STAGE_STEPS:
                     channel.reply(STAGE_STEPS + rank.stage_steps().tobytes())
                 else:
-                    _obey(command, rank, carrier, channel.host)
+                    _run_command(command, rank, transport, channel.host)
             except Exception as error:
                 channel.reply(f"{type(error).__name__}: {error}".encode())
                 if not isinstance(error, HeadraceError):
@@ -98,29 +102,27 @@ def follow(channel: Channel, rank: Rank, carrier: GlooCarrier) -> bool:
     return False
 
 
-def _obey(command: Command, rank: Rank, carrier: GlooCarrier, host: str) -> None:
+def _run_command(command: Command, rank: Rank, transport: GlooTransport, host: str) -> None:
     config, arrays = rank.config, command.arrays
     match command.kind:
-        case Kind.JOIN if arrays[0] is not None:
-            carrier.connect(
-                carrier.groups(
-                    TCPStore(host, int(arrays[0][0]), is_master=False, wait_for_workers=False)
-                )
-            )
-        case Kind.RUN:
-            batch = batch_of(arrays)
+        case CommandKind.JOIN if arrays[0] is not None:
+            store = TCPStore(host, int(arrays[0][0]), is_master=False, wait_for_workers=False)
+            transport.connect(transport.open_groups(store))
+        case CommandKind.RUN:
+            batch = batch_from_arrays(arrays)
             executable = rank.run(command.program, batch)
             if config.rank == config.mesh.first_of_last_stage:
-                for rows in (
+                results = (
                     executable.logits(batch),
                     executable.hidden(batch),
                     executable.pooled(batch),
-                ):
+                )
+                for rows in results:
                     if rows is not None and len(rows):
-                        carrier.send_to(rows, 0)
-        case Kind.MOVE_SLOTS if arrays[0] is not None and arrays[1] is not None:
+                        transport.send_to(rows, 0)
+        case CommandKind.MOVE_SLOTS if arrays[0] is not None and arrays[1] is not None:
             rank.executables[0].move_slots(command.program, arrays[0], arrays[1])
-        case Kind.ADD_ADAPTER:
-            rank.add_adapter(adapter_of(arrays))
-        case Kind.REMOVE_ADAPTER:
+        case CommandKind.ADD_ADAPTER:
+            rank.add_adapter(adapter_from_arrays(arrays))
+        case CommandKind.REMOVE_ADAPTER:
             rank.remove_adapter(command.program)

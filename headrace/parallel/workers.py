@@ -1,9 +1,7 @@
-"""The processes of all ranks but the first: started, told what to do, watched, and started again
-when one is lost.
+"""The workers: processes of all ranks except 0, which rank 0 starts, commands, watches and restarts.
 
-A process that ends closes its socket, which is seen at once; one that is stopped gives no sign of
-life, and is killed after `_SILENT` seconds. The others are ended with it, so that no exchange waits
-for what does not come.
+A worker that ends closes its socket. A stopped worker sends no heartbeat and uses no CPU time, and is
+killed after `_SILENT_SECONDS`. If one worker is lost all are ended, so no exchange waits for it.
 """
 
 import json
@@ -25,305 +23,311 @@ from torch.distributed import TCPStore
 
 from headrace.batch import ints
 from headrace.errors import RankLostError
-from headrace.parallel.commands import Command, Kind, encode
-from headrace.parallel.launch import INTERFACE, Launcher, Process
-from headrace.parallel.transport import GlooCarrier
-from headrace.parallel.worker import READY, REPLY, STAGE_STEPS
+from headrace.parallel.commands import Command, CommandKind, encode
+from headrace.parallel.launch import INTERFACE_VARIABLE, Launcher, Process
+from headrace.parallel.transport import GlooTransport
+from headrace.parallel.worker import LENGTH, READY, STAGE_STEPS
 
-_SILENT = 3.0
-"""Seconds without a sign of life, and without having run, after which a process is taken to be
-stopped.
-"""
-_TICK = 0.25
-_LOADED = 1800.0
-"""Seconds that a rank may take to load its share."""
-_GRACE = 3.0
-"""Seconds that a process has to end by itself."""
-_MOST_RESTARTS = 3
-_RESTART_SECONDS = 600.0
+_SILENT_SECONDS = 3.0
+"""Seconds without a reply and without CPU time after which a worker counts as stopped."""
+_TICK_SECONDS = 0.25
+_LOAD_SECONDS = 1800.0
+"""Maximum seconds for a rank to load its share."""
+_GRACE_SECONDS = 3.0
+"""Seconds for a worker to end by itself."""
+_MAX_RESTARTS = 3
+_RESTART_WINDOW = 600.0
+_CHUNK_BYTES = 1 << 16
 
 log = logging.getLogger("headrace.parallel")
 
 
 @dataclass
-class _Follower:
-    """A process, and what it has said."""
-
+class _Worker:
     rank: int
     process: Process
     is_ready: bool = False
-    alive: float = field(default_factory=time.monotonic)
-    """When it was last heard, or found to have run."""
-    is_heard: bool = False
+    last_active: float = field(default_factory=time.monotonic)
+    """Time of the last reply or of the last use of CPU time."""
+    has_replied: bool = False
     stage_steps: NDArray[np.float64] | None = None
-    """What it has answered when it was asked for them."""
+    """Reply to `STAGE_STEPS`."""
     ticks: int | None = None
     buffer: bytearray = field(default_factory=bytearray)
 
 
-class Followers:
-    """The other ranks of a mesh. Used by one thread; another watches."""
+class Workers:
+    """The workers of a mesh, used by one thread and watched by another."""
 
     def __init__(
         self,
         launcher: Launcher,
         setups: Sequence[Mapping[str, Any]],
-        carrier: GlooCarrier,
-        alike: str,
+        transport: GlooTransport,
+        identity: str,
     ) -> None:
-        """A process is told its setup first, as JSON. `alike`: what each must say of itself, since
-        this one is so (`rank.identity`).
+        """`setups`: first message to each worker, sent as JSON; `identity`: the `rank.identity`
+        that all ranks must have.
         """
-        self._launcher, self._setups, self._carrier, self._alike = launcher, setups, carrier, alike
-        self._said: list[bytes] = []
-        """Commands that change what a rank has, which one that is started again is told."""
+        self._launcher, self._setups = launcher, setups
+        self._transport, self._identity = transport, identity
+        self._kept_commands: list[bytes] = []
+        """Commands that restarted workers receive again."""
         self._changed = Condition()
-        self._why = ""
-        """What has broken the group; empty while it is whole."""
-        self._is_told = False
+        self._loss = ""
+        """Why the workers were lost; empty while they run."""
+        self._is_loss_raised = False
         self.generation = 0
-        """How often the ranks were started again."""
-        self._restarts: list[float] = []
+        """Number of restarts."""
+        self._restart_times: list[float] = []
         self._store: TCPStore | None = None
-        self._followers: list[_Follower] = []
-        self._begin()
+        self._workers: list[_Worker] = []
+        self._start_all()
 
     @contextmanager
-    def at_work(self, since: int | None = None) -> Iterator[None]:
-        """All ranks are there when it begins. Raises RankLostError where one is lost meanwhile, or
-        was lost before, once: then what all of them kept is gone, and the next time they are
-        started again; but not for work that began with an earlier `generation`.
+    def working(self, generation: int | None = None) -> Iterator[None]:
+        """Run a step with all ranks.
+
+        Raises RankLostError if a rank is lost in the context, or was lost before it and no caller
+        knows yet. The next use restarts the ranks, except for work of an earlier `generation`.
         """
-        if (
-            since not in (None, self.generation)
-            or (self._why and not self._is_told)
-            or (self._why and since is not None)
-        ):
-            self._is_told = True
-            raise RankLostError(self._why or "the rank that ran this was lost")
-        if self._why:
+        is_old = generation not in (None, self.generation)
+        if is_old or (self._loss and (not self._is_loss_raised or generation is not None)):
+            self._is_loss_raised = True
+            raise RankLostError(self._loss or "the rank that ran this step was lost")
+        if self._loss:
             self._restart()
         try:
             yield
         except Exception as error:
-            self._break(
-                str(error)
-                if isinstance(error, RankLostError)
-                else f"{type(error).__name__}: {error}"
-            )
-            self._is_told = True
+            is_lost = isinstance(error, RankLostError)
+            self._lose(str(error) if is_lost else f"{type(error).__name__}: {error}")
+            self._is_loss_raised = True
             if isinstance(error, RankLostError | OSError):
-                raise RankLostError(self._why) from None
+                raise RankLostError(self._loss) from None
             raise
 
-    def join(self) -> None:
-        """Wait until all ranks are loaded, and link them. Raises RankLostError, with what it says,
-        where one ends instead.
-        """
+    def connect(self) -> None:
+        """Wait until all ranks are loaded, and connect them. Raises RankLostError."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._why or all(one.is_ready for one in self._followers), _LOADED
+                lambda: self._loss or all(worker.is_ready for worker in self._workers),
+                _LOAD_SECONDS,
             )
-            if self._why:
-                raise RankLostError(self._why)
+            if self._loss:
+                raise RankLostError(self._loss)
         host = self._launcher.host
-        listener = socket.create_server((host, 0))  # and not on all interfaces, as the store would
+        # Listen on this host's address: the store itself would listen on all interfaces.
+        listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self.send(Command(Kind.JOIN, 0, [ints([port])]))
-        with _over(self._launcher.interface):
-            self._carrier.connect(self._linked(self._store))
-        for said in self._said:
-            self._send(said)
+        self.send(Command(CommandKind.JOIN, 0, [ints([port])]))
+        with _gloo_interface(self._launcher.interface):
+            self._transport.connect(self._open_groups(self._store))
+        for command in self._kept_commands:
+            self._send_bytes(command)
 
-    def _linked(self, store: TCPStore) -> tuple[Any, Any]:
-        """The groups of the carrier, which a thread waits for: torch would wait for minutes for a
-        rank that is lost meanwhile.
-        """
+    def _open_groups(self, store: TCPStore) -> tuple[Any, Any]:
+        """Open the process groups in a thread: torch would wait minutes for a lost rank."""
         groups: Future[tuple[Any, Any]] = Future()
 
-        def link() -> None:
+        def open_groups() -> None:
             try:
-                groups.set_result(self._carrier.groups(store))
+                groups.set_result(self._transport.open_groups(store))
             except Exception as error:
                 groups.set_exception(error)
 
-        Thread(target=link, daemon=True).start()
-        while not groups.done() and not self._why:
-            wait([groups], _TICK)
+        Thread(target=open_groups, daemon=True).start()
+        while not groups.done() and not self._loss:
+            wait([groups], _TICK_SECONDS)
         if not groups.done():
-            raise RankLostError(self._why)
+            raise RankLostError(self._loss)
         return groups.result()
 
     def send(self, command: Command) -> None:
-        """Tell all ranks to do something. Raises OSError where one has gone."""
-        self._send(encode(command))
+        """Send a command to all workers. Raises OSError if one has ended."""
+        self._send_bytes(encode(command))
 
-    def remember(self, command: Command) -> None:
-        """Tell all ranks to do something that those which are started again are told as well."""
-        self._said.append(encode(command))
-        if not self._why:
-            with self.at_work():
-                self._send(self._said[-1])
+    def send_and_keep(self, command: Command) -> None:
+        """Send a command to all workers, and again after each restart."""
+        self._kept_commands.append(encode(command))
+        if not self._loss:
+            with self.working():
+                self._send_bytes(self._kept_commands[-1])
 
     def stage_steps(self) -> dict[int, NDArray[np.float64]]:
-        """When the last steps ran on each rank, [steps, (begin, end)] in seconds by the clock of
-        its machine, and are done.
+        """Return the times of the last steps of each worker, [steps, (begin, end)], in seconds of
+        its machine's clock.
         """
-        for one in self._followers:
-            one.stage_steps = None
-        self.send(Command(Kind.STAGE_STEPS))
+        for worker in self._workers:
+            worker.stage_steps = None
+        self.send(Command(CommandKind.STAGE_STEPS))
         with self._changed:
             self._changed.wait_for(
-                lambda: self._why or all(one.stage_steps is not None for one in self._followers)
+                lambda: (
+                    self._loss or all(worker.stage_steps is not None for worker in self._workers)
+                )
             )
-            if self._why:
-                raise RankLostError(self._why)
-        return {one.rank: one.stage_steps for one in self._followers if one.stage_steps is not None}
+            if self._loss:
+                raise RankLostError(self._loss)
+        return {
+            worker.rank: worker.stage_steps
+            for worker in self._workers
+            if worker.stage_steps is not None
+        }
 
     def close(self) -> None:
-        """End all processes."""
+        """End all workers."""
         with suppress(OSError):
-            if not self._why:
-                self.send(Command(Kind.CLOSE))
-        deadline = time.monotonic() + _GRACE
-        for one in self._followers:
-            one.process.ended(max(0.0, deadline - time.monotonic()))
-        self._break("closed")
+            if not self._loss:
+                self.send(Command(CommandKind.CLOSE))
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for worker in self._workers:
+            worker.process.end_reason(max(0.0, deadline - time.monotonic()))
+        self._lose("closed")
         self._launcher.close()
-        self._carrier.disconnect()
+        self._transport.disconnect()
 
-    def _begin(self) -> None:
-        """Start the processes, in the thread that watches them: the system ends them with it,
-        should this process end.
-        """
+    def _start_all(self) -> None:
+        """Start the workers in the watching thread: the system ends them with that thread."""
         started = Event()
-        self._watcher = Thread(target=self._run, args=(started,), daemon=True)
+        self._watcher = Thread(target=self._start_and_watch, args=(started,), daemon=True)
         self._watcher.start()
         started.wait()
 
-    def _run(self, started: Event) -> None:
-        self._followers = []
+    def _start_and_watch(self, started: Event) -> None:
+        self._workers = []
         try:
             for setup in self._setups:
-                self._followers.append(self._start(setup))
+                self._workers.append(self._start(setup))
         except OSError as error:
-            self._break(f"a process could not be started: {error}")
+            self._lose(f"a worker could not start: {error}")
         finally:
             started.set()
-        self._watch(self._followers)
+        self._watch(self._workers)
 
-    def _start(self, setup: Mapping[str, Any]) -> _Follower:
+    def _start(self, setup: Mapping[str, Any]) -> _Worker:
         process, body = self._launcher.start(setup["rank"]), json.dumps(setup).encode()
-        process.connection.sendall(REPLY.pack(len(body)) + body)
-        return _Follower(setup["rank"], process)
+        process.connection.sendall(LENGTH.pack(len(body)) + body)
+        return _Worker(setup["rank"], process)
 
     def _restart(self) -> None:
-        """Start all ranks again. Raises RankLostError where that has been done too often, or one
-        ends again.
-        """
+        """Restart all workers. Raises RankLostError after too many restarts or another loss."""
         now = time.monotonic()
-        self._restarts = [*(at for at in self._restarts if now - at < _RESTART_SECONDS), now]
-        if len(self._restarts) > _MOST_RESTARTS:
+        recent = [start for start in self._restart_times if now - start < _RESTART_WINDOW]
+        self._restart_times = [*recent, now]
+        if len(self._restart_times) > _MAX_RESTARTS:
             raise RankLostError(
-                f"{self._why}; ranks were started again {_MOST_RESTARTS} times in "
-                f"{_RESTART_SECONDS / 60:.0f} minutes"
+                f"{self._loss}; the ranks have restarted {_MAX_RESTARTS} times in "
+                f"{_RESTART_WINDOW / 60:.0f} minutes"
             )
-        log.error("%s; the ranks are started again", self._why)
-        self._carrier.disconnect()
-        self._watcher.join()  # which would take the end of the old ranks for that of new ones
-        self._why, self._is_told = "", False
+        log.error("%s; restarting the ranks", self._loss)
+        self._transport.disconnect()
+        # The watcher would take the end of old workers for the end of new ones.
+        self._watcher.join()
+        self._loss, self._is_loss_raised = "", False
         self.generation += 1
-        self._begin()
+        self._start_all()
         try:
-            self.join()
+            self.connect()
         except (RankLostError, OSError) as error:
-            self._break(str(error))
-            self._is_told = True
-            raise RankLostError(self._why) from None
+            self._lose(str(error))
+            self._is_loss_raised = True
+            raise RankLostError(self._loss) from None
 
-    def _send(self, data: bytes) -> None:
-        for one in self._followers:
-            one.process.connection.sendall(data)
+    def _send_bytes(self, data: bytes) -> None:
+        for worker in self._workers:
+            worker.process.connection.sendall(data)
 
-    def _break(self, why: str) -> None:
-        """End all processes: the group is broken."""
+    def _lose(self, reason: str) -> None:
+        """Kill all workers, and keep the first reason."""
         with self._changed:
-            self._why = self._why or why
-            for one in self._followers:
-                one.process.kill()
+            self._loss = self._loss or reason
+            for worker in self._workers:
+                worker.process.kill()
             self._changed.notify_all()
 
-    def _watch(self, followers: list[_Follower]) -> None:
-        """Hear what the ranks say until the group is broken."""
+    def _watch(self, workers: list[_Worker]) -> None:
+        """Read replies until a worker is lost."""
         with selectors.DefaultSelector() as selector:
-            for one in followers:
-                selector.register(one.process.connection, selectors.EVENT_READ, one)
-            while not self._why:
-                for key, _ in selector.select(_TICK):
-                    if why := self._hear(key.data):
-                        self._break(why)
-                for one in followers:
-                    if self._is_stopped(one):
-                        self._break(f"rank {one.rank} stood still for {_SILENT:.0f} s")
-        for one in followers:
-            one.process.connection.close()
+            for worker in workers:
+                selector.register(worker.process.connection, selectors.EVENT_READ, worker)
+            while not self._loss:
+                for key, _ in selector.select(_TICK_SECONDS):
+                    if reason := self._read_replies(key.data):
+                        self._lose(reason)
+                for worker in workers:
+                    if _is_stopped(worker):
+                        self._lose(
+                            f"rank {worker.rank} made no progress for {_SILENT_SECONDS:.0f} s"
+                        )
+        for worker in workers:
+            worker.process.connection.close()
 
-    def _hear(self, one: _Follower) -> str:
-        """Read what a rank says; why the group is broken by it, or nothing."""
+    def _read_replies(self, worker: _Worker) -> str:
+        """Read the replies of a worker; return why it is lost, or ''."""
         try:
-            chunk = one.process.connection.recv(1 << 16)
+            chunk = worker.process.connection.recv(_CHUNK_BYTES)
         except OSError:
             chunk = b""
         if not chunk:
-            return f"rank {one.rank} {one.process.ended(_GRACE) or 'closed its connection'}"
-        one.alive, one.is_heard = time.monotonic(), True
-        one.buffer += chunk
-        while len(one.buffer) >= REPLY.size:
-            end = REPLY.size + REPLY.unpack_from(one.buffer)[0]
-            if len(one.buffer) < end:
+            reason = worker.process.end_reason(_GRACE_SECONDS) or "closed its connection"
+            return f"rank {worker.rank} {reason}"
+        worker.last_active, worker.has_replied = time.monotonic(), True
+        worker.buffer += chunk
+        while len(worker.buffer) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(worker.buffer)[0]
+            if len(worker.buffer) < end:
                 break
-            said = bytes(one.buffer[REPLY.size : end])
-            del one.buffer[:end]
-            if said.startswith(READY):
-                if (other := said[len(READY) :].decode()) != self._alike:
-                    return (
-                        f"rank {one.rank} is not like rank 0, so their numbers could differ: "
-                        f"{other}, and {self._alike}"
-                    )
-                with self._changed:
-                    one.is_ready = True
-                    self._changed.notify_all()
-            elif said.startswith(STAGE_STEPS):
-                with self._changed:
-                    one.stage_steps = np.frombuffer(said[len(STAGE_STEPS) :]).reshape(-1, 2)
-                    self._changed.notify_all()
-            elif said:
-                return f"rank {one.rank}: {said.decode(errors='replace')}"
+            reply = bytes(worker.buffer[LENGTH.size : end])
+            del worker.buffer[:end]
+            if reason := self._handle_reply(worker, reply):
+                return reason
         return ""
 
-    def _is_stopped(self, one: _Follower) -> bool:
-        """Whether nothing is heard of a process that does not run either, as one does that is only
-        kept busy, or begins.
-        """
-        if not one.is_heard and one.process.ticks() is None:
-            return False
-        if time.monotonic() - one.alive > _SILENT and (ticks := one.process.ticks()) != one.ticks:
-            one.alive, one.ticks = time.monotonic() - _SILENT / 2, ticks
-        return time.monotonic() - one.alive > _SILENT
+    def _handle_reply(self, worker: _Worker, reply: bytes) -> str:
+        """Store a reply; return why the worker is lost, or ''."""
+        if reply.startswith(READY):
+            identity = reply[len(READY) :].decode()
+            if identity != self._identity:
+                return (
+                    f"rank {worker.rank} differs from rank 0, so results could differ: "
+                    f"{identity}, and {self._identity}"
+                )
+            with self._changed:
+                worker.is_ready = True
+                self._changed.notify_all()
+        elif reply.startswith(STAGE_STEPS):
+            with self._changed:
+                worker.stage_steps = np.frombuffer(reply[len(STAGE_STEPS) :]).reshape(-1, 2)
+                self._changed.notify_all()
+        elif reply:
+            return f"rank {worker.rank}: {reply.decode(errors='replace')}"
+        return ""
+
+
+def _is_stopped(worker: _Worker) -> bool:
+    """Whether a worker is silent and uses no CPU time, unlike a busy or starting one."""
+    if not worker.has_replied and worker.process.cpu_ticks() is None:
+        return False
+    if time.monotonic() - worker.last_active > _SILENT_SECONDS:
+        ticks = worker.process.cpu_ticks()
+        if ticks != worker.ticks:
+            worker.last_active, worker.ticks = time.monotonic() - _SILENT_SECONDS / 2, ticks
+    return time.monotonic() - worker.last_active > _SILENT_SECONDS
 
 
 @contextmanager
-def _over(interface: str) -> Iterator[None]:
-    """The environment says that gloo is to use this interface."""
-    before = os.environ.get(INTERFACE)
+def _gloo_interface(interface: str) -> Iterator[None]:
+    """Set the network interface of gloo in the environment."""
+    before = os.environ.get(INTERFACE_VARIABLE)
     if interface:
-        os.environ[INTERFACE] = interface
+        os.environ[INTERFACE_VARIABLE] = interface
     try:
         yield
     finally:
-        os.environ.pop(INTERFACE, None)
+        os.environ.pop(INTERFACE_VARIABLE, None)
         if before is not None:
-            os.environ[INTERFACE] = before
+            os.environ[INTERFACE_VARIABLE] = before

@@ -14,7 +14,7 @@ from ray.util import get_current_placement_group, get_node_ip_address, placement
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace.loader.ranks import RANK_COMMAND
-from headrace.parallel.hosts import HostLauncher, Placement, follow_rank_0
+from headrace.parallel.hosts import HostLauncher, Placement, run_worker
 
 
 class RayRanks:
@@ -50,7 +50,7 @@ class RankActor:
         code.
         """
         place = Placement(rank, num_ranks, address, port, has_store=False)
-        return follow_rank_0(place, RANK_COMMAND)
+        return run_worker(place, RANK_COMMAND)
 
 
 def _start_actor(group: Any, rank: int, threads: int, place: Placement) -> Any:

@@ -7,10 +7,10 @@ from types import ModuleType
 
 from headrace.backend.cpu.lowering import LOWER
 from headrace.backend.reference.ops import RUN
-from headrace.parallel import lockstep
 from headrace.program import collective, moe, ops
 from headrace.program.op import Op
 from headrace.program.trace import Tracer
+from tests.parallel import lockstep
 
 FUSED = {ops.LinearActivate, ops.LinearAdd, ops.QkvRopeWrite, ops.GluLinear}
 """Ops that `fuse` makes of others, so a model cannot trace them."""
@@ -46,5 +46,5 @@ def test_the_cpu_backend_lowers_every_op() -> None:
 
 def test_ranks_in_lock_step_run_every_op_between_ranks() -> None:
     moved = {collective.Send, collective.Receive}
-    own = {*lockstep._ALONE, *lockstep._TOGETHER} - {ops.Attention}
+    own = {*lockstep.LOCAL_OPS, *lockstep.COLLECTIVE_OPS} - {ops.Attention}
     assert own == RANK_OPS - moved

@@ -11,9 +11,7 @@ from tests.tiny import Tensors, tiny_model
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelSpec, Tensors]:
-    """A tiny Llama with any heads, windows and format of weights, whose embedding may also make its
-    logits.
-    """
+    """A tiny Llama with random heads, windows, weight format and tied or untied embedding."""
     kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     heads, head_dim = kv_heads * group, draw(st.sampled_from([4, 8, 32]))
     in_blocks = heads * head_dim % 32 == 0
@@ -41,7 +39,7 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, Tensors]:
 
 
 def predicted_seconds(program: Program, batch: RaggedBatch) -> float:
-    """By a memory that reads a byte in a second."""
+    """Seconds of a step on a machine that reads a byte per second."""
     rows = zip(batch.context_len, batch.row_start[1:] - batch.row_start[:-1], strict=True)
     step = StepSize(
         tuple((int(context), int(count)) for context, count in rows), len(batch.logit_rows), 4

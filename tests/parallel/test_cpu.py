@@ -1,6 +1,4 @@
-"""Ranks on the cpu backend have the bits of one rank, fused or op by op; what they exchange is as
-much as is said.
-"""
+"""Ranks on the cpu backend: the bits of one rank, and the predicted bytes of exchanges."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from headrace.errors import RankLostError
 from headrace.model import linear_weights, trace_model
 from headrace.model.spec import ModelSpec
 from headrace.parallel.collectives import Floats
-from headrace.parallel.mesh import Mesh, adapter_of
+from headrace.parallel.mesh import Mesh, adapter_share
 from headrace.program.adapter import LowRank
 from headrace.program.collective import Collective
 from headrace.program.op import Op, StepSize
@@ -44,7 +42,7 @@ from tests.tiny import Tensors, tiny_model
     ],
 )
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
+def test_cpu_ranks_give_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
     save_model(name, tmp_path / name)
     checkpoint = open_checkpoint(tmp_path / name)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
@@ -60,17 +58,17 @@ def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
             tokens = [[(7 * i + 31 * b + chunk) % 101 for i in range(chunk)] for b in range(2)]
             batch = batch_of(sequences, tokens, [([], [])] * 2, False, groups)
             one.run(batch, batch.tokens)
-            before = [carrier.received for carrier in many.carriers]
-            found = many.logits(batch)
-            assert len(found) == mesh.tensor
-            for logits in found:
+            before = [transport.received_bytes for transport in many.transports]
+            results = many.logits(batch)
+            assert len(results) == mesh.tensor
+            for logits in results:
                 np.testing.assert_array_equal(logits, one.logits(batch))
             step = StepSize(tuple((s.computed, chunk) for s in sequences), len(batch.logit_rows), 0)
-            for carrier, rank, had in zip(many.carriers, many.ranks, before, strict=True):
-                said = sum(
+            for transport, rank, start in zip(many.transports, many.ranks, before, strict=True):
+                predicted = sum(
                     op.link_bytes(step) for op in rank.program.ops if isinstance(op, Collective)
                 )
-                assert carrier.received - had == said
+                assert transport.received_bytes - start == predicted
             for sequence in sequences:
                 sequence.computed += chunk
         many.close()
@@ -82,7 +80,7 @@ def test_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
     data=st.data(),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_shapes_formats_trees_and_adapters(
+def test_random_shapes_formats_draft_trees_and_adapters(
     model: tuple[ModelSpec, Tensors], mesh: Mesh, data: st.DataObject
 ) -> None:
     spec, tensors = model
@@ -106,7 +104,7 @@ def test_any_shapes_formats_trees_and_adapters(
         for name, (rows, cols) in shapes.items()
     }
     assert {one.add_adapter(adapter)} == {
-        rank.add_adapter(adapter_of(rank.program, adapter)) for rank in many.ranks
+        rank.add_adapter(adapter_share(rank.program, adapter)) for rank in many.ranks
     }
     sequences = [Sequence([1, 3], 32), Sequence([2, 0], 32)]
     tokens = st.integers(0, spec.vocab_size - 1)
@@ -131,10 +129,8 @@ def test_any_shapes_formats_trees_and_adapters(
 
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(4), Mesh(1, 2), Mesh(1, 4), Mesh(2, 2)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_bytes_of_even_shapes(mesh: Mesh, tied: bool) -> None:
-    """A rank has the bytes that its program says, and those that the split prescribes: no more than
-    its share and 5 %.
-    """
+def test_weight_and_kv_bytes_of_even_shapes(mesh: Mesh, tied: bool) -> None:
+    """A rank has the bytes of its program and of the split: at most its share and 5 %."""
     sizes = {"layers": 4, "dim": 256, "heads": 8, "kv_heads": 4, "ffn": 512, "vocab": 256}
     spec, tensors = tiny_model(1, format="Q8_0", tied_embeddings=tied, **sizes)
     program, kv = trace_model(spec, tensors), KvConfig((8,))
@@ -171,14 +167,12 @@ def test_bytes_of_even_shapes(mesh: Mesh, tied: bool) -> None:
 
 
 KV_HEADS = {1: [3], 2: [1, 2], 3: [1, 1, 1]}
-"""Of the default model on each rank."""
+"""KV heads of the default model on each rank."""
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2), Mesh(3), Mesh(1, 2), Mesh(2, 2), Mesh(2, sequence=True)])
-def test_bytes_of_the_default_model(mesh: Mesh) -> None:
-    """By its uneven heads, 9 on 3 KV heads: a matrix is split by its rows, and each row is on one
-    rank of a stage.
-    """
+def test_weight_and_kv_bytes_of_the_default_model(mesh: Mesh) -> None:
+    """It has 9 heads on 3 KV heads, so the shares are uneven."""
     checkpoint = open_checkpoint(resolve("smollm2"))
     spec, program, kv = (
         checkpoint.spec,
@@ -223,8 +217,8 @@ def test_bytes_of_the_default_model(mesh: Mesh) -> None:
 
 
 def projections(program: Program, op: Op) -> Iterator[str]:
-    """The matrices that make the inputs of an op, with rotations between."""
-    writers = {out.id: one for one in program.ops if (out := one.output())}
+    """Matrices whose products an op reads, rotated or not."""
+    writers = {out.id: op for op in program.ops if (out := op.output())}
     for writer in (writers[value.id] for value in op.inputs()):
         yield from (
             (weight.name for weight in writer.matrices())
@@ -234,32 +228,28 @@ def projections(program: Program, op: Op) -> Iterator[str]:
 
 
 def ends(name: str, mesh: Mesh) -> set[int]:
-    """The stages that have what is no layer's: the last norm, and the embedding, which is tied to
-    the head, in both.
-    """
+    """Stages with a weight outside the layers. The embedding, tied to the head, is in two."""
     return {mesh.pipeline - 1} if "norm" in name else {0, mesh.pipeline - 1}
 
 
-def test_after_a_run_that_failed_on_its_way() -> None:
-    """It may have moved its buffers to make room: what is read of the next run lies where they are
-    now.
-    """
+def test_run_after_a_failed_exchange() -> None:
+    """The failed run has moved its buffers; the next run must read them at their new place."""
     spec, tensors = tiny_model(1)
     program, kv, mesh = trace_model(spec, tensors), KvConfig((4,)), Mesh(2)
     one, many = CpuExecutable(program, tensors, kv, 1, ""), Threads(mesh, program, tensors, kv)
-    gather = many.carriers[0].all_gather
+    gather = many.transports[0].all_gather
     rows = {
         1: batch_of([Sequence([0], 32)], [[1]], [([], [])], False),
         20: batch_of([Sequence([1], 32)], [[2] * 20], [([], [])], False),
     }
     many.logits(rows[1])
-    for carrier in many.carriers:
-        carrier.all_gather = lost  # type: ignore[method-assign]
+    for transport in many.transports:
+        transport.all_gather = lost  # type: ignore[method-assign]
     with pytest.raises(RankLostError):
         many.logits(rows[20])
-    for carrier in many.carriers:
-        del carrier.all_gather
-    assert many.carriers[0].all_gather == gather
+    for transport in many.transports:
+        del transport.all_gather
+    assert many.transports[0].all_gather == gather
     other = rows[1]._replace(tokens=ints([7]))
     one.run(other, other.tokens)
     for logits in many.logits(other):
@@ -268,4 +258,4 @@ def test_after_a_run_that_failed_on_its_way() -> None:
 
 
 def lost(*_: object) -> list[Floats]:
-    raise RankLostError("a rank does not answer")
+    raise RankLostError("a rank does not respond")

@@ -1,4 +1,4 @@
-"""Ranks that something else starts, one process each: torchrun, or a LeaderWorkerSet."""
+"""Ranks on several hosts, started by torchrun or a LeaderWorkerSet."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from headrace.errors import RequestError
 from headrace.parallel.hosts import Placement, interface_of, placement
-from tests.parallel.test_processes import children, saved
+from tests.parallel.test_processes import children, save_with_tokenizer
 
 SCRIPT = """
 import json, sys
@@ -31,20 +31,20 @@ with LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), threads=1, max_num_
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
+    return save_with_tokenizer("qwen3", tmp_path_factory.mktemp("models") / "qwen3")
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[str]:
     command = [sys.executable, "-c", SCRIPT, str(model), "1"]
-    *found, failed = subprocess.run(
+    *outputs, failed = subprocess.run(
         command, check=True, capture_output=True, text=True
     ).stdout.splitlines()
-    assert len(found) == 2 and failed == "0"
-    return found
+    assert len(outputs) == 2 and failed == "0"
+    return outputs
 
 
-def test_torchrun(model: Path, expected: list[str], tmp_path: Path) -> None:
+def test_ranks_started_by_torchrun(model: Path, expected: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [
@@ -61,10 +61,8 @@ def test_torchrun(model: Path, expected: list[str], tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [*expected, "0"]
 
 
-def test_leader_and_worker(model: Path, expected: list[str]) -> None:
-    """One after the other, as pods come; the worker's process is lost in between, and both end by
-    themselves.
-    """
+def test_ranks_started_by_a_leader_worker_set(model: Path, expected: list[str]) -> None:
+    """The worker starts first, and its process is lost once; both commands end by themselves."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = {"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "localhost", "MASTER_PORT": str(port)}
@@ -81,8 +79,8 @@ def test_leader_and_worker(model: Path, expected: list[str]) -> None:
     leader = start(0)
     assert leader.stdin and leader.stdout
     first = leader.stdout.readline()
-    (follower,) = children(worker.pid)
-    os.kill(follower, signal.SIGKILL)
+    (process,) = children(worker.pid)
+    os.kill(process, signal.SIGKILL)
     leader.stdin.write("\n\n")
     leader.stdin.close()
     assert (first + leader.stdout.read()).splitlines() == [*expected, "1"]
@@ -90,22 +88,22 @@ def test_leader_and_worker(model: Path, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "found"),
+    ("environment", "expected"),
     [
         ({}, None),
         ({"RANK": "1"}, None),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
-            Placement(1, 2, "a", 7, False),
+            Placement(rank=1, size=2, address="a", port=7, has_store=False),
         ),
         (
             {"LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "3", "LWS_LEADER_ADDRESS": "a"},
-            Placement(0, 3, "a", 29500, False),
+            Placement(rank=0, size=3, address="a", port=29500, has_store=False),
         ),
     ],
 )
-def test_placement(environment: dict[str, str], found: Placement | None) -> None:
-    assert placement(environment) == found
+def test_placement(environment: dict[str, str], expected: Placement | None) -> None:
+    assert placement(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -119,14 +117,14 @@ def test_placement(environment: dict[str, str], found: Placement | None) -> None
         {"MASTER_PORT": "70000"},
     ],
 )
-def test_what_is_no_placement(change: dict[str, str]) -> None:
-    with pytest.raises(RequestError, match="does not say which rank this is"):
+def test_invalid_placement(change: dict[str, str]) -> None:
+    with pytest.raises(RequestError, match="the environment has an invalid rank"):
         placement(
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", **change}
         )
 
 
-def test_as_many_ranks_as_there_are_processes(model: Path) -> None:
+def test_number_of_ranks_differs_from_the_environment(model: Path) -> None:
     environment = os.environ | {
         "RANK": "0",
         "WORLD_SIZE": "3",
@@ -151,6 +149,6 @@ def test_as_many_ranks_as_there_are_processes(model: Path) -> None:
     )
 
 
-def test_the_interface_of_an_address() -> None:
+def test_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.9") == ""

@@ -1,6 +1,4 @@
-"""Steps in flight through the stages of a pipeline: how long they take by a clock that is moved by
-hand, and the idle time of ranks.
-"""
+"""Simulated times of steps through the stages of a pipeline, and the idle time of ranks."""
 
 import numpy as np
 import pytest
@@ -8,12 +6,12 @@ import pytest
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
 from headrace.model import trace_model
-from headrace.parallel.lockstep import LockStep
 from headrace.parallel.mesh import Mesh
 from headrace.planner.pipeline_picture import idle_share, pipeline_svg
 from headrace.program.op import StepSize
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
+from tests.parallel.lockstep import LockStep
 from tests.parallel.models import predicted_seconds
 from tests.tiny import tiny_model
 
@@ -22,10 +20,8 @@ ROWS = 2
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_the_bubble(stages: int, steps: int) -> None:
-    """Stages that are cut by what they read, the head among it, are idle as much as those of equal
-    length, within 0.05.
-    """
+def test_idle_share_follows_the_formula(stages: int, steps: int) -> None:
+    """Stages cut by bytes, the head included, are idle as long as equal stages, within 0.05."""
     sizes = {"layers": 22, "dim": 64, "heads": 2, "kv_heads": 2, "ffn": 96, "vocab": 80}
     spec, tensors = tiny_model(1, format="Q8_0", tied_embeddings=False, **sizes)
     program, mesh = trace_model(spec, tensors), Mesh(1, stages)
@@ -42,17 +38,19 @@ def test_the_bubble(stages: int, steps: int) -> None:
         for number in range(steps)
     ]
     stage_steps = many.stage_steps(batches, predicted_seconds)
-    assert [(one.rank, one.number) for one in stage_steps] == [
+    assert [(step.rank, step.number) for step in stage_steps] == [
         (rank, number) for number in range(steps) for rank in range(stages)
     ]
     assert idle_share(stage_steps) == pytest.approx((stages - 1) / (steps + stages - 1), abs=0.05)
     total = one.stage_steps(batches, predicted_seconds)
-    assert sum(f.end - f.begin for f in stage_steps) == pytest.approx(total[-1].end, rel=0.01)
-    for found, alone in zip(many.logits(batches[-1]), one.logits(batches[-1]), strict=True):
-        np.testing.assert_array_equal(found, alone)
+    assert sum(step.end - step.begin for step in stage_steps) == pytest.approx(
+        total[-1].end, rel=0.01
+    )
+    for logits, expected in zip(many.logits(batches[-1]), one.logits(batches[-1]), strict=True):
+        np.testing.assert_array_equal(logits, expected)
 
 
-def test_a_rank_waits_for_the_stage_before() -> None:
+def test_stage_waits_for_the_previous_stage() -> None:
     spec, tensors = tiny_model(1, layers=2)
     program, mesh = trace_model(spec, tensors), Mesh(1, 2)
     stages = [[mesh.program(program, 0)], [mesh.program(program, 1)]]

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own: the same tokens and log-probabilities, whatever else is on, and
+"""Ranks as processes: the tokens and log-probabilities of one rank, with all features together and
 after a rank is lost.
 """
 
@@ -20,7 +20,7 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.errors import RankLostError
 from headrace.outputs import RequestOutput
-from headrace.parallel.transport import GlooCarrier
+from headrace.parallel.transport import GlooTransport
 from tests.families import save_model
 from tests.test_adapters import write_adapter
 
@@ -37,9 +37,7 @@ STACK = {
 
 
 def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
-    """Prompts of which some begin alike and some repeat themselves, greedy and sampled, more of
-    them than blocks.
-    """
+    """Prompts with shared prefixes and repetitions, greedy and sampled, for too few blocks."""
     rng = np.random.default_rng(5)
     shared = rng.integers(3, 100, 33).tolist()
     prompts = [[*shared, *rng.integers(3, 100, 3).tolist()] for _ in range(3)] + [
@@ -55,24 +53,24 @@ def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
     return [{"prompt_token_ids": prompt} for prompt in prompts], params
 
 
-def said(outputs: list[RequestOutput]) -> list[Any]:
-    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+def tokens_and_logprobs(outputs: list[RequestOutput]) -> list[Any]:
+    return [(result.outputs[0].token_ids, result.outputs[0].logprobs) for result in outputs]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each with an adapter beside it."""
+    """Models, each with an adapter next to it."""
     folder = tmp_path_factory.mktemp("models")
     for name, heads in (("qwen3", 128), ("mixtral", 64)):
         write_adapter(folder / f"{name}-adapter", 4, layers=(0, 1), heads=heads, dim=64)
-    return {name: saved(name, folder / name) for name in ("qwen3", "mixtral")}
+    return {name: save_with_tokenizer(name, folder / name) for name in ("qwen3", "mixtral")}
 
 
 def load_adapter(llm: LLM, model: Path) -> None:
     llm.load_adapter("other", model.with_name(f"{model.name}-adapter"))
 
 
-def saved(name: str, folder: Path) -> Path:
+def save_with_tokenizer(name: str, folder: Path) -> Path:
     save_model(name, folder)
     model = {"type": "BPE", "vocab": {chr(ord("!") + i): i for i in range(93)}, "merges": []}
     decoder = {
@@ -89,41 +87,38 @@ def saved(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, Path]) -> dict[str, list[Any]]:
-    found = {}
+    results = {}
     for name, model in models.items():
         with LLM(model, **STACK) as llm:
             load_adapter(llm, model)
-            found[name] = said(llm.generate(*requests(), adapter=ADAPTERS))
-            assert found[name][1] != said(llm.generate(*requests()))[1]
-    return found
+            results[name] = tokens_and_logprobs(llm.generate(*requests(), adapter=ADAPTERS))
+            assert results[name][1] != tokens_and_logprobs(llm.generate(*requests()))[1]
+    return results
 
 
 @pytest.mark.parametrize(
     ("name", "tensor", "pipeline"),
     [("qwen3", 3, 1), ("qwen3", 1, 2), ("mixtral", 2, 1), ("mixtral", 2, 2)],
 )
-def test_all_at_once(
+def test_ranks_with_all_features(
     models: dict[str, Path], expected: dict[str, list[Any]], name: str, tensor: int, pipeline: int
 ) -> None:
-    """Quantised KV in few blocks, drafts, chunks, a prefix cache, adapters and preemption, with
-    requests that join and leave.
-    """
+    """Quantised KV in few blocks, drafts, chunks, prefix cache, adapters and preemption."""
     with LLM(
         models[name], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK
     ) as llm:
         prompts, params = requests()
         load_adapter(llm, models[name])
-        assert said(llm.generate(prompts, params, adapter=ADAPTERS)) == expected[name]
+        assert (
+            tokens_and_logprobs(llm.generate(prompts, params, adapter=ADAPTERS)) == expected[name]
+        )
         for _ in range(2):
-            assert said(llm.generate(prompts[0], params[0])) == expected[name][:1]
+            assert tokens_and_logprobs(llm.generate(prompts[0], params[0])) == expected[name][:1]
         stats = llm.stats()
     assert stats.preemptions and stats.cached_tokens and stats.drafted
 
 
-def test_the_stack_over_the_default_model(tmp_path: Path) -> None:
-    """Quantised weights, stages of two ranks, paged KV in int8, drafts, adapters and in-flight
-    batching at once.
-    """
+def test_ranks_of_the_default_model_with_all_features(tmp_path: Path) -> None:
     prompts = [
         "The water wheel turns, the water wheel turns, the water",
         "How does a water wheel work?",
@@ -141,7 +136,7 @@ def test_the_stack_over_the_default_model(tmp_path: Path) -> None:
         "proposer": "ngram",
         "max_num_seqs": 2,
     }
-    adapter, found = write_adapter(tmp_path / "adapter", 4), []
+    adapter, results = write_adapter(tmp_path / "adapter", 4), []
     for tensor, pipeline, sequence in (
         (1, 1, False),
         (2, 1, True),
@@ -156,73 +151,71 @@ def test_the_stack_over_the_default_model(tmp_path: Path) -> None:
         }
         with LLM(**options, **sizes) as llm:
             llm.load_adapter("other", adapter)
-            found.append(said(llm.generate(prompts, params, adapter=[None, None, "other"])))
+            results.append(
+                tokens_and_logprobs(llm.generate(prompts, params, adapter=[None, None, "other"]))
+            )
             assert llm.stats().drafted
-        assert found[-1] == found[0], sizes
+        assert results[-1] == results[0], sizes
 
 
 @pytest.mark.parametrize(
     ("number", "tensor", "pipeline"), [(signal.SIGKILL, 2, 1), (signal.SIGSTOP, 1, 2)]
 )
-def test_a_rank_that_is_lost(
+def test_lost_rank_restarts(
     models: dict[str, Path], expected: dict[str, list[Any]], number: int, tensor: int, pipeline: int
 ) -> None:
-    """It is found, all ranks are started again, and the requests go on with the same tokens;
-    nothing is left over.
-    """
+    """All ranks restart, the requests continue with the same tokens, and no process is left."""
     with LLM(
         models["qwen3"], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **STACK
     ) as llm:
         load_adapter(llm, models["qwen3"])
-        (follower,) = children()
+        (worker,) = children()
         with ThreadPoolExecutor(1) as pool:
-            running, before = (
-                pool.submit(partial(llm.generate, *requests(), adapter=ADAPTERS)),
-                llm.stats().steps,
-            )
+            running = pool.submit(partial(llm.generate, *requests(), adapter=ADAPTERS))
+            before = llm.stats().steps
             while llm.stats().steps < before + 5:
                 assert not running.done()
-            os.kill(follower, number)
-            assert said(running.result()) == expected["qwen3"]
+            os.kill(worker, number)
+            assert tokens_and_logprobs(running.result()) == expected["qwen3"]
         assert llm.stats().failed_steps == 1
         (again,) = children()
-        assert again != follower
+        assert again != worker
         os.kill(again, signal.SIGKILL)  # while nothing runs
-        assert said(llm.generate(*requests(), adapter=ADAPTERS)) == expected["qwen3"]
+        assert tokens_and_logprobs(llm.generate(*requests(), adapter=ADAPTERS)) == expected["qwen3"]
     assert not children()
 
 
-def test_two_models_in_one_process(models: dict[str, Path]) -> None:
-    """Each has ranks of its own, and goes on when the other ends."""
+def test_two_models_with_ranks_in_one_process(models: dict[str, Path]) -> None:
     params = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
     with LLM(models["qwen3"], tensor_parallel_size=2, threads=1) as llm:
-        expected = said(llm.generate({"prompt_token_ids": [5, 6]}, params))
+        expected = tokens_and_logprobs(llm.generate({"prompt_token_ids": [5, 6]}, params))
         with LLM(models["mixtral"], pipeline_parallel_size=2, threads=1) as other:
             other.generate({"prompt_token_ids": [5, 6]}, params)
-            assert said(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
-        assert said(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
+            assert (
+                tokens_and_logprobs(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
+            )
+        assert tokens_and_logprobs(llm.generate({"prompt_token_ids": [5, 6]}, params)) == expected
 
 
-def test_a_rank_that_is_lost_while_it_is_linked(
+def test_rank_lost_while_connecting_fails_at_once(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not waited for: making the model fails at once."""
-    groups = GlooCarrier.groups
+    open_groups = GlooTransport.open_groups
 
-    def without_the_other(carrier: GlooCarrier, store: Any) -> tuple[Any, Any]:
+    def without_the_other(transport: GlooTransport, store: Any) -> tuple[Any, Any]:
         os.kill(children()[0], signal.SIGKILL)
         time.sleep(0.1)
-        return groups(carrier, store)
+        return open_groups(transport, store)
 
-    monkeypatch.setattr(GlooCarrier, "groups", without_the_other)
-    begun = time.monotonic()
+    monkeypatch.setattr(GlooTransport, "open_groups", without_the_other)
+    start = time.monotonic()
     with pytest.raises(RankLostError):
         LLM(models["qwen3"], tensor_parallel_size=2, threads=1)
-    assert time.monotonic() - begun < 60 and not children()
+    assert time.monotonic() - start < 60 and not children()
 
 
-def test_no_rank_outlives_the_first(models: dict[str, Path]) -> None:
-    """Not one that is stopped either; nor is anything left in shared memory."""
+def test_no_rank_outlives_rank_0(models: dict[str, Path]) -> None:
+    """A stopped rank ends too, and nothing is left in shared memory."""
     shared = set(Path("/dev/shm").iterdir())
     code = (
         f"from headrace import LLM; llm = LLM({str(models['qwen3'])!r}, "
@@ -244,15 +237,14 @@ def test_no_rank_outlives_the_first(models: dict[str, Path]) -> None:
     assert set(Path("/dev/shm").iterdir()) <= shared
 
 
-def test_ranks_that_could_differ_are_refused(
+def test_rank_with_other_instructions_is_refused(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "headrace.parallel.rank._native.isa", lambda: "abacus"
-    )  # of this process alone
+    # This changes rank 0 alone.
+    monkeypatch.setattr("headrace.parallel.rank._native.isa", lambda: "abacus")
     with pytest.raises(
         RankLostError,
-        match=r"rank 1 is not like rank 0.*instructions \w+, tensors (\w+), and instructions "
+        match=r"rank 1 differs from rank 0.*instructions \w+, tensors (\w+), and instructions "
         r"abacus, tensors \1$",
     ):
         LLM(models["qwen3"], tensor_parallel_size=2, threads=1)
@@ -260,7 +252,7 @@ def test_ranks_that_could_differ_are_refused(
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and more than a name that its parent has not asked for."""
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -268,14 +260,11 @@ def is_running(pid: int) -> bool:
 
 
 def children(parent: int = os.getpid()) -> list[int]:
-    """The ranks that a process has started, and that are there."""
-    found = []
+    """Ids of the running ranks that a process has started."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                found += (
-                    [int(stat.parent.name)]
-                    if "rank_process" in (stat.parent / "cmdline").read_text()
-                    else []
-                )
-    return found
+            is_child = int(stat.read_text().rpartition(")")[2].split()[1]) == parent
+            if is_child and "rank_process" in (stat.parent / "cmdline").read_text():
+                pids.append(int(stat.parent.name))
+    return pids

@@ -1,4 +1,4 @@
-"""Tensor parallel programs, run in lock-step, have the bits of one rank."""
+"""Tensor parallel programs, run in lock-step, give the bits of one rank."""
 
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
-from headrace.parallel.lockstep import LockStep
 from headrace.parallel.mesh import Mesh
 from headrace.parallel.tensor import TensorParallel
 from headrace.program.collective import ColumnsToRows, GatherShares, NormShare
@@ -20,6 +19,7 @@ from headrace.program.ops import Add
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, save_model
+from tests.parallel.lockstep import LockStep
 from tests.parallel.models import models
 from tests.tiny import Tensors
 
@@ -40,21 +40,23 @@ def checkpoint_of(name: str, folder: Path) -> Checkpoint:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_bits_of_one_rank(name: str, ranks: int, saved: Path) -> None:
+def test_tensor_parallel_gives_the_bits_of_one_rank(name: str, ranks: int, saved: Path) -> None:
     checkpoint = checkpoint_of(name, saved)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     if ranks > checkpoint.spec.num_heads:
-        with pytest.raises(UnsupportedModelError, match="4 ranks cannot share 3 heads"):
+        with pytest.raises(UnsupportedModelError, match="4 ranks cannot share 3 attention heads"):
             TensorParallel(program, 0, ranks).rewritten()
     else:
-        check_bits(
+        assert_equal_bits(
             program,
             [[TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]],
             checkpoint,
         )
 
 
-def check_bits(program: Program, stages: list[list[Program]], checkpoint: Checkpoint) -> None:
+def assert_equal_bits(
+    program: Program, stages: list[list[Program]], checkpoint: Checkpoint
+) -> None:
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups, 16, "f32")
     one, many = (
@@ -65,10 +67,10 @@ def check_bits(program: Program, stages: list[list[Program]], checkpoint: Checkp
     for chunk in (5, 3, 1):
         tokens = [[(7 * i + 31 * b + chunk) % 101 for i in range(chunk)] for b in range(2)]
         batch = batch_of(sequences, tokens, [([], [])] * 2, False, groups)
-        (want,), found = one.logits(batch), many.logits(batch)
-        assert found
-        for logits in found:
-            np.testing.assert_array_equal(logits, want)
+        (expected,), results = one.logits(batch), many.logits(batch)
+        assert results
+        for logits in results:
+            np.testing.assert_array_equal(logits, expected)
         for sequence in sequences:
             sequence.computed += chunk
 
@@ -76,17 +78,14 @@ def check_bits(program: Program, stages: list[list[Program]], checkpoint: Checkp
 STAGES = [
     Mesh(tensor, pipeline) for tensor, pipeline in [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)]
 ]
-BY_COLUMNS = [
+SEQUENCE_PARALLEL = [
     Mesh(tensor, pipeline, sequence=True) for tensor, pipeline in [(2, 1), (3, 1), (2, 2)]
 ]
 
 
-@pytest.mark.parametrize("mesh", [*STAGES, *BY_COLUMNS])
+@pytest.mark.parametrize("mesh", [*STAGES, *SEQUENCE_PARALLEL])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_meshes_have_the_bits_of_one_rank(name: str, mesh: Mesh, saved: Path) -> None:
-    """Stages one after the other, with the matrices of each split or not; and what layers add up
-    split by columns.
-    """
+def test_meshes_give_the_bits_of_one_rank(name: str, mesh: Mesh, saved: Path) -> None:
     checkpoint = checkpoint_of(name, saved)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     stages = [
@@ -97,21 +96,21 @@ def test_meshes_have_the_bits_of_one_rank(name: str, mesh: Mesh, saved: Path) ->
         layer for (first, *_) in stages for group in first.kv_groups for layer in group.layers
     ]
     assert sorted(layers) == sorted(layer for group in program.kv_groups for layer in group.layers)
-    check_bits(program, stages, checkpoint)
+    assert_equal_bits(program, stages, checkpoint)
 
 
-def test_layers_of_stages_that_are_given(saved: Path) -> None:
+def test_pipeline_layers(saved: Path) -> None:
     checkpoint = checkpoint_of("qwen3", saved)
     program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), Mesh(1, 2, layers=(1, 2))
     stages = [mesh.program(program, rank) for rank in range(2)]
     assert [sum(len(group.layers) for group in stage.kv_groups) for stage in stages] == [1, 2]
-    check_bits(program, [[stage] for stage in stages], checkpoint)
+    assert_equal_bits(program, [[stage] for stage in stages], checkpoint)
     for layers in ((1, 1), (3,), (1, 1, 1)):
-        with pytest.raises(UnsupportedModelError, match="are not 3 layers in 2 stages"):
+        with pytest.raises(UnsupportedModelError, match="do not give 3 layers in 2 stages"):
             Mesh(1, 2, layers=layers).program(program, 0)
 
 
-def test_what_layers_add_up_is_split_by_columns(saved: Path) -> None:
+def test_sequence_parallel_splits_the_residual_stream_by_columns(saved: Path) -> None:
     checkpoint = checkpoint_of("qwen3", saved)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     rank = TensorParallel(program, 1, 2, sequence=True).rewritten()
@@ -127,12 +126,12 @@ def test_what_layers_add_up_is_split_by_columns(saved: Path) -> None:
     )
     assert len(norms) == sum(
         op.out.rows == "step" for op in sums
-    )  # those behind take the rows alone that have logits
+    )  # later norms have only rows with logits
 
 
 @given(model=models(), ranks=st.integers(1, 4), sequence=st.booleans(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_shapes_formats_and_trees(
+def test_random_shapes_formats_and_draft_trees_give_the_bits_of_one_rank(
     model: tuple[ModelSpec, Tensors], ranks: int, sequence: bool, data: st.DataObject
 ) -> None:
     spec, tensors = model
@@ -154,17 +153,17 @@ def test_any_shapes_formats_and_trees(
             for drafted in drafts
         ]
         batch = batch_of(sequences, known, list(zip(drafts, parents, strict=True)), True, groups)
-        (want,), found = one.logits(batch), many.logits(batch)
-        for logits in found:
-            np.testing.assert_array_equal(logits, want)
+        (expected,), results = one.logits(batch), many.logits(batch)
+        for logits in results:
+            np.testing.assert_array_equal(logits, expected)
         for sequence, decided in zip(sequences, known, strict=True):
             sequence.computed += len(decided)
 
 
 @given(model=models(), ranks=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_every_row_of_a_matrix_is_on_one_rank(model: tuple[ModelSpec, Tensors], ranks: int) -> None:
-    """But for those of KV heads that several ranks share."""
+def test_each_row_of_a_matrix_is_on_one_rank(model: tuple[ModelSpec, Tensors], ranks: int) -> None:
+    """If no ranks share a KV head."""
     spec, tensors = model
     assume(ranks <= spec.num_kv_heads)
     program = trace_model(spec, tensors)

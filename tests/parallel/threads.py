@@ -1,5 +1,5 @@
-"""Ranks as threads of this process: the same kernels and exchanges as in processes of their own,
-with rows that are handed over.
+"""Ranks as threads of this process: the kernels and collectives of real ranks, with rows passed in
+memory.
 """
 
 import queue
@@ -13,7 +13,7 @@ import numpy as np
 from headrace.backend.cpu.executable import CpuExecutable, lower, lower_unfused
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
-from headrace.parallel.collectives import Exchange, Floats
+from headrace.parallel.collectives import Collectives, Floats
 from headrace.parallel.mesh import Mesh, weights_of
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -27,7 +27,7 @@ class _Stage:
         self.barrier = Barrier(ranks)
 
 
-class _Carrier:
+class _ThreadTransport:
     def __init__(
         self,
         stages: list[_Stage],
@@ -35,42 +35,35 @@ class _Carrier:
         stage: int,
         share: int,
     ) -> None:
-        self.stage, self.stages, self.queues, self.share, self.received = (
-            stage,
-            stages,
-            queues,
-            share,
-            0,
-        )
+        self.stages, self.queues = stages, queues
+        self.stage, self.share = stage, share
+        self.received_bytes = 0
 
     def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
-        found = [each[self.share] for each in self._all([numbers] * len(sizes))]
-        assert [len(one) for one in found] == list(sizes)
-        return found
+        return self._receive([numbers] * len(sizes), sizes)
 
     def all_to_all(self, pieces: Sequence[Floats], sizes: Sequence[int]) -> list[Floats]:
-        found = [each[self.share] for each in self._all(pieces)]
-        assert [len(one) for one in found] == list(sizes)
-        return found
+        return self._receive(pieces, sizes)
 
-    def _all(self, pieces: Sequence[Floats]) -> list[list[Floats]]:
-        """What each rank has for each."""
+    def _receive(self, pieces: Sequence[Floats], sizes: Sequence[int]) -> list[Floats]:
+        """Give each rank its piece; return the pieces for this rank."""
         stage = self.stages[self.stage]
         stage.rows[self.share] = pieces
         stage.barrier.wait(SECONDS)
-        found = [[piece.copy() for piece in each] for each in stage.rows]
+        received = [sent[self.share].copy() for sent in stage.rows]
         stage.barrier.wait(SECONDS)
-        self.received += sum(
-            each[self.share].nbytes for share, each in enumerate(found) if share != self.share
+        assert [len(piece) for piece in received] == list(sizes)
+        self.received_bytes += sum(
+            piece.nbytes for share, piece in enumerate(received) if share != self.share
         )
-        return found
+        return received
 
     def send(self, rows: Floats, stage: int) -> None:
         self.queues[stage, self.share].put(rows.copy())
 
     def receive(self, out: Floats, stage: int) -> None:
         out[:] = self.queues[self.stage, self.share].get(timeout=SECONDS)
-        self.received += out.nbytes
+        self.received_bytes += out.nbytes
 
 
 class Threads:
@@ -83,7 +76,7 @@ class Threads:
         tensors: Mapping[str, StoredTensor],
         kv: KvConfig,
         fused: bool = True,
-        **others: Any,
+        **options: Any,
     ) -> None:
         stages = [_Stage(mesh.tensor) for _ in range(mesh.pipeline)]
         queues = {
@@ -92,30 +85,30 @@ class Threads:
             for share in range(mesh.tensor)
         }
         self.pool = ThreadPoolExecutor(mesh.ranks)
-        self.carriers = [
-            _Carrier(stages, queues, mesh.stage(rank), rank % mesh.tensor)
+        self.transports = [
+            _ThreadTransport(stages, queues, mesh.stage(rank), rank % mesh.tensor)
             for rank in range(mesh.ranks)
         ]
         self.ranks = []
-        for rank, carrier in enumerate(self.carriers):
-            own, how = mesh.program(program, rank), lower if fused else lower_unfused
+        for rank, transport in enumerate(self.transports):
+            share = mesh.program(program, rank)
             self.ranks.append(
                 CpuExecutable(
-                    own,
-                    weights_of(own, tensors),
+                    share,
+                    weights_of(share, tensors),
                     kv,
                     1,
                     "",
-                    lower=how,
-                    process_group=Exchange(carrier),
-                    **others,
+                    lower=lower if fused else lower_unfused,
+                    process_group=Collectives(transport),
+                    **options,
                 )
             )
 
     def logits(self, batch: RaggedBatch) -> list[Floats]:
-        """One forward; the logits on each rank of the last stage."""
+        """Run a batch; return the logits of each rank of the last stage."""
         runs = [self.pool.submit(rank.run, batch, batch.tokens) for rank in self.ranks]
-        wait(runs)  # also where the first has failed
+        wait(runs)  # even if the first has failed
         for run in runs:
             run.result()
         return [

@@ -1,7 +1,6 @@
-"""All ranks of a group in one process, in float64 over NumPy, op by op: the truth in tests of
-rewrites.
+"""All ranks in one process, in float64 over NumPy: the reference for tests of rewritten programs.
 
-Between two collectives a rank runs by itself; a collective is run when all ranks have come to it.
+The ranks of a stage run one op at a time; a collective op runs when all ranks have reached it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from headrace.backend.reference.ops import Step, norm
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
 from headrace.parallel.collectives import owners
-from headrace.parallel.tensor import share_of
+from headrace.parallel.tensor import slice_tensor
 from headrace.program import collective, ops
 from headrace.program.op import Op, Weight
 from headrace.program.trace import Program
@@ -27,9 +26,7 @@ Floats = NDArray[np.float64]
 
 
 class _ExactStep(Step):
-    """Products whose numbers do not depend on how many rows a matrix has, which those of a BLAS
-    may.
-    """
+    """Products that do not depend on the number of rows of a matrix, as a BLAS product may."""
 
     def product(self, x: Floats, weight: Weight, bias: Weight | None) -> Floats:
         y: Floats = (x[:, None, :] * self.w(weight)).sum(axis=2)
@@ -37,16 +34,16 @@ class _ExactStep(Step):
 
 
 class LockStep:
-    """Runs the programs of ranks: those of each stage have the same ops in the same order, and
-    stages run one after the other.
-    """
+    """Runs the programs of ranks: op by op in a stage, and stage after stage."""
 
     def __init__(
         self, stages: Sequence[Sequence[Program]], tensors: Mapping[str, StoredTensor], kv: KvConfig
     ) -> None:
         def executable(program: Program) -> ReferenceExecutable:
             return ReferenceExecutable(
-                program, {name: share_of(tensors, w) for name, w in program.weights.items()}, kv
+                program,
+                {name: slice_tensor(tensors, weight) for name, weight in program.weights.items()},
+                kv,
             )
 
         self.stages = [[executable(program) for program in programs] for programs in stages]
@@ -54,11 +51,10 @@ class LockStep:
     def stage_steps(
         self, batches: Sequence[RaggedBatch], seconds: Callable[[Program, RaggedBatch], float]
     ) -> list[StageStep]:
-        """Forwards one behind the other, by a clock for each rank that moves by the `seconds` which
-        its program takes for a batch.
+        """Run batches, and simulate their times: `seconds` of each program and batch.
 
-        A rank begins a step once it is through with the one before and has what the stage before
-        sends. Ranks of a stage go abreast.
+        A stage begins a step after its previous step, and after the previous stage has sent its
+        rows.
         """
         free = [0.0] * len(self.stages)
         stage_steps: list[StageStep] = []
@@ -75,19 +71,19 @@ class LockStep:
         return stage_steps
 
     def logits(self, batch: RaggedBatch) -> list[Floats]:
-        """One forward; the logits on each rank of the last stage."""
+        """Run a batch; return the logits of each rank of the last stage."""
         sent: list[list[Floats]] = []
         for stage in self.stages:
             steps, received = [_ExactStep(rank, batch) for rank in stage], iter(sent)
             sent = []
-            for abreast in zip(*(rank.program.ops for rank in stage), strict=True):
-                if isinstance(abreast[0], collective.Send):
-                    sent.append([step.x(op.x) for step, op in zip(steps, abreast, strict=True)])
-                elif isinstance(abreast[0], collective.Receive):
-                    for step, op, rows in zip(steps, abreast, next(received), strict=True):
+            for rank_ops in zip(*(rank.program.ops for rank in stage), strict=True):
+                if isinstance(rank_ops[0], collective.Send):
+                    sent.append([step.x(op.x) for step, op in zip(steps, rank_ops, strict=True)])
+                elif isinstance(rank_ops[0], collective.Receive):
+                    for step, op, rows in zip(steps, rank_ops, next(received), strict=True):
                         step.rows[op.out.id] = rows
                 else:
-                    _run_abreast(steps, abreast)
+                    _run_ops(steps, rank_ops)
         return [
             step.rows[logits.id]
             for step, rank in zip(steps, self.stages[-1], strict=True)
@@ -95,24 +91,26 @@ class LockStep:
         ]
 
 
-def _run_abreast(steps: Sequence[Step], abreast: Sequence[Op]) -> None:
-    """The same op of each rank of a stage."""
-    (kind,) = {type(op) for op in abreast}
-    if kind in _TOGETHER:
-        for step, op, rows in zip(steps, abreast, _TOGETHER[kind](steps, abreast), strict=True):
+def _run_ops(steps: Sequence[Step], rank_ops: Sequence[Op]) -> None:
+    """Run the same op on each rank of a stage."""
+    (kind,) = {type(op) for op in rank_ops}
+    if kind in COLLECTIVE_OPS:
+        for step, op, rows in zip(
+            steps, rank_ops, COLLECTIVE_OPS[kind](steps, rank_ops), strict=True
+        ):
             out = op.output()
             assert out
             step.rows[out.id] = rows
     else:
-        for step, op in zip(steps, abreast, strict=True):
-            _run(step, op)
+        for step, op in zip(steps, rank_ops, strict=True):
+            _run_op(step, op)
 
 
-def _run(step: Step, op: Op) -> None:
-    if type(op) in _ALONE:
+def _run_op(step: Step, op: Op) -> None:
+    if type(op) in LOCAL_OPS:
         out = op.output()
         assert out
-        step.rows[out.id] = _ALONE[type(op)](step, op)
+        step.rows[out.id] = LOCAL_OPS[type(op)](step, op)
     else:
         step.run(op)
 
@@ -140,7 +138,7 @@ def _take_columns(s: Step, op: collective.TakeColumns) -> Floats:
 
 def _expert_part(s: Step, op: collective.ExpertPart) -> Floats:
     x, chosen = s.x(op.x), s.x(op.routing)[:, : op.top_k].astype(np.int64) - op.first
-    each = np.zeros((len(x), op.top_k, op.x.width))
+    out = np.zeros((len(x), op.top_k, op.x.width))
     for e in range(len(op.gate)):
         rows, places = np.nonzero(chosen == e)
         gate, up, down = (
@@ -148,8 +146,8 @@ def _expert_part(s: Step, op: collective.ExpertPart) -> Floats:
             for w, b in ((op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias))
         )
         hidden = gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
-        each[rows, places] = s.product(hidden, *down)
-    return each.reshape(len(x), -1)
+        out[rows, places] = s.product(hidden, *down)
+    return out.reshape(len(x), -1)
 
 
 def _combine(s: Step, op: collective.Combine) -> Floats:
@@ -162,9 +160,7 @@ def _combine(s: Step, op: collective.Combine) -> Floats:
 
 
 def _attention(s: Step, op: ops.Attention) -> Floats:
-    """Head by head: numbers of one do not depend on how many others are here, which those of one
-    product over all heads may.
-    """
+    """Compute head by head, so a head does not depend on the number of heads on a rank."""
     out = np.empty((len(s.batch.tokens), op.num_heads, op.value_dim))
     group, place = s.memory.places[op.layer]
     store, sharers = s.memory.stores[group], op.num_heads // op.num_kv_heads
@@ -188,72 +184,73 @@ def _attention(s: Step, op: ops.Attention) -> Floats:
                 scores = op.softcap * np.tanh(scores / op.softcap)
             if op.slopes:
                 scores = scores - op.slopes[head] * (len(slots) - 1 - at)
-            most = scores.max() if sinks is None else max(scores.max(), sinks[head])
-            weights = np.exp(scores - most)
-            total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - most))
+            max_score = scores.max() if sinks is None else max(scores.max(), sinks[head])
+            weights = np.exp(scores - max_score)
+            total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head] - max_score))
             out[row, head] = (v * (weights / total)[:, None]).sum(axis=0)
     return out.reshape(len(out), -1)
 
 
-def _all_gather(steps: Sequence[Step], abreast: Sequence[collective.AllGather]) -> list[Floats]:
-    whole = np.full((len(steps[0].x(abreast[0].x)), abreast[0].out.width), np.nan)
-    for step, op, (first, last) in zip(steps, abreast, abreast[0].parts, strict=True):
+def _all_gather(steps: Sequence[Step], rank_ops: Sequence[collective.AllGather]) -> list[Floats]:
+    whole = np.full((len(steps[0].x(rank_ops[0].x)), rank_ops[0].out.width), np.nan)
+    for step, op, (first, last) in zip(steps, rank_ops, rank_ops[0].parts, strict=True):
         whole[:, first:last] = step.x(op.x)
     return [whole] * len(steps)
 
 
 def _columns_to_rows(
-    steps: Sequence[Step], abreast: Sequence[collective.ColumnsToRows]
+    steps: Sequence[Step], rank_ops: Sequence[collective.ColumnsToRows]
 ) -> list[Floats]:
-    whole = np.concatenate([step.x(op.x) for step, op in zip(steps, abreast, strict=True)], axis=1)
-    found = []
-    for op in abreast:
+    whole = np.concatenate([step.x(op.x) for step, op in zip(steps, rank_ops, strict=True)], axis=1)
+    shares = []
+    for op in rank_ops:
         first, last = collective.row_share(len(whole), op.rank, len(op.parts))
-        found.append(np.full_like(whole, np.nan))
-        found[-1][first:last] = whole[first:last]
-    return found
+        share = np.full_like(whole, np.nan)
+        share[first:last] = whole[first:last]
+        shares.append(share)
+    return shares
 
 
 def _gather_shares(
-    steps: Sequence[Step], abreast: Sequence[collective.GatherShares]
+    steps: Sequence[Step], rank_ops: Sequence[collective.GatherShares]
 ) -> list[Floats]:
     shares = [
         collective.row_share(len(step.x(op.x)), op.rank, op.ranks)
-        for step, op in zip(steps, abreast, strict=True)
+        for step, op in zip(steps, rank_ops, strict=True)
     ]
     return [
         np.concatenate(
             [
                 step.x(op.x)[slice(*share)]
-                for step, op, share in zip(steps, abreast, shares, strict=True)
+                for step, op, share in zip(steps, rank_ops, shares, strict=True)
             ]
         )
     ] * len(steps)
 
 
-def _owned_rows(steps: Sequence[Step], abreast: Sequence[collective.OwnedRows]) -> list[Floats]:
-    owner = owners(abreast[0].parts, steps[0].batch.tokens)
-    found = np.stack([step.x(op.x) for step, op in zip(steps, abreast, strict=True)])
-    return [found[owner, np.arange(len(owner))]] * len(steps)
+def _owned_rows(steps: Sequence[Step], rank_ops: Sequence[collective.OwnedRows]) -> list[Floats]:
+    owner = owners(rank_ops[0].parts, steps[0].batch.tokens)
+    gathered = np.stack([step.x(op.x) for step, op in zip(steps, rank_ops, strict=True)])
+    return [gathered[owner, np.arange(len(owner))]] * len(steps)
 
 
 def _owned_experts(
-    steps: Sequence[Step], abreast: Sequence[collective.OwnedExperts]
+    steps: Sequence[Step], rank_ops: Sequence[collective.OwnedExperts]
 ) -> list[Floats]:
-    op, routing = abreast[0], steps[0].x(abreast[0].routing)
+    op, routing = rank_ops[0], steps[0].x(rank_ops[0].routing)
     top_k = routing.shape[1] // 2
     owner = owners(op.parts, routing[:, :top_k].astype(np.int64))
-    found = np.stack(
+    gathered = np.stack(
         [
             step.x(op.x).reshape(len(routing), top_k, -1)
-            for step, op in zip(steps, abreast, strict=True)
+            for step, op in zip(steps, rank_ops, strict=True)
         ]
     )
-    each = found[owner, np.arange(len(routing))[:, None], np.arange(top_k)]
-    return [each.reshape(len(routing), -1)] * len(steps)
+    owned = gathered[owner, np.arange(len(routing))[:, None], np.arange(top_k)]
+    return [owned.reshape(len(routing), -1)] * len(steps)
 
 
-_ALONE: dict[type[Op], Callable[[Step, Any], Floats]] = {
+LOCAL_OPS: dict[type[Op], Callable[[Step, Any], Floats]] = {
     ops.Attention: _attention,
     collective.EmbedPart: _embed_part,
     collective.TakeColumns: _take_columns,
@@ -261,7 +258,7 @@ _ALONE: dict[type[Op], Callable[[Step, Any], Floats]] = {
     collective.ExpertPart: _expert_part,
     collective.Combine: _combine,
 }
-_TOGETHER: dict[type[Op], Callable[[Sequence[Step], Any], list[Floats]]] = {
+COLLECTIVE_OPS: dict[type[Op], Callable[[Sequence[Step], Any], list[Floats]]] = {
     collective.AllGather: _all_gather,
     collective.ColumnsToRows: _columns_to_rows,
     collective.GatherShares: _gather_shares,
