@@ -1,8 +1,8 @@
-"""Where drafts from earlier text are right: what `ProposerTraits.acceptance` of `ngram` and
-`online` starts from.
+"""Acceptance of drafts from earlier text: the initial `ProposerTraits.acceptance` of `ngram` and
+`online`.
 
-Answers of plain decoding to the prompts of `speculation.py` are shown to each proposer token by
-token, one after another. A draft is right if its first token is the next one.
+Each proposer observes the outputs of plain decoding for the prompts of `speculation.py`, token by
+token. A draft is right if its first token is the next token of the output.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from headrace.speculation.proposers.online import OnlineProposer
 
 @dataclass(eq=False)
 class Recorded:
-    """A sequence as far as these proposers look at it."""
+    """The part of a sequence that these proposers read."""
 
     seq_id: tuple[int, int]
     known: list[int]
@@ -28,7 +28,7 @@ class Recorded:
 
 
 def answers(args: argparse.Namespace) -> list[tuple[list[int], list[int]]]:
-    """Prompts and outputs, the kinds of work mixed."""
+    """Prompts and outputs, with the kinds of work mixed."""
     with LLM(args.model, proposer="off", max_model_len=2048) as llm:
         texts = [text for work in WORKLOADS for text in prompts(work, 1000, args.answers)]
         random.Random(0).shuffle(texts)
@@ -42,12 +42,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--answers", type=int, default=24, help="of each kind of work")
+    parser.add_argument("--answers", type=int, default=24, help="answers per kind of work")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="little of everything: shows that it runs, and measures nothing",
+        help="tiny sizes, as a test that does not measure",
     )
     args = parser.parse_args()
     if args.quick:

@@ -1,10 +1,8 @@
-"""What speculation does for the first answer of all: new engines and new `headrace run`, `auto`
-beside `off`, in turns.
+"""Effect of speculation on the first answer of a new engine: `auto` and `off` in turns.
 
-Every answer comes from a process of its own, which knows nothing of earlier ones. The prompts are
-not those of `speculation.py`, and of other lengths. A ratio is that of output tokens per second
-from the first token to the last, which leaves out loading and the prompt. A different answer ends
-the program.
+Each answer comes from a new process without any history. Prompts differ from those in
+`speculation.py`, also in length. A ratio compares output tokens per second from the first token to
+the last, without loading and prompt. A different answer ends the program.
 """
 
 import argparse
@@ -27,7 +25,6 @@ _DEVICES = (
 
 
 def passage(rng: random.Random) -> str:
-    """Forty to a hundred words."""
     first, second = rng.sample(_NAMES, 2)
     sentences = [
         f"{first} kept the ferry at {rng.choice(_TOWNS)} for {rng.randint(11, 39)} winters.",
@@ -43,7 +40,7 @@ def passage(rng: random.Random) -> str:
 
 
 def quote(rng: random.Random) -> str:
-    """The answer is a passage that stands three times in the prompt."""
+    """The answer is a passage that the prompt has three times."""
     text = passage(rng)
     return (
         f"{text}\n\nThe same passage, as the county paper printed it:\n{text}\n\nAnd as "
@@ -97,11 +94,10 @@ print(json.dumps({"token_ids": result.outputs[0].token_ids, "timing": {"decode":
 
 
 class Answer(NamedTuple):
-    """An answer of a new process."""
+    """The answer of a new process."""
 
     token_ids: list[int]
     speed: float
-    """Output tokens per second."""
     proposed: int
     accepted: int
 
@@ -160,7 +156,7 @@ def ask(command: list[str]) -> Answer:
 
 
 def measure(args: argparse.Namespace, face: str, work: str) -> dict[str, object]:
-    """A line of the result: `args.rounds` prompts, each answered with and without drafts."""
+    """A line of the result: `args.rounds` prompts, each with and without drafts."""
     ratios, speeds, tokens, proposed, accepted = [], [], 0, 0, 0
     for number in range(args.rounds):
         text = WORK[work](random.Random(f"{work} {number}"))
@@ -207,19 +203,19 @@ def main() -> None:
         "--faces",
         type=lambda text: text.split(","),
         default=list(FACES),
-        help=f"of {', '.join(FACES)}",
+        help=f"interfaces to run: {', '.join(FACES)}",
     )
     parser.add_argument(
         "--work",
         type=lambda text: text.split(","),
         default=list(WORK),
-        help=f"of {', '.join(WORK)}",
+        help=f"kinds of work: {', '.join(WORK)}",
     )
-    parser.add_argument("--json", type=Path, help="write the lines here too, as JSON")
+    parser.add_argument("--json", type=Path, help="file for the lines as JSON")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="little of everything: shows that it runs, and measures nothing",
+        help="tiny sizes, as a test that does not measure",
     )
     args = parser.parse_args()
     if args.quick:

@@ -1,11 +1,10 @@
-"""How fast a model decodes in each format of weights, in turns, and how close that is to what the
-bytes allow.
+"""Decode speed of a model in each weight format, in turns, compared with its bytes.
 
     python benchmarks/formats.py shaped-1b-Q4_0.gguf int8-g128,int4-g128,int3-g128,int2-g128,nf4-g64 --rounds 5
 
-The matrices of the model are filled with random codes, whose values make no difference to how long
-a product takes. Embeddings and logits stay as the file has them. A format whose tokens/s times
-bytes is that of another uses the memory as well as that.
+Matrices have random codes, because values do not change the time of a product. Embeddings and the
+head keep the file's format. Two formats with the same tokens/s times bytes use the memory equally
+well.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import TableRows, encode_numbers
 
 DEPTH, STEPS = 64, 16
-"""Tokens before the ones that are decoded, and how many of these make a turn."""
+"""Tokens before the decoded tokens, and decoded tokens per turn."""
 
 
 def filled(tensor: StoredTensor, name: str) -> StoredTensor:
@@ -45,9 +44,7 @@ def filled(tensor: StoredTensor, name: str) -> StoredTensor:
 
 
 def in_format(checkpoint: Checkpoint, name: str) -> Mapping[str, StoredTensor]:
-    """The tensors of the model, its matrices in a format; those of one shape are one. `file`: as
-    they are.
-    """
+    """The tensors of the model, with matrices of a shape shared. `file`: unchanged formats."""
     tensors = dict(checkpoint.tensors)
     if name == "file":
         return tensors
@@ -60,7 +57,6 @@ def in_format(checkpoint: Checkpoint, name: str) -> Mapping[str, StoredTensor]:
 
 
 def turn(scorer: Scorer, batch: RaggedBatch) -> float:
-    """Tokens/s of some steps."""
     begun = time.perf_counter()
     for _ in range(STEPS):
         scorer.executable.launch(batch).wait()
@@ -71,10 +67,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="what `headrace pull` takes")
+    parser.add_argument("model", help="model, as for `headrace pull`")
     parser.add_argument(
         "formats",
-        help="names with commas between them, such as int4-g128; `file` is what the model has",
+        help="comma-separated formats, for example int4-g128; `file` keeps the file's formats",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=usable_cores())

@@ -1,11 +1,10 @@
-"""What several ranks cost and gain on this machine: their speed, the idle time of a pipeline, how
-soon a lost rank is replaced.
+"""Several ranks on this machine: speed, idle time of a pipeline, and recovery from a lost rank.
 
-    python benchmarks/parallel.py ranks                     speed of splits of the model beside one rank, in turns
+    python benchmarks/parallel.py ranks                     speed of splits of the model and of one rank, in turns
     python benchmarks/parallel.py bubble --svg FILE         m steps through two stages of one thread each
     python benchmarks/parallel.py lost                      seconds from the loss of a rank to the next token
 
-Ranks are processes of this machine, of one thread each. Figures are medians (least-most) over
+Ranks are processes on this machine with one thread each. Figures are medians (min-max) over
 --rounds.
 """
 
@@ -66,7 +65,7 @@ def config_of(mesh: Mesh, threads: int = 1, **options: Any) -> EngineConfig:
 
 
 def programs_of(model: str, mesh: Mesh) -> list[Program]:
-    """The program of each rank, as it runs."""
+    """The lowered program of each rank."""
     checkpoint = open_model(model, config_of(mesh))
     own = [
         mesh.program(trace_model(checkpoint.spec, checkpoint.tensors), rank)
@@ -78,7 +77,7 @@ def programs_of(model: str, mesh: Mesh) -> list[Program]:
 
 
 def linked(programs: Sequence[Program], size: StepSize) -> int:
-    """Bytes that a rank receives in a step, of the rank that receives most."""
+    """Max bytes that a rank receives in a step."""
     return max(
         sum(op.link_bytes(size) for op in program.ops if isinstance(op, Collective))
         for program in programs
@@ -86,9 +85,7 @@ def linked(programs: Sequence[Program], size: StepSize) -> int:
 
 
 def run(engine: Engine, seqs: int, prompt: int, tokens: int) -> tuple[list[list[int]], float]:
-    """The tokens of so many requests that are submitted together, and the seconds that they
-    take.
-    """
+    """The tokens of requests that are submitted together, and their seconds."""
     rng, begun = np.random.default_rng(seqs), time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     for _ in range(seqs):
@@ -105,7 +102,7 @@ WORK: dict[str, tuple[int, int, int, Callable[[float], float]]] = {
     "decode, 8": (8, 8, 32, lambda seconds: 8 * 32 / seconds),
     "prefill, 512": (1, 512, 1, lambda seconds: 512 / seconds),
 }
-"""Sequences, tokens of the prompt, tokens of the output, and tokens/s."""
+"""(sequences, prompt tokens, output tokens, tokens/s)"""
 
 
 def ranks(args: argparse.Namespace) -> None:
@@ -147,7 +144,7 @@ def ranks(args: argparse.Namespace) -> None:
 
 
 def evenly(model: str, rows: int) -> Mesh:
-    """Two stages that are predicted to take as long as each other for so many rows that decode."""
+    """Two stages with equal predicted times for this number of decoding rows."""
     checkpoint, machine, size = (
         open_model(model, config_of(Mesh())),
         hardware.this_machine(1),
@@ -285,8 +282,10 @@ def main() -> None:
     parser.add_argument("what", choices=("ranks", "bubble", "lost"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=128, help="of a step of `bubble`")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the last steps of `bubble`")
+    parser.add_argument("--rows", type=int, default=128, help="rows of a step of `bubble`")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="file for a picture of the last steps of `bubble`"
+    )
     args = parser.parse_args()
     {"ranks": ranks, "bubble": bubble, "lost": lost}[args.what](args)
 

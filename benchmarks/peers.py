@@ -1,14 +1,13 @@
-"""Headrace and its peers: the same models, threads and prompts, taking turns in one run.
+"""Headrace and its peers with the same models, threads and prompts, in turns.
 
     python benchmarks/peers.py                                                   all peers, the default model
     python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill    the short comparison of `make bench`
     python benchmarks/peers.py --model .bench/models/shaped-1b-Q4_0.gguf         a model made by shaped.py
 
-A round is one new process after the other, A B C, then A B C again, so that a slow minute of the
-machine falls on all of them. Each peer has a virtual environment in .bench/, set up on first use,
-or comes from one that you have: `--peer NAME=PYTHON`. Engines that do not compute in the formats of
-GGUF get the same weights in bfloat16. Below the table stands what a reader has to know, and the
-reason for every gap in it.
+A round runs one new process after the other, A B C, then A B C again, so that a slow minute of the
+machine affects all of them. Each peer has a virtual environment in .bench/, installed on first use,
+or an existing one: `--peer NAME=PYTHON`. Engines without the formats of GGUF get the same weights
+in bfloat16. Notes below the table explain every gap in it.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from headrace.errors import HeadraceError
 from headrace.planner import host
 
 Result = dict[str, Any]
-"""Of one process: what the worker printed, and which turn it was."""
+"""The output of one worker process, and its turn."""
 
 
 class Contest:
@@ -51,11 +50,11 @@ class Contest:
         for name in workloads:
             self.groups.setdefault(WORKLOADS[name].num_requests, []).append(name)
         self.failures: dict[tuple[str, int], str] = {}
-        """Why an engine takes no part, by engine and number of requests."""
+        """The reason that an engine is left out, by engine and number of requests."""
 
     def turns(self, rounds: int) -> Iterator[Result]:
-        """All processes in turn. A rehearsal without workloads comes first: it fills caches, and
-        shows which engines fail.
+        """Run all processes in turn. A first round without workloads fills caches and finds engines
+        that fail.
         """
         for number in range(rounds + 1):
             for num_requests, workloads in self.groups.items():
@@ -85,7 +84,6 @@ class Contest:
         say("")
 
     def _words(self, engine: str, num_requests: int, number: int) -> list[str]:
-        """The arguments of `worker.py`."""
         workloads = self.groups[num_requests]
         longest = max(WORKLOADS[name].prompt + WORKLOADS[name].tokens for name in workloads)
         model = (
@@ -105,8 +103,8 @@ class Contest:
 
 
 def bf16_folder(path: Path, out: Path) -> Path:
-    """The model as a folder in bfloat16, for an engine that does not compute in the formats of
-    GGUF; written where it is not there yet.
+    """The model as a folder in bfloat16, for engines without the formats of GGUF; written on first
+    use.
     """
     folder = out / f"{path.stem}-as-bf16"
     if not folder.exists():
@@ -139,7 +137,7 @@ def figures(result: Result) -> Iterator[Figure]:
 
 
 def report(contest: Contest, results: list[Result], rounds: int, absent: dict[str, str]) -> None:
-    """Print the table and what belongs below it."""
+    """Print the table and the notes below it."""
     size = f"{contest.model.stat().st_size / 1e6:,.0f} MB"
     print(
         f"\n{contest.model.name}, {size}, {contest.threads} threads, {rounds} rounds, "
@@ -167,7 +165,7 @@ def requests(count: int) -> str:
 
 
 def say(what: str) -> None:
-    """Show a message of progress: in place at a terminal, elsewhere on a line of its own."""
+    """Show progress: in place on a terminal, otherwise on a new line."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
         sys.stderr.flush()
@@ -176,7 +174,7 @@ def say(what: str) -> None:
 
 
 def several(known: Sequence[str]) -> Any:
-    """An argument that names some of these, with commas."""
+    """Parse a comma-separated list of these names."""
 
     def read(text: str) -> list[str]:
         names = text.split(",")
@@ -218,19 +216,19 @@ def main() -> None:
     parser.add_argument(
         "--model",
         action="append",
-        help="a GGUF file, or what `headrace pull` makes one of; may be given again",
+        help="GGUF file, or a model name of `headrace pull`; repeatable",
     )
     parser.add_argument(
         "--engines",
         type=several(peers),
         default=peers,
-        help=f"of {','.join(peers)}; Headrace takes part always",
+        help=f"peers to compare: {','.join(peers)}; Headrace always takes part",
     )
     parser.add_argument(
         "--workloads",
         type=several(list(WORKLOADS)),
         default=list(WORKLOADS),
-        help=f"of {','.join(WORKLOADS)}",
+        help=f"workloads to run: {','.join(WORKLOADS)}",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=host.usable_cores())
@@ -240,13 +238,13 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME=PYTHON",
-        help="an interpreter that has it",
+        help="Python interpreter with the engine installed",
     )
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
-        help="append a JSON line for each process, with all raw figures",
+        help="file to which a JSON line with raw figures is appended for each process",
     )
     args = parser.parse_args()
     if min(args.rounds, args.threads) < 1:

@@ -1,11 +1,10 @@
-"""Two replicas of one thread each: `headrace serve --replicas 2`, on Ray, beside the same engines
-behind `headrace route`, in turns.
+"""Two replicas with one thread each: `headrace serve --replicas 2` on Ray, and the same engines
+with `headrace route`, in turns.
 
     python benchmarks/replicas.py --rounds 5
 
-It prints output tokens a second of many streams at once, and where the processor time of all
-processes went. Figures are medians (least-most) over the rounds; each round starts both from
-nothing.
+It prints output tokens per second of many concurrent streams, and the processor time of all
+processes. Figures are medians (min-max) over the rounds. Each round starts both servers.
 """
 
 import argparse
@@ -33,7 +32,7 @@ KINDS = {
     "controller of Ray Serve": "ray::ServeController",
     "raylet, GCS, agents": "",
 }
-"""Processes below a frontend on Ray, by how their command lines begin."""
+"""Processes of a frontend on Ray, by the start of their command lines."""
 
 
 @contextmanager
@@ -47,9 +46,7 @@ def running(model: str, *flags: str, command: str = "serve") -> Iterator[Running
 
 @contextmanager
 def on_ray(model: str) -> Iterator[tuple[int, Callable[[], Counter[str]]]]:
-    """The port of a server on Ray, and what its processes have used of the processor, in seconds by
-    kind.
-    """
+    """The port of a server on Ray, and the processor seconds of its processes by kind."""
     with running(model, "--replicas", "2", *ENGINE) as server:
         yield (
             server.port,
@@ -71,7 +68,7 @@ def of_kinds(processes: dict[int, str]) -> Counter[str]:
 
 @contextmanager
 def routed(model: str) -> Iterator[tuple[int, Callable[[], Counter[str]]]]:
-    """The same of `headrace route` and its workers."""
+    """The port of `headrace route`, and the processor seconds of it and its workers."""
     with ExitStack() as held:
         workers = [held.enter_context(running(model, "--worker", *ENGINE)) for _ in range(2)]
         urls = ",".join(f"http://127.0.0.1:{worker.port}" for worker in workers)
@@ -93,7 +90,7 @@ def seconds_of_routed(frontend: Running, workers: list[Running]) -> Counter[str]
 
 
 def used(pid: int) -> float:
-    """Seconds of processor time of a process; 0 for one that has gone."""
+    """Processor seconds of a process; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -102,7 +99,7 @@ def used(pid: int) -> float:
 
 
 async def stream(port: int, number: int, tokens: int) -> int:
-    """One request, read to its end; returns the events that brought text."""
+    """Send a request, read its stream to the end, and return the number of events with text."""
     body = json.dumps(
         {
             "messages": [
@@ -136,7 +133,7 @@ async def stream(port: int, number: int, tokens: int) -> int:
 
 
 async def load(port: int, streams: int, requests: int, tokens: int) -> tuple[float, int]:
-    """Seconds that these requests take, so many streams at a time, and their events."""
+    """Seconds of these requests with this number of concurrent streams, and their events."""
     left, events = iter(range(requests)), 0
 
     async def lane() -> None:

@@ -1,6 +1,4 @@
-"""The table of `peers.py`: medians, spreads and ratios, as Markdown that can be read as it
-stands.
-"""
+"""The table of `peers.py` in Markdown: medians, spreads and ratios."""
 
 from collections.abc import Iterable, Mapping
 from statistics import median
@@ -10,7 +8,7 @@ OURS = "headrace"
 
 
 class Figure(NamedTuple):
-    """What one engine made of one figure in one round."""
+    """One figure of one engine in one round."""
 
     round: int
     engine: str
@@ -20,8 +18,8 @@ class Figure(NamedTuple):
 
 
 def table(title: str, engines: Iterable[str], figures: list[Figure]) -> str:
-    """A line for each figure, a column for each engine, and the ratio to the peer with the best
-    median, round by round.
+    """A line for each figure, a column for each engine, and the ratio by round to the peer with the
+    best median.
     """
     engines = list(engines)
     lines = [[title, *engines, f"{OURS} / best peer"]]

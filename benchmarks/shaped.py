@@ -1,16 +1,16 @@
-"""Makes models of the benchmarks: well-known dimensions, a vocabulary of 49,152, random weights.
+"""Makes models for benchmarks: sizes of well-known models, a vocabulary of 49,152, random weights.
 
     python benchmarks/shaped.py 1b Q4_0 Q8_0 BF16 --out .bench/models
     python benchmarks/shaped.py 16x2 Q4_0
     python benchmarks/shaped.py 64x8 Q4_0
     python benchmarks/shaped.py 8b Q4_K
 
-`1b` has the dimensions of Llama-3.2-1B (0.6, 1.1 and 2.1 GB), `8b` those of Llama-3.1-8B (4.0 GB in
-Q4_K); `16x2` sends each row to 2 of 16 experts (Mixtral's equations), `64x8` to 8 of 64 (OLMoE's
-equations and dimensions), 3.7 GB each in Q4_0; `narrow` is small enough for very long prompts. Each
-file has the tokenizer of the default model. Their speed is that of trained models, and their text
-is noise. All experts of a layer have the same random weights. Of K-quants and IQ types all matrices
-are in the one format, with random bits for codes. Needs the package gguf.
+`1b` has the sizes of Llama-3.2-1B (0.6, 1.1 and 2.1 GB), and `8b` of Llama-3.1-8B (4.0 GB in Q4_K).
+`16x2` has 16 experts with top_k 2 (equations of Mixtral), and `64x8` has 64 with top_k 8 (equations
+and sizes of OLMoE), 3.7 GB each in Q4_0. `narrow` is small enough for very long prompts. Each file
+has the tokenizer of the default model. The models are as fast as trained models, and their text is
+noise. All experts of a layer share random weights. With K-quants and IQ types, all matrices have
+the same format and random codes. Needs the package gguf.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 
 class Shape(NamedTuple):
-    """Dimensions of a model, and what GGUF calls its architecture."""
+    """Sizes of a model, and its architecture in GGUF."""
 
     architecture: str
     width: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     top_k: int = 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Those of a layer in the format that is asked for; of experts, one of each kind."""
+        """The matrices of a layer in the chosen format; one of each kind for experts."""
         up, kind = (self.ffn, self.width), "_exps" if self.experts else ""
         return {
             "attn_q": (self.heads * self.head_dim, self.width),
@@ -49,7 +49,6 @@ class Shape(NamedTuple):
         }
 
     def vectors(self) -> dict[str, int]:
-        """The weights of norms of a layer."""
         norms = {"attn_norm": self.width, "ffn_norm": self.width}
         if self.architecture == "olmoe":
             norms |= {
@@ -79,8 +78,8 @@ BLOCK_SCALES = {
     "IQ3_S": {0: 2**-13},
     "IQ4_XS": {0: 2**-16},
 }
-"""Where a block of each K-quant and IQ type has its float16 scales, in bytes, and what they are
-here: sizes as of trained weights.
+"""Byte offsets of the float16 scales in a block of each K-quant and IQ type, and their values, of
+the size in trained weights.
 """
 
 
@@ -96,7 +95,7 @@ def tokenizer_of(model: Path) -> list[gguf.ReaderField]:
 def random_blocks(
     rng: np.random.Generator, stored: gguf.GGMLQuantizationType, rows: int, cols: int
 ) -> NDArray[np.uint8]:
-    """The rows of a matrix in a K-quant or an IQ type: random codes, and the scales of
+    """Rows of a matrix in a K-quant or an IQ type, with random codes and the scales of
     `BLOCK_SCALES`.
     """
     block, nbytes = gguf.GGML_QUANT_SIZES[stored]
@@ -169,7 +168,7 @@ def write(path: Path, shape: Shape, quantisation: str, tokenizer: list[gguf.Read
 
 
 def main() -> None:
-    """Write the files that are not there yet."""
+    """Write the missing files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -179,7 +178,7 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        help="GGUF file that lends its tokenizer (default: the default model)",
+        help="GGUF file with the tokenizer (default: the default model)",
     )
     args = parser.parse_args()
     if args.tokenizer is None:

@@ -1,10 +1,10 @@
-"""What speculation brings: four kinds of work with the default model, each proposer beside plain
-decoding, in turns.
+"""Speed-up by speculation: four kinds of work with the default model, proposers and plain decoding
+in turns.
 
-All ways take turns in one engine: two copies of a model differ in speed by some hundredths for as
-long as they live, by where their memory lies. In each round all of them answer the same new
-prompts, greedily, and a ratio is formed within the round. Output tokens per second count from the
-first token of the first answer to the end of the last. A different answer ends the program.
+All methods take turns in one engine, because two copies of a model differ in speed by some percent,
+depending on their place in memory. In each round all methods answer the same new prompts greedily,
+and ratios are formed within the round. Output tokens per second count from the first token of the
+first answer to the end of the last answer. A different answer ends the program.
 """
 
 import argparse
@@ -26,26 +26,25 @@ from headrace.speculation.proposers import METHODS, REQUIRED_OPTION, DraftModels
 
 WAYS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
 TWIN = "again"
-"""No drafts once more: what its ratio is besides 1 is noise, and so is as much of the others'."""
+"""Plain decoding once more: the distance of its ratio from 1 is the noise of all ratios."""
 TOKENS_OF_SEQUENCE = 512
 _RUN = 4
-"""Tokens that an answer must have in common with its prompt to count as repeated."""
+"""Min length of a run of tokens that counts as repeated from the prompt."""
 
 
 class Turn(NamedTuple):
-    """What one way made of one round."""
+    """The results of one method in one round."""
 
     speed: float
-    """Output tokens per second."""
     tokens: int
     proposed: int
     accepted: int
     repeated: float
-    """Share of the output that its prompt has too."""
+    """Share of the output that repeats the prompt."""
 
 
 def measure(llm: LLM, texts: list[str], max_tokens: int) -> tuple[Turn, list[list[int]]]:
-    """One turn, and the tokens of the answers."""
+    """Run one turn, and return the tokens of the answers."""
     results = llm.chat(
         [[{"role": "user", "content": text}] for text in texts],
         SamplingParams(temperature=0, max_tokens=max_tokens),
@@ -70,7 +69,7 @@ def measure(llm: LLM, texts: list[str], max_tokens: int) -> tuple[Turn, list[lis
 
 
 def repeated_tokens(result: RequestOutput) -> int:
-    """Output tokens that are part of a run which the prompt has."""
+    """Output tokens in runs that the prompt contains."""
     prompt, output = result.prompt_token_ids, result.outputs[0].token_ids
     runs = {tuple(prompt[i : i + _RUN]) for i in range(len(prompt) - _RUN + 1)}
     starts = [i for i in range(len(output) - _RUN + 1) if tuple(output[i : i + _RUN]) in runs]
@@ -124,7 +123,6 @@ HEADINGS = (
 def run(
     llm: LLM, ways: dict[str, SpeculationManager], args: argparse.Namespace
 ) -> Iterable[dict[str, object]]:
-    """The lines, as they come."""
     variant = 0
     for workload in args.workloads:
         for batch in args.batches:
@@ -147,7 +145,7 @@ def run(
 
 
 def speculation(llm: LLM, method: str) -> SpeculationManager:
-    """A proposer for this engine, which has been made with all the models that are needed."""
+    """A proposer for this engine, which has all draft models."""
     engine = llm._engine
     models = {
         name: guard._proposer
@@ -178,7 +176,7 @@ def main() -> None:
         "--workloads",
         type=lambda text: text.split(","),
         default=list(WORKLOADS),
-        help=f"of {', '.join(WORKLOADS)}",
+        help=f"kinds of work: {', '.join(WORKLOADS)}",
     )
     parser.add_argument(
         "--methods",
@@ -187,16 +185,22 @@ def main() -> None:
         help=f"of {', '.join((*WAYS, *REQUIRED_OPTION))}",
     )
     parser.add_argument(
-        "--no-control", action="store_true", help="use all drafts, whether or not they pay"
+        "--no-control", action="store_true", help="use all drafts, even if they do not pay"
     )
-    parser.add_argument("--draft-model", metavar="MODEL", help="for draft_model, and auto")
-    parser.add_argument("--draft-layers", type=int, metavar="N", help="for self_draft, and auto")
-    parser.add_argument("--medusa-heads", metavar="FILE", help="for medusa, and auto")
-    parser.add_argument("--json", type=Path, help="write the lines here too, as JSON")
+    parser.add_argument(
+        "--draft-model", metavar="MODEL", help="draft model of draft_model and auto"
+    )
+    parser.add_argument(
+        "--draft-layers", type=int, metavar="N", help="draft layers of self_draft and auto"
+    )
+    parser.add_argument(
+        "--medusa-heads", metavar="FILE", help="file with the heads of medusa and auto"
+    )
+    parser.add_argument("--json", type=Path, help="file for the lines as JSON")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="little of everything: shows that it runs, and measures nothing",
+        help="tiny sizes, as a test that does not measure",
     )
     args = parser.parse_args()
     if args.quick:

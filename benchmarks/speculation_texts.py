@@ -1,5 +1,5 @@
-"""Conversations for `speculation.py`: four kinds of work, in as many variants as are wanted, no two
-of which are alike.
+"""Conversations for `speculation.py`: four kinds of work, each with any number of different
+variants.
 """
 
 import random
@@ -132,7 +132,7 @@ WORKLOADS: dict[str, Callable[[random.Random], str]] = {
 
 
 def prompts(workload: str, start: int, count: int) -> list[str]:
-    """Variants `start` to `start + count`; the same numbers give the same prompts."""
+    """Variants `start` to `start + count`, the same in every run."""
     return [
         WORKLOADS[workload](random.Random(f"{workload} {number}"))
         for number in range(start, start + count)

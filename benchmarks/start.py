@@ -1,8 +1,7 @@
-"""How long a newcomer waits: `headrace --help`, and a cold `headrace run` up to its first token.
+"""Start-up time: `headrace --help`, and a cold `headrace run` up to its first token.
 
-Every run is a new process; the model file is in the page cache, as on any second start. Times are
-wall-clock seconds seen from outside, process start included; beside them the processor's, of all
-threads and child processes up to the end.
+Every run is a new process, with the model file in the page cache. Times are wall seconds, including
+process start, and processor seconds of all threads and child processes.
 """
 
 import argparse
@@ -23,7 +22,7 @@ HERE = "this one"
 
 
 class Start(NamedTuple):
-    """One run, in seconds."""
+    """Seconds of one run."""
 
     first_byte: float
     cpu: float
@@ -60,7 +59,7 @@ def main() -> None:
         "--against",
         type=Path,
         metavar="FOLDER",
-        help="another checkout, with its native module, to take turns with",
+        help="folder of another checkout, with its native module, to take turns with",
     )
     args = parser.parse_args()
     headrace = [sys.executable, "-m", "headrace"]

@@ -1,9 +1,8 @@
-"""The inside of one process of `peers.py`: loads one engine, runs its workloads, prints what it
-found as two JSON lines.
+"""The worker process of `peers.py`: loads one engine, runs its workloads, prints two JSON lines.
 
-The first line comes with the first token, so that the process that started this one can tell how
-long that took; the second one has the engine's version, the figures and the peak memory of the
-process. Standard library only: every engine's interpreter runs this.
+The first line is printed at the first token, so that the parent process can measure its time. The
+second line has the engine's version, the figures and the peak memory. It uses the standard library
+only, since every engine's interpreter runs it.
 """
 
 import argparse
@@ -21,16 +20,16 @@ from engines import ENGINES, Engine, Times
 
 
 class Workload(NamedTuple):
-    """Requests that are submitted at once, again and again."""
+    """Requests that are submitted together, repeatedly."""
 
     num_requests: int
     prompt: int
     tokens: int
     repetitions: int
-    """Runs whose median counts. Where there are several, one more comes first."""
+    """Runs whose median counts; if there are several, a warm-up run comes first."""
 
     def figures(self, times: list[Times]) -> Iterator[tuple[str, float]]:
-        """What a run says, in tokens per second."""
+        """The figure of a run, in tokens per second."""
         if self.num_requests > 1:
             name = f"{self.num_requests} requests x ({self.prompt} + {self.tokens}), output"
             yield name, self.num_requests * self.tokens / max(time.last for time in times)
@@ -51,11 +50,10 @@ WORKLOADS = {
     "long": Workload(1, 2048, 129, 1),
     "requests": Workload(32, 128, 128, 1),
 }
-"""The workloads of one process have the same number of requests: an engine is loaded for that."""
+"""All workloads of a process have the same number of requests, for which the engine is loaded."""
 
 
 def run(workload: Workload, engine: Engine, prompts: "Prompts") -> dict[str, float]:
-    """The figures of one workload."""
     runs = []
     for _ in range(workload.repetitions + (workload.repetitions > 1)):
         times = engine.generate(
@@ -67,9 +65,7 @@ def run(workload: Workload, engine: Engine, prompts: "Prompts") -> dict[str, flo
 
 
 class Prompts:
-    """Random prompts, each a new one, so that nothing kept of past prompts can help; the same in
-    every engine.
-    """
+    """Random prompts, always new, so that no prefix cache helps; the same in every engine."""
 
     def __init__(self, seed: int, vocabulary: int) -> None:
         self._random = random.Random(seed)
@@ -80,13 +76,13 @@ class Prompts:
 
 
 def peak_memory() -> int:
-    """Bytes; not `ru_maxrss`, which a process inherits from the one that started it."""
+    """Peak memory in bytes. A process inherits `ru_maxrss` from its parent, so it is not used."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def private_stdout() -> TextIO:
-    """Our own way out; what an engine prints goes to stderr."""
+    """Our own stdout; the output of an engine goes to stderr."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return out
@@ -98,7 +94,7 @@ def main() -> None:
     )
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model", type=Path)
-    parser.add_argument("workloads", nargs="*", help=f"any of {', '.join(WORKLOADS)}")
+    parser.add_argument("workloads", nargs="*", help=f"workloads to run: {', '.join(WORKLOADS)}")
     parser.add_argument("--num-requests", type=int, default=1)
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)

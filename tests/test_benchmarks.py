@@ -104,7 +104,7 @@ def test_every_scenario_of_the_soak_is_in_the_whole() -> None:
     )
     assert {file.stem for file in folder.glob("*.py")} - {"__main__", "harness", "client"} == set(
         named
-    ) - {"SCENARIO"}
+    ) - {"SCENARIO", "scenarios"}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(MICRO))
     native: Any = import_module("native")
     stored = random_stored("Q4_0", 32, 64, seed=0)
-    linear = native.LinearPlan(stored, threads=1, least_bytes=1, most_rows=2)
+    linear = native.LinearPlan(stored, threads=1, min_bytes=1, max_rows=2)
     assert 0 < linear.error < 0.02
     linear.stored = random_stored("Q4_0", 32, 64, seed=1)
     with pytest.raises(SystemExit, match="Q4_0 32 x 64 is wrong"):

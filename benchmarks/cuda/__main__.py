@@ -1,11 +1,10 @@
-"""What the GPU backend makes of a GPU: bandwidth, arithmetic, tokens, and the work of the host,
-each beside what it should reach.
+"""Speed of the GPU backend: bandwidth, arithmetic, tokens and host time, each with its target.
 
     python benchmarks/cuda                         writes benchmarks/cuda/results/<name of the GPU>.json
     python benchmarks/cuda --models 8b --out FILE
     python benchmarks/cuda --smoke                 whether it runs at all, in Triton's interpreter
 
-Weights are random, and made on the GPU. Figures are medians, then the least and the most.
+Weights are random, and made on the GPU. Figures are medians (min-max).
 """
 
 import argparse
@@ -24,7 +23,7 @@ from headrace.measure.table import print_table
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """The GPU and the software of the measurement."""
     versions = {
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -47,7 +46,6 @@ def text(number: float) -> str:
 
 
 def row_of(figure: Figure) -> list[str]:
-    """A line of the table."""
     sign = "at most" if figure.less_is_better else "at least"
     wanted = (
         ""
@@ -59,11 +57,11 @@ def row_of(figure: Figure) -> list[str]:
 
 
 def main() -> None:
-    """Measure, write, and print a table last."""
+    """Measure, write the results, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", help="of 135m, 1b and 8b (default: all)")
+    parser.add_argument("--models", nargs="+", help="models: 135m, 1b, 8b (default: all)")
     parser.add_argument(
         "--formats",
         nargs="+",
@@ -72,7 +70,9 @@ def main() -> None:
         help="number formats of weights (default: all)",
     )
     parser.add_argument("--out", type=Path, help="file for the figures")
-    parser.add_argument("--smoke", action="store_true", help="small enough for the interpreter")
+    parser.add_argument(
+        "--smoke", action="store_true", help="sizes that are small enough for the interpreter"
+    )
     args = parser.parse_args()
     sizes = SMOKE if args.smoke else Sizes()
     sizes = replace(sizes, specs=tuple(args.models)) if args.models else sizes
@@ -98,7 +98,7 @@ def main() -> None:
     for figure in long_contexts(1e9 * copied.value, sizes):
         add(figure)
     print()
-    print_table(["figure", "median (least-most)", "wanted"], [row_of(figure) for figure in found])
+    print_table(["figure", "median (min-max)", "target"], [row_of(figure) for figure in found])
 
 
 if __name__ == "__main__":

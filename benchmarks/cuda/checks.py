@@ -1,10 +1,10 @@
-"""What the GPU backend promises, tried on a GPU: a request has the same bits whatever is beside it,
-and its draws are those of the host.
+"""Checks of the GPU backend: a request has the same bits in any batch, and the GPU draws the same
+tokens as the host.
 
     python benchmarks/cuda/checks.py               writes benchmarks/cuda/results/<name of the GPU>-checks.json
     python benchmarks/cuda/checks.py --smoke       whether it runs at all, in Triton's interpreter
 
-Ends with exit code 1 where something did not hold.
+Exit code 1 if a check failed.
 """
 
 import argparse
@@ -44,7 +44,7 @@ Rows = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is tried."""
+    """Sizes of the checks."""
 
     rows: tuple[int, ...] = (
         1,
@@ -73,7 +73,7 @@ class Scale:
         300,
         511,
     )
-    most_rows: int = 512
+    max_rows: int = 512
     outputs: int = 1000
     cols: int = 4096
     prompt: int = 300
@@ -105,9 +105,7 @@ SMOKE = Scale(
 
 
 def products(scale: Scale) -> Iterator[tuple[str, str]]:
-    """Rows by themselves and in larger tiles, with weights in each layout; what is not equal, in
-    words.
-    """
+    """Compare rows alone and in larger tiles, with weights in each layout; return the failures."""
     layouts = {layout_of(hollow_tensor("w", name, (256, 256))): name for name in reversed(FORMATS)}
     for layout, name in reversed(layouts.items()):
         weight = random_weight(layout, scale.outputs, scale.cols, DEVICE)
@@ -117,7 +115,7 @@ def products(scale: Scale) -> Iterator[tuple[str, str]]:
             else (torch.bfloat16,)
         )
         for kind in kinds:
-            x = torch.randn(scale.most_rows, scale.cols, device=DEVICE).to(kind)
+            x = torch.randn(scale.max_rows, scale.cols, device=DEVICE).to(kind)
             x[:, ::97] *= 20  # outliers
             codes = torch.empty(
                 len(x), layout.padded_cols(scale.cols), dtype=torch.int8, device=DEVICE
@@ -126,7 +124,7 @@ def products(scale: Scale) -> Iterator[tuple[str, str]]:
             if layout.rows_in_int8:
                 quantise_rows(codes, scales, x, layout.outliers)()
 
-            out = torch.empty(scale.most_rows, scale.outputs, device=DEVICE)
+            out = torch.empty(scale.max_rows, scale.outputs, device=DEVICE)
 
             def launch_of(
                 rows: slice,
@@ -142,7 +140,7 @@ def products(scale: Scale) -> Iterator[tuple[str, str]]:
             tried = [
                 slice(first, first + n)
                 for n in scale.rows
-                for first in {0, (scale.most_rows - n) // 2}
+                for first in {0, (scale.max_rows - n) // 2}
             ]
             launches = [launch_of(slice(None)), *map(launch_of, tried)]
             compile_together(launches)
@@ -160,7 +158,7 @@ def products(scale: Scale) -> Iterator[tuple[str, str]]:
 
 
 class Model:
-    """An executable of a few layers, and sequences that no two checks share."""
+    """An executable with a few layers. Each check has its own sequences."""
 
     def __init__(self, name: str, format: str, kv: KvDtype, scale: Scale) -> None:
         spec = SPECS[name].first_layers(min(2, SPECS[name].num_layers))
@@ -181,12 +179,11 @@ class Model:
         self.others = [rng.integers(0, self.spec.vocab_size, length).tolist() for length in lengths]
 
     def sequence(self, number: int) -> Sequence:
-        """An empty sequence; one of a number has the same blocks each time."""
+        """An empty sequence; the same number gives the same blocks."""
         each = -(-self.most_tokens // BLOCK_SIZE)
         return Sequence(list(range(number * each, (number + 1) * each)), BLOCK_SIZE)
 
     def logits(self, batch: RaggedBatch) -> Rows:
-        """Logits of the logit rows of a step."""
         shape = shape_of(batch)
         if shape not in self.compiled:
             compile_together(self.executable._plan(shape).launches)
@@ -196,13 +193,13 @@ class Model:
         return found.copy()
 
     def run(self, sequence: Sequence, tokens: list[int]) -> Rows:
-        """Logits of the next tokens of a sequence, in a step of their own."""
+        """Logits of the next tokens of a sequence, in a step alone."""
         logits = self.logits(step_of(self.executable, [sequence], [tokens]))
         sequence.computed += len(tokens)
         return logits
 
     def checks(self) -> Iterator[tuple[str, str]]:
-        """Each check, and what did not hold, in words."""
+        """Each check with its failure."""
         whole = self.run(self.sequence(0), self.prompt)
         yield "finite", "" if np.isfinite(whole).all() else "logits are not finite"
         for size in self.scale.chunks:
@@ -221,7 +218,7 @@ class Model:
         yield from self.drawn()
 
     def decoded(self, first: int) -> Rows:
-        """Logits of the last tokens, one at a time, by graphs."""
+        """Logits of the last tokens, one at a time, from graphs."""
         sequence = self.sequence(2)
         self.run(sequence, self.prompt[:first])
         shape = shape_of(step_of(self.executable, [sequence], [[0]]))
@@ -230,7 +227,7 @@ class Model:
         return np.concatenate([self.run(sequence, [token]) for token in self.prompt[first:]])
 
     def silent(self, first: int) -> Rows:
-        """Logits of the last tokens, behind a chunk that has none."""
+        """Logits of the last tokens, after a chunk without logits."""
         sequence, none = self.sequence(1), np.zeros(0, np.int32)
         batch = step_of(self.executable, [sequence], [self.prompt[:first]])
         self.executable.launch(batch._replace(logit_rows=none, seq_of=none)).wait()
@@ -238,11 +235,10 @@ class Model:
         return self.run(sequence, self.prompt[first:])
 
     def crowd(self) -> tuple[list[Sequence], list[list[int]]]:
-        """Other sequences, and their tokens."""
         return [self.sequence(4 + i) for i in range(len(self.others))], self.others
 
     def in_a_crowd(self) -> Rows:
-        """Logits of the prompt, in two steps, between others."""
+        """Logits of the prompt, in two steps, among other sequences."""
         mine, parts = self.sequence(3), []
         others, tokens = self.crowd()
         half = len(others) // 2
@@ -258,7 +254,7 @@ class Model:
         return np.concatenate(parts)
 
     def tree(self, whole: Rows, first: int) -> str:
-        """A draft tree that has the true tokens among others, behind a context."""
+        """A draft tree with the true tokens and others, after a context."""
         sequence, depth = self.sequence(2), self.scale.decoded - 1
         self.run(sequence, self.prompt[:first])
         tokens, parents, mine = [], [], [-1]
@@ -276,7 +272,7 @@ class Model:
         return differences(whole[first:], self.logits(batch)[[1 + node for node in mine]])
 
     def repeats(self) -> str:
-        """The same step again and again."""
+        """The same step several times."""
         others, tokens = self.crowd()
         batch = step_of(self.executable, others, tokens)
         first = self.logits(batch)
@@ -290,7 +286,7 @@ class Model:
         return f"{wrong} have other bits" if wrong else ""
 
     def drawn(self) -> Iterator[tuple[str, str]]:
-        """Draws of the device, and of the host from the same logits."""
+        """Tokens that the GPU draws, and tokens that the host draws from the same logits."""
         others, tokens = self.crowd()
         batch = step_of(self.executable, others, tokens, all_logits=False)
         for params in (
@@ -314,7 +310,6 @@ class Model:
             )
 
     def draws(self, batch: RaggedBatch, params: dict[str, float]) -> list[SampleOp]:
-        """A draw for each sequence."""
         return draws(
             batch._replace(positions=batch.positions[batch.logit_rows]),
             self.spec.vocab_size,
@@ -323,7 +318,7 @@ class Model:
 
 
 def differences(one: Rows, other: Rows) -> str:
-    """Which rows are not equal to the bit."""
+    """The rows whose bits differ."""
     rows = np.flatnonzero((one.view(np.int32) != other.view(np.int32)).any(axis=1))
     if not len(rows):
         return ""
@@ -334,12 +329,14 @@ def differences(one: Rows, other: Rows) -> str:
 
 
 def main() -> None:
-    """Try everything, and say what did not hold."""
+    """Run all checks, and print the failures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="file for the results")
-    parser.add_argument("--smoke", action="store_true", help="small enough for the interpreter")
+    parser.add_argument(
+        "--smoke", action="store_true", help="sizes that are small enough for the interpreter"
+    )
     args = parser.parse_args()
     scale = SMOKE if args.smoke else Scale()
     gpu = "interpreter" if is_interpreting() else torch.cuda.get_device_name()

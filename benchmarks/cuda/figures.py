@@ -1,4 +1,4 @@
-"""What is measured on a GPU, each figure beside the least that it should be."""
+"""Measurements on a GPU, each with its target."""
 
 import statistics
 import time
@@ -47,9 +47,7 @@ FLOORS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A median with its spread, and what it should reach: at least, or with `less_is_better` at
-    most.
-    """
+    """A median with its spread and its target: a minimum, or a maximum with `less_is_better`."""
 
     name: str
     unit: str
@@ -69,7 +67,6 @@ class Figure:
         floor: float | None = None,
         less_is_better: bool = False,
     ) -> "Figure":
-        """The median of values."""
         found = list(values)
         return cls(
             name, unit, statistics.median(found), min(found), max(found), floor, less_is_better
@@ -77,19 +74,18 @@ class Figure:
 
     @property
     def is_reached(self) -> bool | None:
-        """Whether it is what it should be; None: nothing is asked of it."""
+        """Whether the figure reaches its target; None: it has no target."""
         if self.floor is None:
             return None
         return self.value <= self.floor if self.less_is_better else self.value >= self.floor
 
     def as_json(self) -> dict[str, Any]:
-        """A line of the report."""
         return asdict(self) | {"is_reached": self.is_reached}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured: on a GPU, or so little that an interpreter can do it."""
+    """Sizes of the measurements, for a GPU or small enough for the interpreter."""
 
     specs: tuple[str, ...] = ("135m", "1b", "8b")
     copied: int = 2 << 30
@@ -108,7 +104,7 @@ SMOKE = Sizes(("tiny",), 1 << 16, 1, (2,), 6, 5, 20, (1,), 4, 2, (2,))
 
 
 def copy_bandwidth(sizes: Sizes) -> Figure:
-    """Bytes read and written a second by copies within the memory of the GPU, in GB/s."""
+    """Bytes read and written per second by copies within the memory of the GPU, in GB/s."""
     source, to = (torch.zeros(sizes.copied, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     return Figure.of(
         "copy",
@@ -118,11 +114,11 @@ def copy_bandwidth(sizes: Sizes) -> Figure:
 
 
 def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterator[Figure]:
-    """Those of a model with weights in a number format."""
+    """Figures of a model with weights in a number format."""
     spec = SPECS[name]
-    most = max(sizes.batches)
-    slots = most * (sizes.context + sizes.tokens + 2) + sizes.chunk
-    executable = executable_of(spec, FORMATS[number], slots=slots + most * 64)
+    max_batch = max(sizes.batches)
+    slots = max_batch * (sizes.context + sizes.tokens + 2) + sizes.chunk
+    executable = executable_of(spec, FORMATS[number], slots=slots + max_batch * 64)
     own = f"{name} {number}"
     batch = decoding(executable, 1, sizes.context)
     plan = plan_of(executable, batch)
@@ -154,7 +150,6 @@ def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterat
 
 
 def kv_bytes(executable: CudaExecutable, context: int) -> int:
-    """Bytes of the KV of so many tokens."""
     return sum(
         store.bytes // (store.keys.shape[1] * store.block_size) * context
         for store in executable._stores
@@ -162,7 +157,7 @@ def kv_bytes(executable: CudaExecutable, context: int) -> int:
 
 
 def kernel_seconds(executable: CudaExecutable, launches: list[Launch]) -> dict[str, float]:
-    """Time of each kernel in a step, by name."""
+    """Seconds of each kernel in a step, by name."""
     if is_interpreting():
         times = executable._stream.times(launches)
         return {
@@ -182,7 +177,7 @@ def kernel_seconds(executable: CudaExecutable, launches: list[Launch]) -> dict[s
 def prefill(
     executable: CudaExecutable, spec: ModelSpec, own: str, floor: float | None, sizes: Sizes
 ) -> Iterator[Figure]:
-    """Arithmetic of the chunk of a prompt, in TFLOPS, all its products counted."""
+    """Arithmetic of all products of a prompt chunk, in TFLOPS."""
     rows = sizes.chunk
     batch = step_of(
         executable,
@@ -203,10 +198,10 @@ def prefill(
 
 
 def invariance(executable: CudaExecutable, own: str, sizes: Sizes) -> Iterator[Figure]:
-    """How much longer steps take than with products by cuBLAS, which have other bits in every
-    batch: a share of the latter's time.
+    """Extra time of steps compared with products by cuBLAS, as a share of the time with cuBLAS.
 
-    What follows a product in our kernel is left out there.
+    Results of cuBLAS depend on the batch. The comparison leaves out the element-wise work of our
+    kernels.
     """
     for rows in sizes.compared_rows:
         batch = step_of(executable, sequences_of(1, rows), [[5] * rows], all_logits=False)
@@ -232,7 +227,6 @@ def invariance(executable: CudaExecutable, own: str, sizes: Sizes) -> Iterator[F
 
 
 def _by_cublas(launch: Launch) -> Any:
-    """The product of a launch, as torch computes it."""
     x, codes = launch.args[1:3]
     rows = torch.randn(len(x), codes.shape[1], device=DEVICE).to(codes.dtype)
     product, weight = torch.empty(len(x), len(codes), dtype=codes.dtype, device=DEVICE), codes.T
@@ -242,10 +236,9 @@ def _by_cublas(launch: Launch) -> Any:
 def host_work(
     executable: CudaExecutable, spec: ModelSpec, name: str, later: bool, sizes: Sizes
 ) -> Figure:
-    """Time of the host for a launch of plain decoding whose tokens stay on the device: to launch
-    it, and to read its results once there.
+    """Host seconds of a decode launch whose tokens stay on the device: launching, reading results.
 
-    `later`: for one of those that multi-step decoding has behind the first of a step.
+    `later`: for a launch of multi-step decoding after the first one.
     """
     number = max(sizes.batches)
     batch = decoding(executable, number, sizes.context)
@@ -269,9 +262,7 @@ def host_work(
 
 
 def serve(executable: CudaExecutable, spec: ModelSpec, number: int, sizes: Sizes) -> list[float]:
-    """Tokens a second of so many requests in an engine, by the steps in which all of them decode:
-    of as many launches as it makes them.
-    """
+    """Tokens per second of an engine in steps in which all requests decode."""
     blocks = tuple(store.keys.shape[1] - 1 for store in executable._stores)
     config = EngineConfig(
         backend="cuda", proposer="off", prefix_cache=False, chunked_prefill_size=512
@@ -296,8 +287,8 @@ def serve(executable: CudaExecutable, spec: ModelSpec, number: int, sizes: Sizes
 
 
 def long_contexts(copied: float, sizes: Sizes) -> Iterator[Figure]:
-    """The share of copy bandwidth at which attention reads the KV of a long context, in the
-    dimensions of the 8B model.
+    """Share of the copy bandwidth at which attention reads a long context, with the sizes of the 8B
+    model.
     """
     spec = replace(SPECS["8b" if "8b" in sizes.specs else "tiny"], num_layers=4, vocab_size=4096)
     kinds: tuple[KvDtype, ...] = ("bf16", "fp8", "int8")

@@ -1,7 +1,7 @@
-"""What the host takes for launches of 64 sequences that decode, with a device that does nothing:
-`python benchmarks/cuda/host.py`.
+"""Host time of decode launches with 64 sequences and a device that does nothing: `python
+benchmarks/cuda/host.py`.
 
-The first launch of a step, and those that multi-step decoding has behind it.
+It measures the first launch of a step, and later launches of multi-step decoding.
 """
 
 import json
@@ -30,10 +30,10 @@ SEQS, STEPS, BLOCK, IN_A_ROW = 64, 400, 64, 8
 
 
 class NoDevice(HostStream):
-    """Copies, and launches nothing."""
+    """Copies arrays, but launches no kernel."""
 
     def run(self, launches: object) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def main() -> None:

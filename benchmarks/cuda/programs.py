@@ -1,6 +1,4 @@
-"""Programs in the dimensions of well-known models, with weights that the GPU makes itself, and the
-steps that they are given.
-"""
+"""Programs with the sizes of well-known models and random weights, and their steps."""
 
 import gc
 import os
@@ -45,7 +43,7 @@ BLOCK_SIZE = 64
 def executable_of(
     spec: ModelSpec, format: str, kv: KvDtype = "bf16", *, slots: int, experts: str = ""
 ) -> CudaExecutable:
-    """A model with random weights, and KV for so many tokens."""
+    """A model with random weights, and KV for a number of tokens."""
     make_weights_in_place(DEVICE)
     tensors = hollow_tensors(spec, format, experts)
     program = trace_model(spec, tensors)
@@ -56,7 +54,7 @@ def executable_of(
 
 
 def weight_bytes(executable: CudaExecutable) -> int:
-    """Bytes of weights that a step of one row reads: of embeddings it reads a row."""
+    """Bytes of weights that a step with one row reads, including one row of embeddings."""
     read = {
         w.name: w.nbytes
         for op in executable.program.ops
@@ -67,7 +65,7 @@ def weight_bytes(executable: CudaExecutable) -> int:
 
 
 def sequences_of(number: int, slots: int) -> list[Sequence]:
-    """Sequences with room for so many tokens each, in blocks that nothing puts in order."""
+    """Sequences with slots for a number of tokens each, in shuffled blocks."""
     each = -(-slots // BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(number * each)
     return [
@@ -83,7 +81,7 @@ def step_of(
     *,
     all_logits: bool = True,
 ) -> RaggedBatch:
-    """A step without drafts, with logits of all rows, or of the last of each sequence."""
+    """A step without drafts, with logits of all rows, or of the last row of each sequence."""
     batch = batch_of(
         sequences, tokens, [([], [])] * len(sequences), False, len(executable.kv_groups)
     )
@@ -94,7 +92,7 @@ def step_of(
 
 
 def decoding(executable: CudaExecutable, number: int, context: int) -> RaggedBatch:
-    """A step of plain decoding, of so many sequences with so many tokens before it."""
+    """A step of plain decoding."""
     sequences = sequences_of(number, context + 1)
     for sequence in sequences:
         sequence.computed = context
@@ -102,7 +100,6 @@ def decoding(executable: CudaExecutable, number: int, context: int) -> RaggedBat
 
 
 def draws(batch: RaggedBatch, vocab: int, **params: float) -> list[SampleOp]:
-    """A draw from each row of a step of plain decoding."""
     return [
         SampleOp(
             row,
@@ -114,7 +111,7 @@ def draws(batch: RaggedBatch, vocab: int, **params: float) -> list[SampleOp]:
 
 
 def compile_together(launches: Iterable[Launch]) -> None:
-    """Compile the kernels of launches on all cores, before the first of them waits for its own."""
+    """Compile the kernels of launches on all cores, so that no launch waits for its own kernel."""
     if is_interpreting():
         return
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
@@ -129,7 +126,7 @@ def compile_together(launches: Iterable[Launch]) -> None:
 
 
 def plan_of(executable: CudaExecutable, batch: RaggedBatch, captured: bool = True) -> Plan:
-    """The plan of a step, as a graph perhaps, with its numbers on the device."""
+    """The plan of a step, optionally as a graph, with its inputs on the device."""
     shape: StepShape = shape_of(batch)
     compile_together(executable._plan(shape).launches)
     if captured:
@@ -146,9 +143,7 @@ def synchronise() -> None:
 
 
 def seconds(run: Callable[[], object], rounds: int, times: int = 1) -> list[float]:
-    """How long the device takes for a run, in several rounds of so many in a row, after one that
-    does not count.
-    """
+    """Device seconds of a run in each round of several runs, after a round of warm-up."""
     run()
     synchronise()
     if is_interpreting():
@@ -169,7 +164,7 @@ def seconds(run: Callable[[], object], rounds: int, times: int = 1) -> list[floa
 
 
 def forget() -> None:
-    """Give the memory of what is no longer used back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if not is_interpreting():
         torch.cuda.empty_cache()

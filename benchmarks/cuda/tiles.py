@@ -1,12 +1,11 @@
-"""Tiles of linear ops: how fast others than those of `kernels/tiles.py` are, which may be chosen
-freely, as they move no bit.
+"""Speed of other tiles of linear ops than `kernels/tiles.py` chooses. Tiles change no bit.
 
     python benchmarks/cuda/tiles.py                writes benchmarks/cuda/results/<name of the GPU>-tiles.json
     python benchmarks/cuda/tiles.py --formats int4 --rows 1 16
     python benchmarks/cuda/tiles.py --smoke        whether it runs at all, in Triton's interpreter
 
-For each product of the 8B model it prints what is chosen, and what of all that was tried is
-fastest. Weights are read in turn, so that those of a product are not in the GPU's cache.
+For each product of the 8B model it prints the chosen tile and the fastest tile. Products read
+several weights in turn, so that none is in the GPU's cache.
 """
 
 import argparse
@@ -43,7 +42,7 @@ ROWS = (1, 16, 32, 64, 128, 512, 2048)
 
 
 def others(chosen: Tile, layout_part: int) -> Iterator[Tile]:
-    """Tiles beside the one that is chosen; some of them do not fit."""
+    """Alternatives to the chosen tile; some do not fit."""
     heights = (
         {chosen.block_m, max(16, chosen.block_m // 2)} if chosen.block_m > 64 else {chosen.block_m}
     )
@@ -61,13 +60,11 @@ def others(chosen: Tile, layout_part: int) -> Iterator[Tile]:
 
 
 def with_tile(launch: Launch, tile: Tile, rows: int, outputs: int) -> Launch:
-    """The same product in other tiles."""
     grid = (blocks(rows, tile.block_m) * blocks(outputs, tile.block_n),)
     return launch._replace(grid=grid, constants=launch.constants | tile.constants)
 
 
 def fits(launch: Launch) -> bool:
-    """Whether the kernel of a launch can run on this GPU."""
     try:
         compile_together([launch])
         launch()
@@ -77,7 +74,7 @@ def fits(launch: Launch) -> bool:
 
 
 def try_tiles(weights: list[PackedWeight], rows: int, outputs: int, gate: bool) -> dict[str, Any]:
-    """The time of a product in the tile that is chosen, and in the fastest."""
+    """The time of a product with the chosen tile and with the fastest tile."""
     layout, cols, stream = weights[0].layout, weights[0].cols, make_stream()
     x = torch.randn(rows, cols, device=DEVICE).to(torch.bfloat16)
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
@@ -113,7 +110,7 @@ def try_tiles(weights: list[PackedWeight], rows: int, outputs: int, gate: bool) 
 
 
 def text(one: dict[str, Any], which: str) -> str:
-    """How fast a tile is, and what it is."""
+    """A tile with its time."""
     took, tile = one[f"{which}seconds"], one["best" if which else "chosen"]
     return (
         f"{1e-9 * one['bytes'] / took:,.0f} GB/s, {1e-12 * one['operations'] / took:,.0f} "
@@ -122,7 +119,7 @@ def text(one: dict[str, Any], which: str) -> str:
 
 
 def main() -> None:
-    """Try tiles of each product, in each format and for each number of rows."""
+    """Time the tiles of each product, in each format and for each number of rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -135,7 +132,9 @@ def main() -> None:
     )
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="rows of x")
     parser.add_argument("--out", type=Path, help="file for the results")
-    parser.add_argument("--smoke", action="store_true", help="small enough for the interpreter")
+    parser.add_argument(
+        "--smoke", action="store_true", help="sizes that are small enough for the interpreter"
+    )
     args = parser.parse_args()
     shapes = {"output": (48, 256, False)} if args.smoke else SHAPES
     gpu = "interpreter" if is_interpreting() else torch.cuda.get_device_name()

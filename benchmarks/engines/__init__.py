@@ -1,7 +1,6 @@
-"""The engines that `peers.py` compares: where each comes from, and what all of them can be asked.
+"""The engines that `peers.py` compares, and their common protocol.
 
-Each is a file with one class `Engine`. It runs in an interpreter of its own, with nothing but its
-own packages.
+Each is a file with a class `Engine`, and runs in its own interpreter with its own packages.
 """
 
 from collections.abc import Sequence
@@ -17,31 +16,27 @@ class Times(NamedTuple):
 
 
 class Engine(Protocol):
-    """A loaded model."""
-
     version: str
 
     def __init__(self, model: Path, threads: int, num_requests: int, longest: int) -> None:
-        """Load the model for so many requests at once, each of at most `longest` tokens, prompt and
-        output.
+        """Load the model for this number of concurrent requests; `longest`: max tokens of prompt
+        and output.
         """
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Times]:
-        """Continue all prompts at once, greedily, each with exactly so many tokens whatever they
-        are.
-        """
+        """Continue all prompts together and greedily, each by exactly this number of tokens."""
 
 
 class Origin(NamedTuple):
-    """How an engine is had and what it reads."""
+    """The packages and the model format of an engine."""
 
     module: str
     note: str = ""
-    """What a reader of the table has to know."""
+    """A note below the table."""
     pip: tuple[str, ...] = ()
-    """pip commands that set it up; empty for Headrace itself."""
+    """pip commands that install it; empty for Headrace itself."""
     reads_gguf: bool = True
-    """Else it is given the same weights in bfloat16."""
+    """Whether it reads GGUF; otherwise it gets the same weights in bfloat16."""
 
 
 _TORCH = "install torch==2.13.0"  # by itself and first, so that nothing pulls a larger build of it

@@ -1,4 +1,4 @@
-"""Headrace, through its offline face."""
+"""Headrace, through `LLM`."""
 
 from collections.abc import Sequence
 from importlib.metadata import version

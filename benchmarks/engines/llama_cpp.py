@@ -1,5 +1,5 @@
-"""llama.cpp, through the C functions that llama-cpp-python binds; contexts and batches as its own
-llama-batched-bench has them.
+"""llama.cpp, through the C functions of llama-cpp-python, with contexts and batches like
+llama-batched-bench.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ _BATCH = 2048  # rows of one call, of which it computes 512 at a time: its defau
 
 
 class Engine:
-    """A context with a sequence for each request. Sampling is an argmax in NumPy; there is no
+    """A context with a sequence for each request. Sampling is an argmax in NumPy, without
     detokenisation.
     """
 
@@ -60,7 +60,7 @@ class Engine:
         return [Times(first[i], last[i]) for i in range(len(prompts))]
 
     def _run(self, rows: list[Row]) -> Iterator[tuple[int, int, int, float]]:
-        """Sequence, position, drawn token and time of each row whose logits are wanted."""
+        """Sequence, position, token and time of each logit row."""
         for begin in range(0, len(rows), _BATCH):
             part = rows[begin : begin + _BATCH]
             self._fill(part)
@@ -83,4 +83,4 @@ class Engine:
 
 @c.llama_log_callback
 def _silence(level: int, text: bytes, user_data: object) -> None:
-    """It would tell all about the model."""
+    """Suppresses messages about the model."""

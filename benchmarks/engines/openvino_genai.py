@@ -15,7 +15,7 @@ from engines import Times
 
 
 class Engine:
-    """Token ids in and out, so that it does not detokenise."""
+    """Prompts and outputs are token ids, without detokenisation."""
 
     version = version("openvino-genai")
 

@@ -1,4 +1,4 @@
-"""Where an engine runs: a virtual environment of its own, and there a new process for each turn."""
+"""Runs an engine in its own virtual environment, with a new process for each turn."""
 
 import json
 import os
@@ -16,16 +16,16 @@ from engines import ENGINES
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"
 WORKER = ROOT / "benchmarks" / "worker.py"
-MOST_SECONDS = 1800
-"""After which a process is given up."""
+MAX_SECONDS = 1800
+"""Timeout of a process."""
 
 
 class Unavailable(Exception):
-    """An engine cannot be measured here; the message says why."""
+    """An engine cannot be measured here; the message has the reason."""
 
 
 def interpreter(engine: str) -> str:
-    """The Python that has an engine; set up on first use. Raises Unavailable."""
+    """The Python interpreter of an engine, installed on first use. Raises Unavailable."""
     if not ENGINES[engine].pip:
         return sys.executable
     folder = BENCH / engine
@@ -49,8 +49,8 @@ def interpreter(engine: str) -> str:
 
 
 def turn(python: str, engine: str, threads: int, words: list[str]) -> dict[str, Any]:
-    """What one run of `worker.py` found, and the seconds from its start to its first token. Raises
-    Unavailable.
+    """The results of one run of `worker.py`, and the seconds from its start to its first token.
+    Raises Unavailable.
     """
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
@@ -68,7 +68,7 @@ def turn(python: str, engine: str, threads: int, words: list[str]) -> dict[str, 
             )
         except OSError as error:
             raise Unavailable(f"{python}: {error.strerror}") from None
-        watchdog = Timer(MOST_SECONDS, process.kill)
+        watchdog = Timer(MAX_SECONDS, process.kill)
         watchdog.start()
         with process:
             try:
@@ -83,7 +83,7 @@ def turn(python: str, engine: str, threads: int, words: list[str]) -> dict[str, 
                 watchdog.cancel()
         if process.returncode == -signal.SIGKILL:
             raise Unavailable(
-                f"killed: out of memory, or not done within {MOST_SECONDS // 60} minutes"
+                f"killed: out of memory, or not done within {MAX_SECONDS // 60} minutes"
             )
         if not found:
             errors.seek(0)

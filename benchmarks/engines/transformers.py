@@ -1,6 +1,4 @@
-"""Hugging Face transformers on torch, its plain `generate`; several requests are one batch of
-equally long prompts.
-"""
+"""Hugging Face transformers on torch: plain `generate`, with one batch of equally long prompts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from engines import Times
 
 
 class Engine:
-    """Token ids in and out, so that it does not detokenise."""
+    """Prompts and outputs are token ids, without detokenisation."""
 
     version = f"{transformers.__version__}, torch {torch.__version__}"
 
@@ -42,7 +40,7 @@ class Engine:
 
 
 class _Stopwatch(StoppingCriteria):
-    """Is called after each token of the whole batch; stops nothing."""
+    """Records the time after each token of the batch; never stops."""
 
     def __init__(self) -> None:
         self.start = perf_counter()

@@ -1,6 +1,4 @@
-"""vLLM's CPU build, in one process, stepped by hand so that each token's time is seen from
-outside.
-"""
+"""The CPU build of vLLM in one process, stepped by hand to record the time of each token."""
 
 import os
 import sys
@@ -22,7 +20,7 @@ import vllm  # after that: it reads its environment when it is imported
 
 
 class Engine:
-    """Token ids in and out, so that it does not detokenise."""
+    """Prompts and outputs are token ids, without detokenisation."""
 
     version = vllm.__version__
 

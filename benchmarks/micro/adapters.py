@@ -1,8 +1,7 @@
-"""What LoRA adapters cost in a step: sequences that decode together, each with an adapter of its
-own, and a prompt with one.
+"""Cost of LoRA adapters in a step: decoding sequences with an adapter each, and a prompt with one.
 
-The model has random weights in the shape of Llama 3.2 1B. What the bytes predict is the time of a
-step without adapters in proportion to what it reads, the adapters' matrices included.
+The model has the sizes of Llama 3.2 1B and random weights. The prediction is the time without
+adapters, scaled by the bytes that a step reads with the adapters' matrices.
 """
 
 from collections.abc import Mapping
@@ -37,12 +36,12 @@ COLUMNS = (
     Column("milliseconds", "ms", ".1f"),
     Column("to_base", "time to base", ".3f"),
     Column("bytes", "bytes to base", ".3f"),
-    Column("to_bytes", "time to what bytes predict", ".3f"),
+    Column("to_bytes", "time relative to the prediction by bytes", ".3f"),
 )
 
 
 def adapters(bench: Bench) -> None:
-    """One table: decoding, and a prompt, by what the adapters change."""
+    """One table: decoding and a prompt, by the weights that are adapted."""
     spec = (
         ModelSpec(
             "llama", 2, 64, 4, 2, 16, 128, 100, 4096, 1e-5, rope=RopeSpec(16), tied_embeddings=True

@@ -1,10 +1,10 @@
-"""Attention over a paged KV cache: decode against the memory's pace, prefill against bf16
+"""Attention over a paged KV cache: decode compared with memory bandwidth, prefill with bf16
 arithmetic.
 
 A decode step reads the keys and values of its contexts once for all heads of a group. Each case
-walks over many contexts, so that none is in a cache when its turn comes, once with the blocks of a
-sequence side by side, as the pool deals them, and once shuffled over the whole pool, which shows
-what such runs are worth. A context includes the row's own token.
+alternates between many contexts, so that none is in a cache: first with the blocks of a sequence in
+a row, as the pool allocates them, then with shuffled blocks. A context includes the row's own
+token.
 """
 
 import math
@@ -24,14 +24,14 @@ from headrace.program.op import Kind, StepSize, Value
 from headrace.quant.kv import BLOCK_SIZE
 
 KV_HEADS = {1: 8, 3: 3, 4: 8, 8: 8}
-"""By query heads a KV head: 3 of 3 is the default model."""
+"""By query heads per KV head; the default model has 3."""
 HEAD_DIMS = (64, 128)
 CONTEXTS = (128, 512, 2048, 8192)
 BATCHES = (1, 4, 16, 32)
 PROMPTS = (128, 512, 2048)
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 TARGET = 0.85
-"""Least share of the bandwidth in decode."""
+"""Min share of the bandwidth in decode."""
 DECODE_COLUMNS = (
     Column("context", "context"),
     Column("batch", "batch"),
@@ -51,7 +51,7 @@ PREFILL_COLUMNS = (
 
 
 class Case(NamedTuple):
-    """A kind of step: (context, rows) of each of its sequences, the context without these rows."""
+    """A kind of step: (context before the step, rows) of each sequence."""
 
     seqs: tuple[tuple[int, int], ...]
     shuffled: bool
@@ -70,16 +70,15 @@ class Shape(NamedTuple):
 
     @property
     def kv_group(self) -> KvGroup:
-        """What the layer keeps."""
         return KvGroup((0,), KvLayout(self.kv_heads, self.head_dim, self.head_dim))
 
     @property
     def token_bytes(self) -> int:
-        """Key and value of a token, all heads."""
+        """Bytes of the key and value of a token, for all heads."""
         return token_bytes((self.kv_group,), self.kv_dtype)
 
     def op(self) -> ops.Attention:
-        """The op, for its costs."""
+        """The op, whose costs are the limits."""
         heads = self.group * self.kv_heads
         value = Value(0, heads * self.head_dim, "step")
         return ops.Attention(
@@ -87,7 +86,6 @@ class Shape(NamedTuple):
         )
 
     def size(self, case: Case) -> StepSize:
-        """What a step of the case costs by."""
         return StepSize(case.seqs, 0, number_bytes((self.kv_group,), self.kv_dtype))
 
 
@@ -110,7 +108,7 @@ def measure(
     sizes = [
         (context, batch)
         for context, batch in product(contexts, batches)
-        if context * batch * shape.token_bytes <= MOST_BYTES
+        if context * batch * shape.token_bytes <= MAX_BYTES
     ]
     decode = [((context - 1, 1),) * batch for context, batch in sizes]
     prefill = [((0, rows),) for rows in prompts]
@@ -144,9 +142,9 @@ def _tokens(case: Case) -> int:
     return sum(context + rows for context, rows in case.seqs)
 
 
-def _steps(case: Case, num_blocks: int, least_tokens: int) -> Iterator[RaggedBatch]:
-    """Steps of the case on different blocks, so many that together they read `least_tokens` tokens,
-    or all blocks once.
+def _steps(case: Case, num_blocks: int, min_tokens: int) -> Iterator[RaggedBatch]:
+    """Steps of the case on different blocks, until they read `min_tokens` tokens or all blocks
+    once.
     """
     order: Ints = np.arange(num_blocks, dtype=np.int32)
     if case.shuffled:
@@ -155,7 +153,7 @@ def _steps(case: Case, num_blocks: int, least_tokens: int) -> Iterator[RaggedBat
     count = (
         1
         if case.seqs[0][0] == 0
-        else min(num_blocks // tables, math.ceil(least_tokens / _tokens(case)))
+        else min(num_blocks // tables, math.ceil(min_tokens / _tokens(case)))
     )
     for step in range(count):
         blocks = order[step * tables : (step + 1) * tables]
@@ -184,7 +182,7 @@ def _report_decode(
                     lambda seconds, nbytes=nbytes: nbytes / seconds / 1e9, case
                 ),
                 "roof_share": share,
-                "target": verdict(share, least=TARGET),
+                "target": verdict(share, minimum=TARGET),
                 "shuffled_share": shuffled,
             }
         )

@@ -1,10 +1,9 @@
-"""Mixtures of experts on cold weights: what share of the memory's pace they keep, by the number of
-rows that decode together.
+"""Mixtures of experts on cold weights: share of the memory bandwidth, by the number of decoding
+rows.
 
-A step reads the experts that its rows go to, each once, so that its bytes grow with the rows until
-all experts are hit. Beside it stands a dense gated unit, as wide as the experts of one row, with as
-many rows as an expert has in the mean: what an op over experts takes more for a byte is the price
-of finding rows and of many small products.
+A step reads each chosen expert once, so its bytes grow with the rows until all experts are chosen.
+The table also has a dense GluLinear with the width of one row's experts and the mean rows of an
+expert. The extra time per byte of experts is the cost of gathering rows and of many small products.
 """
 
 import statistics
@@ -22,9 +21,7 @@ from tests.backend.stored import random_stored
 FORMAT = "Q4_0"
 ROWS = (1, 2, 4, 8, 16, 32)
 TOKENS = 32
-"""Different rows: a sample runs all of them, as many at a time as a step has, so that what comes
-from a cache is little.
-"""
+"""Different rows of a sample, so that little comes from a cache. Each step runs some of them."""
 COLUMNS = (
     Column("rows", "rows"),
     Column("hit", "experts hit"),
@@ -37,7 +34,7 @@ COLUMNS = (
 
 
 class Shape(NamedTuple):
-    """Experts, those that a row goes to, and the widths of a row and of a gated unit."""
+    """(experts, top_k, width of a row, width of an expert)"""
 
     experts: int
     top_k: int
@@ -104,7 +101,7 @@ def measure(bench: Bench, shape: Shape) -> None:
 
 
 class MoePlan:
-    """One op over experts, whose rows choose at random."""
+    """One op over experts with random choices."""
 
     def __init__(self, shape: Shape, threads: int) -> None:
         self.plan = plan = plain_plan(threads)
@@ -131,12 +128,12 @@ class MoePlan:
         plan.experts(out, x, routing, tuple(map(list, weights)), ([], [], []), "silu")
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds of a step of so many rows."""
+        """Seconds of a step."""
         batches = self._batches(num_rows)
         return op_seconds(self.plan, batches)["experts"] / len(batches)
 
     def experts_hit(self, num_rows: int) -> float:
-        """Experts that such a step reads, in the mean."""
+        """Mean experts that a step reads."""
         hit = []
         for batch in self._batches(num_rows):
             before = self._loads()
@@ -157,11 +154,9 @@ class MoePlan:
 
 
 class DensePlan:
-    """Gated units with one input and weights of their own each, as many as it takes for none to be
-    in a cache.
-    """
+    """GluLinear ops with one input and separate weights, with enough bytes to leave every cache."""
 
-    def __init__(self, shape: Shape, threads: int, least_bytes: int) -> None:
+    def __init__(self, shape: Shape, threads: int, min_bytes: int) -> None:
         self.plan = plan = plain_plan(threads)
         width = shape.top_k * shape.hidden
         loose = embedded(
@@ -177,7 +172,7 @@ class DensePlan:
         )
         plan.pack(x, loose)
         before, self.units, self.unit_bytes = plan.weight_bytes, 0, 0
-        while self.units * self.unit_bytes < least_bytes:
+        while self.units * self.unit_bytes < min_bytes:
             gate, up, down = add_unit(plan, shape.dim, width)
             plan.glu_linear(hidden, x, gate, up, -1, -1, "silu")
             plan.linear(out, hidden, down, -1, -1, False)
@@ -191,7 +186,7 @@ class DensePlan:
 
 
 def add_unit(plan: _native.Plan, dim: int, hidden: int) -> tuple[int, int, int]:
-    """The weights of a gated unit: gate, up, down."""
+    """The weights gate, up and down."""
     wide, narrow = (
         random_stored(FORMAT, hidden, dim, 0).parts["codes"],
         random_stored(FORMAT, dim, hidden, 1).parts["codes"],

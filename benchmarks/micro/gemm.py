@@ -1,9 +1,9 @@
-"""Linear ops of many rows: what share of the measured multiply-add rate they keep.
+"""Linear ops of many rows: share of the measured multiply-add rate.
 
-From about 16 rows on arithmetic bounds, not memory. The roof is a chain of dot products on
-registers, int8 or bf16; what a kernel must do besides (decode weights, scales, minima, load
-activations) is what it falls short by. Formats with scales by group are shown with both forms of
-int8 activations: symmetric, and with the offset that queries, keys, values and the head have.
+From about 16 rows on, arithmetic is the limit and not memory. The roof is a chain of dot products
+on registers, int8 or bf16. A kernel also decodes weights, applies scales and loads activations.
+Formats with group scales are measured with both forms of int8 activations: symmetric, and with the
+offset of queries, keys, values and the head.
 """
 
 from harness import Bench, Column, main, verdict
@@ -25,13 +25,13 @@ COLUMNS = (
     Column("offset_share", "with offset", ".0%"),
 )
 TARGETS = {"Q4_0": 0.72, "Q4_1": 0.66, "Q4_K": 0.66, "Q8_0": 0.68, "I8_ROW": 0.95, "BF16": 0.95}
-"""Least share of the roof, symmetric activations."""
+"""Min share of the roof, with symmetric activations."""
 SIXTEEN_ROWS = {"Q4_0": 0.70}
-"""Where it is another at 16 rows, which still have weights to read."""
+"""Exceptions at 16 rows, which are still limited by reading weights."""
 
 
 def gemm(bench: Bench) -> None:
-    """All formats and shapes; a format that comes in super-blocks has no matrix of 576 columns."""
+    """All formats and shapes. Formats with super-blocks cannot have 576 columns."""
     for name in NAMES:
         for shape in ((64, 256),) if bench.quick else SHAPES:
             if shape[1] % FORMATS[name].block == 0:
@@ -43,9 +43,9 @@ def measure(bench: Bench, stored: StoredTensor) -> None:
     name, by_group = stored.format.name, stored.format.block > 1
     kind: Kind = "int8" if stored.format.quantised else "bf16"
     num_rows = ROWS[:2] if bench.quick else ROWS
-    least_bytes = bench.cold_bytes // 4  # twice a large cache: enough to keep 16 rows honest
+    min_bytes = bench.cold_bytes // 4  # twice a large cache: enough to keep 16 rows honest
     plans = {
-        offset: LinearPlan(stored, bench.threads, least_bytes, max(num_rows), offset)
+        offset: LinearPlan(stored, bench.threads, min_bytes, max(num_rows), offset)
         for offset in {False, by_group}
     }
     kernels = {
@@ -63,7 +63,7 @@ def measure(bench: Bench, stored: StoredTensor) -> None:
             )
             for offset in plans
         }
-        least = SIXTEEN_ROWS.get(name, TARGETS.get(name)) if rows == 16 else TARGETS.get(name)
+        minimum = SIXTEEN_ROWS.get(name, TARGETS.get(name)) if rows == 16 else TARGETS.get(name)
         table.append(
             {
                 "rows": rows,
@@ -72,7 +72,7 @@ def measure(bench: Bench, stored: StoredTensor) -> None:
                     lambda seconds, flops=flops: flops / seconds / 1e9, (False, rows)
                 ),
                 "roof_share": shares[False],
-                "target": verdict(shares[False], least=least) if least else "",
+                "target": verdict(shares[False], minimum=minimum) if minimum else "",
                 "offset_share": shares.get(True, ""),
             }
         )

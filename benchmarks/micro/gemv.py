@@ -1,9 +1,8 @@
-"""Linear ops of few rows on cold weights: what share of the memory's pace they keep, and what more
-rows cost.
+"""Linear ops of few rows on cold weights: share of the memory bandwidth, and the cost of more rows.
 
-One row reads each weight once, so bandwidth is the roof; a few rows more (a small batch, or drafts)
-should come nearly free, until arithmetic bounds: the limit of a row count is the larger of the two
-times. The bytes are those of the packed weight.
+One row reads each weight once, so bandwidth is the roof. A few more rows (a small batch, or drafts)
+should be nearly free, until arithmetic is the limit: the roof is the larger of the two times. Bytes
+count the packed weight.
 """
 
 from harness import Bench, Column, main, verdict
@@ -27,10 +26,10 @@ COLUMNS = (
     Column("to_one_row", "time to 1 row's", ".2f"),
     Column("target", "target"),
 )
-LEAST_SHARE = 0.95
-"""Of the bandwidth, at one row."""
-MOST_FOR_FIVE = 1.08
-"""Time of five rows, relative to one row's."""
+MIN_SHARE = 0.95
+"""Min share of the bandwidth at one row."""
+MAX_FOR_FIVE = 1.08
+"""Max time of five rows, relative to one row."""
 
 
 def gemv(bench: Bench) -> None:
@@ -76,9 +75,9 @@ def measure(bench: Bench, name: str, shape: tuple[int, int]) -> None:
                     "rate",
                 ),
                 "to_one_row": to_one,
-                "target": verdict(share, least=LEAST_SHARE)
+                "target": verdict(share, minimum=MIN_SHARE)
                 if rows == 1
-                else verdict(to_one, most=MOST_FOR_FIVE)
+                else verdict(to_one, maximum=MAX_FOR_FIVE)
                 if rows == 5
                 else "",
             }

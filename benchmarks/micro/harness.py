@@ -1,10 +1,8 @@
-"""What the micro benchmarks share: rounds in which kernels and the roof take turns, and where the
-figures go.
+"""Shared parts of the micro benchmarks: rounds of kernels and roofs in turns, and output.
 
-A round measures the roof and every kernel once, one after the other, and ratios are formed inside a
-round: a slow second of the machine then falls on both sides. While a thing runs, the process should
-have all of its threads' time on the processors; where it had less, another process had them, and
-that sample does not count.
+A round measures the roof and every kernel once, and ratios are formed within a round, so that a
+slow second affects both. If the threads of the process get less processor time than they need,
+another process is running, and the sample does not count.
 """
 
 import argparse
@@ -26,74 +24,70 @@ from headrace.planner import host
 from headrace.program.op import Kind
 
 COLD_BYTES = 256 << 20
-"""Read in turn, so much has left every cache before its next turn; as much as the roof itself
-reads.
+"""Bytes of data that is read in turn, so that it leaves every cache; equal to the bytes of the
+roof.
 """
 ROUNDS = 7
 _QUIET = 0.9
-"""Least share of wall time x threads that the process must have had."""
+"""Min share of wall time x threads that the process must get."""
 _WAKING = 0.5e-3
-"""Seconds that threads may take to be all at work: the pool's workers sleep between samples."""
+"""Seconds until all threads of the pool are awake."""
 _FEWEST = 3
-"""With fewer quiet rounds than this, all rounds are shown, and marked."""
+"""With fewer undisturbed rounds than this, all rounds count, and are marked."""
 
 
 class Timed(NamedTuple):
-    """Something to measure: returns seconds, or a rate, and keeps so many threads busy
-    meanwhile.
-    """
+    """A measurement: a function that returns seconds or a rate, and its number of busy threads."""
 
     run: Callable[[], float]
     threads: int
 
 
 class Sample(NamedTuple):
-    """One measurement, and whether the process had its threads' time to itself."""
+    """One sample, and whether it was undisturbed."""
 
     value: float
     quiet: bool
 
 
 class Spread(NamedTuple):
-    """A figure over the rounds that count."""
-
     median: float
     low: float
     high: float
     rounds: int
     quiet: bool
-    """False: hardly a round was left undisturbed, so all of them are in here."""
+    """False if too few rounds were undisturbed, so that all rounds count."""
 
     def text(self, form: str) -> str:
-        """`median (low-high)`; a `~` marks a figure of disturbed rounds."""
+        """`median (min-max)`; a `~` marks a figure of disturbed rounds."""
         low, high = (format(value, form).removesuffix("%") for value in (self.low, self.high))
         return f"{'' if self.quiet else '~'}{format(self.median, form)} ({low}-{high})"
 
 
 class Rounds:
-    """Samples by name, one of each in a round."""
+    """Samples by name, one per round."""
 
-    def __init__(self, things: Mapping[Any, Timed], least: int, most: int) -> None:
-        """Measure `least` rounds, and go on to `most` until each thing has so many quiet
-        samples.
+    def __init__(self, things: Mapping[Any, Timed], min_rounds: int, max_rounds: int) -> None:
+        """Measure at least `min_rounds` rounds, and up to `max_rounds` until there are enough
+        undisturbed samples.
         """
         self.samples: dict[Hashable, list[Sample]] = {name: [] for name in things}
         for thing in things.values():
             # fills the caches that are meant to be filled, and makes room for the activations
             thing.run()
-        for done in range(1, most + 1):
-            _progress(f"round {done} of {max(done, least)}")
+        for done in range(1, max_rounds + 1):
+            _progress(f"round {done} of {max(done, min_rounds)}")
             for name, thing in things.items():
                 self.samples[name].append(_sample(thing))
-            if done >= least and all(
-                sum(s.quiet for s in samples) >= least for samples in self.samples.values()
+            if done >= min_rounds and all(
+                sum(s.quiet for s in samples) >= min_rounds for samples in self.samples.values()
             ):
                 break
         _progress("")
 
     def spread(self, figure: Callable[..., float], *names: Hashable) -> Spread:
-        """`figure` of the values that these things had in a round, over the rounds in which they
-        were undisturbed.
+        """`figure` of the values of a round, over all rounds in which these samples were
+        undisturbed.
         """
         rounds = list(zip(*(self.samples[name] for name in names), strict=True))
         quiet = [samples for samples in rounds if all(sample.quiet for sample in samples)]
@@ -105,9 +99,7 @@ class Rounds:
 
 
 def _progress(text: str) -> None:
-    """One line that is overwritten, on a terminal only; a livelier one would take time from what is
-    measured.
-    """
+    """One overwritten line, on a terminal only. A faster display would disturb the measurement."""
     if sys.stderr.isatty():
         print(f"\r{text:20}\r", end="", file=sys.stderr, flush=True)
 
@@ -120,7 +112,7 @@ def _sample(thing: Timed) -> Sample:
 
 
 class Column(NamedTuple):
-    """A column of a table: a key of its rows, the heading, and how figures look."""
+    """A column of a table: key, heading and number format."""
 
     key: str
     heading: str
@@ -128,7 +120,7 @@ class Column(NamedTuple):
 
 
 class Bench:
-    """One call from the command line: what it may use, how long it may take, where its rows go."""
+    """The options of a run, and its output."""
 
     def __init__(self, threads: int, quick: bool, lines: IO[str] | None) -> None:
         self.threads = threads or host.usable_cores()
@@ -140,25 +132,24 @@ class Bench:
         )
         print(
             f"{host.cpu_name()}, {_native.isa()}, {self.threads} threads; median "
-            "(least-most), ~: disturbed by other processes"
+            "(min-max), ~: disturbed by other processes"
         )
 
     def bandwidth(self, threads: int = 0) -> Timed:
-        """The roof of what streams from memory, bytes per second."""
+        """The memory bandwidth as a measurement, bytes per second."""
         threads = threads or self.threads
         return Timed(lambda: _native.read_bandwidth(threads, self.cold_bytes), threads)
 
     def rate(self, kind: Kind, threads: int = 0) -> Timed:
-        """The roof of arithmetic, operations per second."""
+        """The arithmetic rate as a measurement, operations per second."""
         threads = threads or self.threads
         return Timed(lambda: _native.dot_rate(kind, threads), threads)
 
     def busy(self, run: Callable[[], float]) -> Timed:
-        """Something that keeps all threads busy."""
+        """A measurement that keeps all threads busy."""
         return Timed(run, self.threads)
 
     def rounds(self, things: Mapping[Any, Timed]) -> Rounds:
-        """Measure these things in turns."""
         return Rounds(things, *((2, 2) if self.quick else (ROUNDS, 2 * ROUNDS)))
 
     def table(
@@ -169,9 +160,7 @@ class Bench:
         rows: Iterable[Mapping[str, object]],
         **facts: object,
     ) -> None:
-        """Print the rows, and write each as a JSON line together with the facts that all of them
-        share.
-        """
+        """Print the rows, and write each as a JSON line with the common facts."""
         rows = list(rows)
         for row in rows:
             self._write({"program": program} | facts | row)
@@ -208,14 +197,15 @@ def _cell(value: object, form: str) -> str:
     )
 
 
-def verdict(figure: Spread, *, least: float = 0.0, most: float = 0.0) -> str:
-    """The target of a figure, a least share or a most ratio, and whether its median misses it."""
-    missed = figure.median < least if least else figure.median > most
-    return f"{f'>= {least:.0%}' if least else f'<= {most:.2f}'}{', missed' if missed else ''}{'' if figure.quiet else '?'}"
+def verdict(figure: Spread, *, minimum: float = 0.0, maximum: float = 0.0) -> str:
+    """The target of a figure (a min share or a max ratio), and whether the median misses it."""
+    missed = figure.median < minimum if minimum else figure.median > maximum
+    target = f">= {minimum:.0%}" if minimum else f"<= {maximum:.2f}"
+    doubt = "" if figure.quiet else "?"
+    return f"{target}{', missed' if missed else ''}{doubt}"
 
 
 def main(description: str | None, *programs: Callable[[Bench], None]) -> None:
-    """Run the programs with the options of the command line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -224,15 +214,15 @@ def main(description: str | None, *programs: Callable[[Bench], None]) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="compute threads; 0: as many as may be used",
+        help="compute threads; 0: all available cores",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every row as a line of JSON"
+        "--json", type=Path, metavar="FILE", help="file for every row as a line of JSON"
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny sizes and two rounds: shows that it runs, measures nothing",
+        help="tiny sizes and two rounds, as a test that does not measure",
     )
     args = parser.parse_args()
     if args.threads < 0:

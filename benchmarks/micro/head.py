@@ -1,9 +1,7 @@
-"""The end of a decode step: one row of logits from the vocabulary's matrix, and drawing a token
-from it.
+"""The end of a decode step: one row of logits, and drawing a token from it.
 
-The head is a cold matrix of its own, so bandwidth is its roof. Rows to draw from are Gaussian:
-`flat` spreads the probability over thousands of tokens, which no trained model does and which is
-the worst case of top_p; `peaked` has it on a few.
+The head is a cold matrix, so bandwidth is its roof. Logits are Gaussian: `flat` spreads the
+probability over thousands of tokens, the worst case of top_p; `peaked` puts it on a few.
 """
 
 import statistics
@@ -108,7 +106,7 @@ def sampling(bench: Bench, vocab: int) -> None:
 
 
 def draws(params: SamplingParams, row: Floats) -> Callable[[], float]:
-    """Seconds of a draw, from Python."""
+    """Seconds of a draw, called from Python."""
     sampler = make_sampler(params, [1], len(row), seed=6, end_ids=())
 
     def seconds() -> float:

@@ -1,12 +1,13 @@
-"""How many instructions the kernels of one row take for a weight, by format, from the built
-extension.
+"""Instructions per weight of the kernels for one row, by format, from the built extension.
 
     python benchmarks/micro/instructions.py build/cp311-cp311-linux_x86_64/CMakeFiles/kernels_avx2_1.dir/csrc/isa.cpp.o
 
-Counted is the innermost loop that multiplies, over the weights that it multiplies: what lies
-outside is done once for many groups. A processor that begins n instructions a cycle cannot decode
-faster than n / count weights a cycle. Needs objdump. The object is that of AVX2, whose byte
-products, `vpmaddubsw`, take 32 weights or, of codes of 8 bits, half of the bits of 32.
+It counts the instructions of the innermost loop with products, per weight. Instructions outside of
+it run once for many groups. A processor that issues n instructions per cycle cannot process more
+than n / count weights per cycle.
+
+It needs objdump and the object file for AVX2. There a byte product, `vpmaddubsw`, takes 32 weights,
+or half of the bits of 32 codes of 8 bits.
 """
 
 import argparse
@@ -30,7 +31,7 @@ class Instruction(NamedTuple):
 
 
 def functions(file: str) -> dict[str, list[Instruction]]:
-    """The code of an object file by the names of its functions."""
+    """The code of each function of an object file."""
     listing = subprocess.run(
         ["objdump", "-d", "-C", "--no-show-raw-insn", file],
         capture_output=True,
@@ -85,7 +86,7 @@ def main() -> None:
         weights = 32 * products // (2 if name in eight_bits else 1)
         rows.append([name, f"{len(body):,}", f"{weights:,}", f"{len(body) / weights:.3f}"])
     print_table(
-        ["format", ">instructions", ">weights", ">for a weight"],
+        ["format", ">instructions", ">weights", ">per weight"],
         sorted(rows, key=lambda row: row[-1]),
         "one row, int8 activations",
     )

@@ -1,6 +1,4 @@
-"""The smallest native plans that run a kernel on data of its own: linear ops, and attention over a
-filled KV cache.
-"""
+"""Minimal native plans that run one kernel: linear ops, and attention over a filled KV cache."""
 
 import statistics
 import sys
@@ -18,21 +16,22 @@ from headrace.quant.formats import StoredTensor
 
 Floats = NDArray[np.float32]
 VOCAB = 64
-"""Tokens of the plans that fill a KV cache: their embeddings are the only difference between rows.
-"""
+"""Vocabulary of the plans that fill a KV cache; rows differ only in their embeddings."""
 _PASSES = 3
-"""Runs of a plan in a sample, whose median counts."""
-_MOST_ERROR = 0.02
-"""Of the largest output: int8 activations cost half a percent, a wrong kernel far more."""
+"""Runs of a plan per sample; the median counts."""
+_MAX_ERROR = 0.02
+"""Max error relative to the largest output: int8 activations cause half a percent, a wrong kernel
+far more.
+"""
 _CHECKED = 256
-"""Outputs that are held against NumPy."""
+"""Number of outputs that are compared with NumPy."""
 
 
 def ragged(
     seqs: Sequence[tuple[int, int]], tables: Ints, vocab: int, logits: bool = True
 ) -> RaggedBatch:
-    """A step of scheduled rows: (context, rows) of each sequence, and its blocks, [sequences,
-    blocks]. Logits of each last row.
+    """A step with (context, rows) of each sequence and its blocks, [sequences, blocks], and logits
+    of each last row.
     """
     context, rows = (np.array(column, np.int32) for column in zip(*seqs, strict=True))
     start = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
@@ -51,12 +50,11 @@ def ragged(
 
 
 def single_rows(num_rows: int, logits: bool = False) -> RaggedBatch:
-    """One-row sequences without context; row i carries token i."""
+    """Sequences with one row and no context; row i has token i."""
     return ragged([(0, 1)] * num_rows, np.zeros((num_rows, 1), np.int32), num_rows, logits)
 
 
 def run(plan: _native.Plan, batch: RaggedBatch) -> None:
-    """One step."""
     kv = batch.kv if plan.kv_bytes else ()
     plan.run(
         batch.tokens,
@@ -71,9 +69,7 @@ def run(plan: _native.Plan, batch: RaggedBatch) -> None:
 
 
 def op_seconds(plan: _native.Plan, batches: Sequence[RaggedBatch]) -> dict[str, float]:
-    """Seconds that a run of all the batches spends in each kind of op, the barrier behind it
-    included.
-    """
+    """Seconds of each kind of op in a run of all batches, including the barrier after it."""
     plan.set_profiling(True)
     for batch in batches:
         run(plan, batch)
@@ -83,37 +79,35 @@ def op_seconds(plan: _native.Plan, batches: Sequence[RaggedBatch]) -> dict[str, 
 
 
 def plain_plan(threads: int) -> _native.Plan:
-    """A plan that keeps nothing."""
+    """A plan without KV."""
     return _native.Plan("", threads)
 
 
 def embedded(plan: _native.Plan, x: Floats) -> int:
-    """A float buffer with the rows of x, [rows, width], of which token i picks row i."""
+    """A float32 buffer with the rows of x, [rows, width]; token i selects row i."""
     buffer: int = plan.add_buffer(x.shape[1], "step", False)
     plan.embed(buffer, plan.add_weight("F32", *x.shape, x.view(np.uint8).reshape(-1), None))
     return buffer
 
 
 class LinearPlan:
-    """Linear ops with one input and a weight of their own each, copies of one another: out = x @
-    weight.T.
+    """Linear ops `out = x @ weight.T` with one input, and copies of one weight.
 
-    With enough copies no weight is in a cache when its turn comes, as in a model. `offset`: int8
-    codes lie around the middle of their group's range, as in front of queries, keys, values and the
-    head.
+    With enough copies no weight is in a cache at its turn, as in a model. `offset`: int8
+    activations have an offset, as for queries, keys, values and the head.
     """
 
     def __init__(
         self,
         stored: StoredTensor,
         threads: int,
-        least_bytes: int,
-        most_rows: int,
+        min_bytes: int,
+        max_rows: int,
         offset: bool = False,
     ) -> None:
         self.stored = stored
         self.x: Floats = np.random.default_rng(1).standard_normal(
-            (most_rows, stored.cols), np.float32
+            (max_rows, stored.cols), np.float32
         )
         self.plan = plan = plain_plan(threads)
         loose = embedded(plan, self.x)
@@ -123,14 +117,14 @@ class LinearPlan:
         )
         plan.pack(packed, loose)
         before, self.weight_bytes, self.copies = plan.weight_bytes, 0, 0
-        while self.copies * self.weight_bytes < least_bytes:
+        while self.copies * self.weight_bytes < min_bytes:
             plan.linear(self._out, packed, add_weight(plan, stored), -1, -1, offset)
             self.copies += 1
             self.weight_bytes = (plan.weight_bytes - before) // self.copies
         self.refuse_wrong_results()
 
     def seconds(self, num_rows: int) -> float:
-        """Seconds of one of the ops."""
+        """Seconds of one op."""
         batch = [single_rows(num_rows)]
         return (
             statistics.median(op_seconds(self.plan, batch)["linear"] for _ in range(_PASSES))
@@ -139,14 +133,14 @@ class LinearPlan:
 
     @property
     def bits(self) -> float:
-        """Bits that the kernel reads for a weight, scales included; the file may have a few per
-        cent less.
+        """Bits that the kernel reads per weight, including scales; a file may have a few percent
+        less.
         """
         return 8 * self.weight_bytes / (self.stored.rows * self.stored.cols)
 
     def refuse_wrong_results(self) -> None:
-        """Hold some outputs of the last op against NumPy: the time of a wrong kernel is worth
-        nothing.
+        """Compare some outputs of the last op with NumPy, since the time of a wrong kernel is
+        meaningless.
         """
         num_rows = min(5, len(self.x))
         run(self.plan, single_rows(num_rows))
@@ -154,8 +148,8 @@ class LinearPlan:
         got = self.plan.floats(self._out, num_rows)[:, columns]
         want = self.x[:num_rows] @ self.stored.dequantise_rows(columns).T
         self.error = float(np.abs(got - want).max() / np.abs(want).max())
-        """Largest difference from NumPy in float32, relative to the largest output."""
-        if not self.error <= _MOST_ERROR:
+        """Max difference from NumPy in float32, relative to the largest output."""
+        if not self.error <= _MAX_ERROR:
             what = f"{self.stored.format.name} {self.stored.rows} x {self.stored.cols}"
             sys.exit(
                 f"the linear kernel for {what} is wrong, relative error {self.error:.3f}: "
@@ -164,9 +158,7 @@ class LinearPlan:
 
 
 class AttentionPlan:
-    """One layer of attention over a KV cache that is filled with the keys and values of random
-    rows.
-    """
+    """One attention layer over a KV cache with random keys and values."""
 
     def __init__(
         self, threads: int, heads: int, kv_heads: int, head_dim: int, num_blocks: int, kv_dtype: str
@@ -196,5 +188,5 @@ class AttentionPlan:
         )
 
     def seconds(self, batches: Sequence[RaggedBatch]) -> float:
-        """Seconds of attention in all the batches together, partial results merged."""
+        """Seconds of attention in all batches, including merging partial results."""
         return op_seconds(self.plan, batches)["attention"]

@@ -1,8 +1,7 @@
-"""RMSNorm that writes packed rows for the linear op behind it: nanoseconds for a row, all threads
-at work.
+"""RMSNorm that writes packed rows for the next linear op: nanoseconds per row on all threads.
 
-A row belongs to one thread, so one row alone shows the latency of an op, its barrier included; many
-rows show throughput.
+A row runs on one thread, so one row shows the latency of an op with its barrier; many rows show
+throughput.
 """
 
 import statistics
@@ -16,9 +15,9 @@ from tests.backend.stored import random_stored
 WIDTHS = (576, 1024, 2048, 4096)
 OPS = 64
 PASSES = {1: 99, 16: 25, 512: 3}
-"""Runs of the plan in a sample, whose median counts: few rows take microseconds."""
+"""Runs of the plan per sample; the median counts, since few rows take microseconds."""
 READERS = {"int8": ("Q8_0", False), "int8_offset": ("Q8_0", True), "bf16": ("BF16", False)}
-"""Form of the packed rows: the format of the weight that reads them, and whether it wants an
+"""Form of the packed rows: the format of the weight that reads them, and whether they have an
 offset.
 """
 COLUMNS = (
@@ -60,9 +59,7 @@ def measure(bench: Bench, width: int) -> None:
 
 
 class Norms:
-    """A plan of many norms of the same rows, and the linear op whose format says how they are
-    packed.
-    """
+    """A plan of many norms of the same rows, and the linear op whose format decides the packing."""
 
     def __init__(self, threads: int, width: int, format_name: str, offset: bool) -> None:
         self.plan = plan = plain_plan(threads)

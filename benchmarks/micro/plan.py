@@ -1,10 +1,9 @@
-"""What a step costs beyond its roofline: the default model and one so tiny that nothing else is
-left.
+"""Overhead of a step beyond its roofline, for the default model and a tiny model.
 
-The roofline of a step is the sum over its ops of the time that bytes or operations take at least,
-with the bandwidth of the same round. Overhead is what the wall clock shows beyond it: first the way
-from Python into the first op and back, then the barriers between ops (timed as in roof.py), and the
-rest is what the kernels fall short by. Last, what the engine pays to build a step's arrays.
+The roofline is the sum over all ops of the min time for their bytes or operations, with the
+bandwidth of the same round. Overhead is the rest of the wall time: the call from Python and its
+return, the barriers between ops (timed as in roof.py), and the remainder in the kernels. The last
+table has the cost of building a step's arrays.
 """
 
 import statistics
@@ -127,7 +126,7 @@ def steps(bench: Bench, name: str, spec: ModelSpec, tensors: Mapping[str, Stored
 
 
 def wall(executable: CpuExecutable, batch: RaggedBatch) -> Callable[[], float]:
-    """Seconds of a step as Python sees it."""
+    """Seconds of a step, called from Python."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -138,9 +137,7 @@ def wall(executable: CpuExecutable, batch: RaggedBatch) -> Callable[[], float]:
 
 
 def outside(executable: CpuExecutable, batch: RaggedBatch) -> Callable[[], float]:
-    """Seconds of a step before its first op and after its last: Python, checks, waking the
-    threads.
-    """
+    """Seconds of a step before its first op and after its last: Python, checks, waking threads."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -160,7 +157,7 @@ def num_barriers(executable: CpuExecutable, batch: RaggedBatch) -> int:
 
 
 def builds(bench: Bench) -> None:
-    """One table: from sequences that decode to the arrays of a step, in Python."""
+    """One table: building the arrays of a decode step in Python."""
     things = {n: Timed(building(n), 1) for n in (BUILT[:2] if bench.quick else BUILT)}
     rounds = bench.rounds(things)
     table = [
@@ -180,9 +177,7 @@ def builds(bench: Bench) -> None:
 
 
 def building(num_seqs: int) -> Callable[[], float]:
-    """Seconds of build_batch(), for sequences of an engine that has computed all of their prompts but the
-    last token.
-    """
+    """Seconds of build_batch() for sequences with one uncomputed prompt token."""
     engine = tiny_engine(
         tiny_model(0, context=1024), "cpu", slots=num_seqs * 512, max_num_seqs=num_seqs, threads=1
     )

@@ -1,9 +1,8 @@
-"""The roof itself: what this machine reads, multiplies and synchronises at most, with one thread
-and with all.
+"""The roof: max bandwidth, multiply-adds and barriers of this machine, with one thread and with
+all.
 
-The planner's `headrace doctor` figures come from the same native loops. A barrier is what every op
-of a step ends with: it is timed with plans of ops that have no work at all, one item of it, and one
-for each thread.
+`headrace doctor` uses the same native loops. Every op of a step ends with a barrier. It is timed
+with ops that have no work item, one item, and one item per thread.
 """
 
 import statistics
@@ -60,9 +59,7 @@ def roof(bench: Bench) -> None:
 
 
 class Barriers:
-    """A plan of ops that gather a row of 16 numbers for each row with logits, and are given `items`
-    of these.
-    """
+    """A plan of ops that gather a row of 16 numbers for each of `items` logit rows."""
 
     def __init__(self, threads: int, items: int) -> None:
         self.plan = plain_plan(threads)
@@ -73,7 +70,7 @@ class Barriers:
             self.plan.gather_rows(out, x)
 
     def seconds(self) -> float:
-        """Seconds of one op; the median run does not wake threads."""
+        """Seconds of one op; in the median run all threads are awake."""
         return statistics.median(self._run() for _ in range(PASSES)) / OPS
 
     def _run(self) -> float:

@@ -1,12 +1,11 @@
-"""What a step costs outside the native plan: scheduling, building, drawing, committing, emitting;
-and what multi-step decoding saves.
+"""Cost of a step outside the native plan (scheduling, building, drawing, committing, emitting), and
+the savings of multi-step decoding.
 
-Every sequence decodes one row in every step. The plan is timed from outside; the rest of
-`Engine.step` is what is shown, in microseconds, median (quarter-three quarters of the calls), of a
-step and of each sequence. Most of it at one sequence is the price of memory: a plan that has read
-all weights leaves nothing of Python in the caches. The values of `--multi-step-ms` take turns in
-one engine, and speed is tokens per second in ratio to the first of them in the same round, median
-(least-most).
+Every sequence decodes one row in each step. The table has the time of `Engine.step` without the
+plan, in microseconds per step and per sequence: the median and the quartiles of all calls. With one
+sequence, most of it is cache misses: a plan that has read all weights evicts Python from the
+caches. The values of `--multi-step-ms` take turns in one engine. Speed is the ratio of tokens per
+second to the first value in the same round, median (min-max).
 """
 
 import argparse
@@ -29,8 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class TimedPlan:
-    """A native plan that adds up the seconds of its runs."""
-
     def __init__(self, plan: Any) -> None:
         self.seconds = 0.0
         self._plan = plan
@@ -46,16 +43,16 @@ class TimedPlan:
 
 
 class Turn(NamedTuple):
-    """What one value of `multi_step_ms` made of one round: for each call in which all sequences
-    decode, microseconds of a step.
+    """Results of one value of `multi_step_ms` in one round: microseconds per step of each call in
+    which all sequences decode.
     """
 
     inside: list[float]
-    """In the plan."""
+    """Inside the plan."""
     outside: list[float]
-    """Outside of it."""
+    """Outside the plan."""
     seconds: float
-    """Of all these calls."""
+    """Tokens per second of all these calls."""
 
 
 def measure(

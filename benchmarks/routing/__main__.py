@@ -1,11 +1,10 @@
-"""Routing to replicas: policies on five traces, in simulated time over real engines; and how long a
-decision takes.
+"""Routing to replicas: policies on five traces, in simulated time with real engines, and the time
+of a decision.
 
     python benchmarks/routing                                  4, 16 and 64 replicas, and the decisions with 1,000
     python benchmarks/routing --replicas 16 --trace chats      some of it; --no-decisions leaves those out, --replicas 0 leaves all else out
 
-The figures of the traces follow from the seed: they are the same on every machine. See README.md
-for what they are.
+The figures of the traces depend only on the seed, not on the machine. README.md explains them.
 """
 
 import argparse
@@ -39,14 +38,14 @@ _HEADINGS = [
     ">p99, ms",
     "missed",
 ]
-LEAST_OF_INFINITE, MOST_SKEW, MOST_DECISION = 0.9, 1.3, 0.001
+MIN_OF_INFINITE, MAX_SKEW, MAX_DECISION = 0.9, 1.3, 0.001
 
 
 def missed(own: Figures, other: Figures) -> list[str]:
-    """The targets that the figures of our policy miss; `other`: power of two choices."""
+    """The targets that our policy misses; `other`: power of two choices."""
     wrong = {
-        "hit rate": own.of_infinite_recurring < LEAST_OF_INFINITE,
-        "skew": own.skew > MOST_SKEW,
+        "hit rate": own.of_infinite_recurring < MIN_OF_INFINITE,
+        "skew": own.skew > MAX_SKEW,
         "p99": own.p99 > other.p99,
     }
     return [name for name, is_wrong in wrong.items() if is_wrong]
@@ -94,12 +93,12 @@ def decide(replicas: int, count: int, seed: int) -> list[dict[str, object]]:
     """Time decisions, and print a table."""
     timed = [time_decisions(replicas, prompt_len, count, seed) for prompt_len in (512, 2048, 8192)]
     rows = [
-        [f"{one.prompt_len:,}", *(f"{1e6 * t:,.0f}" for t in (one.median, one.p99, one.most))]
+        [f"{one.prompt_len:,}", *(f"{1e6 * t:,.0f}" for t in (one.median, one.p99, one.slowest))]
         for one in timed
     ]
     print()
     print_table(
-        [">prompt", ">median, us", ">p99", ">most"],
+        [">prompt", ">median, us", ">p99", ">max"],
         rows,
         f"one decision with {replicas:,} replicas",
     )
@@ -122,24 +121,24 @@ def main() -> None:
         "--trace",
         action="append",
         choices=list(TRACES),
-        help="one of the traces; may be given several times",
+        help="name of a trace; repeatable (default: all)",
     )
     parser.add_argument(
         "--requests",
         type=int,
         default=120,
         metavar="N",
-        help="for each replica (default: %(default)s)",
+        help="requests per replica (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--no-decisions", action="store_true", help="do not time decisions")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every row as a line of JSON"
+        "--json", type=Path, metavar="FILE", help="file for every row as a line of JSON"
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="4 replicas, 40 requests for each, and decisions with 50",
+        help="4 replicas with 40 requests each, and decisions with 50 replicas",
     )
     args = parser.parse_args()
     sizes = [int(size) for size in ("4" if args.quick else args.replicas).split(",") if int(size)]

@@ -1,6 +1,4 @@
-"""How long one routing decision takes, with all that it remembers: seconds of its thread, as other
-processes share the machine.
-"""
+"""Time of a routing decision with a full memory of prefixes: processor seconds of its thread."""
 
 from dataclasses import dataclass
 from time import thread_time
@@ -23,12 +21,12 @@ class Decisions:
     count: int
     median: float
     p99: float
-    most: float
+    slowest: float
 
 
 def time_decisions(replicas: int, prompt_len: int, count: int, seed: int) -> Decisions:
-    """Every other prompt begins with one of eight prefixes, half as long; replicas hold as much as
-    they may, and `count` requests run.
+    """Every other prompt begins with one of eight prefixes of half its length. The router's memory
+    is full, and `count` requests run.
     """
     rng = np.random.default_rng(seed)
     router = PrefixRouter(BLOCK_SIZE, MAX_BLOCKS)

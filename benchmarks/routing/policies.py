@@ -1,5 +1,5 @@
-"""The policies that are compared. Each is told of a request, of its first token and of its end, and
-names the replica.
+"""The compared policies. A policy chooses the replica of a request, and observes its first token
+and its end.
 """
 
 from typing import Protocol
@@ -22,8 +22,6 @@ class Policy(Protocol):
 
 
 class Ours:
-    """The router of the package."""
-
     def __init__(self, replicas: int, seed: int) -> None:
         self._router = PrefixRouter(BLOCK_SIZE, NUM_BLOCKS)
         self._routed: dict[str, RoutedRequest] = {}
@@ -42,9 +40,7 @@ class Ours:
 
 
 class PowerOfTwo:
-    """The better of two that are drawn at random: the one with fewer requests under way
-    (Mitzenmacher 2001).
-    """
+    """Of two random replicas, the one with fewer running requests (Mitzenmacher 2001)."""
 
     def __init__(self, replicas: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -58,14 +54,14 @@ class PowerOfTwo:
         return chosen
 
     def first_token(self, request_id: str) -> None:
-        """It makes no difference."""
+        """Ignored."""
 
     def ended(self, request_id: str, tokens: list[int]) -> None:
         self._running[self._at.pop(request_id)] -= 1
 
 
 class RoundRobin:
-    """One after the other."""
+    """The replicas in turn."""
 
     def __init__(self, replicas: int, seed: int) -> None:
         self._replicas = replicas
@@ -76,10 +72,10 @@ class RoundRobin:
         return self._count % self._replicas
 
     def first_token(self, request_id: str) -> None:
-        """It makes no difference."""
+        """Ignored."""
 
     def ended(self, request_id: str, tokens: list[int]) -> None:
-        """It makes no difference."""
+        """Ignored."""
 
 
 POLICIES = {"headrace": Ours, "power of two": PowerOfTwo, "round robin": RoundRobin}

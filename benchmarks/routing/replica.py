@@ -1,10 +1,8 @@
-"""A replica in simulated time: the real engine, with its scheduler, KV manager and prefix cache,
-over an executable that computes nothing.
+"""A replica in simulated time: the real engine over an executable that computes nothing.
 
-The clock moves by what a step would take on a device that has the figures below, those of a model
-of 8 billion parameters in 16 bits on one large GPU: weights and context are read at 3 TB/s, and
-multiply-adds take 400 T operations/s, where the longer of weights and multiply-adds counts; 1 ms
-goes to all else. A device of another speed stretches all times alike.
+The clock advances by the predicted time of a step of a model with 8 billion parameters in 16 bits
+on a large GPU: weights and context at 3 TB/s, multiply-adds at 400 TFLOPS (the longer of weights
+and multiply-adds counts), and 1 ms for the rest. Another speed would scale all times.
 """
 
 from collections.abc import Sequence
@@ -41,9 +39,7 @@ _TYPICAL_CONTEXT = 1500
 
 
 def step_seconds(rows: int, context: int) -> float:
-    """Seconds of a step with so many rows, whose sequences have so many tokens of context
-    together.
-    """
+    """Seconds of a step, by its rows and its total context."""
     return _OTHER_SECONDS + max(_WEIGHT_SECONDS, rows * _ROW_SECONDS) + context * _CONTEXT_SECONDS
 
 
@@ -60,8 +56,6 @@ def fitted_speed() -> ReplicaSpeed:
 
 
 class Clock:
-    """Seconds of simulated time."""
-
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -70,8 +64,8 @@ class Clock:
 
 
 class Timed:
-    """An executable that takes the time of a step, and computes nothing: every token is as likely
-    as any other.
+    """An executable that takes the time of a step and computes nothing: all tokens are equally
+    likely.
     """
 
     max_in_flight = 1
@@ -86,19 +80,17 @@ class Timed:
         )
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
-        """There is nothing to move."""
+        """Does nothing."""
 
     def expert_loads(self) -> NDArray[np.int64]:
         return expert_table([])
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 class News(NamedTuple):
-    """What a step brought: requests that have their first token since, and those that have
-    ended.
-    """
+    """The requests that got their first token in a step, and the requests that ended."""
 
     end: float
     first_tokens: list[str]
@@ -106,7 +98,7 @@ class News(NamedTuple):
 
 
 class Replica:
-    """An engine, and when its step ends."""
+    """An engine, and the end of its running step."""
 
     def __init__(self) -> None:
         self._clock = Clock()
@@ -123,13 +115,12 @@ class Replica:
             Timed(self._clock), TinyVocabulary(VOCAB), limits, config, clock=self._clock
         )  # type: ignore[arg-type]
         self._waiting = set[str]()
-        """Requests without a first token."""
         self.is_busy = False
         self.preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is under way."""
+        """Whether a request is running or waiting."""
         return self._engine.has_work
 
     def add(
@@ -144,7 +135,7 @@ class Replica:
         self._waiting.add(request_id)
 
     def step(self, now: float) -> News:
-        """Run a step that begins at a time, and say what will be known at its end."""
+        """Run a step that starts at this time, and return the results at its end."""
         self._clock.now = now
         updates = self._engine.step()
         results = [update.result for update in updates if update.result]

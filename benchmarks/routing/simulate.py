@@ -1,5 +1,5 @@
-"""Requests of a trace through replicas, in simulated time: events in their order, each the coming
-of a request or the end of a step.
+"""Runs the requests of a trace on replicas in simulated time. An event is the arrival of a request
+or the end of a step.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from headrace.scaleout.prefix_tree import PrefixTree
 
 @dataclass
 class Served:
-    """What became of a request."""
+    """The result of a request."""
 
     prefix: int
     replica: int
@@ -25,11 +25,11 @@ class Served:
     came: float
     first_token: float = inf
     cached: int = 0
-    """Prompt tokens that its replica had."""
-    most_cached: int = 0
-    """Prompt tokens that one replica with infinite memory would have had."""
+    """Cached prompt tokens."""
+    max_cached: int = 0
+    """Cached prompt tokens in one replica with infinite memory."""
     row_seconds: float = 0.0
-    """Its rows that are not cached, each for as long as it was queued."""
+    """Uncached rows times queue time."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Simulation:
     served: dict[str, Served] = field(default_factory=dict)
 
     def run(self) -> list[Served]:
-        """All requests, in the order in which they came."""
+        """All requests in the order of their arrival."""
         self._events: list[tuple[float, int, object]] = []
         self._count = 0
         self._all = PrefixTree(BLOCK_SIZE)  # what one replica with infinite memory would hold
@@ -63,17 +63,17 @@ class Simulation:
         heappush(self._events, (time, self._count, event))
 
     def _come(self, now: float, conversation: Conversation, turn: int, said: list[int]) -> None:
-        """A request comes, and is routed."""
+        """Route an arriving request."""
         prompt, request_id = said + conversation.turns[turn].tokens, str(len(self.served))
         number = self.policy.route(request_id, prompt, conversation.scope)
         blocks = self._all.blocks(prompt)
-        most = (
+        max_cached = (
             len(self._all.find(blocks[: (len(prompt) - 1) // BLOCK_SIZE], conversation.scope))
             * BLOCK_SIZE
         )
         self._all.insert(0, blocks, conversation.scope, 1 << 60)
         self.served[request_id] = Served(
-            conversation.prefix, number, len(prompt), now, most_cached=most
+            conversation.prefix, number, len(prompt), now, max_cached=max_cached
         )
         self._turns[request_id] = conversation, turn
         replica = self.replicas[number]
@@ -91,7 +91,7 @@ class Simulation:
             self._at(news.end, (number, news))
 
     def _finish(self, number: int, news: News) -> None:
-        """A step ends, and its news is heard."""
+        """End a step, and report its results to the policy."""
         for request_id in news.first_tokens:
             self.served[request_id].first_token = news.end
             self.policy.first_token(request_id)
@@ -117,26 +117,25 @@ class Simulation:
 
 @dataclass
 class Figures:
-    """What is looked at."""
+    """The figures of a run."""
 
     requests: int
     hit_rate: float
-    """Of prompt tokens."""
+    """Share of prompt tokens."""
     of_infinite: float
-    """Hit rate to that of one replica with infinite memory."""
+    """Hit rate relative to one replica with infinite memory."""
     of_infinite_recurring: float
-    """The same, over the requests whose prefix comes at least ten times for each replica; nan where
-    there are none.
+    """The relative hit rate of requests with a prefix that occurs at least ten times per replica;
+    NaN if there are no such requests.
     """
     skew: float
-    """Most to mean queued row-seconds of the replicas."""
+    """Max divided by mean of the queued row-seconds of the replicas."""
     p50: float
     p99: float
     """Seconds to the first token."""
 
 
 def figures(served: list[Served], num_replicas: int) -> Figures:
-    """The figures of a run."""
     seconds = np.zeros(num_replicas)
     counts: dict[int, int] = {}
     for one in served:
@@ -158,5 +157,5 @@ def figures(served: list[Served], num_replicas: int) -> Figures:
 
 
 def _ratio(served: list[Served]) -> float:
-    most = sum(one.most_cached for one in served)
-    return sum(one.cached for one in served) / most if most else float("nan")
+    max_cached = sum(one.max_cached for one in served)
+    return sum(one.cached for one in served) / max_cached if max_cached else float("nan")

@@ -1,9 +1,9 @@
-"""The five traces: requests by the time at which they come, for a number of replicas. The same seed
-makes the same trace.
+"""The five traces: requests with arrival times, for a number of replicas. The seed determines a
+trace.
 
-A trace is a list of conversations, each a list of turns: the next turn comes some time after the
-answer to the one before, and its prompt is all that was said, with new tokens behind it. Everything
-but chats has one turn.
+A trace is a list of conversations, each a list of turns. The next turn arrives some time after the
+previous answer, and its prompt is the whole conversation plus new tokens. All traces except chats
+have one turn per conversation.
 """
 
 from collections.abc import Callable
@@ -17,23 +17,21 @@ from headrace.scaleout.prefix_tree import CacheScope
 
 
 class Turn(NamedTuple):
-    """A request."""
-
     tokens: list[int]
-    """That are new in its prompt."""
+    """New tokens of the prompt."""
     num_tokens: int
-    """Of its output."""
+    """Output tokens."""
     pause: float = 0.0
     """Seconds after the answer to the turn before."""
 
 
 class Conversation(NamedTuple):
-    """Turns that follow each other."""
+    """Successive turns."""
 
     start: float
     turns: list[Turn]
     prefix: int = -1
-    """Which shared prefix it begins with; -1: none."""
+    """Number of its shared prefix; -1: none."""
     scope: CacheScope = (None, None)
 
 
@@ -44,8 +42,8 @@ def _tokens(rng: Generator, count: int) -> list[int]:
     return [int(token) for token in rng.integers(VOCAB, size=count)]
 
 
-def _length(rng: Generator, median: float, sigma: float, least: int, most: int) -> int:
-    return int(np.clip(rng.lognormal(np.log(median), sigma), least, most))
+def _length(rng: Generator, median: float, sigma: float, minimum: int, maximum: int) -> int:
+    return int(np.clip(rng.lognormal(np.log(median), sigma), minimum, maximum))
 
 
 def _output(rng: Generator) -> int:
@@ -57,7 +55,7 @@ def _times(rng: Generator, count: int, rate: float) -> list[float]:
 
 
 def hot_prefix(rng: Generator, replicas: int, length: int) -> Trace:
-    """One prefix of 2,048 tokens for all, and a question of 128 tokens in the median."""
+    """One prefix of 2,048 tokens for all requests, and a question with a median of 128 tokens."""
     prefix = _tokens(rng, 2048)
     times = _times(rng, length * replicas, 60.0 * replicas)
     return [
@@ -70,7 +68,7 @@ def hot_prefix(rng: Generator, replicas: int, length: int) -> Trace:
 
 def many_tenants(rng: Generator, replicas: int, length: int) -> Trace:
     """32 tenants of unequal size (Zipf), each with a salt and a prefix of 1,536 tokens: together
-    more than a replica can hold.
+    more than a replica can cache.
     """
     prefixes = [_tokens(rng, 1536) for _ in range(32)]
     shares = 1 / np.arange(1, 33)
@@ -85,8 +83,8 @@ def many_tenants(rng: Generator, replicas: int, length: int) -> Trace:
 
 
 def chats(rng: Generator, replicas: int, length: int) -> Trace:
-    """Conversations of six turns behind a prefix of 256 tokens that all have; a turn adds 128
-    tokens in the median and an answer.
+    """Conversations of six turns after a common prefix of 256 tokens. A turn adds a median of 128
+    tokens and an answer.
     """
     prefix = _tokens(rng, 256)
     trace = []
@@ -106,7 +104,7 @@ def chats(rng: Generator, replicas: int, length: int) -> Trace:
 
 
 def no_sharing(rng: Generator, replicas: int, length: int) -> Trace:
-    """Prompts of 256 tokens in the median that have nothing in common."""
+    """Prompts without common prefixes, with a median of 256 tokens."""
     times = _times(rng, length * replicas, 35.0 * replicas)
     return [
         Conversation(time, [Turn(_tokens(rng, _length(rng, 256, 0.8, 16, 2048)), _output(rng))])
@@ -115,8 +113,8 @@ def no_sharing(rng: Generator, replicas: int, length: int) -> Trace:
 
 
 def bursts(rng: Generator, replicas: int, length: int) -> Trace:
-    """Every second 12 requests for each replica within 50 ms about a document of 1,024 tokens;
-    between them requests that share nothing.
+    """Every second, 12 requests per replica within 50 ms about a document of 1,024 tokens, and
+    unrelated requests between them.
     """
     trace = no_sharing(rng, replicas, length // 3)
     trace = [conversation._replace(start=conversation.start * 3.5) for conversation in trace]
@@ -141,4 +139,4 @@ TRACES: dict[str, Callable[[Generator, int, int], Trace]] = {
     "no sharing": no_sharing,
     "bursts": bursts,
 }
-"""By name. `length`: requests for each replica."""
+"""The trace with this name; `length`: requests per replica."""

@@ -1,13 +1,13 @@
-"""What HTTP costs, and how the server compares with another: tokens/s, time to first token and
-between tokens, at several streams.
+"""Cost of HTTP, and comparison with another server: tokens/s, time to first token and between
+tokens.
 
-    python benchmarks/server                                   the server beside the engine alone, at 1, 8 and 32 streams
+    python benchmarks/server                                   the server and the engine alone, at 1, 8 and 32 streams
     python benchmarks/server --peer 'llama-server -m {model} --port {port} -np 32 -c 65536 -t 2'
 
-The engine alone runs the same requests in its own process while a dummy process burns the CPU that
-the load generator was measured to use, since both need it on one machine; without the dummy is the
-raw figure. The sides take turns. A peer is any server of OpenAI's completions: its command has
-{model} and {port}, and it is ready once /health answers.
+The engine alone runs the same requests in its own process, while a dummy process uses the measured
+CPU time of the load generator; the raw figure is without the dummy. The sides take turns. A peer is
+any server with OpenAI's completions: its command has {model} and {port}, and it is ready once
+/health responds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ Run = dict[str, Any]
 
 
 def bodies(count: int, prompt: int, output: int) -> list[Run]:
-    """Requests whose prompts have nothing in common."""
+    """Requests without common prefixes."""
     rng = np.random.default_rng(0)
     words = [
         " ".join(f"{word:x}" for word in rng.integers(16, 4096, size=prompt // 2))
@@ -57,7 +57,6 @@ def bodies(count: int, prompt: int, output: int) -> list[Run]:
 
 
 def load(url: str, streams: int, asked: list[Run]) -> Run:
-    """The requests over HTTP."""
     done = subprocess.run(
         [sys.executable, str(LOAD), url, str(streams)],
         input=json.dumps(asked),
@@ -72,7 +71,7 @@ def load(url: str, streams: int, asked: list[Run]) -> Run:
 
 
 def alone(llm: AsyncLLM, streams: int, asked: list[Run], burn: float) -> Run:
-    """The same requests in this process."""
+    """Run the requests in this process."""
     left, tokens = list(reversed(asked)), 0
 
     async def lane() -> None:
@@ -101,7 +100,7 @@ def alone(llm: AsyncLLM, streams: int, asked: list[Run], burn: float) -> Run:
 
 @contextlib.contextmanager
 def server(command: list[str], port: int) -> Iterator[str]:
-    """A server, once it is ready."""
+    """Start a server and wait until it is ready."""
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -126,7 +125,7 @@ def free_port() -> int:
 
 
 def row(name: str, streams: int, runs: list[Run], base: list[float]) -> list[str]:
-    """Medians over the runs; the ratio is of pairs of turns."""
+    """Medians over the runs, and the ratio by pairs of turns."""
     rates = [run["tokens"] / run["seconds"] for run in runs]
     ratios = [rate / other for rate, other in zip(rates, base, strict=True)]
     cells = [
@@ -144,7 +143,7 @@ def row(name: str, streams: int, runs: list[Run], base: list[float]) -> list[str
     return cells
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks/server",
         description=__doc__,
@@ -158,14 +157,18 @@ def main() -> None:
         metavar="N,...",
     )
     parser.add_argument(
-        "--requests", type=int, default=3, metavar="N", help="of each stream (default: %(default)s)"
+        "--requests",
+        type=int,
+        default=3,
+        metavar="N",
+        help="requests per stream (default: %(default)s)",
     )
     parser.add_argument(
         "--prompt",
         type=int,
         default=128,
         metavar="N",
-        help="tokens of a prompt, about (default: %(default)s)",
+        help="approximate tokens of a prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--output",
@@ -182,84 +185,82 @@ def main() -> None:
         help="turns of each side (default: %(default)s)",
     )
     parser.add_argument(
-        "--peer", metavar="COMMAND", help="another server, in place of the engine alone"
+        "--peer",
+        metavar="COMMAND",
+        help="command of another server, which replaces the engine alone",
     )
-    parser.add_argument("--peer-model", metavar="FILE", help="its model; --model if left out")
-    args = parser.parse_args()
-    rows = []
-    port, context = free_port(), str(4 * (args.prompt + args.output))
-    command = [
-        sys.executable,
-        "-m",
-        "headrace",
-        "serve",
-        args.model,
-        "--port",
-        str(port),
-        "--max-model-len",
-        context,
-    ]
-    for streams in args.streams:
-        asked = bodies(streams * args.requests, args.prompt, args.output)
-        sides: dict[str, list[Run]] = {}
-
-        def turn(name: str, run: Callable[[], Run], sides: dict[str, list[Run]] = sides) -> Run:
-            sides.setdefault(name, []).append(run())
-            return sides[name][-1]
-
-        for _ in range(args.rounds):
-            with server(command, port) as url:
-                load(url, streams, asked[:streams])
-                ours = turn(
-                    "Headrace, HTTP", lambda url=url, n=streams, asked=asked: load(url, n, asked)
-                )
-            if args.peer:
-                other = free_port()
-                words = shlex.split(
-                    args.peer.format(model=args.peer_model or args.model, port=other)
-                )
-                with server(words, other) as url:
-                    load(url, streams, asked[:streams])
-                    turn("peer, HTTP", lambda url=url, n=streams, asked=asked: load(url, n, asked))
-            else:
-                for name, burn in (
-                    ("engine alone, and a dummy", ours["cpu"]),
-                    ("engine alone", 0.0),
-                ):
-                    with AsyncLLM(
-                        args.model, max_model_len=int(context)
-                    ) as llm:  # another, whose cache has none of the prompts
-                        alone(llm, streams, asked[:streams], 0)
-                        turn(
-                            name,
-                            lambda llm=llm, n=streams, asked=asked, burn=burn: alone(
-                                llm, n, asked, burn
-                            ),
-                        )
-        base = [run["tokens"] / run["seconds"] for run in sides["Headrace, HTTP"]]
-        rows += [row(name, streams, runs, base) for name, runs in sides.items()]
-        rows[-len(sides)][0] += (
-            "; load "
-            f"{statistics.median(run['cpu'] for run in sides['Headrace, HTTP']):.0%} of a "
-            "core"
-        )
-    headings = [
-        "",
-        ">streams",
-        ">tokens/s",
-        ">to Headrace, HTTP",
-        ">first token p50, ms",
-        ">p99",
-        ">between pieces p50, ms",
-        ">p99",
-        ">each token p50, ms",
-        ">p99",
-    ]
-    print_table(
-        headings,
-        rows,
-        f"{args.model}, prompts of about {args.prompt} tokens, answers of {args.output}",
+    parser.add_argument(
+        "--peer-model", metavar="FILE", help="model of the other server (default: --model)"
     )
+    return parser.parse_args()
+
+
+_HEADINGS = [
+    "",
+    ">streams",
+    ">tokens/s",
+    ">to Headrace, HTTP",
+    ">first token p50, ms",
+    ">p99",
+    ">between chunks p50, ms",
+    ">p99",
+    ">per token p50, ms",
+    ">p99",
+]
+
+
+def main() -> None:
+    args = parse_arguments()
+    rows = [row for streams in args.streams for row in rows_of(args, streams)]
+    title = f"{args.model}, prompts of about {args.prompt} tokens, answers of {args.output}"
+    print_table(_HEADINGS, rows, title)
+
+
+def rows_of(args: argparse.Namespace, streams: int) -> list[list[str]]:
+    """The rows of one number of streams: a row for each side."""
+    requests = bodies(streams * args.requests, args.prompt, args.output)
+    sides: dict[str, list[Run]] = {}
+    for _ in range(args.rounds):
+        ours = over_http(args, streams, requests, peer="")
+        sides.setdefault("Headrace, HTTP", []).append(ours)
+        if args.peer:
+            sides.setdefault("peer, HTTP", []).append(
+                over_http(args, streams, requests, peer=args.peer)
+            )
+            continue
+        for name, burn in (("engine alone, and a dummy", ours["cpu"]), ("engine alone", 0.0)):
+            sides.setdefault(name, []).append(in_process(args, streams, requests, burn))
+
+    base = [run["tokens"] / run["seconds"] for run in sides["Headrace, HTTP"]]
+    rows = [row(name, streams, runs, base) for name, runs in sides.items()]
+    client_cpu = statistics.median(run["cpu"] for run in sides["Headrace, HTTP"])
+    rows[0][0] += f"; load {client_cpu:.0%} of a core"
+    return rows
+
+
+def over_http(args: argparse.Namespace, streams: int, requests: list[Run], peer: str) -> Run:
+    """The requests against a new server: Headrace, or the command of a peer."""
+    port = free_port()
+    if peer:
+        command = shlex.split(peer.format(model=args.peer_model or args.model, port=port))
+    else:
+        command = [sys.executable, "-m", "headrace", "serve", args.model]
+        command += ["--port", str(port), "--max-model-len", str(max_model_len(args))]
+    with server(command, port) as url:
+        load(url, streams, requests[:streams])
+        return load(url, streams, requests)
+
+
+def in_process(args: argparse.Namespace, streams: int, requests: list[Run], burn: float) -> Run:
+    """The requests in a new engine of this process, whose prefix cache is empty."""
+    with AsyncLLM(args.model, max_model_len=max_model_len(args)) as llm:
+        alone(llm, streams, requests[:streams], 0)
+        return alone(llm, streams, requests, burn)
+
+
+def max_model_len(args: argparse.Namespace) -> int:
+    length: int = 4 * (args.prompt + args.output)
+    return length
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""A client of many streams at once, in a process of its own: prints one line of JSON with what it
-saw, and the CPU that it took.
+"""A client with many concurrent streams. It prints its measurements and CPU time as a line of JSON.
 
     python load.py URL STREAMS < requests.json
 
-`requests.json` is a list of bodies for /v1/completions. There are always so many under way; each is
-a stream over a connection of its own.
+`requests.json` is a list of bodies for /v1/completions. STREAMS requests always run, each as a
+stream over its own connection.
 """
 
 import asyncio
@@ -21,16 +20,16 @@ class Seen:
 
     def __init__(self) -> None:
         self.first: list[float] = []
-        """From a request to the first text of its answer."""
+        """From a request to its first text."""
         self.gaps: list[float] = []
-        """Between two pieces of text of a stream, each of which may have several tokens."""
+        """Between two chunks of a stream, which may have several tokens."""
         self.each: list[float] = []
-        """For each token of a stream but the first: of each stream, the mean."""
+        """Mean seconds per token after the first, of each stream."""
         self.tokens = 0
 
 
 async def stream(host: str, port: int, body: dict[str, Any], seen: Seen) -> None:
-    """One request, to its end."""
+    """Run one request to its end."""
     reader, writer = await asyncio.open_connection(host, port)
     data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
     head = (

@@ -1,11 +1,10 @@
-"""What serving many requests costs and gains: memory waste, batching, pauses, KV memory, KV formats
-and windows.
+"""Serving many requests: memory waste, batching, pauses, KV memory, KV formats and windows.
 
     python benchmarks/serving                                  everything
     python benchmarks/serving batching --requests 500          one of: waste, batching, pauses, memory, kv_formats, windows
     python benchmarks/serving pauses --set max_num_batched_tokens=64    with fields of EngineConfig; each --set is a row
 
-Ratios are formed between runs that took turns; figures are medians, then the least and the most.
+Ratios compare runs that take turns. Figures are medians (min-max).
 """
 
 from batching import batching

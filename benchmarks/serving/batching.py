@@ -1,8 +1,8 @@
-"""In-flight against static batching: the same requests, sequences at once and kernels, in turns.
+"""In-flight and static batching with the same requests, max sequences and kernels, in turns.
 
-All requests are there at the start. Both sides must give the same tokens, or nothing is timed.
-Static batching pads short prompts with slots but not with rows (headrace/engine/static.py), which
-is kinder than servers of that kind were.
+All requests arrive at the start. Both sides must give the same tokens, otherwise the run is not
+timed. Static batching pads short prompts with slots, but not with rows (headrace/engine/static.py),
+which is cheaper than in real servers.
 """
 
 import numpy as np

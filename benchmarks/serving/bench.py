@@ -1,6 +1,4 @@
-"""What the serving benchmarks share: options, where figures go, and a run of requests through an
-engine.
-"""
+"""Shared parts of the serving benchmarks: options, output, and running requests."""
 
 import argparse
 import json
@@ -26,7 +24,7 @@ from headrace.sampling_params import SamplingParams
 
 
 class Ask(NamedTuple):
-    """A request of a benchmark: random tokens, and an output that does not end early."""
+    """A request with random tokens and an output that does not end early."""
 
     prompt: list[int]
     num_tokens: int
@@ -37,20 +35,20 @@ class Ask(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What became of requests that were submitted together."""
+    """The results of requests that were submitted together."""
 
     seconds: float
     latencies: list[float]
-    """Seconds from submitting to the last token, in the order of the requests."""
+    """Seconds from submission to the last token of each request."""
     outputs: list[list[int]]
     waste: float
-    """Mean over the steps of the share of slots in use that hold no KV."""
+    """Share of used slots without KV, mean over the steps."""
     fragmentation: float
-    """The same without those that known tokens will fill: of prompts that are being read."""
+    """Share of used slots that no known token will fill, mean over the steps."""
 
 
 class Bench:
-    """One call from the command line."""
+    """The options of a run, and its output."""
 
     def __init__(self, args: argparse.Namespace, lines: IO[str] | None) -> None:
         self.quick: bool = args.quick
@@ -77,11 +75,11 @@ class Bench:
         )
         print(
             f"{host.cpu_name()}, {_native.isa()}, {self.threads} threads, {self.model}; "
-            "median (least-most)"
+            "median (min-max)"
         )
 
     def engine(self, **options: Any) -> Engine:
-        """The model under these fields of EngineConfig."""
+        """The model with these fields of EngineConfig."""
         return load_model(self.model, engine_config({"threads": self.threads} | options)).engine
 
     def table(
@@ -91,7 +89,7 @@ class Bench:
         headings: Sequence[str],
         rows: Iterable[tuple[Mapping[str, object], Sequence[str]]],
     ) -> None:
-        """Rows as they go to JSON, each with its cells."""
+        """The rows for JSON, each with its cells."""
         cells = []
         for facts, row in rows:
             self._write({"program": program} | dict(facts))
@@ -107,7 +105,7 @@ class Bench:
 
 
 def serve(engine: Engine, asks: Sequence[Ask], what: str = "") -> Served:
-    """Submit all and wait for the last."""
+    """Submit all requests and wait for the last one."""
     begun = perf_counter()
     ids = [engine.add_request(ask.prompt, ask.params) for ask in asks]
     outputs: dict[str, list[int]] = {}
@@ -138,13 +136,13 @@ def serve(engine: Engine, asks: Sequence[Ask], what: str = "") -> Served:
 
 
 def say(text: str) -> None:
-    """One line that is overwritten, on a terminal only."""
+    """Show one overwritten line, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def spread(values: Iterable[float], form: str) -> str:
-    """`median (least-most)`."""
+    """`median (min-max)`."""
     values = list(values)
     middle = format(statistics.median(values), form)
     return (
@@ -174,7 +172,7 @@ def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]
         "programs",
         nargs="*",
         metavar="PROGRAM",
-        help=f"which to run: {', '.join(programs)} (default: all)",
+        help=f"benchmarks to run: {', '.join(programs)} (default: all)",
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument(
@@ -182,7 +180,7 @@ def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]
         type=int,
         default=0,
         metavar="N",
-        help="compute threads; 0: as many as may be used",
+        help="compute threads; 0: all available cores",
     )
     parser.add_argument(
         "--rounds",
@@ -196,36 +194,36 @@ def main(description: str | None, programs: Mapping[str, Callable[[Bench], None]
         type=int,
         default=160,
         metavar="N",
-        help="of the trace, in `batching` (default: %(default)s of 500)",
+        help="requests of the trace in `batching` (default: %(default)s of 500)",
     )
     parser.add_argument(
         "--prompt",
         type=int,
         default=0,
         metavar="N",
-        help="tokens of the long prompt (default: 4096 in `pauses`, all the context in `memory`)",
+        help="tokens of the long prompt (default: 4096 in `pauses`, the full context in `memory`)",
     )
     parser.add_argument(
         "--cached",
         type=int,
         default=0,
         metavar="N",
-        help="of which so many are read before the streams of `pauses` begin",
+        help="prompt tokens that are computed before the streams of `pauses` start",
     )
     parser.add_argument(
         "--set",
         type=_fields,
         action="append",
         metavar="F=V,...",
-        help="fields of EngineConfig, a row of `pauses`",
+        help="fields of EngineConfig for a row of `pauses`; repeatable",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every row as a line of JSON"
+        "--json", type=Path, metavar="FILE", help="file for every row as a line of JSON"
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny sizes and one round: shows that it runs, measures nothing",
+        help="tiny sizes and one round, as a test that does not measure",
     )
     args = parser.parse_args()
     if unknown := set(args.programs) - set(programs):

@@ -1,10 +1,9 @@
-"""Number formats of keys and values: what a token takes, how many fit here, and what the model
-loses.
+"""Number formats of KV: bytes of a token, tokens that fit into memory, and loss of the model.
 
-Loss is that of a text in pieces of 512 tokens, each from an empty cache: the mean negative
-log-likelihood, and the divergence KL(reference, format) of the next-token distributions from those
-of the reference backend, which computes in float64. The cpu backend's int8 activations are in all
-of its rows, so the loss of a format is what it adds to that of f32.
+Loss is measured on a text in pieces of 512 tokens, each with an empty cache: the mean negative
+log-likelihood, and the divergence KL(reference, format) of next-token distributions from the
+reference backend in float64. All rows of the cpu backend have int8 activations, so the loss of a
+format is the difference from f32.
 """
 
 from collections.abc import Iterator
@@ -33,9 +32,9 @@ def kv_formats(bench: Bench) -> None:
     ids = checkpoint.load_tokenizer().encode(
         TEXT.read_text(), add_special=False, parse_special=False
     )
-    length, most = (48, 1) if bench.quick else (512, 8)
+    length, max_pieces = (48, 1) if bench.quick else (512, 8)
     pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][
-        :most
+        :max_pieces
     ]
     truth = _log_probabilities(checkpoint, "reference", "f32", pieces, bench.threads)
     formats = {
@@ -67,7 +66,7 @@ def kv_formats(bench: Bench) -> None:
     bench.table(
         "kv_formats",
         title,
-        ["format", ">bytes/token", ">tokens that fit here", ">mean NLL", ">KL"],
+        ["format", ">bytes/token", ">tokens that fit", ">mean NLL", ">KL"],
         rows,
     )
 

@@ -1,9 +1,8 @@
-"""Memory of KV: what the planner predicts against what the process maps and what of it is resident,
-with long prompts.
+"""Memory of KV with long prompts: predicted, mapped and resident bytes.
 
-The default model at its whole context, and a random model of little width with a prompt of 131,071
-tokens. Mapped must equal predicted to the byte; resident is counted in the pages (2 MB) that were
-touched. Linux only.
+It runs the default model at its full context, and a narrow random model with a prompt of 131,071
+tokens. Mapped and predicted bytes must be equal. Resident bytes count touched pages (2 MB). Linux
+only.
 """
 
 import gc
@@ -22,7 +21,7 @@ from headrace.program.kv import token_bytes
 from tests.tiny import tiny_engine, tiny_model
 
 PAGE = 2 << 20
-"""Of the arena: it is mapped with one more, so that it can be aligned."""
+"""Page size of the arena, which maps one page more for its alignment."""
 
 
 class Mapping(NamedTuple):
@@ -33,7 +32,7 @@ class Mapping(NamedTuple):
 
 
 def mappings() -> dict[int, Mapping]:
-    """By address. Adjacent mappings of one kind are one to the kernel."""
+    """Mappings by address. The kernel joins adjacent mappings of one kind."""
     found: dict[int, Mapping] = {}
     begin = nbytes = resident = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -70,7 +69,7 @@ def memory(bench: Bench) -> None:
 
 
 def _bytes_per_token(model: str) -> int:
-    """As `headrace show` says."""
+    """The prediction of `headrace show`."""
     from headrace.measure.describe import describe
 
     return int(describe(model)["kv_bytes_per_token"][EngineConfig.kv_dtype])

@@ -1,10 +1,10 @@
-"""What a long prompt does to the requests that are being answered: time between tokens of 16
-streams, before and while it is read.
+"""Effect of a long prompt on other requests: time between tokens of 16 streams, before and during
+its prefill.
 
-A row for each set of EngineConfig fields (`--set`); the sets take turns. Small steps shorten the
-pauses, and lengthen the way to the long prompt's own first token: that is the trade. A chunk's row
-takes the longer the deeper it is in the prompt, and so does the whole prompt; `--cached N` reads N
-of its tokens before the streams begin, which leaves the last ones to be measured.
+The table has a row for each set of EngineConfig fields (`--set`); the sets take turns. Small steps
+shorten the pauses, but delay the first token of the long prompt. Rows deep in a prompt take longer;
+`--cached N` computes N of its tokens before the streams start, so that only the last ones are
+measured.
 """
 
 from time import perf_counter
@@ -20,7 +20,7 @@ TARGET = 3.0
 
 
 class Pauses(NamedTuple):
-    """Seconds between two tokens of a stream, and from submitting the long prompt to its first
+    """Seconds between two tokens of a stream, and from submission of the long prompt to its first
     token.
     """
 
@@ -74,7 +74,7 @@ def pauses(bench: Bench) -> None:
 
 
 def _measure(engine: Engine, long: Ask, steps: int, rng: np.random.Generator) -> Pauses:
-    """Streams alone for so many steps, and then until the long prompt's first token."""
+    """Run the streams alone for some steps, then until the first token of the long prompt."""
     endless = engine.limits.max_model_len - 65
     asks = [
         Ask(rng.integers(engine.limits.vocab_size, size=64).tolist(), endless)
@@ -84,7 +84,6 @@ def _measure(engine: Engine, long: Ask, steps: int, rng: np.random.Generator) ->
     last: dict[str, float] = {}
 
     def step(pauses: list[float]) -> bool:
-        """Whether a request came to its end."""
         updates, now = engine.step(), perf_counter()
         for update in updates:
             if update.request_id in last:

@@ -1,13 +1,11 @@
-"""Memory waste on the trace, by block size and batching: slots in use that hold no KV, as a share
-of those in use.
+"""Memory waste on the trace, by block size and batching: the share of used slots without KV.
 
-Some of these are about to be filled, by prompts that have their blocks and are still being read;
-what lies beyond all known tokens is fragmentation: last blocks part empty, and what a static batch
-reserves.
+Prompts in prefill will fill some of these slots. Slots beyond all known tokens are fragmentation:
+partly empty last blocks, and reservations of static batches.
 
-The scheduler and the block pool are the engine's own, with 32 sequences at most; the executable
-computes nothing, since what is counted depends on lengths alone. So blocks of 16 can be counted
-too, which the cpu backend does not have.
+The scheduler and the block pool are real, with at most 32 sequences. The executable computes
+nothing, because waste depends on lengths alone. So blocks of 16 can be counted too, which the cpu
+backend does not support.
 """
 
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from bench import Bench, serve
 from numpy.typing import NDArray
-from workload import MOST_OUTPUT, MOST_PROMPT, NUM_REQUESTS, WORDS, trace
+from workload import MAX_OUTPUT, MAX_PROMPT, NUM_REQUESTS, WORDS, trace
 
 from headrace.backend import expert_table
 from headrace.batch import Ints, RaggedBatch
@@ -32,7 +30,7 @@ TARGET = 0.04
 
 
 class Nothing:
-    """An executable that computes nothing: every token is as likely as any other."""
+    """An executable that computes nothing: all tokens are equally likely."""
 
     max_in_flight = 1
 
@@ -42,17 +40,17 @@ class Nothing:
         )
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
-        """There is nothing to move."""
+        """Does nothing."""
 
     def expert_loads(self) -> NDArray[np.int64]:
         return expert_table([])
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 def engine_of(batching: str, block_size: int) -> Engine:
-    longest = MOST_PROMPT + MOST_OUTPUT
+    longest = MAX_PROMPT + MAX_OUTPUT
     kv = KvConfig((MAX_NUM_SEQS * -(-longest // block_size),), block_size)
     config = EngineConfig(batching=batching, max_num_seqs=MAX_NUM_SEQS, multi_step_ms=0)
     return Engine(
@@ -99,6 +97,6 @@ def waste(bench: Bench) -> None:
     bench.table(
         "waste",
         title,
-        ["batching", ">block size", ">waste", ">of it beyond what is known", "target of waste"],
+        ["batching", ">block size", ">waste", ">waste beyond known tokens", "target of waste"],
         rows,
     )

@@ -1,8 +1,7 @@
-"""A window over a model that was trained without one: what it loses on a long text, with sinks and
-without, and the KV that it keeps.
+"""A window in a model that was trained without: loss on a long text with and without sinks, and
+bytes of KV.
 
-Loss is the mean negative log-likelihood of the tokens of one long text that come after twice the
-window.
+Loss is the mean negative log-likelihood of tokens after twice the window in one long text.
 """
 
 import numpy as np
@@ -13,7 +12,7 @@ from headrace import LLM, SamplingParams
 
 
 def windows(bench: Bench) -> None:
-    window, most = (32, 160) if bench.quick else (512, 6000)
+    window, max_tokens = (32, 160) if bench.quick else (512, 6000)
     rows = []
     for name, options in {
         "all": {},
@@ -22,7 +21,7 @@ def windows(bench: Bench) -> None:
     }.items():
         say(name)
         with LLM(bench.model, threads=bench.threads, max_num_seqs=1, **options) as llm:
-            ids = llm.get_tokenizer().encode(TEXT.read_text())[:most]
+            ids = llm.get_tokenizer().encode(TEXT.read_text())[:max_tokens]
             (result,) = llm.generate(
                 [{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, prompt_logprobs=0)
             )
@@ -41,6 +40,4 @@ def windows(bench: Bench) -> None:
         )
     say("")
     title = f"Windows: tokens {2 * window:,} to {len(ids):,} of a text"
-    bench.table(
-        "windows", title, ["tokens that a row sees", ">mean NLL", ">MB of KV for a sequence"], rows
-    )
+    bench.table("windows", title, ["visible tokens", ">mean NLL", ">MB of KV per sequence"], rows)

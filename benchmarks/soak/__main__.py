@@ -1,9 +1,9 @@
-"""The server under load and faults, in a process as it is served: each scenario prints what held,
-and the exit code is 1 where one did not.
+"""The server under load and faults. Each scenario prints its criteria; the exit code is 1 if one
+failed.
 
-python benchmarks/soak                                  everything, in an hour, half of which is
-`mixed` python benchmarks/soak [--seconds N] SCENARIO ...       some of them; N seconds of those
-that have a length: load, overload, mixed
+    python benchmarks/soak                              everything, in an hour, half of it `mixed`
+    python benchmarks/soak [--seconds N] SCENARIO ...   some scenarios; N seconds for those with a
+                                                        length: load, overload, mixed
 """
 
 import argparse
@@ -14,19 +14,20 @@ from importlib import import_module
 from harness import Findings
 
 _ALL = (
-    *(
-        "load",
-        "abort_storm",
-        "disconnect",
-        "kv_pressure",
-        "two_large",
-        "starvation",
-        "overload",
-        "ends",
-        "engine_killed",
-        "server_killed",
-    ),
-    *("engine_stopped", "mixed", "distinct", "slow_readers"),
+    "load",
+    "abort_storm",
+    "disconnect",
+    "kv_pressure",
+    "two_large",
+    "starvation",
+    "overload",
+    "ends",
+    "engine_killed",
+    "server_killed",
+    "engine_stopped",
+    "mixed",
+    "distinct",
+    "slow_readers",
 )
 
 
@@ -36,7 +37,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(_ALL))
+    parser.add_argument(
+        "scenarios", nargs="*", metavar="SCENARIO", help=f"scenarios: {', '.join(_ALL)}"
+    )
     parser.add_argument("--seconds", type=float)
     args = parser.parse_args()
     if unknown := set(args.scenarios) - set(_ALL):

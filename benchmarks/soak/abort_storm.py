@@ -1,6 +1,4 @@
-"""2,000 streams, each closed by its client after 0 to 50 pieces of text, in the queue and in
-prefill as well.
-"""
+"""2,000 streams, each closed by its client after 0 to 50 chunks, also in queue and prefill."""
 
 import asyncio
 import random

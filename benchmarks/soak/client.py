@@ -1,4 +1,4 @@
-"""Clients of the server over plain sockets, many in one event loop."""
+"""Clients over plain sockets, many in one event loop."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ Body = dict[str, Any]
 
 @dataclass
 class Answer:
-    """What a client saw of one request; times in seconds."""
+    """A client's view of one request; times in seconds."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -21,12 +21,12 @@ class Answer:
     """The code of an error, in the body or as an event."""
     finish_reason: str | None = None
     is_whole: bool = False
-    """Whether the body or the stream came to its end."""
+    """Whether the body or the stream ended regularly."""
     begun: float = 0.0
     first: float = 0.0
-    """From the request to the first piece of text."""
+    """From the request to the first chunk."""
     times: list[float] = field(default_factory=list)
-    """When each piece of text came, on the monotonic clock."""
+    """Time of each chunk on the monotonic clock."""
     seconds: float = 0.0
 
     @property
@@ -37,10 +37,9 @@ class Answer:
 async def ask(
     port: int, path: str, body: Body, *, pieces: int | None = None, seconds: float | None = None
 ) -> Answer:
-    """Ask, and leave after so many pieces of text or so many seconds, whichever comes first; None:
-    never.
+    """Send a request, and close the connection after `pieces` chunks or `seconds` seconds.
 
-    One that is cancelled leaves too, and returns what it saw.
+    A client that is cancelled closes it too, and returns its view so far.
     """
     answer = Answer(begun=time.monotonic())
     with contextlib.suppress(TimeoutError, ConnectionError, asyncio.CancelledError):
@@ -51,7 +50,7 @@ async def ask(
 
 
 async def fill(port: int, blocks: int) -> None:
-    """Take all of KV once, and 64 connections, so that what follows finds every page resident."""
+    """Use all KV and 64 connections once, so that all pages are resident."""
     prompts: list[Body] = [
         {"prompt": [100 + i] * 700, "max_tokens": 8, "temperature": 0}
         for i in range(blocks // 20 + 1)
@@ -62,7 +61,6 @@ async def fill(port: int, blocks: int) -> None:
 
 
 def request(path: str, data: bytes) -> bytes:
-    """The head of a request with this body."""
     lines = (
         f"POST {path} HTTP/1.1",
         "host: localhost",
@@ -112,7 +110,7 @@ def _read_body(answer: Answer, body: Any) -> None:
 
 
 async def _events(answer: Answer, reader: asyncio.StreamReader) -> Any:
-    """The pieces of text of the first choice of a stream."""
+    """The chunks of the first choice of a stream."""
     while line := await reader.readline():
         if line == b"data: [DONE]\n":
             answer.is_whole = True

@@ -1,4 +1,4 @@
-"""A client that leaves while its answer, which is no stream, is computed: that ends."""
+"""A client disconnects while its response without streaming is computed: the request ends."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C under load: with time to finish, without, and twice."""
+"""SIGTERM and Ctrl-C under load: with time to finish, without time, and twice."""
 
 import asyncio
 import signal

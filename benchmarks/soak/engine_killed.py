@@ -1,5 +1,5 @@
-"""kill -9 of the engine process under 20 streams: each client hears of it, and the next request is
-answered by another engine.
+"""kill -9 of the engine process with 20 streams: each client gets an error, and a new engine serves
+the next request.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""SIGSTOP of the engine process, as if it hung: not ready, then started again; live all the
-time.
-"""
+"""SIGSTOP of the engine process, as if it hung: not ready, then restarted; live all the time."""
 
 import asyncio
 import os

@@ -1,5 +1,5 @@
-"""What the scenarios share: the server under test and its figures, what its processes hold, and a
-record of what held and what did not.
+"""Shared parts of the scenarios: the server under test, the memory of its processes, and a report
+of criteria.
 """
 
 import contextlib
@@ -22,26 +22,25 @@ from tests.server.running import Running
 
 
 class Findings:
-    """What a scenario found; every line is printed as it comes."""
+    """The criteria of a scenario. Every line is printed at once."""
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
-        """For how long a scenario of a given length shall run; None: as long as its criterion says.
-        """
+        """Seconds for scenarios with a variable length; None: their default."""
         self.num_failed = 0
 
     def holds(self, ok: bool, what: str) -> None:
-        """A criterion, with its figures."""
+        """Report a criterion with its figures."""
         self.num_failed += not ok
         print(f"  {'ok    ' if ok else 'FAILED'} {what}", flush=True)
 
     def says(self, what: str) -> None:
-        """Figures without a criterion."""
+        """Report figures without a criterion."""
         print(f"         {what}", flush=True)
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """Resources of a process."""
 
     anon: int
     """Bytes of anonymous memory, resident or swapped."""
@@ -58,7 +57,6 @@ def held(pid: int) -> Held:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process started."""
     return [
         int(child)
         for task in os.listdir(f"/proc/{pid}/task")
@@ -74,9 +72,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Watch:
-    """Samples of what API process and engine process hold, once a second while a scenario asks for
-    them.
-    """
+    """Samples of the resources of API process and engine process, once a second."""
 
     def __init__(self, server: Running) -> None:
         self._pids = {"API process": server.process.pid, "engine process": server.engine_pid}
@@ -88,11 +84,11 @@ class Watch:
             self.samples[name].append((time.monotonic() - self._begun, held(pid)))
 
     def mean_anon(self, name: str, begin: float, end: float) -> float:
-        """Mean of the anonymous memory between two times, in bytes."""
+        """Mean anonymous memory between two times, in bytes."""
         return statistics.mean(one.anon for at, one in self.samples[name] if begin <= at <= end)
 
     def growth_per_second(self, name: str, begin: float) -> float:
-        """Slope of the anonymous memory from a time on, in bytes per second."""
+        """Slope of the anonymous memory after a time, in bytes per second."""
         points = [(at, one.anon) for at, one in self.samples[name] if at >= begin]
         return statistics.linear_regression(
             [at for at, _ in points], [anon for _, anon in points]
@@ -100,8 +96,8 @@ class Watch:
 
 
 def check_rest(findings: Findings, server: Running, seconds: float) -> None:
-    """All requests have ended: nothing runs or waits, all blocks are free, and no steps are made
-    any more.
+    """Check that all requests have ended: none runs or waits, all blocks are free, and no more
+    steps run.
     """
     took = wait(server.at_rest, seconds)
     figures = server.figures()
@@ -123,12 +119,14 @@ def check_rest(findings: Findings, server: Running, seconds: float) -> None:
 def check_steady(
     findings: Findings, name: str, samples: list[tuple[float, Held]], warm: float
 ) -> None:
-    """Files and threads of a process at rest before and after are no more, once it is warm; its
-    first and last sample are taken at rest.
+    """Check that an idle process has no more files and threads than before. The first and last
+    sample are taken when it is idle.
     """
     begin, end = samples[0][1], samples[-1][1]
-    most = max(one.threads for at, one in samples[:-1] if at <= 2 * warm)
-    findings.holds(end.threads <= most, f"{name}: {end.threads} threads (at most {most} before)")
+    max_threads = max(one.threads for at, one in samples[:-1] if at <= 2 * warm)
+    findings.holds(
+        end.threads <= max_threads, f"{name}: {end.threads} threads (at most {max_threads} before)"
+    )
     findings.holds(
         end.fds <= begin.fds + 1,
         f"{name}: {end.fds} files open ({begin.fds} before, and one for the question)",
@@ -136,7 +134,7 @@ def check_steady(
 
 
 def wait(condition: Callable[[], bool], seconds: float) -> float | None:
-    """Seconds until it holds; None where it does not within so many."""
+    """Seconds until the condition holds; None if it does not hold in time."""
     begun = time.monotonic()
     while (took := time.monotonic() - begun) < seconds:
         with contextlib.suppress(ConnectionError):
@@ -147,14 +145,14 @@ def wait(condition: Callable[[], bool], seconds: float) -> float | None:
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """0 for no values."""
+    """0 without values."""
     return sorted(values)[min(int(len(values) * percent / 100), len(values) - 1)] if values else 0.0
 
 
 @lru_cache(maxsize=1)
 def tiny_model() -> str:
-    """A file of a model with random weights, for scenarios in which the engine's arithmetic does
-    not matter: a step takes 0.2 ms.
+    """A model with random weights and steps of 0.2 ms, for scenarios that do not depend on
+    arithmetic.
     """
     folder = tempfile.TemporaryDirectory()
     _kept.append(folder)
@@ -166,7 +164,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 @contextlib.contextmanager
 def serving(findings: Findings, model: str, *flags: str) -> Iterator[Running]:
-    """A server that ends by SIGTERM, as it should."""
+    """A server that must end by SIGTERM."""
     server = Running(model, *flags)
     try:
         yield server

@@ -1,4 +1,6 @@
-"""50 mixed requests in KV for 1.2 of the largest: all end, as they do with KV for all."""
+"""50 mixed requests in KV for 1.2 times the largest: all end with the same outputs as with enough
+KV.
+"""
 
 import asyncio
 import random

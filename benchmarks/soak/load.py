@@ -1,8 +1,8 @@
-"""64 streams at once, a fifth of whose clients leave at a random moment: nothing leaks, and no
-answer is another's.
+"""64 concurrent streams, a fifth of them closed by clients at a random moment: no leaks, and no
+mixed-up outputs.
 
-The model is the default one, whose greedy answers have to do with their prompts: each was computed
-before, alone, and all must equal it.
+The default model computes each greedy output alone first. All outputs under load must be equal to
+it.
 """
 
 import asyncio
@@ -29,9 +29,7 @@ _ASKS = (
 
 
 def canaries() -> list[tuple[str, Body]]:
-    """Requests of which no two have the same prompt: most are short, some are read in several
-    steps.
-    """
+    """Requests with different prompts, most of them short, some with several prefill steps."""
     found: list[tuple[str, Body]] = []
     for i in range(_STREAMS):
         text, length = _ASKS[i % 4].format(_THINGS[i // 4]), 24 + 7 * i % 64

@@ -1,5 +1,5 @@
-"""Half an hour of all kinds of traffic: a tenth of clients leave, a twentieth ask what cannot be,
-some want a grammar or many answers.
+"""Half an hour of mixed traffic: a tenth of clients disconnect, a twentieth of requests are
+invalid, some have a grammar or several outputs.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ _SECONDS = 1800.0
 _CLIENTS = 12
 _WARM_UP = 0.3
 _BLOCKS = 256
-_MOST_PER_SECOND = (1 << 20) / 600
+_MAX_PER_SECOND = (1 << 20) / 600
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -55,7 +55,7 @@ def run(findings: Findings) -> None:
                 "(at most 1)"
             )
             findings.holds(
-                slope <= _MOST_PER_SECOND,
+                slope <= _MAX_PER_SECOND,
                 f"{name}: {shown}, {samples[-1][1].anon / 2**20:.0f} MB at the end",
             )
             check_steady(findings, name, samples, warm)
@@ -70,7 +70,7 @@ def run(findings: Findings) -> None:
 
 
 def _request(rng: random.Random) -> tuple[str, Body, Callable[[Answer], bool]]:
-    """A kind of request, its body, and whether an answer is right."""
+    """A kind of request, its body, and a check of the response."""
     words = " ".join(
         rng.choices(
             ("mill", "water", "stone", "wheel", "river", "grain", "flour", "dam"),

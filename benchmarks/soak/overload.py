@@ -1,5 +1,5 @@
-"""Three times as many requests as can be served, for a minute: those too many hear so at once, and
-the others lose nothing by it.
+"""Three times the sustainable load for a minute: excess requests are refused at once, and the
+others are not slowed down.
 """
 
 import asyncio
@@ -78,9 +78,7 @@ def _body(rng: random.Random) -> Body:
 
 
 async def _closed(port: int, seconds: float) -> float:
-    """Requests per second with as many clients as sequences run, or a few more, each of which waits
-    for its answer.
-    """
+    """Requests per second of closed-loop clients, a few more than concurrent sequences."""
     rng, begun, ended = random.Random(1), time.monotonic(), 0
 
     async def client() -> None:
@@ -94,7 +92,7 @@ async def _closed(port: int, seconds: float) -> float:
 
 
 async def _open(server: Running, rate: float, seconds: float) -> tuple[list[Answer], float]:
-    """Requests at random moments, however many are under way; and how many waited at the most."""
+    """Send requests at random moments, and return the max number of waiting requests."""
     rng, begun, tasks, waiting = random.Random(2), time.monotonic(), [], 0.0
     next_at, look = begun, begun
     while (now := time.monotonic()) - begun < seconds:

@@ -1,6 +1,4 @@
-"""kill -9 of the API process under load: the engine and the renderer of templates end with it, and
-nothing of them is left.
-"""
+"""kill -9 of the API process under load: the engine and the template renderer end with it."""
 
 import os
 import time

@@ -1,5 +1,5 @@
-"""Clients that read a byte a second: what is kept for each is bounded, others do not notice, and
-none keeps its place for ever.
+"""Clients that read a byte per second: their buffers are bounded, others are not slowed down, and
+they are cut off in the end.
 """
 
 import asyncio
@@ -26,11 +26,10 @@ _OTHER = {
     "ignore_eos": True,
     "stream": True,
 }
-_MOST_EACH = 2 << 20
+_MAX_EACH = 2 << 20
 
 
 def run(findings: Findings) -> None:
-    """29."""
     flags = (
         "--threads",
         "1",
@@ -59,11 +58,9 @@ def run(findings: Findings) -> None:
 async def _slow_beside_others(
     findings: Findings, server: Running, alone: Answer, before: Held
 ) -> None:
-    """Others ask one after the other: while the engine writes for the slow ones, and then until
-    these are cut.
-    """
+    """Other clients send requests one after the other, until the slow clients are cut off."""
     slow = [asyncio.ensure_future(_read_slowly(server.port)) for _ in range(_SLOW)]
-    pid, most, begun = server.process.pid, before.anon, time.monotonic()
+    pid, max_anon, begun = server.process.pid, before.anon, time.monotonic()
     meanwhile: list[Answer] = []
     after: list[Answer] = []
     await asyncio.sleep(2)
@@ -71,9 +68,9 @@ async def _slow_beside_others(
         (after if await asyncio.to_thread(server.at_rest) else meanwhile).append(
             await ask(server.port, "/v1/completions", _OTHER)
         )
-        most = max(most, held(pid).anon)
+        max_anon = max(max_anon, held(pid).anon)
         await asyncio.sleep(0.2)
-    findings.says(f"cut after {seconds:.0f} s, of which a client that takes nothing has 10")
+    findings.says(f"cut after {seconds:.0f} s, of which a client without reads has 10")
     for others, when in (
         (meanwhile, "while the engine writes for the slow ones too"),
         (after, "after that"),
@@ -85,10 +82,10 @@ async def _slow_beside_others(
             f"{right} of {len(others)} others were served right {when}, in {slowest:.2f} s or less",
         )
     findings.says(f"alone in {alone.seconds:.2f} s")
-    each = (most - before.anon) / _SLOW
+    each = (max_anon - before.anon) / _SLOW
     findings.holds(
-        each <= _MOST_EACH,
-        f"at most {each / 1024:,.0f} kB for each in the API process (at most {_MOST_EACH >> 10:,})",
+        each <= _MAX_EACH,
+        f"at most {each / 1024:,.0f} kB for each in the API process (at most {_MAX_EACH >> 10:,})",
     )
     for task in slow:
         task.cancel()

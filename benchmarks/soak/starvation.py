@@ -1,5 +1,5 @@
-"""A prompt of 6,000 tokens while 8 streams are written and a short request comes: how long they
-wait for it. There is no criterion.
+"""A prompt of 6,000 tokens next to 8 streams and a short request: their delays, without a
+criterion.
 """
 
 import asyncio

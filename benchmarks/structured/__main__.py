@@ -1,12 +1,10 @@
-"""500 JSON schemas, answered by a model: whether each answer is valid by its schema, and what that
-costs a token.
+"""500 JSON schemas, answered by a model: validity of each answer, and the cost per token.
 
     python benchmarks/structured [--schemas N] [--model MODEL] [--threads N] [--batch N]
 
-The same requests are answered without a schema, to the same lengths, and once more with it, in
-turns by batches. The time of a side is that of the whole call, with reading the prompts and, the
-first time, with compiling the schemas; there is no prefix cache. Exit code 1: an answer was not
-valid, or 5 % were cut.
+The same requests also run without a schema, to the same lengths, and once more with it, in turns by
+batches. The time of a side is the whole call, including prefill and, the first time, compiling the
+schemas, without a prefix cache. Exit code 1: an answer was invalid, or 5 % were cut off.
 """
 
 import argparse
@@ -19,8 +17,8 @@ from generator import Schema, fault, schema_of
 
 from headrace import LLM, RequestOutput, SamplingParams, StructuredOutputs
 
-_MOST_TOKENS = 300
-_MOST_CUT = 0.05
+_MAX_TOKENS = 300
+_MAX_CUT = 0.05
 
 
 def timed(
@@ -37,7 +35,7 @@ def with_schemas(
     prompts = [[{"role": "user", "content": f"Invent record {seed}, as JSON."}] for seed in seeds]
     asked = [
         SamplingParams(
-            max_tokens=_MOST_TOKENS,
+            max_tokens=_MAX_TOKENS,
             temperature=0.8,
             seed=seed,
             structured_outputs=StructuredOutputs(json=schema),
@@ -95,7 +93,7 @@ def main() -> None:
     valid = args.schemas - num_cut - len(faults)
     print(
         f"{args.schemas} schemas, {tokens:,} tokens: {valid} valid, {len(faults)} not "
-        f"valid, {num_cut} cut by max_tokens={_MOST_TOKENS}"
+        f"valid, {num_cut} cut by max_tokens={_MAX_TOKENS}"
     )
     for name, side in costs.items():
         ratios = [own / free for own, free in zip(side, costs["without"], strict=True)]
@@ -105,7 +103,7 @@ def main() -> None:
         )
         print(f"{statistics.median(side):.2f} ms a token {name}: {spread}")
     print(f"{forced:,} tokens were forced")
-    if faults or num_cut > _MOST_CUT * args.schemas:
+    if faults or num_cut > _MAX_CUT * args.schemas:
         sys.exit("benchmarks/structured: not every answer is valid, or too many were cut")
 
 

@@ -1,5 +1,5 @@
-"""JSON schemas from a seed: nested records, lists, enums, $ref, anyOf, patterns, formats and
-bounds, whose values end soon.
+"""Random JSON schemas with short values: nested records, lists, enums, $ref, anyOf, patterns,
+formats and bounds.
 """
 
 import json
@@ -31,19 +31,19 @@ _FORMATS: tuple[Schema, ...] = (
     {"format": "email", "maxLength": 20},
 )
 _CHECKER = FormatChecker(("ipv4", "uuid", "email"))
-"""Formats are annotations, and the grammar of a date has 29 February in every year."""
-_MOST_DEPTH = 3
+"""Formats are annotations; the grammar of a date allows 29 February in every year."""
+_MAX_DEPTH = 3
 
 
 def schema_of(seed: int) -> Schema:
-    """A record; the same for the same seed."""
+    """A schema of a record, the same for the same seed."""
     maker = _Maker(random.Random(seed))
     schema = maker.record(0)
     return schema | ({"$defs": maker.definitions} if maker.definitions else {})
 
 
 def fault(answer: str, schema: Schema) -> str | None:
-    """What is wrong with an answer; None: nothing."""
+    """The error of an answer; None if it is valid."""
     try:
         value = json.loads(answer)
     except ValueError as error:
@@ -70,14 +70,18 @@ class _Maker:
 
     def value(self, depth: int) -> Schema:
         kinds = [self._text, self._matching, self._number, self._enum, self._simple]
-        if depth < _MOST_DEPTH:
+        if depth < _MAX_DEPTH:
             kinds += [self.record, self._items, self._any_of, self._reference]
         make = self._rng.choice(kinds)
         return make(depth)
 
     def _text(self, depth: int) -> Schema:
-        least = self._rng.randint(0, 3)
-        return {"type": "string", "minLength": least, "maxLength": least + self._rng.randint(1, 12)}
+        minimum = self._rng.randint(0, 3)
+        return {
+            "type": "string",
+            "minLength": minimum,
+            "maxLength": minimum + self._rng.randint(1, 12),
+        }
 
     def _matching(self, depth: int) -> Schema:
         if self._rng.random() < 0.3:
@@ -86,17 +90,17 @@ class _Maker:
         return {"type": "string", "pattern": pattern} | ({"maxLength": 8} if "*" in pattern else {})
 
     def _number(self, depth: int) -> Schema:
-        least = self._rng.randint(-1000, 1000)
+        minimum = self._rng.randint(-1000, 1000)
         if self._rng.random() < 0.3:
             return {
                 "type": "number",
-                "minimum": least,
-                "exclusiveMaximum": least + 50,
+                "minimum": minimum,
+                "exclusiveMaximum": minimum + 50,
                 "multipleOf": self._rng.choice((0.25, 0.5)),
             }
         bounds = {
-            "minimum": least,
-            self._rng.choice(("maximum", "exclusiveMaximum")): least + self._rng.randint(1, 5000),
+            "minimum": minimum,
+            self._rng.choice(("maximum", "exclusiveMaximum")): minimum + self._rng.randint(1, 5000),
         }
         return {"type": "integer"} | bounds
 
@@ -112,24 +116,22 @@ class _Maker:
         return {"type": self._rng.choice(("boolean", "null", ["boolean", "null"]))}
 
     def _items(self, depth: int) -> Schema:
-        least = self._rng.randint(0, 2)
+        minimum = self._rng.randint(0, 2)
         return {
             "type": "array",
             "items": self.value(depth + 1),
-            "minItems": least,
-            "maxItems": least + self._rng.randint(1, 2),
+            "minItems": minimum,
+            "maxItems": minimum + self._rng.randint(1, 2),
         }
 
     def _any_of(self, depth: int) -> Schema:
         return {"anyOf": [self.value(depth + 1) for _ in range(self._rng.randint(2, 3))]}
 
     def _reference(self, depth: int) -> Schema:
-        """What is defined refers to nothing: it would have no end where it came to itself."""
+        """Definitions contain no references, since recursion would not end."""
         name = f"d{self._rng.randint(0, 2)}"
         if name not in self.definitions:
             self.definitions[name] = (
-                self.record(_MOST_DEPTH - 1)
-                if self._rng.random() < 0.5
-                else self.value(_MOST_DEPTH)
+                self.record(_MAX_DEPTH - 1) if self._rng.random() < 0.5 else self.value(_MAX_DEPTH)
             )
         return {"$ref": f"#/$defs/{name}"}
