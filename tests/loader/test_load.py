@@ -52,12 +52,12 @@ def test_context_defaults_to_the_model(model: str) -> None:
     [
         (
             {"proposer": "draft_model"},
-            "needs a smaller model with the same vocabulary: set draft_model",
+            "needs a smaller model with the same vocabulary; set draft_model",
         ),
         ({"proposer": "self_draft"}, "draft_layers is 0, but must be 1 to"),
         ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, but must be 1 to"),
         ({"proposer": "auto", "draft_layers": 99}, "draft_layers is 99, but must be 1 to"),
-        ({"proposer": "medusa"}, "needs heads that were trained for the model: set medusa_heads"),
+        ({"proposer": "medusa"}, "needs heads that were trained for the model; set medusa_heads"),
         ({"proposer": "medusa", "medusa_heads": "nowhere"}, "medusa_heads 'nowhere' is not a file"),
         ({"max_model_len": 257}, "max_model_len is 257, but the model's context has 256 tokens"),
     ],
