@@ -1,5 +1,5 @@
-"""Beam search, written to be read: each sequence is computed from its first token; the reference
-for the engine.
+"""A naive beam search, the reference for the engine. It computes each sequence from its first
+token.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ def beam_search(
     end_ids: frozenset[int] = frozenset(),
     decode: Callable[[list[int]], str] = lambda tokens: "",
 ) -> list[Beam]:
-    """The best `n` beams, best first; `longest` is the length of prompt and output at which a
-    sequence ends.
+    """Return the best `n` beams, best first; `longest` is the length of prompt and output at which
+    a sequence ends.
     """
     width = params.beam_width or 0
     most = min(longest - len(prompt), params.max_tokens or longest)

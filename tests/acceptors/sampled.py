@@ -1,4 +1,4 @@
-"""A scheduled sequence as an acceptor sees it, made by hand."""
+"""A sequence for acceptors, made by hand."""
 
 from dataclasses import dataclass
 

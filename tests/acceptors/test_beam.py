@@ -1,4 +1,4 @@
-"""A beam search step by step, on rows of logits that are given by hand."""
+"""A beam search step by step, on given rows of logits."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ class Searching:
         self.samplers = [_native.Sampler(4, [], temperature=0.0, presence_penalty=presence_penalty)]
 
     def step(self, *probabilities: list[float]) -> list[list[int]]:
-        """The outputs of the live beams after a step in which each beam has these probabilities."""
+        """Run a step with these probabilities for each beam; returns the outputs of the live beams."""
         with np.errstate(divide="ignore"):
             logits = np.log(np.array(probabilities, np.float32))
         seqs = [
@@ -131,8 +131,8 @@ def test_a_live_beam_that_is_only_as_good_as_all_finished_ones_ends_a_search(
 
 
 def test_a_search_ranks_more_candidates_if_stop_strings_end_all() -> None:
-    """The first beam's fourth continuation is better than all of the second beam, though its second
-    and third have ended.
+    """The fourth candidate of the first beam beats all of the second beam, after its second and
+    third have ended.
     """
     search = Searching(stop=["ab", "ac"], num_end_ids=0)
     assert search.step([0.98, 0.02, 0, 0]) == [[0], [1]]
@@ -166,8 +166,8 @@ def test_a_row_that_is_not_finite_fails_all_beams() -> None:
 
 
 def test_the_outputs_of_a_search() -> None:
-    """The best at the end, with the totals that they were ranked by; beams that were cut short are
-    compared with finished ones.
+    """The outputs come at the end, with the totals of their ranking; beams that were cut short
+    compete with finished ones.
     """
     search = Searching(num_results=1, length_penalty=0.0)
     search.step([0.3, 0.2, 0, 0.5])
@@ -202,7 +202,7 @@ def test_log_probabilities_of_each_token(logprobs: int) -> None:
 
 
 def test_penalties_see_the_last_token() -> None:
-    """At the third step each beam has its own second token behind it, and no longer likes it."""
+    """In the third step the penalty suppresses the second token of each beam."""
     search = Searching(presence_penalty=50.0)
     assert search.step([0.4, 0.3, 0.2, 0.1]) == [[0], [1]]
     assert search.step([0.7, 0.2, 0.1, 0], [0.2, 0.7, 0.1, 0]) == [[0, 1], [1, 0]]

@@ -1,5 +1,5 @@
-"""Adapters in the engine: many in a batch, each request as it would be by itself, loaded and
-unloaded while others run.
+"""Adapters in the engine: a batch may mix them, and they may be loaded and unloaded while requests
+run.
 """
 
 from functools import cache
@@ -28,8 +28,8 @@ RANKS = (1, 2, 3, 8, 16, 17, 40, 64)
 
 @cache
 def adapter(which: int, number: int) -> Adapter:
-    """Matrices of another rank for each adapter, for some of the linear weights of a model: all of
-    them, for the first.
+    """Matrices of a different rank for each adapter, for some linear weights of a model; the first
+    adapter has all of them.
     """
     spec, _ = model(which)
     shapes, rng = tensor_shapes(spec), np.random.default_rng(number)
@@ -62,7 +62,7 @@ def named(number: int) -> str | None:
 
 @cache
 def alone(backend: str, which: int, kv_dtype: str, number: int) -> list[RequestOutput]:
-    """Every request by itself, in one piece, with this adapter or, for -1, without one."""
+    """Run each request by itself, in one piece, with this adapter; -1: without one."""
     engine = tiny_engine(
         model(which),
         backend,
@@ -127,7 +127,6 @@ def test_adapters_in_one_batch_give_the_tokens_of_separate_runs(
 
 @pytest.mark.parametrize("which", range(len(MODELS)))
 def test_adapters_change_the_logprobs(which: int) -> None:
-    """Else the tests here would show nothing."""
     assert (
         len(
             {

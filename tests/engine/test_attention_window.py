@@ -1,5 +1,5 @@
-"""`attention_window=`: a window with sinks over layers that were not trained with one. What is seen
-is exact, KV is bounded.
+"""`attention_window=`: a window with sinks over layers that were trained without one. KV memory is
+bounded.
 """
 
 from functools import cache
@@ -35,7 +35,7 @@ window.
 
 @cache
 def alone(which: int, kv_dtype: str) -> list[RequestOutput]:
-    """Every request by itself, in one piece, with all KV kept."""
+    """Run each request by itself, in one piece, with all KV kept."""
     options: dict[str, Any] = {
         "eos_ids": (60,),
         "kv_dtype": kv_dtype,
@@ -73,9 +73,7 @@ def test_models_that_draft_have_the_same_window(how: str) -> None:
 def test_logits_match_transformers_with_an_attention_window(
     name: str, window: int, sinks: int, tmp_path: Path
 ) -> None:
-    """For a model with windows of its own, only those of the other layers differ: there the mask
-    says no more than they do.
-    """
+    """Layers with a window of their own keep it; only the other layers get the new window."""
     torch_model, tokens = (
         save_model(name, tmp_path),
         np.random.default_rng(0).integers(0, 101, 120).tolist(),
@@ -108,7 +106,7 @@ def test_logits_match_transformers_with_an_attention_window(
 
 
 def test_kv_memory_is_bounded_by_the_window() -> None:
-    """However long it gets: as many blocks as the group says, and from then on the same number."""
+    """The number of blocks grows to the limit of the group and stays there."""
     engine = tiny_engine(
         model(0), "cpu", slots=32 * 40, max_num_batched_tokens=40, max_model_len=128, **LIMITED
     )

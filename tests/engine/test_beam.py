@@ -1,5 +1,5 @@
-"""Beam search in the engine: its results are those of the naive search, whatever the engine does
-meanwhile.
+"""Beam search in the engine: the results equal a naive search, with any batch, preemption
+or draft.
 """
 
 from functools import cache
@@ -70,7 +70,9 @@ def agree(result: RequestOutput, expected: list[Beam], params: SamplingParams) -
 
 
 def blocks_alone(prompt_len: int, params: SamplingParams, block_size: int) -> int:
-    """What a request needs by itself: whole blocks of its prompt once, the rest for each beam."""
+    """Blocks of a request that runs alone: the full blocks of its prompt once, the others for each
+    beam.
+    """
     shared = prompt_len // block_size
     return shared + (params.beam_width or 1) * (
         -(-(prompt_len + (params.max_tokens or 0) - 1) // block_size) - shared
@@ -103,7 +105,7 @@ def test_beam_search_matches_a_naive_search(
     stagger: int,
     **config: int,
 ) -> None:
-    """The pool has `num_blocks` more than the largest request needs by itself."""
+    """The pool has `num_blocks` more than the largest request needs."""
     needed = [blocks_alone(len(prompt), params, block_size) for prompt, params in requests]
     engine = toy_engine(
         num_blocks=max(needed) + num_blocks,
@@ -163,7 +165,7 @@ def test_beam_search_follows_its_sampling_parameters(
 
 @cache
 def tiny_logits(seed: int, tokens: tuple[int, ...]) -> NDArray[np.float32]:
-    """Of the row after these tokens, with no KV from before."""
+    """Logits after these tokens, computed without a KV cache."""
     executable = tiny_executable(tiny_model(seed), "reference", KvConfig((4,), 32, "f32"))
     return forward(
         executable, batch_of([Sequence([0, 1, 2, 3], 32)], [list(tokens)], [([], [])], False)
@@ -201,9 +203,7 @@ def test_beam_search_on_a_model(backend: str, length_penalty: float, early_stopp
 
 
 def test_beams_share_the_prompt() -> None:
-    """22 tokens of prompt are five whole blocks and a part of one, of which each beam needs its
-    own.
-    """
+    """22 prompt tokens fill five blocks. Each beam needs a copy of the sixth, which is part full."""
     engine = toy_engine(num_blocks=40, block_size=4)
     engine.add_request([1] * 22, SamplingParams(beam_width=6, max_tokens=12))
     used = []

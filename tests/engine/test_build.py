@@ -1,4 +1,4 @@
-"""From parts to a batch, on one example drawn by hand."""
+"""The batch of a step, for examples made by hand."""
 
 import numpy as np
 

@@ -1,5 +1,5 @@
-"""Every method with every option, in pairs: tokens and log-probabilities are those of plain
-decoding, to the last bit.
+"""Every pair of a method and an option gives the tokens and log-probabilities of plain decoding,
+bit for bit.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def model(format: str) -> Any:
 def parts(
     case: Case,
 ) -> tuple[tuple[Any, Tensors], list[tuple[list[int], SamplingParams]], dict[str, Any]]:
-    """Model, requests, and options of both engines."""
+    """Return the model, the requests, and the options of both engines."""
     options = merged(case, "model")
     made = model(options.pop("format", "F32"))
     params = {"seed": 5, "max_tokens": MAX_TOKENS, **merged(case, "params")}
@@ -75,7 +75,6 @@ def test_methods_compose_on_a_tiny_model(method: Method, case: Case) -> None:
 
 
 def engine_of(method: Method, made: tuple[Any, Tensors], options: dict[str, Any]) -> Engine:
-    """With the method at work."""
     if method.draft:
         return draft_engine(made, **{"kv_dtype": "bf16", **options, **method.draft})[0]
     return tiny_engine(made, "cpu", **options)
@@ -83,7 +82,7 @@ def engine_of(method: Method, made: tuple[Any, Tensors], options: dict[str, Any]
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.title)
 def test_methods_compose_with_beam_search(method: Method) -> None:
-    """A search and requests that draft, in one batch: each gives what it gives alone."""
+    """A search and drafting requests in one batch give the results that they give alone."""
     made = model("Q4_0")
     params = [
         SamplingParams(beam_width=4, n=4, max_tokens=20),
@@ -120,7 +119,7 @@ def plain_real(executable: Executable) -> dict[str, list[RequestOutput]]:
 
 
 def real_requests(prompt: str, titles: list[str]) -> list[tuple[list[int], SamplingParams]]:
-    """The request, and others beside it where that is what makes for preemption."""
+    """Return the request; for preemption, with other requests."""
     tokens = checkpoint()[1].encode(prompt)
     params = {"seed": 5, "max_tokens": 70 if "preemption" in titles else 40, "ignore_eos": True}
     params |= {

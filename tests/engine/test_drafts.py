@@ -1,6 +1,4 @@
-"""Models that draft: right models are always right, wrong ones cost little, and what they hold they
-give back.
-"""
+"""Draft models: right ones are always right, wrong ones cost little, and all free their memory."""
 
 from collections import Counter
 from time import perf_counter
@@ -64,7 +62,7 @@ def test_fewer_layers_are_sometimes_right(width: int) -> None:
 
 
 def test_siblings_of_drafts_are_right_more_often() -> None:
-    """What the draft's likeliest tokens miss its next likeliest may hit."""
+    """A tree holds more candidates than a chain, so it is right more often."""
     accepted = []
     for width in (1, 4):
         engine, _ = draft_engine(MODEL, "draft_model", draft=OTHER, width=width, depth=2)
@@ -75,7 +73,7 @@ def test_siblings_of_drafts_are_right_more_often() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_wrong_model_costs_no_step(params: SamplingParams) -> None:
-    """A draft without anything in common with the model: as many steps as without it at most."""
+    """A draft model unrelated to the model never needs more steps than plain decoding."""
     requests = [(prompt, params) for prompt in PROMPTS]
     plain = tiny_engine(MODEL, "cpu", kv_dtype="f32")
     expected = run_all(plain, requests)
@@ -127,7 +125,9 @@ def test_a_draft_model_with_a_shorter_context() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("how", ["self_draft", "medusa"])
 def test_typical_acceptance_of_trees(how: str, width: int) -> None:
-    """Greedy it loses nothing; sampled it takes drafts that a draw would not have given."""
+    """Greedy tokens stay the same; sampled requests accept drafts that exact verification would
+    reject.
+    """
     requests = [(prompt, GREEDY) for prompt in PROMPTS]
     plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
     accepted = []
@@ -147,8 +147,8 @@ def test_typical_acceptance_of_trees(how: str, width: int) -> None:
 @pytest.mark.parametrize(("how", "options"), [("draft_model", {}), ("self_draft", {"layers": 3})])
 @pytest.mark.parametrize("method", ["rejection", "typical"])
 def test_other_acceptance_methods(how: str, options: dict[str, Any], method: str) -> None:
-    """The model as its own draft: q is p, and every draft survives; greedy tokens are those of
-    plain decoding under any rule.
+    """If the model drafts for itself, q equals p and every draft is accepted. Greedy tokens equal
+    plain decoding with any method.
     """
     requests = [(prompt, GREEDY) for prompt in PROMPTS]
     plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
@@ -165,8 +165,8 @@ def test_other_acceptance_methods(how: str, options: dict[str, Any], method: str
 
 
 class EveryOther(SpeculationManager):
-    """Runs a part of each chain, as long as the number of the step says: as the controller does, it
-    does not look at the tokens.
+    """Runs a part of each chain, by the number of the step. Like a policy, it does not look at the
+    tokens.
     """
 
     num_steps = 0
@@ -181,7 +181,7 @@ class EveryOther(SpeculationManager):
 
 
 class Certain:
-    """Now and then tokens that were not drawn, side by side, as n-grams may give."""
+    """Proposes some tokens without probabilities, as n-gram drafts do."""
 
     traits = ProposerTraits(2, in_engine_thread=True, time_limit=None)
 
@@ -200,8 +200,8 @@ class Certain:
 def test_rejection_in_the_engine_keeps_the_distribution(
     speculation: type[SpeculationManager], others: dict[str, Any]
 ) -> None:
-    """The second and third token of many short texts, over several steps, with a draft that is
-    wrong about half of them.
+    """Compares the second and third token of many short texts, with a draft that is wrong about
+    half of them.
     """
     draft = DraftModelProposer(HalfRight(4), toy_kv(400, 4), 40, 3, 1, probabilities=True)
     # Few rows for drafts, so that the longer draft does not always win.

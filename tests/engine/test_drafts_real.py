@@ -1,6 +1,4 @@
-"""Drafts from models on the default model: bit-equal to plain decoding, and right as often as they
-must be.
-"""
+"""Draft models on the default model: bit-equal to plain decoding, with the expected acceptance."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The engine's edges: what it refuses, what it survives, when it ends, and where the time went."""
+"""The engine's edges: refused requests, failures, ends, and timing."""
 
 import gc
 import weakref
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
 def serves(engine: Engine) -> None:
-    """The engine still answers, and nothing is left behind."""
+    """Whether the engine still serves a request, and holds no block afterwards."""
     (result,) = run_all(engine, [([1, 2, 3], GREEDY)])
     assert [1, 2, 3, *result.outputs[0].token_ids] == plain_decoding([1, 2, 3], GREEDY, 0)
     stats = engine.stats()
@@ -134,8 +134,8 @@ class TestEnds:
 
 
 def test_options_that_are_not_given() -> None:
-    """Requests without a priority have that of 0, and are served as they come; a prompt's text is
-    that of its result.
+    """Requests without options have priority 0 and run in order of arrival; a result has the text
+    of its prompt.
     """
     engine = toy_engine(max_num_seqs=1)
     ids = [
@@ -330,7 +330,7 @@ def test_timing_sums_to_wall_time() -> None:
     "method", [*(name for name in METHODS if name not in REQUIRED_OPTION), "draft_model"]
 )
 def test_an_ended_request_is_forgotten(method: str, control: bool) -> None:
-    """Whatever a proposer holds for a sequence goes when the sequence ends."""
+    """A proposer's data about a sequence is freed with the sequence."""
     draft = DraftModel(ToyExecutable(4), toy_kv(64, 4), 40)
     engine = toy_engine(
         proposer=METHODS[method](EngineConfig(draft_depth=1), DraftModels(draft)),

@@ -1,5 +1,5 @@
-"""Errors in the middle of a step: whatever raises, each request has its tokens, but the one that it
-is an error of; no block is lost.
+"""Errors in the middle of a step: only the culprit's request fails, the others get their tokens,
+and no block leaks.
 """
 
 import weakref
@@ -33,7 +33,7 @@ REQUESTS: list[tuple[list[int], SamplingParams]] = [
 
 
 class Fault:
-    """Lets a call of a function raise, the `at`-th of all that it is put in front of."""
+    """Raises an error in the `at`-th call of the functions that it wraps."""
 
     def __init__(self, at: int, error: BaseException) -> None:
         self.left = at
@@ -69,7 +69,7 @@ def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> lis
 
 
 def is_whole(engine: Engine) -> bool:
-    """Whether all blocks are free, and the engine still serves as it should."""
+    """Whether all blocks are free, and the engine still works."""
     engine._kv.check([])
     scheduler = engine._scheduler
     assert (
@@ -144,8 +144,8 @@ def answer(result: RequestOutput) -> object:
 def test_the_culprit_of_a_failed_step_ends_alone(
     place: str, batching: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever it is, from its first token on or from a later one: the others have the tokens that
-    they would have had.
+    """Each request is the culprit once, from its first token on or later. The other requests get
+    the same tokens.
     """
     expected = run(toy_engine(), REQUESTS)
     for culprit, (_, params) in enumerate(REQUESTS):
@@ -210,7 +210,7 @@ def failing_of(
 def test_an_embedding_restarts_after_a_failed_step(
     pooling: Pooling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second chunk of the prompt fails once behind its launch, so its rows have been pooled."""
+    """The second chunk of the prompt fails after its launch, so its rows have been pooled already."""
     engine, prompt = toy_engine(max_num_batched_tokens=4), list(range(1, 12))
     launch = engine._loop.executable.launch
     monkeypatch.setattr(
@@ -247,7 +247,7 @@ def test_suspects_run_one_by_one_and_then_together(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_request_whose_admission_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request runs when it is looked for in the cache; those behind it in the queue go on."""
+    """Matching its prefix fails while no request runs; later requests in the queue continue."""
     engine = toy_engine(max_num_seqs=1)
     match = engine._scheduler._match_prefix
     monkeypatch.setattr(
@@ -263,7 +263,7 @@ def test_a_request_whose_admission_fails_ends(monkeypatch: pytest.MonkeyPatch) -
 def test_a_stored_error_keeps_no_sequence_alive(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a draft model holds for a sequence is free when the sequence is."""
+    """A draft model frees its KV of a sequence with the sequence."""
     engine = toy_engine()
     engine.add_request([1, 2, 3], SAMPLED)
     (seq,) = engine._scheduler.waiting
@@ -327,7 +327,7 @@ def test_a_step_that_always_fails_ends_every_request(monkeypatch: pytest.MonkeyP
 
 
 class TestTokenizer:
-    """Its error is one of the request whose token it was."""
+    """An error of the tokenizer fails only the request that it decodes for."""
 
     @pytest.fixture
     def engine(self) -> Iterator[Engine]:
@@ -424,7 +424,7 @@ def test_a_request_ends_at_its_deadline() -> None:
 
 
 def test_a_request_ends_after_the_queue_timeout() -> None:
-    """One that has begun, and was preempted or not, has all the time that it wants."""
+    """The timeout does not apply to a request that has started, even if it was preempted."""
     now = [3.0]
     engine = toy_engine(clock=lambda: now[0], max_num_seqs=1, queue_timeout=2.0)
     first, second = engine.add_request([1, 2], SAMPLED), engine.add_request([3, 4], SAMPLED)
@@ -458,9 +458,7 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
 
 
 def test_deadlines_of_ended_requests_are_swept() -> None:
-    """Of forty, those that are left keep their order; a heap of sixteen more than twice the live
-    ones is not swept yet.
-    """
+    """The heap is swept once it has sixteen entries more than twice the live ones; the order stays."""
     engine, deadlines = toy_engine(), Deadlines()
     ids = [engine.add_request([1]) for _ in range(40)]
     times = {engine._requests[request_id]: 17 * i % 40 for i, request_id in enumerate(ids)}
@@ -480,9 +478,7 @@ def test_deadlines_of_ended_requests_are_swept() -> None:
 
 
 def test_the_cost_of_a_request_does_not_grow_with_the_queue() -> None:
-    """Ranks that are looked at to drop a sequence, as many as the binary logarithm of those that
-    wait.
-    """
+    """Dropping a sequence compares its rank with a logarithmic number of others."""
     engine = toy_engine(max_num_seqs=4, num_blocks=64)
     for _ in range(2000):
         engine.add_request([1, 2], SamplingParams(max_tokens=1))

@@ -1,5 +1,5 @@
-"""Promise 1 and drafts, for every family and variant: the same tokens alone and beside others, in
-chunks, with drafts, with int8 KV.
+"""Promise 1 for every family and variant: the same tokens alone and in a batch, in chunks, with
+drafts, with int8 KV.
 """
 
 from typing import Any

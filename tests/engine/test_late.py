@@ -1,5 +1,5 @@
-"""A step is launched before the last one is finished, if it does not depend on its results; the
-results stay the same.
+"""A step is launched before the last one is finished if it does not depend on its results; the
+tokens stay the same.
 """
 
 from typing import Any

@@ -1,6 +1,4 @@
-"""Where a request ends, and what it may need: at the context, at a stop string, exactly at the size
-of the pool.
-"""
+"""The limits of a request: the context, a stop string, and the exact size of the KV cache."""
 
 import pytest
 
@@ -20,7 +18,7 @@ def run(
     pooling: PoolingParams | None = None,
     **options: object,
 ) -> RequestOutput:
-    """The result of one request to an engine of its own, of which nothing is left then."""
+    """Run one request in a new engine, which is idle and empty afterwards; returns its result."""
     engine = tiny_engine(MODEL, **options)  # type: ignore[arg-type]
     engine.add(
         engine.check(prompt, params, pooling=pooling, options=RequestOptions(timeout=1000.0))

@@ -1,9 +1,9 @@
-"""The whole engine as a state machine over a toy model: requests come, run, are preempted, aborted
-and finished.
+"""The whole engine as a state machine over a toy model.
 
-Some requests are beam searches. After every rule: free + held == total, no block in two hands that
-should not be, KV content right. At the end nothing is held, and every finished request has the
-tokens of plain decoding, or of the naive beam search.
+Requests, some of them beam searches, arrive, run, are preempted, aborted and finished. After every
+rule free and held blocks add up, no block is shared wrongly, and the KV content is right. At the
+end all blocks are free, and every finished request has the tokens of plain decoding or of the naive
+beam search.
 """
 
 from typing import Any, get_args
@@ -31,7 +31,7 @@ STEMS = [[1, 2, 3] * 8, [1, 2, 3, 4] * 6, [5] * 24]
 
 
 class Unruly(RandomTrees):
-    """Random trees, and now and then rubbish."""
+    """Proposes random trees, and sometimes invalid drafts."""
 
     def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
         mood = self._random.random()
@@ -97,9 +97,7 @@ SHAPES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def touched(window: int, rows: int, size: int) -> int:
-    """Most blocks of `size` tokens that so many rows, and what the first of them sees, can
-    touch.
-    """
+    """Max blocks of `size` tokens that `rows` rows and the window of the first row can touch."""
     return max(
         len({i // size for i in range(first, first + window - 1 + rows)}) for first in range(size)
     )
@@ -124,7 +122,7 @@ class Life(RuleBasedStateMachine):
         self.begin(Unruly(seed, VOCAB, self.truth, max_nodes), **config)
 
     def begin(self, proposer: Proposer, **config: Any) -> None:
-        """What the machines of different proposers have in common."""
+        """Start an engine; machines with other proposers share this."""
         self.config = config
         self.with_drafts = proposer.traits.max_nodes > 0
         self.engine = toy_engine(max_model_len=MAX_MODEL_LEN, proposer=proposer, **config)
@@ -226,7 +224,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "params", None))
     @rule(which=st.integers(0))
     def time_is_up(self, which: int) -> None:
-        """As `abort`, but the request ends in a step, with an update for each sequence."""
+        """Like `abort`, but the request ends in a step, with an update for each sequence."""
         request_id = list(self.params)[which % len(self.params)]
         if request_id in self.finished:
             return
@@ -251,8 +249,8 @@ class Life(RuleBasedStateMachine):
         after=st.booleans(),
     )
     def step_fails(self, place: str, after: bool) -> None:
-        """Something that a step calls fails once, so none of its requests is to blame: all go on as
-        if nothing had been.
+        """A function of a step fails once. No request is to blame, so all continue with the same
+        tokens.
         """
         owner: Any = self.engine._loop.executable if place == "launch" else self.engine._scheduler
         function, failures = getattr(owner, place), self.engine.stats().failed_steps
@@ -302,11 +300,11 @@ class Life(RuleBasedStateMachine):
         assert self.finished.keys() == self.params.keys()
 
     def _updates(self) -> list[Update]:
-        """Those of a step in which, when blocks run out, the right ones give way.
+        """Return the updates of a step, and check its preemptions.
 
-        Never one that ranks before the needy, nor the first request's sequences that draw together,
-        nor one that has not drawn since it was admitted while one that has could: else a sequence
-        could come and go for ever.
+        A victim never ranks before the sequence that needs a block, and never belongs to the group
+        of the first sequence. It has sampled since its admission, if any candidate has. Otherwise a
+        sequence could be preempted again and again without progress.
         """
         scheduler = self.engine._scheduler
         choose = scheduler._choose_victim
@@ -374,9 +372,7 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=N
 
 
 def test_beams_may_preempt_a_sequence_that_has_not_sampled() -> None:
-    """The sequences that rank before the victim have drawn, but all of them belong to the first
-    request.
-    """
+    """All sequences that rank before the victim have sampled, but they belong to the first request."""
     life = Life()
     config = {
         "num_blocks": 8,

@@ -1,6 +1,4 @@
-"""The state machine of test_machine.py with a draft model: its own pool adds up after every rule,
-and is free in the end.
-"""
+"""The state machine of test_machine.py with a draft model, whose own KV cache is checked too."""
 
 import zlib
 
@@ -16,7 +14,7 @@ from tests.engine.toy import Kept, ToyExecutable, toy_kv
 
 
 class HalfRight(ToyExecutable):
-    """The toy model, turned upside down after every other text."""
+    """The toy model, with negated logits for half of all texts."""
 
     def _logits(self, kept: Kept) -> NDArray[np.float32]:
         logits = super()._logits(kept)

@@ -1,4 +1,4 @@
-"""Multi-step decoding: how many launches there are in a row, and that the tokens are the same."""
+"""Multi-step decoding: the number of launches in a row, and the same tokens."""
 
 from collections.abc import Iterable
 from itertools import chain, repeat
@@ -33,9 +33,7 @@ def add(engine: Engine, prompt: list[int], **params: object) -> str:
 
 
 def tokens_by_step(engine: Engine) -> list[int]:
-    """Number of tokens that each step of the engine gives, until it has no work. No request
-    fails.
-    """
+    """Number of tokens of each step until the engine is idle. No request fails."""
     counts = []
     while engine.has_work:
         updates = engine.step()
@@ -51,8 +49,8 @@ TICK = 2**-10
 def timed_engine(
     seconds: Iterable[float] = (), clock: Clock | None = None, **options: Any
 ) -> Engine:
-    """An engine whose launches take these simulated seconds, and `TICK` after them. Decoding goes
-    on for three times that.
+    """An engine with simulated launch times, each followed by `TICK`. Multi-step decoding lasts
+    three times that.
     """
     clock, times = clock or Clock(), chain(seconds, repeat(TICK))
     engine = toy_engine(multi_step_ms=3000 * TICK, clock=clock, **options)
@@ -75,8 +73,8 @@ def test_launches_continue_until_multi_step_ms() -> None:
 
 
 def test_slots_are_reserved_for_the_launches_in_multi_step_ms() -> None:
-    """Two sequences with two tokens in KV share four blocks of four: there is room for six more
-    tokens of each, three at a time.
+    """Two sequences with two tokens each share four blocks of four. Six more tokens of each fit,
+    three at a time.
     """
     engine = timed_engine(num_blocks=4, block_size=4)
     for token in (1, 2):
@@ -97,7 +95,7 @@ def test_launches_continue_while_results_are_late() -> None:
 
 
 class Watcher:
-    """Has no drafts, and looks at the logits of every step that it is shown."""
+    """A proposer without drafts that reads the logits of every step it observes."""
 
     traits = ProposerTraits(4, needs_logits=True, in_engine_thread=True, time_limit=None)
 
@@ -151,7 +149,7 @@ def test_target_token_ms_is_compared_with_one_launch() -> None:
 
 
 def test_slots_of_an_empty_draft_are_freed() -> None:
-    """Four tokens fill a block. A draft node would need another."""
+    """Four tokens fill a block, so a draft node would need another block."""
     engine = toy_engine(proposer=Watcher(Clock()), block_size=4, max_draft_tokens=1)
     add(engine, [1, 2, 3, 4])
     engine.step()
@@ -203,8 +201,8 @@ def test_launches_end_when_no_block_is_free() -> None:
 
 
 def test_launches_are_halved_until_the_blocks_suffice() -> None:
-    """Two sequences with two tokens in KV share four blocks of four: there is room for six more
-    tokens of each, and not for thirteen.
+    """Two sequences with two tokens each share four blocks of four. Six more tokens of each fit,
+    but not thirteen.
     """
     engine = toy_engine(multi_step_ms=ALWAYS, num_blocks=4, block_size=4)
     for token in (1, 2):

@@ -1,6 +1,4 @@
-"""KV that goes to the host's memory and comes back: nothing but the rows that are computed can
-tell.
-"""
+"""KV offloading to host memory: fewer rows are computed, and the tokens stay the same."""
 
 from itertools import cycle, islice
 from typing import Any
@@ -29,7 +27,7 @@ OFFLOAD = {"kv_offload_bytes": 1000}
 
 
 def recurring(num_prompts: int, length: int, times: int) -> list[list[int]]:
-    """Prompts that come one after the other, again and again."""
+    """Return prompts that recur one after the other."""
     rng = np.random.default_rng(0)
     prompts: list[list[int]] = [
         rng.integers(VOCAB, size=length).tolist() for _ in range(num_prompts)
@@ -38,7 +36,7 @@ def recurring(num_prompts: int, length: int, times: int) -> list[list[int]]:
 
 
 def is_empty(engine: Engine) -> bool:
-    """Whether no block is held, or in two places."""
+    """Whether no block is held and no load is queued."""
     engine._kv.check([])
     return engine.stats().blocks_free == engine.stats().blocks_total and not engine._kv.host._queue
 
@@ -46,7 +44,7 @@ def is_empty(engine: Engine) -> bool:
 @pytest.mark.parametrize("windows", [(0,), (0, 5)])
 @pytest.mark.parametrize("late", [False, True])
 def test_recurring_prompts_are_computed_once(late: bool, windows: tuple[int, ...]) -> None:
-    """Four prompts of six blocks in a pool of ten."""
+    """Four prompts of six blocks in a cache of ten."""
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=5)
     prompts = recurring(4, 25, 3)
     rows = {}
@@ -109,9 +107,7 @@ def test_steps_measure_the_time_of_a_row() -> None:
 
 
 def test_a_failed_copy_fails_the_step() -> None:
-    """What is in the host's memory is not believed any more, and all requests go on as if nothing
-    had been.
-    """
+    """Host copies are dropped, and all requests continue with the same tokens."""
     params = SamplingParams(temperature=0, max_tokens=5)
     engine = toy_engine(num_blocks=10, **OFFLOAD)
     prompts = recurring(4, 25, 2)
@@ -202,7 +198,7 @@ FEW: dict[str, st.SearchStrategy[Any]] = {
 
 
 class OffloadedLife(Life):
-    """The same life, in which the same prompts come again and again."""
+    """The state machine of test_machine.py with prompts that recur."""
 
     @initialize(
         target_token_ms=st.just(0),

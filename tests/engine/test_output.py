@@ -29,7 +29,7 @@ def output(max_tokens: int = 100, **params: Any) -> Output:
 
 
 def push_all(out: Output, tokens: list[int]) -> list[str]:
-    """The pieces of text that a stream would show."""
+    """Return the pieces of text that a stream would show."""
     pieces = []
     for token in tokens:
         if out.finish_reason:
@@ -197,7 +197,7 @@ def test_logprobs_are_none_unless_asked_for(asked: int | None) -> None:
 )
 @settings(max_examples=200, deadline=None)
 def test_a_clone_continues_independently(tokens: list[int], at: int, other: list[int]) -> None:
-    """The clone may be made within a character or a stop string."""
+    """The clone may be made inside a character or a stop string."""
     first, expected = output(stop=["ab", "bca"], logprobs=0), output(stop=["ab", "bca"], logprobs=0)
     record = TokenLogprobs(-0.5, 1, [], [])
 

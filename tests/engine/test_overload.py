@@ -1,5 +1,5 @@
-"""Far more work than memory: everything that is admitted ends, within a bound, and what could never
-fit is refused at once.
+"""Far more work than memory: every admitted request ends within a bound, and requests that can
+never fit are refused.
 """
 
 import random
@@ -20,9 +20,7 @@ NUM_BLOCKS, BLOCK_SIZE, LONGEST = 64, 4, 320
 
 
 class Preemptions:
-    """Counts, for each sequence, how often it gave way, and how often before it had drawn
-    anything.
-    """
+    """Counts the preemptions of each sequence, and those before it had sampled a token."""
 
     def __init__(self, engine: Engine) -> None:
         self.all: Counter[tuple[int, int]] = Counter()
@@ -39,8 +37,8 @@ class Preemptions:
 
 
 def requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingParams, int]]:
-    """Prompt, parameters and priority: mostly small, some as large as the pool, a few larger; half
-    begin alike.
+    """Prompts, parameters and priorities: mostly small, some as large as the cache, a few larger;
+    half share a prefix.
     """
     made = []
     for i in range(count):
@@ -56,7 +54,6 @@ def requests(rng: random.Random, count: int) -> list[tuple[list[int], SamplingPa
 
 @pytest.mark.parametrize(("windows", "prefix_cache"), [((0,), True), ((0,), False), ((0, 9), True)])
 def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache: bool) -> None:
-    """Of each group of layers."""
     pools: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "windows": windows}
     engine = toy_engine(
         **pools, max_model_len=LONGEST, max_num_seqs=32, threads=1, prefix_cache=prefix_cache
@@ -109,8 +106,8 @@ def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache
 
 @pytest.mark.parametrize("windows", [(0,), (0, 4)])
 def test_a_sequence_samples_before_it_is_preempted(windows: tuple[int, ...]) -> None:
-    """A prompt that takes many steps beside others that grow: they give way among themselves,
-    though they came before it.
+    """While a prompt takes many steps, the growing sequences preempt each other, although they came
+    before it.
     """
     chunks: dict[str, Any] = {"chunked_prefill_size": 1, "attention_crossover": 0.01}
     engine = toy_engine(

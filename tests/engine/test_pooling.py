@@ -1,5 +1,5 @@
-"""Embedding: pooled rows are those of the model, and their bits do not depend on what shares the
-steps or on how prompts are cut.
+"""Embeddings: the pooled rows are the model's, and the bits do not depend on the batch or the
+chunks.
 """
 
 from functools import cache
@@ -53,7 +53,7 @@ def vector_of(result: RequestOutput) -> Vector:
 
 @cache
 def vectors_alone(which: int, kv_dtype: str) -> dict[tuple[int, PoolingParams], bytes]:
-    """Each prompt by itself, in one piece."""
+    """Embed each prompt by itself, in one piece."""
     engine = tiny_engine(
         model(which), "cpu", kv_dtype=kv_dtype, prefix_cache=False, release_outside_window=False
     )
@@ -163,9 +163,7 @@ def test_mean_pooling_adds_rows_in_order() -> None:
 
 
 def test_embeddings_use_the_prefix_cache() -> None:
-    """All but the last row; nothing where all rows are needed, and those of a mean leave their KV
-    to others.
-    """
+    """`last` computes only the last row, `mean` computes all rows and caches them."""
     engine = toy_engine(block_size=4)
     cached = {}
     for pooling in ("mean", "mean", "last", "cls"):
@@ -192,7 +190,7 @@ def test_pooled_rows_have_no_logits() -> None:
 
 @pytest.mark.parametrize(("prefix_cache", "rows"), [(False, 8 + 18), (True, 18)])
 def test_mean_pooling_continues_after_preemption(prefix_cache: bool, rows: int) -> None:
-    """What was pooled before is not pooled again, and may come from the cache."""
+    """Rows that were pooled are not pooled again, and may come from the cache."""
     engine = toy_engine(max_num_batched_tokens=4, prefix_cache=prefix_cache)
     request_id = embed(engine, [1, 2, 3] * 6, PoolingParams(pooling="mean"))
     for _ in range(2):
@@ -236,7 +234,7 @@ def test_non_finite_rows_fail_one_embedding() -> None:
 
 
 def test_each_row_is_pooled_once() -> None:
-    """Ten tokens in steps of four; after the second all KV is lost, and computed again."""
+    """Ten tokens in steps of four; after the second step all KV is lost and recomputed."""
     steps = ((0, 4), (4, 4), (0, 6), (6, 4))
     expected: dict[Pooling, list[range]] = {
         "last": [range(0), range(0), range(0), range(9, 10)],

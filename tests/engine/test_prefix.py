@@ -1,4 +1,4 @@
-"""Prefix hits in the engine: what is computed again and what is not, and that no token can tell."""
+"""Prefix hits in the engine: fewer rows are computed, and the tokens stay the same."""
 
 import random
 
@@ -22,7 +22,7 @@ def one(
     params: SamplingParams = GREEDY,
     options: RequestOptions = DEFAULT_OPTIONS,
 ) -> RequestOutput:
-    """The result of a request by itself."""
+    """Return the result of a request that runs alone."""
     engine.add_request(prompt, params, options)
     (result,) = [update.result for update in drain(engine) if update.result]
     return result
@@ -46,7 +46,7 @@ def test_a_prefix_hit_computes_only_the_rest() -> None:
 
 
 def test_a_prefix_hit_on_output() -> None:
-    """The next turn of a conversation has the last one's answer in its prompt."""
+    """The prompt of the next turn contains the last response."""
     engine = toy_engine()
     first = one(engine, PROMPT)
     turn = PROMPT + first.outputs[0].token_ids + [3]
@@ -89,7 +89,9 @@ def test_prompt_logprobs_are_computed_despite_a_prefix_hit() -> None:
 
 
 def test_recorded_prompt_logprobs_are_not_recomputed() -> None:
-    """A request that gave way in the middle of its prompt goes on where its records end."""
+    """A request that was preempted in its prompt continues after its recorded prompt
+    log-probabilities.
+    """
     engine = toy_engine(max_logit_rows=6)
     engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0))
     engine.step()
@@ -131,9 +133,7 @@ def test_equal_requests_at_once_end_on_equal_blocks() -> None:
 
 
 def test_n_samples_share_memory() -> None:
-    """n sequences on a prompt of P tokens with G tokens each hold P + n G slots, but for partly
-    filled blocks and copies of one.
-    """
+    """n sequences of G tokens after a prompt of P tokens hold P + n G slots, rounded up to blocks."""
     n, length, generated, size = 8, 41, 16, 4
     engine = toy_engine(num_blocks=64, block_size=size, max_model_len=80)
     engine.add_request(
@@ -150,7 +150,7 @@ def test_n_samples_share_memory() -> None:
 
 
 def shared_prompts(count: int, vocab: int, longest: int) -> list[list[int]]:
-    """Prompts that begin as an earlier one does, most of them."""
+    """Return prompts that mostly share a prefix with an earlier one."""
     rng = random.Random(0)
     prompts: list[list[int]] = [[0]]
     for _ in range(count):
@@ -180,7 +180,6 @@ def test_ten_thousand_prompts_with_and_without_prefix_cache() -> None:
 
 @pytest.mark.parametrize("slots", [192, 4096])
 def test_kernels_with_and_without_prefix_cache(slots: int) -> None:
-    """Tokens and log-probabilities, to the bit."""
     model = tiny_model(0)
     prompts = [
         [token for token in prompt for _ in range(8)] for prompt in shared_prompts(150, 61, 15)

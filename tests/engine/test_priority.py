@@ -1,6 +1,4 @@
-"""Priorities, time limits and the time of steps: which request goes first, ends early or waits, and
-that none waits for ever.
-"""
+"""Priorities, timeouts and the target step time: order, early ends, waiting, and no starvation."""
 
 from typing import Any
 
@@ -19,7 +17,7 @@ TWO = SamplingParams(temperature=0, max_tokens=2)
 
 
 def order(updates: list[Any]) -> list[str]:
-    """Requests in the order in which they ended."""
+    """Return the requests in the order in which they ended."""
     return [update.request_id for update in updates if update.result]
 
 
@@ -31,7 +29,7 @@ class TestPriority:
         assert order(drain(engine)) == ["2", "5", "0", "3", "4", "1"]
 
     def test_waiting_raises_the_priority(self) -> None:
-        """A stream of requests that go before cannot hold back one that came a level's worth of
+        """A stream of urgent requests cannot hold back a request that arrived one priority level of
         steps earlier.
         """
         engine = toy_engine(max_num_seqs=1)

@@ -1,7 +1,6 @@
-"""Promise 1: the same request gives the same tokens, whatever is in the batch, however it is cut,
-and whatever drafts.
+"""Promise 1: the same request gives the same tokens in any batch, with any chunks and any drafts.
 
-`cpu` must be equal to the bit, log-probabilities included; `reference` computes in float64, in an
+`cpu` must be equal bit for bit, log-probabilities included. `reference` computes in float64 in an
 order that depends on the batch, so its log-probabilities may differ in the last place.
 """
 
@@ -158,7 +157,7 @@ def model(which: int) -> tuple[ModelSpec, Tensors]:
 
 @cache
 def alone(backend: str, which: int, kv_dtype: str) -> list[RequestOutput]:
-    """Every request by itself, in one piece, without drafts."""
+    """Run each request by itself, in one piece, without drafts."""
     engine = tiny_engine(
         model(which),
         backend,
@@ -171,7 +170,7 @@ def alone(backend: str, which: int, kv_dtype: str) -> list[RequestOutput]:
 
 
 def truth(results: list[RequestOutput], order: list[int]) -> dict[tuple[int, int], list[int]]:
-    """The sequence of each sequence when the requests are added in this order."""
+    """Return the expected tokens of each sequence if the requests are added in this order."""
     return {
         (number, output.index): results[which].prompt_token_ids + output.token_ids
         for number, which in enumerate(order)
@@ -228,9 +227,7 @@ def keeps_the_promise(
     exact: bool,
     requests: list[Ask] = REQUESTS,
 ) -> None:
-    """Serve the requests, `stagger` steps between two of them, and compare what they say at the end
-    and on the way.
-    """
+    """Serve the requests, `stagger` steps apart, and compare updates and results."""
     updates, ids = [], []
     for request in order:
         ids.append(engine.add_request(*requests[request]))
@@ -280,7 +277,7 @@ def test_same_request_same_tokens(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_outside_all_windows_are_released(backend: str) -> None:
-    """A long output holds no more blocks than its window, and so finds room beside others."""
+    """A long output holds only the blocks of its window, so it fits next to others."""
     made = tiny_model(3, window=40)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, logprobs=1, ignore_eos=True)
     results = []
@@ -306,9 +303,7 @@ INTERLEAVED = tiny_model(3, dim=64, layers=5, window=(0, 40, 40), context=512)
 @pytest.mark.parametrize("kv_dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_window_layers_hold_only_visible_blocks(backend: str, kv_dtype: KvDtype) -> None:
-    """Though their neighbours keep everything: blocks and bytes of each group, step by step, inside
-    a long prompt and after it.
-    """
+    """Checks the blocks and bytes of each group in every step, inside a long prompt and after it."""
     engine = tiny_engine(
         INTERLEAVED, backend, slots=512, kv_dtype=kv_dtype, max_num_batched_tokens=24
     )
@@ -347,7 +342,7 @@ def test_window_layers_hold_only_visible_blocks(backend: str, kv_dtype: KvDtype)
 
 
 def searching(order: list[int]) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that begin alike, several sequences and beams among them."""
+    """Return requests with a common prefix, some with several sequences or beams."""
     stem = [token % VOCAB for token in range(90)]
     params = [
         SamplingParams(temperature=0, max_tokens=160, logprobs=1, ignore_eos=True),
@@ -360,7 +355,7 @@ def searching(order: list[int]) -> list[tuple[list[int], SamplingParams]]:
 
 @cache
 def seeing_everything(backend: str) -> list[RequestOutput]:
-    """Each by itself, of an engine that keeps all and masks."""
+    """Run each request by itself in an engine that keeps all KV and masks it."""
     engine = tiny_engine(
         INTERLEAVED,
         backend,

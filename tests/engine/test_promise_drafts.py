@@ -1,4 +1,4 @@
-"""Promise 1 with models that draft: right, half right or wrong, they never change a token or a
+"""Promise 1 with draft models: right, half right or wrong, they never change a token or a
 log-probability.
 """
 

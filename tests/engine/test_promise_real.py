@@ -1,5 +1,5 @@
-"""Promise 1 on the default model: bit-equal tokens and log-probabilities, alone or in company,
-however the work is cut.
+"""Promise 1 on the default model: bit-equal tokens and log-probabilities in any batch and with any
+chunks.
 """
 
 from collections.abc import Iterator
@@ -58,9 +58,7 @@ def checkpoint() -> tuple[Checkpoint, Tokenizer]:
 
 @pytest.fixture(scope="module")
 def executables() -> Iterator[dict[int, Executable]]:
-    """The model on one thread, on two, and on more than most machines that run this have processors
-    for.
-    """
+    """The model on one thread, on two, and on more than most test machines have."""
     model, _ = checkpoint()
     made = {
         n: compile_program("cpu", trace_model(model.spec, model.tensors), model.tensors, KV, n)
@@ -95,7 +93,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
-    """Every request by itself, in one piece, on two threads, without drafts."""
+    """Run each request by itself, in one piece, on two threads, without drafts."""
     return [
         run_all(engine_on(executables[2], prefix_cache=False, multi_step_ms=0), [request])[0]
         for request in requests()

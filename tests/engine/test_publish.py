@@ -1,5 +1,5 @@
-"""The records of a running engine: where they are written, when, and that no other user can read
-them or have them written.
+"""The records of a running engine: their place, their times, and that no other user can read them
+or cause them.
 """
 
 import os
@@ -22,7 +22,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(path: Path) -> dict[str, str]:
-    """The text of each file but `watch`, by the end of its name."""
+    """Return the text of each file except `watch`, by the end of its name."""
     return {
         file.name.rpartition(".")[2]: file.read_text()
         for file in path.iterdir()
@@ -101,7 +101,7 @@ def test_the_map_is_written_on_request(watched: Path, text: str, with_map: str) 
 
 
 def test_other_files_in_place_of_a_record(watched: Path, tmp_path: Path) -> None:
-    """What is left of an older one is replaced as a whole, and a link is not followed."""
+    """An older file is replaced as a whole, and a link is not followed."""
     publisher = Publisher(lambda with_map: {"a": [1, 2]})
     new = watched / f".{publisher._name}.new"
     new.write_text("x" * 100)

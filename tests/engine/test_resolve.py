@@ -1,6 +1,4 @@
-"""What becomes of the sequences of a step: several launches as one result, and prompts that
-go on.
-"""
+"""The commits of a step: several launches as one result, and prompt chunks."""
 
 from headrace.batch import TokenLogprobs
 from headrace.engine.resolve import _concatenate

@@ -1,5 +1,5 @@
-"""Requests that go on in another engine behind what they have: with it they are, to the bit, the
-undisturbed run.
+"""Requests that another engine resumes after some tokens: the rest equals the undisturbed run, bit
+for bit.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ def engine(**options: Any) -> Engine:
 
 @cache
 def undisturbed() -> Engine:
-    """It has no step of more than one token, so that what it says after each can be seen."""
+    """Run the request in steps of one token, so that the updates show every state."""
     return engine(jump_forward=False, slots=512)
 
 
@@ -76,7 +76,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
 def run(
     engine: Engine, prompt: list[int], params: SamplingParams, given: list[list[int]]
 ) -> tuple[RequestOutput, list[Update]]:
-    """The result of a request, and its updates."""
+    """Return the result of a request, and its updates."""
     engine.add_request(prompt, params, output_token_ids=given)
     updates = drain(engine)
     (result,) = [update.result for update in updates if update.result]
@@ -84,7 +84,7 @@ def run(
 
 
 def told(updates: list[Update], index: int, count: int) -> tuple[str, list[Logprobs]]:
-    """What was said of a continuation up to so many tokens."""
+    """Return the updates of one output up to some number of tokens."""
     text, tokens, logprobs = "", 0, list[Logprobs]()
     for update in updates:
         if update.index == index and tokens < count:
@@ -177,9 +177,7 @@ def test_a_resumed_request_generates_the_same_rest(
 def test_many_resumed_requests_and_a_failed_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Among them one that is recomputed after a failed step: it goes on behind what it brought and
-    what it drew.
-    """
+    """After the failed step they continue after the given tokens and their own."""
     asked = [
         (
             [1, 2, 3 + i],
@@ -292,7 +290,7 @@ def test_an_embedding_has_no_output_token_ids() -> None:
 
 
 def test_output_token_ids_are_limited_by_the_context() -> None:
-    """Where `max_tokens` says nothing, what was told must fit in the context."""
+    """Without `max_tokens` the given tokens must fit in the context."""
     one = undisturbed()
     with pytest.raises(
         RequestError,
@@ -310,8 +308,8 @@ def test_empty_output_token_ids_are_a_fresh_request() -> None:
 
 
 def test_a_resumed_output_without_tokens_is_one_sequence() -> None:
-    """Where another has some, it does not fork after the prompt: the scheduler needs room for
-    itself alone.
+    """If another output has tokens, it does not fork after the prompt, so it counts as one
+    sequence.
     """
     resumed = engine()
     resumed.add_request(

@@ -1,4 +1,4 @@
-"""Which sequences get rows, in what order, and which are preempted."""
+"""The scheduler: rows, order and preemption."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 20}
 
 
 def add(engine: Engine, prompt_len: int, **params: Any) -> str:
-    """Prompts of requests that are under way together have no beginning in common."""
+    """Add requests whose prompts share no prefix."""
     token = next(
         token
         for token in range(VOCAB)
@@ -25,9 +25,7 @@ def add(engine: Engine, prompt_len: int, **params: Any) -> str:
 
 
 def step(engine: Engine) -> list[tuple[int, int, int]]:
-    """(request, scheduled tokens, draft budget that was granted) of each sequence of the step that
-    is run.
-    """
+    """Run a step; returns (request, scheduled tokens, draft budget) of each sequence."""
     scheduler, found = engine._scheduler, list[list[tuple[int, int, int]]]()
     grant = scheduler.grant_draft_budgets
 
@@ -89,9 +87,7 @@ def test_prompt_chunks_shrink_with_the_context() -> None:
 
 
 def test_a_second_prompt_gets_the_rest_of_the_rows() -> None:
-    """Three rows at the beginning of a context. One at depth 8 is worth three, and leaves nothing;
-    it comes in the eighth step.
-    """
+    """Three rows at the start of a context cost as much as one row at depth 8."""
     engine = toy_engine(chunked_prefill_size=2, attention_crossover=4)
     for prompt_len in (1, 12, 20):
         step(engine) if prompt_len == 12 else None
@@ -126,7 +122,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_admission_leaves_a_block_for_each_running_sequence() -> None:
-    """Seven tokens and the next need two blocks. Eight sequences with 22 tokens in common need six,
+    """Seven tokens and the next need two blocks. Eight sequences with 22 common tokens need six,
     and one more for each but one.
     """
     for needed, prompt_len, n in ((2, 7, 1), (13, 22, 8)):
@@ -152,8 +148,8 @@ def test_preemption_takes_the_last_and_admits_it_next() -> None:
 
 
 def test_preemption_prefers_sequences_that_have_sampled() -> None:
-    """Of 11 blocks the prompt has 6. In step 7 the others need a third block each, and there is
-    one.
+    """The prompt has 6 of 11 blocks. In step 7 each other sequence needs a third block, and one is
+    free.
     """
     engine = toy_engine(
         num_blocks=11, block_size=4, max_num_batched_tokens=8, chunked_prefill_size=1
@@ -166,8 +162,8 @@ def test_preemption_prefers_sequences_that_have_sampled() -> None:
 
 
 def test_the_first_sequence_is_never_preempted() -> None:
-    """Of 10 blocks the prompt has 7. In step 11 the first needs a fourth, and no other has
-    drawn.
+    """The prompt has 7 of 10 blocks. In step 11 the first sequence needs a fourth, and no other has
+    sampled.
     """
     engine = toy_engine(
         num_blocks=10, block_size=4, max_num_batched_tokens=8, chunked_prefill_size=1
@@ -180,7 +176,7 @@ def test_the_first_sequence_is_never_preempted() -> None:
 
 
 def test_the_first_prompt_preempts_the_last() -> None:
-    """Of 16 blocks two prompts have 6 and 5. In step 21 the first sequence needs a sixth."""
+    """Two prompts have 6 and 5 of 16 blocks. In step 21 the first sequence needs a sixth."""
     engine = toy_engine(num_blocks=16, chunked_prefill_size=2, attention_crossover=4)
     add(engine, 1, max_tokens=30)
     step(engine)
@@ -193,8 +189,8 @@ def test_the_first_prompt_preempts_the_last() -> None:
 
 
 def test_prompts_longer_than_their_windows_run_together() -> None:
-    """Each needs four blocks at once, of 25: what a step of eight rows, and the three tokens before
-    it, can touch.
+    """Each prompt needs four of 25 blocks at once, for a step of eight rows and the three tokens
+    before it.
     """
     engine = toy_engine(
         num_blocks=10, block_size=4, windows=(4,), max_num_batched_tokens=8, max_model_len=200

@@ -1,11 +1,11 @@
-"""The engine's own records of requests and sequences."""
+"""The engine's records of requests and sequences."""
 
 from headrace.engine.sequence import RequestTimer
 from headrace.outputs import Timing
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """Returns seconds that a test sets."""
 
     def __init__(self) -> None:
         self.seconds = 100.0

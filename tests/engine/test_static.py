@@ -1,5 +1,5 @@
-"""Static batching: whole batches, padding to the end of the longest, and the same tokens as
-in-flight batching.
+"""Static batching: whole batches, padding until the longest ends, and the same tokens as in-flight
+batching.
 """
 
 from typing import Any
@@ -109,8 +109,8 @@ def test_memory_for_the_longest_is_reserved_at_the_start() -> None:
 
 
 def test_padding_never_preempts_a_sequence() -> None:
-    """Both end with nine tokens, eight of them in KV, and the blocks are just enough: the first has
-    no slot for a row more.
+    """Both sequences end with nine tokens, eight of them with KV, and the blocks are just enough.
+    The first has no slot for another row.
     """
     engine = static_engine(block_size=4, num_blocks=4)
     add(engine, 6, max_tokens=3)
@@ -121,7 +121,7 @@ def test_padding_never_preempts_a_sequence() -> None:
 
 
 def test_preempted_padding_is_dropped() -> None:
-    """Three sequences, of which two may run; the last ends with its first token."""
+    """Two of three sequences may run; the last ends with its first token."""
     params = SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=6)
     drawn = [plain_decoding([0], params, index)[1:] for index in range(3)]
     engine = static_engine(max_num_seqs=2)
@@ -132,9 +132,7 @@ def test_preempted_padding_is_dropped() -> None:
 
 
 def test_padding_ends_when_all_others_are_preempted() -> None:
-    """Two sequences, of which one may run; the first ends with its first token, and the other
-    waits.
-    """
+    """One of two sequences may run; the first ends with its first token, and the other waits."""
     params = SamplingParams(n=2, seed=1, temperature=1.0, max_tokens=3)
     drawn = [plain_decoding([0], params, index)[1:] for index in range(2)]
     assert drawn[0][0] not in drawn[1]
@@ -145,7 +143,7 @@ def test_padding_ends_when_all_others_are_preempted() -> None:
 
 
 def test_padding_does_not_hide_later_sequences() -> None:
-    """The prompt of the second is computed in several steps, beside the first, which has ended."""
+    """The second prompt is computed in several steps, while the first sequence is padding."""
     engine = static_engine(max_num_seqs=2, max_num_batched_tokens=4)
     add(engine, 1, max_tokens=1)
     add(engine, 12, max_tokens=1, prompt_logprobs=0)
@@ -205,8 +203,8 @@ def test_padding_leaves_rows_for_beams() -> None:
 
 
 def test_drafts_write_to_no_block_that_siblings_share() -> None:
-    """There are not blocks for the longest of three at once, so that a fork shares some of those
-    that were reserved.
+    """The blocks do not suffice for the longest of three at once, so a fork shares some reserved
+    blocks.
     """
     engine = static_engine(
         num_blocks=14, block_size=2, proposer=RandomTrees(1, VOCAB, {}, max_nodes=3)
@@ -287,10 +285,8 @@ def test_the_name_of_batching_is_checked() -> None:
 
 
 def test_drafts_of_a_sequence_leave_blocks_for_copies_of_another() -> None:
-    """Seven blocks are too few for four sequences: two still share their second block in the fourth
-    step, and none is free.
-
-    The third has a block of its own to go on in, and gets both rows that it wants.
+    """Seven blocks are too few for four sequences. In the fourth step two share their second block,
+    and none is free. The third has a block of its own, and gets both rows.
     """
     params = SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=13)
     known = {(0, i): plain_decoding([1], params, i) for i in range(4)}

@@ -1,6 +1,4 @@
-"""What an engine says of itself: counts, rates of the last seconds, empty slots, and which sequence
-holds which block.
-"""
+"""Statistics of an engine: counts, recent rates, empty slots, and the block map."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -133,8 +131,8 @@ class TestMemory:
         assert (stats.blocks_used, stats.kv[0].slots_empty) == (4, 3)
 
     def test_the_map_of_two_groups(self) -> None:
-        """Nine tokens of four in a block; a window of five sees nothing of the first. What has
-        ended is still cached.
+        """Nine tokens in blocks of four; a window of five sees no token of the first block. Blocks
+        of an ended sequence are still cached.
         """
         engine = toy_engine(block_size=4, num_blocks=20, windows=(0, 5))
         add(engine, 4, max_tokens=1)
@@ -195,7 +193,7 @@ class TestMemory:
 
 
 def filled_slots(group: GroupMap, block_size: int) -> dict[int, set[int]]:
-    """Slots with KV in each block, slot by slot."""
+    """Return the slots with KV in each block."""
     filled: dict[int, set[int]] = {
         block: set() for holding in group.holdings for block in holding.blocks if block >= 0
     }
@@ -263,7 +261,7 @@ class TestMeter:
     def steady(
         start: float, seconds: float, rate: int
     ) -> Iterator[tuple[float, float, int, int, int]]:
-        """Steps of 10 ms and so many tokens a second."""
+        """Return steps of 10 ms with a constant rate of tokens."""
         for i in range(round(100 * seconds)):
             yield start + i / 100, start + (i + 1) / 100, rate // 100, i + 1, 1
 
@@ -308,9 +306,7 @@ class TestMeter:
         )
 
     def test_meter_history_covers_a_minute(self) -> None:
-        """However many steps there are: one token in the first of the last 60 seconds, and none
-        after it.
-        """
+        """One token in the first of the last 60 seconds, and none after it, in any number of steps."""
         meter = Meter(0.0)
         for tenth in range(1000):
             meter.record(tenth / 10, (tenth + 1) / 10, int(400 <= tenth < 410), tenth + 1, 1)

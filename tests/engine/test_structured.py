@@ -1,5 +1,5 @@
-"""Structured output over tiny models: what comes is what was asked for, and the same however it was
-computed.
+"""Structured outputs over tiny models: outputs match their grammar, and are equal in any
+batch.
 """
 
 import json
@@ -55,7 +55,7 @@ PLAIN = 8
 
 
 def asking(**asked: Any) -> dict[str, Any]:
-    """The parameter that asks for it."""
+    """Return the parameter for a grammar."""
     return {"structured_outputs": StructuredOutputs(**asked)}
 
 
@@ -127,7 +127,7 @@ def engine_of(
 
 @cache
 def alone(which: int, kv_dtype: Any = "f32") -> list[RequestOutput]:
-    """Every request by itself, token by token."""
+    """Run each request by itself, token by token."""
     engine = engine_of(
         which,
         kv_dtype=kv_dtype,
@@ -139,7 +139,7 @@ def alone(which: int, kv_dtype: Any = "f32") -> list[RequestOutput]:
 
 
 def complete(params: SamplingParams, text: str) -> bool:
-    """Whether a text is what was asked for."""
+    """Whether a text matches the grammar."""
     asked = params.structured_outputs
     if asked is None:
         return True
@@ -160,7 +160,7 @@ def complete(params: SamplingParams, text: str) -> bool:
 
 
 def collapsed(text: str) -> str:
-    """With a number for each innermost list of the grammar, until there are none."""
+    """Replace the innermost lists of the grammar by numbers until none is left."""
     while text != (text := re.sub(r"\[[0-9]{1,2}(, [0-9]{1,2})*\]", "0", text)):
         pass
     return text
@@ -189,7 +189,6 @@ def test_output_matches_the_grammar(
 
 
 def test_structured_requests_end() -> None:
-    """So that the tests below compare more than the beginnings of texts."""
     results = [output for result in alone(0)[:PLAIN] for output in result.outputs]
     assert sum(output.finish_reason == "stop" for output in results) > len(results) // 2
 
@@ -277,7 +276,7 @@ def test_structured_outputs_with_draft_models(how: str, order: list[int], **opti
 def test_structured_outputs_with_other_acceptance_methods(
     method: Any, which: int, depth: int, jump_forward: bool, seed: int
 ) -> None:
-    """Their tokens depend on the drafts; they keep to what was asked for all the same."""
+    """The tokens depend on the drafts, but they still match the grammar."""
     prompt, params = REQUESTS[which]
     options = {
         "acceptance_method": method,
@@ -401,7 +400,7 @@ class TestTheEnd:
         assert re.fullmatch("a{7}", output.text) and output.finish_reason == "length"
 
     def test_a_control_token_is_no_text(self) -> None:
-        """Though it is spelt as text is that the grammar allows."""
+        """Its spelling would match the grammar."""
         asked = SamplingParams(
             seed=0, n=8, temperature=5.0, logit_bias={59: 50.0}, **asking(regex="(ab){3}")
         )

@@ -1,5 +1,5 @@
-"""Structured output of the default model: JSON that is valid by its schema, with and without
-certain tokens taken at once.
+"""Structured outputs of the default model: JSON is valid by its schema, with and without
+jump-forward.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""A toy model with real bookkeeping: an executable whose KV is a dictionary, and plain decoding of
-the same model in a loop.
+"""A toy model with real bookkeeping: an executable whose KV is a dictionary, and plain decoding in
+a loop.
 
-What a slot keeps is a hash of all tokens up to its own, made from what the slot before it keeps, as
-KV is. The logits follow from the hash of their row, so one wrong token, position or slot changes
-everything after it, in whichever group of layers it is.
+A slot stores a hash of all tokens up to its own, computed from the hash of the slot before it, as
+KV is. The logits follow from the hash of their row. So one wrong token, position or slot changes
+everything after it, in any KV group.
 """
 
 import math
@@ -50,7 +50,7 @@ def _logits_of(text: int) -> NDArray[np.float32]:
 
 
 def toy_hidden(text: int) -> NDArray[np.float32]:
-    """The hidden row behind tokens of this hash."""
+    """The hidden row after tokens with this hash."""
     hidden: NDArray[np.float32] = (
         np.random.default_rng([text, 1]).normal(0, 2, TOY_DIM).astype(np.float32)
     )
@@ -58,7 +58,7 @@ def toy_hidden(text: int) -> NDArray[np.float32]:
 
 
 def toy_vector(tokens: list[int], pooling: Pooling) -> NDArray[np.float32]:
-    """What a prompt is embedded as, without an engine."""
+    """Embed a prompt without an engine."""
     rows = [toy_hidden(zlib.crc32(bytes(tokens[: end + 1]))) for end in range(len(tokens))]
     pooled = {"last": rows[-1:], "mean": rows, "cls": rows[:1]}[pooling]
     vector: NDArray[np.float32] = (
@@ -68,12 +68,12 @@ def toy_vector(tokens: list[int], pooling: Pooling) -> NDArray[np.float32]:
 
 
 def hash_after(text: int, token: int) -> int:
-    """Hash of some tokens and one more, from the hash of the former; 0 for none."""
+    """Hash of some tokens and one more, from the hash of the former; 0 for no tokens."""
     return zlib.crc32(bytes([token]), text)
 
 
 def toy_groups(windows: tuple[int, ...], sinks: int = 0) -> tuple[KvGroup, ...]:
-    """A group of one layer for each window, whose rows see so many sinks beside it."""
+    """A KV group of one layer for each window, with sinks."""
     return tuple(
         KvGroup((layer,), KvLayout(1, 2, 2), window, sinks if window else 0)
         for layer, window in enumerate(windows)
@@ -88,7 +88,7 @@ def toy_kv(
     sinks: int = 0,
     host: HostTier | None = None,
 ) -> KvManager:
-    """So many blocks for each group."""
+    """A KV manager with `num_blocks` blocks in each group."""
     return KvManager(
         toy_groups(windows, sinks),
         KvConfig((num_blocks,) * len(windows), block_size),
@@ -98,7 +98,7 @@ def toy_kv(
 
 
 class Kept(NamedTuple):
-    """What a slot keeps."""
+    """The content of a slot."""
 
     position: int
     text: int
@@ -107,7 +107,7 @@ class Kept(NamedTuple):
 
 
 class ToyHostBlocks:
-    """Copies of blocks, of one byte each, beside the dictionaries."""
+    """Host copies of the dictionary's blocks, of one byte each."""
 
     block_seconds = 0.0
 
@@ -127,7 +127,7 @@ class ToyHostBlocks:
 
 
 class ToyExecutable:
-    """Checks every batch while it runs it. Windows must reach back one token at least."""
+    """Checks every batch while it runs it. A window must cover at least the token before."""
 
     max_in_flight = 1
 
@@ -193,7 +193,9 @@ class ToyExecutable:
         )
 
     def _write(self, batch: RaggedBatch, seq: int, row: int) -> Kept:
-        """What a row keeps, from what it sees in every group, which must agree."""
+        """Return the content of a row's slot, from the slots it sees, which must agree between
+        groups.
+        """
         seen = self._seen(batch, seq, row)
         assert batch.positions[row] == len(seen), "a row has a wrong position"
         found = set()
@@ -220,7 +222,7 @@ class ToyExecutable:
         return kept
 
     def _seen(self, batch: RaggedBatch, seq: int, row: int) -> list[int]:
-        """Where in its sequence's slots a row finds the tokens before its own."""
+        """Return the indices of the slots that a row sees."""
         start, context, num_scheduled = (
             batch.row_start[seq],
             int(batch.context_len[seq]),
@@ -246,11 +248,10 @@ class ToyExecutable:
             self.kv[group][t] = self.kv[group].get(s, Kept(-1, 0, False))
 
     def host_blocks(self, num_bytes: int) -> ToyHostBlocks:
-        """So many for each group."""
         return ToyHostBlocks(self.kv, self.block_size, num_bytes)
 
     def check(self, kv: KvManager, tables: Tables, tokens: list[int]) -> None:
-        """Assert that the slots of a sequence keep these tokens, as far as it still has them."""
+        """Assert that the held slots of a sequence contain these tokens."""
         for pool, table, kept in zip(kv.pools, tables, self.kv, strict=True):
             for i in [i for i in range(len(tokens)) if table[i // self.block_size] != NULL_BLOCK]:
                 assert kept[pool.slot(table, i)][:2] == (i, zlib.crc32(bytes(tokens[: i + 1])))
@@ -303,8 +304,8 @@ def toy_engine(
 def plain_decoding(
     prompt: list[int], params: SamplingParams, index: int, max_model_len: int = 40
 ) -> list[int]:
-    """Prompt and output of one continuation (no stop conditions but the length), token by token,
-    with the sampler's twin.
+    """Prompt and output of one sequence, token by token, with the sampler's twin; only the length
+    stops it.
     """
     sampler = SamplerTwin(
         VOCAB,

@@ -1,4 +1,4 @@
-"""The block pool alone: counts, copy-on-write, and runs of neighbours."""
+"""The block pool alone: counts, copy-on-write, and runs of blocks."""
 
 import pytest
 from hypothesis import given, settings
@@ -155,7 +155,7 @@ def test_every_block_can_be_used(num_blocks: int, lengths: list[int]) -> None:
 
 
 class Pool(RuleBasedStateMachine):
-    """Sequences that grow, fork, rewind and end, over a model of what each must read."""
+    """Sequences grow, fork, rewind and end, checked against the content that each must read."""
 
     @initialize(num_blocks=st.integers(1, 24), block_size=st.sampled_from([1, 2, 4]))
     def start(self, num_blocks: int, block_size: int) -> None:

@@ -1,6 +1,4 @@
-"""The host tier alone: what is copied when, what goes first, and that nothing is lost, doubled or
-mistaken for another.
-"""
+"""The host tier alone: saving, dropping and loading copies without losing, doubling or confusing them."""
 
 from math import inf
 
@@ -21,7 +19,7 @@ from tests.kv.test_prefix import SCOPE, Cache, held
 
 
 class Store:
-    """Notes what is copied, and copies it: what the KV of each slot in `memory` was computed
+    """Records and makes the copies. `memory` has the tokens that the KV of each slot was computed
     from.
     """
 
@@ -105,7 +103,7 @@ class TestTier:
     def test_host_tier_is_used_only_if_loading_is_faster(
         self, seconds: float, is_faster: bool
     ) -> None:
-        """Four tokens of 30 ms: the quickest step had ten rows in 0.3 s."""
+        """Four tokens of 30 ms each: the fastest step had ten rows in 0.3 s."""
         tier = HostTier(store := Store(2), 4)
         store.block_seconds = seconds
         assert tier.is_faster  # nothing is known yet
@@ -133,7 +131,7 @@ class TestTier:
 
 
 def shared(kv: KvManager, cache: PrefixCache, known: list[int]) -> Hit:
-    """A sequence comes, finds what there is, has it all brought back, and goes."""
+    """Start a sequence with its prefix hit, load its blocks, and end it."""
     node, tables = cache.match(SCOPE, known, len(known)), kv.new_tables()
     hit = Hit(node, cache.blocks(node), node.depth * kv.block_size)
     cache.share(hit, tables)
@@ -144,8 +142,8 @@ def shared(kv: KvManager, cache: PrefixCache, known: list[int]) -> Hit:
 
 
 def test_block_copies_come_before_loads() -> None:
-    """The block that comes back takes the place of one that a copy still reads, as of a sequence
-    that gave way in between.
+    """The loaded block overwrites a block that a copy still reads, for example of a preempted
+    sequence.
     """
     kv, cache, store = offloading(4, 1, 8)
     kv.free(held(kv, cache, [1]))
@@ -184,8 +182,8 @@ class TestTree:
         )
 
     def test_loading_does_not_evict_blocks_of_the_same_prefix(self) -> None:
-        """Of ten blocks the last eight were evicted; the first two are the oldest that could be
-        evicted when all are wanted again.
+        """The last eight of ten blocks were evicted. The first two are the oldest evictable blocks
+        when all ten are needed.
         """
         kv, cache, store = offloading(16, 1, 20)
         known = list(range(10))
@@ -233,7 +231,7 @@ class TestTree:
 
 
 class Offload(Cache):
-    """The same life over a host tier, which is quicker at times and slower at others."""
+    """The prefix cache machine with a host tier that is faster at times and slower at others."""
 
     @initialize(
         num_blocks=st.integers(1, 12),

@@ -1,6 +1,4 @@
-"""The KV of several groups of layers: all or nothing, windows that pass on what they release, and
-promises that are kept.
-"""
+"""The KV of several groups of layers: all or none, reuse in windows, and promises that hold."""
 
 from dataclasses import dataclass, field
 
@@ -62,8 +60,8 @@ def test_allocate_in_all_groups_or_none() -> None:
 
 
 def test_attention_sinks_are_never_released() -> None:
-    """Of 40 tokens in blocks of 2, with a window of 5 and 3 sinks, the first two blocks and those
-    of the window are held.
+    """Of 40 tokens in blocks of 2, with a window of 5 and 3 sinks, the first two blocks and the
+    window are held.
     """
     kv = toy_kv(20, 2, (5,), max_rows=4, sinks=3)
     (table,) = tables = kv.new_tables()
@@ -98,9 +96,7 @@ def test_attention_sinks_are_never_released() -> None:
 
 
 def test_fits_next_to_promised_blocks() -> None:
-    """Of 8 blocks of 4 tokens one sequence holds 2, and may want one more than it is known to
-    need.
-    """
+    """A sequence holds 2 of 8 blocks of 4 tokens, and may need one more than its known tokens do."""
     kv = toy_kv(8, 4, (0,))
     tables = kv.new_tables()
     kv.allocate(tables, 0, 8)
@@ -159,9 +155,7 @@ def test_a_fork_copies_and_moves_in_each_group() -> None:
 
 
 def test_a_long_prompt_reuses_the_blocks_it_releases() -> None:
-    """However long it is, its window never takes a block more than it had at first, and others may
-    have all the rest.
-    """
+    """A window never holds more blocks than at first, and others may have the rest."""
     kv = toy_kv(100, 2, (0, 5), max_rows=4)
     full, windowed = kv.pools
     tables = kv.new_tables()
@@ -202,7 +196,7 @@ def test_in_a_window_each_table_pays_for_its_blocks(windows: tuple[int, ...]) ->
     computed=st.integers(0, 30),
 )
 def test_can_rewind(window: int, size: int, windows: bool, computed: int) -> None:
-    """It can to any token of which, and of all that it sees, there are still the blocks."""
+    """A sequence can rewind to any token for which all visible blocks still exist."""
     kv = toy_kv(40, size, (0, window) if windows else (0,), max_rows=40)
     tables = kv.new_tables()
     assert kv.allocate(tables, 0, 31) == []
@@ -226,7 +220,7 @@ def test_can_rewind(window: int, size: int, windows: bool, computed: int) -> Non
 def test_can_extend_and_num_slots_after(
     num_blocks: int, size: int, lengths: list[int], more: list[int]
 ) -> None:
-    """What is said of blocks beforehand is what there turns out to be."""
+    """The predictions equal the blocks that allocation finds."""
     kv = toy_kv(
         num_blocks, size, (0, 100), max_rows=100
     )  # the second group is as full as the first
@@ -256,7 +250,9 @@ def test_can_extend_and_num_slots_after(
 
 @dataclass(eq=False)
 class Sequence:
-    """What a sequence must read, by index, and how many tokens it has been admitted for."""
+    """The content that a sequence must read, by index, and the number of tokens it was admitted
+    for.
+    """
 
     tables: Tables
     content: list[int] = field(default_factory=list)
@@ -264,8 +260,8 @@ class Sequence:
 
 
 class Manager(RuleBasedStateMachine):
-    """Sequences with prompts that are computed in chunks, and then grow, fork, rewind and end, over
-    a model of what each must read.
+    """Sequences with chunked prompts grow, fork, rewind and end, checked against the content that
+    each must read.
     """
 
     @initialize(
@@ -295,9 +291,7 @@ class Manager(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), rows=st.integers(1, 9))
     def compute(self, which: int, rows: int) -> None:
-        """A step of a prompt: whatever the others have done, its blocks are there. One that has
-        ended grows by a row.
-        """
+        """A step of a prompt always finds its blocks. A sequence after its prompt grows by a row."""
         seq = self.seqs[which % len(self.seqs)]
         left = seq.num_known - len(seq.content)
         self.kv.advance(seq.tables, len(seq.content), seq.num_known)
@@ -325,7 +319,7 @@ class Manager(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), nodes=st.integers(1, 6), kept=st.sets(st.integers(0, 5)))
     def draft(self, which: int, nodes: int, kept: set[int]) -> None:
-        """A row and a tree below it, of which a path survives."""
+        """A row with a draft tree, of which one path is accepted."""
         seq = self.seqs[which % len(self.seqs)]
         nodes = min(nodes, self.kv.max_rows - 1)
         if seq.num_known > len(seq.content) or not nodes:

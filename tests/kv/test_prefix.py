@@ -1,4 +1,4 @@
-"""The prefix cache alone: what it finds, what it shares, and what it gives up first."""
+"""The prefix cache alone: matching, sharing, and eviction."""
 
 import gc
 
@@ -15,7 +15,7 @@ SCOPE = Scope()
 
 
 def held(kv: KvManager, cache: PrefixCache, known: list[int], scope: Scope = SCOPE) -> Tables:
-    """The tables of a sequence that has come and computed all its tokens."""
+    """Start a sequence, compute all its tokens, and return its tables."""
     tables = kv.new_tables()
     node = cache.match(scope, known, len(known))
     kv.share(tables, cache.blocks(node))
@@ -28,7 +28,7 @@ def held(kv: KvManager, cache: PrefixCache, known: list[int], scope: Scope = SCO
 
 
 def path(cache: PrefixCache, known: list[int], most: int, scope: Scope = SCOPE) -> list[int]:
-    """The blocks that are found, of the first group."""
+    """Return the blocks of the hit in the first group."""
     return cache.blocks(cache.match(scope, known, most))[0]
 
 
@@ -124,8 +124,8 @@ def test_a_scope_without_blocks_is_forgotten() -> None:
 
 
 def test_a_hit_needs_only_visible_blocks() -> None:
-    """A window has gone on to the last of twelve blocks; most of what lies behind it was evicted,
-    and is not missed.
+    """The window has moved to the last of twelve blocks. Most blocks before it were evicted, and
+    are not needed.
     """
     kv = toy_kv(12, 2, (0, 4))  # a row behind a block boundary sees the two blocks before it
     cache, (full, windowed) = PrefixCache(kv), kv.pools
@@ -158,8 +158,8 @@ def test_a_hit_needs_only_visible_blocks() -> None:
 
 
 def test_a_hit_needs_the_attention_sinks() -> None:
-    """Twelve blocks, of which the row behind the last sees the first two and the last two; without
-    the second there is no hit at all.
+    """The row after twelve blocks sees the first two and the last two; without the second there is
+    no hit.
     """
     kv = toy_kv(12, 2, (4,), sinks=3)
     cache, (pool,) = PrefixCache(kv), kv.pools
@@ -180,8 +180,8 @@ def test_a_hit_needs_the_attention_sinks() -> None:
 
 
 class Cache(RuleBasedStateMachine):
-    """Sequences that hit, grow, fork, go on and end. The model: what the KV in each slot was
-    computed from.
+    """Sequences hit, grow, fork, continue and end, checked against the tokens that the KV of each
+    slot was computed from.
     """
 
     @initialize(
@@ -255,7 +255,7 @@ class Cache(RuleBasedStateMachine):
                 )
 
     def _kept(self) -> list[set[tuple[Scope, tuple[int, ...]]]]:
-        """What the blocks of each group that the tree has were computed from."""
+        """Return the tokens that the cached blocks of each group were computed from."""
         size = self.kv.block_size
         return [
             {memory[block * size + size - 1] for block in nodes}
@@ -263,8 +263,8 @@ class Cache(RuleBasedStateMachine):
         ]
 
     def _longest_hit(self, scope: Scope, known: list[int], most: int) -> int:
-        """In blocks, by looking at all that is kept: each group must have every token that a row
-        behind the hit sees.
+        """Return the hit in blocks, by brute force: each group must have every token that the row
+        after the hit sees.
         """
         size, kept = self.kv.block_size, self._kept()
 
@@ -285,7 +285,7 @@ class Cache(RuleBasedStateMachine):
     def _grow(
         self, scope: Scope, known: list[int], tables: Tables, node: Node, tokens: list[int]
     ) -> None:
-        """Compute `tokens`; the sequence ends where there are not enough blocks."""
+        """Compute `tokens`; the sequence ends if there are not enough blocks."""
         self.kv.advance(tables, len(known), len(known))
         copies = self.kv.allocate(tables, len(known), len(tokens))
         for group, source, target in self.kv.slot_copies(copies or []):

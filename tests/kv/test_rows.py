@@ -1,4 +1,4 @@
-"""From sequences and their blocks to the arrays that a program sees."""
+"""The arrays of a batch, made from block tables."""
 
 import numpy as np
 
