@@ -92,7 +92,7 @@ async def _closed(port: int, seconds: float) -> float:
 
 
 async def _open(server: Running, rate: float, seconds: float) -> tuple[list[Answer], float]:
-    """Send requests at random moments, and return the max number of waiting requests."""
+    """Send requests at random moments; return the responses and the max number of waiting ones."""
     rng, begun, tasks, waiting = random.Random(2), time.monotonic(), [], 0.0
     next_at, look = begun, begun
     while (now := time.monotonic()) - begun < seconds:

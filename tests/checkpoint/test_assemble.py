@@ -266,12 +266,12 @@ def test_extra_layers_of_a_file() -> None:
     """DeepSeek-V3's files end with a layer for drafts, which other families refuse."""
     config = DEEPSEEK_V3.config
     assert config
-    for name, is_beyond in (
+    for name, is_extra in (
         ("model.layers.3.eh_proj.weight", True),
         ("model.layers.2.eh_proj.weight", False),
         ("model.layers.x.y", False),
     ):
-        assert config.is_extra_layer(name, spec_of("deepseek-v3")) == is_beyond
+        assert config.is_extra_layer(name, spec_of("deepseek-v3")) == is_extra
         assert LLAMA.config and not LLAMA.config.is_extra_layer(name, spec_of("llama3-gqa"))
     spec = replace(
         SPEC, architecture="deepseek_v3", rope=RopeSpec(4), qkv_bias=False, mla=MlaSpec(8, 8)
