@@ -338,10 +338,6 @@ class TestSafety:
         assert made == ["ImmutableSandboxedEnvironment"]
 
 
-BY_POSITION = {"headrace/engine/", "headrace/scaleout/"}
-"""Folders and files that may still build large records by position: a list that only shrinks."""
-
-
 class TestRecords:
     def test_large_records_are_built_by_keyword(self) -> None:
         """A record of more than four fields takes at most two positional arguments, none starred."""
@@ -350,7 +346,6 @@ class TestRecords:
         found = [
             f"{name_of(file)}:{call.lineno}: {name}"
             for file in FILES
-            if not name_of(file).startswith(tuple(BY_POSITION))
             for name, call in calls_of_classes(file)
             if name in large and (len(call.args) > 2 or has_star(call))
         ]

@@ -344,7 +344,9 @@ class Scheduler:
 
         for seq, num_rows in rows.items():
             can_sample = num_rows == seq.num_uncomputed and not seq.request.pooling
-            output.scheduled.append(ScheduledSequence(seq, num_rows, can_sample))
+            output.scheduled.append(
+                ScheduledSequence(seq=seq, num_scheduled=num_rows, can_sample=can_sample)
+            )
         output.copies.extend(copies)
 
     # Preemption

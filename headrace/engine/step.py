@@ -74,7 +74,7 @@ class StepLoop:
             if drafts:
                 self.speculation.draft(drafts)
 
-            step = InFlightStep(output.scheduled, drafts, started)
+            step = InFlightStep(scheduled=output.scheduled, drafts=drafts, started=started)
             self._launch(step, should_stop)
 
     def _can_overlap(self) -> bool:

@@ -26,7 +26,9 @@ class RayRanks:
         """
         group = get_current_placement_group()
         address = get_node_ip_address()
-        place = Placement(0, num_ranks, address, _free_port(address), has_store=False)
+        place = Placement(
+            rank=0, size=num_ranks, address=address, port=_free_port(address), has_store=False
+        )
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
         self.launcher: HostLauncher | None = None
         """Launcher for ranks on one node; None if they are on several, which the environment then
@@ -49,7 +51,7 @@ class RankActor:
         """Run the worker until rank 0, whose store is at the address, ends; returns its exit
         code.
         """
-        place = Placement(rank, num_ranks, address, port, has_store=False)
+        place = Placement(rank=rank, size=num_ranks, address=address, port=port, has_store=False)
         return run_worker(place, RANK_COMMAND)
 
 
