@@ -149,8 +149,8 @@ class Scheduler:
             self._preempt(self.running[-1])
         while self._kv.is_overcommitted:
             self._preempt(self._choose_victim(self.running[0]))
-        # Windows move on before the first allocation of the step: see "No sequence is preempted
-        # twice for nothing" in the docs.
+        # Windows move on before the first allocation of the step, so that a sequence gets the blocks
+        # that it releases: see "No sequence is preempted twice" in the docs.
         if self._kv.has_windows:
             for seq in self.running:
                 self._kv.advance(seq.tables, seq.settled, len(seq.known))
@@ -291,8 +291,8 @@ class Scheduler:
             is_prefilling = max(map(_NUM_UNCOMPUTED, group)) > 1
             (prefilling if is_prefilling else decoding).append(group)
 
-        # Keep one row free for the first group while it is still in its prompt. In a pipeline, the
-        # decoding sequences are shared between as many steps in flight as there are stages.
+        # Keep one row free for the first group while it is still in its prompt. In a pipeline, each
+        # of `num_stages` steps in flight takes its share of the decoding sequences.
         num_reserved = 1 if prefilling and prefilling[0] is groups[0] else 0
         rows_left = config.max_rows
         for group in decoding[: ceil(len(self.running) / num_stages)]:

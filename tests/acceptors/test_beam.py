@@ -39,7 +39,12 @@ class Searching:
         )
         needs_logits = bool(params.stop) or params.logprobs is not None
         self.search = BeamSearch(
-            2, num_results, params.length_penalty, params.early_stopping, num_end_ids, needs_logits
+            width=2,
+            num_results=num_results,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            num_end_ids=num_end_ids,
+            needs_logits=needs_logits,
         )
         self.num_logprobs = -1 if params.logprobs is None else params.logprobs
         patterns = [StopPattern(stop) for stop in params.stop or ()]
@@ -51,7 +56,14 @@ class Searching:
         with np.errstate(divide="ignore"):
             logits = np.log(np.array(probabilities, np.float32))
         seqs = [
-            Sampled(i + 4, i, len(known), sampler, output, num_logprobs=self.num_logprobs)
+            Sampled(
+                source=i + 4,
+                first_sample_row=i,
+                position=len(known),
+                sampler=sampler,
+                output=output,
+                num_logprobs=self.num_logprobs,
+            )
             for i, ((known, output), sampler) in enumerate(
                 zip(self.beams, self.samplers, strict=True)
             )
@@ -157,7 +169,8 @@ def test_a_row_that_is_not_finite_fails_all_beams() -> None:
     search = Searching()
     search.step([0.6, 0.3, 0.1, 0])
     seqs = [
-        Sampled(i, i, 2, search.samplers[i], output) for i, (_, output) in enumerate(search.beams)
+        Sampled(source=i, first_sample_row=i, position=2, sampler=search.samplers[i], output=output)
+        for i, (_, output) in enumerate(search.beams)
     ]
     assert search.search.accept(seqs, [None, Ranked([0, 1], [-1.0, -2.0])], None) == [
         (seqs[0], None),

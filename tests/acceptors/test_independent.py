@@ -12,7 +12,15 @@ from tests.tiny import TinyVocabulary
 
 def sampled(source: int, row: int, draft: DraftTree, num_logprobs: int) -> Sampled:
     output = Output(SamplingParams(), TinyVocabulary(4), [], 9)
-    return Sampled(source, row, 7 + row, _native.Sampler(4, []), output, draft, num_logprobs)
+    return Sampled(
+        source=source,
+        first_sample_row=row,
+        position=7 + row,
+        sampler=_native.Sampler(4, []),
+        output=output,
+        draft=draft,
+        num_logprobs=num_logprobs,
+    )
 
 
 SEQS = [sampled(3, 0, DraftTree([1, 2], [-1, 0]), -1), sampled(1, 3, NO_DRAFT, 2)]

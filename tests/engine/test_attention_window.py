@@ -119,7 +119,7 @@ def test_kv_memory_is_bounded_by_the_window() -> None:
     most = group.num_blocks(128, 40, 32)
     assert (
         most == 1 + 3 and max(used) <= most and 2 in used[-20:]
-    )  # the sinks and what the window touches
+    )  # the sinks and the blocks of the window
 
 
 def test_a_prefix_hit_after_blocks_were_released() -> None:

@@ -218,7 +218,7 @@ def test_beams_share_the_prompt() -> None:
 def test_beams_are_preempted_and_share_the_prompt_again() -> None:
     params = SamplingParams(beam_width=4, n=4, max_tokens=14)
     requests = [([i, 2, 3, 4, 5, 6, 7, 8, 9], params) for i in range(3)]
-    engine = toy_engine(num_blocks=2 + 4 * (6 - 2), block_size=4)  # what one needs alone
+    engine = toy_engine(num_blocks=2 + 4 * (6 - 2), block_size=4)  # enough for one request alone
     for result, (prompt, _) in zip(run_all(engine, requests), requests, strict=True):
         agree(result, toy_search(prompt, params), params)
     assert engine.stats().preemptions > 0

@@ -210,7 +210,7 @@ def test_prompt_logprobs_belong_to_the_tokens_of_the_prompt(late: bool) -> None:
     prompts = {
         0: [3, 1, 4, 1, 5, 9, 2, 6],
         2: [2, 7, 1, 8],
-    }  # by how many of the likeliest tokens are asked for
+    }  # by the number of top log-probabilities
     requests = [
         ([7, 7], GREEDY),
         *(

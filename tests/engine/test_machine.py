@@ -192,7 +192,7 @@ class Life(RuleBasedStateMachine):
             request_id = self.engine.add(
                 self.engine.check(prompt, pooling=params, options=RequestOptions(cache_salt=salt))
             )
-        except RequestError:  # `add` has what is refused
+        except RequestError:  # `add` checks refusals
             return
         self.vectors[request_id] = toy_vector(prompt, how)
         self.params[request_id] = SamplingParams(max_tokens=1)

@@ -80,8 +80,8 @@ def test_a_thousand_requests_in_64_blocks(windows: tuple[int, ...], prefix_cache
         ended |= {u.request_id: (engine.stats().steps, u.result) for u in engine.step() if u.result}
     assert ended.keys() == admitted.keys()
 
-    # The first of all in rank has a row in every step. So a request has ended after as many steps
-    # as it and those before it have tokens, all sequences by themselves.
+    # The first sequence in rank has a row in every step. So a request has ended after one step for
+    # each token of its own sequences and of the requests before it.
     bound, num_tokens = 0, 0
     for request_id in sorted(admitted, key=lambda r: (admitted[r][2], int(r))):
         prompt, params, _ = admitted[request_id]

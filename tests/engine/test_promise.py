@@ -398,7 +398,7 @@ def test_released_blocks_are_never_read(backend: str, how: str) -> None:
         [0, 4, 1, 5, 3, 7, 2, 6],
         [5, 0, 3, 6],
         [2],
-    ):  # what comes again finds what was kept
+    ):  # the second round hits the cache
         for result, which in zip(run_all(engine, searching(order)), order, strict=True):
             same(result, seeing_everything(backend)[which], exact=backend == "cpu")
     stats = engine.stats()
@@ -423,7 +423,7 @@ def test_preemption_gives_the_same_tokens(backend: str) -> None:
     expected = alone(backend, 0, "f32")
     engine = tiny_engine(
         model(0), backend, slots=42, eos_ids=EOS, kv_dtype="f32"
-    )  # what the longest request needs alone
+    )  # enough for the longest request alone
     for i, result in enumerate(run_all(engine, REQUESTS * 3)):
         same(result, expected[i % len(REQUESTS)], exact=backend == "cpu")
     assert engine.stats().preemptions > 0

@@ -123,7 +123,7 @@ def test_a_resumed_request_generates_the_same_rest(
 ) -> None:
     prompt, params = asked
     expected, updates = run(undisturbed(), prompt, params, [])
-    if expected.error:  # a grammar or words that leave no token: nothing goes on
+    if expected.error:  # the grammar or the bad words allow no token
         return
     lengths = [len(output.token_ids) for output in expected.outputs]
     cuts = [data.draw(st.integers(0, length), label="cut") for length in lengths]

@@ -251,7 +251,7 @@ def test_drafts_share_rows_and_stop_at_the_end() -> None:
         (0, 1, 5),
         (1, 1, 2),
         (2, 1, 0),
-    ]  # what the second cannot use goes to the first
+    ]  # the first gets the unused share of the second
     engine = toy_engine(max_logit_rows=3, proposer=proposer)
     add(engine, 1)
     assert step(engine) == [(0, 1, 3)]

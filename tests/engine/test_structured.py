@@ -374,7 +374,7 @@ class TestTheEnd:
             assert output.stop_reason == letter[0]
             assert re.fullmatch(
                 "(ab|na){2}|(ab|na)?n", output.text
-            )  # nothing but the letter may follow an n
+            )  # only the letter may follow an n
 
     @pytest.mark.parametrize(
         ("eos_ids", "params"), [((), {}), (EOS, {"ignore_eos": True}), (EOS, {"min_tokens": 16})]

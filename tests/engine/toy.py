@@ -276,7 +276,13 @@ def toy_engine(
     **config: Any,
 ) -> Engine:
     kv = KvConfig((num_blocks,) * len(windows), block_size)
-    limits = EngineLimits(VOCAB, max_model_len, kv, toy_groups(windows, sinks), attention_crossover)
+    limits = EngineLimits(
+        vocab_size=VOCAB,
+        max_model_len=max_model_len,
+        kv=kv,
+        kv_groups=toy_groups(windows, sinks),
+        attention_crossover=attention_crossover,
+    )
     defaults: dict[str, Any] = {
         "multi_step_ms": 0,
         "adaptive_speculation": False,

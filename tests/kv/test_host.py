@@ -106,7 +106,7 @@ class TestTier:
         """Four tokens of 30 ms each: the fastest step had ten rows in 0.3 s."""
         tier = HostTier(store := Store(2), 4)
         store.block_seconds = seconds
-        assert tier.is_faster  # nothing is known yet
+        assert tier.is_faster  # before the first step
         for rows, took in ((1, 0.2), (10, 0.3), (2, 1.0)):
             tier.record(rows, took)
         assert tier.is_faster == is_faster and (tier.save(0, 1, gone) == 0) == is_faster

@@ -185,7 +185,7 @@ def test_in_a_window_each_table_pays_for_its_blocks(windows: tuple[int, ...]) ->
     kv.free(forks.pop())
     assert (
         not kv.is_overcommitted and kv.allocate(forks[0], 5, 1) is not None
-    )  # a copy costs what the shared block did
+    )  # the copy replaces the shared block
     kv.check([tables, alone, *forks])
 
 

@@ -127,15 +127,13 @@ def test_a_hit_needs_only_visible_blocks() -> None:
     """The window has moved to the last of twelve blocks. Most blocks before it were evicted, and
     are not needed.
     """
-    kv = toy_kv(12, 2, (0, 4))  # a row behind a block boundary sees the two blocks before it
+    kv = toy_kv(12, 2, (0, 4))  # a row after a block boundary sees the two blocks before it
     cache, (full, windowed) = PrefixCache(kv), kv.pools
     known = list(range(24))
     tables, other = held(kv, cache, known), kv.new_tables()
     kv.advance(tables, 24, 24)
     kv.free(tables)
-    windowed.allocate(
-        other[1], 0, 1
-    )  # evicts as many as make a run, those first that were released first
+    windowed.allocate(other[1], 0, 1)  # evicts a run of blocks, the first released first
     blocks = cache.blocks(cache.match(SCOPE, known, 24))
     assert (
         len(blocks[0]) == len(blocks[1]) == 12
@@ -199,7 +197,7 @@ class Cache(RuleBasedStateMachine):
         ] = []  # tokens, all computed, and tables
         self.memory: list[dict[int, tuple[Scope, tuple[int, ...]]]] = [
             {} for _ in windows
-        ]  # slot -> what its KV was computed from
+        ]  # slot -> the tokens that its KV was computed from
 
     @rule(
         known=st.lists(st.integers(0, 1), max_size=12),

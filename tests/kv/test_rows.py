@@ -21,7 +21,7 @@ def test_slots_and_block_tables_of_each_group() -> None:
     assert second.block_table.tolist() == [
         [6, 6, 4, 6],
         [3, 0, 0, 0],
-    ]  # what was let go has a number of the table's own
+    ]  # released blocks have a number of the same table
 
 
 def test_slots_after_released_blocks() -> None:
