@@ -1,5 +1,5 @@
-"""The GPU backend: Triton kernels over torch tensors. Without a GPU, and with TRITON_INTERPRET=1,
-they run in Triton's interpreter.
+"""GPU backend: Triton kernels over torch tensors. With TRITON_INTERPRET=1 the kernels run
+on the CPU, in Triton's interpreter.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ def compile(
     threads: int,
     activations: Activations = "int8",
 ) -> CudaExecutable:
-    """Compile for this process's GPU, or for the interpreter; threads are the GPU's own affair.
+    """Compile a program for this process's GPU, or for the interpreter.
 
-    Activations are what tensor cores multiply, bf16, or float32. Raises MemoryLimitError where
-    weights and KV do not fit.
+    Activations are multiplied in bf16, or in float32 if `activations` is "f32". `threads`
+    is unused. Raises MemoryLimitError if weights and KV do not fit.
     """
     try:
         return CudaExecutable(

@@ -1,5 +1,5 @@
-"""Low-rank adapters in the memory of a GPU: their matrices, and a table for each weight that says
-where those of an adapter lie.
+"""LoRA adapters in GPU memory: their matrices, and a table per weight that locates the
+matrices of each adapter.
 """
 
 from itertools import count
@@ -17,20 +17,22 @@ _LEAST_SLOTS = 8
 
 
 class Adapters:
-    """The adapters of an executable, by number. Where a table moves or a weight gets one, `changed`
-    counts up.
+    """The adapters of an executable, by number.
+
+    `changed` counts the changes that launches depend on: new tables, moved tables, a
+    larger max rank.
     """
 
     def __init__(self) -> None:
         self.tables: dict[str, torch.Tensor] = {}
-        """By the name of a weight: int64 [slots, 4]."""
+        """By weight name: int64 [slots, 4]."""
         self.max_rank = 0
         self.changed = 0
         self._slots = _LEAST_SLOTS
         self._matrices: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def add(self, adapter: Adapter) -> int:
-        """Bring the matrices of an adapter to the device; returns its number."""
+        """Copy the matrices of an adapter to the device and return the adapter's number."""
         number = next(number for number in count() if number not in self._matrices)
         kept = self._matrices[number] = []
         if number >= self._slots:
@@ -55,7 +57,6 @@ class Adapters:
         return number
 
     def remove(self, number: int) -> None:
-        """Give the memory of an adapter back."""
         for table in self.tables.values():
             table[number] = 0
         del self._matrices[number]
@@ -63,8 +64,9 @@ class Adapters:
     def aligned(
         self, adapters: torch.Tensor, num_rows: torch.Tensor, workspace: Workspace
     ) -> tuple[Aligned, list[Launch]]:
-        """Tiles of rows of one adapter each, and the launches that make them, of the adapter of
-        each row [rows].
+        """Tiles of rows that share an adapter, and the launches that fill them.
+
+        `adapters` is the adapter of each row, [rows].
         """
         key = f"aligned adapters {len(adapters)} {self._slots}"
         to = workspace.once(
@@ -80,8 +82,8 @@ class Adapters:
         aligned: Aligned,
         workspace: Workspace,
     ) -> list[Launch]:
-        """What the rows' adapters add to their products with a weight; zeros for a weight that no
-        adapter has.
+        """Launches that write the adapters' part of a product to `delta`. The part is
+        zero for a weight without adapters.
         """
         splits, places, max_rank = hidden_shape(aligned, x.shape[1], self.max_rank)
         hidden = workspace.take("adapted hidden", splits * places, max_rank)

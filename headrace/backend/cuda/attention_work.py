@@ -1,16 +1,17 @@
-"""The work of attention in one step: which rows see which splits of their context, made on the host
-for a persistent kernel.
+"""Attention work of one step: the tiles of rows and the splits of context that a
+persistent kernel processes.
 
-The keys that a row sees are counted in the order of their positions. Key i is number i % `split` of
-its split i // `split`, whatever batch the row is in, so that partial results of splits, merged in
-ascending order, have the same bits in every batch. An item is a tile of rows of one sequence and a
-range of splits, whose results it merges itself: a tile has one item for all of its splits where
-there is other work for the GPU, and else one for each split. Which of both is chosen changes no bit
-either, as both merge in the same order.
+Keys that a row sees are counted by position: key i is number i % `split` of split i //
+`split`, whatever batch the row is in. Partial results merge in ascending order of splits,
+so a row has the same bits in every batch.
 
-Draft rows of a tree see other keys at one index: their ancestors. Splits that lie before the tree
-are read once for all rows of a tile; in those behind, every draft row is a tile of its own, with
-the list of its ancestors (a *path*).
+An item is a tile of rows of one sequence and a range of splits. If the GPU has enough
+other work, a tile has one item for all splits; else one item per split. Both merge in the
+same order, so the choice changes no bit.
+
+In a draft tree, rows see different keys at one index: their own ancestors. All rows of a
+tile read the splits before the tree together. In later splits each draft row is a tile of
+its own, with a list of its ancestors (a *path*).
 """
 
 from typing import NamedTuple
@@ -19,18 +20,16 @@ from headrace._native import GpuWork
 from headrace.batch import Ints, RaggedBatch
 
 FIELDS = 10
-"""Of an item: its first row and their number; where its block table begins; the least index of a
-row among the keys it sees; the index behind the last key; the first split and the one behind the
-last; which of a row's partial results it writes; the index where the tree of the sequence begins,
-and where the row's path does.
+"""Integers of an item, in order: first row, number of rows, start of the block table, min
+index of a row among its keys, end of the keys, first split, end of the splits, partial
+result, index where the tree begins, start of the path.
 """
 ROW_FIELDS = 3
-"""Of each row: its first partial result, how many it has, and its own index among the keys it sees.
-"""
+"""Integers of a row: first partial result, number of partial results, index among its keys."""
 
 
 class WorkArrays(NamedTuple):
-    """Where the work goes, views of the memory that is copied to the device."""
+    """Output arrays of `build_work`, views of the memory that is copied to the device."""
 
     # [partials, FIELDS], as many as there is room for partial results of a row: each item has at
     # least one of its own
@@ -41,7 +40,7 @@ class WorkArrays(NamedTuple):
 
 
 class WorkSize(NamedTuple):
-    """What of the arrays is used; the device reads no more."""
+    """Used sizes of the arrays; the device reads only these parts."""
 
     items: int
     paths: int
@@ -49,11 +48,10 @@ class WorkSize(NamedTuple):
 
 
 def least_partials(max_rows: int, max_draft_tokens: int, split: int) -> int:
-    """Partial results that any batch of so many rows fits in; more of them let long contexts spread
-    over the GPU.
+    """Min room for the partial results of any batch with `max_rows` rows.
 
-    A row has one, or, in a tree, one before it and one for each split that a path of so many tokens
-    touches.
+    A row has one partial result. In a tree it has one before the tree, and one per split
+    that its path touches.
     """
     return max_rows * (2 + -(-max_draft_tokens // split)) if max_draft_tokens else max_rows
 
@@ -66,11 +64,10 @@ def build_work(
     out: WorkArrays,
     path_offset: int = 0,
 ) -> WorkSize:
-    """The items of a batch, the longest first, and the records of its rows; padding rows have no
-    partial results.
+    """Write the items of a batch, longest first, and the records of its rows.
 
-    The block table of sequence b begins at `table_offset + b * table_stride`; items name paths by
-    their places behind `path_offset`. Raises ValueError where the arrays are too small.
+    The block table of sequence b begins at `table_offset + b * table_stride`, the array
+    of paths at `path_offset`. Raises ValueError if an array is too small.
     """
     of_batch = batch.row_start, batch.context_len, batch.scheduled_len, batch.ancestors
     return WorkSize(*work.build(*of_batch, table_offset, table_stride, path_offset, *out))

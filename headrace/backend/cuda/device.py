@@ -1,6 +1,4 @@
-"""Where tensors of the GPU backend are: on the GPU, or in the memory of the host where kernels are
-interpreted.
-"""
+"""Device of the GPU backend's tensors: the GPU, or the CPU if kernels are interpreted."""
 
 from functools import cache
 
@@ -13,7 +11,6 @@ DEVICE = torch.device("cpu" if is_interpreting() else "cuda")
 
 @cache
 def multiprocessors() -> int:
-    """Multiprocessors of the GPU."""
     return (
         1
         if is_interpreting()

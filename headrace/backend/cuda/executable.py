@@ -1,5 +1,6 @@
-"""A program on a GPU: its weights, its KV, and the launches of its steps, by the shapes that these
-are rounded up to.
+"""A program on a GPU: its weights, its KV and the launches of its steps.
+
+Steps are rounded up to a few shapes, and launches are made once per shape.
 """
 
 import time
@@ -42,27 +43,27 @@ from headrace.quant.formats import StoredTensor
 from headrace.sampling import host as sampling
 
 _RUNS_BEFORE_GRAPH = 8
-"""Steps of a shape after which it gets a graph, where it has none from the start: to launch its
-kernels one by one takes the host longer than a small model takes for a chunk of a prompt.
+"""Steps of a shape before its launches become a graph.
+
+For a small model the host needs longer to launch the kernels one by one than the GPU
+needs to run a prompt chunk.
 """
 _MOST_LATE_GRAPHS = 64
-"""Of these; a graph takes a megabyte or two."""
+"""Each takes one or two megabytes."""
 _LEAST_INTS = 1 << 20
-"""That there is room for in a step: with 64 sequences, tables of 16,000 blocks each, so that graphs
-are hardly ever made anew.
-"""
+"""Room for the tables of 64 sequences with 16,000 blocks each, so the array rarely grows."""
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program in fused ops, with the bytes that its weights have on a GPU; nothing of them is
-    read.
+    """Fuse the ops of a program and set the bytes of its weights on a GPU. Reads no
+    tensor data.
     """
     return sized(fuse(program), weights)
 
 
 @dataclass
 class SampleLaunches:
-    """The launches of draws of one layout, behind those of a plan."""
+    """Sampling launches of one layout, which run after the launches of a plan."""
 
     launches: list[Launch]
     results: torch.Tensor
@@ -72,16 +73,16 @@ class SampleLaunches:
 
 @dataclass
 class Plan:
-    """The launches of all steps of one shape."""
+    """Launches for all steps of one shape."""
 
     step: StepInput
     launches: list[Launch]
     names: list[str]
-    """The op that each of them is for, or a part of."""
+    """The op of each launch."""
     value: Callable[[Value], torch.Tensor]
     draws: dict[SampleLayout, SampleLaunches]
     graph: Callable[[], None] | None = None
-    """What launches them all at once; None: they are launched one by one."""
+    """Runs all launches at once; None: they run one by one."""
     num_runs: int = 0
 
 
@@ -114,7 +115,7 @@ class CudaExecutable:
         self._plan(decoding(1))  # which packs the weights
 
     def _begin(self, program: Program) -> None:
-        """What an executable has for itself, also when it is attached to another."""
+        """Set the state that attached executables do not share."""
         assert program.logits, "a stage without logits is run with all others"
         self.program, self._logits = program, program.logits
         self._buffers = Buffers(program, self._packed, read_wide(program, self._weights.tensors))
@@ -123,11 +124,11 @@ class CudaExecutable:
         self._ints = torch.zeros(0, dtype=torch.int32, device=DEVICE)
         self._plans: dict[StepShape, Plan] = {}
         self._captured: set[StepShape] = set()
-        """Shapes whose plans are graphs from the start."""
+        """Shapes whose plans get a graph as soon as they are made."""
         self._num_late_graphs = 0
         self._bound = (0, 0)
-        """What the tensors that plans are bound to depend on: how often the workspace grew, and
-        adapters changed.
+        """Versions of the memory that plans are bound to: growth of the workspace,
+        changes of adapters.
         """
         self._in_flight: deque[CudaTicket] = deque()
         self._slots = Slots(self._in_flight)
@@ -178,8 +179,8 @@ class CudaExecutable:
             raise
 
     def _plan_of(self, batch: RaggedBatch, layout: SampleLayout) -> tuple[Plan, int]:
-        """The plan of a batch, and how many integers its step has at most, for which there is
-        room.
+        """The plan of a batch, and the max integers of its step, which then fit in the
+        array.
         """
         plan = self._plan(shape_of(batch))
         needed = most_ints(batch, plan.step.end + _sample_ints(layout, self._sampler.mask_words))
@@ -189,9 +190,7 @@ class CudaExecutable:
         return plan, needed
 
     def _plan(self, shape: StepShape) -> Plan:
-        """The launches of steps of a shape; made anew where the memory that they are bound to has
-        moved.
-        """
+        """The plan of a shape, made again if the memory that it is bound to has moved."""
         if (bound := (self._workspace.grown, self._adapters.changed)) != self._bound:
             self._plans.clear()
             self._num_late_graphs = 0
@@ -229,8 +228,8 @@ class CudaExecutable:
 
     @within_memory
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        """Make room for the largest steps, and graphs of those whose rows all have logits: plain
-        decoding, and draft trees.
+        """Allocate memory for the largest steps. Capture graphs for steps whose rows all
+        have logits.
         """
         if not self._stream.has_graphs:
             return
@@ -241,9 +240,7 @@ class CudaExecutable:
             self._capture(self._plan(shape))
 
     def _capture(self, plan: Plan) -> None:
-        """Make a graph of the launches of a plan, which run once before, over rows that are
-        padding.
-        """
+        """Capture the launches of a plan, after one run over padding rows."""
         if plan.graph is None:
             slot = self._slots.next()
             host = slot.take("padding", plan.step.end)
@@ -265,14 +262,13 @@ class CudaExecutable:
             self._stream.run(plan.launches)
 
     def _grow(self, size: int) -> None:
-        """Make room for the numbers of a larger step; plans are bound to what there was."""
+        """Allocate a larger array of integers; all plans are bound to the old one."""
         self._ints = torch.zeros(max(_LEAST_INTS, 2 * size), dtype=torch.int32, device=DEVICE)
         self._workspace.grown += 1
 
     def _send(
         self, plan: Plan, batch: RaggedBatch, draw: SampleStep | PlainStep, slot: Slot, needed: int
     ) -> None:
-        """Copy what the host knows of a step to the device."""
         host = slot.at_least("step", needed)
         numbers, first, layout = host.array, plan.step.end, draw.layout
         draw.fill(numbers[first : first + layout.num_ints])
@@ -291,7 +287,7 @@ class CudaExecutable:
             self._stream.copy(plan.value(self._input)[: len(rows.array)], rows.tensor)
 
     def _draw(self, plan: Plan, layout: SampleLayout) -> torch.Tensor:
-        """Launch the draws of a step; returns where their results come to."""
+        """Launch the sampling of a step and return its results, still on the device."""
         if layout not in plan.draws:
             first, words = plan.step.end, self._sampler.mask_words
             before = first + _sample_ints(layout, words)
@@ -325,7 +321,7 @@ class CudaExecutable:
         slot: Slot,
         wanted: tuple[bool, bool],
     ) -> CudaTicket:
-        """Copy what is wanted of a step to the host; returns the ticket for it."""
+        """Copy the requested results of a step to the host and return their ticket."""
         of_host = (
             []
             if len(draw.indices) == len(ops)
@@ -411,7 +407,5 @@ class CudaExecutable:
 
 
 def _sample_ints(layout: SampleLayout, mask_words: int) -> int:
-    """Integers of the draws of a step, and behind them their masks, which begin at a multiple of 16
-    bytes.
-    """
+    """Integers of a step's sampling tables and masks; masks begin at a multiple of 16 bytes."""
     return -(-layout.num_ints // 4) * 4 + layout.masks * mask_words

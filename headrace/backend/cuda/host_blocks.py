@@ -1,11 +1,9 @@
-"""Copies of blocks of KV in pinned memory of the host, made and copied back while the device goes
-on with its steps.
+"""KV blocks in pinned host memory, saved and loaded while the device runs steps.
 
-Steps see them in order: within the device a block is copied in the stream of the launches, to a
-staging block or from one. Between there and the host it is copied beside them, and all waiting is
-the device's. So what a copy is made of may be written anew at once, and what comes back is on its
-way while the steps that were given before still run. Copies in one direction use staging blocks of
-their own: those that come back would else wait for steps that must end before a block can go.
+The launch stream copies a saved block to a staging block, and a copy stream moves it to
+the host. A load takes the opposite way. Only the device waits: a saved block can be
+overwritten at once, and a load overlaps the steps launched before it. Each direction has
+its own staging blocks, so that saves never wait for loads.
 """
 
 from collections import deque
@@ -21,19 +19,20 @@ from headrace.backend.cuda.stream import Mark, Stream, host_tensor
 from headrace.errors import MemoryLimitError
 
 _CHUNK_BYTES = 1 << 26
-"""Most bytes that are pinned at once; which takes about as long as a step, so not much more."""
+"""Max bytes pinned at once. Pinning them takes about as long as a step."""
 _STAGING_BYTES = 1 << 27
-"""Most bytes of the staging blocks of one direction, unless two have more: some milliseconds of
+"""Max staging bytes of one direction, unless two blocks need more: some milliseconds of
 PCIe.
 """
 _MOST_STAGING = 64
-"""Most staging blocks of one direction."""
+"""Per direction."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class CudaHostBlocks:
-    """So many blocks of each group. Raises MemoryLimitError where the host does not give the memory
-    for the first ones.
+    """Host copies of KV blocks, `num_blocks` per group.
+
+    Raises MemoryLimitError if the host cannot pin memory for the first blocks.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class CudaHostBlocks:
         self._chunks: list[list[torch.Tensor]] = [[] for _ in stores]  # each [blocks, bytes]
         self._tensors = [_in_words(store) for store in stores]
         self._saved: dict[tuple[int, int], Mark] = {}
-        """Of the host blocks of each group: a mark behind the last copy to it."""
+        """Mark after the last copy to each host block, by (group, host block)."""
         staging = torch.empty(
             2, *_staging_shape(self.block_bytes), dtype=torch.uint8, device=DEVICE
         )
@@ -81,7 +80,7 @@ class CudaHostBlocks:
         self._in.rotate(-1)
 
     def _copy(self, group: int, host_block: int) -> torch.Tensor:  # [bytes]
-        """Where the host keeps a block. Raises MemoryError where it does not give the memory."""
+        """Memory of a host block. Raises MemoryError if the host cannot pin more."""
         chunk, place = divmod(host_block, self._in_chunk[group])
         chunks, size = self._chunks[group], self.block_bytes[group]
         while len(chunks) <= chunk:
@@ -95,9 +94,7 @@ class CudaHostBlocks:
         return chunks[chunk][place]
 
     def _measured(self) -> float:
-        """Seconds until steps may read a block of every group that comes back; the first blocks are
-        what they were afterwards.
-        """
+        """Seconds to load one block of every group. The blocks keep their contents."""
         took = 0.0
         for copy in (
             self.save,
@@ -120,31 +117,31 @@ class CudaHostBlocks:
 
 
 class _Staging:
-    """Memory of the device for a block on its way, of any group, and a mark behind its last use."""
+    """Device memory for one block of any group in transit."""
 
     def __init__(self, whole: torch.Tensor, groups: Sequence[Sequence[Any]], done: Mark) -> None:
         self.whole, self.done = whole, done
         self.parts = [_parts(whole, tensors) for tensors in groups]
-        """Of each group, for each of its tensors: [layers, words]."""
+        """By group and tensor: [layers, words]."""
 
 
 def staging_bytes(block_bytes: Sequence[int]) -> int:
-    """Bytes of the device for copies of blocks on their way, where a block of each group has so
-    many.
+    """Device bytes of all staging blocks. `block_bytes` is the size of a block in each
+    group.
     """
     count, size = _staging_shape(block_bytes)
     return 2 * count * size
 
 
 def _staging_shape(block_bytes: Sequence[int]) -> tuple[int, int]:
-    """Staging blocks of one direction, and bytes of each, so that words lie as they must."""
+    """Staging blocks of one direction, and bytes of each, a multiple of the largest word."""
     size = -(-max(block_bytes) // 8) * 8
     return max(2, min(_MOST_STAGING, _STAGING_BYTES // size)), size
 
 
 def _in_words(store: KvStore) -> list[Any]:
-    """The tensors of a store as [layers, blocks, words], the largest words that a block of a layer
-    is made of, and these tensors first.
+    """Tensors of a store as [layers, blocks, words], largest words first, which keeps
+    parts aligned.
     """
     numbers = [tensor.flatten(2).view(torch.uint8) for tensor in store.tensors]
     words = [
@@ -154,7 +151,7 @@ def _in_words(store: KvStore) -> list[Any]:
 
 
 def _parts(whole: torch.Tensor, tensors: Sequence[Any]) -> list[Any]:
-    """Where a block of these tensors lies in a piece of memory: one behind the other."""
+    """Consecutive views of `whole` that hold one block of each tensor."""
     sizes = [tensor[:, 0].nbytes for tensor in tensors]
     parts = whole[: sum(sizes)].split(sizes)
     return [

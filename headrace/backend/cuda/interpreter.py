@@ -1,10 +1,9 @@
-"""Triton's interpreter, mended: kernels run in NumPy where there is no GPU, and give what a GPU
-would, up to the order of sums.
+"""Fixes for Triton's interpreter, which runs kernels in NumPy if there is no GPU.
 
-In Triton 3.6 and 3.7 numbers in bf16 are 16 bits that nothing but a conversion understands:
-products of them (`tl.dot`) multiply the bits, and conversions to bf16 and to floats of 8 bits
-truncate. Bounds of loops that are known at run time alone raise with NumPy 2.4. Sums and products
-of bf16 numbers are left alone: kernels convert them first, and tests hold that.
+Triton 3.6 and 3.7 represent bf16 as 16-bit integers: `tl.dot` multiplies these integers,
+and conversions to bf16 and float8 truncate. Loop bounds known only at run time raise with
+NumPy 2.4. Sums and products of bf16 numbers stay broken; kernels convert to float32
+first, and tests enforce it.
 """
 
 import os
@@ -19,14 +18,14 @@ import triton.language as tl
 
 
 def is_interpreting() -> bool:
-    """Whether kernels run in the interpreter: Triton decides when a kernel is defined, by
-    TRITON_INTERPRET.
+    """Whether kernels run in the interpreter. Triton reads TRITON_INTERPRET when a kernel
+    is defined.
     """
     return bool(triton.knobs.runtime.interpret)
 
 
 def mend() -> None:
-    """Mend the interpreter of this process; once is enough."""
+    """Patch the interpreter of this process. Further calls have no effect."""
     from triton.runtime import interpreter
 
     builder: Any = interpreter.InterpreterBuilder
@@ -47,7 +46,7 @@ def mend() -> None:
 
 
 def interpret() -> None:
-    """Let kernels that are defined from here on run in the interpreter."""
+    """Run kernels that are defined after this call in the interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
     mend()
 
@@ -58,13 +57,12 @@ _TORCH = {
     tl.float8e5: torch.float8_e5m2,
     tl.float16: torch.float16,
 }
-"""Types whose numbers are rounded by torch: to nearest, ties to even, as a GPU does it."""
+"""Types that torch rounds: to nearest, ties to even, as a GPU does."""
 _OPAQUE = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
-"""Those that NumPy has not: integers of their bits stand for them."""
+"""Types that NumPy lacks; the interpreter holds their bits as integers."""
 
 
 def _floats(handle: Any) -> Any:
-    """The numbers of a handle, as NumPy knows them."""
     kind = handle.dtype.scalar
     if kind not in _OPAQUE:
         return handle.data
@@ -98,8 +96,8 @@ def _convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
 def _dot(
     self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
 ) -> Any:
-    """The sum of products, rounded once: whatever order NumPy sums in, and it has another for every
-    shape, the bits are the same.
+    """Sum the products in float64 and round once, so the bits do not depend on NumPy's
+    order.
     """
     from triton.runtime.interpreter import TensorHandle
 
@@ -110,8 +108,7 @@ def _dot(
 
 
 class _AsItIs:
-    def restore(self) -> None:
-        """Leave the language as it is."""
+    def restore(self) -> None: ...
 
 
 def _patch_tensor(patch: Any, tensor: Any, scope: Any) -> None:

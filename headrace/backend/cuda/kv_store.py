@@ -1,6 +1,4 @@
-"""Keys and values on the GPU: the tensors of a group of layers, in blocks, and what each number
-format keeps of a token.
-"""
+"""KV on the GPU: the tensors of a group of layers, in blocks."""
 
 from typing import Any, Literal, NamedTuple, cast
 
@@ -20,20 +18,21 @@ _CODES: dict[KvFormat, Any] = {
     "int8": torch.uint8,
 }
 _SCALES: dict[KvFormat, tuple[Any, int]] = {"fp8": (torch.float32, 1), "int8": (torch.bfloat16, 2)}
-"""Those of a key or a value: one scale, or the least number and the step of the codes
+"""Type and numbers of scales per key or value: one scale, or min and step of the codes
 (`quant/kv.py`).
 """
 
 
 def format_of(dtype: KvDtype) -> KvFormat:
-    """The number format of a store. Raises RequestError for one that GPUs have no kernel for."""
+    """The KV format of a dtype. Raises RequestError if GPUs have no kernel for it."""
     check_kv_dtype("cuda", dtype)
     return cast(KvFormat, dtype)
 
 
 class KvLayer(NamedTuple):
-    """What a layer keeps, views of the tensors of its group. Kernels never look at what is not
-    there, which stands as the keys here.
+    """KV of one layer, as views of its group's tensors.
+
+    `keys` stands in for a tensor that the format lacks; kernels never read it.
     """
 
     keys: Any  # [blocks, heads, tokens of a block, key_dim]
@@ -43,11 +42,11 @@ class KvLayer(NamedTuple):
 
 
 class KvStore:
-    """Keys and values of the layers of a group, which begin as zeros.
+    """KV of the layers of a group, initially zeros.
 
-    A key or value that is not finite is kept as zeros, and the last number of its key, or the scale
-    of that, as NaN: so every row that sees the token becomes NaN, and none that does not, although
-    it may multiply its value by a weight of zero.
+    A key or value that is not finite is stored as zeros, with NaN in the last number of
+    the key or in the key's scale. So every row that sees the token becomes NaN. Other
+    rows stay finite, although they may multiply the value by a weight of zero.
     """
 
     def __init__(self, group: KvGroup, num_blocks: int, block_size: int, dtype: KvDtype) -> None:
@@ -58,7 +57,7 @@ class KvStore:
             format_of(dtype),
         )
         self.padding_slot = num_blocks * block_size
-        """The first slot of a block that no sequence has: padding rows write there."""
+        """First slot of an extra block without a sequence, which padding rows write to."""
         shape = (len(group.layers), num_blocks + 1, layout.num_heads, block_size)
         scales, numbers = _SCALES.get(self.format, (torch.float32, 0))
 
@@ -76,26 +75,25 @@ class KvStore:
 
     @property
     def is_turned(self) -> bool:
-        """Whether keys and values are turned by a Hadamard matrix."""
+        """Whether keys and values are stored after a Hadamard transform."""
         return self.format == "int8"
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors, those of the block for padding rows included."""
+        """Bytes of all tensors, including the padding block."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, that for padding rows not included."""
+        """Number of blocks, without the padding block."""
         return self.padding_slot // self.block_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
         return sum(tensor[:, 0].nbytes for tensor in self.tensors)
 
     def layer(self, layer: int) -> KvLayer:
-        """What the layer of this number in the program keeps."""
+        """KV of a layer, by its number in the program."""
         place = self.group.layers.index(layer)
         keys = self.keys[place]
         return KvLayer(
@@ -106,11 +104,11 @@ class KvStore:
         )
 
     def move_slots(self, source: Ints, target: Ints) -> None:
-        """Copy the slots `source[i]` to `target[i]`, in order, all layers and heads.
+        """Copy slot `source[i]` to `target[i]`, in order, in all layers and heads.
 
-        A slot may be a target first and a source later: it then passes on what it got. So the host
-        follows each target back to the slot whose numbers it ends with, and the device reads all of
-        these before it writes any.
+        A slot may be a target first and a source later. So the host traces each target
+        back to the slot with its final contents, and the device reads these slots before
+        it writes.
         """
         origin: dict[int, int] = {}
         for s, t in zip(source.tolist(), target.tolist(), strict=True):
@@ -129,7 +127,9 @@ class KvStore:
 
     @property
     def tensors(self) -> list[Any]:
-        """All that there are, [layers, blocks, heads, tokens of a block, numbers]."""
+        """Tensors that the format has, each [layers, blocks, heads, tokens of a block,
+        numbers].
+        """
         return [
             x for x in (self.keys, self.key_scales, self.values, self.value_scales) if x is not None
         ]

@@ -1,13 +1,11 @@
-"""What a kernel is launched with: the binding of a Triton kernel to tensors, which can be launched
-again and again, or captured.
-"""
+"""Launches: Triton kernels bound to their arguments, to run repeatedly or to capture."""
 
 from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
-    """A kernel with its grid and its arguments. The tensors stay those that they are: what changes
-    from step to step lies in them.
+    """A kernel with its grid and arguments. Its tensors stay the same; their contents
+    change each step.
     """
 
     kernel: Any  # of `triton.jit`
@@ -22,15 +20,16 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What profiles call the kernel."""
         return str(self.kernel.fn.__name__)
 
 
 def blocks(size: int, block: int) -> int:
-    """Blocks of a size that so many things fill, the last of them perhaps in part."""
+    """Number of blocks that cover `size` items; the last one may be partial."""
     return -(-size // block)
 
 
 def power_of_2(size: int, least: int = 1) -> int:
-    """The least power of two that is not below a size: tiles of Triton have no others."""
+    """Smallest power of two that is not below either argument. Triton tiles have no other
+    sizes.
+    """
     return max(least, 1 << (size - 1).bit_length())

@@ -1,6 +1,4 @@
-"""How the GPU keeps a matrix: codes, their scales, and what they stand for, by the stored format
-that it comes from.
-"""
+"""Layout of weights on the GPU: codes, scales and zeros, chosen from the stored format."""
 
 from dataclasses import replace
 from math import gcd
@@ -12,60 +10,59 @@ from headrace.record import frozen
 
 Store = Literal["f32", "f16", "bf16", "e4m3", "e5m2", "int8", "int4"]
 ScaleStore = Literal["f32", "f16", "bf16", "steps", "eighths"]
-"""Of scales and zeros: numbers of their own; or integers of 8 bits, as they are or over 8, times a
-float16 of their super-block.
+"""Storage of scales and zeros: floats; or 8-bit integers, or eighths, that multiply a
+float16 super-scale.
 """
 
 _PLAIN: dict[str, Store] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
 _SCALES: dict[str | None, ScaleStore] = {"f16": "f16", "bf16": "bf16", "e8m0": "bf16", "u8": "f16"}
-"""Scales and zeros that a shorter float holds exactly."""
+"""Storage that holds each type exactly."""
 SUPER_BLOCK = 256
-"""Columns whose scales have a float16 in common."""
+"""Columns that share a float16 super-scale."""
 _IN_EIGHTHS = ("iq1", "iq2", "iq3_xxs")
-"""Codebooks whose scales are eighths of it."""
+"""Codebooks whose sub-scales are eighths."""
 
 
 @frozen
 class WeightLayout:
-    """How a matrix lies in the memory of a GPU.
+    """Layout of a matrix in GPU memory.
 
-    Rows lie one after the other, each in whole tiles of `tile` columns. A word of 16 bits of `int4`
-    has a code of each quarter of its tile, that of the first in its lowest bits: a kernel makes
-    four products of them, and never has to interleave. Scales are [groups, rows], so that
-    neighbouring rows are read together; packing.py says how those of 8 and 16 bits lie.
+    Rows are contiguous, padded to whole tiles of `tile` columns. A 16-bit word of `int4`
+    packs one code from each quarter of its tile, the first quarter in the lowest bits, so
+    kernels unpack it with shifts. Scales are [groups, rows], so neighbouring rows are
+    read together; packing.py describes scales of 8 and 16 bits.
     """
 
     store: Store
     tile: int = 64
-    """Columns of a row that a kernel reads at a time."""
+    """Columns of a row that a kernel reads at once."""
     group: int = 0
-    """Columns that share a scale, a divisor or a multiple of the tile; 0: all of a row."""
+    """Columns that share a scale: a divisor or a multiple of the tile; 0: the whole row."""
     scale: ScaleStore | None = None
     zero: Literal["none", "point", "minimum"] = "none"
-    """A value is scale * (code - zero point), scale * code + minimum, or scale * code."""
+    """A value is scale * code, scale * (code - zero point), or scale * code + minimum."""
     zero_store: ScaleStore | None = None
     offset: int = 0
-    """What is added to a stored code."""
+    """Added to each stored code."""
     lookup: tuple[float, ...] = ()
-    """What the codes stand for, where they are looked up."""
+    """The values of codes, if codes are looked up."""
     rows_in_int8: bool = False
-    """Whether activations are int8 by row, where they may be: products of integers are exact."""
+    """Whether activations are quantised to int8 per row; sums of integer products are exact."""
     outliers: bool = False
-    """Whether activations beyond 6 stay floats beside them (LLM.int8, Dettmers et al. 2022)."""
+    """Whether activations above 6 stay floats (LLM.int8, Dettmers et al. 2022)."""
 
     @property
     def is_wide(self) -> bool:
-        """Whether its numbers have more digits than bf16 has: activations are then float32."""
+        """Whether numbers have more digits than bf16; activations are then float32."""
         return self.store in ("f32", "f16")
 
     @property
     def part(self) -> int:
-        """Columns that a kernel makes a product of at a time."""
+        """Columns that a kernel multiplies at once."""
         return self.tile // 4 if self.store == "int4" else self.tile
 
     def padded_cols(self, cols: int) -> int:
-        """Columns of a row in whole tiles."""
         return -(-cols // self.tile) * self.tile
 
     def row_bytes(self, cols: int) -> int:
@@ -74,11 +71,11 @@ class WeightLayout:
         return cols // 2 if self.store == "int4" else cols * _BYTES[self.store]
 
     def num_groups(self, cols: int) -> int:
-        """Scales of a row."""
+        """Scales per row."""
         return -(-self.padded_cols(cols) // self.group) if self.group else 1
 
     def table_words(self, number: ScaleStore, cols: int) -> int:
-        """Words of 32 bits that a row has in a table of scales or zeros."""
+        """32-bit words per row of a table of scales or zeros."""
         groups = self.num_groups(cols)
         if number == "f32":
             return groups
@@ -89,7 +86,7 @@ class WeightLayout:
         )
 
     def nbytes(self, rows: int, cols: int) -> int:
-        """Bytes of a matrix, with its scales and zeros."""
+        """Bytes of a matrix with its scales and zeros."""
         tables = sum(
             self.table_words(number, cols) for number in (self.scale, self.zero_store) if number
         )
@@ -97,8 +94,8 @@ class WeightLayout:
 
 
 def layout_of(tensor: StoredTensor) -> WeightLayout:
-    """How the GPU keeps a stored tensor: without loss, in the same number of bits or the next that
-    it has.
+    """GPU layout of a stored tensor: lossless, with the same bits per code or the next
+    supported size.
     """
     form, spec = tensor.format, tensor.format.spec
     if form.name in _PLAIN:
@@ -167,7 +164,7 @@ def _scale_store(spec: QuantSpec, number: str | None) -> ScaleStore:
 
 
 def _grouped(layout: WeightLayout) -> WeightLayout:
-    """The same with scales that are repeated where groups do not end with tiles."""
+    """The layout, with repeated scales if groups do not end at tile boundaries."""
     if not layout.group or layout.group % layout.tile == 0:
         return layout
     return replace(layout, group=gcd(layout.group, layout.tile))

@@ -1,6 +1,4 @@
-"""From the ops of a program to the launches of kernels, for steps of one shape: made once, then
-launched, or captured, again and again.
-"""
+"""Kernel launches of a program's ops, for steps of one shape."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,28 +35,26 @@ from headrace.program.op import Op, Value, Weight
 
 @dataclass
 class Lowering:
-    """Adds the launches of each op to a list."""
+    """Collects the launches of ops."""
 
     value: Callable[[Value], torch.Tensor]
     """The tensor of a value, [rows, width]."""
     weights: Weights
     workspace: Workspace
     step: StepInput
-    """The numbers of the step, in the memory of the device."""
     adapters: Adapters | None
-    """What is added to products; None where no row of the step has an adapter."""
+    """None if no row of the step has an adapter."""
     loads: dict[int, torch.Tensor]
-    """Rows that went to each expert, by the id of what the op over experts writes."""
+    """Rows routed to each expert, by the value id of the experts' output."""
     packed: torch.dtype
-    """What activations are multiplied as."""
+    """Type that activations are multiplied in."""
     launches: list[Launch] = field(default_factory=list)
     _tiles: dict[str, Aligned] = field(default_factory=dict)
-    """Rows by their adapters, of each kind of rows."""
+    """Rows grouped by adapter, for each kind of rows."""
     _codes: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Values in int8 by row, by value and whether outliers stay floats."""
+    """int8 codes and scales, by (value id, whether outliers stay floats)."""
 
     def lower(self, op: Op) -> None:
-        """Add the launches of an op."""
         out = op.output()
         if out is not None and not len(self.value(out)):
             return  # a chunk of a prompt has no rows with logits
@@ -68,7 +64,7 @@ class Lowering:
             self.launches.append(launch)
 
     def rows_of(self, value: Value, out: Value) -> torch.Tensor:
-        """The rows of a value that another has, which may have some of the gathered ones alone."""
+        """The rows of `value` that `out` has; `out` may have only some of the gathered rows."""
         x, num_logit_rows = self.value(value), self.step.shape.logit_rows
         if value.rows == out.rows:
             return x
@@ -82,10 +78,10 @@ class Lowering:
         biases: Sequence[Weight | None],
         **follows: Any,
     ) -> list[Launch]:
-        """A product with matrices that lie below each other, and what follows it; each by itself
-        where they are not alike.
+        """A product with matrices stacked by rows, fused with the ops after it.
 
-        `follows` has what `linear` takes, for all of their rows together.
+        Matrices of different layouts are multiplied one by one; then no other op is
+        fused.
         """
         launches: list[Launch] = []
         rows, widths = self.value(x), [weight.rows for weight in weights]
@@ -132,7 +128,7 @@ class Lowering:
     def _in_int8(
         self, launches: list[Launch], x: Value, weight: PackedWeight
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The value in int8 by row, for a weight that is multiplied so."""
+        """int8 codes and scales of a value, if the weight multiplies int8 activations."""
         layout = weight.layout
         if not layout.rows_in_int8:
             return None
@@ -148,8 +144,8 @@ class Lowering:
     def _delta(
         self, launches: list[Launch], x: Value, weights: Sequence[Weight]
     ) -> torch.Tensor | None:
-        """What the adapters of the rows add to a product, where there are any for its weights:
-        [rows, rows of all weights].
+        """The adapters' part of a product, [rows, rows of all weights], if a weight has
+        adapters.
         """
         if not self.adapters or not any(weight.name in self.adapters.tables for weight in weights):
             return None

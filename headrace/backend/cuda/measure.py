@@ -1,4 +1,4 @@
-"""What this process's GPU can do: bytes and operations per second, and what launches cost."""
+"""Speed of this process's GPU: bytes and operations per second, and seconds per launch."""
 
 import time
 from collections.abc import Callable
@@ -17,16 +17,16 @@ _TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16
 _MOST_BYTES = 1 << 30
 _TILE = 128
 _PART_BYTES, _OLDER_PART_BYTES = 256, 64
-"""Of a row that is multiplied at a time: GPUs before Hopper hold it in registers."""
+"""Bytes of a row multiplied at once. GPUs before Hopper hold them in registers."""
 _SECONDS = 0.02
-"""For which a measurement of arithmetic runs."""
+"""Length of one measurement of arithmetic."""
 _TURNS = 5
-"""The best of them counts: a busy device is measured too slow, and none too fast."""
+"""The fastest repeat counts: a busy GPU looks too slow, never too fast."""
 _LAUNCHES = 200
 
 
 class LaunchSeconds(NamedTuple):
-    """What a launch takes, one of many."""
+    """Seconds per launch, averaged over many."""
 
     eager: float
     graph: float
@@ -41,7 +41,7 @@ def read_bandwidth() -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a copy within the memory, those read and those written together."""
+    """Bytes per second of a copy on the device, reads plus writes."""
     x = _memory()
     half, stream = x.numel() // 2, make_stream()
 
@@ -55,8 +55,10 @@ def copy_bandwidth() -> float:
 
 
 def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, least_rounds: int = 1000) -> float:
-    """Operations per second of products in a number format, a multiply-add counting as two; 0 where
-    the GPU has none for it.
+    """Operations per second of products in a number format; 0 if the GPU does not support
+    it.
+
+    A multiply-add counts as two operations.
     """
     capability = torch.cuda.get_device_capability(DEVICE) if DEVICE.type == "cuda" else (9, 0)
     if kind == "fp8" and capability < (8, 9):
@@ -83,7 +85,7 @@ def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, least_rounds: int =
 
 
 def launch_seconds(launches: int = _LAUNCHES) -> LaunchSeconds:
-    """Of the smallest kernel, one behind the other."""
+    """Measure back-to-back launches of the smallest kernel."""
     x, stream = torch.zeros(4 * READ_BLOCK, device=DEVICE), make_stream()
     several = [read(x, x)] * launches
     stream.run(several)
@@ -93,7 +95,7 @@ def launch_seconds(launches: int = _LAUNCHES) -> LaunchSeconds:
 
 
 def _memory() -> torch.Tensor:
-    """Zeros, far more than caches hold."""
+    """Zeros, far larger than the caches."""
     most = _MOST_BYTES
     if DEVICE.type == "cuda":
         most = min(most, torch.cuda.mem_get_info(DEVICE)[0] // 2)
@@ -102,7 +104,7 @@ def _memory() -> torch.Tensor:
 
 
 def _rate(launch: Callable[[int], Launch], operations: int, rounds: int) -> float:
-    """Operations per second of kernels that do so many in a round."""
+    """Operations per second of kernels with `operations` per round."""
     stream = make_stream()
     stream.run([launch(rounds)])  # which compiles it
     took = stream.times([launch(rounds)])[0]

@@ -1,6 +1,4 @@
-"""Memory of a GPU: what is free, what steps need of it beside weights and KV, and what becomes of
-it when there is not enough.
-"""
+"""GPU memory: free bytes, the bytes that steps need, and out-of-memory errors."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -24,14 +22,13 @@ _T = TypeVar("_T")
 _S = TypeVar("_S")
 
 _FIXED = 512 << 20
-"""For kernels, graphs of steps, matrices of adapters, and what the allocator rounds up."""
+"""For kernels, graphs, matrices of adapters and the allocator's rounding."""
 
 
 def free_memory() -> int | None:
-    """Bytes of the GPU that are free, or held for nothing; None in the interpreter, which has the
-    memory of the host.
+    """Free bytes of the GPU, including torch's cache; None in the interpreter.
 
-    Raises RequestError where it does not answer.
+    Raises RequestError if the GPU does not respond.
     """
     if is_interpreting():
         return None
@@ -47,9 +44,7 @@ def free_memory() -> int | None:
 
 
 def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows: int) -> int:
-    """Bytes that are set aside for steps of so many rows of a lowered program: its values, and what
-    single ops need beside them.
-    """
+    """Bytes that steps of a lowered program need: its values, and scratch of single ops."""
     shape = prefill(max_rows, max_logit_rows)
     rows, places = shape.counts, Buffers(program, torch.float32, ()).places
     outs = [out for op in program.ops if (out := op.output())]
@@ -75,7 +70,7 @@ def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows
 
 
 def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> int:
-    """Numbers of the partial results of attention, which all layers share."""
+    """Numbers in the partial results of attention, which all layers share."""
     most = 0
     for op in (op for op in program.ops if isinstance(op, ops.Attention)):
         group = next(group for group in program.kv_groups if op.layer in group.layers)
@@ -88,10 +83,9 @@ def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> i
 
 
 def within_memory(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
-    """The method, with one error of ours where the GPU has no memory left: what torch holds for
-    nothing is given back before.
+    """Decorate a method to raise MemoryLimitError if the GPU runs out of memory.
 
-    Raises MemoryLimitError.
+    The wrapper first frees torch's cache.
     """
 
     @wraps(method)
@@ -107,7 +101,7 @@ def within_memory(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concate
 
 
 def give_back() -> str:
-    """Give what is held for nothing back to the driver; says how much memory there is."""
+    """Free torch's cache, and describe the memory for an error message."""
     if is_interpreting():
         return "its kernels are interpreted, in the memory of the host"
     torch.cuda.empty_cache()

@@ -1,6 +1,4 @@
-"""From stored tensors to matrices in the memory of a GPU, some rows at a time, and each but
-once.
-"""
+"""Packing of stored tensors into matrices in GPU memory, some rows at a time."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +15,9 @@ from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 
 _CHUNK_CODES = 1 << 24
-"""Codes of a matrix that the host takes apart at a time."""
+"""Codes that the host unpacks at a time."""
 _MOST_POINT = 128
-"""Largest zero point of codes of 4 bits: the numbers that bf16 has behind 128 are all whole numbers
-up to 256.
-"""
+"""Max zero point of 4-bit codes: differences stay integers that bf16 holds exactly."""
 
 _TYPES: dict[str, torch.dtype] = {
     **{"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16},
@@ -36,9 +32,7 @@ _TYPES: dict[str, torch.dtype] = {
 
 
 class CodeRows(NamedTuple):
-    """Some rows of a quantised matrix: a value is scale * (code - zero), or scale * code + zero, as
-    the layout says.
-    """
+    """Unpacked rows of a quantised matrix."""
 
     codes: NDArray[
         Any
@@ -48,12 +42,12 @@ class CodeRows(NamedTuple):
 
 
 class PackedWeight(NamedTuple):
-    """A matrix in the memory of a GPU, or several of one layout, one below the other.
+    """A matrix in GPU memory, or several of one layout, stacked by rows.
 
-    A table of scales or zeros is float32 [groups, rows], or int32 [words of a row, rows]. A word
-    has the numbers of two groups, the first in its low half. Or, for each two super-blocks, one
-    word has their units in this way, and those behind it have the steps of four groups each, the
-    first in the lowest byte.
+    A table of scales or zeros is float32 [groups, rows], or int32 [words of a row, rows].
+    A word holds 16-bit numbers of two groups, the first in the low half. With
+    super-blocks, one word holds the super-scales of two super-blocks in this way. The
+    next words hold their sub-scales, four groups per word, the first in the lowest byte.
     """
 
     layout: WeightLayout
@@ -69,11 +63,10 @@ class PackedWeight(NamedTuple):
 
 
 def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) -> PackedWeight:
-    """Matrices of one order of columns as one, the rows of the first on top; the pages of their
-    files go back.
+    """Stack matrices with one column order, and release the pages of their files.
 
-    Their layout is the one that they have in common, or one of plain numbers that is given. Raises
-    UnsupportedModelError for zero points far beyond the codes.
+    The layout must be the common one, which is the default, or a plain float layout.
+    Raises UnsupportedModelError if zero points are too large.
     """
     layout, cols = layout or layout_of(tensors[0]), tensors[0].cols
     rows, groups = sum(tensor.rows for tensor in tensors), layout.num_groups(cols)
@@ -129,12 +122,11 @@ def _check_points(tensor: StoredTensor, points: Any) -> None:
 
 
 def pack_vector(tensor: StoredTensor) -> torch.Tensor:  # [cols]
-    """A vector, in float32."""
     return torch.from_numpy(np.ascontiguousarray(tensor.dequantise().reshape(-1))).to(DEVICE)
 
 
 def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
-    """The given rows of a quantised tensor, taken apart as its layout has them."""
+    """Unpack the given rows of a quantised tensor."""
     form, parts, spec = tensor.format, tensor.parts, tensor.format.spec
     stored = rows if tensor.row_order is None else tensor.row_order[rows]
     assert spec
@@ -163,7 +155,7 @@ def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
 
 
 def _numbers_in(codebook: Codebook) -> NDArray[np.uint8]:
-    """The codes of the integers that a codebook has, by the bytes of these [256]."""
+    """Code of each integer of a codebook, by the integer's byte, [256]."""
     values = np.array(CODEBOOKS[codebook], np.int8)
     numbers = np.zeros(256, np.uint8)
     numbers[values.view(np.uint8)] = np.arange(len(values))
@@ -171,7 +163,7 @@ def _numbers_in(codebook: Codebook) -> NDArray[np.uint8]:
 
 
 def _of_rows(scales: BlockScales, rows: int, spec: QuantSpec) -> NDArray[np.float32] | BlockScales:
-    """Scales of blocks as those of rows: of super-blocks with units and steps apart."""
+    """Scales of blocks, reshaped to rows."""
     if not spec.super_block:
         return scales.numbers.reshape(rows, -1)
     return scales._replace(
@@ -196,7 +188,7 @@ def _chunks(tensor: StoredTensor) -> Iterator[NDArray[np.int64]]:
 
 
 def _repeats(tensor: StoredTensor, layout: WeightLayout) -> int:
-    """Groups of the layout in one of the file."""
+    """Groups of the layout per group of the file."""
     spec = tensor.format.spec
     return spec.group // layout.group if spec and layout.group else 1
 
@@ -204,8 +196,8 @@ def _repeats(tensor: StoredTensor, layout: WeightLayout) -> int:
 def empty_table(
     layout: WeightLayout, number: ScaleStore | None, rows: int, cols: int
 ) -> torch.Tensor | None:
-    """Memory for scales or zeros [words of a row, rows], where those of 16 bits lie in pairs [words
-    of a row, rows, 2].
+    """Memory for scales or zeros: [words of a row, rows], or [words of a row, rows, 2] in
+    16 bits.
     """
     if number is None:
         return None
@@ -216,7 +208,7 @@ def empty_table(
 
 
 def steps_table(units: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:  # [words of a row, rows]
-    """A table of float16 units [rows, super-blocks] and steps in int8 [rows, groups]."""
+    """Table of float16 super-scales [rows, super-blocks] and int8 sub-scales [rows, groups]."""
     rows, blocks = units.shape
     words = steps.view(torch.int32)
     each = 2 * words.shape[1] // blocks  # words of steps behind one of units
@@ -227,7 +219,7 @@ def steps_table(units: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:  # [w
 
 
 def in_pairs(table: torch.Tensor | None) -> torch.Tensor | None:
-    """The table as kernels load it."""
+    """The table as kernels load it, with 16-bit pairs as 32-bit words."""
     return table if table is None or table.ndim == 2 else table.view(torch.int32)[:, :, 0]
 
 
@@ -238,7 +230,7 @@ def _padded(values: NDArray[Any], cols: int) -> torch.Tensor:
 def _table(
     numbers: NDArray[np.float32] | BlockScales, repeats: int, groups: int, table: torch.Tensor
 ) -> torch.Tensor:
-    """Scales or zeros as a table has them, each so many times; 0 behind the last column."""
+    """Scales or zeros as a table, each repeated `repeats` times, padded with 0."""
     if isinstance(numbers, BlockScales):
         units = numbers.super_scales.astype(np.float16)
         steps = np.ascontiguousarray(numbers.sub_scales)
@@ -253,7 +245,7 @@ def _table(
 
 
 def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:
-    """Codes [rows, cols] as the layout has them, with columns that make the last tile whole."""
+    """Codes [rows, cols] packed as the layout defines, padded to whole tiles."""
     padded = _padded(
         codes.astype(np.int16) if layout.store.startswith("int") else codes,
         layout.padded_cols(codes.shape[1]),

@@ -1,8 +1,7 @@
-"""Draws that are repeated from launch to launch, which most are: one token for each of the same
-sequences, at the next position.
+"""Plain sampling steps: one token for each of the same sequences, at the next position.
 
-What the host has to say of them is written once, and then but for the positions copied: a step of
-many sequences takes less time on a GPU than Python takes to look at each of them.
+Most launches are such steps. The host fills their table once and then changes only the
+positions, since filling it in Python takes longer than a GPU step of many sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from headrace.logit_ops import (
 
 
 class PlainOps(NamedTuple):
-    """The ops of a launch that draws one token of each row, field by field."""
+    """Fields of the ops of a launch that samples one token per row."""
 
     rows: tuple[int, ...]
     positions: tuple[int, ...]
@@ -34,7 +33,7 @@ class PlainOps(NamedTuple):
 
     @classmethod
     def of(cls, ops: Sequence[LogitOp]) -> "PlainOps | None":
-        """The ops of a launch, if all of them are exact draws without drafts, masks and
+        """The fields, if all ops are exact samples without drafts, masks and
         log-probabilities.
         """
         if set(map(type, ops)) != {SampleOp}:
@@ -53,25 +52,22 @@ class PlainOps(NamedTuple):
 
 
 class PlainStep:
-    """The draws of one launch: those of an area that was filled before, at these positions."""
+    """Samples of one launch: a filled area with new positions."""
 
     def __init__(self, layout: SampleLayout, area: Ints, positions: Ints) -> None:
         self.layout, self.indices = layout, range(len(positions))
         self._area, self._positions = area, positions
 
     def fill(self, host: Ints) -> None:
-        """Write what the kernels need to an area of `layout.num_ints` integers, which begins with a
-        table of the draws.
-        """
+        """Write the kernels' input to an area of `layout.num_ints` integers."""
         host[:] = self._area
         host[table.POSITION.value : COLUMNS * len(self._positions) : COLUMNS] = self._positions
 
-    def fill_masks(self, host: NDArray[np.uint32]) -> None:
-        """There are none."""
+    def fill_masks(self, host: NDArray[np.uint32]) -> None: ...
 
     def read(self, host: Ints) -> list[LogitOpResult]:
-        """The result of each draw. The samplers look at nothing that was drawn, so nothing is
-        appended to them.
+        """The result of each sample. Samplers of plain ops ignore earlier tokens, so none
+        are appended.
         """
         tokens, _, counts = self.layout.results(host)[0][:, : len(self._positions)].tolist()
         return [
@@ -79,22 +75,20 @@ class PlainStep:
             for token, count in zip(tokens, counts, strict=True)
         ]
 
-    def cancel(self) -> None:
-        """Nothing was begun that is to be undone."""
+    def cancel(self) -> None: ...
 
 
 class PlainSamples:
-    """The last draws that may be repeated."""
+    """The last samples that can be repeated."""
 
     def __init__(self) -> None:
         self._given: Sequence[LogitOp] | None = None
-        """As a launch had them."""
         self._ops: PlainOps | None = None
         self._positions = self._area = np.zeros(0, np.int32)
         self._layout: SampleLayout | None = None
 
     def again(self, ops: Sequence[LogitOp], slots: int) -> PlainStep | None:
-        """The step of these ops if they are the last ones at other positions."""
+        """The step of these ops, if they are the last ones at other positions."""
         if self._layout is None or self._layout.slots != slots:
             return None
         if isinstance(ops, ShiftedSampleOps) and ops.ops is self._given:
@@ -113,7 +107,7 @@ class PlainSamples:
     def keep(
         self, ops: Sequence[LogitOp], layout: SampleLayout, fill: Callable[[Ints], None]
     ) -> None:
-        """Let ops be repeated, if they are plain, whose step fills an area."""
+        """Keep a launch for repetition, if its ops are plain. `fill` writes its area."""
         if plain := PlainOps.of(ops):
             self._given, self._ops, self._positions, self._layout = (
                 ops,

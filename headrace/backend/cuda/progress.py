@@ -1,4 +1,4 @@
-"""A bar beside long work, on a terminal."""
+"""Progress bar for long work, on a terminal."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,6 @@ _T = TypeVar("_T")
 
 
 def with_progress(items: Sequence[_T], what: str) -> Iterator[_T]:
-    """The items, with a bar of how many are done."""
     if not sys.stderr.isatty():
         yield from items
         return

@@ -1,4 +1,4 @@
-"""The results of draws on the device, as records."""
+"""Results of sampling on the device, as records."""
 
 from typing import NamedTuple
 
@@ -10,19 +10,19 @@ from headrace.logit_ops import Expand, Expanded, LogitOpResult, SampleOp, Sample
 
 
 class PendingOp(NamedTuple):
-    """An op in flight."""
-
     op: SampleOp | Expand | Score
     first: int
-    """Its first draw; -1: it has none."""
+    """-1: the op samples no token."""
     described: int
-    """The first of its rows to describe; -1: it has none."""
+    """-1: the op reports no log-probabilities."""
 
 
 def results_of(
     pending: list[PendingOp], layout: SampleLayout, host: Ints
 ) -> list[tuple[list[int], LogitOpResult]]:
-    """The tokens that each op has drawn, as the device knows them, and its result."""
+    """The sampled tokens and the result of each op. A result is None if logits are not
+    finite.
+    """
     drawn, described, top_ids, top_logprobs = layout.results(host)
     tokens, path, counts = drawn.tolist()
     ranks, logprobs = described[0].tolist(), described[1].view(np.float32).tolist()

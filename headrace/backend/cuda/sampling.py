@@ -1,10 +1,11 @@
-"""Draws on the device: the logit ops of a launch as numbers for its kernels, and their results.
+"""Sampling on the device: logit ops as tables for kernels, and their results.
 
-At every node of a draft tree a token is drawn, all at once, as each draw depends on the tokens of
-its ancestors alone, which the host knows; then a kernel goes down the tree by what was drawn. So
-the tokens are those of `sampling/exact.py`, and nothing waits for the host. Scores in float64
-decide, as on the CPU, so that for the same logits the tokens are the same too, but where the share
-of a nucleus is so near to `top_p` that the rounding of its weights decides.
+All nodes of a draft tree sample at once: a sample depends only on the tokens of its
+ancestors, which the host knows. Then a kernel walks down the tree along the sampled
+tokens. So tokens equal `sampling/exact.py`, and the device never waits for the host.
+
+Scores in float64 decide, as on the CPU, so equal logits give equal tokens. One exception:
+if the share of a nucleus almost equals `top_p`, the rounding of its weights decides.
 """
 
 from collections.abc import Sequence
@@ -39,13 +40,12 @@ from headrace.logit_ops import (
 from headrace.sampling.sampler import Sampler
 
 _MAX_OPS = 1 << 16
-"""Most ops of a launch."""
 _FIRST_OF_STEP, _LAST_OF_STEP = int(table.ROW.value), int(table.IS_ADJUSTED.value)
-"""The columns of a draw that change from step to step."""
+"""Columns of a sample that change from step to step."""
 
 
 def runs_on_device(op: LogitOp) -> bool:
-    """Whether the device runs an op; the others read the logits on the host."""
+    """Whether the device runs an op. The host runs the others on the logits."""
     if isinstance(op, SampleOp):
         return op.method == "exact" or (op.method == "typical" and not op.draft.tokens)
     return isinstance(op, Score) or (
@@ -54,9 +54,7 @@ def runs_on_device(op: LogitOp) -> bool:
 
 
 class SampleStep:
-    """The ops of one launch that the device runs. `indices` are theirs among all ops of the
-    launch.
-    """
+    """Ops of one launch that the device runs; `indices` are their positions in the launch."""
 
     def __init__(self, ops: Sequence[LogitOp], samplers: DeviceSamplers) -> None:
         self.indices = [i for i, op in enumerate(ops) if runs_on_device(op)]
@@ -64,7 +62,7 @@ class SampleStep:
         self._pending: list[PendingOp] = []
         self._templates: list[Ints] = []
         self._rows: list[tuple[int, ...]] = []
-        """The columns of each draw from ROW to IS_ADJUSTED."""
+        """Columns ROW to IS_ADJUSTED of each sample."""
         self._op_rows: list[tuple[int, int, int, int]] = []
         self._entries: list[Ints] = []
         self._num_entries = 0
@@ -82,9 +80,7 @@ class SampleStep:
         self.layout = self._layout()
 
     def cancel(self) -> None:
-        """The launch has failed, and is never read: nothing was drawn, and what the device has of
-        its samplers is not known.
-        """
+        """Discard a failed launch. The device's state of its samplers is then unknown."""
         for pending in self._pending:
             if not isinstance(pending.op, Score):
                 self._samplers.drawn(cast(Sampler, pending.op.sampler), [], is_known=False)
@@ -165,7 +161,7 @@ class SampleStep:
         )
 
     def fill(self, host: Ints) -> None:
-        """Write what the kernels need to an area of `layout.num_ints` integers."""
+        """Write the kernels' input to an area of `layout.num_ints` integers."""
         draws, ops, entries, described = self.layout.inputs(host)
         size = len(self._rows)
         if size:
@@ -182,17 +178,17 @@ class SampleStep:
         described[len(self._described) :, table.DESCRIBED_ROW.value] = -1
 
     def fill_masks(self, host: NDArray[np.uint32]) -> None:
-        """Write the masks to an area [layout.masks, words]; what is behind them there is not
-        read.
+        """Write the masks to an area [layout.masks, words]; kernels ignore the remaining
+        rows.
         """
         if self._masks:
             np.concatenate(self._masks, out=host[: self._num_masks])
 
     def read(self, host: Ints) -> list[LogitOpResult]:
-        """The results of the ops of `indices`, from an area of `layout.num_results` integers. What
-        was drawn is appended to the samplers.
+        """Results of the ops, from `layout.num_results` integers; tokens are appended to
+        the samplers.
 
-        It is called once, in the order of the launches.
+        Call it once per launch, in launch order.
         """
         results = results_of(self._pending, self.layout, host)
         for pending, (tokens, result) in zip(self._pending, results, strict=True):
@@ -205,14 +201,16 @@ class SampleStep:
 
 
 class DeviceSampler:
-    """Draws of one executable, whose launches are all in one stream."""
+    """Sampling of one executable, whose launches share a stream."""
 
     def __init__(
         self, vocab: int, device: torch.device, chunk: int = CHUNK, listed: int = LISTED
     ) -> None:
         self.last_tokens = torch.zeros(_MAX_OPS, dtype=torch.int32, device=device)
-        """The last token that each op of the last launch has drawn, 0 where its logits were not
-        finite: what `token_source` indexes.
+        """Last sampled token of each op of the last launch, 0 if its logits were not
+        finite.
+
+        `token_source` indexes it.
         """
         self._samplers, self._plain = DeviceSamplers(vocab, device), PlainSamples()
         self._adjusted = torch.empty((0, -(-vocab // 16) * 16), dtype=torch.float32, device=device)
@@ -220,11 +218,10 @@ class DeviceSampler:
 
     @property
     def mask_words(self) -> int:
-        """Words of a mask."""
         return mask_words(self._vocab)
 
     def must_wait(self, ops: Sequence[LogitOp]) -> bool:
-        """Whether launches in flight are to be read before these ops are launched."""
+        """Whether launches in flight must be read before these ops are launched."""
         sampler = [
             cast(Sampler, op.sampler)
             for op in ops
@@ -233,15 +230,13 @@ class DeviceSampler:
         return any(map(self._samplers.must_wait, sampler))
 
     def again(self, ops: Sequence[LogitOp]) -> PlainStep | None:
-        """The ops of a launch, if they are plain draws and those of the last that were begun, at
-        other positions: nothing is to begin.
+        """The step of plain ops that repeat the last ones at other positions. It replaces
+        `begin`.
         """
         return self._plain.again(ops, len(self._samplers.state))
 
     def begin(self, ops: Sequence[LogitOp]) -> SampleStep:
-        """The ops of a launch that the device runs. It is called once for each launch, in their
-        order, behind those before it.
-        """
+        """The step of a launch's ops. Call it once per launch, in launch order."""
         if len(ops) > _MAX_OPS:
             raise ValueError(f"a launch has at most {_MAX_OPS} ops")
         step = SampleStep(ops, self._samplers)
@@ -250,9 +245,7 @@ class DeviceSampler:
         return step
 
     def set_last_tokens(self, indices: Sequence[int], values: Sequence[LogitOpResult]) -> None:
-        """Put the last tokens of ops of the last launch, which the host ran, where the device
-        would.
-        """
+        """Set the last tokens of ops of the last launch that ran on the host."""
         tokens = [
             value.tokens[-1] if isinstance(value, SampleResult | Expanded) else 0
             for value in values
@@ -265,11 +258,11 @@ class DeviceSampler:
     def launches(
         self, layout: SampleLayout, logits: torch.Tensor, area: Any, masks: Any, results: Any
     ) -> list[Launch]:
-        """The kernels of all steps of one layout, on logits [rows, vocab].
+        """Sampling kernels for all steps of one layout, on logits [rows, vocab].
 
-        Theirs are areas of integers: `area` [num_ints], which begins at a multiple of 16 bytes,
-        `masks` [masks, words] and `results` [num_results]. A layout with other `slots` than that of
-        the last step is not used again.
+        `area` [num_ints] begins at a multiple of 16 bytes; `masks` is [masks, words],
+        `results` [num_results]. A layout becomes invalid when the number of slots
+        changes.
         """
         draws, op_table, entries, described = layout.inputs(area)
         drawn, described_out, top_ids, top_logprobs = layout.results(results)
@@ -320,13 +313,13 @@ class DeviceSampler:
         return made
 
     def _chunks(self, rows: int, device: Any) -> Any:
-        """Memory for what is kept of each chunk of so many rows."""
+        """Scratch for each chunk of `rows` rows."""
         shape = rows, blocks(self._vocab, self._chunk)
         kinds = torch.float32, torch.int32, torch.float32, torch.int32
         return tuple(torch.empty(shape, dtype=kind, device=device) for kind in kinds)
 
     def _lists(self, rows: int, device: Any) -> Any:
-        """Memory for the tokens of so many rows that filters may keep."""
+        """Scratch for the tokens that filters may keep."""
         kinds = torch.float32, torch.int32
         logits, ids = (
             torch.empty((rows, self._listed), dtype=kind, device=device) for kind in kinds

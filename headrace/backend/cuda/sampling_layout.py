@@ -1,6 +1,4 @@
-"""Where the numbers of a step's draws lie: those that the host writes for its kernels, and those
-that it reads of them.
-"""
+"""Layout of a step's sampling integers: the kernels' input and their results."""
 
 from typing import Any, NamedTuple
 
@@ -13,34 +11,34 @@ COLUMNS, OP_COLUMNS, ENTRY_COLUMNS, DESCRIBED_COLUMNS = (
 
 
 class SampleLayout(NamedTuple):
-    """The sizes of a step's draws, filled up to powers of two, and what they need: steps with the
-    same have the same launches.
+    """Sizes of a step's sampling, rounded up to powers of two. Steps with equal layouts
+    share launches.
     """
 
     draws: int
-    """Rows that tokens are drawn from."""
+    """Rows that tokens are sampled from."""
     nodes: int
-    """Most of them in one op."""
+    """Max samples of one op."""
     entries: int
     masks: int
     described: int
-    """Rows of which log-probabilities are wanted."""
+    """Rows with log-probabilities."""
     top: int
-    """Most of the likeliest tokens of such a row."""
+    """Max top log-probabilities of a row."""
     slots: int
-    """Rows of the state of penalties."""
+    """Rows of the penalty state."""
     is_adjusted: bool
     is_noisy: bool
     is_filtered: bool
 
     @property
     def num_ints(self) -> int:
-        """Integers that the host writes."""
+        """Integers of the kernels' input."""
         return sum(rows * columns for rows, columns in self._inputs)
 
     @property
     def num_results(self) -> int:
-        """Integers that it reads."""
+        """Integers of the results."""
         return sum(rows * columns for rows, columns in self._results)
 
     @property
@@ -61,23 +59,22 @@ class SampleLayout(NamedTuple):
         ]
 
     def inputs(self, area: Any) -> list[Any]:
-        """The tables of draws [draws, 32], ops [draws, 4], entries [entries, 4] and rows to
-        describe [described, 4] in an area.
+        """The tables of an area: samples [samples, 32], ops [samples, 4], entries
+        [entries, 4] and described rows [described, 4].
         """
         return _split(area, self._inputs)
 
     def results(self, area: Any) -> list[Any]:
-        """The results in an area: tokens, paths and counts [3, draws]; ranks and the bits of
-        log-probabilities [2, described].
+        """The results in an area.
 
-        Then of the likeliest tokens the ids and the bits of log-probabilities, [described, top]
+        Tokens, paths and counts [3, samples]; ranks and log-probability bits [2,
+        described]; then ids and log-probability bits of the top tokens, [described, top]
         each.
         """
         return _split(area, self._results)
 
 
 def _split(area: Any, shapes: list[tuple[int, int]]) -> list[Any]:
-    """Arrays of these shapes, one behind the other in an array or a tensor of integers."""
     parts, first = [], 0
     for rows, columns in shapes:
         parts.append(area[first : first + rows * columns].reshape(rows, columns))

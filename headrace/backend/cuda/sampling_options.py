@@ -1,10 +1,9 @@
-"""What the device knows of each native sampler: its options as a row of a table, and the state of
-its penalties.
+"""Native samplers on the device: options as table rows, and the state of penalties.
 
-The native sampler stays the truth. Its state is uploaded when it first draws; after that each
-launch adds what it draws to the copy on the device, so that the next can be issued before the host
-knows the tokens, which it appends to the native sampler when it reads them. A copy is out of date
-where tokens were appended to the sampler by anything else: it is then uploaded anew.
+The native sampler stays the reference. Its state is uploaded before its first sample.
+Then each launch adds its tokens to the device's copy, so the next launch need not wait
+for the host. The host appends the tokens when it reads them. If other code appends
+tokens, the state is uploaded again.
 """
 
 from collections.abc import Callable
@@ -25,11 +24,11 @@ _NO_ENTRIES = np.zeros((0, 4), np.int32)
 
 @dataclass(slots=True, eq=False)
 class SamplerRecord:
-    """A native sampler, as draws on the device need it."""
+    """A native sampler as the device sees it."""
 
     sampler: "ref[Sampler]"
     row: Ints
-    """The columns that no step changes."""
+    """Columns that are the same in every step."""
     is_noisy: bool
     is_filtered: bool
     has_penalties: bool
@@ -38,17 +37,15 @@ class SamplerRecord:
     banned_until: int
     bias_entries: Ints
     slot: int = -1
-    """Row of the state; -1: none yet."""
+    """Row of the state; -1 before the first upload."""
     num_appended: int = -1
-    """Tokens that had been appended to the sampler, without those of launches in flight, by the
-    copy on the device.
-    """
+    """Tokens of the sampler in the device's copy, without launches in flight."""
     num_in_flight: int = 0
-    """Launches that draw with it and have not been read."""
+    """Unread launches that sample with it."""
 
     def entries(self, position: int, path: list[int]) -> Ints:  # [entries, 4]
-        """The tokens whose logits are adjusted at a position, behind draft tokens, beyond what the
-        state on the device says.
+        """Tokens whose logits are adjusted after a draft path, in addition to the
+        device's state.
         """
         bans = self.banned if position < self.banned_until else []
         if not (bans or (path and self.has_penalties)):
@@ -97,22 +94,20 @@ def _record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> SamplerR
 
 
 class DeviceSamplers:
-    """The records of all samplers that have drawn and are still there, and the state of their
-    penalties, [slots, vocab] on the device.
-    """
+    """Records of all live samplers, and their penalty state on the device."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.state = torch.zeros((0, vocab), dtype=torch.int32, device=device)
-        """Twice the number of times that a token is in the output, or more by 1; 0: the prompt has
-        it not either. It moves as it grows.
+        """[slots, vocab], reallocated as it grows.
+
+        0 for an unseen token; else twice its count in the output, or one more.
         """
         self._records: dict[int, SamplerRecord] = {}
         self._free: list[int] = []
         self._dead: list[int] = []
-        """Keys of records whose samplers are gone; the collector may add to it at any time."""
+        """Keys of freed samplers. The garbage collector may append at any time."""
 
     def record(self, sampler: Sampler) -> SamplerRecord:
-        """The record of a sampler."""
         key = id(sampler)
         found = self._records.get(key)
         if found is None or found.sampler() is not sampler:
@@ -125,8 +120,8 @@ class DeviceSamplers:
         return found
 
     def must_wait(self, sampler: Sampler) -> bool:
-        """Whether tokens were appended to a sampler while launches that draw with it are in flight:
-        these must be read before the next.
+        """Whether launches must be read first: tokens were appended while they were in
+        flight.
         """
         found = self.record(sampler)
         return (
@@ -136,9 +131,7 @@ class DeviceSamplers:
         )
 
     def draws(self, sampler: Sampler) -> SamplerRecord:
-        """The record of a sampler that the next launch draws with, whose state is now on the
-        device.
-        """
+        """The record of a sampler for the next launch, with its state on the device."""
         self._sweep()
         found = self.record(sampler)
         if found.has_penalties:
@@ -153,8 +146,8 @@ class DeviceSamplers:
         return found
 
     def drawn(self, sampler: Sampler, tokens: list[int], is_known: bool = True) -> None:
-        """Append what a launch has drawn with a sampler; unless `is_known`, what is on the device
-        is something else.
+        """Append the tokens of a read launch. Unless `is_known`, the device's copy is out
+        of date.
         """
         found = self.record(sampler)
         for token in tokens:
@@ -190,8 +183,8 @@ class DeviceSamplers:
                 self._forget(found)
 
     def _forget(self, found: SamplerRecord) -> None:
-        """Give the row of a sampler that is gone to another: what is in flight is in the stream
-        before the upload of its state.
+        """Free the row of a dead sampler. The stream runs launches in flight before the
+        next upload.
         """
         if found.slot >= 0:
             self._free.append(found.slot)

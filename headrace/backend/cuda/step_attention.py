@@ -1,5 +1,5 @@
-"""Attention of a step of one shape: the work of each group of layers, where it lies, and the
-launches that write and read its KV.
+"""Attention in steps of one shape: the work of each group of layers, and the launches
+that write and read its KV.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ from headrace.program import ops
 from headrace.program.trace import Program
 
 _MOST_DRAFT_TOKENS = 1024
-"""Of a sequence, as options bound them."""
+"""Per sequence, as options limit them."""
 
 
 class GroupInts(NamedTuple):
-    """What the host writes for a group of layers in each step, in its memory or on the device."""
+    """Integers of a group of layers in one step, on the host or on the device."""
 
     slots: Ints | torch.Tensor  # [rows]
     items: Ints | torch.Tensor  # [partials, FIELDS]
@@ -47,7 +47,7 @@ class GroupInts(NamedTuple):
 
 
 class StepAttention:
-    """The attention of a program over the stores of its groups, in steps of so many rows."""
+    """Attention of a program in steps of `rows` rows."""
 
     def __init__(
         self, program: Program, stores: Sequence[KvStore], rows: int, has_trees: bool
@@ -67,7 +67,7 @@ class StepAttention:
 
     @property
     def sizes(self) -> list[tuple[int, ...]]:
-        """Numbers of rows and columns of what `GroupInts` has, group by group."""
+        """Shapes of the arrays of `GroupInts`, group by group."""
         return [
             size
             for partials in self.partials
@@ -75,14 +75,16 @@ class StepAttention:
         ]  # the number of items stands before three numbers that align what follows
 
     def bind(self, views: Sequence[torch.Tensor], everything: torch.Tensor) -> None:
-        """Take the views on the device, in the order of `sizes`, and the whole of the numbers,
-        where block tables and paths begin.
+        """Take the device's views, in the order of `sizes`, and its whole array, which
+        holds tables and paths.
         """
         self._views, self._all = _grouped(views), everything
 
     def fill(self, batch: RaggedBatch, views: Sequence[Ints], host: Ints, used: int) -> int:
-        """Write the work of a batch to the views on the host, its block tables and paths behind
-        what is `used`; returns what then is.
+        """Write the work of a batch to `views`, its block tables and paths to `host` from
+        `used` on.
+
+        Returns the end of the used part.
         """
         for number, (store, kv, own) in enumerate(
             zip(self._stores, batch.kv, _grouped(views), strict=True)
@@ -99,22 +101,19 @@ class StepAttention:
         return used
 
     def fill_with_padding(self, views: Sequence[Ints]) -> None:
-        """Let all rows of views of zeros be padding: there is no work, and they write where nothing
-        reads.
-        """
+        """Make all rows of zeroed views padding rows, without work."""
         for store, own in zip(self._stores, _grouped(views), strict=True):
             own.slots[:] = store.padding_slot
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> list[Launch]:
-        """Write keys and values of the rows."""
         number = self._group[layer]
         return [kv_write(k, v, self._views[number].slots, self._stores[number], layer)]
 
     def rope_write(
         self, layer: int, q: torch.Tensor, qkv: torch.Tensor, angles: torch.Tensor
     ) -> list[Launch]:
-        """Rotate queries and keys of `qkv`, which has them side by side; write queries to `q`, keys
-        and values to the store.
+        """Rotate the queries and keys of `qkv`; write queries to `q`, keys and values to
+        the store.
         """
         number = self._group[layer]
         return [rope_write(q, qkv, angles, self._views[number].slots, self._stores[number], layer)]
@@ -127,7 +126,6 @@ class StepAttention:
         sinks: torch.Tensor | None,
         workspace: Workspace,
     ) -> list[Launch]:
-        """Attention of the rows over what they see."""
         number = self._group[op.layer]
         store, view, partials = self._stores[number], self._views[number], self.partials[number]
         assert self._all is not None
@@ -161,8 +159,8 @@ class StepAttention:
 
 
 def num_partials(rows: int, has_trees: bool, tiles: Tiles) -> int:
-    """Partial results that there is room for: those of any batch of so many rows, and more, so that
-    long contexts spread over the GPU.
+    """Room for the partial results of any batch, and more, so long contexts spread over
+    the GPU.
     """
     return (
         least_partials(rows, min(rows, _MOST_DRAFT_TOKENS) if has_trees else 0, tiles.split)

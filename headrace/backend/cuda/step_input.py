@@ -1,5 +1,5 @@
-"""The numbers of a step: one array of integers, which the host fills and copies to the device in
-one piece.
+"""Input of a step: one array of integers, which the host fills and copies to the device
+in one piece.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from headrace.program.op import RowKind
 from headrace.program.trace import Program
 
 _ALIGNMENT = 4
-"""Integers at whose multiples parts begin: 16 bytes."""
+"""Parts begin at multiples of 4 integers, 16 bytes."""
 
 
 class StepInput:
-    """Where the numbers of steps of one shape lie, and their views on the device.
+    """Input layout for steps of one shape, and its views on the device.
 
-    What follows the parts that all of these steps have (`end`) is for draws; behind these lie block
-    tables and paths of draft trees, whose places the work of attention names. Padding rows have
-    token 0 at position 0, no adapter, and the slot of no sequence.
+    The fixed parts end at `end`. Sampling tables follow, then block tables and paths of
+    draft trees. Padding rows have token 0 at position 0, no adapter, and the padding
+    slot.
     """
 
     def __init__(
@@ -56,10 +56,9 @@ class StepInput:
             self._parts.append((self.end, last, size))
             self.end = -(-last // _ALIGNMENT) * _ALIGNMENT
         self.all_rows = torch.full((1,), np.iinfo(np.int32).max, dtype=torch.int32, device=DEVICE)
-        """Stands for a number of rows where padding rows take part."""
+        """A row count for kernels that also process padding rows."""
 
     def bind(self, device: torch.Tensor) -> None:
-        """Take the views of the array on the device."""
         views = self.views(device)
         (
             self.num_rows,
@@ -73,7 +72,7 @@ class StepInput:
         self.attention.bind(views[7:], device)
 
     def adapters_of(self, rows: RowKind) -> torch.Tensor:
-        """The adapter of each row of a kind; -1: it has none."""
+        """The adapter of each row of a kind; -1 for rows without one."""
         first = self.shape.logit_rows
         gathered = self._gathered_adapters
         return {
@@ -84,8 +83,9 @@ class StepInput:
         }[rows]
 
     def fill(self, batch: RaggedBatch, views: Sequence[Ints], host: Ints, used: int) -> int:
-        """Write a batch to the views of an array, with block tables behind what is `used`; returns
-        how much of it is then used.
+        """Write a batch to the views of an array, its block tables from `used` on.
+
+        Returns the end of the used part.
         """
         (
             num_rows,
@@ -125,12 +125,12 @@ class StepInput:
         self.attention.fill_with_padding(of_attention)
 
     def views(self, array: Any) -> list[Any]:
-        """The parts that all of these steps have, in an array or a tensor."""
+        """The fixed parts of an array or a tensor."""
         return [array[first:last].reshape(size) for first, last, size in self._parts]
 
 
 def most_ints(batch: RaggedBatch, before: int) -> int:
-    """Most integers of a step that has so many before its block tables."""
+    """Max integers of a step whose block tables begin at `before`."""
     trees = 0 if batch.ancestors is None else int(np.bitwise_count(batch.ancestors).sum())
     return before + sum(kv.block_table.size + trees for kv in batch.kv)
 

@@ -1,5 +1,5 @@
-"""The shapes that steps are rounded up to, so that a few lists of launches, or graphs, serve all of
-them.
+"""Shapes that steps are rounded up to, so that a few lists of launches, or graphs, serve
+all steps.
 """
 
 from typing import NamedTuple
@@ -8,7 +8,9 @@ from headrace.backend.cuda.workspace import Rows
 from headrace.batch import RaggedBatch
 
 _STEPS = ((16, 4), (32, 8), (64, 16), (128, 32), (512, 64))
-"""Up to so many rows, shapes are multiples of this; above the last, of 256."""
+"""(max rows, multiple): shapes up to max rows are multiples; above the last, multiples of
+256.
+"""
 
 
 _MOST_GRAPH_ROWS = 256
@@ -16,17 +18,15 @@ _FEW_ROWS = 512
 
 
 class StepShape(NamedTuple):
-    """How many rows a step has room for. What is not there is padded: with rows that write where
-    nothing reads, and that none sees.
-    """
+    """Rows that a step has room for. The rest is padding, which no row sees."""
 
     rows: int
     logit_rows: int
     pooled_rows: int
     has_adapters: bool
     has_trees: bool = True
-    """Whether there is room for the partial results of attention that rows of draft trees have;
-    always, where these are few.
+    """Whether there is room for the partial results of draft trees; always true for small
+    steps.
     """
 
     @property
@@ -41,7 +41,6 @@ class StepShape(NamedTuple):
 
 
 def shape_of(batch: RaggedBatch) -> StepShape:
-    """The shape that a batch is rounded up to."""
     pooled = 0 if batch.pooled_rows is None else len(batch.pooled_rows)
     rows, logit_rows, pooled_rows = (
         round_up(n) if n else 0 for n in (len(batch.tokens), len(batch.logit_rows), pooled)
@@ -57,12 +56,12 @@ def shape_of(batch: RaggedBatch) -> StepShape:
 
 
 def decoding(rows: int) -> StepShape:
-    """The shape of steps in which all rows have logits: plain decoding, and draft trees."""
+    """Shape of steps whose rows all have logits: plain decoding, and draft trees."""
     return StepShape(rows=rows, logit_rows=rows, pooled_rows=0, has_adapters=False, has_trees=True)
 
 
 def prefill(rows: int, logit_rows: int) -> StepShape:
-    """The shape of steps with chunks of prompts."""
+    """Shape of steps with prompt chunks."""
     return StepShape(
         rows=round_up(rows),
         logit_rows=round_up(logit_rows),
@@ -73,15 +72,13 @@ def prefill(rows: int, logit_rows: int) -> StepShape:
 
 
 def graph_rows(max_rows: int) -> list[int]:
-    """Rows of the steps that are graphs, the largest first: all up to so many, and 256, beyond
-    which a step hides its launches.
-    """
+    """Rows of the steps with graphs, largest first. Larger steps hide their launches."""
     most = round_up(min(max_rows, _MOST_GRAPH_ROWS))
     return sorted({round_up(rows) for rows in range(1, most + 1)}, reverse=True)
 
 
 def round_up(rows: int) -> int:
-    """The least shape for so many rows: 1, 2, 4, 8 and so on, then in steps that add an eighth to a
+    """Smallest shape for `rows`: 1, 2, 4, 8 and so on, then steps that add an eighth to a
     half.
     """
     if rows <= 4:

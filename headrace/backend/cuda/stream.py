@@ -1,6 +1,4 @@
-"""The order in which a device works: launches, copies and marks of what is done, one behind the
-other, while the host goes on.
-"""
+"""Streams: ordered launches, copies and marks on a device, asynchronous to the host."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,66 +13,60 @@ from headrace.backend.cuda.kernels.speed import READ_BLOCK, multiply_add
 from headrace.backend.cuda.launch import Launch
 
 _HELD_ROUNDS = 10_000
-"""Of a multiply-add behind another, for each launch that is timed: some 20 microseconds."""
+"""Dependent multiply-adds per timed launch, about 20 microseconds."""
 
 
 class Mark(Protocol):
-    """A place in a stream."""
+    """A position in a stream."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Whether the device has reached the mark."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has reached the mark."""
 
 
 class Stream(Protocol):
-    """What a device is given to do, in this order."""
+    """Work of a device, in order."""
 
     has_graphs: bool
     """Whether graphs save time."""
 
-    def run(self, launches: Sequence[Launch]) -> None:
-        """Launch kernels."""
+    def run(self, launches: Sequence[Launch]) -> None: ...
 
     def capture(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        """Make a graph of launches that have run before; what is returned launches them, on the
-        same tensors, and nothing runs yet.
+        """Make a graph of launches that have run before; the returned function runs it on
+        the same tensors.
         """
 
     def times(self, launches: Sequence[Launch]) -> list[float]:
-        """Launch kernels, wait for them, and say how many seconds each took."""
+        """Run launches, wait for them, and return the seconds of each."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between the host, where memory is pinned, and the device, or within the device."""
+        """Copy between pinned host memory and the device, or within the device."""
 
     def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
-        """Copy between the host and the device, both contiguous, while the device goes on with what
-        it is given; returns a mark behind it.
+        """Copy contiguous memory between host and device while the stream runs on; return
+        its mark.
 
-        It waits for these marks and for nothing else: copies beside have no other order, neither
-        among themselves nor with the rest.
+        The copy waits for the marks in `after`, and has no other order.
         """
 
     def mark(self) -> Mark:
-        """A mark behind all that was given so far; behind a copy beside only where that was to be
-        waited for.
+        """A mark after all earlier work. It covers an overlapped copy only if the stream
+        waited for it.
         """
 
     def wait_for(self, mark: Mark) -> None:
-        """Let the device wait for a mark before it does what it is given from now on; the host goes
-        on.
-        """
+        """Make later work on the device wait for a mark. The host does not wait."""
 
     def catch_up(self) -> None:
-        """The host is about to work on tensors of the device by itself, behind all that was given
-        so far.
-        """
+        """Prepare for tensor operations of the host itself, after all earlier work."""
 
 
 class CudaStream:
-    """The stream of torch on this thread's GPU, which puts in order by itself all that torch and
-    Triton are told to do.
+    """torch's stream on this thread's GPU, which also orders all other work of torch and
+    Triton.
     """
 
     has_graphs = True
@@ -121,19 +113,18 @@ class CudaStream:
     def wait_for(self, mark: Mark) -> None:
         torch.cuda.current_stream().wait_event(mark)
 
-    def catch_up(self) -> None:
-        """Nothing is to do: what the host gives torch to do is in the same order."""
+    def catch_up(self) -> None: ...
 
     @cached_property
     def _copying(self) -> dict[str, Any]:
-        """Streams for copies to the host and to the device, which has an engine for each; made
-        where there is a GPU.
+        """Streams for copies to the host and to the device, by target; the GPU has an
+        engine for each.
         """
         return {"cpu": torch.cuda.Stream(), "cuda": torch.cuda.Stream()}
 
 
 class HostStream:
-    """Runs everything at once, in the interpreter."""
+    """Runs all work at once, in the interpreter."""
 
     has_graphs = False
 
@@ -161,26 +152,22 @@ class HostStream:
     def mark(self) -> Mark:
         return _Done()
 
-    def wait_for(self, mark: Mark) -> None:
-        """It is past."""
+    def wait_for(self, mark: Mark) -> None: ...
 
-    def catch_up(self) -> None:
-        """Nothing is ever left to do."""
+    def catch_up(self) -> None: ...
 
 
 class _Done:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        """It is there."""
+    def synchronize(self) -> None: ...
 
 
 def make_stream() -> Stream:
-    """The stream of this process's GPU, or of the interpreter."""
     return HostStream() if is_interpreting() else CudaStream()
 
 
 def host_tensor(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of the host that a device copies from and to while both go on."""
+    """Pinned host memory, which a device copies asynchronously."""
     return torch.zeros(size, dtype=dtype, pin_memory=not is_interpreting())

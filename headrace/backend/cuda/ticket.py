@@ -1,6 +1,4 @@
-"""Results of a launch on their way from the device to the host, and the memory there that they come
-to.
-"""
+"""Tickets of launches in flight, and the host memory of their input and results."""
 
 from collections import deque
 from collections.abc import Callable
@@ -16,39 +14,40 @@ from headrace.batch import Ints
 from headrace.logit_ops import StepResult
 
 MOST_SLOTS = 40
-"""Launches whose numbers are in the host's memory at a time: two steps of multi-step decoding, so
-that the device works on the launches of one while the host reads those of the other.
+"""Max launches with integers in host memory: two steps of multi-step decoding.
+
+The device runs one step while the host reads the other.
 """
 
 
 class HostArray:
-    """Memory of the host that the device copies from and to."""
+    """Host memory that the device copies from and to."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.array: NDArray[Any] = tensor.numpy()
-        """The same memory."""
+        """The same memory as `tensor`."""
         self._step: StepInput | None = None
         self._views: list[Ints] = []
 
     def views(self, step: StepInput) -> list[Ints]:
-        """The parts of the numbers of a step, which are looked up once for steps of one shape."""
+        """The fixed parts of a step's input, cached per step shape."""
         if self._step is not step:
             self._step, self._views = step, step.views(self.array)
         return self._views
 
 
 class Slot:
-    """Memory of the host for the numbers of one launch."""
+    """Host memory of one launch."""
 
     def __init__(self) -> None:
         self._whole: dict[str, HostArray] = {}
         self._parts: dict[str, tuple[tuple[int, ...], HostArray]] = {}
         self.mark: Mark | None = None
-        """Behind the launch that used it last."""
+        """Mark after the last launch that used the slot."""
 
     def at_least(self, name: str, size: int, dtype: torch.dtype = torch.int32) -> HostArray:
-        """So many numbers, or more."""
+        """An array of at least `size` numbers."""
         whole = self._whole.get(name)
         if whole is None or whole.tensor.numel() < size:
             whole = self._whole[name] = HostArray(
@@ -57,7 +56,6 @@ class Slot:
         return whole
 
     def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> HostArray:
-        """Numbers in a shape."""
         last, part = self._parts.get(name, (None, None))
         if part is None or last != shape:
             part = HostArray(
@@ -68,9 +66,7 @@ class Slot:
 
 
 class Slots:
-    """The memory of the launches of an executable: as many parts as there were launches in flight
-    at a time, up to `MOST_SLOTS`.
-    """
+    """Host memory of an executable's launches, at most `MOST_SLOTS` slots."""
 
     def __init__(self, in_flight: "deque[CudaTicket]") -> None:
         self._in_flight = in_flight
@@ -78,9 +74,7 @@ class Slots:
         self._number = 0
 
     def next(self) -> Slot:
-        """Memory that no launch uses any more; where all is in use, the results of the oldest
-        launch are read.
-        """
+        """A free slot. If all are in use, the results of the oldest launch are read first."""
         if not self._free:
             if self._number < MOST_SLOTS:
                 self._number += 1
@@ -94,15 +88,13 @@ class Slots:
         return slot
 
     def give_back(self, slot: Slot, mark: Mark) -> None:
-        """The slot is not used behind a mark."""
+        """Free a slot that is unused after `mark`."""
         slot.mark = mark
         self._free.append(slot)
 
 
 class CudaTicket:
-    """Stands for the results of a launch; those of the launches before it are read first, as their
-    order counts.
-    """
+    """Results of a launch. The results of earlier launches are read first."""
 
     def __init__(
         self,
@@ -114,7 +106,7 @@ class CudaTicket:
         self._mark, self._read, self._in_flight = mark, read, in_flight
         self._result: StepResult | None = None
         self.runs_on_host = runs_on_host
-        """Whether ops of it wait for the host."""
+        """Whether the host runs some of the ops."""
         in_flight.append(self)
 
     @property

@@ -1,5 +1,5 @@
-"""The weights of programs in the memory of a GPU: packed once, several of one layout as one matrix
-where an op reads them together.
+"""Weights of programs in GPU memory, packed once. Weights that an op reads together form
+one matrix if their layouts are equal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from headrace.quant.formats import StoredTensor
 
 
 def sized(program: Program, tensors: Mapping[str, StoredTensor]) -> Program:
-    """The same program with the bytes that its weights have on a GPU; nothing of them is read."""
+    """The program with the bytes that its weights have on a GPU. Reads no tensor data."""
     matrices = {
         w.name: layout_of(tensors[w.name]).nbytes(w.rows, w.cols)
         for op in program.ops
@@ -37,8 +37,8 @@ def sized(program: Program, tensors: Mapping[str, StoredTensor]) -> Program:
 
 
 def read_wide(program: Program, tensors: Mapping[str, StoredTensor]) -> set[int]:
-    """The values, by id, that are multiplied with matrices of more digits than bf16 has: in
-    float32, whatever else reads them.
+    """Ids of the values that are multiplied with weights wider than bf16. These values
+    are float32.
     """
 
     def is_wide(op: Op) -> bool:
@@ -48,9 +48,7 @@ def read_wide(program: Program, tensors: Mapping[str, StoredTensor]) -> set[int]
 
 
 def are_alike(tensors: Sequence[StoredTensor]) -> bool:
-    """Whether matrices can lie below each other as one: of one layout, width and order of
-    columns.
-    """
+    """Whether matrices can be stacked: same layout, width and column order."""
     orders = {None if t.column_order is None else t.column_order.tobytes() for t in tensors}
     return (
         len({layout_of(t) for t in tensors}) == 1
@@ -60,9 +58,7 @@ def are_alike(tensors: Sequence[StoredTensor]) -> bool:
 
 
 class Weights:
-    """Packs weights when they are first asked for. Programs that are attached over the same KV
-    share them, by name.
-    """
+    """Packs weights at first use. Programs attached over the same KV share them, by name."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = dict(tensors)
@@ -70,20 +66,19 @@ class Weights:
         self._vectors: dict[tuple[str | int, ...], torch.Tensor] = {}
 
     def add(self, tensors: Mapping[str, StoredTensor]) -> None:
-        """Tensors of a further program; one of a name that is there is that one."""
+        """Add the tensors of another program. A known name keeps its tensor."""
         self.tensors = {**tensors, **self.tensors}
 
     def matrix(self, weight: Weight) -> PackedWeight:
-        """One matrix."""
         return self._packed((weight.name,))
 
     def together(self, weights: Sequence[Weight]) -> PackedWeight | None:
-        """Matrices below each other; None where they are not alike."""
+        """Matrices stacked by rows; None if they differ in layout."""
         names = tuple(weight.name for weight in weights)
         return self._packed(names) if are_alike([self.tensors[name] for name in names]) else None
 
     def stacked(self, weights: Sequence[Weight]) -> PackedWeight:
-        """Matrices below each other, in float32 where they are not alike."""
+        """Matrices stacked by rows, in float32 if they differ in layout."""
         together = self.together(weights)
         return (
             together
@@ -92,11 +87,10 @@ class Weights:
         )
 
     def vector(self, weight: Weight) -> torch.Tensor:  # [cols]
-        """A vector, in float32."""
         return self.vectors([weight], [weight.cols])
 
     def vectors(self, weights: Sequence[Weight | None], sizes: Sequence[int]) -> torch.Tensor:
-        """Vectors one behind the other; zeros of these sizes where there is none."""
+        """Concatenated float32 vectors, with zeros of the given size for a missing vector."""
         key = tuple(
             weight.name if weight else size for weight, size in zip(weights, sizes, strict=True)
         )

@@ -1,5 +1,5 @@
-"""Memory of the GPU that steps work in: values of a program, reused once they are dead, and what
-single ops need beside them.
+"""GPU memory for steps: the values of a program, reused after their last use, and scratch
+of single ops.
 """
 
 from collections.abc import Callable, Collection
@@ -14,14 +14,14 @@ from headrace.program.trace import Program
 _T = TypeVar("_T")
 
 Rows = dict[RowKind, int]
-"""How many rows of each kind there are."""
+"""Number of rows of each kind."""
 
 
 class Workspace:
-    """Tensors by name, as large as they had to be so far. Programs that run one after another on
-    one GPU share them.
+    """Tensors by name, which grow as needed. Programs that run in turn on one GPU share
+    them.
 
-    Where a tensor grows, `grown` counts up: what was bound to the old one is bound anew.
+    `grown` counts replaced tensors; launches bound to an old tensor must be made again.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,7 @@ class Workspace:
     def take(
         self, name: str, rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:  # [rows, width]
-        """The first rows of a tensor of this name, width and type; its numbers are whatever they
-        are.
-        """
+        """The first rows of a tensor of this name, width and type, with arbitrary contents."""
         key = f"{name} {width} {dtype}"
         tensor = self._tensors.get(key)
         if tensor is None or len(tensor) < rows:
@@ -43,26 +41,23 @@ class Workspace:
         return tensor[:rows]
 
     def once(self, key: str, make: Callable[[], _T]) -> _T:
-        """What `make` makes, the same for a key at all times."""
+        """The result of `make`, cached by key."""
         if key not in self._others:
             self._others[key] = make()
         return cast(_T, self._others[key])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
 
 class Buffers:
-    """Which tensor of the workspace each value of a program is in: one whose value is dead by then,
-    where there is one.
-    """
+    """Workspace tensor of each value of a program. Values reuse the tensors of dead values."""
 
     def __init__(self, program: Program, packed: torch.dtype, wide: Collection[int]) -> None:
         self._packed, self._wide = packed, wide
         self.places: dict[int, str] = {}
-        """By the id of a value."""
+        """By value id."""
         last_use, free = program.last_use(), dict[tuple[int, str, torch.dtype], list[str]]()
         kept = {value.id for value in program.results}
         for index, op in enumerate(program.ops):
@@ -77,14 +72,14 @@ class Buffers:
                     free.setdefault(self._kind(value), []).append(self.places[value.id])
 
     def bind(self, workspace: Workspace, rows: Rows) -> Callable[[Value], torch.Tensor]:
-        """The tensor of each value in a step of so many rows, [rows, width]."""
+        """A function that returns the tensor of a value, [rows, width]."""
         return lambda value: workspace.take(
             self.places[value.id], rows[value.rows], value.width, self.dtype(value)
         )
 
     def dtype(self, value: Value) -> torch.dtype:
-        """The numbers of a value: those that only linear ops read are as these multiply them, and
-        float32 for one that is `wide`.
+        """Type of a value: the multiply type if only linear ops read it, unless it is
+        wide; else float32.
         """
         return self._packed if value.packed and value.id not in self._wide else torch.float32
 
