@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--worker",
         action="store_true",
-        help="routes for a trusted `headrace route`: see docs/scaleout.md",
+        help="routes for a trusted `headrace route`: see docs/use/scale_out.md",
     )
     compute = parser.add_argument_group("compute")
     add_backend(compute)

@@ -19,7 +19,7 @@ def print_version() -> None:
         print(f"kernels: {', '.join(_native.isas())}; in use: {isa}")
         backends = ["cpu", "reference"]
 
-    obstacle = gpu.look().obstacle
+    obstacle = gpu.find_gpu_host().obstacle
     if not obstacle:
         backends.append("cuda")
     print(f"backends: {', '.join(backends)}")

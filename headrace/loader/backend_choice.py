@@ -49,12 +49,12 @@ def choose_backend(
     """
     if config.backend != "auto":
         if config.traits.on_gpu:
-            return check_gpu_backend(gpu.look())
+            return check_gpu_backend(gpu.find_gpu_host())
         return BackendChoice(config.backend)
     if mesh_of(config).ranks > 1:
-        return _cpu(gpu.look(), "several ranks run on the CPU")
+        return _cpu(gpu.find_gpu_host(), "several ranks run on the CPU")
 
-    choice = auto_backend(gpu.look())
+    choice = auto_backend(gpu.find_gpu_host())
     if not traits_of(choice.backend).on_gpu:
         return choice
     on_gpu = replace(config, backend=choice.backend)

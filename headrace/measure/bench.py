@@ -247,7 +247,7 @@ def _open(
 def _measure_machine(config: EngineConfig, on_progress: ProgressCallback) -> Machine:
     on_progress("measuring this machine", 0.0)
     machine = hardware.measure(config.threads, config.backend)
-    host.forget_peak_memory()
+    host.reset_peak_memory()
     on_progress("loading the model", 0.0)
     return machine
 

@@ -174,7 +174,7 @@ def _sequence_bytes(
 
 def _speed_limits(program: Program, backend: BackendName) -> dict[str, float] | None:
     """Maximum tokens/s with bf16 KV; None if the machine has not been measured."""
-    machine = hardware.remembered(backend=backend)
+    machine = hardware.cached_machine(backend=backend)
     if machine is None:
         return None
     kv_bytes = number_bytes(program.kv_groups, "bf16")

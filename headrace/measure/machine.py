@@ -42,7 +42,7 @@ def _gpu_facts() -> dict[str, Any]:
 
     `gpu` is None without a GPU, and its `rates` are None if the GPU cannot be used.
     """
-    gpu_host = gpu.look()
+    gpu_host = gpu.find_gpu_host()
     choice = auto_backend(gpu_host)
     facts = {
         "backend": choice.backend,

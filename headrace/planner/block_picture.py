@@ -1,10 +1,9 @@
-"""Which request holds which block of KV, as an SVG picture: a cell for each block, in the order of
-memory.
+"""SVG picture of the KV blocks and of the requests that hold them, in the order of memory.
 
-Colour tells the request, the height of the colour how many of the block's slots hold KV, so that
-waste is what stays pale. A shared block shows the colours of its requests side by side, and a dot.
-Free blocks are empty, or hatched where their KV may be found again. Layers that keep alike and see
-alike have blocks of their own: a grid for each such group.
+A block is a cell. Its colour is the request, and the height of the colour is the share of its slots
+with KV, so pale areas are waste. A shared block shows the colours of its requests side by side, and
+a dot. Free blocks are empty, or hatched if the prefix cache still has their KV. Each KV group has
+its own blocks, and a grid of its own.
 """
 
 import colorsys
@@ -18,12 +17,12 @@ from headrace.stats import BlockMap, GroupMap, Holding
 WIDTH = 1000
 _LEFT, _TOP, _GRID_WIDTH, _LEGEND = 40, 84, 688, 758
 _SPACING = 64
-"""Between two grids, with two lines of words above the second."""
-_MOST_NAMES = 26
+"""Distance between two grids, for two lines of text above the second grid."""
+_MAX_NAMES = 26
 _GOLDEN = 0.381966
-"""Of a turn: the angle whose multiples lie furthest apart."""
-_MOST_COLOURS = 4
-"""Requests that a shared block shows."""
+"""The golden angle in turns: its multiples are far apart."""
+_MAX_COLOURS = 4
+"""Maximum number of requests that a shared block shows."""
 _HATCH = (
     '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)">'
@@ -32,9 +31,7 @@ _HATCH = (
 
 
 class _Grid:
-    """Where blocks are on the page, from `top` on: rows of a multiple of 8 blocks, which are
-    contiguous in memory.
-    """
+    """The cells of a KV group, from `top` down, in rows of a multiple of 8 contiguous blocks."""
 
     def __init__(self, num_blocks: int, top: float) -> None:
         self.top = top
@@ -43,25 +40,22 @@ class _Grid:
         self.cell = self.pitch * 0.86
         self.bottom = top + math.ceil(num_blocks / self.columns) * self.pitch
 
-    def at(self, block: int) -> tuple[float, float]:
-        return (
-            _LEFT + block % self.columns * self.pitch,
-            self.top + block // self.columns * self.pitch,
-        )
+    def corner(self, block: int) -> tuple[float, float]:
+        """The upper left corner of a block's cell."""
+        row, column = divmod(block, self.columns)
+        return _LEFT + column * self.pitch, self.top + row * self.pitch
 
 
-class _Owned(NamedTuple):
-    """A block in use."""
-
+class _UsedBlock(NamedTuple):
     requests: list[str]
-    """Each once."""
+    """Each request once, even if it holds the block several times."""
     holders: int
     filled: int
-    """Slots with KV."""
+    """Number of slots with KV."""
 
 
 def block_map_svg(title: str, blocks: BlockMap) -> str:
-    """The picture as an XML document."""
+    """Draw the blocks as an SVG document."""
     names = list(
         dict.fromkeys(holding.request for group in blocks.groups for holding in group.holdings)
     )
@@ -80,100 +74,97 @@ def block_map_svg(title: str, blocks: BlockMap) -> str:
 def _section(
     group: GroupMap, block_size: int, grid: _Grid, is_only: bool, colours: dict[str, str]
 ) -> Iterator[str]:
-    """The blocks of a group, and above them in words how they are used."""
-    owned = _owners(group, block_size)
-    cached = set(group.cached).difference(owned)
-    free = [block for block in range(group.num_blocks) if block not in owned]
-    in_use, *others = _words(group, block_size, owned, cached)
-    lines = ["; ".join([in_use, *others])]
-    if not is_only:  # in two lines, which leave the legend its place
-        seen = f"the last {group.window:,}" if group.window else "all"
-        lines = [
-            f"{group.layers} layer{'s' * (group.layers > 1)} that "
-            f"see{'s' * (group.layers == 1)} {seen} tokens: {in_use}",
-            "; ".join(others),
-        ]
-    for i, words in enumerate(reversed(lines)):
-        yield text(_LEFT, grid.top - (28 if is_only else 14 + 18 * i), words, fill=FAINT)
+    """The blocks of a group, with a text about their use above them."""
+    used_blocks = _used_blocks(group, block_size)
+    cached = set(group.cached).difference(used_blocks)
+    free = [block for block in range(group.num_blocks) if block not in used_blocks]
+    in_use, *details = _usage(group, block_size, used_blocks, cached)
+    if is_only:
+        yield text(_LEFT, grid.top - 28, "; ".join([in_use, *details]), fill=FAINT)
+    else:
+        # Two lines, because the legend is next to the text.
+        window = f"the last {group.window:,}" if group.window else "all"
+        layers = f"{group.layers} layers that see" if group.layers > 1 else "1 layer that sees"
+        yield text(_LEFT, grid.top - 14, "; ".join(details), fill=FAINT)
+        yield text(_LEFT, grid.top - 32, f"{layers} {window} tokens: {in_use}", fill=FAINT)
     yield (
         f'<path class="free" d="{_cells(grid, free)}" fill="#f6f8fa" stroke="#c4ccd4" '
         f'stroke-width="{min(0.8, grid.cell / 8):.2f}"/>'
     )
     if cached:
         yield f'<path class="cached" d="{_cells(grid, sorted(cached))}" fill="url(#hatch)"/>'
-    for block, owner in sorted(owned.items()):
-        yield from _cell(*grid.at(block), grid.cell, block_size, owner, colours)
+    for block, used in sorted(used_blocks.items()):
+        yield from _cell(*grid.corner(block), grid.cell, block_size, used, colours)
 
 
-def _owners(group: GroupMap, block_size: int) -> dict[int, _Owned]:
-    owned: dict[int, _Owned] = {}
+def _used_blocks(group: GroupMap, block_size: int) -> dict[int, _UsedBlock]:
+    used: dict[int, _UsedBlock] = {}
     for holding in group.holdings:
         for i, block in enumerate(holding.blocks):
             if block < 0:
                 continue
             filled = min(block_size, max(0, holding.computed - i * block_size))
-            before = owned.get(block, _Owned([], 0, 0))
-            requests = (
-                before.requests
-                if holding.request in before.requests
-                else [*before.requests, holding.request]
+            before = used.get(block, _UsedBlock([], 0, 0))
+            used[block] = _UsedBlock(
+                requests=list(dict.fromkeys([*before.requests, holding.request])),
+                holders=before.holders + 1,
+                filled=max(filled, before.filled),
             )
-            owned[block] = _Owned(requests, before.holders + 1, max(filled, before.filled))
-    return owned
+    return used
 
 
-def _words(
-    group: GroupMap, block_size: int, owned: dict[int, _Owned], cached: set[int]
+def _usage(
+    group: GroupMap, block_size: int, used_blocks: dict[int, _UsedBlock], cached: set[int]
 ) -> list[str]:
-    slots, filled = len(owned) * block_size, sum(owner.filled for owner in owned.values())
-    shared = sum(owner.holders > 1 for owner in owned.values())
-    words = [f"{len(owned):,} of {group.num_blocks:,} blocks of {block_size} tokens in use"]
-    words += (
-        [
-            f"{filled:,} of their {slots:,} slots hold KV "
-            f"({100 * (slots - filled) / slots:.1f} % empty)"
-        ]
-        if slots
-        else []
-    )
-    words += [f"{shared:,} shared"] if shared else []
-    words += [f"{len(cached):,} free but cached"] if cached else []
-    return words
+    """Phrases about the use of a group's blocks."""
+    slots = len(used_blocks) * block_size
+    filled = sum(used.filled for used in used_blocks.values())
+    shared = sum(used.holders > 1 for used in used_blocks.values())
+    phrases = [f"{len(used_blocks):,} of {group.num_blocks:,} blocks of {block_size} tokens in use"]
+    if slots:
+        empty = 100 * (slots - filled) / slots
+        phrases.append(f"{filled:,} of their {slots:,} slots hold KV ({empty:.1f} % empty)")
+    if shared:
+        phrases.append(f"{shared:,} shared")
+    if cached:
+        phrases.append(f"{len(cached):,} free but cached")
+    return phrases
 
 
 def _cell(
-    x: float, y: float, side: float, size: int, owner: _Owned, colours: dict[str, str]
+    x: float, y: float, side: float, block_size: int, used: _UsedBlock, colours: dict[str, str]
 ) -> Iterator[str]:
-    """A pale square, filled from below as far as it holds KV, a strip for each request; a dot where
-    it is shared.
+    """A pale square with a strip for each request, filled from below as far as it holds KV.
+
+    A shared block has a dot.
     """
-    shown = owner.requests[:_MOST_COLOURS]
-    wide, high = side / len(shown), side * owner.filled / size
+    shown = used.requests[:_MAX_COLOURS]
+    width, height = side / len(shown), side * used.filled / block_size
     for i, name in enumerate(shown):
-        rect = f'<rect x="{x + i * wide:.1f}" width="{wide:.1f}" fill="{colours[name]}"'
-        if owner.filled < size:
+        rect = f'<rect x="{x + i * width:.1f}" width="{width:.1f}" fill="{colours[name]}"'
+        if used.filled < block_size:
             yield f'{rect} class="block" y="{y:.1f}" height="{side:.1f}" fill-opacity="0.22"/>'
-        if high:
-            yield f'{rect} class="kv" y="{y + side - high:.1f}" height="{high:.1f}"/>'
-    if owner.holders > 1:
-        at = f'cx="{x + side / 2:.1f}" cy="{y + side / 2:.1f}" r="{0.2 * side:.1f}"'
+        if height:
+            yield f'{rect} class="kv" y="{y + side - height:.1f}" height="{height:.1f}"/>'
+    if used.holders > 1:
+        dot = f'cx="{x + side / 2:.1f}" cy="{y + side / 2:.1f}" r="{0.2 * side:.1f}"'
         yield (
-            f'<circle class="shared" {at} fill="#ffffff" stroke="{INK}" '
+            f'<circle class="shared" {dot} fill="#ffffff" stroke="{INK}" '
             f'stroke-width="{0.07 * side:.1f}"/>'
         )
 
 
 def _cells(grid: _Grid, blocks: Sequence[int]) -> str:
-    """Many equal cells as one path: pools have tens of thousands."""
+    """Many equal cells as one path, because pools have tens of thousands of blocks."""
     side = f"{grid.cell:.1f}"
-    return "".join(f"M{x:.1f} {y:.1f}h{side}v{side}h-{side}z" for x, y in map(grid.at, blocks))
+    return "".join(f"M{x:.1f} {y:.1f}h{side}v{side}h-{side}z" for x, y in map(grid.corner, blocks))
 
 
 def _colour(i: int) -> str:
-    """The palette first; later ones by the golden angle, so that neighbours in age differ."""
-    named = COLOURS[:-1]
-    if i < len(named):
-        return named[i]
+    """Colour of request `i`: first the palette, then hues by the golden angle."""
+    palette = COLOURS[:-1]
+    if i < len(palette):
+        return palette[i]
     rgb = colorsys.hls_to_rgb(i * _GOLDEN % 1, 0.42 + 0.09 * (i % 3), 0.55 + 0.2 * (i % 2))
     return "#" + "".join(f"{round(255 * value):02x}" for value in rgb)
 
@@ -183,48 +174,51 @@ def _legend(blocks: BlockMap, colours: dict[str, str]) -> Iterator[str]:
     yield text(WIDTH - 90, _TOP + 10, "tokens", anchor="end", fill=FAINT)
     yield text(WIDTH - 30, _TOP + 10, "blocks", anchor="end", fill=FAINT)
     y = _TOP + 10.0
-    for name, colour in list(colours.items())[:_MOST_NAMES]:
+    for name, colour in list(colours.items())[:_MAX_NAMES]:
         y += 21
-        own = [
+        holdings_by_group = [
             [holding for holding in group.holdings if holding.request == name]
             for group in blocks.groups
         ]
-        held = sum(
+        num_blocks = sum(
             len({block for holding in holdings for block in holding.blocks if block >= 0})
-            for holdings in own
+            for holdings in holdings_by_group
         )
+        first = holdings_by_group[0]
+        num_tokens = max(holding.computed for holding in first)
         yield f'<rect x="{_LEGEND}" y="{y - 10}" width="14" height="12" rx="2" fill="{colour}"/>'
-        yield text(_LEGEND + 24, y, _label(name, own[0]))
-        yield text(WIDTH - 90, y, f"{max(holding.computed for holding in own[0]):,}", anchor="end")
-        yield text(WIDTH - 30, y, f"{held:,}", anchor="end")
-    if len(colours) > _MOST_NAMES:
+        yield text(_LEGEND + 24, y, _label(name, first))
+        yield text(WIDTH - 90, y, f"{num_tokens:,}", anchor="end")
+        yield text(WIDTH - 30, y, f"{num_blocks:,}", anchor="end")
+    if len(colours) > _MAX_NAMES:
         y += 21
-        yield text(_LEGEND + 24, y, f"and {len(colours) - _MOST_NAMES:,} more", fill=FAINT)
+        yield text(_LEGEND + 24, y, f"and {len(colours) - _MAX_NAMES:,} more", fill=FAINT)
     yield line([(_LEGEND, y + 16), (WIDTH - 30, y + 16)], GRID, 1)
     y += 26
     samples = {
-        "partly filled: pale is waste": _Owned(["?"], 1, 5),
-        "shared": _Owned(["?"], 2, 8),
-        "shared by two requests": _Owned(["?", "!"], 2, 8),
+        "partly filled: pale is waste": _UsedBlock(["?"], 1, 5),
+        "shared": _UsedBlock(["?"], 2, 8),
+        "shared by two requests": _UsedBlock(["?", "!"], 2, 8),
     }
     inks = {"?": COLOURS[0], "!": COLOURS[1]}
-    for what, sample in samples.items():
+    for label, sample in samples.items():
         yield from _cell(_LEGEND, y, 14, 8, sample, inks)
-        yield text(_LEGEND + 24, y + 11, what)
+        yield text(_LEGEND + 24, y + 11, label)
         y += 21
-    for what, fill in (("free", "#f6f8fa"), ("free, KV still there", "url(#hatch)")):
+    for label, fill in (("free", "#f6f8fa"), ("free, KV cached", "url(#hatch)")):
         yield (
             f'<rect x="{_LEGEND}" y="{y:.1f}" width="14" height="14" fill="{fill}" '
             'stroke="#c4ccd4" stroke-width="0.8"/>'
         )
-        yield text(_LEGEND + 24, y + 11, what)
+        yield text(_LEGEND + 24, y + 11, label)
         y += 21
 
 
 def _legend_bottom(names: int) -> float:
-    return _TOP + 10 + 21 * (min(names, _MOST_NAMES) + (names > _MOST_NAMES)) + 26 + 5 * 21
+    return _TOP + 10 + 21 * (min(names, _MAX_NAMES) + (names > _MAX_NAMES)) + 26 + 5 * 21
 
 
-def _label(name: str, own: Sequence[Holding]) -> str:
+def _label(name: str, holdings: Sequence[Holding]) -> str:
+    """The name of a request, with the number of its sequences if it has several."""
     short = name if len(name) <= 16 else f"{name[:15]}…"
-    return f"{short} x {len(own)}" if len(own) > 1 else short
+    return f"{short} x {len(holdings)}" if len(holdings) > 1 else short

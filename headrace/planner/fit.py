@@ -1,35 +1,37 @@
-"""What fits in memory: weights once, then KV blocks with what is left."""
+"""The KV that fits in memory next to the weights."""
 
 from headrace.record import frozen
 
 RUNTIME_BYTES = 150 << 20
-"""Set aside for the interpreter, activations and tables."""
+"""Reserved for the interpreter, activations and tables."""
 
 
 @frozen
 class Fit:
-    """How much of a model fits in `memory` bytes."""
+    """Tokens and sequences of a model that fit in memory."""
 
     memory: int
+    """Bytes available."""
     weights: int
+    """Bytes of all weights."""
     kv_per_sequence: int
-    """Bytes that a sequence of full length holds at once."""
+    """KV bytes of a sequence of full length."""
     context: int
-    """Its tokens."""
+    """Tokens of a sequence of full length."""
     to_run: int = RUNTIME_BYTES
-    """Bytes that are set aside for what runs it."""
+    """Bytes reserved for the engine."""
 
     @property
     def kv_budget(self) -> int:
-        """Bytes left for KV, never below zero."""
+        """Bytes that remain for KV, at least 0."""
         return max(0, self.memory - self.weights - self.to_run)
 
     @property
     def tokens(self) -> int:
-        """Tokens of such sequences that fit at the same time."""
+        """Tokens, in sequences of full length, that fit at the same time."""
         return self.kv_budget * self.context // self.kv_per_sequence
 
     @property
     def sequences(self) -> int:
-        """Sequences of full length at the same time."""
+        """Sequences of full length that fit at the same time."""
         return self.tokens // self.context

@@ -1,6 +1,4 @@
-"""The GPU of this machine and what runs programs on it, found without importing any of it: a
-machine without a GPU pays for nothing.
-"""
+"""The GPU of this machine, its driver and packages, found without an import of torch or Triton."""
 
 import os
 import re
@@ -11,86 +9,80 @@ from typing import Any
 
 from headrace.record import frozen
 
-LEAST_CAPABILITY = (8, 0)
-"""Of GPUs that multiply bf16."""
+MIN_CAPABILITY = (8, 0)
+"""Compute capability from which GPUs multiply bf16."""
 INSTALL = "pip install 'headrace[cuda]', about 3 GB"
 _DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
-"""What a driver leaves on Linux, and on Linux in Windows."""
+"""Files of a driver on Linux, and on Linux in Windows."""
 _LIBRARY = "libcuda.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-"""Numbers of attributes of a device (CUDA driver API, `CUdevice_attribute`)."""
-_LONGEST_NAME = 256
+"""Numbers of device attributes (CUDA driver API, `CUdevice_attribute`)."""
+_MAX_NAME_BYTES = 256
 
 
 @frozen
 class Gpu:
-    """A GPU, as its driver describes it."""
+    """A GPU and its driver."""
 
     name: str
     capability: tuple[int, int]
     memory: int
-    """Bytes in all."""
+    """Total bytes."""
     multiprocessors: int
     cuda: tuple[int, int]
-    """The newest CUDA that the driver is made for."""
+    """Newest CUDA version that the driver supports."""
 
     @property
     def isa(self) -> str:
-        """What its kernels are compiled for."""
+        """Target of the kernel compiler: `sm_90`."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
 @frozen
 class GpuHost:
-    """What there is to run programs on a GPU with."""
+    """The GPU of a machine, and the software to run programs on it."""
 
     gpu: Gpu | None = None
     no_gpu: str = ""
-    """Why there is none."""
+    """Reason why there is no GPU."""
     absent: tuple[str, ...] = ()
-    """Packages that are not installed."""
+    """Required packages that are not installed."""
     torch_cuda: str | None = None
-    """The CUDA that torch was built for; None: for the processor alone."""
+    """CUDA version of the torch build; None for a CPU build."""
     interprets: bool = False
-    """Whether Triton is told to interpret its kernels, which needs no GPU."""
+    """Whether Triton interprets kernels, which needs no GPU."""
 
     @property
     def obstacle(self) -> str:
-        """What is in the way of running programs on the GPU, and what to do about it; empty where
-        nothing is.
-        """
+        """The reason why no program can run on the GPU, and the remedy; empty if one can run."""
         if self.gpu is None:
             return self.no_gpu
-        if self.gpu.capability < LEAST_CAPABILITY:
-            least, its = (
-                ".".join(map(str, one)) for one in (LEAST_CAPABILITY, self.gpu.capability)
-            )
+        if self.gpu.capability < MIN_CAPABILITY:
             return (
-                f"{self.gpu.name} has compute capability {its}, and kernels need {least} or "
-                "more: use the cpu backend"
+                f"{self.gpu.name} has compute capability {_version(self.gpu.capability)}, and "
+                f"kernels need at least {_version(MIN_CAPABILITY)}: use the cpu backend"
             )
         if self.absent:
-            return (
-                f"{' and '.join(self.absent)} {'is' if len(self.absent) == 1 else 'are'} not "
-                f"installed: {INSTALL}"
-            )
+            be = "is" if len(self.absent) == 1 else "are"
+            return f"{' and '.join(self.absent)} {be} not installed: {INSTALL}"
         if self.torch_cuda is None:
-            return f"torch is a build for the processor alone: pip uninstall torch, then {INSTALL}"
+            return f"torch is a CPU build: pip uninstall torch, then {INSTALL}"
         if int(self.torch_cuda.partition(".")[0]) > self.gpu.cuda[0]:
-            newest = ".".join(map(str, self.gpu.cuda))
             return (
-                f"torch is built for CUDA {self.torch_cuda}, and the driver for {newest} at "
-                "most: install a newer driver"
+                f"torch is built for CUDA {self.torch_cuda}, and the driver supports at most "
+                f"{_version(self.gpu.cuda)}: install a newer driver"
             )
-        return (
-            "TRITON_INTERPRET is set, by which kernels would be interpreted: unset it"
-            if self.interprets
-            else ""
-        )
+        if self.interprets:
+            return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it"
+        return ""
 
 
-def look(root: Path = Path("/")) -> GpuHost:
-    """What is there now. Without a trace of a driver, nothing but a few files is looked for."""
+def _version(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def find_gpu_host(root: Path = Path("/")) -> GpuHost:
+    """Find the GPU and its software. Without a driver, only a few files are looked up."""
     gpu, why = find_gpu(root)
     absent = tuple(name for name in ("torch", "triton") if find_spec(name) is None)
     return GpuHost(
@@ -99,25 +91,25 @@ def look(root: Path = Path("/")) -> GpuHost:
 
 
 def interprets(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:
-    """Whether Triton, once it is imported, interprets kernels."""
+    """Whether Triton will interpret kernels."""
     return environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def find_gpu(root: Path = Path("/")) -> tuple[Gpu | None, str]:
-    """The first GPU that this process may use, or why there is none."""
+    """The first GPU that this process may use, or the reason why there is none."""
     if not any((root / file).exists() for file in _DRIVER_FILES):
-        return None, "there is no NVIDIA driver on this machine: use the cpu backend"
+        return None, "this machine has no NVIDIA driver: use the cpu backend"
     return _by_driver()
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """The version of the driver; empty where it does not say."""
+    """Version of the driver; empty if unknown."""
     try:
         text = (root / _DRIVER_FILES[0]).read_text()
     except OSError:
         return ""
-    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)
-    return found[1] if found else ""
+    match = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)
+    return match[1] if match else ""
 
 
 @cache
@@ -129,14 +121,14 @@ def _by_driver() -> tuple[Gpu | None, str]:
     except OSError:
         return (
             None,
-            f"there is an NVIDIA driver, and not its library {_LIBRARY}: give this "
-            "container the GPU (--gpus all)",
+            f"the NVIDIA driver's library {_LIBRARY} is missing: give this container the GPU "
+            "(--gpus all)",
         )
-    return ask_driver(library)
+    return query_driver(library)
 
 
-def ask_driver(library: Any) -> tuple[Gpu | None, str]:
-    """The first GPU that the library of a driver shows, or why it shows none."""
+def query_driver(library: Any) -> tuple[Gpu | None, str]:
+    """The first GPU that the driver's library lists, or the reason why it lists none."""
     from ctypes import byref, c_int, c_size_t, create_string_buffer
 
     count, device, version, memory = c_int(), c_int(), c_int(), c_size_t()
@@ -145,12 +137,12 @@ def ask_driver(library: Any) -> tuple[Gpu | None, str]:
         hidden = " (CUDA_VISIBLE_DEVICES is set)" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         return (
             None,
-            f"the NVIDIA driver shows no GPU{f', error {code}' if code else ''}{hidden}: "
-            "see what nvidia-smi says",
+            f"the NVIDIA driver lists no GPU{f', error {code}' if code else ''}{hidden}: "
+            "check nvidia-smi",
         )
-    name, numbers = create_string_buffer(_LONGEST_NAME), []
+    name, numbers = create_string_buffer(_MAX_NAME_BYTES), []
     library.cuDeviceGet(byref(device), 0)
-    library.cuDeviceGetName(name, _LONGEST_NAME, device)
+    library.cuDeviceGetName(name, _MAX_NAME_BYTES, device)
     library.cuDeviceTotalMem_v2(byref(memory), device)
     library.cuDriverGetVersion(byref(version))
     for attribute in (_MAJOR, _MINOR, _MULTIPROCESSORS):
@@ -169,7 +161,7 @@ def ask_driver(library: Any) -> tuple[Gpu | None, str]:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA that the installed torch was built for, by its own file."""
+    """CUDA version of the installed torch build, read from its `version.py`."""
     spec = find_spec("torch")
     if spec is None or not spec.origin:
         return None
@@ -177,5 +169,5 @@ def _torch_cuda() -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
         return None
-    found = re.search(r"^cuda\b.*= *'([\d.]+)'", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^cuda\b.*= *'([\d.]+)'", text, re.MULTILINE)
+    return match[1] if match else None

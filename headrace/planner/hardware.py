@@ -1,6 +1,4 @@
-"""The machine, or its GPU, as a roofline sees it: bytes per second from memory, operations per
-second of each kind.
-"""
+"""Measured bandwidth and arithmetic of this machine or of its GPU, for the roofline."""
 
 import json
 import math
@@ -19,57 +17,55 @@ from headrace.record import frozen
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 READ_BYTES = 256 << 20
-"""Memory that a measurement takes and reads: well beyond the last-level cache."""
+"""Bytes that a measurement allocates and reads: far more than the last-level cache."""
 _FRESH_SECONDS = 3600
-"""Seconds after which a machine is measured once more."""
-_MOST_FRESH = 5
-"""Readings within that time that are enough, however much they differ."""
+"""Seconds after which a machine is measured again."""
+_MAX_FRESH = 5
+"""Number of readings within that time that suffices even if they differ."""
 _DAY = 24 * 3600
 """Seconds for which a reading counts."""
-_MOST_READINGS = 200
-"""Readings that are kept."""
+_MAX_READINGS = 200
+"""Maximum number of stored readings."""
 _AGREEMENT = 0.9
-"""Two bandwidths agree where the lower is at least this share of the higher."""
+"""Two bandwidths agree if the lower is at least this share of the higher."""
 
 
 @frozen
 class Machine:
-    """What was measured of a machine, with `threads` threads at work, or of its GPU."""
+    """Measured rates of a machine with `threads` threads, or of its GPU."""
 
     cpu: str
-    """The name of the processor, or of the GPU."""
+    """Name of the processor or of the GPU."""
     isa: str
-    """Instruction set that the kernels run on."""
+    """Instruction set of the kernels."""
     threads: int
-    """Of a GPU its multiprocessors."""
+    """Number of threads, or of a GPU's multiprocessors."""
     bandwidth: float
     """Bytes per second read from memory."""
     rates: Mapping[Kind, float]
-    """Operations per second (a multiply-add counts as two)."""
+    """Operations per second; a multiply-add counts as two."""
 
     @property
     def is_gpu(self) -> bool:
-        """Whether this is a GPU."""
         return self.isa.startswith("sm_")
 
     @property
     def at_work(self) -> str:
-        """What works at the same time: `8 threads`."""
-        return (
-            f"{self.threads:,} "
-            f"{'multiprocessor' if self.is_gpu else 'thread'}{'s' * (self.threads != 1)}"
-        )
+        """The units that compute: `8 threads`."""
+        unit = "multiprocessor" if self.is_gpu else "thread"
+        return f"{self.threads:,} {unit}" + "s" * (self.threads != 1)
 
     def ridge(self, kind: Kind) -> float:
-        """Operations per byte above which arithmetic, not memory, bounds the time (Williams et al.
-        2009).
+        """Operations per byte above which arithmetic, not memory, limits the time.
+
+        See Williams et al. 2009.
         """
         return self.rates[kind] / self.bandwidth
 
 
 @frozen
 class _Reading:
-    """What one measurement found."""
+    """One measurement."""
 
     time: float
     """Seconds since the epoch."""
@@ -78,7 +74,7 @@ class _Reading:
 
 
 class _Processor(NamedTuple):
-    """What is measured."""
+    """A processor or a GPU to measure."""
 
     name: str
     isa: str
@@ -87,47 +83,42 @@ class _Processor(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Under which its readings are kept."""
+        """Key of its readings in the cache."""
         return f"{self.name} / {self.isa} / {self.threads}"
 
 
 def measure(threads: int = 0, backend: str = "cpu") -> Machine:
-    """Measure what a backend runs on as it is now, in about half a second, and remember the result.
+    """Measure the processor or GPU of a backend, in about half a second, and store the result.
 
-    `threads` 0: as many as the process may use. Kernels for a GPU that are interpreted run on the
-    processor.
+    `threads` 0 uses all usable cores. Interpreted GPU kernels run on the processor.
     """
     return _measured(_processor(threads, backend))
 
 
-def remembered(threads: int = 0, backend: str = "cpu") -> Machine | None:
-    """The best that was measured of this processor with as many threads in the last day; the newest
-    measurement where all are older.
+def cached_machine(threads: int = 0, backend: str = "cpu") -> Machine | None:
+    """The highest stored rates of the last day, or the newest measurement if all are older.
 
-    A busy machine is measured too slow, and none too fast: of several measurements the highest is
-    the nearest to what it can do.
+    A busy machine is measured too slow and no machine too fast, so the highest rates are the best
+    estimate.
     """
     processor = _processor(threads, backend)
     return _best(_known(processor), processor)
 
 
 def this_machine(threads: int = 0, backend: str = "cpu") -> Machine:
-    """The best that was measured in the last day, after one more measurement where that may be too
-    low.
-    """
+    """The highest rates of the last day, after another measurement if they may be too low."""
     processor = _processor(threads, backend)
     known = _known(processor)
     best = _best(known, processor) if _is_settled(known) else None
     if best is None:
         measured = measure(threads, backend)
-        best = (
-            remembered(threads, backend) or measured
-        )  # nothing is remembered where the cache cannot be written
+        # If the cache cannot be written, nothing is stored.
+        best = cached_machine(threads, backend) or measured
     return best
 
 
 def _processor(threads: int, backend: str) -> _Processor:
-    """What a backend runs on."""
+    """The processor or GPU that a backend runs on."""
     from headrace import _native
 
     if traits_of(backend).on_gpu and not gpu.interprets():
@@ -159,7 +150,7 @@ def _measured(processor: _Processor) -> Machine:
 
 
 def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
-    """The highest of each figure."""
+    """The highest of each rate."""
     if not readings:
         return None
     rates: dict[Kind, float] = {
@@ -175,29 +166,25 @@ def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
 
 
 def _is_settled(readings: list[_Reading]) -> bool:
-    """Whether one of the readings is fresh, and the two highest bandwidths agree, or many fresh
-    ones never did.
-    """
+    """Whether a reading is fresh and the two highest bandwidths agree, or many are fresh."""
     num_fresh = sum(time.time() - reading.time <= _FRESH_SECONDS for reading in readings)
     second, best = sorted([0.0, 0.0, *(reading.bandwidth for reading in readings)])[-2:]
-    return num_fresh >= _MOST_FRESH or (num_fresh > 0 and second >= _AGREEMENT * best)
+    return num_fresh >= _MAX_FRESH or (num_fresh > 0 and second >= _AGREEMENT * best)
 
 
 def _known(processor: _Processor) -> list[_Reading]:
-    """What is remembered of a processor."""
+    """The stored readings of a processor that count."""
     return _recent(_readings(_load().get(processor.key)))
 
 
 def _recent(readings: list[_Reading]) -> list[_Reading]:
-    """Those of the last day; the newest where there are none."""
+    """The readings of the last day, or the newest reading if all are older."""
     now = time.time()
     return [reading for reading in readings if 0 <= now - reading.time <= _DAY] or readings[-1:]
 
 
 def _readings(entry: object) -> list[_Reading]:
-    """The readings of an entry of the cache, the oldest first; none of one that another version
-    wrote.
-    """
+    """The readings of a cache entry, the oldest first; empty for an entry of another version."""
     try:
         found = [
             _Reading(
@@ -208,9 +195,12 @@ def _readings(entry: object) -> list[_Reading]:
     except (KeyError, TypeError, ValueError):
         return []
     return [
-        r
-        for r in found
-        if all(0 < figure < math.inf for figure in (r.time, r.bandwidth, *r.rates.values()))
+        reading
+        for reading in found
+        if all(
+            0 < figure < math.inf
+            for figure in (reading.time, reading.bandwidth, *reading.rates.values())
+        )
     ]
 
 
@@ -229,13 +219,14 @@ def _load() -> dict[str, object]:
 
 
 def _remember(key: str, reading: _Reading) -> None:
-    """Best effort: a cache that cannot be written only costs the next measurement."""
+    """Store a reading. If the cache cannot be written, the next run measures again."""
     found = _load()
     readings = [*_readings(found.get(key)), reading]
-    known = found | {key: [asdict(one) for one in _recent(readings)[-_MOST_READINGS:]]}
+    recent = _recent(readings)[-_MAX_READINGS:]
+    entries = found | {key: [asdict(reading) for reading in recent]}
     file = _cache_file()
     new = file.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(known, indent=1))
+        new.write_text(json.dumps(entries, indent=1))
         new.replace(file)

@@ -1,4 +1,4 @@
-"""What this process may use of the machine it runs on: cores and memory, cgroup limits included."""
+"""Cores and memory that this process may use, within the limits of its cgroups."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """The processor's own name, as far as the system tells it."""
+    """Name of the processor, or of its architecture if the system has no name."""
     for line in _text(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -19,21 +19,16 @@ def cpu_name(root: Path = Path("/")) -> str:
 
 
 def usable_processors() -> frozenset[int]:
-    """Numbers of the logical processors that this process may run on; several may be threads of one
-    core.
-    """
-    return (
-        frozenset(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else frozenset(range(os.cpu_count() or 1))
-    )
+    """Numbers of the logical processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy: those of its affinity mask, cut to the CPU quota of
-    its cgroups; at least 1.
+    """Number of cores that this process may use, by its affinity and the quota of its cgroups.
 
-    Processors that are threads of one core count once, since they share its multipliers.
+    Logical processors of one core count once, because they share its multipliers.
     """
     topology = root / "sys/devices/system/cpu"
     cores = len(
@@ -43,22 +38,17 @@ def usable_cores(root: Path = Path("/")) -> int:
         }
     )
     for group in _cgroups(root, "cpu"):
-        quota, _, period = _text(group / "cpu.max").partition(
-            " "
-        )  # v2: "max 100000" or "150000 100000"
-        quota, period = (
-            quota or _text(group / "cpu.cfs_quota_us"),
-            period or _text(group / "cpu.cfs_period_us"),
-        )
+        # cgroups v2 have "max 100000" or "150000 100000" in one file, v1 two files.
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        quota = quota or _text(group / "cpu.cfs_quota_us")
+        period = period or _text(group / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit():
             cores = min(cores, max(1, int(quota) // int(period)))
     return cores
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, int]:
-    """Logical processors that this process may run on, by the NUMA node that is near to them; empty
-    where the system does not say.
-    """
+    """Number of usable logical processors of each NUMA node; empty if unknown."""
     usable = usable_processors()
     lists = {
         path: _text(path / "cpulist")
@@ -69,14 +59,13 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, int]:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that models and what runs them (`RUNTIME_BYTES`) may have in this process, without
-    swapping and within its limits.
+    """Bytes for models and the engine (`RUNTIME_BYTES`) in this process, without swapping.
 
-    Its limits are those of all cgroups above it, and its own of address space. What the interpreter
-    and its libraries hold already is part of what runs a model: however many of them are imported,
-    the answer is the same.
+    The limits of all cgroups of the process and of its address space apply. Memory that the
+    interpreter and its libraries hold already counts as available, up to `RUNTIME_BYTES`, so that
+    the result does not depend on the imports so far.
     """
-    own = _fields(root / "proc/self/status")
+    status = _fields(root / "proc/self/status")
     available = _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     if not available and hasattr(os, "sysconf"):
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -87,28 +76,24 @@ def available_memory(root: Path = Path("/")) -> int:
         used = _text(group / "memory.current") or _text(group / "memory.usage_in_bytes")
         if limit is not None and used.isdigit():
             stat = _fields(group / "memory.stat")
-            # Of v1 the names with `total` count the groups below, as its usage does.
+            # In v1 the names with `total` include child groups, as its usage does.
             reclaimable = sum(
                 stat.get(f"total_{name}", stat.get(name, 0))
                 for name in ("active_file", "inactive_file")
             )
             available = min(available, limit - int(used) + reclaimable)
     if (address_space := _address_space(root)) is not None:
-        available = min(available, address_space - own.get("VmSize:", 0) * 1024)
-    return max(0, available + min(RUNTIME_BYTES, own.get("RssAnon:", 0) * 1024))
+        available = min(available, address_space - status.get("VmSize:", 0) * 1024)
+    return max(0, available + min(RUNTIME_BYTES, status.get("RssAnon:", 0) * 1024))
 
 
 def peak_memory(root: Path = Path("/")) -> int:
-    """Most bytes that this process has had in memory so far, mapped files included; 0 where the
-    system does not say.
-    """
+    """Peak bytes of this process in memory, including mapped files; 0 if unknown."""
     return _fields(root / "proc/self/status").get("VmHWM:", 0) * 1024
 
 
-def forget_peak_memory(root: Path = Path("/")) -> bool:
-    """Let `peak_memory` begin anew, at what is in memory now; False where the system (a container,
-    often) refuses.
-    """
+def reset_peak_memory(root: Path = Path("/")) -> bool:
+    """Reset `peak_memory` to the current memory; False if the system refuses, as containers do."""
     try:
         (root / "proc/self/clear_refs").write_text("5")
     except OSError:
@@ -118,14 +103,12 @@ def forget_peak_memory(root: Path = Path("/")) -> bool:
 
 def huge_pages(root: Path = Path("/")) -> str:
     """State of transparent huge pages: `always`, `madvise`, `never`, or `unknown`."""
-    _, _, rest = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").partition("[")
-    return rest.partition("]")[0] or "unknown"
+    _, _, after_bracket = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").partition("[")
+    return after_bracket.partition("]")[0] or "unknown"
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The cgroup directories above this process that may limit it, innermost first; v2, and v1 of
-    the controller.
-    """
+    """Directories of the cgroups that limit this process, innermost first, in v2 and v1."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -140,7 +123,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _address_space(root: Path) -> int | None:
-    """The limit that `ulimit -v` sets; None where there is none."""
+    """The limit of `ulimit -v` in bytes; None without a limit."""
     for line in _text(root / "proc/self/limits").splitlines():
         if line.startswith("Max address space") and (soft := line.split()[3]).isdigit():
             return int(soft)
@@ -148,13 +131,13 @@ def _address_space(root: Path) -> int | None:
 
 
 def _numbers(text: str) -> set[int]:
-    """Those of a list as the kernel writes it, "0-3,8"."""
+    """The numbers of a list as the kernel writes it: `0-3,8`."""
     ends = [tuple(map(int, part.split("-"))) for part in text.split(",") if part]
     return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """First two words of each line, where the second is a number."""
+    """Name and number of each line that consists of them."""
     words = (line.split() for line in _text(path).splitlines())
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}
 

@@ -1,6 +1,4 @@
-"""Steps in flight through the stages of a pipeline as an SVG picture: a line for each rank, a bar
-for each step that runs there.
-"""
+"""SVG picture of the steps in a pipeline: a line for each rank, a bar for each of its steps."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,11 +11,9 @@ _TICKS = 6
 
 
 def idle_share(stage_steps: Sequence[StageStep]) -> float:
-    """The share of the time of all ranks, from the first beginning to the last end, in which they
-    run nothing: the bubble.
+    """The bubble: the share of all ranks' time, from the first start to the last end, without work.
 
-    With p stages that take equally long and m steps it is (p - 1) / (m + p - 1) (GPipe, Huang et
-    al. 2018).
+    With p stages of equal time and m steps it is (p - 1) / (m + p - 1) (GPipe, Huang et al. 2018).
     """
     ranks = {step.rank for step in stage_steps}
     begin, end = min(step.begin for step in stage_steps), max(step.end for step in stage_steps)
@@ -25,7 +21,7 @@ def idle_share(stage_steps: Sequence[StageStep]) -> float:
 
 
 def pipeline_svg(title: str, stage_steps: Sequence[StageStep]) -> str:
-    """The picture as an XML document. A step has the same colour on all ranks."""
+    """Draw the steps as an SVG document; a step has the same colour on all ranks."""
     ranks = sorted({step.rank for step in stage_steps})
     begin, end = min(step.begin for step in stage_steps), max(step.end for step in stage_steps)
     scale, bottom = (_RIGHT - _LEFT) / (end - begin), _TOP + len(ranks) * _HEIGHT
@@ -34,7 +30,7 @@ def pipeline_svg(title: str, stage_steps: Sequence[StageStep]) -> str:
         text(
             _LEFT,
             56,
-            f"{idle_share(stage_steps):.0%} of the ranks' time is idle".replace("%", " %"),
+            f"{100 * idle_share(stage_steps):.0f} % of the ranks' time is idle",
             fill=FAINT,
         ),
         *(bar for step in stage_steps for bar in _bar(step, ranks.index(step.rank), begin, scale)),
@@ -47,23 +43,18 @@ def pipeline_svg(title: str, stage_steps: Sequence[StageStep]) -> str:
     return document(title, _WIDTH, bottom + 56, body)
 
 
-def _bar(step: StageStep, place: int, begin: float, scale: float) -> Iterator[str]:
-    x, wide, y = (
-        _LEFT + (step.begin - begin) * scale,
-        (step.end - step.begin) * scale,
-        _TOP + place * _HEIGHT + 4,
-    )
-    words = (
-        f"<title>step {step.number} on rank {step.rank}: {1000 * (step.end - step.begin):.1f} "
-        "ms</title>"
-    )
+def _bar(step: StageStep, row: int, begin: float, scale: float) -> Iterator[str]:
+    seconds = step.end - step.begin
+    x, y, width = _LEFT + (step.begin - begin) * scale, _TOP + row * _HEIGHT + 4, seconds * scale
+    label = f"<title>step {step.number} on rank {step.rank}: {1000 * seconds:.1f} ms</title>"
     colour = COLOURS[step.number % len(COLOURS)]
     yield (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(wide - 1, 0.5):.1f}" '
-        f'height="{_HEIGHT - 8}" fill="{colour}">{words}</rect>'
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width - 1, 0.5):.1f}" '
+        f'height="{_HEIGHT - 8}" fill="{colour}">{label}</rect>'
     )
-    if wide > 18:
-        yield text(x + wide / 2, y + _HEIGHT / 2, f"{step.number}", anchor="middle", fill="#ffffff")
+    if width > 18:
+        middle = x + width / 2
+        yield text(middle, y + _HEIGHT / 2, f"{step.number}", anchor="middle", fill="#ffffff")
 
 
 def _axis(seconds: float, bottom: float) -> Iterator[str]:

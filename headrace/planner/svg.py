@@ -1,5 +1,6 @@
-"""Pieces of SVG that the pictures share. Backgrounds are painted, so that a picture reads the same
-in a dark viewer.
+"""SVG elements that all pictures share.
+
+Backgrounds are painted, so that a picture looks the same in a dark viewer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,12 +18,11 @@ COLOURS = (
     "#8a6d3b",
     "#333333",
 )
-"""After Okabe and Ito 2008, which colour-blind readers can tell apart; darkest where most is drawn.
-"""
+"""Colours that colour-blind readers can tell apart, after Okabe and Ito 2008."""
 
 
 def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
-    """A whole XML document on a white background."""
+    """A complete SVG document on a white background."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" '
@@ -36,7 +36,7 @@ def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
 def line(
     points: Iterable[tuple[float, float]], colour: str, width: float, opacity: float = 1.0
 ) -> str:
-    """A line through these points."""
+    """A line through the points."""
     fade = f' stroke-opacity="{opacity}"' if opacity < 1 else ""
     return (
         f'<polyline points="{pairs(points)}" fill="none" stroke="{colour}" '
@@ -45,7 +45,7 @@ def line(
 
 
 def pairs(points: Iterable[tuple[float, float]]) -> str:
-    """Points as SVG writes them."""
+    """Points as the value of a `points` attribute."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
@@ -61,7 +61,7 @@ def text(
     turn: float = 0.0,
     stroke: str = "",
 ) -> str:
-    """Text at a point, turned by degrees around it."""
+    """Text at a point; `turn` rotates it by degrees around the point."""
     extra = f' text-anchor="{anchor}"' if anchor != "start" else ""
     extra += f' font-size="{size}"' if size != 12 else ""
     extra += f' font-weight="{weight}"' if weight else ""
@@ -74,20 +74,20 @@ def text(
 def haloed(
     x: float,
     y: float,
-    words: str,
+    label: str,
     colour: str,
     *,
     weight: str = "",
     anchor: str = "start",
     turn: float = 0.0,
 ) -> Iterator[str]:
-    """Words that stay readable over lines: itself over a broad white copy."""
+    """A label that stays readable over lines: it has a broad white outline."""
     yield text(
-        x, y, words, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff"
+        x, y, label, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff"
     )
-    yield text(x, y, words, weight=weight, anchor=anchor, turn=turn, fill=colour)
+    yield text(x, y, label, weight=weight, anchor=anchor, turn=turn, fill=colour)
 
 
 def plain(text: str) -> str:
-    """Fit for XML: names come from files of unknown origin."""
+    """Escape a text for XML and replace control characters: names come from untrusted files."""
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))

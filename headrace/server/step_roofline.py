@@ -18,7 +18,7 @@ from headrace.remote.frames import EngineInfo
 class StepRoofline:
     def __init__(self, program: Program, info: EngineInfo) -> None:
         self._program = program
-        self._machine = hardware.remembered(info.threads, info.backend)
+        self._machine = hardware.cached_machine(info.threads, info.backend)
         self._number_bytes = number_bytes(program.kv_groups, info.kv_dtype)
         self._slot_bytes = info.kv_bytes / info.kv_tokens
 

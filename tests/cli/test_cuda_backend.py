@@ -104,7 +104,9 @@ def test_show(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_says_why_a_gpu_is_not_used(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.planner.gpu.look", lambda: GpuHost(H100, absent=("triton",)))
+    monkeypatch.setattr(
+        "headrace.planner.gpu.find_gpu_host", lambda: GpuHost(H100, absent=("triton",))
+    )
     assert main(["show", model]) == 0
     printed = capsys.readouterr()
     assert re.search(
@@ -164,7 +166,9 @@ class TestDoctor:
     def test_a_gpu_that_cannot_be_used(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("headrace.planner.gpu.look", lambda: GpuHost(H100, torch_cuda=None))
+        monkeypatch.setattr(
+            "headrace.planner.gpu.find_gpu_host", lambda: GpuHost(H100, torch_cuda=None)
+        )
         facts = self.facts(capsys)
         assert (
             facts["backend"] == "cpu"
@@ -192,7 +196,9 @@ class TestDoctor:
             "graph_launch_seconds": 2e-6,
         }
         rates = {"bf16": 8e14, "fp8": 0.0, "int8": 1.5e15, "f32": 6e13}
-        monkeypatch.setattr("headrace.planner.gpu.look", lambda: GpuHost(H100, torch_cuda="12.8"))
+        monkeypatch.setattr(
+            "headrace.planner.gpu.find_gpu_host", lambda: GpuHost(H100, torch_cuda="12.8")
+        )
         monkeypatch.setattr(
             "headrace.measure.machine._measure_gpu", lambda: figures | {"rates": rates}
         )

@@ -38,7 +38,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that simulates a machine with `free` bytes on its GPU."""
 
     def make(host: GpuHost, free: int = 10**11) -> None:
-        monkeypatch.setattr("headrace.planner.gpu.look", lambda: host)
+        monkeypatch.setattr("headrace.planner.gpu.find_gpu_host", lambda: host)
         monkeypatch.setattr(
             memory,
             "memory_for",

@@ -52,7 +52,7 @@ class Driver:
 
 
 def test_what_a_driver_says() -> None:
-    found, why = gpu.ask_driver(Driver())
+    found, why = gpu.query_driver(Driver())
     assert found == H100 and not why and H100.isa == "sm_90"
 
 
@@ -62,10 +62,10 @@ def test_why_a_driver_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
         (Driver(count=0), "shows no GPU: see what nvidia-smi"),
         (Driver(code=803), "shows no GPU, error 803: see"),
     ):
-        found, why = gpu.ask_driver(driver)
+        found, why = gpu.query_driver(driver)
         assert found is None and message in why
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "(CUDA_VISIBLE_DEVICES is set)" in gpu.ask_driver(Driver(count=0))[1]
+    assert "(CUDA_VISIBLE_DEVICES is set)" in gpu.query_driver(Driver(count=0))[1]
 
 
 def test_without_a_trace_of_a_driver_nothing_is_loaded(
@@ -84,7 +84,7 @@ def test_traces_of_a_driver(trace: str, tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / trace).parent.mkdir(parents=True)
     (tmp_path / trace).write_text(_VERSION)
     monkeypatch.setattr(gpu, "_by_driver", lambda: (H100, ""))
-    assert gpu.find_gpu(tmp_path) == (H100, "") and gpu.look(tmp_path).gpu == H100
+    assert gpu.find_gpu(tmp_path) == (H100, "") and gpu.find_gpu_host(tmp_path).gpu == H100
     assert gpu.driver_version(tmp_path) == ("550.54.15" if trace.startswith("proc") else "")
 
 

@@ -51,15 +51,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_measured_for_each_thread_count_and_instruction_set(
     native: SimpleNamespace, clock: SimpleNamespace
 ) -> None:
-    assert hardware.remembered(2) is None
+    assert hardware.cached_machine(2) is None
     first = hardware.this_machine(2)
-    assert first == hardware.remembered(2) == Machine(host.cpu_name(), "avx512", 2, 36e9, RATES)
-    assert hardware.remembered(1) is None
+    assert first == hardware.cached_machine(2) == Machine(host.cpu_name(), "avx512", 2, 36e9, RATES)
+    assert hardware.cached_machine(1) is None
     native.name = "portable"
-    assert hardware.remembered(2) is None
+    assert hardware.cached_machine(2) is None
     assert hardware.this_machine(2) == replace(first, isa="portable")
     native.name = "avx512"
-    assert hardware.remembered(2) == first
+    assert hardware.cached_machine(2) == first
 
 
 def test_as_many_threads_as_the_process_may_use(
@@ -69,9 +69,9 @@ def test_as_many_threads_as_the_process_may_use(
     assert hardware.this_machine().threads == 3 and hardware.this_machine(2).threads == 2
     assert (
         hardware.measure()
-        == hardware.remembered()
+        == hardware.cached_machine()
         == hardware.this_machine()
-        == hardware.remembered(3)
+        == hardware.cached_machine(3)
     )
 
 
@@ -102,7 +102,7 @@ def test_of_old_measurements_the_newest_counts(
     for native.share in (1.0, 0.5, 0.25):
         hardware.measure(2)
     clock.now += 1e6
-    assert hardware.remembered(2).bandwidth == 9e9
+    assert hardware.cached_machine(2).bandwidth == 9e9
 
 
 def test_a_busy_moment_does_not_stay(native: SimpleNamespace, clock: SimpleNamespace) -> None:
@@ -115,8 +115,8 @@ def test_a_busy_moment_does_not_stay(native: SimpleNamespace, clock: SimpleNames
     assert native.calls == 3
     native.share = 1 / 3
     assert hardware.measure(2).bandwidth == 12e9  # as it is now
-    assert hardware.this_machine(2) == hardware.remembered(2)
-    assert (hardware.remembered(2).bandwidth, hardware.remembered(2).rates) == (36e9, RATES)
+    assert hardware.this_machine(2) == hardware.cached_machine(2)
+    assert (hardware.cached_machine(2).bandwidth, hardware.cached_machine(2).rates) == (36e9, RATES)
 
 
 def test_each_figure_is_the_best_of_its_own(
@@ -125,7 +125,9 @@ def test_each_figure_is_the_best_of_its_own(
     hardware.measure(2)
     native.bandwidth, native.share = 80e9, 0.5
     hardware.measure(2)
-    assert hardware.remembered(2).bandwidth == 40e9 and hardware.remembered(2).rates == RATES
+    assert (
+        hardware.cached_machine(2).bandwidth == 40e9 and hardware.cached_machine(2).rates == RATES
+    )
 
 
 def test_a_machine_that_is_never_quiet_is_measured_five_times_an_hour(
@@ -149,9 +151,9 @@ def test_a_machine_that_became_slower_is_believed_after_a_day(
     native.share = 0.5
     assert hardware.this_machine(2).bandwidth == 36e9
     clock.now += 1
-    assert hardware.remembered(2).bandwidth == hardware.this_machine(2).bandwidth == 18e9
+    assert hardware.cached_machine(2).bandwidth == hardware.this_machine(2).bandwidth == 18e9
     clock.now += 1e6
-    assert hardware.remembered(2).bandwidth == 18e9  # old, and better than nothing
+    assert hardware.cached_machine(2).bandwidth == 18e9  # old, and better than nothing
     assert first.bandwidth == 36e9
 
 
@@ -198,16 +200,16 @@ def test_a_broken_cache_is_measured_over(
     file = tmp_path / "machine.json"
     (key,) = json.loads(file.read_text())
     file.write_text(text.replace("%s", key))
-    assert hardware.remembered(2) is None
+    assert hardware.cached_machine(2) is None
     assert hardware.this_machine(2).bandwidth == 36e9
-    assert hardware.remembered(2) is not None
+    assert hardware.cached_machine(2) is not None
 
 
 def test_the_cache_is_made_where_it_is_not(
     native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "not" / "there"))
-    assert hardware.measure(2) == hardware.remembered(2)
+    assert hardware.measure(2) == hardware.cached_machine(2)
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
@@ -216,7 +218,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file" / "below"))
     assert hardware.measure(2).bandwidth == 36e9
-    assert hardware.remembered(2) is None
+    assert hardware.cached_machine(2) is None
 
 
 def test_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,12 +251,12 @@ class TestGpu:
             self.FOUND.name, "sm_90", 132, 3e12, {kind: 1000 * rate for kind, rate in RATES.items()}
         )
         assert (
-            machine == hardware.remembered(7, "cuda") == hardware.this_machine(backend="cuda")
+            machine == hardware.cached_machine(7, "cuda") == hardware.this_machine(backend="cuda")
             and native.calls == 0
         )
         assert machine.is_gpu and machine.at_work == "132 multiprocessors"
         assert (
-            hardware.remembered(2) is None
+            hardware.cached_machine(2) is None
             and hardware.measure(2).at_work == "2 threads"
             and not hardware.measure(1).is_gpu
         )
@@ -264,4 +266,4 @@ class TestGpu:
         self, native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert hardware.measure(2, "cuda") == hardware.remembered(2) and native.calls == 1
+        assert hardware.measure(2, "cuda") == hardware.cached_machine(2) and native.calls == 1

@@ -253,7 +253,7 @@ memory = bytearray(64 << 20)
 memory[::4096] = b"x" * len(memory[::4096])
 peaks.append(host.peak_memory())
 del memory
-forgot = host.forget_peak_memory()
+forgot = host.reset_peak_memory()
 print(*peaks, host.peak_memory(), forgot)
 """
 
@@ -271,11 +271,11 @@ class TestPeakMemory:
         assert (full - after > 48 << 20) == (forgot == "True")
 
     def test_how_a_system_is_told_to_forget(self, tmp_path: Path) -> None:
-        assert host.forget_peak_memory(write(tmp_path, {"proc/self/clear_refs": ""}))
+        assert host.reset_peak_memory(write(tmp_path, {"proc/self/clear_refs": ""}))
         assert (tmp_path / "proc/self/clear_refs").read_text() == "5"  # see proc(5)
 
     def test_a_system_that_does_not_say(self, tmp_path: Path) -> None:
-        assert not host.forget_peak_memory(tmp_path)
+        assert not host.reset_peak_memory(tmp_path)
         assert host.peak_memory(tmp_path) == 0
         assert (
             host.peak_memory(
