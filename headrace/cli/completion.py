@@ -59,7 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script, or the completions of a command line."""
     from headrace.errors import RequestError
 
     if args.words is not None:
@@ -134,7 +133,6 @@ def _values(action: argparse.Action, current: str) -> tuple[list[str], bool]:
 
 
 def _models() -> Iterator[str]:
-    """Aliases and downloaded models."""
     from headrace.checkpoint.source import ALIASES, list_cached
 
     yield from dict.fromkeys([*ALIASES, *(model.name for model in list_cached())])

@@ -40,7 +40,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the model, and print its size."""
     from headrace.checkpoint.source import resolve
     from headrace.cli.progress import progress_bar
     from headrace.convert.destination import check_destination
@@ -126,7 +125,7 @@ def _write_folder(
 
 
 def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[list[int]]:
-    """The pieces of text that the method reads; rtn reads none."""
+    """The pieces of text that the method reads; empty for rtn."""
     from headrace.convert.texts import calibration_pieces
 
     if args.method == "rtn":

@@ -21,7 +21,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts and the self-test."""
     from headrace.loader.options import engine_config
     from headrace.measure.machine import describe_machine
     from headrace.measure.selftest import selftest

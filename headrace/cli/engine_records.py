@@ -52,7 +52,7 @@ _RATIOS = (
 
 
 class EngineWatcher:
-    """Watches all engines of this user, or those of one process.
+    """Watches all engines of this user, or of one process.
 
     Engines keep writing records as long as `read` is called about once a second. Raises
     RequestError if other users can access the folder of the records.
@@ -78,7 +78,6 @@ class EngineWatcher:
         self._touch()
 
     def sleep(self) -> None:
-        """Sleep until the screen is redrawn."""
         time.sleep(_REDRAW_SECONDS)
 
     def wait(self) -> list[Record]:

@@ -1,8 +1,7 @@
 """Evaluate the quality of a model on a text, next to its bytes and its speed.
 
 NLL is the mean negative log-likelihood of a token of the text given the tokens before it, in nats.
-KL is the divergence of the next-token distributions from those of a reference: mean and 99th
-percentile. `same top` is the share of positions at which both have the same most likely token.
+KL is the divergence of the next-token distributions from a reference: mean and 99th percentile. `same top` is the share of positions at which both have the same most likely token.
 
 --formats quantises the matrices of the model to each of these formats, for a row each. --sweep
 prints the Pareto-optimal formats, and --budget the best format within a size or a speed.
@@ -85,7 +84,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table, or one JSON document."""
     from headrace.cli.output_file import check_writable, write
     from headrace.errors import RequestError
     from headrace.measure.frontier import best_within, pareto_frontier, parse_budget
@@ -146,13 +144,11 @@ def _evaluate(args: argparse.Namespace) -> "list[Evaluation]":
 
 
 def _facts(row: "Evaluation") -> dict[str, object]:
-    """A row as JSON."""
     quality = vars(row.quality) | {"perplexity": row.quality.perplexity}
     return vars(row) | {"quality": quality}
 
 
 def _cells(row: "Evaluation") -> list[str]:
-    """A row of the table."""
     quality = row.quality
     compared = ["", "", ""]
     if quality.kl is not None and quality.kl_99 is not None and quality.agreement is not None:

@@ -14,7 +14,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each downloaded model, and for each alias without one."""
     from headrace.checkpoint.source import ALIASES, list_cached
     from headrace.measure.table import print_json, print_table, size
 

@@ -1,6 +1,6 @@
 """The `headrace` command: finds the command, and turns an error into one line and an exit code.
 
-Imports nothing heavy. Exit codes: 0 success, 1 failure, 2 usage, 3 model missing or unsupported,
+This module imports nothing heavy. Exit codes: 0 success, 1 failure, 2 usage, 3 model missing or unsupported,
 4 out of memory, 5 address in use, 128 + n ended by signal n (130: Ctrl-C).
 """
 
@@ -113,7 +113,7 @@ def _interrupt_before(error: BaseException) -> BaseException | None:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error; the message is empty if the user needs none."""
+    """Exit code and message of an error; the message may be empty."""
     match error:
         case HeadraceError():
             return error.exit_code, str(error)
@@ -161,7 +161,6 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def make_parser(command: str) -> "Parser":
-    """The parser of a command."""
     module = import_module(f"headrace.cli.{command}")
     parser = Parser(
         prog=f"headrace {command}",

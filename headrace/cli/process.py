@@ -14,7 +14,6 @@ _GC_THRESHOLD = 100_000
 
 
 def run_process() -> NoReturn:
-    """Run `main` with the arguments of this process, and exit with its code."""
     signals.raise_on_signal()
     _start_fast()
     has_stdout = sys.stdout is not None

@@ -91,7 +91,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table for each phase, or one JSON document, and draw the pictures."""
     from headrace.measure.table import print_json
 
     for flag in ("svg", "experts"):

@@ -15,7 +15,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove the model, and print the bytes that are free again."""
     from headrace.checkpoint.source import remove_cached
     from headrace.measure.table import printable, size
 

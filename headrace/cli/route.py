@@ -2,7 +2,7 @@
 
 Each worker is a `headrace serve --worker` with the same MODEL, on this machine or another. A
 request goes to the worker where it should start first. If that worker fails, the request resumes
-on another worker, and its client notices nothing. This process reads prompts and holds no weights,
+on another worker, and its client does not notice. This process reads prompts and holds no weights,
 but it needs the files of the model. Workers may join and leave.
 """
 
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="base seed for requests that set none; must match the workers",
+        help="base seed for requests without one; must match the workers",
     )
     limits.add_argument(
         "--max-model-len",
@@ -57,7 +57,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal arrives."""
     check_installed("headrace route", "route", "aiohttp")
     from headrace.loader.options import engine_config
     from headrace.scaleout.frontend import route, worker_urls

@@ -47,7 +47,7 @@ _DEFAULTS: dict[str, Any] = {
     for field in fields(record)
 }
 _DEFAULTS |= {**INTERACTIVE.engine, **INTERACTIVE.sampling}
-"""Default of each option, by field. Both records have a `seed`; `--seed` sets that of
+"""Default of each option, by field. Both records have a `seed`; `--seed` sets the one in
 `SamplingParams`.
 """
 _SAMPLING_OPTIONS = [field for field in SAMPLING_FIELDS.values() if field.metavar]
@@ -95,7 +95,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(group: Arguments, name: str, metavar: str, text: str, kind: type = str) -> None:
-    """Add an option for a field of `SamplingParams` or `EngineConfig`."""
     group.add_argument(
         f"--{name.replace('_', '-')}",
         type=kind,
@@ -164,7 +163,7 @@ def _add_speculation(group: Arguments) -> None:
         "--adaptive-speculation",
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS["adaptive_speculation"],
-        help="as many drafts as save time; with --no-adaptive-speculation as many as fit",
+        help="number of drafts by measured gain; --no-adaptive-speculation drafts up to the maximum",
     )
     _add(
         group,
@@ -197,10 +196,9 @@ def _add_speculation(group: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the responses to one prompt, or chat."""
     if args.raw and args.system is not None:
         raise RequestError(
-            "--system needs the chat template, and --raw leaves it out; use one of them"
+            "--system needs the chat template, and --raw leaves it out; drop --system or --raw"
         )
     prompt = _prompt(args)
     if prompt is None and (args.json or args.n > 1):
@@ -240,7 +238,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _adapter(lora: str | None) -> tuple[str, str] | None:
-    """Name and path of the requested adapter."""
     if lora is None:
         return None
     name, _, path = lora.partition("=")

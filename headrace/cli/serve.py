@@ -96,7 +96,7 @@ def _add_memory(group: Arguments) -> None:
         "GPU)",
         "kv_blocks": "number of KV blocks; 0: enough for --max-num-seqs sequences of "
         "--max-model-len tokens, within half of the memory",
-        "kv_offload_bytes": "bytes of host memory for KV that is evicted from a GPU; 0: none",
+        "kv_offload_bytes": "bytes of host memory for KV that is evicted from a GPU; 0: no offloading",
     }
     for name, text in texts.items():
         _add_engine_option(group, name, "N", int, text)
@@ -110,7 +110,6 @@ def _add_speculation(group: Arguments) -> None:
 
 
 def _add_engine_option(group: Arguments, name: str, metavar: str, kind: type, text: str) -> None:
-    """Add an option for a field of `EngineConfig`."""
     group.add_argument(
         f"--{name.replace('_', '-')}",
         type=kind,
@@ -152,7 +151,6 @@ def _add_replicas(group: Arguments) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal arrives."""
     check_installed()
     if args.replicas or args.max_replicas:
         return _serve_replicas(args)
@@ -234,7 +232,6 @@ def _settings(args: argparse.Namespace) -> "Settings":
 
 
 def _adapters(values: list[str]) -> dict[str, str]:
-    """Paths of the adapters by name."""
     adapters: dict[str, str] = {}
     for value in values:
         name, _, path = value.partition("=")

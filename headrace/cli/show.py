@@ -28,7 +28,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts as tables or as JSON."""
     from headrace.measure.describe import describe
     from headrace.measure.table import print_json
 
@@ -84,7 +83,7 @@ def _weight_figures(facts: dict[str, Any]) -> dict[str, str]:
     from headrace.measure.table import size
 
     if not facts["has_weights"]:
-        return {"weights": f"none; they would be {_sizes(facts['bytes_in_format'])}"}
+        return {"weights": f"absent; they would be {_sizes(facts['bytes_in_format'])}"}
     by_type = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in facts["bytes_by_type"].items())
     return {
         "weights": f"{size(facts['bytes'])}: {by_type}",

@@ -25,7 +25,6 @@ class Ended(KeyboardInterrupt):
 
     @property
     def code(self) -> int:
-        """The exit code."""
         return 128 + self.number
 
 

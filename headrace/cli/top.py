@@ -1,7 +1,7 @@
 """Watch the engines that run on this machine: KV memory, rows, speed and requests.
 
 Every engine of this user (headrace run, LLM(...), a benchmark) appears while it computes, without
-preparation. A single engine, or the one of PID, is shown with its requests. Engines in a container
+preparation. A single engine, or the engine of PID, is shown with its requests. Engines in a container
 appear if the folder HEADRACE_STATS is shared with it.
 """
 
@@ -86,7 +86,6 @@ def _print_once(watcher: "EngineWatcher") -> int:
 
 
 def _update_screen(watcher: "EngineWatcher") -> None:
-    """Redraw the screen twice a second."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -109,7 +108,6 @@ def _update_screen(watcher: "EngineWatcher") -> None:
 
 
 def _draw_map(watcher: "EngineWatcher", path: Path) -> int:
-    """Draw the block map of the most recent record."""
     from headrace.planner.block_picture import block_map_svg
 
     records = watcher.wait()

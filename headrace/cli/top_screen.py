@@ -92,7 +92,6 @@ def _engines(records: Sequence[Record], now: float) -> Table:
 
 
 def _head(record: Record, now: float, width: int) -> Panel:
-    """Name and settings, and the speed of the last minute."""
     stats, history = record["stats"], record["history"][-min(60, max(10, width - 48)) :]
     title = Text.assemble(
         (_model(record), "bold"),

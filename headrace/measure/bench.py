@@ -86,7 +86,7 @@ class LatencyRow:
     peak_memory: int
     """Bytes of the process at their peak."""
     samples: dict[str, Any]
-    """Seconds of each run, by what was timed."""
+    """Seconds of each run, by figure."""
 
     def facts(self) -> dict[str, Any]:
         """The row as JSON, with its setup."""
@@ -145,8 +145,8 @@ def bench_latency(
 
     Args:
         model: a model, named as for `LLM`.
-        prompt_tokens: numbers of prompt tokens to time, after a prompt of each depth; 0: none.
-        output_tokens: numbers of output tokens to time, after the first one; 0: none.
+        prompt_tokens: numbers of prompt tokens to time, after a prompt of each depth; 0 is skipped.
+        output_tokens: numbers of output tokens to time, after the first one; 0 is skipped.
         depths: tokens of context before the timed tokens.
         repetitions: timed runs of each test, after one run that warms up.
         on_progress: receives the current step.
@@ -157,9 +157,7 @@ def bench_latency(
     """
     longest_prompt, longest_output = max(prompt_tokens, default=0), max(output_tokens, default=0)
     if not longest_prompt and not longest_output:
-        raise RequestError(
-            "nothing to measure: all prompt lengths and output lengths are 0; set one above 0"
-        )
+        raise RequestError("all prompt lengths and output lengths are 0; set at least one above 0")
     length = max(1, *depths) + max(longest_prompt, longest_output) + 1
     checkpoint, config = _open(model, options, length, max_num_seqs=1)
 

@@ -152,7 +152,7 @@ def calibrate(
         model: a model, named as for `LLM`.
         draft_model: a smaller model with the same vocabulary, measured next to first layers.
         layers: numbers of first layers of the model to measure; by default eighths of all.
-        prompt: start of the text; use a prompt like those of the application.
+        prompt: start of the text; a typical prompt of the application is best.
         tokens: tokens of the text that the model writes.
         max_depth: maximum draft tokens in a row.
         backend: compute backend, as in `EngineConfig`.
@@ -211,7 +211,6 @@ def _measure_drafts(
     text: _Text,
     on_progress: ProgressCallback,
 ) -> tuple[MeasuredDraft, ...]:
-    """Measure the configured draft model, and first layers of the model itself."""
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, text.length)
     on_progress("writing a text", 0.0)
@@ -273,8 +272,6 @@ def _compile_draft_model(
 
 
 class Measured(NamedTuple):
-    """Acceptance and costs of one executable."""
-
     acceptance: float
     costs: Costs
 
@@ -322,7 +319,6 @@ class _DraftMeter:
         ]
 
     def _write(self, num_tokens: int) -> None:
-        """Let the model continue the text greedily."""
         self._argmax(self._target, self._text[:-1], 0)
         for _ in range(num_tokens):
             last = len(self._text) - 1
@@ -373,7 +369,6 @@ def _try_draft(
     config: EngineConfig,
     on_progress: ProgressCallback,
 ) -> Trial:
-    """Time the draft model and plain decoding in turns."""
     options = draft.engine_options() | {"draft_depth": draft.best.depth}
     common: dict[str, Any] = {
         "backend": config.backend,

@@ -81,7 +81,6 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
 
 
 def _bytes_in_formats(spec: ModelSpec) -> dict[str, int]:
-    """Bytes that the weights would take in each of the usual formats."""
     return {
         name: sum(tensor.nbytes for tensor in dummy_tensors(spec, FORMATS[name]).values())
         for name in _FORMATS

@@ -39,7 +39,7 @@ SWEEP_FORMATS = (
     "int3-g64",
     "int2-g32",
 )
-"""Formats of a sweep that names none: the usual ones at each number of bits."""
+"""Default formats of a sweep: the usual ones at each number of bits."""
 MAX_TOKENS = 2**20
 _GGUF_FORMATS = frozenset(name for name, encoder in ENCODERS.items() if encoder.block > 1)
 
@@ -92,7 +92,7 @@ def evaluate(
         model: a model, named as for `LLM`.
         formats: names of formats to quantise the matrices to, such as `int4-g64` or `Q4_K`.
         reference: model to compare with, or `exact` for the model's own weights in float64. By
-            default formats are compared with the model itself, and a model alone with nothing.
+            default formats are compared with the model itself; without formats there is no KL.
         text: path of a text to evaluate on; by default a part of Python's language reference.
         tokens: number of tokens of the text that count.
         length: tokens of a piece of text; each piece starts from an empty KV cache.
@@ -134,8 +134,6 @@ def evaluate(
 
 
 class _Evaluator:
-    """A model, and the pieces of text that it is evaluated on."""
-
     def __init__(
         self,
         model: str,
@@ -166,12 +164,10 @@ class _Evaluator:
         return self._checkpoint.tensors
 
     def calibration(self, text: Path | str | None, tokens: int) -> list[list[int]]:
-        """The pieces of the text that a method reads."""
         file = Path(text) if text else None
         return calibration_pieces(self._checkpoint, file, self._length, tokens)
 
     def score_reference(self, reference: str | None, into: SpillFile) -> None:
-        """Store the log-probabilities that the reference gives to each piece."""
         scorer = self._reference_scorer(reference)
         for piece in self._track_pieces("reference"):
             for rows in scorer.log_probabilities(piece):
@@ -250,7 +246,6 @@ class _Evaluator:
         return track(self._pieces, len(self._pieces), step, self._on_progress)
 
     def _step(self, step: str) -> Callable[[float], None]:
-        """A callback for the completed share of one step."""
         return lambda share: self._on_progress(step, share)
 
     def _reference_scorer(self, reference: str | None) -> Scorer:
@@ -263,8 +258,8 @@ class _Evaluator:
         size, expected = other.spec.vocab_size, checkpoint.spec.vocab_size
         if size != expected:
             raise RequestError(
-                f"reference {reference!r} has a vocabulary of {size:,} tokens, and the model one "
-                f"of {expected:,}; use a model with the same vocabulary"
+                f"reference {reference!r} has {size:,} tokens in its vocabulary, and the model has "
+                f"{expected:,}; use a model with the same vocabulary"
             )
         return self._scorer(other, other.tensors)
 

@@ -20,9 +20,7 @@ class Candidate(Protocol):
     def weight_bytes(self) -> int: ...
 
     @property
-    def decode(self) -> float:
-        """Tokens/s of one sequence."""
-        ...
+    def decode(self) -> float: ...
 
     @property
     def loss(self) -> float:

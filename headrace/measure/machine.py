@@ -88,7 +88,6 @@ def _measure_gpu() -> dict[str, Any]:
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    """Versions of the packages that are installed."""
     versions = {}
     for name in packages:
         try:

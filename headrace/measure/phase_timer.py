@@ -29,8 +29,8 @@ def num_blocks(phase: Phase, block_size: int) -> int:
 class PhaseTimer:
     """A compiled model with `blocks` KV blocks in each group, all of them written.
 
-    Reading a page that was never written costs nothing, so the times would be too short. With
-    several ranks the first rank is timed.
+    Unwritten pages are free to read, so the times would be too short. With several ranks the first
+    rank is timed.
     """
 
     def __init__(

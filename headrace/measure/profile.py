@@ -93,7 +93,6 @@ def profile(
 
 
 def has_experts(model: str) -> bool:
-    """Whether the model has mixture-of-experts layers."""
     checkpoint = open_checkpoint(resolve(model))
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     return any(isinstance(op, Experts) for op in program.ops)
@@ -158,7 +157,7 @@ def _fitting_phases(
     if not fitting:
         reasons = "; ".join(f"{name} {reason}" for name, reason in skipped.items())
         raise (MemoryLimitError if lacks_memory else RequestError)(
-            f"nothing to profile: {reasons or 'set --prefill, or --depth and --batch'}"
+            f"no phase to profile: {reasons or 'set prefill, or depth and batch'}"
         )
     return fitting, skipped
 

@@ -54,7 +54,6 @@ def print_figures(title: str, figures: Mapping[str, str]) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print the value as indented JSON."""
     print(json.dumps(value, indent=2))
 
 

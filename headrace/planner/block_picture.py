@@ -74,7 +74,6 @@ def block_map_svg(title: str, blocks: BlockMap) -> str:
 def _section(
     group: GroupMap, block_size: int, grid: _Grid, is_only: bool, colours: dict[str, str]
 ) -> Iterator[str]:
-    """The blocks of a group, with a text about their use above them."""
     used_blocks = _used_blocks(group, block_size)
     cached = set(group.cached).difference(used_blocks)
     free = [block for block in range(group.num_blocks) if block not in used_blocks]
@@ -116,7 +115,6 @@ def _used_blocks(group: GroupMap, block_size: int) -> dict[int, _UsedBlock]:
 def _usage(
     group: GroupMap, block_size: int, used_blocks: dict[int, _UsedBlock], cached: set[int]
 ) -> list[str]:
-    """Phrases about the use of a group's blocks."""
     slots = len(used_blocks) * block_size
     filled = sum(used.filled for used in used_blocks.values())
     shared = sum(used.holders > 1 for used in used_blocks.values())

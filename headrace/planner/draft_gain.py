@@ -32,7 +32,7 @@ class Gain(NamedTuple):
     tokens: float
     """Expected tokens of a step."""
     speedup: float
-    """Tokens/s over those of plain decoding; below 1 speculation loses time."""
+    """Speed over plain decoding; below 1 speculation loses time."""
 
 
 def gain(acceptance: float, depth: int, costs: Costs) -> Gain:

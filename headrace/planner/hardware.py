@@ -65,8 +65,6 @@ class Machine:
 
 @frozen
 class _Reading:
-    """One measurement."""
-
     time: float
     """Seconds since the epoch."""
     bandwidth: float
@@ -74,8 +72,6 @@ class _Reading:
 
 
 class _Processor(NamedTuple):
-    """A processor or a GPU to measure."""
-
     name: str
     isa: str
     threads: int
@@ -83,7 +79,6 @@ class _Processor(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Key of its readings in the cache."""
         return f"{self.name} / {self.isa} / {self.threads}"
 
 
@@ -118,7 +113,6 @@ def this_machine(threads: int = 0, backend: str = "cpu") -> Machine:
 
 
 def _processor(threads: int, backend: str) -> _Processor:
-    """The processor or GPU that a backend runs on."""
     from headrace import _native
 
     if traits_of(backend).on_gpu and not gpu.interprets():
@@ -150,7 +144,6 @@ def _measured(processor: _Processor) -> Machine:
 
 
 def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
-    """The highest of each rate."""
     if not readings:
         return None
     rates: dict[Kind, float] = {

@@ -14,7 +14,7 @@ PREFILL_CHUNK = 512
 
 
 def op_kind(op: Op, step: StepSize) -> Kind:
-    """Number format of an op's multiply-adds: that of its narrowest weights, or of KV."""
+    """Number format of an op's multiply-adds: its narrowest weights, or KV for attention."""
     if isinstance(op, Attention):
         return "f32" if step.kv_bytes >= 4 else "bf16"
     return min((w.kind for w in op.matrices()), key=KINDS.index, default="f32")

@@ -22,7 +22,6 @@ COLOURS = (
 
 
 def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
-    """A complete SVG document on a white background."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" '
@@ -36,7 +35,6 @@ def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
 def line(
     points: Iterable[tuple[float, float]], colour: str, width: float, opacity: float = 1.0
 ) -> str:
-    """A line through the points."""
     fade = f' stroke-opacity="{opacity}"' if opacity < 1 else ""
     return (
         f'<polyline points="{pairs(points)}" fill="none" stroke="{colour}" '

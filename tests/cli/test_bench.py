@@ -154,7 +154,7 @@ class TestRefusal:
                 ("latency", "--repetitions", "0"),
                 "--repetitions: '0' is not a whole number from 1",
             ),
-            (("latency", "--pp", "0", "--tg", "0"), "nothing to measure"),
+            (("latency", "--pp", "0", "--tg", "0"), "set at least one above 0"),
             (("latency", "--concurrency", "2"), "--concurrency is for `headrace bench throughput`"),
             (("throughput", "--pp", "2"), "--pp is for `headrace bench latency`"),
             (("throughput", "--concurrency", "0,1"), "--concurrency: '0,1' is not"),

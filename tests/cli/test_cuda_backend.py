@@ -172,8 +172,7 @@ class TestDoctor:
         facts = self.facts(capsys)
         assert (
             facts["backend"] == "cpu"
-            and "the GPU is not used: torch is a build for the processor alone"
-            in facts["backend_remark"]
+            and "the GPU is not used: torch is a CPU build" in facts["backend_remark"]
         )
         assert facts["gpu"]["name"] == H100.name and facts["gpu"]["rates"] is None
         assert main(["doctor", "--threads", "1"]) == 0

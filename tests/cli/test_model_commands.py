@@ -221,7 +221,7 @@ class TestShowOfAConfiguration:
         (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
         assert main(["show", str(tmp_path / "config.json")]) == 0
         text = capsys.readouterr().out
-        assert "none; they would be 93.4 GB in BF16, 49.6 GB in Q8_0" in text
+        assert "absent; they would be 93.4 GB in BF16, 49.6 GB in Q8_0" in text
         assert "8 in 32 layers, 2 for each token: 12,879.9 M active parameters" in text
 
     def test_nothing_runs_without_weights(

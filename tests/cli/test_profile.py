@@ -241,7 +241,9 @@ class TestRefusals:
         assert "depth 700 is too long" in self.refused(capsys, 2, "--depth", "700")
 
     def test_nothing_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--prefill" in self.refused(capsys, 2, "--prefill", "none", "--depth", "none")
+        assert "set prefill, or depth" in self.refused(
+            capsys, 2, "--prefill", "none", "--depth", "none"
+        )
 
     def test_weights_beyond_memory(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

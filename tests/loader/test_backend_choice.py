@@ -80,7 +80,7 @@ def test_backend_without_a_gpu_logs_nothing(
             "torch and triton are not installed: pip install 'headrace[cuda]', about 3 GB",
         ),
         ({"gpu": replace(H100, capability=(7, 5))}, {}, "compute capability 7.5"),
-        ({"torch_cuda": None}, {}, "torch is a build for the processor alone"),
+        ({"torch_cuda": None}, {}, "torch is a CPU build"),
         ({"interprets": True}, {}, "TRITON_INTERPRET is set"),
         ({}, {"tensor_parallel_size": 2}, "several ranks run on the CPU"),
         ({}, {"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported on cuda"),
@@ -149,7 +149,7 @@ def test_model_too_large_for_the_gpu_runs_on_the_cpu(
             replace(READY, absent=("torch",)),
             "torch is not installed: pip install 'headrace[cuda]', about 3 GB",
         ),
-        (replace(READY, torch_cuda=None), "torch is a build for the processor alone"),
+        (replace(READY, torch_cuda=None), "torch is a CPU build"),
         (
             replace(NONE, interprets=True, absent=("triton",)),
             "backend 'cuda' needs triton; pip install 'headrace[cuda]'",

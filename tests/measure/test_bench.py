@@ -71,7 +71,7 @@ class TestPublicFunctions:
     def test_lengths_are_checked_before_anything_is_measured(self, model: str) -> None:
         with pytest.raises(RequestError, match="a context of 302 tokens"):
             headrace.bench_latency(model, prompt_tokens=[300], output_tokens=[0], depths=[0])
-        with pytest.raises(RequestError, match="nothing to measure"):
+        with pytest.raises(RequestError, match="set at least one above 0"):
             headrace.bench_latency(model, prompt_tokens=[0], output_tokens=[])
         with pytest.raises(RequestError, match="threads"):
             headrace.bench_throughput(model, threads=-1)

@@ -55,7 +55,7 @@ def test_profile_skips_default_lengths_beyond_the_context(model: str) -> None:
 def test_profile_refuses_lengths_beyond_the_context(model: str) -> None:
     with pytest.raises(RequestError, match="prefill 257 is too long"):
         headrace.profile(model, prefill=[257])
-    with pytest.raises(RequestError, match="nothing to profile"):
+    with pytest.raises(RequestError, match="no phase to profile"):
         headrace.profile(model, prefill=[], depths=[])
 
 

@@ -74,7 +74,7 @@ def test_without_a_trace_of_a_driver_nothing_is_loaded(
     monkeypatch.setattr(gpu, "_by_driver", lambda: pytest.fail("loaded"))
     assert gpu.find_gpu(tmp_path) == (
         None,
-        "there is no NVIDIA driver on this machine: use the cpu backend",
+        "this machine has no NVIDIA driver: use the cpu backend",
     )
     assert gpu.driver_version(tmp_path) == ""
 
@@ -101,7 +101,7 @@ def test_the_library_is_missing_in_a_container(monkeypatch: pytest.MonkeyPatch) 
         ({"gpu": None, "no_gpu": "none here"}, "none here"),
         (
             {"gpu": Gpu("Tesla V100", (7, 0), 1, 80, (12, 8))},
-            "Tesla V100 has compute capability 7.0, and kernels need 8.0 or more: use the cpu",
+            "Tesla V100 has compute capability 7.0, and kernels need at least 8.0: use the cpu",
         ),
         (
             {"absent": ("torch", "triton")},
@@ -110,12 +110,11 @@ def test_the_library_is_missing_in_a_container(monkeypatch: pytest.MonkeyPatch) 
         ({"absent": ("triton",)}, "triton is not installed: pip install"),
         (
             {"torch_cuda": None},
-            "torch is a build for the processor alone: pip uninstall torch, then pip "
-            "install 'headrace[cuda]'",
+            "torch is a CPU build: pip uninstall torch, then pip install 'headrace[cuda]'",
         ),
         (
             {"torch_cuda": "13.0"},
-            "torch is built for CUDA 13.0, and the driver for 12.8 at most: install a newer driver",
+            "torch is built for CUDA 13.0, and the driver supports at most 12.8: install a newer driver",
         ),
         ({"torch_cuda": "12.9"}, ""),
         ({"interprets": True}, "TRITON_INTERPRET is set"),
