@@ -203,7 +203,7 @@ def _legend(blocks: BlockMap, colours: dict[str, str]) -> Iterator[str]:
         yield from _cell(_LEGEND, y, 14, 8, sample, inks)
         yield text(_LEGEND + 24, y + 11, label)
         y += 21
-    for label, fill in (("free", "#f6f8fa"), ("free, KV cached", "url(#hatch)")):
+    for label, fill in (("free", "#f6f8fa"), ("free, KV reusable", "url(#hatch)")):
         yield (
             f'<rect x="{_LEGEND}" y="{y:.1f}" width="14" height="14" fill="{fill}" '
             'stroke="#c4ccd4" stroke-width="0.8"/>'

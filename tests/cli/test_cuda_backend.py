@@ -147,7 +147,8 @@ def test_a_profile_of_interpreted_kernels(model: str, capsys: pytest.CaptureFixt
         "linear",
     } <= ops.keys()
     assert all(op["seconds"] > 0 and op["calls"] for op in ops.values())
-    assert phase["wall"]["median"] >= sum(op["seconds"] for op in ops.values()) > 0
+    # The median of each op may come from another round than the median of the walls.
+    assert phase["wall"]["max"] >= sum(op["seconds"] for op in ops.values()) > 0
 
 
 class TestDoctor:

@@ -144,7 +144,7 @@ def test_model_too_large_for_the_gpu_runs_on_the_cpu(
             replace(READY, gpu=None, no_gpu="the NVIDIA driver shows no GPU"),
             "the NVIDIA driver shows no GPU",
         ),
-        (replace(READY, gpu=replace(H100, capability=(6, 1))), "kernels need 8.0 or more"),
+        (replace(READY, gpu=replace(H100, capability=(6, 1))), "kernels need at least 8.0"),
         (
             replace(READY, absent=("torch",)),
             "torch is not installed: pip install 'headrace[cuda]', about 3 GB",

@@ -59,8 +59,8 @@ def test_what_a_driver_says() -> None:
 def test_why_a_driver_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for driver, message in (
-        (Driver(count=0), "shows no GPU: see what nvidia-smi"),
-        (Driver(code=803), "shows no GPU, error 803: see"),
+        (Driver(count=0), "lists no GPU: check nvidia-smi"),
+        (Driver(code=803), "lists no GPU, error 803: see"),
     ):
         found, why = gpu.query_driver(driver)
         assert found is None and message in why
