@@ -36,8 +36,7 @@ class Transport(Protocol):
     def send(self, rows: Floats, stage: int) -> None:
         """Send a copy of rows to the rank with the same share in another stage."""
 
-    def receive(self, out: Floats, stage: int) -> None:
-        """Receive rows from that rank."""
+    def receive(self, out: Floats, stage: int) -> None: ...
 
 
 class Collectives:
@@ -47,7 +46,6 @@ class Collectives:
         self._transport = transport
         self._tokens: Ints = np.empty(0, np.int32)
         self.wait_seconds = 0.0
-        """Total seconds spent waiting for other stages."""
 
     def begin(self, tokens: Ints) -> None:
         self._tokens = tokens
@@ -100,7 +98,6 @@ class Collectives:
         out[:] = owned.reshape(out.shape)
 
     def _gather(self, rows: Floats, widths: Sequence[int]) -> list[Floats]:
-        """Gather the rows [rows, width] of each rank."""
         gathered = self._transport.all_gather(
             rows.reshape(-1), [len(rows) * width for width in widths]
         )

@@ -26,18 +26,14 @@ _DTYPES = (None, np.dtype(np.int32), np.dtype(np.uint64), np.dtype(np.float32), 
 
 
 class CommandKind(IntEnum):
-    """What a rank does with a command."""
-
     JOIN = 1
     """Join the process group; the array has the port of its store."""
     RUN = 2
-    """Run a batch."""
     MOVE_SLOTS = 3
     ADD_ADAPTER = 4
     REMOVE_ADAPTER = 5
     CLOSE = 6
     STAGE_STEPS = 7
-    """Report the times of the last steps."""
 
 
 class Command(NamedTuple):
@@ -72,7 +68,6 @@ def body_size(header: bytes) -> int:
 
 
 def decode(header: bytes, body: bytes) -> Command:
-    """Decode a command. Raises FormatError."""
     kind, program, num_arrays, _ = HEADER.unpack(header)
     arrays: list[Array | None] = []
     offset = num_arrays * _SHAPE.size
@@ -111,7 +106,6 @@ _BATCH_FIELDS = (
 
 
 def batch_to_arrays(batch: RaggedBatch) -> list[Array | None]:
-    """Take apart a batch without pending tokens."""
     fields = [getattr(batch, name) for name in _BATCH_FIELDS]
     return [*fields, *(array for rows in batch.kv for array in rows)]
 

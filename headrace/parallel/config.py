@@ -45,10 +45,6 @@ def threads_per_rank(config: EngineConfig, mesh: Mesh) -> int:
 def rank_programs(
     config: EngineConfig, program: Program, tensors: Mapping[str, StoredTensor]
 ) -> list[Program]:
-    """Return the lowered program of each rank.
-
-    Raises UnsupportedModelError if the mesh cannot split the model.
-    """
     mesh = mesh_of(config)
     shards = [mesh.program(program, rank) for rank in range(mesh.ranks)]
     return [lower_program(config.backend, shard, weights_of(shard, tensors)) for shard in shards]

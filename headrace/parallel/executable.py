@@ -72,8 +72,7 @@ class ParallelExecutable:
             self.close()
             raise
 
-    def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        """Do nothing: the cpu backend prepares no steps."""
+    def prepare(self, max_rows: int, max_logit_rows: int) -> None: ...
 
     def launch(
         self,
@@ -107,7 +106,6 @@ class ParallelExecutable:
         return self._last_ticket
 
     def _results(self, batch: RaggedBatch) -> tuple[Floats, Floats | None, Floats | None]:
-        """Return the logits, hidden and pooled rows of a batch, from the last stage."""
         if self._rank.config.mesh.pipeline == 1:
             local_logits = self._local.logits(batch)
             assert local_logits is not None
@@ -144,7 +142,6 @@ class ParallelExecutable:
         return other
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
-        """Run a batch; return the times of rank 0."""
         with self._workers.working():
             self._workers.send(Command(CommandKind.RUN, self._number, batch_to_arrays(batch)))
             times = self._local.profile(batch)
@@ -165,7 +162,6 @@ class ParallelExecutable:
         ]
 
     def expert_loads(self) -> NDArray[np.int64]:
-        """Return the loads of the experts in rank 0's stage."""
         return self._local.expert_loads()
 
     def add_adapter(self, adapter: Adapter) -> int:

@@ -30,7 +30,6 @@ EXIT_LOST = 75
 """Exit code of a worker process that has lost rank 0."""
 _STORE_KEY = "headrace/rank-0"
 _DEFAULT_PORT = 29500
-"""Port of the store in torchrun."""
 _WAIT_FOR_WORKER_SECONDS = 1800.0
 _WAIT_FOR_RANK_0_SECONDS = 120.0
 _GREETING = struct.Struct("<32si")
@@ -44,8 +43,6 @@ log = logging.getLogger("headrace.parallel")
 
 @frozen
 class Placement:
-    """Rank of this process, number of ranks, and address of the store."""
-
     rank: int
     size: int
     address: str
@@ -129,7 +126,6 @@ class HostLauncher:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Accept one connection and check its token. Raises TimeoutError."""
         try:
             connection, _ = self._listener.accept()
         except TimeoutError:

@@ -15,8 +15,6 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 class Process(Protocol):
-    """A worker process, as rank 0 sees it."""
-
     connection: socket.socket
 
     def kill(self) -> None: ...
@@ -24,8 +22,7 @@ class Process(Protocol):
     def end_reason(self, seconds: float) -> str:
         """Wait up to `seconds` for the end; return how it ended, or '' if it runs."""
 
-    def cpu_ticks(self) -> int | None:
-        """CPU time in clock ticks; None if unknown."""
+    def cpu_ticks(self) -> int | None: ...
 
 
 class Launcher(Protocol):
@@ -43,8 +40,6 @@ class Launcher(Protocol):
 
 
 class LocalProcess:
-    """A worker process on this machine."""
-
     def __init__(self, popen: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
         self._popen, self.connection = popen, connection
 
@@ -72,7 +67,6 @@ class LocalLauncher:
     host, interface = LOOPBACK, "lo"
 
     def __init__(self, command: Sequence[str]) -> None:
-        """`command`: see `start_process`."""
         self._command = command
 
     def start(self, rank: int) -> LocalProcess:

@@ -18,7 +18,6 @@ class Mesh:
     tensor: int = 1
     """Ranks of a stage."""
     pipeline: int = 1
-    """Stages."""
     shares_experts: bool = True
     """Whether each rank of a stage has some of its experts; otherwise each has all."""
     sequence: bool = False
@@ -28,7 +27,6 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.tensor * self.pipeline
 
     @property
@@ -40,7 +38,6 @@ class Mesh:
         return rank // self.tensor
 
     def group(self, stage: int) -> list[int]:
-        """Return the ranks of a stage, by share."""
         return list(range(stage * self.tensor, (stage + 1) * self.tensor))
 
     def program(
@@ -61,7 +58,6 @@ class Mesh:
         ).rewritten()
 
     def layer_stages(self, program: Program) -> dict[int, int]:
-        """Return the stage of each layer of a program."""
         return {
             layer: number
             for number, stage in enumerate(self._stages(program))

@@ -98,7 +98,6 @@ def _cut_points(program: Program, live: list[list[Value]]) -> list[int]:
 def _ends_after_layers(
     program: Program, cut_points: Sequence[int], layers: Sequence[set[int]]
 ) -> list[int]:
-    """Return the end of each stage, after the last of its layers."""
     attention = {i: op.layer for i, op in enumerate(program.ops) if isinstance(op, Attention)}
     last_ops = (
         max((i for i, layer in attention.items() if layer in stage_layers), default=0)

@@ -20,14 +20,11 @@ from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 _HASHED_BYTES = 256
-"""Bytes of each tensor in the identity of a model."""
 _MAX_STAGE_STEPS = 4096
 
 
 @frozen
 class RankConfig:
-    """Options of a rank, in addition to its program."""
-
     mesh: Mesh
     rank: int
     kv: KvConfig
@@ -78,7 +75,6 @@ class Rank:
         self.executables = [executable]
 
     def run(self, number: int, batch: RaggedBatch) -> CpuExecutable:
-        """Run a batch of known tokens on an executable, and return that executable."""
         executable = self.executables[number]
         start, wait_before = monotonic(), self._collectives.wait_seconds
         executable.run(batch, batch.tokens)

@@ -8,7 +8,6 @@ from headrace.parallel.rank import RankConfig
 
 
 def setup_of(model: str, config: EngineConfig, rank: RankConfig) -> dict[str, Any]:
-    """Return the setup of a rank, as values that JSON can hold."""
     return {
         "model": model,
         "config": {field.name: getattr(config, field.name) for field in fields(config)},

@@ -86,9 +86,7 @@ class TensorParallel:
         self._required_parts: dict[int, Parts] = {}
         """Split of a value that its readers need."""
         self._parts: dict[int, Parts] = {}
-        """Split of a value that is split."""
         self._own_parts: dict[int, Value] = {}
-        """This rank's part of a split value."""
         self._gathered: dict[int, Value] = {}
         """The whole of a split value, after an AllGather."""
         self._ops: list[Op] = []
@@ -324,13 +322,11 @@ class TensorParallel:
         )
 
     def _add(self, op: ops.Add) -> None:
-        """Add the columns of this rank."""
         parts = self._parts.get(op.y.id) or self._parts[op.x.id]
         x, y = self._part(op.x, parts), self._part(op.y, parts)
         self._ops.append(ops.Add(self._split(op.out, parts), x, y))
 
     def _norm_rows(self, op: ops.Norm) -> None:
-        """Norm some rows on each rank."""
         parts = self._parts[op.x.id]
         rows, normed = self._new(op.x.width, op.x), self._new(op.x.width, op.x)
         self._ops.append(ColumnsToRows(rows, self._own_parts[op.x.id], self.rank, parts))
@@ -350,7 +346,6 @@ class TensorParallel:
         self._ops.append(GatherShares(op.out, normed, self.rank, self.ranks))
 
     def _elementwise(self, op: Op, x: Value) -> None:
-        """Run an elementwise op on the columns of this rank."""
         parts, out = self._parts.get(x.id), op.output()
         assert out
         if parts is None:
@@ -405,7 +400,6 @@ class TensorParallel:
 
 
 def _input_fields(op: Op) -> list[tuple[str, Value]]:
-    """Return the fields of an op that are single input values."""
     return [
         (name, value)
         for name, value in vars(op).items()

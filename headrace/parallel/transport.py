@@ -46,7 +46,6 @@ class GlooTransport:
             return all_ranks, stage_ranks
 
     def connect(self, groups: tuple[Any, Any]) -> None:
-        """Use groups of `open_groups`."""
         self._all_ranks, self._stage_ranks = groups
 
     def disconnect(self) -> None:
@@ -79,7 +78,6 @@ class GlooTransport:
         self.receive_from(out, stage * self._mesh.tensor + self._share)
 
     def send_to(self, rows: Floats, rank: int) -> None:
-        """Send a copy of rows to any rank."""
         with _rank_lost_errors():
             while len(self._pending_sends) >= _MAX_PENDING_SENDS:
                 self._pending_sends.popleft()[0].wait()
@@ -87,7 +85,6 @@ class GlooTransport:
             self._pending_sends.append((self._all_ranks.send([copy], rank, 0), copy))
 
     def receive_from(self, out: Floats, rank: int) -> None:
-        """Receive rows from any rank."""
         with _rank_lost_errors():
             self._all_ranks.recv([torch.from_numpy(out)], rank, 0).wait()
         self.received_bytes += out.nbytes
@@ -95,7 +92,6 @@ class GlooTransport:
 
 @contextmanager
 def _rank_lost_errors() -> Iterator[None]:
-    """Convert errors of gloo to RankLostError."""
     try:
         yield
     except RuntimeError as error:

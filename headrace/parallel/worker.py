@@ -36,8 +36,6 @@ LENGTH = struct.Struct("<i")
 
 
 class Channel:
-    """The worker's end of the socket to rank 0."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = Lock()
@@ -46,7 +44,6 @@ class Channel:
 
     @property
     def host(self) -> str:
-        """Address of rank 0."""
         if self._connection.family == socket.AF_UNIX:
             return LOOPBACK
         return str(self._connection.getpeername()[0])
@@ -66,7 +63,6 @@ class Channel:
         return bytes(data)
 
     def close(self) -> None:
-        """End the heartbeats."""
         self._closed.set()
 
     def _send_heartbeats(self) -> None:

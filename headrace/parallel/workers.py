@@ -32,9 +32,7 @@ _SILENT_SECONDS = 3.0
 """Seconds without a reply and without CPU time after which a worker counts as stopped."""
 _TICK_SECONDS = 0.25
 _LOAD_SECONDS = 1800.0
-"""Maximum seconds for a rank to load its share."""
 _GRACE_SECONDS = 3.0
-"""Seconds for a worker to end by itself."""
 _MAX_RESTARTS = 3
 _RESTART_WINDOW = 600.0
 _CHUNK_BYTES = 1 << 16
@@ -51,7 +49,6 @@ class _Worker:
     """Time of the last reply or of the last use of CPU time."""
     has_replied: bool = False
     stage_steps: NDArray[np.float64] | None = None
-    """Reply to `STAGE_STEPS`."""
     ticks: int | None = None
     buffer: bytearray = field(default_factory=bytearray)
 
@@ -72,13 +69,11 @@ class Workers:
         self._launcher, self._setups = launcher, setups
         self._transport, self._identity = transport, identity
         self._kept_commands: list[bytes] = []
-        """Commands that restarted workers receive again."""
         self._changed = Condition()
         self._loss = ""
         """Why the workers were lost; empty while they run."""
         self._is_loss_raised = False
         self.generation = 0
-        """Number of restarts."""
         self._restart_times: list[float] = []
         self._store: TCPStore | None = None
         self._workers: list[_Worker] = []
@@ -147,7 +142,6 @@ class Workers:
         return groups.result()
 
     def send(self, command: Command) -> None:
-        """Send a command to all workers. Raises OSError if one has ended."""
         self._send_bytes(encode(command))
 
     def send_and_keep(self, command: Command) -> None:
@@ -179,7 +173,6 @@ class Workers:
         }
 
     def close(self) -> None:
-        """End all workers."""
         with suppress(OSError):
             if not self._loss:
                 self.send(Command(CommandKind.CLOSE))
@@ -242,7 +235,6 @@ class Workers:
             worker.process.connection.sendall(data)
 
     def _lose(self, reason: str) -> None:
-        """Kill all workers, and keep the first reason."""
         with self._changed:
             self._loss = self._loss or reason
             for worker in self._workers:
@@ -250,7 +242,6 @@ class Workers:
             self._changed.notify_all()
 
     def _watch(self, workers: list[_Worker]) -> None:
-        """Read replies until a worker is lost."""
         with selectors.DefaultSelector() as selector:
             for worker in workers:
                 selector.register(worker.process.connection, selectors.EVENT_READ, worker)
@@ -288,7 +279,6 @@ class Workers:
         return ""
 
     def _handle_reply(self, worker: _Worker, reply: bytes) -> str:
-        """Store a reply; return why the worker is lost, or ''."""
         if reply.startswith(READY):
             identity = reply[len(READY) :].decode()
             if identity != self._identity:
@@ -321,7 +311,6 @@ def _is_stopped(worker: _Worker) -> bool:
 
 @contextmanager
 def _gloo_interface(interface: str) -> Iterator[None]:
-    """Set the network interface of gloo in the environment."""
     before = os.environ.get(INTERFACE_VARIABLE)
     if interface:
         os.environ[INTERFACE_VARIABLE] = interface

@@ -30,7 +30,6 @@ _STOPPED_SECONDS = 5.0
 time.
 """
 _LOAD_SECONDS = 1800.0
-"""Maximum seconds to load the model."""
 _WATCH_SECONDS = 0.25
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 3.0
@@ -74,7 +73,6 @@ class EngineClient:
         self._heartbeat: Heartbeat | None = None
         self._restart_times: list[float] = []
         self._reason = ""
-        """Why the engine is not ready."""
         self._supervisor: asyncio.Future[None] | None = None
         self._state_changed = asyncio.Event()
 
@@ -152,7 +150,6 @@ class EngineClient:
             self._send(frames.Abort(request_id))
 
     def _forget(self, request_id: str) -> bool:
-        """Drop a stream before its end; returns whether it was open."""
         stream = self._streams.pop(request_id, None)
         if stream and stream.request:
             self._quarantine.leave(stream.request)
@@ -167,7 +164,6 @@ class EngineClient:
         self._state_changed.set()
 
     async def _supervise(self) -> None:
-        """Run one engine process after another until the client is closed or gives up."""
         while self.state != "closed":
             reason = await self._run_engine()
             self._quarantine.engine_ended(
@@ -206,7 +202,6 @@ class EngineClient:
             heartbeat.close()
 
     async def _read_events(self, reader: asyncio.StreamReader) -> str:
-        """Dispatch events until the engine ends; return why it ended."""
         buffer = bytearray()
         while chunk := await _read_chunk(reader):
             buffer += chunk
@@ -231,7 +226,6 @@ class EngineClient:
     def _dispatch(
         self, event: frames.Reply | frames.Refused | frames.StepOutput | frames.Ended
     ) -> None:
-        """Put an event in its stream. An event of a closed stream is dropped."""
         stream = self._streams.get(event.id)
         if stream is None or stream.put(event):
             return
@@ -304,7 +298,6 @@ class EngineClient:
 
 
 async def _read_chunk(reader: asyncio.StreamReader) -> bytes:
-    """Read the next bytes; empty after the engine has ended."""
     try:
         return await reader.read(_CHUNK_BYTES)
     except ConnectionError:  # an engine that ends with unread commands resets the connection

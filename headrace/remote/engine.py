@@ -17,15 +17,13 @@ class RemoteEngine(Protocol):
         """Properties of the engine; None before it is ready for the first time."""
 
     @property
-    def report(self) -> frames.Report:
-        """The latest statistics."""
+    def report(self) -> frames.Report: ...
 
     @property
     def state(self) -> State: ...
 
     @property
-    def ready(self) -> bool:
-        """Whether the engine accepts requests."""
+    def ready(self) -> bool: ...
 
     @property
     def step_seconds(self) -> float:
@@ -39,8 +37,7 @@ class RemoteEngine(Protocol):
         """Exit code for a process whose engine could not start."""
 
     @property
-    def adapters(self) -> Mapping[str, str]:
-        """Paths of the loaded adapters, by name."""
+    def adapters(self) -> Mapping[str, str]: ...
 
     async def start(self) -> None:
         """Start the engine; return when it is ready. Raises EngineDeadError with the reason."""
@@ -52,8 +49,7 @@ class RemoteEngine(Protocol):
         engine, EngineDeadError if the engine ends.
         """
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter under a name. Raises as `submit` does."""
+    async def load_adapter(self, name: str, path: str) -> None: ...
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; running requests keep it. Raises as `submit` does."""
@@ -61,5 +57,4 @@ class RemoteEngine(Protocol):
     async def block_map(self) -> frames.Blocks:
         """Return the KV blocks of each request, as of the last step. Raises as `submit` does."""
 
-    async def close(self) -> None:
-        """End the engine and all its requests."""
+    async def close(self) -> None: ...

@@ -15,7 +15,6 @@ from headrace.request import DEFAULT_OPTIONS, PoolingParams, RequestOptions
 from headrace.sampling_params import SamplingParams
 
 LENGTH_BYTES = 4
-"""Bytes of the length before each frame, little endian."""
 MAX_FRAME_BYTES = 64 << 20
 CONTENT_TYPE = "application/msgpack"
 """Content type of an HTTP request whose body is a frame."""
@@ -32,7 +31,6 @@ class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
     model: str
     config: EngineConfig
     adapters: dict[str, str]
-    """Paths by name."""
 
 
 class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
@@ -101,7 +99,6 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only
     lossy: str
     activations: Activations
     block_size: int
-    """Tokens of a KV block."""
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -139,7 +136,6 @@ class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True
     queue: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
-    """Seconds, as in `request.Timing`."""
     error: Refused | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     embedding: bytes | None = None
@@ -198,7 +194,6 @@ _events = msgspec.msgpack.Decoder(Event)
 
 
 def encode(*frames: Setup | Command | Event) -> bytes:
-    """Encode frames, each after its length."""
     parts: list[bytes] = []
     for frame in frames:
         body = _encoder.encode(frame)
@@ -211,18 +206,15 @@ def length_prefix(body: bytes) -> bytes:
 
 
 def read_setup(body: bytes) -> Setup:
-    """Decode the first frame. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(body, type=Setup)
 
 
 def read_command(body: bytes) -> Command:
-    """Decode a frame of a client. Raises msgspec.DecodeError."""
     command: Command = _commands.decode(body)
     return command
 
 
 def read_event(body: bytes) -> Event:
-    """Decode a frame of an engine. Raises msgspec.DecodeError."""
     event: Event = _events.decode(body)
     return event
 

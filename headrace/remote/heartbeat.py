@@ -16,10 +16,7 @@ _SIZE = mmap.PAGESIZE
 
 
 class Pulse(NamedTuple):
-    """One reading of a heartbeat, in seconds."""
-
     age: float
-    """Since the last write."""
     step: float
     """Duration of the current step at the last write; 0 between steps."""
 
@@ -42,7 +39,6 @@ class Heartbeat:
 
     @classmethod
     def create(cls) -> "Heartbeat":
-        """Create a page and write it once."""
         fd = os.memfd_create("headrace-heartbeat")
         os.ftruncate(fd, _SIZE)
         heartbeat = cls(fd)
@@ -50,7 +46,6 @@ class Heartbeat:
         return heartbeat
 
     def beat(self, step_started: float | None) -> None:
-        """Write the current time, and the start of the current step if there is one."""
         now = time.monotonic()
         start = now if step_started is None else step_started
         self._page[: _LAYOUT.size] = _LAYOUT.pack(now, start)

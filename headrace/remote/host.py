@@ -61,8 +61,6 @@ def open_engine(
 
 
 class _RequestSink:
-    """Converts the updates of one request to events."""
-
     def __init__(self, request_id: str, put: Put) -> None:
         self._id = request_id
         self._put = put
@@ -104,7 +102,6 @@ class EngineHost:
         self._put = put
 
     def report(self) -> frames.Report:
-        """Return the statistics of the engine. Raises ClosedError."""
         return report_of(self.thread.call(self.engine.stats))
 
     def handle(self, command: frames.Command) -> None:
@@ -141,12 +138,10 @@ class EngineHost:
         self.thread.add([request], [command.id], _RequestSink(command.id, self._put))
 
     def close(self) -> None:
-        """End the engine and all its requests."""
         self.thread.close()
 
 
 def refused_event(request_id: str, error: BaseException) -> frames.Refused:
-    """Convert an error to its kind and a message for the client."""
     match error:
         case RequestError():
             return frames.Refused(request_id, "request", str(error))

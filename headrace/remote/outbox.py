@@ -17,7 +17,6 @@ class Outbox:
         self._events.put(event)
 
     def close(self) -> None:
-        """End the writing thread after it has written the queued events."""
         self._events.put(None)
 
     def write_next(self, connection: socket.socket) -> bool:

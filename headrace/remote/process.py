@@ -27,9 +27,7 @@ from headrace.remote.host import EngineHost, open_engine
 from headrace.remote.outbox import Outbox
 
 _BEAT_SECONDS = 0.1
-"""Seconds between heartbeats."""
 _REPORT_SECONDS = 0.25
-"""Seconds between reports while the engine is busy."""
 _CHUNK_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
 
@@ -45,7 +43,6 @@ class EngineServer:
         incoming: Iterable[bytes],
         heartbeat: Heartbeat,
     ) -> None:
-        """`incoming`: bodies of the frames that arrive."""
         self._host = host
         self._outbox = outbox
         self._connection = connection
@@ -53,11 +50,9 @@ class EngineServer:
         self._heartbeat = heartbeat
         self._closed = Flag()
         self._has_written = Flag()
-        """Whether events were written since the last report."""
         self._has_written.set()
 
     def serve(self) -> None:
-        """Serve until the client closes the socket."""
         for work in (self._write_events, self._write_heartbeat, self._put_reports):
             Thread(target=work, daemon=True).start()
         try:

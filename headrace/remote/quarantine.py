@@ -17,14 +17,12 @@ from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 
 _SUSPECT_SECONDS = 600.0
-"""Seconds for which a request stays a suspect."""
 _MAX_SUSPECTS = 8
 """Maximum suspects that run at once, before an engine ends during them as well."""
 
 
 class _Suspicion(NamedTuple):
     until: float
-    """On the system's monotonic clock."""
     max_suspects: int
     """Maximum suspects that run at once, this request included; 0: the request is refused."""
 
@@ -35,7 +33,6 @@ class Quarantine:
     def __init__(self) -> None:
         self._suspicions: dict[bytes, _Suspicion] = {}
         self._running = Counter[bytes]()
-        """Suspects that are running."""
         self._changed = asyncio.Event()
 
     async def enter(self, request: frames.Add) -> None:
@@ -61,13 +58,11 @@ class Quarantine:
             self._running[key] += 1
 
     def finished(self, request: frames.Add) -> None:
-        """Clear a request that has run to its end."""
         if self._running:
             self._suspicions.pop(request_key(request), None)
             self.leave(request)
 
     def leave(self, request: frames.Add) -> None:
-        """Note that a request was aborted or refused."""
         if self._running:
             self._running -= Counter([request_key(request)])
             self._notify()
@@ -88,7 +83,6 @@ class Quarantine:
         self._notify()
 
     def _limit(self, suspicion: _Suspicion) -> int:
-        """Return the smallest limit of a suspect and the running suspects."""
         running = [self._suspicions[key] for key in self._running if key in self._suspicions]
         return min(other.max_suspects for other in (suspicion, *running))
 

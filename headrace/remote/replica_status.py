@@ -28,7 +28,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_status(status: ReplicaStatus) -> bytes:
-    """Encode a status as a frame after its length."""
     body = msgspec.msgpack.encode(status)
     return frames.length_prefix(body) + body
 

@@ -16,7 +16,6 @@ class Stream:
     def __init__(
         self, request_id: str, request: frames.Add | None, abort: Callable[[str], None]
     ) -> None:
-        """`request`: None for any other command."""
         self.id = request_id
         self.request = request
         self.output_tokens = 0
@@ -28,7 +27,6 @@ class Stream:
         self._is_over = False
 
     def put(self, event: frames.Event | EngineError) -> bool:
-        """Queue an event; returns False after the last event."""
         is_last = isinstance(event, frames.Ended | EngineError)
         if self._events.qsize() >= _MAX_UNREAD and not is_last:
             self._abort(self.id)

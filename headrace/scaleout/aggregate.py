@@ -34,7 +34,6 @@ _KV_SHARES = ("occupancy", "waste")
 
 
 def combine_info(replicas: Collection[ReplicaStatus]) -> frames.EngineInfo:
-    """Combine the properties of at least one replica."""
     infos = [replica.info for replica in replicas]
     sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED_INFO}
     max_model_len = min(info.max_model_len for info in infos)
@@ -42,7 +41,6 @@ def combine_info(replicas: Collection[ReplicaStatus]) -> frames.EngineInfo:
 
 
 def common_adapters(replicas: Collection[ReplicaStatus]) -> dict[str, str]:
-    """Return the adapters that all replicas have loaded."""
     first, *others = [replica.adapters for replica in replicas] or [{}]
     return {name: path for name, path in first.items() if all(name in other for other in others)}
 
@@ -68,7 +66,6 @@ class ReportTotals:
 
     def __init__(self) -> None:
         self._last_reports: dict[str, frames.Report] = {}
-        """By boot id."""
 
     def report(self, replicas: Collection[ReplicaStatus]) -> frames.Report:
         self._last_reports |= {replica.boot_id: replica.report for replica in replicas}

@@ -53,5 +53,4 @@ class Dispatcher(Protocol):
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
         """Return the KV blocks of each replica. Raises NoReplicaError if one does not respond."""
 
-    async def close(self) -> None:
-        """Disconnect from the replicas and abort all requests."""
+    async def close(self) -> None: ...

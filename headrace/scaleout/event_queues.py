@@ -26,7 +26,6 @@ class EventQueues:
         self._queues: dict[str, _RequestQueue] = {}
 
     def put(self, event: frames.Event) -> None:
-        """Add an event, in any thread."""
         self._arrived.put(event)
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -34,11 +33,9 @@ class EventQueues:
                 self._loop.call_soon_threadsafe(self._distribute)
 
     def open(self, request_id: str) -> None:
-        """Keep the events of a request from now on."""
         self._queues[request_id] = _RequestQueue()
 
     def close(self, request_id: str) -> None:
-        """Drop the events of a request from now on."""
         self._queues.pop(request_id, None)
 
     async def read(self, request_id: str) -> AsyncIterator[list[frames.Event]]:

@@ -26,7 +26,6 @@ from headrace.scaleout.fleet_quarantine import FleetQuarantine
 from headrace.scaleout.resumable_request import ResumableRequest, with_seed
 
 _MAX_LOSSES = 8
-"""Maximum losses of replicas before a request fails."""
 _POLL_SECONDS = 0.05
 
 log = logging.getLogger("headrace.scaleout")
@@ -77,13 +76,11 @@ class Fleet:
 
     @property
     def step_seconds(self) -> float:
-        """Maximum over the replicas."""
         replicas = self._dispatcher.replicas.values()
         return max((replica.step_seconds for replica in replicas), default=0.0)
 
     @property
     def restarts(self) -> int:
-        """Sum over the present replicas."""
         return sum(replica.restarts for replica in self._dispatcher.replicas.values())
 
     @property
@@ -139,7 +136,6 @@ class Fleet:
             task.cancel()
 
     async def _run(self, request: frames.Add, stream: Stream) -> None:
-        """Put the events of a request, or its error, in the stream."""
         try:
             async with aclosing(self._events(request)) as events:
                 async for event in events:
@@ -157,7 +153,6 @@ class Fleet:
             self._running.pop(request.id, None)
 
     async def _events(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
-        """Run a request on one replica after another until it ends."""
         resumable, is_accepted = ResumableRequest(request), False
         waiting_since: float | None = None
         while True:
@@ -194,7 +189,6 @@ class Fleet:
     def _note_loss(
         self, resumable: ResumableRequest, request: frames.Add, error: ReplicaLostError
     ) -> None:
-        """Count a loss. Raises EngineDeadError after too many."""
         resumable.losses += 1
         if error.boot_id:
             self._quarantine.replica_died(request, error.boot_id)
@@ -219,7 +213,6 @@ class Fleet:
 
 @contextmanager
 def _not_ready_without_replica() -> Iterator[None]:
-    """Convert NoReplicaError to NotReadyError."""
     try:
         yield
     except NoReplicaError as error:

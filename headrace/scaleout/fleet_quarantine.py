@@ -15,11 +15,8 @@ from headrace.remote.errors import RefusedError
 from headrace.remote.quarantine import request_key
 
 _MEMORY_SECONDS = 600.0
-"""Seconds for which a death is remembered."""
 _DEATHS_ALONE = 2
-"""Deaths after which a request runs alone."""
 _DEATHS_REFUSED = 3
-"""Deaths after which a request is refused."""
 
 
 class FleetQuarantine:
@@ -45,12 +42,10 @@ class FleetQuarantine:
             yield
 
     def replica_died(self, request: frames.Add, boot_id: str) -> None:
-        """Note that a replica died during a request."""
         expiry = monotonic() + _MEMORY_SECONDS
         self._deaths.setdefault(request_key(request), {})[boot_id] = expiry
 
     def finished(self, request: frames.Add) -> None:
-        """Clear a request that has run to its end."""
         if self._deaths:
             self._deaths.pop(request_key(request), None)
 

@@ -21,15 +21,12 @@ from headrace.remote.replica_status import ReplicaStatus, read_status
 from headrace.scaleout.dispatcher import ReplicaLostError, RequestEvent
 
 _SILENT_SECONDS = 3.0
-"""Maximum seconds between statuses."""
 _CONNECT_SECONDS = 2.0
 _RETRY_SECONDS = 0.25
-"""Seconds between attempts to connect."""
 _KEEPALIVE_SECONDS = 30.0
 """Seconds that a connection stays open for the next request; a worker closes it later."""
 
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError)
-"""Errors of a worker that is lost or sends an invalid frame."""
 
 _T = TypeVar("_T")
 
@@ -49,14 +46,11 @@ class HttpWorker:
         self.problem = ""
         """Why a worker that responds is not used."""
         self.was_tried = False
-        """Whether an attempt to connect has succeeded or failed."""
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._on_status = on_status
         self._session: aiohttp.ClientSession | None = None
         self._timeouts = set[asyncio.Timeout]()
-        """Timeouts of all operations that wait for the worker."""
         self._is_unsure = False
-        """Whether a request was lost since the latest status."""
 
     @property
     def accepts_requests(self) -> bool:
@@ -64,7 +58,6 @@ class HttpWorker:
         return is_accepting and not self._is_unsure and not self.problem
 
     async def watch(self) -> None:
-        """Keep the status connection open until cancelled."""
         reason = ""
         while True:
             last_reason = reason
@@ -82,7 +75,6 @@ class HttpWorker:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
-        """Run a request: see `Dispatcher.generate`."""
         status, session, is_accepted = self.status, self._session, False
         if status is None or session is None:
             raise NoReplicaError(f"{self.url} is not present")
@@ -159,7 +151,6 @@ class HttpWorker:
     async def _post(
         self, session: aiohttp.ClientSession, body: bytes
     ) -> AsyncGenerator[frames.Event]:
-        """Post a request; yields the frames of the response as they arrive."""
         posted = session.post(
             f"{self.url}/worker/generate", data=body, headers={"content-type": frames.CONTENT_TYPE}
         )
@@ -187,7 +178,6 @@ class HttpWorker:
                 self._timeouts.discard(timeout)
 
     async def _read_statuses(self, session: aiohttp.ClientSession) -> str:
-        """Read statuses until the connection ends; returns why it ended."""
         buffer, now = bytearray(), asyncio.get_running_loop().time
         async with (
             asyncio.timeout(_SILENT_SECONDS) as timeout,

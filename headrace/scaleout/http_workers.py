@@ -29,7 +29,6 @@ _EQUAL_INFO = (
 )
 """Properties that all workers must share, so that any of them gives the same tokens."""
 _PATIENCE_SECONDS = 10.0
-"""Seconds between log lines while no worker is ready."""
 
 log = logging.getLogger("headrace.scaleout")
 
@@ -45,7 +44,6 @@ class HttpWorkers:
         self._fingerprint = fingerprint
         self._model = ""
         self._first_info: dict[str, object] | None = None
-        """`_EQUAL_INFO` of the first worker."""
         self._router: PrefixRouter | None = None
         self._speeds: dict[str, tuple[str, SpeedEstimator]] = {}
         """Boot id and speed of each worker."""
@@ -141,7 +139,6 @@ class HttpWorkers:
     async def _run(
         self, request: frames.Add, routed: RoutedRequest
     ) -> AsyncGenerator[RequestEvent]:
-        """Run a request on its worker, and report its progress to the router."""
         router = self._router
         assert router is not None
         tokens = request.known_tokens
@@ -163,7 +160,6 @@ class HttpWorkers:
             router.ended(routed, cached_tokens)
 
     def _observe(self, worker: HttpWorker, status: ReplicaStatus | None) -> None:
-        """Update the router with a worker's status; None: it is not present."""
         self._status_changed.set()
         if status is None:
             if self._router:
@@ -187,7 +183,6 @@ class HttpWorkers:
         )
 
     def _speed(self, url: str, status: ReplicaStatus) -> ReplicaSpeed:
-        """Estimate the speed of a worker from its reports and the reports of all workers."""
         boot_id, estimator = self._speeds.get(url, ("", SpeedEstimator()))
         if boot_id != status.boot_id:  # the URL may now be another machine
             estimator = SpeedEstimator()
@@ -216,7 +211,5 @@ class HttpWorkers:
 
 
 class _BlocksPage(msgspec.Struct):
-    """Response of `/stats/blocks`."""
-
     block_size: int
     groups: list[frames.GroupBlocks]

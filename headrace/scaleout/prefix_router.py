@@ -31,15 +31,11 @@ unknown.
 
 @frozen
 class RoutedRequest:
-    """A request and the replica chosen for it."""
-
     number: int
-    """Number of the request, in the order of routing."""
     replica: str
     cached_tokens: int
     """First tokens of the prompt that the replica probably has cached."""
     rows: int
-    """Prompt rows that it must compute."""
     seconds: float
     """Expected time to the first token."""
 
@@ -85,7 +81,6 @@ class PrefixRouter:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Names of the present replicas."""
         return tuple(self._replicas)
 
     def join(
@@ -208,15 +203,12 @@ class PrefixRouter:
             self._loads.observe(known.number, queued_rows, running)
 
     def queued_rows(self, replica: str) -> int:
-        """Prompt rows that were routed to a replica and have no first token."""
         return self._loads.queued(self._replicas[replica].number)
 
     def running(self, replica: str) -> int:
-        """Requests that were routed to a replica and have not ended."""
         return self._loads.running(self._replicas[replica].number)
 
     def num_cached(self, replica: str) -> int:
-        """Blocks that a replica probably has cached."""
         return self._tree.num_held(self._replicas[replica].number)
 
     @property

@@ -38,7 +38,6 @@ class PrefixTree:
         self._nodes: dict[bytes, bytes] = {}
         """Name of each node by its key: the name of its parent, then the block."""
         self._keys: dict[bytes, bytes] = {}
-        """Key of each node by its name."""
         self._holders: dict[bytes, int] = {}
         """Bit i of a node: replica i holds it."""
         self._held: dict[int, OrderedDict[bytes, None]] = {}
@@ -46,7 +45,6 @@ class PrefixTree:
         self._numbers = count()
 
     def __len__(self) -> int:
-        """Number of nodes; a block of several replicas counts once."""
         return len(self._nodes)
 
     def num_held(self, replica: int) -> int:
@@ -130,7 +128,6 @@ class PrefixTree:
             self._release(replica, held.popitem(last=False)[0])
 
     def drop(self, replica: int) -> None:
-        """Remove all blocks of a replica."""
         for node in self._held.pop(replica, ()):
             self._release(replica, node)
 

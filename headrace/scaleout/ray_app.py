@@ -20,12 +20,10 @@ from headrace.server.settings import Settings
 from headrace.validation import check_names
 
 _HEALTH_SECONDS = 2.0
-"""Seconds between health checks."""
 _HEALTH_TIMEOUT = 10.0
 _TARGET_LOAD = 0.7
 """Share of the running sequences of a replica at which there are enough replicas."""
 _MIN_LOOK_BACK = 1.0
-"""Minimum seconds of the mean of running requests."""
 _MAX_AT_INGRESS = 10_000
 """Maximum requests at the ingress: high, since the app itself limits and refuses requests."""
 _ROUTER = f"{__name__}.PrefixRequestRouter"
@@ -33,7 +31,6 @@ _ROUTER = f"{__name__}.PrefixRequestRouter"
 imports the class, so Ray imports it as well.
 """
 _MAX_ATTEMPTS = 3
-"""Failed starts of a replica before the application fails."""
 
 
 class AppArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,9 +40,7 @@ class AppArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine: dict[str, Any] = {}
     """Fields of `EngineConfig`; `threads` is the number of cores of a replica."""
     server: dict[str, Any] = {}
-    """Fields of `Settings`."""
     adapters: dict[str, str] = {}
-    """Paths by name."""
     scale: Scale = Scale()
 
 

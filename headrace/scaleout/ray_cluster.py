@@ -41,7 +41,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     """Number of replicas."""
 
     replicas: int = 1
-    """Minimum."""
     max_replicas: int = 0
     """Maximum; 0: always `replicas`."""
     up_seconds: float = 10.0

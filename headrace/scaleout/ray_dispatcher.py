@@ -25,15 +25,12 @@ from headrace.scaleout.dispatcher import ReplicaLostError, RequestEvent
 from headrace.scaleout.ray_router import PrefixRequestRouter, broadcast, router_of
 
 _LOOK_SECONDS = 0.5
-"""Seconds between status requests to the replicas."""
 _SILENT_SECONDS = 3.0
 """Maximum seconds for a replica's status; then the replica is lost."""
 _COMMAND_SECONDS = 60.0
-"""Maximum seconds for any other command."""
 _ROUTE_SECONDS = 30.0
 """Maximum seconds until a request is on a replica."""
 _LOST_ERRORS = (RayError, RayServeException, grpc.RpcError)
-"""Errors of a call whose replica has ended or cannot be reached."""
 
 log = logging.getLogger("headrace.scaleout")
 
@@ -56,7 +53,6 @@ class RayDispatcher:
         self._statuses: dict[str, ReplicaStatus] = {}
         self._watching: asyncio.Future[None] | None = None
         self._responses: dict[str, Any] = {}
-        """Response streams of the running requests, by id."""
         self._adapters: dict[str, str] = {}
         """Paths of adapters by name, for replicas that start later."""
         self._ids = count()
@@ -198,7 +194,6 @@ class RayDispatcher:
     async def _run_command(
         self, make_command: Callable[[str], frames.Command]
     ) -> list[frames.Reply]:
-        """Run a command on all replicas. Raises RefusedError if one of them refuses it."""
         replies = []
         for data in await broadcast(
             self._handle, "command", self._encode(make_command), seconds=_COMMAND_SECONDS
@@ -221,8 +216,6 @@ def _single_body(data: bytes) -> bytes:
 
 
 class _RequestProgress:
-    """Events of a request so far."""
-
     def __init__(self, request: frames.Add) -> None:
         self.request = request
         self.is_accepted = self.is_over = False
@@ -230,7 +223,6 @@ class _RequestProgress:
         self._has_output = False
 
     def add(self, event: RequestEvent, router: PrefixRequestRouter | None) -> None:
-        """Record an event; the first output is reported to the router."""
         if isinstance(event, frames.StepOutput) and event.index == 0:
             self.tokens += event.token_ids
         if router and not self._has_output and not isinstance(event, frames.Accepted):

@@ -59,7 +59,6 @@ class IngressApp:
         self._app: AsgiApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or the lifespan of the app."""
         if scope["type"] == "lifespan":
             await self._run_lifespan(receive, send)
         elif self._app:

@@ -45,8 +45,6 @@ class RayRanks:
 
 
 class RankActor:
-    """Runs the worker process of a rank."""
-
     def run(self, rank: int, num_ranks: int, address: str, port: int) -> int:
         """Run the worker until rank 0, whose store is at the address, ends; returns its exit
         code.

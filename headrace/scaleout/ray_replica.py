@@ -25,8 +25,7 @@ _REPORT_SECONDS = 0.2
 """Maximum seconds that a status waits for a report; then it has the last one."""
 
 
-class UnhealthyError(HeadraceError):
-    """The engine of a replica has ended or hangs."""
+class UnhealthyError(HeadraceError): ...
 
 
 class Replica:
@@ -69,7 +68,6 @@ class Replica:
                 self._host.handle(frames.Abort(command.id))
 
     async def command(self, encoded: bytes) -> bytes:
-        """Run any other command; returns its encoded reply."""
         command = _decode_command(encoded)
         self._queues.open(command.id)
         try:
@@ -86,7 +84,6 @@ class Replica:
         raise AssertionError("a command has a reply")
 
     async def status(self) -> bytes:
-        """Return an encoded `ReplicaStatus`."""
         thread, step_started = self._host.thread, self._host.thread.step_started
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.ensure_future(self._update_report())
@@ -131,7 +128,6 @@ class Replica:
 
 
 def _start_ranks(config: EngineConfig) -> "RayRanks | None":
-    """Start the other ranks in the bundles of this replica; None for a single rank."""
     mesh = mesh_of(config)
     if mesh.ranks == 1:
         return None
@@ -141,7 +137,6 @@ def _start_ranks(config: EngineConfig) -> "RayRanks | None":
 
 
 def fingerprint_of(model: str, config: EngineConfig) -> str:
-    """Return the fingerprint of a model and its tokenizer. Raises as `open_model`."""
     checkpoint = open_model(model, config)
     return fingerprint(checkpoint, checkpoint.load_tokenizer())
 

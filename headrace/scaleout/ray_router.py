@@ -27,13 +27,11 @@ class ReplicaMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a replica that its router needs."""
 
     boot_id: str
-    """Changes with each start of the process, which empties the cache."""
     block_size: int
     num_blocks: int
     max_num_seqs: int
 
     def encode(self) -> dict[str, Any]:
-        """Convert to the metadata that Ray passes from replicas to routers."""
         return dict(msgspec.to_builtins(self))
 
 
@@ -46,10 +44,8 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
     """Chooses the replica with the earliest expected first token."""
 
     def initialize_state(self, **_: Any) -> None:
-        """Called by Ray before any other method."""
         self._prefix_router: PrefixRouter | None = None
         self._routed_requests: dict[str, _RunningRequest] = {}
-        """Requests that have not ended, by id."""
         self.silent = set[str]()
         """Boot ids of replicas that do not respond. Ray lists them until its own health checks have
         failed.
@@ -109,7 +105,6 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         return [[by_name[routed.replica]]]
 
     def first_token(self, request_id: str) -> None:
-        """Note that the prompt of a request was computed."""
         request = self._routed_requests.get(request_id)
         if request and self._prefix_router:
             self._prefix_router.first_token(request.routed)
@@ -130,16 +125,13 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
 
     @property
     def boot_ids(self) -> set[str]:
-        """Boot ids of the present replicas."""
         return {metadata.boot_id for metadata in self._replica_metadata.values()}
 
     def boot_id_of(self, request_id: str) -> str:
-        """Boot id of the replica of a request, or ''."""
         request = self._routed_requests.get(request_id)
         return request.boot_id if request else ""
 
     def observe(self, status: ReplicaStatus) -> None:
-        """Learn the speed of a replica from its status."""
         names = [
             name
             for name, known in self._replica_metadata.items()

@@ -72,7 +72,6 @@ def _deploy(application: Any, app: str) -> Any:
 
 
 def _last_error(app: str) -> str:
-    """Return the last error of a replica that Ray reports."""
     from ray import serve as ray_serve
 
     message = ray_serve.status().applications[app].deployments["replica"].message

@@ -22,7 +22,6 @@ _GRACE_REQUESTS = 4
 _MAX_DOUBT = 1024.0
 _EPSILON = 1e-9
 _OUTPUT_RATE = 0.02
-"""Learning rate of the mean output length."""
 
 _COLUMNS = np.dtype(
     [
@@ -49,7 +48,6 @@ class ReplicaLoads:
         self._table = np.zeros(0, _COLUMNS)
         self._mean_output_length = 1.0
         self._num_routed = 0.0
-        """Requests, decayed as loads are."""
 
     def __len__(self) -> int:
         """Highest number of a replica so far, plus 1."""
@@ -61,11 +59,9 @@ class ReplicaLoads:
         return present
 
     def queued(self, replica: int) -> int:
-        """Prompt rows that were routed to a replica and have no first token."""
         return int(self._table["queued"][replica])
 
     def running(self, replica: int) -> int:
-        """Requests that were routed to a replica and have not ended."""
         return int(self._table["running"][replica])
 
     def add(self, speed: ReplicaSpeed) -> int:
@@ -93,7 +89,6 @@ class ReplicaLoads:
             self._table[field.name][replica] = getattr(speed, field.name)
 
     def remove(self, replica: int) -> None:
-        """Remove a replica and all its requests."""
         self._table[replica] = np.zeros(1, _COLUMNS)[0]
 
     def first_token_seconds(self, rows: NDArray[np.int64]) -> Floats:  # [replicas]
@@ -132,7 +127,6 @@ class ReplicaLoads:
         return int(lowest[np.searchsorted(lowest, start) % len(lowest)])
 
     def step_seconds(self, replica: int) -> float:
-        """Seconds of an almost empty step."""
         return float(self._table["step_seconds"][replica])
 
     def begin(self, replica: int, rows: int, seconds: float) -> None:
@@ -151,7 +145,6 @@ class ReplicaLoads:
         table["load"][replica] += rows * max(seconds - compute_seconds / 2, compute_seconds / 2)
 
     def first_token(self, replica: int, rows: int) -> None:
-        """Remove the computed rows of a request from the queue."""
         self._subtract("queued", replica, rows)
 
     def end(self, replica: int, output_length: int | None) -> None:

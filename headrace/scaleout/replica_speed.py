@@ -7,7 +7,6 @@ from headrace.record import frozen
 from headrace.remote import frames
 
 _DECAY = 0.95
-"""Weight of earlier steps, for each new one."""
 _CHUNK_SIZE = 512
 _MIN_STEP_SHARE = 0.2
 """Minimum share of the mean step for reading the weights."""
@@ -26,13 +25,10 @@ class ReplicaSpeed:
     step_seconds: float
     """Seconds of an almost empty step, which reads all weights."""
     row_seconds: float
-    """Additional seconds for each prompt row."""
     sequence_seconds: float = 0.0
     """Additional seconds for each decoding sequence: its row and reading its context."""
     chunk_size: int = 512
-    """Maximum prompt rows in a step."""
     max_num_seqs: int = 64
-    """Maximum running sequences; others wait."""
 
     def __post_init__(self) -> None:
         seconds = self.step_seconds, self.row_seconds, self.sequence_seconds
@@ -45,7 +41,6 @@ class ReplicaSpeed:
 
 
 DEFAULT_SPEED = ReplicaSpeed(step_seconds=0.02, row_seconds=0.001, sequence_seconds=0.001)
-"""Used before the first step is observed."""
 
 
 class SpeedEstimator:

@@ -14,7 +14,6 @@ from headrace.sampling.sampler import derive_seed
 from headrace.sampling_params import SamplingParams
 
 _MIN_SECONDS = 1e-3
-"""Minimum timeout of a continued request."""
 
 
 def with_seed(request: frames.Add, seed: int, number: int) -> frames.Add:
@@ -32,7 +31,6 @@ class ResumableRequest:
 
     def __init__(self, request: frames.Add, clock: Callable[[], float] = monotonic) -> None:
         self.losses = 0
-        """Replicas that were lost while they ran the request."""
         self._request = request
         self._clock = clock
         self._started = clock()
@@ -57,11 +55,9 @@ class ResumableRequest:
 
     @property
     def has_all_outputs(self) -> bool:
-        """Whether the client has received all outputs to their ends."""
         return not self._restarts_from_prompt and len(self._finished) == len(self._outputs)
 
     def remaining(self) -> frames.Add:
-        """Return the request for the next replica."""
         if not self.losses:
             return self._request
         options = replace(self._request.options, timeout=self.seconds_left)
