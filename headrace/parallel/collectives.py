@@ -108,5 +108,4 @@ class Collectives:
 
 
 def owners(parts: Sequence[Columns], numbers: NDArray[np.generic]) -> NDArray[np.intp]:
-    """Return the rank whose part contains each number."""
     return np.searchsorted([last for _, last in parts], numbers, side="right")

@@ -41,7 +41,6 @@ class Command(NamedTuple):
 
     kind: CommandKind
     program: int = 0
-    """Number of the program, KV group or adapter."""
     arrays: Sequence[Array | None] = ()
 
 
@@ -131,7 +130,6 @@ def adapter_to_arrays(adapter: Adapter) -> list[Array | None]:
 
 
 def adapter_from_arrays(arrays: Sequence[Array | None]) -> dict[str, LowRank]:
-    """Assemble an adapter. Raises FormatError for a missing array."""
     adapter = {}
     for name, down, up, scale in zip(*(arrays[i::4] for i in range(4)), strict=True):
         if name is None or down is None or up is None or scale is None:

@@ -26,8 +26,6 @@ Floats = NDArray[np.float32]
 
 
 class _Ticket:
-    """Result of a launch, which the last stage sends. Results arrive in the order of launches."""
-
     def __init__(self, wait: Callable[[], StepResult]) -> None:
         self._wait = wait
         self._result: StepResult | None = None

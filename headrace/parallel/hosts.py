@@ -1,11 +1,9 @@
 """Ranks on several hosts, where a launcher such as torchrun starts the same command for each rank.
 
-The environment gives each process its rank and the address of a `torch.distributed` store. Rank 0
-writes its own address and a token to the store. The process of another rank connects to rank 0 and
-starts a worker process over the connection, and a new one whenever the ranks restart.
-
-Every host that reaches the store and the ports of gloo can read and write the data of ranks, so they
-belong in a private network.
+The environment has the rank and the address of a `torch.distributed` store, where rank 0 writes its
+address and a token. Each other process connects to rank 0 and starts a worker process over the
+connection, and a new one whenever the ranks restart. Hosts that reach the store or gloo's ports can
+read and write the data of ranks: use a private network.
 """
 
 import hmac
@@ -82,8 +80,6 @@ def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
 
 
 class RemoteProcess:
-    """A worker process on another host, which ends when its connection is closed."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 

@@ -29,7 +29,6 @@ class Launcher(Protocol):
     """Starts worker processes, and starts them again after a loss."""
 
     host: str
-    """Address of this machine that the workers can reach."""
     interface: str
     """Network interface of gloo in this process; empty: gloo's choice."""
 

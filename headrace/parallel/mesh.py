@@ -16,7 +16,6 @@ class Mesh:
     """Ranks by stage, then by share: rank = stage * tensor + share."""
 
     tensor: int = 1
-    """Ranks of a stage."""
     pipeline: int = 1
     shares_experts: bool = True
     """Whether each rank of a stage has some of its experts; otherwise each has all."""

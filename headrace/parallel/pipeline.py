@@ -30,9 +30,9 @@ def cut(
 ) -> list[Program]:
     """Cut a program into stages by `layer_stages`, or so that the maximum cost of a stage is least.
 
-    A stage receives the values that it or a later stage reads, runs its ops and sends values on;
-    the last stage has the results. Each stage computes rotation angles itself and keeps the KV of
-    its layers; it has all KV groups. Raises UnsupportedModelError if there are too few places to cut.
+    A stage receives the values that it or a later stage reads. It computes rotation angles itself,
+    and has all KV groups, with its own layers. Raises UnsupportedModelError if the program has too
+    few cut points.
     """
     live = _live_values(program)
     cut_points = _cut_points(program, live)
@@ -55,7 +55,6 @@ def cut(
 
 
 def _live_values(program: Program) -> list[list[Value]]:
-    """Return, for each op, the values written before it and read by it or later, without angles."""
     live: list[list[Value]] = [[] for _ in program.ops]
     last_use = program.last_use()
     for i, op in enumerate(program.ops):

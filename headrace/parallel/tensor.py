@@ -40,7 +40,6 @@ from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
 Parts = tuple[Columns, ...]
-"""Columns of a value on each rank."""
 
 
 def slice_weight(weight: Weight, rows: Columns) -> Weight:
@@ -92,7 +91,6 @@ class TensorParallel:
         self._ops: list[Op] = []
 
     def rewritten(self) -> Program:
-        """Return the program of this rank, with unsplit results."""
         for op in reversed(self._program.ops):
             self._require_parts(op)
         for op in self._program.ops:
@@ -216,7 +214,6 @@ class TensorParallel:
         )
 
     def _experts(self, op: Experts) -> None:
-        """Compute each expert on its rank; add the results in the order of the routing."""
         parts = split_evenly(len(op.gate), self.ranks)
         first, last = parts[self.rank]
         x, routing = self._whole(op.x), self._whole(op.routing)

@@ -1,7 +1,7 @@
-"""The workers: processes of all ranks except 0, which rank 0 starts, commands, watches and restarts.
+"""The workers: processes of all ranks except 0, started, watched and restarted by rank 0.
 
-A worker that ends closes its socket. A stopped worker sends no heartbeat and uses no CPU time, and is
-killed after `_SILENT_SECONDS`. If one worker is lost all are ended, so no exchange waits for it.
+A stopped worker sends no heartbeat and uses no CPU time, and is killed after `_SILENT_SECONDS`. If
+one worker is lost all are ended, so no exchange waits for it.
 """
 
 import json
@@ -46,7 +46,6 @@ class _Worker:
     process: Process
     is_ready: bool = False
     last_active: float = field(default_factory=time.monotonic)
-    """Time of the last reply or of the last use of CPU time."""
     has_replied: bool = False
     stage_steps: NDArray[np.float64] | None = None
     ticks: int | None = None
@@ -145,7 +144,6 @@ class Workers:
         self._send_bytes(encode(command))
 
     def send_and_keep(self, command: Command) -> None:
-        """Send a command to all workers, and again after each restart."""
         self._kept_commands.append(encode(command))
         if not self._loss:
             with self.working():
@@ -207,7 +205,6 @@ class Workers:
         return _Worker(setup["rank"], process)
 
     def _restart(self) -> None:
-        """Restart all workers. Raises RankLostError after too many restarts or another loss."""
         now = time.monotonic()
         recent = [start for start in self._restart_times if now - start < _RESTART_WINDOW]
         self._restart_times = [*recent, now]
@@ -258,7 +255,6 @@ class Workers:
             worker.process.connection.close()
 
     def _read_replies(self, worker: _Worker) -> str:
-        """Read the replies of a worker; return why it is lost, or ''."""
         try:
             chunk = worker.process.connection.recv(_CHUNK_BYTES)
         except OSError:

@@ -1,1 +1,1 @@
-"""An engine in another process: the frames on the wire, the client, the host and its start."""
+"""An engine in another process."""

@@ -1,7 +1,6 @@
 """Client of an engine process: starts it, sends requests, streams results and restarts it.
 
-An engine that ends or hangs is restarted, at most `_MAX_RESTARTS` times in `_RESTART_WINDOW`
-seconds. Its requests end with an error at once.
+An engine that ends or hangs is restarted, and its requests end with an error at once.
 """
 
 import asyncio
@@ -33,7 +32,6 @@ _LOAD_SECONDS = 1800.0
 _WATCH_SECONDS = 0.25
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 3.0
-"""Seconds that a closed engine may take to end before it is killed."""
 _MAX_RESTARTS = 3
 _RESTART_WINDOW = 600.0
 _CHUNK_BYTES = 1 << 18
@@ -42,8 +40,6 @@ log = logging.getLogger("headrace.server")
 
 
 class EngineClient:
-    """A `RemoteEngine` that runs in a child process."""
-
     def __init__(
         self,
         model: str,
@@ -184,7 +180,6 @@ class EngineClient:
         return len(self._restart_times) <= _MAX_RESTARTS
 
     async def _run_engine(self) -> str:
-        """Start an engine process and serve it until it ends; return why it ended."""
         started, self._started = self._started or start_engine(), None
         self._process, heartbeat = started.process, started.heartbeat
         self._heartbeat = heartbeat

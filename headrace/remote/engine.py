@@ -33,8 +33,7 @@ class RemoteEngine(Protocol):
     def restarts(self) -> int: ...
 
     @property
-    def exit_code(self) -> int:
-        """Exit code for a process whose engine could not start."""
+    def exit_code(self) -> int: ...
 
     @property
     def adapters(self) -> Mapping[str, str]: ...

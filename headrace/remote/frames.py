@@ -17,7 +17,6 @@ from headrace.sampling_params import SamplingParams
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 64 << 20
 CONTENT_TYPE = "application/msgpack"
-"""Content type of an HTTP request whose body is a frame."""
 
 ErrorKind = Literal["request", "not_finite", "closed", "internal", "quarantined"]
 
@@ -102,14 +101,10 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """A command was carried out, or a request was queued."""
-
     id: str
 
 
 class Refused(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """A command or request failed."""
-
     id: str
     kind: ErrorKind
     message: str

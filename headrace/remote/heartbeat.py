@@ -22,7 +22,6 @@ class Pulse(NamedTuple):
 
 
 def cpu_ticks(pid: int) -> int | None:
-    """Return the CPU time of a process in clock ticks; None if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

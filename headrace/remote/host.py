@@ -41,7 +41,6 @@ _KV_FIGURES = (
     "occupancy",
     "waste",
 )
-"""Properties of `Stats` that a report has in addition to the numeric fields."""
 
 
 def open_engine(
@@ -92,8 +91,6 @@ class _RequestSink:
 
 
 class EngineHost:
-    """An engine in its thread, driven by commands."""
-
     def __init__(self, engine: Engine, spec: ModelSpec, put: Put) -> None:
         self.thread = EngineThread(engine)
         self.engine = engine
@@ -157,7 +154,6 @@ def refused_event(request_id: str, error: BaseException) -> frames.Refused:
 
 
 def ended_event(request_id: str, result: RequestOutput) -> frames.Ended:
-    """Convert a result to an event, without the tokens, which were sent before."""
     timing, embedding = result.timing, result.embedding
     return frames.Ended(
         id=request_id,

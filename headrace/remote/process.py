@@ -1,10 +1,8 @@
 """The engine process: reads commands from a socket, runs the engine and writes its events.
 
-`headrace.remote.start` starts it with an inherited socket and heartbeat. It ends when its parent
-closes the socket or ends. Signals of the terminal are for the parent alone.
-
-The main thread reads and checks commands, the engine's thread runs the steps, and a third thread
-encodes and writes events. So no step waits for a check, or for a slow reader.
+It ends when its parent closes the socket or ends. The main thread reads and checks commands, the
+engine's thread runs the steps, and a third thread writes events: no step waits for a check, or for
+a slow reader.
 """
 
 import atexit
@@ -33,8 +31,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 class EngineServer:
-    """Serves an engine over the socket of its client."""
-
     def __init__(
         self,
         host: EngineHost,

@@ -1,7 +1,7 @@
 """Quarantine of requests that were running when an engine ended.
 
-A suspect that is sent again runs with few or no other suspects. If the engine ends again, a suspect
-that ran alone is refused. A request is identified by its content, whichever client sends it.
+Such a suspect, if it is sent again, runs with few other suspects. One that runs alone when an
+engine ends is refused. A request is identified by its content, whichever client sends it.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from headrace.remote.errors import RefusedError
 
 _SUSPECT_SECONDS = 600.0
 _MAX_SUSPECTS = 8
-"""Maximum suspects that run at once, before an engine ends during them as well."""
 
 
 class _Suspicion(NamedTuple):
@@ -28,8 +27,6 @@ class _Suspicion(NamedTuple):
 
 
 class Quarantine:
-    """Suspect requests of one engine client."""
-
     def __init__(self) -> None:
         self._suspicions: dict[bytes, _Suspicion] = {}
         self._running = Counter[bytes]()

@@ -7,8 +7,6 @@ from headrace.remote.engine import State
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Current state of a replica's engine."""
-
     boot_id: str
     """Random id of the engine's start; another start has an empty KV cache."""
     state: State
@@ -20,7 +18,6 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     step_seconds: float
     model: str = ""
-    """Fingerprint of the model: see `headrace.checkpoint.fingerprint`."""
 
     @property
     def accepts_requests(self) -> bool:

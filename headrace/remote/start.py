@@ -19,8 +19,6 @@ COMMAND = (sys.executable, "-P", "-m", "headrace.remote.process")
 
 
 class StartedEngine(NamedTuple):
-    """An engine process that waits for `frames.Setup`."""
-
     process: "subprocess.Popen[bytes]"
     connection: socket.socket
     heartbeat: Heartbeat

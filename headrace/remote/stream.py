@@ -48,7 +48,6 @@ class Stream:
         return event
 
     async def __aiter__(self) -> AsyncIterator[frames.StepOutput | frames.Ended]:
-        """Iterate over the outputs, then the end. Raises the error that ended the engine."""
         while True:
             event = await self._events.get()
             if isinstance(event, EngineError):

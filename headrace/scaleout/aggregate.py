@@ -27,7 +27,6 @@ _COUNTERS = (
     "aborted",
     "refused",
 )
-"""Figures that keep the share of lost replicas."""
 _MAXIMA = ("step_seconds",)
 _KV_SHARES = ("occupancy", "waste")
 """Figures combined as the mean over KV memory."""
@@ -62,8 +61,6 @@ def combine_blocks(maps: Mapping[str, frames.Blocks]) -> frames.Blocks:
 
 
 class ReportTotals:
-    """Combined reports of all replicas, with the counters of lost replicas."""
-
     def __init__(self) -> None:
         self._last_reports: dict[str, frames.Report] = {}
 

@@ -11,8 +11,6 @@ RequestEvent = frames.Accepted | frames.StepOutput | frames.Ended
 
 
 class ReplicaLostError(EngineError):
-    """The replica of a request ended or stopped responding."""
-
     def __init__(self, boot_id: str, reason: str) -> None:
         """`boot_id`: the dead replica, whose death counts once; empty if the request cannot have
         caused the loss.
@@ -25,8 +23,7 @@ class Dispatcher(Protocol):
     """Replicas of one model, any of which gives the same tokens for a request."""
 
     @property
-    def replicas(self) -> Mapping[str, ReplicaStatus]:
-        """The latest status of each present replica, by name."""
+    def replicas(self) -> Mapping[str, ReplicaStatus]: ...
 
     async def start(self) -> None:
         """Find the replicas; return when one accepts requests. Raises EngineDeadError."""
@@ -47,8 +44,7 @@ class Dispatcher(Protocol):
         Raises RefusedError if a replica fails to, NoReplicaError if one does not respond.
         """
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter on all replicas. Raises as `load_adapter` does."""
+    async def unload_adapter(self, name: str) -> None: ...
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
         """Return the KV blocks of each replica. Raises NoReplicaError if one does not respond."""

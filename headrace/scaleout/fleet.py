@@ -1,8 +1,8 @@
 """Many replicas as one engine: if the replica of a request is lost, another one continues it.
 
-A request without a seed gets one here, so that every replica samples the same tokens. The replica
-that continues a request receives the earlier tokens as output, not as prompt (`Engine.check`), so
-the client gets every token and character once.
+A request without a seed gets one here, so that every replica samples the same tokens. A replica
+that continues a request receives its tokens as output, not as prompt (`Engine.check`), so the
+client gets every token and character once.
 """
 
 import asyncio
@@ -32,8 +32,6 @@ log = logging.getLogger("headrace.scaleout")
 
 
 class Fleet:
-    """A `RemoteEngine` over the replicas of a dispatcher."""
-
     exit_code = 1
 
     def __init__(self, dispatcher: Dispatcher, seed: int = 0, wait_seconds: float = 30.0) -> None:
@@ -48,7 +46,6 @@ class Fleet:
         self._quarantine = FleetQuarantine()
         self._totals = ReportTotals()
         self._last_replicas: list[ReplicaStatus] = []
-        """The replicas that were present when there last was one."""
         self._closed = False
 
     @property

@@ -1,8 +1,7 @@
 """Quarantine of requests that were running on replicas that died.
 
-After the first death a request continues on another replica at once, since the death may be chance.
-After the second it runs alone among such requests; after the third it is refused, so one request
-cannot end the whole fleet.
+After one death a request continues elsewhere, since the death may be chance. After two it runs
+alone among such requests. After three it is refused, so one request cannot end the whole fleet.
 """
 
 import asyncio

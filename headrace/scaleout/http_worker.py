@@ -1,8 +1,7 @@
 """Client of one worker (`headrace serve --worker`) over HTTP: its status and its requests.
 
-One connection streams the status, several per second; each request has a connection from a pool. If
-the status stops for `_SILENT_SECONDS`, the worker is lost: all its connections are closed, and its
-requests continue elsewhere.
+One connection streams the status, several per second. If it stops for `_SILENT_SECONDS` the worker
+is lost: all its connections are closed, and its requests continue elsewhere.
 """
 
 import asyncio
@@ -34,15 +33,12 @@ log = logging.getLogger("headrace.scaleout")
 
 
 class HttpWorker:
-    """A worker at a URL, present or not."""
-
     def __init__(
         self, url: str, key: str, on_status: Callable[["HttpWorker", ReplicaStatus | None], None]
     ) -> None:
         """`on_status` is called with each status, and with None if the worker is not present."""
         self.url = url
         self.status: ReplicaStatus | None = None
-        """The latest status; None if the worker is not present."""
         self.problem = ""
         """Why a worker that responds is not used."""
         self.was_tried = False
@@ -127,7 +123,6 @@ class HttpWorker:
             raise NoReplicaError(f"{self.url}: {_describe(error)}") from None
 
     def set_adapters(self, adapters: Mapping[str, str]) -> None:
-        """Change the adapters in the latest status, before the next status has them."""
         if self.status is not None:
             self.status = msgspec.structs.replace(self.status, adapters=dict(adapters))
 

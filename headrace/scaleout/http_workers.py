@@ -34,8 +34,6 @@ log = logging.getLogger("headrace.scaleout")
 
 
 class HttpWorkers:
-    """Workers that come and go at fixed URLs."""
-
     def __init__(self, urls: Iterable[str], key: str, fingerprint: Callable[[], str]) -> None:
         """`key`: API key of the workers; `fingerprint`: returns the fingerprint of the model that
         they must serve, called in a thread.
@@ -46,7 +44,6 @@ class HttpWorkers:
         self._first_info: dict[str, object] | None = None
         self._router: PrefixRouter | None = None
         self._speeds: dict[str, tuple[str, SpeedEstimator]] = {}
-        """Boot id and speed of each worker."""
         self._common_speed = SpeedEstimator()
         self._watching: list[asyncio.Task[None]] = []
         self._status_changed = asyncio.Event()
@@ -62,7 +59,7 @@ class HttpWorkers:
     async def start(self) -> None:
         """Wait, without a limit, until a worker accepts requests.
 
-        Raises EngineDeadError if all workers were tried, none accepts requests, and one is unusable.
+        Raises EngineDeadError if all workers were tried, and at least one is unusable.
         """
         self._model = await asyncio.to_thread(self._fingerprint)
         self._watching = [
@@ -192,7 +189,6 @@ class HttpWorkers:
         return estimator.estimate(status.info.max_num_seqs, self._common_speed)
 
     def _find_problem(self, url: str, status: ReplicaStatus) -> str:
-        """Return why a worker cannot be used; empty if it can."""
         if status.model != self._model:
             return (
                 f"{url} serves another model or tokenizer: start it with the same MODEL as "

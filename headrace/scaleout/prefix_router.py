@@ -2,14 +2,13 @@
 
     (uncached rows + queued rows) x seconds of a row in the replica's steps
 
-A prompt goes where most of it is cached, unless a long queue there makes another replica
-faster; then both have it cached. So a hot prefix spreads to more replicas. A request's rows are queued from routing to its first token. A bounded tree
-(`prefix_tree.py`) predicts the replicas' prefix caches.
+A prompt goes where most of it is cached, unless a long queue there makes another replica faster;
+then both have it cached. So a hot prefix spreads. Rows are queued from the routing of their request
+to its first token. A bounded tree (`prefix_tree.py`) predicts the replicas' prefix caches.
 
-Times are weighted by load (`ReplicaLoads.weighted`), so no replica gets far more than its share of
-queued row-seconds (bounded loads: Mirrokni et al. 2018). Times within a third of a step are equal;
-then the replica with the lowest load is chosen. There is no clock and no randomness: equal calls
-give equal choices.
+Times are weighted by load, so no replica gets far more than its share (bounded loads: Mirrokni et
+al. 2018). Times within a third of a step are equal; then the lowest load wins. There is no clock
+and no randomness: equal calls give equal choices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +33,6 @@ class RoutedRequest:
     number: int
     replica: str
     cached_tokens: int
-    """First tokens of the prompt that the replica probably has cached."""
     rows: int
     seconds: float
     """Expected time to the first token."""
@@ -101,7 +99,6 @@ class PrefixRouter:
         self._names[number] = replica
 
     def leave(self, replica: str) -> None:
-        """Remove a replica, if it is present, with its cache and requests."""
         left = self._replicas.pop(replica, None)
         if left:
             del self._names[left.number]
@@ -213,5 +210,4 @@ class PrefixRouter:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks in the tree."""
         return len(self._tree)

@@ -1,16 +1,14 @@
 """Predicted prefix caches of all replicas: one radix tree of token blocks.
 
-A node is one block after the block of its parent. Its key is the parent's name and the block's
-token ids, compared exactly, so a match is never a hash collision. A scope is the parent of first
-blocks: requests of two tenants, or with two adapters, share no node. The replicas that hold a node
-are the bits of one integer. A replica that holds a block holds all blocks before it, so one walk
-along a prompt finds how much of it each of a thousand replicas has.
+The key of a node is the name of its parent and the token ids of its block, compared exactly, so a
+match is never a hash collision. First blocks have a scope as parent: requests of two tenants, or
+with two adapters, share no node. The bits of an integer are the replicas that hold a node. A
+replica that holds a block holds all blocks before it, so one walk along a prompt finds the cached
+length of a thousand replicas.
 
-Each replica's blocks are ordered by last use, each path from its end to its start. So the first is
-always a leaf, and is evicted first, as in the replica's own cache.
-
-The tree is a few dicts of bytes and integers. Python's garbage collector does not traverse these;
-a million linked objects would make it pause for a tenth of a second.
+Each replica's blocks are ordered by last use, each path from its end to its start: the first is
+always a leaf, and is evicted first, as in the replica's cache. The tree is a few dicts of bytes and
+integers, since Python's garbage collector would pause 0.1 s for a million linked objects.
 """
 
 from array import array
@@ -41,7 +39,6 @@ class PrefixTree:
         self._holders: dict[bytes, int] = {}
         """Bit i of a node: replica i holds it."""
         self._held: dict[int, OrderedDict[bytes, None]] = {}
-        """Nodes of each replica, least recently used first."""
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -73,7 +70,6 @@ class PrefixTree:
     def depths(
         self, path: Sequence[bytes], num_replicas: int
     ) -> NDArray[np.int64]:  # [num_replicas]
-        """Count the leading nodes of a path that each replica holds."""
         holders: list[int] = []
         lengths: list[int] = []  # of parts of the path with equal holders
         for bits in map(self._holders.__getitem__, path):

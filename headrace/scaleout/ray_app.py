@@ -34,11 +34,8 @@ _MAX_ATTEMPTS = 3
 
 
 class AppArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`args` of an application in `serveConfigV2`."""
-
     model: str
     engine: dict[str, Any] = {}
-    """Fields of `EngineConfig`; `threads` is the number of cores of a replica."""
     server: dict[str, Any] = {}
     adapters: dict[str, str] = {}
     scale: Scale = Scale()

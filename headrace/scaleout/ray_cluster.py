@@ -1,8 +1,7 @@
 """A Ray cluster: a private one on this machine, or an existing one.
 
 A process that can connect to a Ray cluster can run code in it. So a private cluster listens on the
-loopback interface, requires a secret token, has no dashboard and sends no usage statistics. Its
-files are in a temporary folder.
+loopback interface, requires a secret token, and has no dashboard and no usage statistics.
 """
 
 import logging
@@ -44,14 +43,13 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     max_replicas: int = 0
     """Maximum; 0: always `replicas`."""
     up_seconds: float = 10.0
-    """Seconds of overload before a replica is added."""
     down_seconds: float = 120.0
     """Seconds of low load before a replica is removed."""
 
 
 @contextmanager
 def ray_cluster(num_cpus: int) -> Iterator[bool]:
-    """Connect to the cluster of `RAY_ADDRESS`, or start a private one; yields whether it is private.
+    """Join the cluster of `RAY_ADDRESS`, or start a private one; yields whether it is private.
 
     `num_cpus`: cores of a private cluster, which ends with the context. Call it before Ray is
     imported. Raises RequestError if the cluster of `RAY_ADDRESS` cannot be joined.

@@ -26,18 +26,14 @@ from headrace.scaleout.ray_router import PrefixRequestRouter, broadcast, router_
 
 _LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
-"""Maximum seconds for a replica's status; then the replica is lost."""
 _COMMAND_SECONDS = 60.0
 _ROUTE_SECONDS = 30.0
-"""Maximum seconds until a request is on a replica."""
 _LOST_ERRORS = (RayError, RayServeException, grpc.RpcError)
 
 log = logging.getLogger("headrace.scaleout")
 
 
 class RayDispatcher:
-    """A `Dispatcher`, for one event loop."""
-
     def __init__(self, deploy: Callable[[], Any], app: str, fingerprint: Callable[[], str]) -> None:
         """`deploy` returns a handle to the replicas of application `app` when they run, or raises
         EngineDeadError; `fingerprint` returns the fingerprint of the model that they must serve.
@@ -158,7 +154,6 @@ class RayDispatcher:
                 log.warning("cannot read the status of the replicas: %s", error)
 
     async def _look(self) -> None:
-        """Read the status of all replicas; cancel the requests of silent ones."""
         expected = self._router.boot_ids if self._router else set()
         replies = await broadcast(self._handle, "status", seconds=_SILENT_SECONDS)
         statuses = [read_status(_single_body(reply)) for reply in replies]

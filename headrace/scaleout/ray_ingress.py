@@ -50,8 +50,6 @@ class Ingress:
 
 
 class IngressApp:
-    """The server's app, between ASGI's `lifespan.startup` and `lifespan.shutdown`."""
-
     def __init__(self, setup: frames.Setup, settings: Settings, dispatcher: RayDispatcher) -> None:
         self._setup = setup
         self._settings = settings

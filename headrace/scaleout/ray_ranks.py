@@ -1,8 +1,7 @@
 """Ranks of a replica on Ray, in the bundles of its placement group.
 
-The replica is rank 0; each other rank has an actor, which starts a worker process
-(`parallel/hosts.py`) and another one whenever the ranks restart. Ray restarts a lost actor, and ends
-it with the replica.
+The replica is rank 0. Each other rank has an actor, which runs a worker process
+(`parallel/hosts.py`) and a new one whenever the ranks restart.
 """
 
 import os

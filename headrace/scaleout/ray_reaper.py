@@ -1,7 +1,7 @@
 """Cleans up a private Ray cluster after the process that started it has ended.
 
-It waits for the end of its standard input, which that process holds open. A process of the cluster
-is recognised by its open files: each has a log file in the cluster's folder.
+That process holds the reaper's standard input open. A process of the cluster is recognised by its
+log file, open in the cluster's folder.
 """
 
 import os
@@ -17,7 +17,6 @@ _MAX_ROUNDS = 100
 
 
 def processes_of(folder: str) -> Iterator[int]:
-    """Yield the ids of processes with an open file in the folder."""
     for file in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             if os.readlink(file).startswith(folder + os.sep):
@@ -25,7 +24,6 @@ def processes_of(folder: str) -> Iterator[int]:
 
 
 def reap(folder: str, starter: int) -> None:
-    """Kill the processes of a cluster except its starter, and remove its folder."""
     for _ in range(_MAX_ROUNDS):
         pids = set(processes_of(folder)) - {starter}
         for pid in pids:

@@ -1,8 +1,8 @@
 """The prefix router as a request router of Ray Serve, whose alpha API only this file uses.
 
-Ray creates a router for each handle, passes it the replicas and asks it for the replica of each
-request. The router decides from memory, so Ray never waits. Ray does not report the first token and
-the end of a request: the dispatcher of the same handle does. Both run in one event loop.
+Ray creates a router per handle, passes it the replicas and asks it for the replica of each request.
+Ray does not report the first token and the end of a request: the dispatcher of the same handle
+does, in the same event loop.
 """
 
 import asyncio
@@ -20,12 +20,9 @@ from headrace.scaleout.prefix_router import PrefixRouter, RoutedRequest
 from headrace.scaleout.replica_speed import SpeedEstimator
 
 _routers: "WeakValueDictionary[str, PrefixRequestRouter]" = WeakValueDictionary()
-"""Routers of this process, by name of the application."""
 
 
 class ReplicaMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a replica that its router needs."""
-
     boot_id: str
     block_size: int
     num_blocks: int
@@ -41,8 +38,6 @@ class _RunningRequest(NamedTuple):
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
-    """Chooses the replica with the earliest expected first token."""
-
     def initialize_state(self, **_: Any) -> None:
         self._prefix_router: PrefixRouter | None = None
         self._routed_requests: dict[str, _RunningRequest] = {}
@@ -68,7 +63,6 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self._join(name)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Remove a replica. Called by Ray."""
         super().on_replica_actor_died(replica_id)
         self._leave(_name(replica_id))
 
@@ -160,7 +154,6 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
 
 
 def router_of(app: str) -> PrefixRequestRouter | None:
-    """Return the router of an application; None before its first request."""
     return _routers.get(app)
 
 

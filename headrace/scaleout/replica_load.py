@@ -50,7 +50,6 @@ class ReplicaLoads:
         self._num_routed = 0.0
 
     def __len__(self) -> int:
-        """Highest number of a replica so far, plus 1."""
         return len(self._table)
 
     @property
@@ -148,7 +147,6 @@ class ReplicaLoads:
         self._subtract("queued", replica, rows)
 
     def end(self, replica: int, output_length: int | None) -> None:
-        """End a request; `output_length`: None if unknown."""
         self._subtract("running", replica, 1)
         if output_length is not None:
             error = output_length - self._mean_output_length

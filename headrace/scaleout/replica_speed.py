@@ -54,7 +54,6 @@ class SpeedEstimator:
         self._last_steps = -1.0
 
     def observe(self, report: frames.Report) -> None:
-        """Add the last step of a report, unless it was observed before."""
         figures = report.figures
         steps = figures.get("steps", 0.0)
         rows = figures.get("rows_last", 0.0)

@@ -20,7 +20,9 @@ from headrace import LLM, SamplingParams
 
 with LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), threads=1, max_num_seqs=2) as llm:
     for seed in range(2):
-        params = SamplingParams(max_tokens=60, temperature=0.8, seed=seed, logprobs=1, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=60, temperature=0.8, seed=seed, logprobs=1, ignore_eos=True
+        )
         (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].outputs
         print(json.dumps([output.token_ids, output.logprobs]), flush=True)
         if "wait" in sys.argv:
