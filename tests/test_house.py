@@ -362,6 +362,7 @@ class TestSizes:
         assert not [f"{name_of(f)}: {n} lines" for f in CXX_FILES if (n := num_lines(f)) > 900]
 
     def test_functions(self) -> None:
+        """A signature does not count: those of Triton kernels list every stride and constant."""
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
         functions = [
             (file, node)
@@ -372,7 +373,7 @@ class TestSizes:
         assert not [
             f"{name_of(file)}: {f.name}"
             for file, f in functions
-            if (f.end_lineno or 0) - f.lineno + 1 > 80
+            if (f.end_lineno or 0) - f.body[0].lineno + 1 > 80
         ]
 
 
