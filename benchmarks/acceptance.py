@@ -67,7 +67,8 @@ def main() -> None:
             del seq  # which ends it for the proposer
         for confidence in sorted(drafts):
             print(
-                f"{name:10}{confidence:>11}{drafts[confidence]:>9,}{right[confidence] / drafts[confidence]:>8.2f}"
+                f"{name:10}{confidence:>11}{drafts[confidence]:>9,}"
+                f"{right[confidence] / drafts[confidence]:>8.2f}"
             )
 
 

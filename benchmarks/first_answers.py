@@ -89,7 +89,8 @@ params = SamplingParams(temperature=0, max_tokens=int(max_tokens))
 with LLM(model, proposer=proposer, threads=int(threads), max_num_seqs=1, max_model_len=2048) as llm:
     (result,) = llm.chat([{"role": "user", "content": text}], params)
 drafts = {name: stats._asdict() for name, stats in result.drafts.items()}
-print(json.dumps({"token_ids": result.outputs[0].token_ids, "timing": {"decode": result.timing.decode}, "drafts": drafts}))
+timing = {"decode": result.timing.decode}
+print(json.dumps({"token_ids": result.outputs[0].token_ids, "timing": timing, "drafts": drafts}))
 """
 
 
@@ -222,7 +223,8 @@ def main() -> None:
         args.rounds, args.max_tokens, args.work = 1, 8, ["quote"]
     lines = []
     print(
-        f"{'face':8}{'work':8}{'ratio to off':>20}{'2 and more':>12}{'tok/s':>9}{'drafted':>9}{'accepted':>10}",
+        f"{'face':8}{'work':8}{'ratio to off':>20}{'2 and more':>12}"
+        f"{'tok/s':>9}{'drafted':>9}{'accepted':>10}",
         flush=True,
     )
     for face in args.faces:

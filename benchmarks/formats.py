@@ -1,6 +1,6 @@
 """Decode speed of a model in each weight format, in turns, compared with its bytes.
 
-    python benchmarks/formats.py shaped-1b-Q4_0.gguf int8-g128,int4-g128,int3-g128,int2-g128,nf4-g64 --rounds 5
+    python benchmarks/formats.py shaped-1b-Q4_0.gguf int8-g128,int4-g128,nf4-g64 --rounds 5
 
 Matrices have random codes, because values do not change the time of a product. Embeddings and the
 head keep the file's format. Two formats with the same tokens/s times bytes use the memory equally

@@ -1,8 +1,8 @@
 """Several ranks on this machine: speed, idle time of a pipeline, and recovery from a lost rank.
 
-    python benchmarks/parallel.py ranks                     speed of splits of the model and of one rank, in turns
-    python benchmarks/parallel.py bubble --svg FILE         m steps through two stages of one thread each
-    python benchmarks/parallel.py lost                      seconds from the loss of a rank to the next token
+    python benchmarks/parallel.py ranks              speed of splits, in turns with one rank
+    python benchmarks/parallel.py bubble --svg FILE  m steps through two stages of one thread each
+    python benchmarks/parallel.py lost               seconds from a lost rank to the next token
 
 Ranks are processes on this machine with one thread each. Figures are medians (min-max) over
 --rounds.

@@ -1,8 +1,8 @@
 """Headrace and its peers with the same models, threads and prompts, in turns.
 
-    python benchmarks/peers.py                                                   all peers, the default model
-    python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill    the short comparison of `make bench`
-    python benchmarks/peers.py --model .bench/models/shaped-1b-Q4_0.gguf         a model made by shaped.py
+    python benchmarks/peers.py                                    all peers, the default model
+    python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill
+    python benchmarks/peers.py --model .bench/models/shaped-1b-Q4_0.gguf
 
 A round runs one new process after the other, A B C, then A B C again, so that a slow minute of the
 machine affects all of them. Each peer has a virtual environment in .bench/, installed on first use,

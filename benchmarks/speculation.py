@@ -115,7 +115,8 @@ def show(line: dict[str, object]) -> str:
 
 HEADINGS = (
     f"{'workload':10}{'batch':>6}  "
-    f"{'method':10}{'ratio to off':>18}{'tok/s':>9}{'tokens/step':>13}{'drafted':>10}{'acceptance':>12}"
+    f"{'method':10}{'ratio to off':>18}{'tok/s':>9}"
+    f"{'tokens/step':>13}{'drafted':>10}{'acceptance':>12}"
     f"{'repeated':>10}"
 )
 

@@ -1,4 +1,6 @@
-"""`LLM`, which runs a model in the caller's process and blocks, and the base that `AsyncLLM` shares."""
+"""`LLM`, which runs a model in the caller's process and blocks, and the base that `AsyncLLM`
+shares.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,6 @@
-"""Requests to an engine. Results are in `outputs.py`, sampling parameters in `sampling_params.py`."""
+"""Requests to an engine. Results are in `outputs.py`, sampling parameters in
+`sampling_params.py`.
+"""
 
 import reprlib
 from collections.abc import Sequence

@@ -114,7 +114,8 @@ class SamplingParams:
         (1e-6, 100.0),
         is_sampler_option=True,
         metavar="X",
-        help="divisor of positive logits, factor of negative logits, of tokens in the prompt or the "
+        help="divisor of positive logits, factor of negative logits, of tokens in the prompt "
+        "or the "
         "answer",
     )
     """Divisor of positive logits, factor of negative logits, of tokens in prompt or output."""

@@ -143,7 +143,9 @@ class Stats(NamedTuple):
 
     @property
     def fragmentation(self) -> float:
-        """Share of the KV memory in use that no known token will fill: the price of whole blocks."""
+        """Share of the KV memory in use that no known token will fill: the price of whole
+        blocks.
+        """
         lost = sum(
             (group.slots_empty - group.slots_promised) * group.slot_bytes for group in self.kv
         )

@@ -26,7 +26,9 @@ EOS = (59, 60)
 
 
 class JsonVocabulary(TinyVocabulary):
-    """Pieces of JSON, two bytes of a longer character, and two end tokens that are spelled like text."""
+    """Pieces of JSON, two bytes of a longer character, and two end tokens that are spelled like
+    text.
+    """
 
     def __init__(self, eos_ids: tuple[int, ...] = EOS) -> None:
         super().__init__(VOCAB, eos_ids)

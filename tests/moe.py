@@ -19,8 +19,8 @@ Rows = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class MoeModel:
-    """Experts over rows of `dim` numbers. The first numbers of a row, one per expert, are the routing
-    logits.
+    """Experts over rows of `dim` numbers. The first numbers of a row, one per expert, are the
+    routing logits.
     """
 
     experts: int = 8
@@ -42,8 +42,8 @@ class MoeModel:
 
     @property
     def tensors(self) -> Tensors:
-        """Return random weights. The router copies the logits from the row, so that every backend routes
-        alike.
+        """Return random weights. The router copies the logits from the row, so that every backend
+        routes alike.
         """
         shapes = {
             "gate": (self.hidden, self.dim),

@@ -50,7 +50,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.differing_executors],  # every run has its own instances of test classes
 )
 settings.load_profile("mutate")
-"""
+"""  # noqa: E501
 _NOISE = (r",? *\bstrict=\w+", r", *(?=\))", r"(?<=\bcast\()[^,]*")
 """Changes that no test can notice: strictness of zips, trailing commas, types of casts."""
 

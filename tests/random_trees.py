@@ -10,7 +10,9 @@ from headrace.proposer import ProposerTraits, SequenceView
 
 
 class RandomTrees:
-    """Proposes trees of random size and shape. `truth` maps a sequence id to all its known tokens."""
+    """Proposes trees of random size and shape. `truth` maps a sequence id to all its known
+    tokens.
+    """
 
     def __init__(
         self,

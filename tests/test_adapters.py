@@ -19,13 +19,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=0)
 def write_adapter(
     folder: Path, rank: int, layers: Sequence[int] = (3, 20), heads: int = 576, dim: int = 576
 ) -> Path:
-    """Write a random adapter of the queries and outputs of some layers, by default for SmolLM2-135M.
+    """Write a random adapter of the queries and outputs of some layers, by default for
+    SmolLM2-135M.
 
     It is strong enough to change the text. `heads` is the number of columns of all heads.
     """
     rng, shapes = np.random.default_rng(rank), {"q": (heads, dim), "o": (dim, heads)}
     tensors = {
-        f"base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_{half}.weight": rng.standard_normal(
+        f"base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_{half}.weight": rng.standard_normal(  # noqa: E501
             shape, np.float32
         )
         for layer in layers

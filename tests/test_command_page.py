@@ -1,4 +1,6 @@
-"""docs/reference/cli.md has the help of every command: `python -m tests.test_command_page` writes it."""
+"""docs/reference/cli.md has the help of every command: `python -m tests.test_command_page` writes
+it.
+"""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""The tables of docs/use/families.md, which are made here: `python -m tests.test_families_page` writes
-them anew.
+"""The tables of docs/use/families.md, which are made here: `python -m tests.test_families_page`
+writes them anew.
 """
 
 from headrace.model import FAMILIES

@@ -340,7 +340,9 @@ class TestSafety:
 
 class TestRecords:
     def test_large_records_are_built_by_keyword(self) -> None:
-        """A record of more than four fields takes at most two positional arguments, none starred."""
+        """A record of more than four fields takes at most two positional arguments, none
+        starred.
+        """
         large = {name for name, fields in record_fields().items() if len(fields) > 4}
         assert large
         found = [

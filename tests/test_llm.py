@@ -288,7 +288,7 @@ class TestChat:
     def test_chat_template_options(self, write_gguf: Any) -> None:  # noqa: F811
         path = write_gguf(
             {
-                "tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ "
+                "tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ "  # noqa: E501
                 "add_generation_prompt }}{{ mood }}"
             }
         )
@@ -338,7 +338,7 @@ class TestStream:
     def test_stream_takes_chat_template_options(self, write_gguf: Any) -> None:  # noqa: F811
         path = write_gguf(
             {
-                "tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ "
+                "tokenizer.chat_template": "{{ messages[0].content }}{{ tools | length if tools }}{{ "  # noqa: E501
                 "add_generation_prompt }}"
             }
         )

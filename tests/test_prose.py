@@ -11,7 +11,8 @@ from tests.texts import ROOT
 
 HABITS = {
     "a clause as a noun (what X is)": (
-        r"\b[Ww]hat (?:is|are|was|were|has|have|it|they|there|a |an |the |comes|came|goes|makes|all|"
+        r"\b[Ww]hat (?:is|are|was|were|has|have|it|they|there|a |an |the "
+        r"|comes|came|goes|makes|all|"
         r"each|one|some|any|can|does|do|runs|keeps|took|gives|\w+s\b)",
         10,
     ),

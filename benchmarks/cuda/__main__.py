@@ -1,6 +1,6 @@
 """Speed of the GPU backend: bandwidth, arithmetic, tokens and host time, each with its target.
 
-    python benchmarks/cuda                         writes benchmarks/cuda/results/<name of the GPU>.json
+    python benchmarks/cuda        writes benchmarks/cuda/results/<name of the GPU>.json
     python benchmarks/cuda --models 8b --out FILE
     python benchmarks/cuda --smoke                 whether it runs at all, in Triton's interpreter
 

@@ -1,7 +1,7 @@
 """Checks of the GPU backend: a request has the same bits in any batch, and the GPU draws the same
 tokens as the host.
 
-    python benchmarks/cuda/checks.py               writes benchmarks/cuda/results/<name of the GPU>-checks.json
+    python benchmarks/cuda/checks.py  writes benchmarks/cuda/results/<name of the GPU>-checks.json
     python benchmarks/cuda/checks.py --smoke       whether it runs at all, in Triton's interpreter
 
 Exit code 1 if a check failed.

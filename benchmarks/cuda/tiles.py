@@ -1,6 +1,6 @@
 """Speed of other tiles of linear ops than `kernels/tiles.py` chooses. Tiles change no bit.
 
-    python benchmarks/cuda/tiles.py                writes benchmarks/cuda/results/<name of the GPU>-tiles.json
+    python benchmarks/cuda/tiles.py  writes benchmarks/cuda/results/<name of the GPU>-tiles.json
     python benchmarks/cuda/tiles.py --formats int4 --rows 1 16
     python benchmarks/cuda/tiles.py --smoke        whether it runs at all, in Triton's interpreter
 

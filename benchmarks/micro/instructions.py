@@ -1,6 +1,6 @@
 """Instructions per weight of the kernels for one row, by format, from the built extension.
 
-    python benchmarks/micro/instructions.py build/cp311-cp311-linux_x86_64/CMakeFiles/kernels_avx2_1.dir/csrc/isa.cpp.o
+    python benchmarks/micro/instructions.py build/*/CMakeFiles/kernels_avx2_1.dir/csrc/isa.cpp.o
 
 It counts the instructions of the innermost loop with products, per weight. Instructions outside of
 it run once for many groups. A processor that issues n instructions per cycle cannot process more

@@ -121,7 +121,8 @@ def main() -> None:
     }
     prompt = tokenizer.encode("A water wheel turns because")
     print(
-        f"{'':28}{'seqs':>9}{'ms':>9}{'plan':>9}{'outside':>22}{'a seq':>10}{'share':>8}{'speed':>18}"
+        f"{'':28}{'seqs':>9}{'ms':>9}{'plan':>9}{'outside':>22}"
+        f"{'a seq':>10}{'share':>8}{'speed':>18}"
     )
     for name, options in CASES.items():
         params = SamplingParams(max_tokens=args.steps, ignore_eos=True, **options)

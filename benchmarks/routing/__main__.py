@@ -1,8 +1,8 @@
 """Routing to replicas: policies on five traces, in simulated time with real engines, and the time
 of a decision.
 
-    python benchmarks/routing                                  4, 16 and 64 replicas, and the decisions with 1,000
-    python benchmarks/routing --replicas 16 --trace chats      some of it; --no-decisions leaves those out, --replicas 0 leaves all else out
+    python benchmarks/routing                              4, 16 and 64 replicas; 1,000 decide
+    python benchmarks/routing --replicas 16 --trace chats  one of them; --replicas 0: only decisions
 
 The figures of the traces depend only on the seed, not on the machine. README.md explains them.
 """

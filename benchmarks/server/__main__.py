@@ -1,7 +1,7 @@
 """Cost of HTTP, and comparison with another server: tokens/s, time to first token and between
 tokens.
 
-    python benchmarks/server                                   the server and the engine alone, at 1, 8 and 32 streams
+    python benchmarks/server    the server and the engine alone, at 1, 8 and 32 streams
     python benchmarks/server --peer 'llama-server -m {model} --port {port} -np 32 -c 65536 -t 2'
 
 The engine alone runs the same requests in its own process, while a dummy process uses the measured

@@ -1,8 +1,8 @@
 """Serving many requests: memory waste, batching, pauses, KV memory, KV formats and windows.
 
     python benchmarks/serving                                  everything
-    python benchmarks/serving batching --requests 500          one of: waste, batching, pauses, memory, kv_formats, windows
-    python benchmarks/serving pauses --set max_num_batched_tokens=64    with fields of EngineConfig; each --set is a row
+    python benchmarks/serving batching --requests 500
+    python benchmarks/serving pauses --set max_num_batched_tokens=64
 
 Ratios compare runs that take turns. Figures are medians (min-max).
 """

@@ -92,7 +92,8 @@ class BeamSearch:
         return [(seq, None) for seq in seqs]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """Return the best `num_results` outputs once all beams have ended; an empty list before that.
+        """Return the best `num_results` outputs once all beams have ended; an empty list before
+        that.
 
         Beams that were cut short compete with the finished beams.
         """

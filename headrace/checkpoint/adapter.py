@@ -131,7 +131,9 @@ def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, _Matrices]:
 
 
 def _scale(config: JsonFields, module: str, rank: int) -> float:
-    """The factor: alpha / rank or, with rank stabilisation (Kalajdzievski 2023), alpha / sqrt(rank)."""
+    """The factor: alpha / rank or, with rank stabilisation (Kalajdzievski 2023), alpha /
+    sqrt(rank).
+    """
     alpha, patterns = config.number("lora_alpha", 8.0), config.section("alpha_pattern")
     for pattern in patterns:
         if re.search(r"[^\w.-]", pattern):

@@ -1,7 +1,8 @@
 """Evaluate the quality of a model on a text, next to its bytes and its speed.
 
 NLL is the mean negative log-likelihood of a token of the text given the tokens before it, in nats.
-KL is the divergence of the next-token distributions from a reference: mean and 99th percentile. `same top` is the share of positions at which both have the same most likely token.
+KL is the divergence of the next-token distributions from a reference: mean and 99th percentile.
+`same top` is the share of positions at which both have the same most likely token.
 
 --formats quantises the matrices of the model to each of these formats, for a row each. --sweep
 prints the Pareto-optimal formats, and --budget the best format within a size or a speed.

@@ -1,7 +1,7 @@
 """The `headrace` command: finds the command, and turns an error into one line and an exit code.
 
-This module imports nothing heavy. Exit codes: 0 success, 1 failure, 2 usage, 3 model missing or unsupported,
-4 out of memory, 5 address in use, 128 + n ended by signal n (130: Ctrl-C).
+This module imports nothing heavy. Exit codes: 0 success, 1 failure, 2 usage, 3 model missing or
+unsupported, 4 out of memory, 5 address in use, 128 + n ended by signal n (130: Ctrl-C).
 """
 
 import argparse
@@ -34,8 +34,8 @@ COMMANDS = {
     "doctor": "measure this machine, and test the engine on it",
     "completion": "print a completion script for bash, zsh or fish",
 }
-"""Each command is a module of this package with `EXAMPLES`, `configure(parser)` and `run(args)`, which
-returns the exit code.
+"""Each command is a module of this package with `EXAMPLES`, `configure(parser)` and `run(args)`,
+which returns the exit code.
 """
 
 HELP = f"""usage: headrace COMMAND ...
@@ -105,7 +105,9 @@ def _settle(stream: TextIO) -> OSError | None:
 
 
 def _interrupt_before(error: BaseException) -> BaseException | None:
-    """The signal that the error follows from, if there is one: argparse fails while it cleans up."""
+    """The signal that the error follows from, if there is one: argparse fails while it cleans
+    up.
+    """
     before: BaseException | None = error
     while before and not isinstance(before, KeyboardInterrupt):
         before = before.__context__

@@ -163,7 +163,7 @@ def _add_speculation(group: Arguments) -> None:
         "--adaptive-speculation",
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS["adaptive_speculation"],
-        help="number of drafts by measured gain; --no-adaptive-speculation drafts up to the maximum",
+        help="number of drafts by measured gain; --no-adaptive-speculation: always the maximum",
     )
     _add(
         group,

@@ -96,7 +96,7 @@ def _add_memory(group: Arguments) -> None:
         "GPU)",
         "kv_blocks": "number of KV blocks; 0: enough for --max-num-seqs sequences of "
         "--max-model-len tokens, within half of the memory",
-        "kv_offload_bytes": "bytes of host memory for KV that is evicted from a GPU; 0: no offloading",
+        "kv_offload_bytes": "bytes of host memory for KV evicted from a GPU; 0: no offloading",
     }
     for name, text in texts.items():
         _add_engine_option(group, name, "N", int, text)

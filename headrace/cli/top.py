@@ -1,8 +1,8 @@
 """Watch the engines that run on this machine: KV memory, rows, speed and requests.
 
 Every engine of this user (headrace run, LLM(...), a benchmark) appears while it computes, without
-preparation. A single engine, or the engine of PID, is shown with its requests. Engines in a container
-appear if the folder HEADRACE_STATS is shared with it.
+preparation. A single engine, or the engine of PID, is shown with its requests. Engines in a
+container appear if the folder HEADRACE_STATS is shared with it.
 """
 
 import argparse

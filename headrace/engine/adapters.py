@@ -50,7 +50,9 @@ class Adapters:
         self._loaded[name] = LoadedAdapter(name, number, scope)
 
     def unload(self, name: str) -> None:
-        """Unload an adapter; unfinished requests keep it. Raises RequestError if it is not loaded."""
+        """Unload an adapter; unfinished requests keep it. Raises RequestError if it is not
+        loaded.
+        """
         self.check(name)
         self._remove_unused(self._loaded.pop(name))
 

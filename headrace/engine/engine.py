@@ -261,7 +261,9 @@ class Engine:
         self._adapters.load(name, adapter)
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; unfinished requests keep it. Raises RequestError if it is not loaded."""
+        """Unload an adapter; unfinished requests keep it. Raises RequestError if it is not
+        loaded.
+        """
         self._check_open()
         self._adapters.unload(name)
 

@@ -1,8 +1,8 @@
 """Jump-forward decoding: tokens that the grammar forces become the draft of their sequence.
 
-A token is forced if the mask allows only that token. One step takes all forced tokens of a sequence. Each
-is still sampled from its own row of logits, so only the number of steps changes, never a token.
-Proposers are not called for such a sequence, and do not learn from its draft.
+A token is forced if the mask allows only that token. One step takes all forced tokens of a
+sequence. Each is still sampled from its own row of logits, so only the number of steps changes,
+never a token. Proposers are not called for such a sequence, and do not learn from its draft.
 """
 
 from headrace.batch import Commit, DraftTree
@@ -10,7 +10,9 @@ from headrace.engine.scheduled import ScheduledSequence
 
 
 class JumpForward:
-    """Finds and counts forced tokens, up to `max_tokens` of a sequence in a step; 0 turns it off."""
+    """Finds and counts forced tokens, up to `max_tokens` of a sequence in a step; 0 turns it
+    off.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self.num_accepted = 0

@@ -177,7 +177,9 @@ class MultiStep:
 
 
 def _any_ended(ticket: Ticket, end_ids: list[frozenset[int]]) -> bool:
-    """Whether the results are ready, and a sequence sampled an end token or had non-finite logits."""
+    """Whether the results are ready, and a sequence sampled an end token or had non-finite
+    logits.
+    """
     if not ticket.ready:
         return False
     for value, ids in zip(ticket.wait().values, end_ids, strict=True):

@@ -187,7 +187,9 @@ def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
 
 
 def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:
-    """Return the log-probabilities of a token and of the top tokens at its position, by token id."""
+    """Return the log-probabilities of a token and of the top tokens at its position, by token
+    id.
+    """
     described = {token: Logprob(logprobs.logprob, logprobs.rank, _text(tokenizer, token))}
     for rank, (top, logprob) in enumerate(
         zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1

@@ -149,8 +149,8 @@ class Scheduler:
             self._preempt(self.running[-1])
         while self._kv.is_overcommitted:
             self._preempt(self._choose_victim(self.running[0]))
-        # Windows move on before the first allocation of the step, so that a sequence gets the blocks
-        # that it releases: see "No sequence is preempted twice" in the docs.
+        # Windows move on before the first allocation of the step, so that a sequence gets the
+        # blocks that it releases: see "No sequence is preempted twice" in the docs.
         if self._kv.has_windows:
             for seq in self.running:
                 self._kv.advance(seq.tables, seq.settled, len(seq.known))

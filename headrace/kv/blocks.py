@@ -301,7 +301,9 @@ class BlockPool:
             table.append(self._pop_block(table[-1] if table else NULL_BLOCK))
 
     def _pop_block(self, previous: int) -> int:
-        """Take an empty block: the one after `previous`, else the first of an empty run, else any."""
+        """Take an empty block: the one after `previous`, else the first of an empty run, else
+        any.
+        """
         if not self._num_empty:
             self._evict()
         following = previous + 1

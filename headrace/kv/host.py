@@ -4,10 +4,10 @@ The tier holds block numbers only; the storage belongs to the backend (`HostBloc
 on the host after it is loaded, so evicting the block again needs no second copy. If no host block
 is left, the least recently used copy is dropped.
 
-All copies run in the order of the launches, so the host waits for no copy. A copy to the host is issued
-at once, because no earlier launch still writes a block of the prefix cache. A load is queued until
-the step's own block copies are issued (`run_loads`), because these may read the old content of its
-target. Until then its host block is pinned.
+All copies run in the order of the launches, so the host waits for no copy. A copy to the host is
+issued at once, because no earlier launch still writes a block of the prefix cache. A load is queued
+until the step's own block copies are issued (`run_loads`), because these may read the old content
+of its target. Until then its host block is pinned.
 """
 
 import logging

@@ -68,8 +68,8 @@ class KvManager:
         """Make `num_slots` slots from token `computed` on writable.
 
         A group with a window gets only the slots that a step can use. Returns the block copies to
-        make before the next step writes anything. Returns None, and changes no state, if there are not
-        enough blocks.
+        make before the next step writes anything. Returns None, and changes no state, if there are
+        not enough blocks.
         """
         plans: list[tuple[int, Allocation]] = []
         for group, table in enumerate(tables):

@@ -68,7 +68,9 @@ class TokenRun(NamedTuple):
 
 
 def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) -> RaggedBatch:
-    """Return a batch of token runs without drafts; with `logits`, the last row of each has logits."""
+    """Return a batch of token runs without drafts; with `logits`, the last row of each has
+    logits.
+    """
     ends = list(accumulate(len(run.tokens) for run in runs))
     return RaggedBatch(
         tokens=ints([token for run in runs for token in run.tokens]),

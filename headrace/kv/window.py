@@ -4,9 +4,9 @@ A sequence releases the blocks that no later row sees, and continues in the bloc
 back. The attention sinks at the start of the sequence are seen by all rows, so they stay.
 
 Each table pays for all its blocks, also for shared ones. So a sequence may always take one new
-block for each block it releases, whichever sequences share them, and a prompt that is computed in chunks never
-needs more blocks than at its admission. The price: blocks shared before the window count once for
-each sequence, although they take memory only once.
+block for each block it releases, whichever sequences share them, and a prompt that is computed in
+chunks never needs more blocks than at its admission. The price: blocks shared before the window
+count once for each sequence, although they take memory only once.
 """
 
 from collections.abc import Iterable

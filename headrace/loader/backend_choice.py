@@ -1,4 +1,6 @@
-"""Chooses the backend of a model: the named backend, or for `auto` the GPU if the model fits there."""
+"""Chooses the backend of a model: the named backend, or for `auto` the GPU if the model fits
+there.
+"""
 
 import logging
 from dataclasses import replace

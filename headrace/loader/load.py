@@ -1,4 +1,6 @@
-"""Loads a model: opens its files, checks the options, sizes the KV cache, compiles, makes an engine."""
+"""Loads a model: opens its files, checks the options, sizes the KV cache, compiles, makes an
+engine.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple

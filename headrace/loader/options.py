@@ -1,4 +1,6 @@
-"""Makes an `EngineConfig` from a caller's options, and checks names, types, bounds and conflicts."""
+"""Makes an `EngineConfig` from a caller's options, and checks names, types, bounds and
+conflicts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -52,7 +52,9 @@ class Searching:
         self.samplers = [_native.Sampler(4, [], temperature=0.0, presence_penalty=presence_penalty)]
 
     def step(self, *probabilities: list[float]) -> list[list[int]]:
-        """Run a step with these probabilities for each beam; returns the outputs of the live beams."""
+        """Run a step with these probabilities for each beam; returns the outputs of the live
+        beams.
+        """
         with np.errstate(divide="ignore"):
             logits = np.log(np.array(probabilities, np.float32))
         seqs = [

@@ -347,7 +347,7 @@ Call = Callable[[_native.Plan], Any]
     ((16, 0), lambda p: p.kv_write(0, 0, (0, 0)), "values to write"),
     ((16, 0), lambda p: p.kv_write(2, -1, (0, 0)), "keys are as wide"),
     ((32, 16), lambda p: p.kv_write(1, 0, (0, 0)), "values are as wide"),
-    ((16, 8), lambda p: p.qkv_rope_write(0, 1, 2, (0, 0, 0), (-1, -1, -1), (0, 0)), "as long as values"),
+    ((16, 8), lambda p: p.qkv_rope_write(0, 1, 2, (0, 0, 0), (-1, -1, -1), (0, 0)), "as long as values"),  # noqa: E501
     ((16, 7), lambda p: None, "even head sizes"),
     ((15, 8), lambda p: None, "even head sizes"),
     ((16, -2), lambda p: None, "2.24 numbers"),

@@ -159,7 +159,9 @@ def test_row_order_permutes_outputs(format_name: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_linear_of_the_longest_row_does_not_overflow(isa: str) -> None:
-    """Sums of int8 by row have 32 bits: 131,072 extreme products fit, one column more is refused."""
+    """Sums of int8 by row have 32 bits: 131,072 extreme products fit, one column more is
+    refused.
+    """
     cols = 1 << 17
     data = np.repeat(np.array([-128, 127], np.int8), cols).view(np.uint8)
     scales = np.array([1.0, 2.0], np.float32)

@@ -18,7 +18,7 @@ from headrace.planner import host
 checkpoint = open_checkpoint(resolve("smollm2", progress=False))
 executable = compile_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig((64,)), 2)
 print(host.peak_memory(), executable.plan.weight_bytes)
-"""
+"""  # noqa: E501
 
 
 def test_weights_are_in_memory_once() -> None:
@@ -62,7 +62,7 @@ print(predicted, executable.plan.kv_bytes, [resident for size, resident in mappe
 executable.close()
 del executable
 print([size for size, _ in mapped() if size in map(pages, predicted)])
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(

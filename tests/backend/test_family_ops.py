@@ -167,7 +167,9 @@ def spread(cols: int) -> Floats:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation_equals_reference(isa: str, activation: ops.Activation) -> None:
-    """To a relative error of 1e-6, and a little more far below 0; silu uses a cheaper exponential."""
+    """To a relative error of 1e-6, and a little more far below 0; silu uses a cheaper
+    exponential.
+    """
     x = spread(37)
     want, got = alone(lambda g, y: g.activate(y, activation), x, isa)
     far = {"silu": 1e-5, "gelu": 2e-6, "gelu_tanh": 2e-5, "relu": 0}[activation]

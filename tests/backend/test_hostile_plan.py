@@ -166,11 +166,13 @@ except ValueError:
 limit(0)
 plan.run(*arrays(3))
 print(int(before.min()), int(before.max()), int(plan.floats(rows, 3).sum()) == 3 * WIDTH)
-"""
+"""  # noqa: E501
 
 
 def test_out_of_memory_in_threads_and_buffers() -> None:
-    """Python gets the exception, the plan works again with more memory, and old views stay valid."""
+    """Python gets the exception, the plan works again with more memory, and old views stay
+    valid.
+    """
     assert limited(NO_MEMORY) == ["worker", "growth", "none", "1", "1", "True"]
 
 
@@ -264,7 +266,9 @@ def test_native_objects_cannot_be_initialised_twice() -> None:
 
 
 def test_arrays_changed_by_another_thread() -> None:
-    """A step runs with the numbers that were checked; token 2^30 would be far outside the weight."""
+    """A step runs with the numbers that were checked; token 2^30 would be far outside the
+    weight.
+    """
     plan = _native.Plan("", 2)
     out = plan.add_buffer(64, "step", False)
     plan.embed(out, plan.add_weight("F32", 1, 64, np.ones(64, np.float32).view(np.uint8), None))

@@ -49,7 +49,9 @@ def product(
 
 
 def multiplied(kind: str, stored: StoredTensor) -> Array:
-    """The weights that kernels multiply with: looked-up values are rounded to integers of a unit."""
+    """The weights that kernels multiply with: looked-up values are rounded to integers of a
+    unit.
+    """
     weight = stored.dequantise().astype(np.float64)
     spec = KINDS[kind]
     if spec.codebook not in CODEBOOKS or kind in WIDE or stored.cols % 32:

@@ -206,7 +206,7 @@ tiny_executable(tiny_model(0), "cpu", KvConfig((1,)), 2).close()  # what is impo
 before = anonymous_bytes()
 executable = tiny_executable((spec, tensors), "cpu", KvConfig((1,)), 2)
 print(anonymous_bytes() - before, executable.program.weight_bytes, executable.plan.weight_bytes)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(

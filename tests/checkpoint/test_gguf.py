@@ -175,8 +175,10 @@ class TestMetadata:
         ).metadata
         assert found.integer("none", 3) == 3
         for get, key in (
-            (found.integer, "a.s"), (found.integer, "a.b"), (found.number, "a.n"), (found.flag, "a.s"), (found.string, "a.b"),
-            (found.strings, "a.l"), (found.numbers, "a.s"), (found.integer, "a.missing"), (found.string, "a.u"),
+            (found.integer, "a.s"), (found.integer, "a.b"), (found.number, "a.n"),
+            (found.flag, "a.s"), (found.string, "a.b"),
+            (found.strings, "a.l"), (found.numbers, "a.s"), (found.integer, "a.missing"),
+            (found.string, "a.u"),
         ):  # fmt: skip
             with pytest.raises(FormatError, match=key):
                 get(key)

@@ -145,7 +145,7 @@ class TestGrowth:
             {"normalizer": in_turn("normalizers", replace({"Regex": ""}, "a"), 40)},
             {"normalizer": replace({"String": ""}, "a" * 10**7)},
             {"normalizer": {"type": "Prepend", "prepend": "a" * 10**7}},
-            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(8) + b"a" * 10**6).decode()}},
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(8) + b"a" * 10**6).decode()}},  # noqa: E501
             {"post_processor": template([TEXT] * 10**5)},
             {"post_processor": in_turn("processors", template([TEXT, TEXT]), 40)},
             {"post_processor": template([TEXT, *[SPECIAL] * 10**4], ids=10**4)},
@@ -154,7 +154,8 @@ class TestGrowth:
     def test_refused(self, tmp_path: Path, parts: dict[str, Any]) -> None:
         with pytest.raises(
             FormatError,
-            match=r"tokenizer\.json: the tokenizer makes texts up to [\d,]+ times as long, more than the limit of 256",
+            match=r"tokenizer\.json: the tokenizer makes texts up to [\d,]+ times as long, more "
+            r"than the limit of 256",
         ):
             tokenizer(tmp_path, **parts)
 

@@ -169,7 +169,7 @@ class TestHuggingFace:
                 source = top[name]
             else:
                 _, layer, part = name.split(".")
-                source = f"model.layers.{layer}.{places[part.removesuffix('_bias')]}.{'bias' if part.endswith('_bias') else 'weight'}"
+                source = f"model.layers.{layer}.{places[part.removesuffix('_bias')]}.{'bias' if part.endswith('_bias') else 'weight'}"  # noqa: E501
             values = tensor.dequantise()
             if (part := name.rpartition(".")[2].removesuffix("_bias")) in ("q", "k"):
                 values = values[
@@ -328,8 +328,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 
 
 FIELDS = [
-    *SIZES, "head_dim", "num_key_value_heads", "rope_scaling", "rope_theta", "architectures", "layer_types", "hidden_act", "sliding_window",
-    "use_sliding_window", "max_window_layers", "max_position_embeddings", "rms_norm_eps", "attention_bias",
+    *SIZES, "head_dim", "num_key_value_heads", "rope_scaling", "rope_theta", "architectures",
+    "layer_types", "hidden_act", "sliding_window",
+    "use_sliding_window", "max_window_layers", "max_position_embeddings", "rms_norm_eps",
+    "attention_bias",
 ]  # fmt: skip
 
 

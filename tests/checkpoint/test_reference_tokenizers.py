@@ -46,8 +46,9 @@ TEXTS = [
     "<|im_start|>user\n<|im_end|> <s> </s> [INST] <unk> <|endoftext|> <turn>",
     "a\u00a0b\u2003c\u3000d\u200be\u200df\ufeffg\u2028h\u0085i\x00j\x7fk\x1bl \ufffd \ue000",
     "----====____ ***** !!!??? ... ,,, ((([[[{{{ }}}]]]))) ``` ~~~ ^^^ |||  +++ <<< >>> $$$",
-    "supercalifragilisticexpialidocious " + "ha" * 30 + " " + "x" * 70 + " " + "=" * 40 + " " * 40 + "!",
-    "", " ", "\n", "   ", "a", "\u2581", " \u2581\u2581 a\u2581b", "'", " '", "1", " 1", "\t", "\r", "\r\n", "é", "\U0010ffff",
+    "supercalifragilisticexpialidocious " + "ha" * 30 + " " + "x" * 70 + " " + "=" * 40 + " " * 40 + "!",  # noqa: E501
+    "", " ", "\n", "   ", "a", "\u2581", " \u2581\u2581 a\u2581b", "'", " '", "1", " 1", "\t",
+    "\r", "\r\n", "é", "\U0010ffff",
 ]  # fmt: skip
 
 

@@ -17,8 +17,10 @@ from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 from headrace.errors import FormatError, ModelNotFoundError, RequestError, UnsupportedModelError
 
 TEXTS = [
-    "Hello, world!", "", " ", "  two  spaces ", "line\n\nbreaks\r\n\ttabs", "I'm we'LL they'd", "1234567 3.14 ½ Ⅷ", "naïve café — “quoted”",
-    "日本語のテキスト、한국어, 中文。", "👩‍👩‍👧 🎉🎉", "हिन्दी ไทย العربية", "foo_bar(x)[0] += 1;", "CamelCaseWord ÉCOLE", "x" * 40,
+    "Hello, world!", "", " ", "  two  spaces ", "line\n\nbreaks\r\n\ttabs", "I'm we'LL they'd",
+    "1234567 3.14 ½ Ⅷ", "naïve café — “quoted”",
+    "日本語のテキスト、한국어, 中文。", "👩‍👩‍👧 🎉🎉", "हिन्दी ไทย العربية", "foo_bar(x)[0] += 1;",
+    "CamelCaseWord ÉCOLE", "x" * 40,
 ]  # fmt: skip
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

@@ -233,7 +233,7 @@ for words in (["show", {model!r}], ["run", {model!r}, "Hi", "--max-tokens", "1"]
     assert main(words) == 0
 loaded = [name for name in sys.modules if name.partition(".")[0] in ("torch", "triton") or name.startswith("headrace.backend.cuda")]
 assert not loaded, loaded
-"""
+"""  # noqa: E501
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 

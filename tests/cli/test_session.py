@@ -141,6 +141,6 @@ def test_what_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch, answer(1, 0.0), EngineConfig(backend="cpu", attention_window=512)
     )
     assert (
-        line
-        == "[20 in, 2,000 tok/s · 1 out · lossy: attends to the first 4 and the last 512 tokens only]"
+        line == "[20 in, 2,000 tok/s · 1 out · lossy: attends to the first 4 and the last 512 "
+        "tokens only]"
     )

@@ -172,7 +172,8 @@ def test_a_quantised_folder_is_converted_again(llama: Path, tmp_path: Path) -> N
 def test_groups_that_do_not_divide(llama: Path, name: str, tmp_path: Path) -> None:
     with pytest.raises(
         RequestError,
-        match=r"tensor model\.layers\.0\.\S+ has (64|96) columns, not a multiple of the \d+ .*choose "
+        match=r"tensor model\.layers\.0\.\S+ has (64|96) columns, not a multiple of the \d+ "
+        r".*choose "
         r"groups of",
     ):
         written(llama, name, tmp_path / "out")

@@ -203,7 +203,9 @@ def test_beam_search_on_a_model(backend: str, length_penalty: float, early_stopp
 
 
 def test_beams_share_the_prompt() -> None:
-    """22 prompt tokens fill five blocks. Each beam needs a copy of the sixth, which is part full."""
+    """22 prompt tokens fill five blocks. Each beam needs a copy of the sixth, which is part
+    full.
+    """
     engine = toy_engine(num_blocks=40, block_size=4)
     engine.add_request([1] * 22, SamplingParams(beam_width=6, max_tokens=12))
     used = []
@@ -233,7 +235,8 @@ def test_beams_are_preempted_and_share_the_prompt_again() -> None:
         (
             9,
             {"beam_width": 5, "max_tokens": 20},
-            "20 output tokens in each of 5 beams need up to 27 blocks of 4 tokens, but the cache has 26",
+            "20 output tokens in each of 5 beams need up to 27 blocks of 4 tokens, but "
+            "the cache has 26",
         ),
     ],
 )

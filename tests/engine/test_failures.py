@@ -210,7 +210,9 @@ def failing_of(
 def test_an_embedding_restarts_after_a_failed_step(
     pooling: Pooling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second chunk of the prompt fails after its launch, so its rows have been pooled already."""
+    """The second chunk of the prompt fails after its launch, so its rows have been pooled
+    already.
+    """
     engine, prompt = toy_engine(max_num_batched_tokens=4), list(range(1, 12))
     launch = engine._loop.executable.launch
     monkeypatch.setattr(
@@ -458,7 +460,9 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
 
 
 def test_deadlines_of_ended_requests_are_swept() -> None:
-    """The heap is swept once it has sixteen entries more than twice the live ones; the order stays."""
+    """The heap is swept once it has sixteen entries more than twice the live ones; the order
+    stays.
+    """
     engine, deadlines = toy_engine(), Deadlines()
     ids = [engine.add_request([1]) for _ in range(40)]
     times = {engine._requests[request_id]: 17 * i % 40 for i, request_id in enumerate(ids)}

@@ -372,7 +372,9 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=N
 
 
 def test_beams_may_preempt_a_sequence_that_has_not_sampled() -> None:
-    """All sequences that rank before the victim have sampled, but they belong to the first request."""
+    """All sequences that rank before the victim have sampled, but they belong to the first
+    request.
+    """
     life = Life()
     config = {
         "num_blocks": 8,

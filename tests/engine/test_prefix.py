@@ -133,7 +133,9 @@ def test_equal_requests_at_once_end_on_equal_blocks() -> None:
 
 
 def test_n_samples_share_memory() -> None:
-    """n sequences of G tokens after a prompt of P tokens hold P + n G slots, rounded up to blocks."""
+    """n sequences of G tokens after a prompt of P tokens hold P + n G slots, rounded up to
+    blocks.
+    """
     n, length, generated, size = 8, 41, 16, 4
     engine = toy_engine(num_blocks=64, block_size=size, max_model_len=80)
     engine.add_request(

@@ -303,7 +303,9 @@ INTERLEAVED = tiny_model(3, dim=64, layers=5, window=(0, 40, 40), context=512)
 @pytest.mark.parametrize("kv_dtype", traits_of("cpu").kv_dtypes)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_window_layers_hold_only_visible_blocks(backend: str, kv_dtype: KvDtype) -> None:
-    """Checks the blocks and bytes of each group in every step, inside a long prompt and after it."""
+    """Checks the blocks and bytes of each group in every step, inside a long prompt and after
+    it.
+    """
     engine = tiny_engine(
         INTERLEAVED, backend, slots=512, kv_dtype=kv_dtype, max_num_batched_tokens=24
     )

@@ -312,7 +312,9 @@ class TestMeter:
         )
 
     def test_meter_history_covers_a_minute(self) -> None:
-        """One token in the first of the last 60 seconds, and none after it, in any number of steps."""
+        """One token in the first of the last 60 seconds, and none after it, in any number of
+        steps.
+        """
         meter = Meter(0.0)
         for tenth in range(1000):
             meter.record(tenth / 10, (tenth + 1) / 10, int(400 <= tenth < 410), tenth + 1, 1)

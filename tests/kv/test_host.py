@@ -1,4 +1,6 @@
-"""The host tier alone: saving, dropping and loading copies without losing, doubling or confusing them."""
+"""The host tier alone: saving, dropping and loading copies without losing, doubling or confusing
+them.
+"""
 
 from math import inf
 

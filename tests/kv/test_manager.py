@@ -96,7 +96,9 @@ def test_attention_sinks_are_never_released() -> None:
 
 
 def test_fits_next_to_promised_blocks() -> None:
-    """A sequence holds 2 of 8 blocks of 4 tokens, and may need one more than its known tokens do."""
+    """A sequence holds 2 of 8 blocks of 4 tokens, and may need one more than its known tokens
+    do.
+    """
     kv = toy_kv(8, 4, (0,))
     tables = kv.new_tables()
     kv.allocate(tables, 0, 8)
@@ -291,7 +293,9 @@ class Manager(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs)
     @rule(which=st.integers(0), rows=st.integers(1, 9))
     def compute(self, which: int, rows: int) -> None:
-        """A step of a prompt always finds its blocks. A sequence after its prompt grows by a row."""
+        """A step of a prompt always finds its blocks. A sequence after its prompt grows by a
+        row.
+        """
         seq = self.seqs[which % len(self.seqs)]
         left = seq.num_known - len(seq.content)
         self.kv.advance(seq.tables, len(seq.content), seq.num_known)

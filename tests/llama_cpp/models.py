@@ -50,7 +50,7 @@ CASES = {name: Case(name, {}) for name in VARIANTS} | {
             "rope_scaling": EVEN_YARN,
             "rope_theta": 1e4,
         },
-        "groups of experts that go by their best score, and an `mscale` other than `mscale_all_dim`",
+        "groups of experts that go by their best score, and an `mscale` other than `mscale_all_dim`",  # noqa: E501
     ),
     "deepseek-v2-lite": Case(
         "deepseek-v2-lite",

@@ -46,8 +46,8 @@ class TestKvSize:
         assert self.size(8, kv_blocks=7).num_blocks == (7,)
 
     def test_kv_of_layers_with_a_window(self) -> None:
-        """Two layers have full attention, and four a window of 64 tokens. A step of 512 rows touches
-        19 blocks of the window.
+        """Two layers have full attention, and four a window of 64 tokens. A step of 512 rows
+        touches 19 blocks of the window.
         """
         model = tiny_model(0, context=4096, layers=6, window=(0, 64, 64))
         groups = trace_model(*model).kv_groups

@@ -114,7 +114,8 @@ def test_the_library_is_missing_in_a_container(monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             {"torch_cuda": "13.0"},
-            "torch is built for CUDA 13.0, and the driver supports at most 12.8: install a newer driver",
+            "torch is built for CUDA 13.0, and the driver supports at most 12.8: install "
+            "a newer driver",
         ),
         ({"torch_cuda": "12.9"}, ""),
         ({"interprets": True}, "TRITON_INTERPRET is set"),

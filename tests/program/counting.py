@@ -1,4 +1,6 @@
-"""Arrays that count their multiply-adds, their element-wise operations and the memory cells used."""
+"""Arrays that count their multiply-adds, their element-wise operations and the memory cells
+used.
+"""
 
 from collections.abc import Sequence
 from typing import Any

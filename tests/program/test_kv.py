@@ -96,7 +96,9 @@ def test_windows_of_gemma3_need_less_than_a_quarter_of_the_kv() -> None:
 def test_max_blocks_of_a_sequence(
     window: int, max_rows: int, block_size: int, num_tokens: int
 ) -> None:
-    """The count equals the blocks that a step's rows see, at any start and for any number of rows."""
+    """The count equals the blocks that a step's rows see, at any start and for any number of
+    rows.
+    """
     most = 0
     for computed in range(num_tokens):
         last = min(computed + max_rows, num_tokens) - 1

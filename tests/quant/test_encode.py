@@ -16,8 +16,10 @@ from headrace.quant.encode import ENCODERS, encode
 Floats = NDArray[np.float32]
 
 MAX_ERRORS = {
-    "F32": 0, "F16": 2**-11, "BF16": 2**-8, "Q4_0": 1 / 8, "Q4_1": 1 / 15, "Q5_0": 1 / 16, "Q5_1": 1 / 31, "Q8_0": 1 / 254, "Q2_K": 0.4,
-    "Q3_K": 0.27, "Q4_K": 0.08, "Q5_K": 0.05, "Q6_K": 0.04, "IQ4_NL": 0.11, "IQ4_XS": 0.13, "MXFP4": 1 / 5, "TQ1_0": 1, "TQ2_0": 1,
+    "F32": 0, "F16": 2**-11, "BF16": 2**-8, "Q4_0": 1 / 8, "Q4_1": 1 / 15, "Q5_0": 1 / 16,
+    "Q5_1": 1 / 31, "Q8_0": 1 / 254, "Q2_K": 0.4,
+    "Q3_K": 0.27, "Q4_K": 0.08, "Q5_K": 0.05, "Q6_K": 0.04, "IQ4_NL": 0.11, "IQ4_XS": 0.13,
+    "MXFP4": 1 / 5, "TQ1_0": 1, "TQ2_0": 1,
 }  # fmt: skip
 """The root mean square error relative to a block's maximum: half a step, or the step
 next to the shorter end.

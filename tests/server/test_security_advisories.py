@@ -44,7 +44,9 @@ def test_million_prompts_are_refused(server: Running) -> None:
 
 @pytest.mark.parametrize("field", ["allowed_token_ids", "stop_token_ids", "logit_bias", "prompt"])
 def test_token_ids_beyond_the_vocabulary_are_refused(server: Running, field: str) -> None:
-    """CVE-2026-93840: ids are checked against the width of the logits; neighbours are unaffected."""
+    """CVE-2026-93840: ids are checked against the width of the logits; neighbours are
+    unaffected.
+    """
     width = server.get("/stats").json["engine"]["vocab_size"]
     body = CHAT | {"max_tokens": 200}
     expected = server.post("/v1/chat/completions", body).json["choices"]

@@ -120,7 +120,9 @@ class TestFiles:
 
 
 class TestOtherSites:
-    """Other sites' pages can reach this machine, and browsers send the page's password with them."""
+    """Other sites' pages can reach this machine, and browsers send the page's password with
+    them.
+    """
 
     def test_body_without_content_type_from_another_site_is_refused(self, server: Running) -> None:
         """A browser sends such a body without a preflight request; JSON needs one."""

@@ -57,7 +57,8 @@ def head_linear_kernel(
     rows = head * N + tl.where(n < N, n, 0)
     offsets = m.to(tl.int64) * x_stride + head * head_stride
     y = product(
-        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, m < M, K, codes, scales, zeros, lookup, order, rows, num_rows,
+        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, m < M, K, codes, scales, zeros,
+        lookup, order, rows, num_rows,
                 STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE,
         IN_PAIRS, PRECISION,
     )  # fmt: skip
