@@ -23,7 +23,7 @@ from headrace.quant.formats import StoredTensor
 
 
 class HostBlocks(Protocol):
-    """Copies of KV blocks in the host's memory. Copying is in order with launches."""
+    """Copies of KV blocks in the host's memory, in order with launches."""
 
     num_blocks: tuple[int, ...]
     """Max blocks of each KV group. A block takes memory at its first use."""
@@ -32,23 +32,23 @@ class HostBlocks(Protocol):
     """Seconds to copy one block of every group back to the device."""
 
     def save(self, group: int, block: int, host_block: int) -> None:
-        """Copy a block of all layers and heads to the host. Raises MemoryError if that is full."""
+        """Copy a block to the host. Raises MemoryError if the host is full."""
 
     def load(self, group: int, host_block: int, block: int) -> None:
-        """Copy a block of the host back, into any block of its group."""
+        """Copy a block back, into any block of its group."""
 
 
 class Executable(Protocol):
-    """A compiled program with its weights and KV. Its calls take effect in order."""
+    """A compiled program with its weights and KV. Calls take effect in order."""
 
     program: Program
     max_in_flight: int
     """Max launches before the first result is waited for; 1 if a launch runs at once."""
     kv_groups: tuple[KvGroup, ...]
-    """The KV groups that it stores. An attached program over the same KV uses the same groups."""
+    """The KV groups that it stores; attached programs over the same KV use the same groups."""
 
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        """Prepare for steps of up to these sizes, so that no step waits. It may take a while."""
+        """Prepare for steps of up to these sizes. It may take a while."""
 
     def launch(
         self,
@@ -58,19 +58,17 @@ class Executable(Protocol):
         logits: bool = False,
         hidden: bool = False,
     ) -> Ticket:
-        """Run one forward over all rows of the batch, then the ops on its logits.
+        """Run one forward over the batch, then the ops on its logits.
 
-        `logits` and `hidden` request these rows as results. A row of the batch may take its token
-        from an op of the previous launch.
+        `logits` and `hidden` request these rows. A row may take its token from the previous launch.
         """
 
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> "Executable":
-        """Compile another program on the same threads, over the same KV or over its own `kv`.
+        """Compile another program on the same threads, over the same KV or its own `kv`.
 
-        Over the same KV, both programs share weights with the same name. The attached executable
-        is closed separately.
+        Over the same KV, both share weights of the same name. It is closed separately.
         """
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
@@ -79,12 +77,11 @@ class Executable(Protocol):
     def expert_loads(self) -> NDArray[np.int64]:
         """Rows that went to each expert since compilation, [ops over experts, experts].
 
-        A program without experts has [0, 0]. If ops have different numbers of experts, rows of the
-        array end in zeros.
+        Rows of the array end in zeros if ops have different numbers of experts.
         """
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Store an adapter and return its number, by which sequences of a batch refer to it."""
+        """Store an adapter, and return its number for batches."""
 
     def remove_adapter(self, number: int) -> None:
         """Free an adapter. A later adapter may get its number."""
@@ -100,10 +97,9 @@ class Executable(Protocol):
 
 
 def lower_program(backend: str, program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program as the backend runs it: its ops, and the bytes of weights in its memory.
+    """The program in the backend's ops, with the bytes of weights in its memory. Reads no weight.
 
-    Reads no weight. Raises RequestError for an unknown backend, and UnsupportedModelError for a
-    format without a kernel.
+    Raises RequestError for an unknown backend, UnsupportedModelError for a format without a kernel.
     """
     lowered: Program = _module(backend).lower(program, weights)
     return lowered
@@ -124,9 +120,9 @@ def compile_program(
 
 
 def host_block_counts(num_bytes: int, groups: Sequence[tuple[int, int]]) -> list[int]:
-    """The number of host blocks of each KV group for this memory.
+    """Host blocks of each KV group within this memory, in proportion to the blocks on the device.
 
-    `groups`: (number of blocks, bytes of a block) on the device. The shares are proportional.
+    `groups`: (number of blocks, bytes of a block).
     """
     total_bytes = sum(num_blocks * block_bytes for num_blocks, block_bytes in groups)
     return [num_bytes * num_blocks // total_bytes for num_blocks, _ in groups]

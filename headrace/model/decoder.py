@@ -1,7 +1,6 @@
-"""The parts of decoders as equations over the ops, and the blocks that families make of them.
+"""Parts of decoders, and blocks, which compute the output rows of a layer from its input rows.
 
-A block computes the output rows of a layer from its input rows. Parts read their constants from
-the specification, and use our tensor names, such as `layers.3.q`.
+Parts take constants from the specification, and use our tensor names, such as `layers.3.q`.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ Block = Callable[["Decoder", int, Value], Value]
 
 
 def decoder(block: Block) -> Callable[[ModelSpec, Tracer], Value]:
-    """The equations of a model with this block in each layer: logits [logit rows, vocab]."""
+    """The equations of a model with this block in each layer."""
 
     def forward(spec: ModelSpec, g: Tracer) -> Value:
         d = Decoder(spec, g)
@@ -78,7 +77,7 @@ def by_spec(d: "Decoder", layer: int, x: Value) -> Value:
 
 
 class Decoder:
-    """The parts of one model. Each method traces a part and returns its result."""
+    """The parts of a model. Each method traces a part and returns its result."""
 
     def __init__(self, spec: ModelSpec, g: Tracer) -> None:
         self.spec = spec
@@ -160,9 +159,8 @@ class Decoder:
         return self.linear(attended, f"layers.{layer}.o", self.spec.dim, self.spec.output_bias)
 
     def last_rows(self, layer: int, *values: Value) -> tuple[Value, ...]:
-        """In the last layer, only the logit rows and pooled rows of the values; else all rows.
-
-        The last layer has written its KV before, so no other row is needed any more.
+        """In the last layer, whose KV is written, only the logit rows and pooled rows of the
+        values.
         """
         if layer < self.spec.num_layers - 1:
             return values
@@ -176,7 +174,6 @@ class Decoder:
         return self._mlp(x, f"layers.{layer}.", spec.ffn_dim, spec.mlp_bias)
 
     def norm(self, x: Value, name: str, rows: RowKind | None = None) -> Value:
-        """The norm with this name; `rows`: the rows of the result, if fewer than the rows of x."""
         g, spec = self.g, self.spec
         bias = g.vector(f"{name}_bias", spec.dim) if spec.norm_bias else None
         return g.norm(x, g.vector(name, spec.dim), spec.norm_eps, spec.norm, bias=bias, rows=rows)
@@ -199,7 +196,6 @@ class Decoder:
         return g.norm(x, weight, spec.norm_eps, spec.norm, size=size)
 
     def _mlp(self, x: Value, prefix: str, width: int, has_bias: bool) -> Value:
-        """An MLP of this width; its tensors are `gate` (if gated), `up` and `down` of a prefix."""
         g, spec = self.g, self.spec
         gate = self.linear(x, f"{prefix}gate", width, has_bias) if spec.gated_mlp else None
         up = self.linear(x, f"{prefix}up", width, has_bias)
@@ -246,8 +242,8 @@ class Decoder:
 def alibi_slopes(num_heads: int, bias: float) -> tuple[float, ...]:
     """The slope of each head (Press et al. 2022).
 
-    For a power of two of heads, the slopes are powers of 2**(-bias / heads). Further heads take
-    every second slope of a model with twice the heads.
+    If the number of heads is no power of two, further heads take every second slope of twice as
+    many.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-bias * (i + 1) / power) for i in range(power)]

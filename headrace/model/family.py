@@ -1,4 +1,4 @@
-"""Model families: their equations, and how the files of each kind describe and store a model."""
+"""Model families: equations, and layouts of their files."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -18,24 +18,24 @@ from headrace.record import frozen
 Tensors = Mapping[str, StoredTensor]
 Rows = NDArray[np.int64]
 Indices = tuple[int, ...]
-"""The numbers in the name of a tensor: its layer, then its expert or head if it has one."""
+"""The numbers in a tensor's name: layer, then expert or head."""
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @frozen
 class TensorSource:
-    """The stored tensor that one of our tensors comes from, and the part of it that is ours."""
+    """The stored tensor, or the part of one, that becomes one of our tensors."""
 
     name: str
     """Name in the file, with `{}` for each index."""
     rows: Callable[[ModelSpec, Indices], Rows] | None = None
-    """The stored row of each of our rows (or the entry, of a vector). None: the same rows."""
+    """The stored row (or vector entry) of each of our rows; None: the same."""
     transposed: bool = False
     """Whether the rows of the stored matrix are our columns."""
     slab: Callable[[ModelSpec, Indices], Rows] | None = None
-    """For a tensor that stacks several transposed matrices: the stored rows of our matrix. Then
-    `rows` selects from the matrix after it is transposed.
+    """In a stack of transposed matrices: the stored rows of our matrix. `rows` applies after
+    transposing.
     """
     offset: float = 0.0
     """Added to each number of a vector."""
@@ -50,13 +50,11 @@ class Layout:
     tensors: Mapping[str, TensorSource]
     """By our names, with `{}` for each index. A model may need only some of them."""
     alternatives: tuple[Mapping[str, TensorSource], ...] = ()
-    """Other sources of some tensors. Each mapping applies to files that contain any of its names
-    outside of layers, or in layer 0.
-    """
+    """Other sources of some tensors, for files that contain any of these names (in layer 0)."""
     ignored: tuple[str, ...] = ()
-    """Ends of names that no model needs, because their values follow from the specification."""
+    """Ends of names of tensors that follow from the specification."""
     layer_prefix: str = ""
-    """Prefix of layers, if files may contain more layers than the model computes (for drafts)."""
+    """Prefix of layers, if files may contain further layers for drafts."""
 
     def for_names(self, names: Collection[str]) -> Self:
         """The layout of a file that contains tensors with these names."""
@@ -67,7 +65,7 @@ class Layout:
         return replace(self, tensors=tensors, alternatives=())
 
     def source_of(self, name: str) -> tuple[TensorSource, Indices]:
-        """The source of our tensor `name`, under its full name in the file, and its indices."""
+        """The source of our tensor `name`, with its full name, and its indices."""
         indices = tuple(int(index) for index in _INDEX.findall(name))
         source = self.tensors[_INDEX.sub("{}", name)]
         return replace(source, name=source.name.format(*indices)), indices
@@ -91,15 +89,12 @@ class ConfigLayout(Layout):
     spec: Callable[[JsonFields], ModelSpec]
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields with a name of the family's own: from the name that most families use to that name."""
+    """Fields with another name than usual: {usual: own}."""
 
 
 @frozen(eq=False, kw_only=True)
 class GgufLayout(Layout):
-    """A GGUF file. Its key `general.architecture` names the family.
-
-    The specification follows from the metadata, and from the tensors that exist.
-    """
+    """A GGUF file. Its key `general.architecture` names the family."""
 
     spec: Callable[[Fields, Tensors], ModelSpec]
     ignored: tuple[str, ...] = (

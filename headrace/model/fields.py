@@ -69,17 +69,13 @@ class Fields(Mapping[str, Any]):
         return JsonFields(self._get(key, {}, dict, "an object"), f"{self.where}: {key}")
 
     def require_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise UnsupportedModelError if a key has a value that would change the numbers.
-
-        `neutral` has the values of each key that change nothing; a missing key never does.
-        """
+        """Raise UnsupportedModelError if a key has a value that is not in `neutral`."""
         for key, values in neutral.items():
             value = self.get(key)
             if value is not None and (isinstance(value, np.ndarray) or value not in values):
                 raise self.unsupported(key)
 
     def unsupported(self, key: str, why: str = "") -> UnsupportedModelError:
-        """The error to raise for the value of `key`; `why` continues the message."""
         return UnsupportedModelError(
             f"{self.where}: {self.own_name(key)} = {shown(self.get(key))} is not supported{why}"
         )

@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
 }
-"""Fields that can change the numbers, and their values that a plain decoder computes."""
+"""Values of fields that a plain decoder computes; others are refused."""
 
 _ROPE_FIELDS = {
     "rope_theta",
@@ -146,9 +146,8 @@ def activation(config: Fields, key: str, default: str) -> Activation:
 
 
 def layer_windows(config: Fields, window: int, period: int) -> tuple[int, ...]:
-    """The window of each layer by `layer_types`.
-
-    By default each layer has the window except the last of every `period` layers.
+    """The window of each layer by `layer_types`; by default all except every `period`-th layer have
+    it.
     """
     layers = layer_range(config.integer("num_hidden_layers"))
     default = [
@@ -167,9 +166,8 @@ def layer_windows(config: Fields, window: int, period: int) -> tuple[int, ...]:
 def sliding_windows(
     config: Fields, window: int, first: int = 0, by_layer: bool = False
 ) -> tuple[int, ...]:
-    """The window of each layer: `window` from layer `first` on (0: no layer has one).
-
-    With `by_layer`, the field `layer_types` may choose other layers.
+    """`window` for each layer from `first` on. With `by_layer`, `layer_types` may choose other
+    layers.
     """
     layers = layer_range(config.integer("num_hidden_layers"))
     default = [

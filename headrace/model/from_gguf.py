@@ -74,7 +74,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }
-"""Keys that can change the numbers, and their values that a plain decoder computes."""
+"""Values of keys that a plain decoder computes; others are refused."""
 
 
 def decoder_spec(

@@ -15,9 +15,8 @@ from headrace.model.family import Indices, Rows, TensorSource
 from headrace.model.spec import ModelSpec
 
 QkvLayout = Literal["separate", "blocks", "groups"]
-"""Order of queries, keys and values in a file: in `separate` matrices; in one matrix as `blocks` of
-all queries, all keys and all values; or in one matrix by `groups`, each with the queries of a KV
-head, its key and its value.
+"""`separate` matrices, or one matrix: `blocks` of all queries, all keys and all values, or `groups`
+of the queries of a KV head, its key and its value.
 """
 
 _HALF_SPLIT_PARTS = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
@@ -26,7 +25,7 @@ _HALF_SPLIT_PARTS = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 def weights(
     outside: Mapping[str, str], layer_prefix: str, inside: Mapping[str, str]
 ) -> dict[str, TensorSource]:
-    """Weights, with their biases, that a file stores as we use them.
+    """Weights and biases that a file stores as we use them.
 
     `outside` and `inside` of layers map our names to the file's, without `.weight` and `.bias`.
     """
@@ -81,10 +80,8 @@ def stacked(part: str, name: str) -> dict[str, TensorSource]:
 
 
 def mla_rows(q: str, q_b: str, kv_a: str) -> dict[str, TensorSource]:
-    """Latent attention: the matrices that are multiplied with the rows of a layer.
-
-    Queries come from `q`, or from `q_b` if they have latent rows too. `kv_a` has the latent row
-    first, then the rotated part of keys.
+    """Latent attention: matrices for the rows of a layer. `q_b` replaces `q` if queries have latent
+    rows; `kv_a` has the latent row, then the rotated part of keys.
     """
     tensors = {}
     for part, name in (("q", q), ("q_b", q_b)):
@@ -99,10 +96,8 @@ def mla_rows(q: str, q_b: str, kv_a: str) -> dict[str, TensorSource]:
 
 
 def mla_heads(kv_b: str, v_b: str = "") -> dict[str, TensorSource]:
-    """Latent attention: the matrices of each head that are multiplied with a latent row.
-
-    `kv_b` has the key matrix of each head, then its value matrix. With `v_b`, values have a tensor
-    of their own, and the key matrices in `kv_b` are transposed.
+    """Latent attention: matrices of each head for a latent row. `kv_b` has the key and the value
+    matrix of each head, or with `v_b`, which has the values, the transposed key matrices.
     """
     has_own_values = bool(v_b)
     keys = TensorSource(kv_b, partial(_head_matrix_rows, "k", has_own_values))

@@ -1,4 +1,4 @@
-"""The specification of a model: all that the equations and the planner read of a checkpoint."""
+"""The specification of a model, which the equations and the planner read."""
 
 from dataclasses import replace
 from typing import Literal
@@ -10,10 +10,7 @@ _MAX_LAYERS = 1 << 16
 
 
 def layer_range(num_layers: int) -> range:
-    """The layers of a model by number.
-
-    The range is limited, since a file may claim any number of layers before its sizes are checked.
-    """
+    """Layers by number, limited because a file may claim any number of them."""
     return range(min(num_layers, _MAX_LAYERS))
 
 
@@ -24,8 +21,8 @@ class RopeSpec:
     dim: int
     theta: float = 10000.0
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
-    """Published rule that stretches the frequencies: `linear` (Chen et al. 2023), `dynamic`
-    (NTK-aware), `llama3` (Llama 3.1), `yarn` (Peng et al. 2023) or `longrope` (Ding et al. 2024).
+    """`linear` (Chen et al. 2023), `dynamic` (NTK-aware), `llama3` (Llama 3.1), `yarn` (Peng et al.
+    2023) or `longrope` (Ding et al. 2024).
     """
     factor: float = 1.0
     original_context: int = 0
@@ -38,14 +35,14 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     factors: tuple[float, ...] = ()
-    """Divisors of the frequencies, one for each pair; with `longrope`, for short contexts."""
+    """Divisors of the frequencies; with `longrope`, for short contexts."""
     long_factors: tuple[float, ...] = ()
     """Divisors for contexts beyond `original_context`, with `longrope`."""
 
 
 @frozen
 class ExpertSpec:
-    """A mixture of experts that replaces the MLP; `moe.Route` defines the fields of the routing."""
+    """A mixture of experts in place of the MLP (`moe.Route`)."""
 
     num_experts: int
     top_k: int
@@ -56,11 +53,11 @@ class ExpertSpec:
     groups: int = 1
     top_groups: int = 1
     choice_bias: bool = False
-    """Whether a bias is added to the scores for the choice of experts (not for their weights)."""
+    """Whether a bias is added to scores for the choice only."""
     shared_ffn_dim: int = 0
-    """Width of the shared expert, which all rows go through; 0: no shared expert."""
+    """Width of the expert that all rows use; 0: none."""
     shared_gate: bool = False
-    """Whether the result of the shared expert is multiplied by a sigmoid gate of the row."""
+    """Whether the shared expert has a sigmoid gate per row."""
     router_bias: bool = False
     bias: bool = False
     dense_layers: tuple[int, ...] = ()
@@ -86,7 +83,7 @@ class MlaSpec:
     value_dim: int
     """Size of the value of a head."""
     query_rank: int = 0
-    """Size of the latent row of queries; 0: queries are products with the input of the layer."""
+    """Size of the latent row of queries; 0: no such row."""
     norm_eps: float = 1e-6
     is_half_split: bool = False
     """Whether the file stores rotary pairs half-split."""
@@ -110,28 +107,28 @@ class ModelSpec:
     rope: RopeSpec | None = None
     """None if the model has no rotary positions."""
     name: str = ""
-    """Name of the model for people, from the place of its files."""
+    """Name of the model for people."""
     context: int = 0
-    """Max tokens of a sequence, if the engine limits it to fewer than `max_context`; 0: no limit.
-    It decides which rotary factors apply.
+    """Max tokens of a sequence in this engine; 0: `max_context`. It decides which rotary factors
+    apply.
     """
 
     windows: tuple[int, ...] = ()
-    """Sliding window of each layer: a row sees itself and `window - 1` positions before; 0: all."""
+    """Sliding window of each layer, including the row itself; 0: none."""
     window_rope: RopeSpec | None = None
     """Rotary embedding of layers with a window, if it differs."""
     rotated: tuple[bool, ...] = ()
-    """Whether each layer rotates its queries and keys; empty: all layers do."""
+    """Whether each layer rotates queries and keys; empty: all do."""
     alibi_bias: float = 0.0
-    """Exponent of the steepest ALiBi slope (Press et al. 2022), mostly 8; 0: no ALiBi."""
+    """Exponent of the steepest ALiBi slope; 0: no ALiBi."""
     learned_positions: int = 0
-    """Number of learned position embeddings, which are added to token embeddings."""
+    """Number of learned position embeddings."""
 
     norm: NormKind = "rms"
     norm_bias: bool = False
     qk_norm: Literal["none", "head", "heads", "row"] = "none"
-    """Norm of queries and keys: over each `head` with one weight for all heads, over each of the
-    `heads` with a weight for each, or over the whole `row`.
+    """Norm of queries and keys: by `head` with a shared weight, by `heads` with a weight each, or
+    by `row`.
     """
     activation: Activation = "silu"
     gated_mlp: bool = True
@@ -141,22 +138,22 @@ class ModelSpec:
     mlp_bias: bool = False
     head_bias: bool = False
     sinks: bool = False
-    """Whether each head has an attention sink: the score of a key without a value (gpt-oss)."""
+    """Whether each head has an attention sink (gpt-oss)."""
 
     embedding_scale: float = 1.0
     attention_scale: float = 0.0
     """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
     attention_softcap: float = 0.0
     residual_scale: float = 1.0
-    """Factor of the results of attention and MLP before they are added to the residual stream."""
+    """Factor of results before they are added to the residual stream."""
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     experts: ExpertSpec | None = None
     mla: MlaSpec | None = None
-    """Latent attention. `head_dim` then is the size of a query, including its rotated numbers."""
+    """Latent attention; `head_dim` then is the size of a query."""
     embedding_norm: bool = False
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
-    """The block of each layer (`model/decoder.py`), in families whose models differ in it."""
+    """The block of each layer, in families with several (`by_spec`)."""
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

@@ -6,14 +6,14 @@ from headrace.program.ops import Norm
 from headrace.record import frozen
 
 Columns = tuple[int, int]
-"""A range of columns (or of tokens, or of experts): the first, and the last plus one."""
+"""A range of columns, tokens or experts: first, last + 1."""
 LINK_BYTES = 4
-"""Bytes of a number that ranks exchange: activations are float32."""
+"""Activations are float32."""
 
 
 @frozen
 class Collective(Op):
-    """Base class of ops that ranks run together, each rank of a group in the same order."""
+    """Base class of ops that all ranks of a group run together."""
 
 
 @frozen
@@ -119,7 +119,7 @@ class GatherShares(Collective):
 
 
 def row_share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The first of a rank's rows, and the last plus one. Shares differ by at most one row."""
+    """A rank's rows: first, last + 1. Shares differ by at most one row."""
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 

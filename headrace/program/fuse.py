@@ -66,7 +66,7 @@ class _Uses:
         return op if isinstance(op, Linear) and self.num_reads[value.id] == 1 else None
 
     def sole_rope(self, value: Value) -> tuple[Rope, Linear] | None:
-        """The rope that writes the value and the linear op before it, if both are read once."""
+        """The rope that writes the value, and the linear op before it, if each is read once."""
         op = self.writer[value.id]
         if not isinstance(op, Rope) or self.num_reads[value.id] != 1:
             return None

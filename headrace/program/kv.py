@@ -7,10 +7,10 @@ from headrace.record import frozen
 
 @frozen
 class KvLayout:
-    """The keys and values that one layer stores of a token.
+    """The keys and values that a layer stores of a token.
 
-    If the values are a part of the keys, `value_dim` is 0. The latent row of MLA (DeepSeek-V2,
-    2024) is stored so: one head whose key is the latent and the rotated numbers.
+    `value_dim` is 0 if values are a part of the keys, like the latent row of MLA (DeepSeek-V2,
+    2024).
     """
 
     num_heads: int
@@ -31,7 +31,7 @@ class KvGroup:
     window: int = 0
     """Positions that a row sees, including its own; 0: all."""
     num_sink_tokens: int = 0
-    """First positions of a sequence, which every row sees in addition to its window."""
+    """First positions of a sequence, which every row sees."""
 
     @property
     def numbers(self) -> int:
@@ -43,10 +43,11 @@ class KvGroup:
         return len(self.layers) * layout.num_heads * head_bytes * block_size // kv.BLOCK_SIZE
 
     def num_blocks(self, num_tokens: int, max_rows: int, block_size: int) -> int:
-        """Max blocks that a sequence of `num_tokens` tokens holds at once.
+        """Max blocks that a sequence holds at once, if a step computes at most `max_rows` rows of
+        it.
 
-        A step computes at most `max_rows` rows of it. With a window, the sequence holds the blocks
-        of its sink tokens, and the blocks that the rows of one step write or see.
+        With a window, these are the blocks of sink tokens, and the blocks that the rows of a step
+        use.
         """
         num_blocks = -(-num_tokens // block_size)
         if not self.window:
@@ -57,11 +58,11 @@ class KvGroup:
 
 
 def number_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> float:
-    """Mean bytes of a stored key or value number, including its share of scales and padding."""
+    """Mean bytes of a key or value number, with its share of scales and padding."""
     block_bytes = sum(group.block_bytes(dtype, kv.BLOCK_SIZE) for group in groups)
     return block_bytes / (kv.BLOCK_SIZE * sum(group.numbers for group in groups))
 
 
 def token_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> int:
-    """Bytes of a token in all groups, including its share of scales and padding."""
+    """Bytes of a token, with its share of scales and padding."""
     return -(-sum(group.block_bytes(dtype, kv.BLOCK_SIZE) for group in groups) // kv.BLOCK_SIZE)

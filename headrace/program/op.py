@@ -8,10 +8,10 @@ from typing import Any, Literal, NamedTuple, Self
 from headrace.record import frozen
 
 Kind = Literal["int8", "bf16", "f32"]
-"""Number formats of multiply-adds: int8 dot products (VNNI), bf16 dot products, float32 FMA."""
+"""Number formats of multiply-adds."""
 RowKind = Literal["step", "gathered", "logit", "pooled"]
-"""The rows of a value: all rows of the step, or the gathered rows, which are the logit rows
-followed by the pooled rows, or one of these two kinds alone.
+"""Rows of a value: all rows of the step, the gathered rows (logit rows, then pooled rows), or one
+of these two kinds.
 """
 
 
@@ -36,9 +36,7 @@ class Value:
     width: int
     rows: RowKind
     packed: bool = False
-    """Whether only linear ops read it, so that a backend may store it in the form of its kernels
-    (quantised, for example).
-    """
+    """Whether only linear ops read it: a backend may store it in the form of its kernels."""
 
     def num_rows(self, step: StepSize) -> int:
         match self.rows:
@@ -60,13 +58,13 @@ class Weight:
     rows: int
     cols: int
     nbytes: int
-    """Bytes as stored; in a program that a backend has lowered, bytes in that backend's memory."""
+    """Bytes in the file; in a lowered program, bytes in the backend's memory."""
     kind: Kind = "f32"
 
 
 @frozen
 class Op:
-    """Base class of all ops. The field of the output value is called `out`."""
+    """Base class of all ops. The output value is the field `out`."""
 
     @property
     def name(self) -> str:
@@ -92,7 +90,7 @@ class Op:
         ]
 
     def vectors(self) -> list[Weight]:
-        """The weights that are added to rows or multiplied with them element by element."""
+        """The weights that are used element by element."""
         return [
             weight
             for name, value in vars(self).items()

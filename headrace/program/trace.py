@@ -36,35 +36,28 @@ from headrace.record import frozen
 
 @frozen
 class Program:
-    """A flat list of ops. The number of rows is bound at run time.
-
-    Each value is written once, and before any op reads it.
+    """A flat list of ops, which write each value once and before it is read. The number of rows is
+    bound at run time.
     """
 
     ops: tuple[Op, ...]
     logits: Value | None
     """None in a pipeline stage that is not the last."""
     hidden: Value | None = None
-    """The rows that the logits are computed from, if the caller needs them (`with_hidden`)."""
+    """The rows before the head, if they are a result (`with_hidden`)."""
     pooled: Value | None = None
-    """The pooled rows after the last norm, if the caller needs them (`with_pooled`)."""
+    """The pooled rows after the last norm, if they are a result (`with_pooled`)."""
     shared_kv_groups: tuple[KvGroup, ...] | None = None
     """In the program of a rank: the KV groups of the whole model, each with the rank's share."""
 
     def with_hidden(self) -> "Program":
-        """The program with the rows before its head as a further result.
-
-        A fused program cannot have it, because its rows are packed.
-        """
+        """Add the rows before the head to the results. A fused program has packed them."""
         head = self._head()
         assert not head.x.packed, "hidden rows of a fused program are packed; add them before"
         return replace(self, hidden=head.x)
 
     def with_pooled(self) -> "Program":
-        """The program with the pooled rows after the last norm as a further result.
-
-        The head still runs on the logit rows alone.
-        """
+        """Add the pooled rows after the last norm to the results."""
         rows = self._head().x
         last_norm = next(op for op in self.ops if op.output() == rows)
         assert isinstance(last_norm, Norm) and last_norm.x.rows == "gathered", (
@@ -75,10 +68,7 @@ class Program:
         return replace(self, ops=(*self.ops, replace(last_norm, out=pooled)), pooled=pooled)
 
     def with_window(self, window: int, num_sink_tokens: int) -> "Program":
-        """The program with this window and these sink tokens in all layers that have no window.
-
-        A window of 0 changes nothing.
-        """
+        """Set the window of all layers without one; 0 changes nothing."""
         if not window:
             return self
 
@@ -122,10 +112,10 @@ class Program:
 
     @property
     def attention_crossover(self) -> float:
-        """Context length at which attention takes as long for a prompt row as all other ops.
+        """Context length at which attention takes as long as all other ops of a prompt row.
 
-        The estimate ignores windows. Attention computes in bf16 and the other ops mostly in int8,
-        which is twice as fast on a processor.
+        The estimate ignores windows. Attention computes in bf16, and other ops mostly in int8,
+        twice as fast.
         """
         row = StepSize(((0, 1),), 0, 0)
         attention = sum(op.flops(row) for op in self.ops if isinstance(op, Attention))
@@ -151,7 +141,7 @@ class Program:
 
 
 class Tracer:
-    """Functions for the ops. Each call records an op and returns the value that it writes."""
+    """Each method records an op and returns its output value."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.ops: list[Op] = []
@@ -208,8 +198,8 @@ class Tracer:
         size: int | None = None,
         rows: RowKind | None = None,
     ) -> Value:
-        """`size`: columns that are normalised together (default: all); `rows`: the rows of the
-        result, if they are fewer than the rows of x.
+        """`size`: columns that are normalised together (default: all); `rows`: rows of the result
+        (default: the rows of x).
         """
         out = self._value(x.width, rows or x.rows)
         self.ops.append(
@@ -223,13 +213,11 @@ class Tracer:
         return out
 
     def head_linear(self, x: Value, heads: tuple[Weight, ...]) -> Value:
-        """`heads`: a matrix of one shape for each head; `x` has these heads, or a shared one."""
         out = self._value(sum(weight.rows for weight in heads), x.rows)
         self.ops.append(HeadLinear(out, x, heads))
         return out
 
     def concat_heads(self, x: Value, y: Value, num_heads: int, x_dim: int, y_dim: int) -> Value:
-        """`x` and `y` have `num_heads` heads of these sizes, or a shared one."""
         out = self._value(num_heads * (x_dim + y_dim), x.rows)
         self.ops.append(
             ConcatHeads(out=out, x=x, y=y, num_heads=num_heads, x_dim=x_dim, y_dim=y_dim)
@@ -260,7 +248,7 @@ class Tracer:
         is_latent: bool = False,
         num_sink_tokens: int = 0,
     ) -> Value:
-        """`scale`: 1 / sqrt(head_dim) by default; `value_dim`: head_dim by default."""
+        """Defaults: `scale` is 1 / sqrt(head_dim), and `value_dim` is head_dim."""
         num_heads, value_dim = q.width // head_dim, value_dim or head_dim
         out = self._value(num_heads * value_dim, q.rows)
         self.ops.append(
@@ -304,9 +292,7 @@ class Tracer:
         groups: tuple[int, int] = (1, 1),
         bias: Weight | None = None,
     ) -> Value:
-        """`x`: a logit for each expert; `groups`: the number of groups of experts, and the number
-        of groups that a row may use.
-        """
+        """`groups`: (groups, top_groups)."""
         out = self._value(2 * top_k, x.rows)
         num_groups, top_groups = groups
         self.ops.append(
@@ -334,7 +320,7 @@ class Tracer:
         activation: Activation = "silu",
         biases: tuple[tuple[Weight, ...], ...] = ((), (), ()),
     ) -> Value:
-        """`gate`, `up`, `down`: a weight for each expert; `biases`: the biases of these three."""
+        """`biases`: (gate_bias, up_bias, down_bias)."""
         out = self._value(x.width, x.rows)
         gate_bias, up_bias, down_bias = biases
         self.ops.append(
@@ -388,9 +374,8 @@ def _kind(stored: Format) -> Kind:
 
 
 def trace(forward: Callable[[Tracer], Value], tensors: Mapping[str, StoredTensor]) -> Program:
-    """The program of `forward`, which returns the logits.
-
-    Raises FormatError if a tensor is missing or has another shape.
+    """The program of `forward`, which returns the logits. Raises FormatError for tensors of wrong
+    shape.
     """
     tracer = Tracer(tensors)
     logits = forward(tracer)

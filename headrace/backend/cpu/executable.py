@@ -33,8 +33,8 @@ Lower = Callable[[Program, Mapping[str, StoredTensor]], Program]
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     """The program in fused ops, with the bytes of its packed weights.
 
-    A program is not fused if the matrices of a fused op have different column orders. Raises
-    UnsupportedModelError if another op than a linear one uses a matrix with a column order.
+    It stays unfused if matrices of a fused op have different column orders. Raises
+    UnsupportedModelError if an op that is not linear uses a matrix with a column order.
     """
     reordered = {
         weight.name
@@ -110,10 +110,10 @@ def _compile(
 
 
 class CpuExecutable:
-    """A native plan with its packed weights and its KV. A launch runs at once.
+    """A native plan with its packed weights and KV. A launch runs at once.
 
-    With `lower_unfused` as `lower`, it runs the program op by op: the same bits in more time. Then
-    values with an id in `kept` can be read after a launch.
+    `lower_unfused` as `lower` gives the same bits op by op; then values in `kept` can be read
+    afterwards.
     """
 
     max_in_flight = 1

@@ -34,10 +34,9 @@ _TRANSPARENT_OPS = (
     collective.ColumnsToRows,
     collective.GatherShares,
 )
-"""Ops that a product passes on its way to become queries, keys or logits."""
 Floats = NDArray[np.float32]
 _Readers = frozenset[tuple[Format, bool]]
-"""Formats of the weights that a value is multiplied with, each with or without offset."""
+"""(format of a weight, whether it needs an offset) of all readers."""
 _Shape = tuple[int, str, bool, _Readers]
 
 
@@ -67,9 +66,8 @@ class Lowering:
         kept: frozenset[int] = frozenset(),
         process_group: ProcessGroup | None = None,
     ) -> None:
-        """`places`: (KV group, index in the group) of each layer. `earlier`: the lowering of a
-        program in the same plan, whose weights and buffers are shared. `kept`: ids of values that
-        keep their buffers, so that they can be read after a step.
+        """`places`: (KV group, index) of each layer. `earlier`: a lowering in the same plan, to
+        share weights and buffers. `kept`: ids of values that can be read after a step.
         """
         self.plan = plan
         self.program = program
@@ -110,7 +108,7 @@ class Lowering:
                     self.release(value)
 
     def buffer(self, value: Value) -> int:
-        """The buffer of a value. A new value takes a free buffer of its shape, if there is one."""
+        """The buffer of a value; a new value takes a free buffer of its shape first."""
         if value.id not in self.buffers:
             if free := self.free.get(self.shape(value)):
                 self.buffers[value.id] = free.pop()
@@ -120,9 +118,8 @@ class Lowering:
         return self.buffers[value.id]
 
     def shape(self, value: Value) -> _Shape:
-        """The properties that two values must share to use one buffer.
-
-        A packed value has only the forms that its readers need, so these must be equal too.
+        """The properties that values must share to use one buffer, for packed values including
+        readers.
         """
         readers = self.readers.get(value.id, frozenset()) if value.packed else frozenset()
         return value.width, value.rows, value.packed, readers
@@ -136,8 +133,7 @@ class Lowering:
     def write(self, out: Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:
         """Lower an op that writes float32, and pack its result if the value is packed.
 
-        `packs_groups`: the op itself can pack groups of columns. Scales of whole rows need a
-        separate pass, because a row is complete only after the op.
+        `packs_groups`: the op can pack groups of columns. Row scales need a pass after the op.
         """
         has_row_scales = any(
             "row_scales" in read.parts and not read.table_rows
@@ -152,10 +148,7 @@ class Lowering:
         return None
 
     def packed_input(self, x: Value, weight: Weight) -> int:
-        """The packed buffer of a linear op's input.
-
-        A value that other ops read as float32, or in another column order, is packed here.
-        """
+        """The packed input of a linear op. A value that others read as float32 is packed here."""
         if x.packed:
             return self.buffer(x)
         order = column_order(self.tensors[weight.name])
@@ -192,8 +185,8 @@ class Lowering:
     def reads_offset(self, op: Op) -> bool:
         """Whether an op reads int8 activations with an offset, which uses their whole range.
 
-        Queries, keys, values and logits need these finer activations: they cause half of the KL
-        divergence of int8 activations, at a sixth of a prefill's arithmetic.
+        Queries, keys, values and logits cause half of the KL divergence of int8 activations, at a
+        sixth of a prefill's arithmetic.
         """
         return isinstance(op, ops.QkvRopeWrite) or (
             isinstance(op, ops.Linear) and op.out.id in self.offset_products

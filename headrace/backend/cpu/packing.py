@@ -26,9 +26,8 @@ def packed_bytes(tensor: StoredTensor) -> int:
 
 
 def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
-    """Pack a matrix, release the pages of its file, and return its number in the plan.
-
-    Raises UnsupportedModelError, which names the tensor, if the kernels refuse it.
+    """Pack a matrix, release the pages of its file, and return its number. Raises
+    UnsupportedModelError.
     """
     with named_in_errors(tensor.name):
         if spec := _table_spec(tensor):
@@ -49,9 +48,8 @@ def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
 
 
 def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tuple[int, int]:
-    """Pack two matrices of one shape, tile by tile in turn if their formats are alike.
-
-    A kernel that alternates between the matrices then reads memory in order.
+    """Pack two matrices of one shape. If their formats are alike, their tiles alternate, so that a
+    kernel that uses both reads memory in order.
     """
     first, second = _table_spec(a), _table_spec(b)
     if (
@@ -98,7 +96,7 @@ def named_in_errors(tensor: str) -> Iterator[None]:
 
 
 def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
-    """The packing of a matrix with a table of scales; None for all other formats."""
+    """None for formats without a table of scales."""
     spec = tensor.format.spec
     if spec is None or tensor.format.table_rows is None:
         return None

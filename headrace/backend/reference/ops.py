@@ -1,4 +1,4 @@
-"""The meaning of every op in NumPy: a function for each, and the step that they run in."""
+"""Every op in NumPy, and the step that ops run in."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -55,7 +55,6 @@ class Step:
         return self.x(x) if x.rows == out.rows else self.x(x)[self._gathered(out.rows)]
 
     def _gathered(self, kind: RowKind) -> slice:
-        """The gathered rows of a kind: the logit rows come first, then the pooled rows."""
         num_logit_rows = len(self.batch.logit_rows)
         match kind:
             case "logit":
@@ -77,7 +76,7 @@ class Step:
         return y if bias is None else y + self.w(bias)
 
     def _adapted_rows(self, kind: RowKind) -> Iterator[tuple[int, NDArray[np.bool]]]:
-        """Each adapter of the step, with a mask of its rows among the rows of this kind."""
+        """Each adapter of the step, with a mask of its rows."""
         batch = self.batch
         if batch.adapters is None:
             return
@@ -89,10 +88,8 @@ class Step:
             yield number, adapter_of_row == number
 
     def visible(self, group: int) -> list[Ints]:
-        """The KV slots that each row sees, before any window, in the order of their positions.
-
-        A row sees the context, the scheduled rows up to its own or the ancestors in its draft
-        tree, and itself.
+        """The KV slots that each row sees without a window, in order: context, earlier rows or
+        ancestors, itself.
         """
         if group not in self._visible:
             self._visible[group] = self._visible_slots(group)
@@ -200,7 +197,7 @@ def _rope(s: Step, op: ops.Rope) -> Floats:
 
 
 def _write_kv(s: Step, layer: int, k: Floats, v: Floats | None) -> None:
-    """Store keys and values, rounded as the number format of the KV rounds them."""
+    """Store keys and values, rounded to the number format of the KV."""
     group, place = s.memory.places[layer]
     store, slots = s.memory.stores[group], s.batch.kv[group].slots
     for cache, rows in ((store.keys, k), (store.values, v)):
