@@ -153,7 +153,7 @@ class LinearPlan:
             what = f"{self.stored.format.name} {self.stored.rows} x {self.stored.cols}"
             sys.exit(
                 f"the linear kernel for {what} is wrong, relative error {self.error:.3f}: "
-                "see what tests/backend/test_cpu_linear.py says"
+                "see tests/backend/test_cpu_linear.py"
             )
 
 

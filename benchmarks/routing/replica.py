@@ -1,4 +1,4 @@
-"""A replica in simulated time: the real engine over an executable that computes nothing.
+"""A replica in simulated time: the real engine over an executable without arithmetic.
 
 The clock advances by the predicted time of a step of a model with 8 billion parameters in 16 bits
 on a large GPU: weights and context at 3 TB/s, multiply-adds at 400 TFLOPS (the longer of weights
@@ -64,7 +64,7 @@ class Clock:
 
 
 class Timed:
-    """An executable that takes the time of a step and computes nothing: all tokens are equally
+    """An executable that takes the time of a step without arithmetic: all tokens are equally
     likely.
     """
 

@@ -30,7 +30,7 @@ TARGET = 0.04
 
 
 class Nothing:
-    """An executable that computes nothing: all tokens are equally likely."""
+    """An executable without arithmetic: all tokens are equally likely."""
 
     max_in_flight = 1
 
