@@ -1,10 +1,10 @@
-"""A Ray cluster with the whole application of a model in it, ingress and replicas, until its
-standard input is closed.
+"""A Ray cluster with the application of a model, ingress and replicas, until its standard input is
+closed.
 
     python -m tests.scaleout.a_cluster PORT ARGS
 
-`ARGS` are those of `ray_app.build`, as JSON. It prints the address of the cluster and its token
-once HTTP is answered at the port.
+`ARGS`: arguments of `ray_app.build`, as JSON. When HTTP is ready it prints the address and token of
+the cluster.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""The files of `deploy/`: valid by the schemas of the tools that read them, and their flags are
-ours. `make test-ray` runs this.
+"""The files of `deploy/` match the schemas of their tools and the flags of `headrace`.
+
+`make test-ray` runs this.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TEMPLATE = {
     "additionalProperties": False,
     "properties": {"metadata": {"type": "object"}, "spec": {"type": "object"}},
 }
-"""Of a pod; what is in its spec is held against the schema of Kubernetes."""
+"""Template of a pod; its spec is checked by the schema of Kubernetes."""
 
 
 def closed(required: str, **properties: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def closed(required: str, **properties: Any) -> dict[str, Any]:
 
 
 TEMPLATE = closed("spec", metadata={"type": "object"}, spec={"type": "object"})
-"""Of a pod; what is in its spec is held against the schema of Kubernetes."""
+"""Template of a pod; its spec is checked by the schema of Kubernetes."""
 COUNT = {"type": "integer", "minimum": 0}
 STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 METADATA = closed("name", name=NAME)
@@ -95,7 +96,7 @@ RAY_SERVICE = closed(  # https://ray-project.github.io/kuberay/reference/api/
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    return [one for one in yaml.safe_load_all((DEPLOY / name).read_text()) if one]
+    return [document for document in yaml.safe_load_all((DEPLOY / name).read_text()) if document]
 
 
 def pods(value: Any) -> Iterator[dict[str, Any]]:
@@ -111,17 +112,17 @@ def pods(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """A command line as `headrace` reads it. Raises RequestError for one that it does not take."""
+    """Parse a command line of `headrace`. Raises RequestError."""
     command, *rest = map(str, words)
     return make_parser(command).parse(rest)
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("leaderworkerset.yaml", 3), ("rayservice.yaml", 2)])
-def test_objects_of_kubernetes(name: str, kinds: int) -> None:
+def test_kubernetes_files(name: str, kinds: int) -> None:
     schemas = {"LeaderWorkerSet": LEADER_WORKER_SET, "RayService": RAY_SERVICE}
-    found = documents(name)
-    assert len(found) == kinds
-    for one in found:
+    objects = documents(name)
+    assert len(objects) == kinds
+    for one in objects:
         if one["kind"] in schemas:
             jsonschema.validate(one, schemas[one["kind"]])
             templates = list(pods(one))
@@ -138,7 +139,7 @@ def test_objects_of_kubernetes(name: str, kinds: int) -> None:
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
 
 
-def test_these_schemas_find_what_is_wrong() -> None:
+def test_schemas_reject_invalid_files() -> None:
     (group, *_), (on_ray, *_) = documents("leaderworkerset.yaml"), documents("rayservice.yaml")
     group["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Sometimes"
     on_ray["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replica"] = 1
@@ -155,7 +156,7 @@ def test_these_schemas_find_what_is_wrong() -> None:
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
 
-def test_compose() -> None:
+def test_compose_file() -> None:
     text = (DEPLOY / "compose.yaml").read_text()
     compose = PyCompose.from_yaml(text)
     assert sorted(compose.service_names()) == ["frontend", "worker-1", "worker-2"]
@@ -169,16 +170,16 @@ def test_compose() -> None:
     assert {parse(one["command"]).model for one in services.values()} == {"smollm2"}
 
 
-def test_commands_of_pods_are_ours() -> None:
+def test_commands_of_pods() -> None:
     (group, *_) = documents("leaderworkerset.yaml")
-    asked = [parse(pod["spec"]["containers"][0]["args"]) for pod in pods(group)]
-    assert asked[0] == asked[1], "rank 0 and those that follow it run the same command"
-    assert asked[0].tensor_parallel_size == group["spec"]["leaderWorkerTemplate"]["size"]
+    commands = [parse(pod["spec"]["containers"][0]["args"]) for pod in pods(group)]
+    assert commands[0] == commands[1], "all ranks run the same command"
+    assert commands[0].tensor_parallel_size == group["spec"]["leaderWorkerTemplate"]["size"]
     with pytest.raises(RequestError):
         parse(["serve", "smollm2", "--tensor-parallel", "2"])
 
 
-def test_what_ray_serve_is_to_deploy() -> None:
+def test_ray_serve_config() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     from headrace.scaleout.ray_app import build

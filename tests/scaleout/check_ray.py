@@ -1,6 +1,4 @@
-"""Replicas on Ray. `make test-ray` runs this: it needs the extra `ray`, without which everything
-else is tested.
-"""
+"""Replicas on Ray. `make test-ray` runs this, with the extra `ray`."""
 
 import contextlib
 import http.client
@@ -52,11 +50,11 @@ def server(model: str) -> Iterator[OnRay]:
         yield server
 
 
-def asked(number: int, length: int = LENGTH) -> dict[str, Any]:
-    """A request whose answer is the same wherever it runs: greedy, or drawn with its seed, with
-    penalties that count its own output.
+def request_of(number: int, length: int = LENGTH) -> dict[str, Any]:
+    """A request with the same response on any replica: greedy, or sampled with a seed and penalties
+    of its own output.
     """
-    drawn = (
+    options = (
         {"temperature": 0.8, "seed": number, "frequency_penalty": 0.4, "min_tokens": 20}
         if number % 2
         else {"temperature": 0}
@@ -65,23 +63,23 @@ def asked(number: int, length: int = LENGTH) -> dict[str, Any]:
         "prompt": f"The story of the number {number}: once",
         "max_tokens": length,
         "ignore_eos": True,
-        **drawn,
+        **options,
     }
 
 
 def alone(model: str, numbers: range, length: int = LENGTH) -> list[str]:
-    """What one engine in this process answers."""
+    """Texts of one engine in this process."""
     with LLM(model, threads=1, kv_blocks=1024) as llm:
         prompts, params = [], []
         for number in numbers:
-            request = asked(number, length)
+            request = request_of(number, length)
             prompts.append(request.pop("prompt"))
             params.append(SamplingParams(**request))
         return [output.outputs[0].text for output in llm.generate(prompts, params)]
 
 
-def streamed(server: OnRay, request: dict[str, Any], begun: threading.Barrier) -> str:
-    """The text of a stream, which is read on once all have begun."""
+def streamed(server: OnRay, request: dict[str, Any], started: threading.Barrier) -> str:
+    """Text of a stream, which is read after all streams have started."""
     connection = server.connect()
     try:
         connection.request(
@@ -93,51 +91,53 @@ def streamed(server: OnRay, request: dict[str, Any], begun: threading.Barrier) -
         response = connection.getresponse()
         assert response.status == 200
         first = response.readline()
-        begun.wait(30)
+        started.wait(30)
         return text_of(Reply(200, {}, first + response.read()).events)
     finally:
         connection.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_replica_is_lost_under_twenty_streams_and_no_text_changes(
+def test_replica_lost_during_twenty_streams_changes_no_text(
     server: OnRay, model: str, number: int
 ) -> None:
     expected = alone(model, range(STREAMS))
-    begun = threading.Barrier(STREAMS + 1)
+    started = threading.Barrier(STREAMS + 1)
     before = server.replicas()
     assert len(before) == 2
     with ThreadPoolExecutor(STREAMS) as pool:
-        answers = [pool.submit(streamed, server, asked(place), begun) for place in range(STREAMS)]
-        begun.wait(30)
-        told = len(server.log)
+        answers = [
+            pool.submit(streamed, server, request_of(place), started) for place in range(STREAMS)
+        ]
+        started.wait(30)
+        log_start = len(server.log)
         os.kill(before[0], number)
         texts = [answer.result() for answer in answers]
     assert texts == expected
-    assert [line for line in server.log[told:] if "goes on elsewhere" in line], (
-        "nothing ran on the replica that was lost"
+    assert [line for line in server.log[log_start:] if "continues on another one" in line], (
+        "no request ran on the lost replica"
     )
     with contextlib.suppress(ProcessLookupError):
         os.kill(before[0], signal.SIGKILL)
     until(
         lambda: len(server.replicas()) == 2 and before[0] not in server.replicas()
     )  # Ray starts another
-    until(lambda: _answered(server) == 2)
+    until(lambda: _num_present(server) == 2)
 
 
-def test_a_replica_with_another_model_is_not_used(server: OnRay, model: str) -> None:
-    """The file is replaced, and a replica starts again."""
+def test_replica_with_another_model_is_not_used(server: OnRay, model: str) -> None:
+    """The file is replaced, and a replica restarts."""
     (expected,) = alone(model, range(1), 50)
     kept = Path(model).read_bytes()
-    told, before = len(server.log), server.replicas()
+    log_start, before = len(server.log), server.replicas()
     try:
         write_tiny_gguf(
             Path(model + ".other"), {"llama.context_length": 4096, "llama.rope.freq_base": 5e5}
         ).replace(model)
         os.kill(before[0], signal.SIGKILL)
-        until(lambda: any("another model" in line for line in server.log[told:]))
+        until(lambda: any("another model" in line for line in server.log[log_start:]))
         assert [
-            server.post("/v1/completions", asked(0, 50)).json["choices"][0]["text"]
+            server.post("/v1/completions", request_of(0, 50)).json["choices"][0]["text"]
             for _ in range(6)
         ] == [expected] * 6
     finally:
@@ -145,10 +145,10 @@ def test_a_replica_with_another_model_is_not_used(server: OnRay, model: str) -> 
         Path(model + ".kept").replace(model)
     (other,) = set(server.replicas()) - set(before)
     os.kill(other, signal.SIGKILL)
-    until(lambda: _answered(server) == 2)
+    until(lambda: _num_present(server) == 2)
 
 
-def test_what_begins_alike_goes_to_the_replica_that_has_it(server: OnRay) -> None:
+def test_common_prompt_goes_to_the_replica_that_has_it_cached(server: OnRay) -> None:
     prompt = (
         "A preface that many requests have in common, of more than a few blocks of "
         "tokens, so that it is worth finding again. " * 3
@@ -162,23 +162,21 @@ def test_what_begins_alike_goes_to_the_replica_that_has_it(server: OnRay) -> Non
     assert cached[0] == 0 and min(cached[1:]) >= 256, cached
 
 
-def test_a_client_that_leaves_ends_its_request(server: OnRay) -> None:
-    connection = server.open_stream("/v1/completions", asked(0, 3000) | {"stream": True})
+def test_client_that_disconnects_aborts_its_request(server: OnRay) -> None:
+    connection = server.open_stream("/v1/completions", request_of(0, 3000) | {"stream": True})
     assert connection.recv(100)
     connection.close()
     until(server.at_rest)
 
 
-def test_bad_requests_are_refused_by_the_engine_behind(server: OnRay) -> None:
+def test_engine_refuses_invalid_requests(server: OnRay) -> None:
     reply = server.post("/v1/completions", {"prompt": [999_999], "max_tokens": 2})
     assert reply.status == 400 and "vocabulary" in reply.json["error"]["message"]
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status == 200
 
 
-def test_a_call_without_the_token_of_the_cluster_is_refused(server: OnRay) -> None:
-    """At the port that is the cluster's, and at those of replicas, which Ray binds to all
-    interfaces.
-    """
+def test_call_without_the_cluster_token_is_refused(server: OnRay) -> None:
+    """At the cluster's port, and at the ports of replicas, which Ray binds to all interfaces."""
     (raylet,) = [pid for pid, command in server.below().items() if "/raylet/raylet " in command]
     (address,) = {
         word.partition("=")[2]
@@ -206,7 +204,7 @@ def test_a_call_without_the_token_of_the_cluster_is_refused(server: OnRay) -> No
 
 
 def status_of(target: str, method: str, token: str | None) -> grpc.StatusCode:
-    """What a call without content ends with."""
+    """Status of a call without content."""
     with grpc.insecure_channel(target) as channel:
         metadata = [("authorization", f"Bearer {token}")] if token else []
         try:
@@ -216,7 +214,7 @@ def status_of(target: str, method: str, token: str | None) -> grpc.StatusCode:
         return grpc.StatusCode.OK
 
 
-def test_more_replicas_come_and_go_under_load_and_nothing_is_dropped(model: str) -> None:
+def test_autoscaling_drops_no_request(model: str) -> None:
     flags = (
         "--replicas",
         "1",
@@ -233,55 +231,55 @@ def test_more_replicas_come_and_go_under_load_and_nothing_is_dropped(model: str)
     ) as server:
         over, quiet = threading.Event(), threading.Event()
 
-        def ask_on(lane: int) -> int:
+        def run_lane(lane: int) -> int:
             count = 0
             while not over.is_set() and not (lane and quiet.is_set()):
                 number = (lane + 7 * count) % 24
-                reply = server.post("/v1/completions", asked(number, 150))
+                reply = server.post("/v1/completions", request_of(number, 150))
                 assert reply.status == 200, reply.body
                 assert reply.json["choices"][0]["text"] == expected[number]
                 count += 1
             return count
 
         with ThreadPoolExecutor(12) as pool:
-            lanes = [pool.submit(ask_on, lane) for lane in range(12)]
+            lanes = [pool.submit(run_lane, lane) for lane in range(12)]
             try:
                 until(lambda: len(server.replicas()) == 2 or _failed(lanes))
-                until(lambda: _answered(server) == 2 or _failed(lanes))
-                quiet.set()  # one lane goes on alone
+                until(lambda: _num_present(server) == 2 or _failed(lanes))
+                quiet.set()  # one lane continues alone
                 until(lambda: len(server.replicas()) == 1 or _failed(lanes))
             finally:
                 over.set()
             assert all(lane.result() > 0 for lane in lanes)
 
 
-def test_ranks_of_a_replica_are_actors_and_one_that_dies_changes_no_text(model: str) -> None:
+def test_lost_rank_actor_changes_no_text(model: str) -> None:
     expected = alone(model, range(4), 250)
     with serving(model, "--replicas", "1", "-tp", "2", *FLAGS) as server:
-        followers = [
+        actors = [
             pid
             for pid, command in server.below().items()
             if command.startswith("ray::RankActor.run")
         ]
-        assert len(followers) == 1
+        assert len(actors) == 1
         ranks = [
-            pid for pid, command in descendants(followers[0]).items() if "rank_process" in command
+            pid for pid, command in descendants(actors[0]).items() if "rank_process" in command
         ]
         assert len(ranks) == 1
         with ThreadPoolExecutor(4) as pool:
             answers = [
-                pool.submit(server.post, "/v1/completions", asked(number, 250))
+                pool.submit(server.post, "/v1/completions", request_of(number, 250))
                 for number in range(4)
             ]
             until(lambda: server.figures()["headrace_steps_total"] > 20)
-            os.kill(followers[0], signal.SIGKILL)
+            os.kill(actors[0], signal.SIGKILL)
             replies = [answer.result() for answer in answers]
         assert [reply.json["choices"][0]["text"] for reply in replies] == expected
-        assert followers[0] not in server.below()
+        assert actors[0] not in server.below()
 
 
 class Cluster(NamedTuple):
-    """A cluster that runs already, with an application of its own."""
+    """A running cluster with an application."""
 
     port: int
     environment: dict[str, str]
@@ -322,44 +320,41 @@ def cluster(model: str) -> Iterator[Cluster]:
         running.stdin.close()
 
 
-def test_the_whole_application_of_a_cluster_answers_at_its_proxy(
-    cluster: Cluster, model: str
-) -> None:
+def test_application_responds_at_the_proxy_of_its_cluster(cluster: Cluster, model: str) -> None:
     expected = alone(model, range(3), 100)
     for number in range(3):
-        assert cluster.post(asked(number, 100)).json["choices"][0]["text"] == expected[number]
+        assert cluster.post(request_of(number, 100)).json["choices"][0]["text"] == expected[number]
         assert (
-            text_of(cluster.post(asked(number, 100) | {"stream": True}).events) == expected[number]
+            text_of(cluster.post(request_of(number, 100) | {"stream": True}).events)
+            == expected[number]
         )
-    assert cluster.post(asked(0, 100), key="another").status == 401
+    assert cluster.post(request_of(0, 100), key="another").status == 401
 
 
-def test_a_cluster_that_runs_already_is_joined_and_left_as_it_was(
-    cluster: Cluster, model: str
-) -> None:
+def test_joining_a_running_cluster_leaves_it_unchanged(cluster: Cluster, model: str) -> None:
     server = OnRay(model, "--replicas", "1", *FLAGS, env=cluster.environment)
     assert (
-        server.post("/v1/completions", asked(1, 100)).json["choices"][0]["text"]
+        server.post("/v1/completions", request_of(1, 100)).json["choices"][0]["text"]
         == alone(model, range(1, 2), 100)[0]
     )
     below = server.below()
     assert not any("raylet" in command for command in below.values())
     assert server.stop() == 0 and not still_there(below)
-    assert cluster.post(asked(0, 10)).status == 200
+    assert cluster.post(request_of(0, 10)).status == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_however_it_ends_and_what_is_under_way_may_end_before(
-    model: str, number: int
-) -> None:
+def test_no_process_or_file_is_left_after_the_end(model: str, number: int) -> None:
     before = set(Path(tempfile.gettempdir()).glob("headrace-ray-*"))
     server = OnRay(model, "--replicas", "1", *FLAGS)
     below = server.below()
     assert any("raylet" in command for command in below.values())
-    begun = threading.Barrier(9)
+    started = threading.Barrier(9)
     with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(streamed, server, asked(place, 3500), begun) for place in range(8)]
-        begun.wait(30)
+        answers = [
+            pool.submit(streamed, server, request_of(place, 3500), started) for place in range(8)
+        ]
+        started.wait(30)
         code = server.stop(number)
         assert not still_there(below)
         if number == signal.SIGINT:
@@ -369,8 +364,8 @@ def test_nothing_is_left_however_it_ends_and_what_is_under_way_may_end_before(
     until(lambda: set(Path(tempfile.gettempdir()).glob("headrace-ray-*")) == before)
 
 
-def _answered(server: OnRay) -> int:
-    """Replicas that say of themselves that they are there."""
+def _num_present(server: OnRay) -> int:
+    """Number of replicas with a status."""
     return int(server.figures()["headrace_kv_blocks"]) // 1024
 
 

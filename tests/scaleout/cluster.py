@@ -1,4 +1,4 @@
-"""Workers and their frontend, each in processes of its own."""
+"""Workers and their frontend, each a server with its own processes."""
 
 import socket
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True
 
 
 class Cluster(NamedTuple):
-    """Two workers, or more, behind a frontend."""
+    """Workers and a frontend."""
 
     workers: list[Running]
     frontend: Running
 
     def num_workers(self) -> int:
-        """How many of them the frontend has now."""
+        """Number of workers that the frontend uses."""
         return int(self.frontend.figures()["headrace_kv_blocks"]) // 1024
 
     def busy(self) -> Running:
-        """A worker that runs most of the requests, once many are under way."""
+        """Wait until many requests run; return the worker with the most."""
         until(lambda: sum(map(running_in, self.workers)) >= STREAMS // 2)
         return max(self.workers, key=running_in)
 
@@ -38,7 +38,7 @@ def running_in(worker: Running) -> int:
 def cluster(
     model: str, number: int = 2, flags: tuple[str, ...] = (), route: tuple[str, ...] = ()
 ) -> Iterator[Cluster]:
-    """Workers and a frontend, all of which end, and leave no process behind."""
+    """Start workers and a frontend, and check that all their processes end."""
     started: list[Running] = []
     processes: list[int] = []
     try:
@@ -54,15 +54,15 @@ def cluster(
 
 
 def free_port() -> int:
-    """A port at which nothing listens."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    """An unused port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
         return port
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Requests for long streams, no two of which are alike, greedy ones and others."""
+    """Different requests for long streams, greedy and sampled."""
     options = [
         {"temperature": (0, 1, 1.3)[i % 3], "logprobs": i % 2 or None} for i in range(STREAMS)
     ]
@@ -71,23 +71,21 @@ def bodies() -> list[dict[str, Any]]:
 
 @contextmanager
 def streaming(server: Running) -> Iterator[list[Future[Reply]]]:
-    """Many streams at once, each read to its end by a thread."""
+    """Run many streams at once, each read to its end by a thread."""
     with ThreadPoolExecutor(STREAMS) as pool:
         yield [pool.submit(server.post, "/v1/completions", body) for body in bodies()]
 
 
-def told(reply: Reply) -> list[tuple[str, Any, Any]]:
-    """What a stream said: text, log-probabilities and the end, without the borders between its
-    events.
-    """
+def contents(reply: Reply) -> list[tuple[str, Any, Any]]:
+    """Text, log-probabilities and finish reasons of a stream, however it is cut into events."""
     assert reply.status == 200 and reply.events[-1] == "[DONE]", reply.body[-500:]
     choices = [choice for event in reply.events[:-1] for choice in event["choices"]]
     text = "".join(choice["text"] for choice in choices)
     scores = [
-        one
+        score
         for choice in choices
         if choice["logprobs"]
-        for one in choice["logprobs"]["token_logprobs"]
+        for score in choice["logprobs"]["token_logprobs"]
     ]
     return [
         (text, scores, [choice["finish_reason"] for choice in choices if choice["finish_reason"]])
@@ -95,14 +93,14 @@ def told(reply: Reply) -> list[tuple[str, Any, Any]]:
 
 
 def descendants(server: Running) -> list[int]:
-    """The processes of a server."""
-    found, unseen = [], [server.process.pid]
+    """Ids of the processes of a server."""
+    pids, unseen = [], [server.process.pid]
     parents = {int(stat.parent.name): _parent(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
     while unseen:
         pid = unseen.pop()
-        found.append(pid)
+        pids.append(pid)
         unseen += [child for child, parent in parents.items() if parent == pid]
-    return found
+    return pids
 
 
 def _parent(stat: Path) -> int:

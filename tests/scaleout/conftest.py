@@ -1,5 +1,5 @@
-"""Tiny models for workers: one that is fast, and one whose steps take so long that a worker can be
-ended in the middle of an answer.
+"""Tiny models for workers: a fast one, and one with steps slow enough to end a worker in the middle
+of a response.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ CHANGE: dict[str, Any] = {
     "tokenizer.chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
 }
 _WIDE = 16384
-"""Columns between the matrices of a feed-forward part: 25 MB of weights for each step to read."""
+"""Columns of a feed-forward layer: each step reads 25 MB of weights."""
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""`headrace serve --replicas`, and the processes below it."""
+"""`headrace serve --replicas`, and its descendant processes."""
 
 import contextlib
 import os
@@ -17,19 +17,17 @@ class OnRay(Running):
     """A server whose replicas are actors."""
 
     def below(self) -> dict[int, str]:
-        """The processes that it has started, they and what they have started, with their command
-        lines.
-        """
+        """Command lines of its descendant processes, by id."""
         return descendants(self.process.pid)
 
     def replicas(self) -> list[int]:
-        """Those that are replicas."""
+        """Ids of its replicas."""
         return [pid for pid, command in self.below().items() if command.startswith(REPLICA)]
 
 
 @contextlib.contextmanager
 def serving(model: str, *flags: str, number: int = signal.SIGTERM) -> Iterator[OnRay]:
-    """A server that ends with the context by a signal, and leaves nothing."""
+    """Start a server; end it by a signal, and check that all its processes end."""
     server = OnRay(model, *flags)
     try:
         yield server
@@ -63,7 +61,7 @@ def command_of(pid: int) -> str:
 
 
 def ports_open_to_all(pid: int) -> set[int]:
-    """Where a process listens on all interfaces."""
+    """Ports on which a process listens on all interfaces."""
     inodes = set[str]()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -82,7 +80,7 @@ def ports_open_to_all(pid: int) -> set[int]:
 
 
 def still_there(processes: dict[int, str], seconds: float = SECONDS) -> dict[int, str]:
-    """Those that have not ended in so many seconds."""
+    """Processes that still run after some seconds."""
     end = time.monotonic() + seconds
     while left := {
         pid: command for pid, command in processes.items() if command and command_of(pid) == command
@@ -94,7 +92,7 @@ def still_there(processes: dict[int, str], seconds: float = SECONDS) -> dict[int
 
 
 def text_of(events: list[Any]) -> str:
-    """The text of a stream of completions; it must have come to its end."""
+    """Text of a completion stream, which must have ended."""
     assert events[-1] == "[DONE]" and not any("error" in event for event in events[:-1]), events[
         -2:
     ]

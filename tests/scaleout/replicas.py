@@ -1,6 +1,4 @@
-"""Replicas in this process: real engines over a tiny model, each in its own thread, that can be
-made to go away at any moment.
-"""
+"""Replicas in this process: real engines over a tiny model in threads, which a test can kill."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -17,14 +15,14 @@ from headrace.remote.host import blocks_of, ended_event, report_of
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.scaleout.dispatcher import ReplicaLostError
 
-_WAY = 0.002
+_DELAY = 0.002
 """Seconds from the fleet to a replica."""
 
 Event = frames.StepOutput | frames.Ended | BaseException
 
 
 class Replica:
-    """An engine that runs requests for a fleet until it dies."""
+    """An engine that runs requests until it dies."""
 
     def __init__(self, boot_id: str, engine: Engine) -> None:
         self.boot_id = boot_id
@@ -33,7 +31,7 @@ class Replica:
         self.queues: dict[str, asyncio.Queue[Event]] = {}
 
     def die(self) -> None:
-        """Nothing more comes of any request, not even what was on its way."""
+        """Drop all events, also those already queued."""
         for queue in self.queues.values():
             while not queue.empty():
                 queue.get_nowait()
@@ -76,32 +74,30 @@ class _Sink:
 
 
 class LocalReplicas:
-    """A `Dispatcher` over replicas of this process. Each request goes to the next of them."""
+    """A `Dispatcher` over replicas of this process, which take turns."""
 
     def __init__(self, make: Callable[[], Engine], number: int) -> None:
         self._make = make
         self._boot_ids = count()
         self._next = count()
-        self.alive = [self._born() for _ in range(number)]
-        self.asked: list[frames.Add] = []
-        """All that replicas were asked for."""
+        self.alive = [self._new_replica() for _ in range(number)]
+        self.requests: list[frames.Add] = []
+        """All requests to replicas."""
         self.on_event: Callable[
             [Replica, frames.Accepted | frames.StepOutput | frames.Ended], None
         ] = lambda replica, event: None
-        """Called with everything that a replica says, before the fleet hears it; it may let the
-        replica die.
-        """
+        """Called with each event before the fleet gets it; it may kill the replica."""
 
-    def _born(self) -> Replica:
+    def _new_replica(self) -> Replica:
         return Replica(f"boot-{next(self._boot_ids)}", self._make())
 
-    def let_die(self, replica: Replica, *, again: bool = True) -> None:
-        """A replica goes; another one comes in its place."""
+    def kill(self, replica: Replica, *, replace: bool = True) -> None:
+        """Kill a replica, and start another in its place."""
         if replica in self.alive:
             self.alive.remove(replica)
             replica.die()
-            if again:
-                self.alive.append(self._born())
+            if replace:
+                self.alive.append(self._new_replica())
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
@@ -111,47 +107,47 @@ class LocalReplicas:
         return
 
     async def generate(
-        self, asked: frames.Add
+        self, request: frames.Add
     ) -> AsyncGenerator[frames.Accepted | frames.StepOutput | frames.Ended]:
-        self.asked.append(asked)
-        await asyncio.sleep(_WAY)
+        self.requests.append(request)
+        await asyncio.sleep(_DELAY)
         if not self.alive:
             raise NoReplicaError("none is alive")
         replica = self.alive[next(self._next) % len(self.alive)]
         try:
             checked = replica.engine.check(
-                asked.prompt_token_ids,
-                asked.params,
-                asked.options,
-                pooling=asked.pooling,
-                output_token_ids=asked.output_token_ids,
+                request.prompt_token_ids,
+                request.params,
+                request.options,
+                pooling=request.pooling,
+                output_token_ids=request.output_token_ids,
             )
         except RequestError as error:
             raise RefusedError("request", str(error)) from None
-        queue = replica.queues[asked.id] = asyncio.Queue[Event]()
+        queue = replica.queues[request.id] = asyncio.Queue[Event]()
         try:
-            self._hear(replica, frames.Accepted(asked.id))
-            yield frames.Accepted(asked.id)
-            with suppress(ClosedError):  # it died as it was told
-                replica.thread.add([checked], [asked.id], _Sink(replica, asked.id))
+            self._report(replica, frames.Accepted(request.id))
+            yield frames.Accepted(request.id)
+            with suppress(ClosedError):  # the replica died meanwhile
+                replica.thread.add([checked], [request.id], _Sink(replica, request.id))
             while True:
                 event = await queue.get()
                 if isinstance(event, BaseException):
                     raise event
-                self._hear(replica, event)
+                self._report(replica, event)
                 yield event
                 if isinstance(event, frames.Ended):
                     return
         finally:
-            replica.queues.pop(asked.id, None)
-            replica.thread.abort([asked.id])
+            replica.queues.pop(request.id, None)
+            replica.thread.abort([request.id])
 
-    def _hear(
+    def _report(
         self, replica: Replica, event: frames.Accepted | frames.StepOutput | frames.Ended
     ) -> None:
         self.on_event(replica, event)
         if replica not in self.alive:
-            raise ReplicaLostError(replica.boot_id, "it died with this on its lips")
+            raise ReplicaLostError(replica.boot_id, "it died with this event")
 
     async def load_adapter(self, name: str, path: str) -> None:
         raise RefusedError("request", f"there is no adapter {path}")
@@ -161,8 +157,10 @@ class LocalReplicas:
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
         return {
-            r.boot_id: blocks_of("", await asyncio.to_thread(r.thread.call, r.engine.block_map))
-            for r in self.alive
+            replica.boot_id: blocks_of(
+                "", await asyncio.to_thread(replica.thread.call, replica.engine.block_map)
+            )
+            for replica in self.alive
         }
 
     async def close(self) -> None:

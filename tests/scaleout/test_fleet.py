@@ -1,5 +1,5 @@
-"""A fleet over real engines, whose replicas go away at any moment: its clients hear what one engine
-would have said, every word once.
+"""A fleet over real engines that are lost at any moment: its clients get the output of one engine,
+each token once.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from tests.tiny import drain, run_all
 
 
 @dataclass
-class Heard:
-    """What a client heard of one request."""
+class Received:
+    """Events of one request, as its client received them."""
 
     texts: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Heard:
         if isinstance(event, frames.Ended):
             self.ended = event
             return
-        assert event.index not in self.ends, "it goes on behind its end"
+        assert event.index not in self.ends, "an output after its end"
         self.texts[event.index] = self.texts.get(event.index, "") + event.text
         self.tokens[event.index] = self.tokens.get(event.index, []) + event.token_ids
         self.logprobs[event.index] = self.logprobs.get(event.index, []) + event.logprobs
         if event.finish_reason:
             self.ends[event.index] = event.finish_reason, event.stop_reason
 
-    def is_like(self, result: RequestOutput) -> None:
+    def assert_equals(self, result: RequestOutput) -> None:
         assert self.ended is not None
         if result.error:
             assert self.ended.error is not None
@@ -69,147 +69,145 @@ def add(
     return frames.Add(prompt_token_ids=prompt, params=params, pooling=pooling)
 
 
-async def hear(stream: Stream) -> Heard:
-    heard = Heard()
+async def receive(stream: Stream) -> Received:
+    received = Received()
     async for event in stream:
-        heard.add(event)
-    return heard
+        received.add(event)
+    return received
 
 
-def within(
-    work: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, **options: Any
+def run(
+    test: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, **options: Any
 ) -> None:
-    """Do something with a fleet of so many replicas."""
+    """Run a test with a fleet of `number` replicas."""
 
-    async def run() -> None:
+    async def main() -> None:
         replicas = LocalReplicas(engine, number)
         fleet = Fleet(replicas, **options)
         await fleet.start()
         try:
             async with asyncio.timeout(60):
-                await work(fleet, replicas)
+                await test(fleet, replicas)
         finally:
             await fleet.close()
         assert not fleet._running
 
-    asyncio.run(run())
+    asyncio.run(main())
 
 
-def kill_at_random(replicas: LocalReplicas, seed: int, share: float, most: int) -> None:
-    """Let replicas die as they say something, so that it is not heard, with this probability, and
-    no more than so often.
-    """
-    random, left = Random(seed), [most]
+def kill_at_random(replicas: LocalReplicas, seed: int, probability: float, max_deaths: int) -> None:
+    """Kill replicas with a probability per event, which is then lost."""
+    random, left = Random(seed), [max_deaths]
 
     def on_event(replica: Replica, event: Any) -> None:
-        if left[0] and random.random() < share:
+        if left[0] and random.random() < probability:
             left[0] -= 1
-            replicas.let_die(replica)
+            replicas.kill(replica)
 
     replicas.on_event = on_event
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    asked=st.lists(requests(), min_size=1, max_size=5),
+    submitted=st.lists(requests(), min_size=1, max_size=5),
     seed=st.integers(0, 99),
-    share=st.sampled_from([0.02, 0.1, 0.5]),
+    probability=st.sampled_from([0.02, 0.1, 0.5]),
 )
-def test_whichever_replica_dies_and_when(
-    asked: list[tuple[list[int], SamplingParams]], seed: int, share: float
+def test_deaths_at_random_events_change_no_output(
+    submitted: list[tuple[list[int], SamplingParams]], seed: int, probability: float
 ) -> None:
-    """At most two: a third may be one too many for a request."""
-    expected = [run_all(undisturbed(), [one])[0] for one in asked]
+    """At most two deaths: after a third a request may be refused."""
+    expected = [run_all(undisturbed(), [request])[0] for request in submitted]
 
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
-        kill_at_random(replicas, seed, share, 2)
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
+        kill_at_random(replicas, seed, probability, 2)
         streams = await asyncio.gather(
-            *(fleet.submit(add(list(prompt), params)) for prompt, params in asked)
+            *(fleet.submit(add(list(prompt), params)) for prompt, params in submitted)
         )
-        for heard, result in zip(await asyncio.gather(*map(hear, streams)), expected, strict=True):
-            heard.is_like(result)
+        results = await asyncio.gather(*map(receive, streams))
+        for received, result in zip(results, expected, strict=True):
+            received.assert_equals(result)
 
-    within(work)
+    run(test)
 
 
-def test_every_moment_of_one_request() -> None:
-    """The replica dies at its first event, at its second, ..., and so at its last; then nothing has
-    to be asked again.
-    """
+def test_death_at_each_event_of_a_request() -> None:
+    """If the replica dies at its last event, no other replica has to run the request."""
     prompt, params = (
         [1, 2, 3],
         SamplingParams(n=2, seed=5, max_tokens=8, logprobs=1, ignore_eos=True),
     )
     (expected,) = run_all(undisturbed(), [(prompt, params)])
-    last_words: list[Any] = []
+    lost_events: list[Any] = []
 
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
-        moment, count = len(last_words), [0]
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
+        moment, count = len(lost_events), [0]
 
         def on_event(replica: Replica, event: Any) -> None:
             if count[0] == moment:
-                last_words.append(event)
-                replicas.let_die(replica)
+                lost_events.append(event)
+                replicas.kill(replica)
             count[0] += 1
 
         replicas.on_event = on_event
-        heard = await hear(await fleet.submit(add(prompt, params)))
-        heard.is_like(expected)
-        assert len(replicas.asked) == (1 if isinstance(last_words[-1], frames.Ended) else 2)
+        received = await receive(await fleet.submit(add(prompt, params)))
+        received.assert_equals(expected)
+        assert len(replicas.requests) == (1 if isinstance(lost_events[-1], frames.Ended) else 2)
 
-    while not last_words or not isinstance(last_words[-1], frames.Ended):
-        within(work)
-    assert len(last_words) == 2 + 2 * 8
+    while not lost_events or not isinstance(lost_events[-1], frames.Ended):
+        run(test)
+    assert len(lost_events) == 2 + 2 * 8
 
 
-def test_prompt_logprobs_of_a_request_that_had_told_all() -> None:
+def test_prompt_logprobs_after_all_outputs_were_received() -> None:
     params = SamplingParams(seed=1, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
     (expected,) = run_all(undisturbed(), [([4, 5, 6], params)])
 
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
         replicas.on_event = lambda replica, event: (
-            replicas.let_die(replica)
-            if isinstance(event, frames.Ended) and len(replicas.asked) < 2
+            replicas.kill(replica)
+            if isinstance(event, frames.Ended) and len(replicas.requests) < 2
             else None
         )
-        heard = await hear(await fleet.submit(add([4, 5, 6], params)))
-        heard.is_like(expected)
-        assert len(replicas.asked) == 2
+        received = await receive(await fleet.submit(add([4, 5, 6], params)))
+        received.assert_equals(expected)
+        assert len(replicas.requests) == 2
 
-    within(work)
+    run(test)
 
 
-def test_beams_and_embeddings_begin_from_their_prompts() -> None:
+def test_beams_and_embeddings_restart_from_their_prompts() -> None:
     beams = SamplingParams(beam_width=3, n=2, max_tokens=6, logprobs=0)
     (expected,) = run_all(undisturbed(), [([1, 2], beams)])
-    one = undisturbed()
-    one.add(one.check([3, 4, 5], pooling=PoolingParams()), "e")
-    (vector,) = [update.result.embedding for update in drain(one) if update.result]
+    alone = undisturbed()
+    alone.add(alone.check([3, 4, 5], pooling=PoolingParams()), "e")
+    (vector,) = [update.result.embedding for update in drain(alone) if update.result]
     assert vector is not None
     for moment in range(1, 5):
 
-        async def work(fleet: Fleet, replicas: LocalReplicas, moment: int = moment) -> None:
+        async def test(fleet: Fleet, replicas: LocalReplicas, moment: int = moment) -> None:
             count = [0]
 
             def on_event(replica: Replica, event: Any) -> None:
                 count[0] += 1
                 if count[0] == moment:
-                    replicas.let_die(replica)
+                    replicas.kill(replica)
 
             replicas.on_event = on_event
-            heard = await hear(await fleet.submit(add([1, 2], beams)))
-            heard.is_like(expected)
+            received = await receive(await fleet.submit(add([1, 2], beams)))
+            received.assert_equals(expected)
             count[0] = 0
-            heard = await hear(await fleet.submit(add([3, 4, 5], pooling=PoolingParams())))
+            received = await receive(await fleet.submit(add([3, 4, 5], pooling=PoolingParams())))
             assert (
-                heard.ended is not None and heard.ended.embedding == vector.astype("<f4").tobytes()
+                received.ended is not None
+                and received.ended.embedding == vector.astype("<f4").tobytes()
             )
-            assert not any(asked.output_token_ids for asked in replicas.asked)
+            assert not any(request.output_token_ids for request in replicas.requests)
 
-        within(work)
+        run(test)
 
 
-def test_requests_without_a_seed_draw_what_one_engine_draws() -> None:
+def test_requests_without_a_seed_sample_the_tokens_of_one_engine() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = [
         run_all(undisturbed(), [([1, 2], replace(params, seed=derive_seed(7, number)))])[0]
@@ -218,111 +216,111 @@ def test_requests_without_a_seed_draw_what_one_engine_draws() -> None:
     other = engine(seed=7)
     alone = run_all(other, [([1, 2], params)] * 3)
     other.close()
-    assert [one.outputs for one in expected] == [one.outputs for one in alone]
+    assert [result.outputs for result in expected] == [result.outputs for result in alone]
 
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
         for result in expected:
-            (await hear(await fleet.submit(add([1, 2], params)))).is_like(result)
+            (await receive(await fleet.submit(add([1, 2], params)))).assert_equals(result)
 
-    within(work, seed=7)
+    run(test, seed=7)
 
 
-def test_one_under_which_replicas_die_is_refused_and_the_others_are_not() -> None:
-    """All are on the same replica, so all are suspect after two deaths; from then on one at a
-    time.
-    """
+def test_only_the_request_that_kills_replicas_is_refused() -> None:
+    """All run on the same replica, so after two deaths all are suspects and run one at a time."""
     poison, plain = [9, 9, 9], SamplingParams(seed=2, max_tokens=90, ignore_eos=True)
     (expected,) = run_all(undisturbed(), [([1, 2], plain)])
 
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
         deaths = [0]
 
         def on_event(replica: Replica, event: Any) -> None:
-            asked = {one.id: one for one in replicas.asked}[event.id]
-            if asked.prompt_token_ids == poison and isinstance(event, frames.StepOutput):
+            request = {request.id: request for request in replicas.requests}[event.id]
+            if request.prompt_token_ids == poison and isinstance(event, frames.StepOutput):
                 deaths[0] += 1
-                replicas.let_die(replica)
+                replicas.kill(replica)
 
         replicas.on_event = on_event
-        asked = [([1, 2], replace(plain, min_tokens=i)) for i in range(4)] + [(poison, plain)]
+        submitted = [([1, 2], replace(plain, min_tokens=i)) for i in range(4)] + [(poison, plain)]
 
-        async def ask(prompt: list[int], params: SamplingParams) -> Heard:
-            return await hear(await fleet.submit(add(prompt, params)))
+        async def submit(prompt: list[int], params: SamplingParams) -> Received:
+            return await receive(await fleet.submit(add(prompt, params)))
 
-        results = await asyncio.gather(*(ask(*one) for one in asked), return_exceptions=True)
-        for heard in results[:4]:
-            assert isinstance(heard, Heard), heard
-            heard.is_like(expected)
+        results = await asyncio.gather(
+            *(submit(*request) for request in submitted), return_exceptions=True
+        )
+        for received in results[:4]:
+            assert isinstance(received, Received), received
+            received.assert_equals(expected)
         assert isinstance(results[4], RefusedError) and results[4].kind == "quarantined"
         assert deaths[0] == 3
         with pytest.raises(RefusedError, match="several engines ended"):
             await fleet.submit(add(poison, plain))
         assert deaths[0] == 3
 
-    within(work, 1)
+    run(test, 1)
 
 
-def test_it_waits_for_a_replica_and_not_for_ever() -> None:
+def test_requests_wait_for_a_replica_up_to_a_limit() -> None:
     params = SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
     (expected,) = run_all(undisturbed(), [([1, 2], params)])
 
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
         stream = await fleet.submit(add([1, 2], params))
         info = fleet.info
         for replica in replicas.alive[:]:
-            replicas.let_die(replica, again=False)
+            replicas.kill(replica, replace=False)
         assert fleet.state == "stalled" and fleet.ready and fleet.info == info
-        hearing = asyncio.ensure_future(hear(stream))
+        receiving = asyncio.ensure_future(receive(stream))
         with pytest.raises(NotReadyError, match="no worker"):
             await fleet.submit(add([1, 2], params))
         with pytest.raises(NotReadyError, match="no worker"):
-            await hearing
+            await receiving
         waiting = asyncio.ensure_future(fleet.submit(add([1, 2], params)))
         await asyncio.sleep(0.1)
-        replicas.alive.append(replicas._born())
-        (await hear(await waiting)).is_like(expected)
+        replicas.alive.append(replicas._new_replica())
+        (await receive(await waiting)).assert_equals(expected)
         assert fleet.state == "ready"
 
-    within(work, wait_seconds=0.5)
+    run(test, wait_seconds=0.5)
 
 
 def test_too_many_losses_end_a_request() -> None:
-    """Of replicas that never took it, so it is not suspect."""
+    """The replicas had not accepted the request, so it is no suspect."""
 
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
-        replicas.on_event = lambda replica, event: replicas.let_die(replica)
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
+        replicas.on_event = lambda replica, event: replicas.kill(replica)
         with pytest.raises((EngineDeadError, RefusedError)):
             await fleet.submit(add([1, 2], SamplingParams(max_tokens=4)))
 
-    within(work)
+    run(test)
 
 
-def test_what_a_replica_refuses_is_refused() -> None:
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
+def test_refusal_of_a_replica() -> None:
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
         with pytest.raises(RefusedError, match="the vocabulary ends at"):
             await fleet.submit(add([1000], SamplingParams(max_tokens=4)))
         with pytest.raises(RefusedError, match="no adapter"):
             await fleet.load_adapter("a", "/nowhere")
 
-    within(work)
+    run(test)
 
 
-def test_a_client_that_leaves_ends_its_request() -> None:
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
+def test_closing_a_stream_aborts_its_request() -> None:
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
         stream = await fleet.submit(add([1, 2], SamplingParams(max_tokens=None, ignore_eos=True)))
         stream.close()
         while any(replica.thread.call(replica.engine.stats).running for replica in replicas.alive):
             await asyncio.sleep(0.01)
         assert not fleet._running
 
-    within(work)
+    run(test)
 
 
-def test_what_the_replicas_are_together() -> None:
-    async def work(fleet: Fleet, replicas: LocalReplicas) -> None:
+def test_combined_info_report_and_blocks() -> None:
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
         params = SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
         for _ in range(4):
-            await hear(await fleet.submit(add([1, 2], params)))
+            await receive(await fleet.submit(add([1, 2], params)))
         assert (
             fleet.info is not None
             and fleet.info.max_num_seqs == 3 * replicas.alive[0].engine.config.max_seqs
@@ -333,13 +331,11 @@ def test_what_the_replicas_are_together() -> None:
         )
         assert figures["occupancy"] == 0
         blocks = figures["blocks_total"]
-        gone = replicas.alive[0]
-        replicas.let_die(gone, again=False)
+        replicas.kill(replicas.alive[0], replace=False)
         after = fleet.report.figures
-        assert after["blocks_total"] == blocks * 2 / 3 and after["tokens"] == 24, (
-            "what was counted is not taken back"
-        )
+        assert after["blocks_total"] == blocks * 2 / 3
+        assert after["tokens"] == 24, "counters keep the share of lost replicas"
         block_map = await fleet.block_map()
         assert len(block_map.groups) == 2 and block_map.block_size == 32
 
-    within(work, 3)
+    run(test, 3)

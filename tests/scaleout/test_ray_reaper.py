@@ -1,4 +1,4 @@
-"""What a cluster has left is ended, and nothing else."""
+"""The reaper kills the processes of a cluster and no others."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ HOLD = "import sys, time; file = open(sys.argv[1], 'w'); print('open', flush=Tru
 
 
 def holding(file: Path) -> "subprocess.Popen[str]":
-    """A process that has a file open."""
+    """Start a process that holds a file open."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(file)], stdout=subprocess.PIPE, text=True
     )
@@ -22,7 +22,7 @@ def holding(file: Path) -> "subprocess.Popen[str]":
     return process
 
 
-def test_when_the_starter_ends_its_cluster_does_too(tmp_path: Path) -> None:
+def test_reaper_kills_a_cluster_after_its_starter_ends(tmp_path: Path) -> None:
     folder, other_folder = tmp_path / "headrace-ray-x", tmp_path / "headrace-ray-xy"
     folder.mkdir()
     other_folder.mkdir()

@@ -1,5 +1,5 @@
-"""`headrace route` before two workers, all in real processes: it answers as one server, whatever
-becomes of the workers.
+"""`headrace route` with two workers, all real processes: its responses equal those of a single
+server, even if workers are lost.
 """
 
 import signal
@@ -27,17 +27,17 @@ from tests.scaleout.cluster import (
     Cluster,
     bodies,
     cluster,
+    contents,
     descendants,
     free_port,
     running_in,
     streaming,
-    told,
 )
 from tests.server.running import SECONDS, Running, alive, engine_of, until
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 SHORT: dict[str, Any] = {"seed": 3, "max_tokens": 12}
-ASKED: list[tuple[str, dict[str, Any]]] = [
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "hello", "temperature": 0, **SHORT}),
     ("/v1/completions", {"prompt": ["hello", "you"], "n": 2, "logprobs": 2, **SHORT}),
     (
@@ -74,58 +74,60 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}},
     ),
 ]
-_OWN = ("id", "created", "timing", "created_at", "completed_at", "system_fingerprint", "usage")
-"""What no two answers have in common; `usage` says what was cached."""
+_VARYING = ("id", "created", "timing", "created_at", "completed_at", "system_fingerprint", "usage")
+"""Fields that differ between equal responses; `usage` has the cached tokens."""
 
 
 @pytest.fixture(scope="module")
 def pair(model: str) -> Iterator[Cluster]:
-    """For tests that leave it as it is."""
+    """A cluster for tests that do not change it."""
     with cluster(model) as pair:
         yield pair
 
 
 @cache
 def undisturbed(model: str) -> list[Any]:
-    """What one server says to all the long streams."""
+    """Contents of all long streams from one server."""
     server = Running(model, "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
     try:
-        return [told(server.post("/v1/completions", body)) for body in bodies()]
+        return [contents(server.post("/v1/completions", body)) for body in bodies()]
     finally:
         server.stop()
 
 
-def without_own(value: Any) -> Any:
-    """An answer without what is its own."""
+def without_varying(value: Any) -> Any:
+    """A response without the fields that differ between equal responses."""
     if isinstance(value, dict):
-        return {name: without_own(one) for name, one in value.items() if name not in _OWN}
-    return [without_own(one) for one in value] if isinstance(value, list) else value
+        return {name: without_varying(item) for name, item in value.items() if name not in _VARYING}
+    return [without_varying(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), ASKED, ids=lambda value: value if isinstance(value, str) else ""
+    ("path", "body"), REQUESTS, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_it_answers_as_one_server(pair: Cluster, path: str, body: dict[str, Any]) -> None:
+def test_responses_equal_those_of_one_server(
+    pair: Cluster, path: str, body: dict[str, Any]
+) -> None:
     ours, theirs = pair.frontend.post(path, body), pair.workers[0].post(path, body)
     assert ours.status == theirs.status
     if body.get("stream"):
-        assert pieces(ours.events) == pieces(theirs.events)
+        assert choices_of(ours.events) == choices_of(theirs.events)
     else:
-        assert without_own(ours.json) == without_own(theirs.json)
+        assert without_varying(ours.json) == without_varying(theirs.json)
 
 
-def pieces(events: list[Any]) -> Any:
-    """What a stream says, by choice."""
-    said: dict[int, Any] = {}
+def choices_of(events: list[Any]) -> Any:
+    """Text and finish reasons of a stream, by choice."""
+    choices: dict[int, Any] = {}
     assert events[-1] == "[DONE]"
     for choice in [choice for event in events[:-1] for choice in event["choices"]]:
         text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-        before, ends = said.get(choice["index"], ("", []))
-        said[choice["index"]] = before + text, [*ends, *filter(None, [choice["finish_reason"]])]
-    return said
+        before, ends = choices.get(choice["index"], ("", []))
+        choices[choice["index"]] = before + text, [*ends, *filter(None, [choice["finish_reason"]])]
+    return choices
 
 
-def test_the_routes_that_say_how_it_is(pair: Cluster) -> None:
+def test_status_routes_of_a_frontend(pair: Cluster) -> None:
     for path in (
         "/health",
         "/health/live",
@@ -144,21 +146,20 @@ def test_the_routes_that_say_how_it_is(pair: Cluster) -> None:
     assert pair.frontend.post("/worker/generate", {}).status == 404, "a frontend is no worker"
 
 
-def test_requests_without_a_seed_draw_as_those_of_one_server(model: str) -> None:
-    """Each by its number."""
+def test_requests_without_a_seed_sample_the_tokens_of_one_server(model: str) -> None:
     body = {"prompt": "hello", "max_tokens": 8, "temperature": 1}
-    one = Running(model, "--threads", "1", "--kv-blocks", "64")
+    single = Running(model, "--threads", "1", "--kv-blocks", "64")
     try:
-        expected = [one.post("/v1/completions", body).json["choices"] for _ in range(3)]
+        expected = [single.post("/v1/completions", body).json["choices"] for _ in range(3)]
     finally:
-        one.stop()
+        single.stop()
     with cluster(model) as pair:
         assert [
             pair.frontend.post("/v1/completions", body).json["choices"] for _ in range(3)
         ] == expected
 
 
-def test_a_common_prompt_goes_where_it_is_cached(pair: Cluster) -> None:
+def test_common_prompt_goes_to_the_worker_that_has_it_cached(pair: Cluster) -> None:
     body = {"prompt": "the same long beginning " * 40, "max_tokens": 2, "temperature": 0}
     cached = [
         pair.frontend.post("/v1/completions", body).json["usage"]["prompt_tokens_details"][
@@ -169,8 +170,8 @@ def test_a_common_prompt_goes_where_it_is_cached(pair: Cluster) -> None:
     assert cached[0] == 0 and min(cached[1:]) > 0
 
 
-def test_connections_to_workers_are_used_again(pair: Cluster) -> None:
-    """All of them, those that were closed a while ago included."""
+def test_connections_to_workers_are_reused(pair: Cluster) -> None:
+    """The count includes recently closed connections."""
     ports = {f"{worker.port:04X}" for worker in pair.workers}
 
     def connections() -> set[str]:
@@ -188,62 +189,60 @@ def test_connections_to_workers_are_used_again(pair: Cluster) -> None:
     assert len(connections() - before) <= len(pair.workers)
 
 
-def test_a_client_that_leaves_ends_its_request(pair: Cluster) -> None:
+def test_client_that_disconnects_aborts_its_request(pair: Cluster) -> None:
     connection = pair.frontend.open_stream("/v1/completions", LONG | {"max_tokens": 4000})
     assert connection.recv(1000)
     connection.close()
     until(lambda: all(worker.at_rest() for worker in pair.workers))
 
 
-class TestWorkersThatGo:
-    def test_killed(self, slow: str) -> None:
-        """And started again at its place: another process, which is used as the one before it
-        was.
-        """
+class TestLostWorkers:
+    def test_killed_worker(self, slow: str) -> None:
+        """Another worker at the same URL is used after it."""
         with cluster(slow) as two:
             with streaming(two.frontend) as streams:
                 worker = two.busy()
                 left = descendants(worker)
                 worker.stop(signal.SIGKILL)
-            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+            assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
             until(lambda: not any(map(alive, left)))
             until(lambda: two.num_workers() == 1)
             again = Running(slow, *WORKER, "--port", str(worker.port))
             try:
                 until(lambda: two.num_workers() == 2)
-                (other,) = [one for one in two.workers if one is not worker]
+                (other,) = [server for server in two.workers if server is not worker]
                 with streaming(two.frontend) as streams:
                     until(lambda: running_in(other) + running_in(again) >= STREAMS // 2)
                     other.stop(signal.SIGKILL)
-                assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+                assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
                 assert again.figures()["headrace_generated_tokens_total"] > 0
             finally:
                 again.stop()
 
-    def test_its_engine_killed(self, slow: str) -> None:
+    def test_killed_engine_of_a_worker(self, slow: str) -> None:
         with cluster(slow) as two:
             with streaming(two.frontend) as streams:
                 subprocess.run(["kill", "-9", str(engine_of(two.busy().process.pid))], check=True)
-            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+            assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
             until(lambda: two.frontend.get("/health").json["restarts"] == 1)
 
-    def test_stopped_and_going_on(self, slow: str) -> None:
-        """It is lost after some seconds; when it goes on, it is there again."""
+    def test_stopped_worker_that_continues(self, slow: str) -> None:
+        """It is lost after some seconds, and used again when it continues."""
         with cluster(slow) as two:
             with streaming(two.frontend) as streams:
                 worker = two.busy()
                 worker.process.send_signal(signal.SIGSTOP)
                 blocks = two.frontend.get("/stats/blocks")
                 assert (blocks.status, blocks.json["error"]["code"]) == (503, "no_replica")
-            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+            assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
             assert two.num_workers() == 1
             worker.process.send_signal(signal.SIGCONT)
             until(lambda: two.num_workers() == 2)
             until(worker.at_rest)
 
     @pytest.mark.parametrize("seconds", [30, 0])
-    def test_asked_to_end(self, slow: str, seconds: int) -> None:
-        """With time for what it runs, and without: then that goes on elsewhere."""
+    def test_worker_that_drains(self, slow: str, seconds: int) -> None:
+        """Without time to drain, its requests continue on the other worker."""
         with cluster(slow, flags=("--drain-seconds", str(seconds))) as two:
             with streaming(two.frontend) as streams, ThreadPoolExecutor(1) as pool:
                 worker = two.busy()
@@ -252,52 +251,54 @@ class TestWorkersThatGo:
                     two.frontend.post("/v1/completions", {"prompt": "more", **SHORT})
                     for _ in range(5)
                 ]
-            assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+            assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
             assert [reply.status for reply in later] == [200] * 5
             assert ending.result() == 0
 
-    def test_all_of_them(self, slow: str) -> None:
-        """Requests wait for a while, then they are refused; a worker that comes back has those that
-        wait.
-        """
-        with cluster(slow, 1, route=("--worker-wait", "1")) as one:
-            one.workers[0].stop(signal.SIGKILL)
-            refused = one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT})
+    def test_no_worker_left(self, slow: str) -> None:
+        """Requests wait up to a limit and are then refused; a new worker gets new requests."""
+        with cluster(slow, 1, route=("--worker-wait", "1")) as single:
+            single.workers[0].stop(signal.SIGKILL)
+            refused = single.frontend.post("/v1/completions", {"prompt": "hello", **SHORT})
             assert (refused.status, refused.json["error"]["code"]) == (
                 503,
                 "no_replica",
             ) and "retry-after" in refused.headers
-            health = one.frontend.get("/health")
+            health = single.frontend.get("/health")
             assert (health.status, health.json["status"]) == (503, "stalled")
-            assert one.frontend.get("/health/live").status == 200
-            again = Running(slow, *WORKER, "--port", str(one.workers[0].port))
+            assert single.frontend.get("/health/live").status == 200
+            again = Running(slow, *WORKER, "--port", str(single.workers[0].port))
             try:
-                until(lambda: one.frontend.get("/health").status == 200)
+                until(lambda: single.frontend.get("/health").status == 200)
                 assert (
-                    one.frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
+                    single.frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status
+                    == 200
                 )
             finally:
                 again.stop()
 
 
-class TestWorkersThatDoNotFit:
-    def fails(self, model: str, *flags: str) -> tuple[int, str]:
-        """Exit code and last words of a frontend that cannot start."""
+class TestUnusableWorkers:
+    def failure(self, model: str, *flags: str) -> tuple[int, str]:
+        """Exit code and last line of a frontend that cannot start."""
         command = [sys.executable, "-m", "headrace", "route", model, "--port", "0", *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         assert "Traceback" not in done.stderr
         return done.returncode, done.stderr.splitlines()[-1]
 
-    def test_another_model(self, pair: Cluster, tmp_path: Path) -> None:
-        """It has the same shapes and the same vocabulary."""
+    def test_worker_with_another_model(self, pair: Cluster, tmp_path: Path) -> None:
+        """The other model has the same shapes and vocabulary."""
         weights = {"output_norm.weight": np.full(SHAPE["dim"], 1.01, np.float32)}
         other = write_tiny_gguf(tmp_path / "tiny.gguf", {"llama.context_length": 4096}, weights)
-        code, said = self.fails(str(other), "--workers", f"http://127.0.0.1:{pair.workers[0].port}")
+        code, message = self.failure(
+            str(other), "--workers", f"http://127.0.0.1:{pair.workers[0].port}"
+        )
         assert (
-            code == 1 and "serves another model or tokenizer: start it with the same MODEL" in said
+            code == 1
+            and "serves another model or tokenizer: start it with the same MODEL" in message
         )
 
-    def test_one_of_two_computes_otherwise(self, model: str) -> None:
+    def test_worker_with_another_kv_dtype(self, model: str) -> None:
         workers = [Running(model, *WORKER, *flags) for flags in ((), ("--kv-dtype", "f32"))]
         urls = ",".join(f"127.0.0.1:{worker.port}" for worker in workers)
         try:
@@ -312,7 +313,7 @@ class TestWorkersThatDoNotFit:
                 assert frontend.post("/v1/completions", {"prompt": "hello", **SHORT}).status == 200
                 until(
                     lambda: frontend.figures()["headrace_generated_tokens_total"] > 0
-                )  # it has heard from both again
+                )  # it has another status of both workers
                 assert sum("differs from the first worker" in line for line in frontend.log) == 1
             finally:
                 frontend.stop()
@@ -320,14 +321,14 @@ class TestWorkersThatDoNotFit:
             for worker in workers:
                 worker.stop()
 
-    def test_no_worker_and_no_key(self, model: str) -> None:
+    def test_server_that_is_no_worker_and_missing_key(self, model: str) -> None:
         plain = Running(model, "--threads", "1", "--kv-blocks", "64", "--api-key", "secret")
         try:
             url = f"http://127.0.0.1:{plain.port}"
-            code, said = self.fails(model, "--workers", url)
-            assert code == 1 and "set --worker-key to an API key of that worker" in said
-            code, said = self.fails(model, "--workers", url, "--worker-key", "secret")
-            assert code == 1 and "is no worker: start it with `headrace serve --worker`" in said
+            code, message = self.failure(model, "--workers", url)
+            assert code == 1 and "set --worker-key to an API key of that worker" in message
+            code, message = self.failure(model, "--workers", url, "--worker-key", "secret")
+            assert code == 1 and "is no worker: start it with `headrace serve --worker`" in message
             assert (
                 plain.request(
                     "POST", "/worker/generate", b"", {"authorization": "Bearer secret"}
@@ -337,7 +338,7 @@ class TestWorkersThatDoNotFit:
         finally:
             plain.stop()
 
-    def test_a_key_that_fits_and_one_that_comes_later(self, model: str) -> None:
+    def test_worker_key_and_a_worker_that_starts_later(self, model: str) -> None:
         first = Running(model, *WORKER, "--api-key", "secret")
         port = free_port()
         try:
@@ -384,8 +385,7 @@ def write_adapter(folder: Path) -> Path:
     return folder
 
 
-def test_adapters_are_loaded_on_all_workers(model: str, tmp_path: Path) -> None:
-    """And a request that names one goes on elsewhere with it."""
+def test_adapters_are_loaded_on_all_workers_and_survive_a_loss(model: str, tmp_path: Path) -> None:
     loaded = {"lora_name": "one", "lora_path": str(write_adapter(tmp_path / "one"))}
     body = {
         "prompt": "hello",
@@ -403,28 +403,37 @@ def test_adapters_are_loaded_on_all_workers(model: str, tmp_path: Path) -> None:
             == 400
         )
         assert two.frontend.post("/v1/load_lora_adapter", loaded).status == 200
-        assert [one["id"] for one in two.frontend.get("/v1/models").json["data"]] == [
+        assert [entry["id"] for entry in two.frontend.get("/v1/models").json["data"]] == [
             "tiny.gguf",
             "one",
         ]
-        said = [
+        choices = [
             server.post("/v1/completions", body).json["choices"]
             for server in (two.frontend, *two.workers)
         ]
         assert (
-            said[0]
-            == said[1]
-            == said[2]
+            choices[0]
+            == choices[1]
+            == choices[2]
             != two.frontend.post("/v1/completions", body | {"model": "tiny.gguf"}).json["choices"]
         )
         two.workers[0].stop(signal.SIGKILL)
-        assert two.frontend.post("/v1/completions", body).json["choices"] == said[0]
+        assert two.frontend.post("/v1/completions", body).json["choices"] == choices[0]
         assert two.frontend.post("/v1/unload_lora_adapter", {"lora_name": "one"}).status == 200
         assert two.frontend.post("/v1/completions", body).status == 404
 
 
-class TestTheRouteOfAWorker:
-    ASKED = frames.Add(
+def tokens_of(events: list[frames.Event]) -> list[int]:
+    return [
+        token
+        for event in events
+        if isinstance(event, frames.StepOutput)
+        for token in event.token_ids
+    ]
+
+
+class TestGenerateRouteOfAWorker:
+    REQUEST = frames.Add(
         id="7",
         prompt_token_ids=[5, 6, 7],
         params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
@@ -437,29 +446,25 @@ class TestTheRouteOfAWorker:
         reply = pair.workers[0].request(
             "POST", "/worker/generate", body, {"content-type": content_type}
         )
-        whole = bytearray(reply.body)
-        return reply.status, [
-            frames.read_event(body) for body in frames.bodies(whole)
-        ] if reply.status == 200 else []
+        if reply.status != 200:
+            return reply.status, []
+        bodies = frames.bodies(bytearray(reply.body))
+        return reply.status, [frames.read_event(body) for body in bodies]
 
-    def test_what_comes_of_a_request(self, pair: Cluster) -> None:
-        status, (first, *news, last) = self.post(pair, msgspec.msgpack.encode(self.ASKED))
+    def test_events_and_continued_output(self, pair: Cluster) -> None:
+        status, (first, *outputs, last) = self.post(pair, msgspec.msgpack.encode(self.REQUEST))
         assert (
             status == 200 and isinstance(first, frames.Accepted) and isinstance(last, frames.Ended)
         )
-        tokens = [
-            token for one in news if isinstance(one, frames.StepOutput) for token in one.token_ids
-        ]
+        tokens = tokens_of(outputs)
         assert len(tokens) == 4
-        begun = msgspec.structs.replace(self.ASKED, output_token_ids=[tokens[:3]])
-        _, (_, *rest, _) = self.post(pair, msgspec.msgpack.encode(begun))
-        assert [
-            token for one in rest if isinstance(one, frames.StepOutput) for token in one.token_ids
-        ] == tokens[3:]
+        continued = msgspec.structs.replace(self.REQUEST, output_token_ids=[tokens[:3]])
+        _, (_, *rest, _) = self.post(pair, msgspec.msgpack.encode(continued))
+        assert tokens_of(rest) == tokens[3:]
 
-    def test_what_it_refuses(self, pair: Cluster) -> None:
-        past = msgspec.structs.replace(self.ASKED, output_token_ids=[[1, 2, 3, 4, 5]])
-        status, events = self.post(pair, msgspec.msgpack.encode(past))
+    def test_invalid_requests_are_refused(self, pair: Cluster) -> None:
+        too_long = msgspec.structs.replace(self.REQUEST, output_token_ids=[[1, 2, 3, 4, 5]])
+        status, events = self.post(pair, msgspec.msgpack.encode(too_long))
         assert status == 200 and [type(event) for event in events] == [frames.Refused]
         assert isinstance(events[0], frames.Refused) and "at most 4 may follow" in events[0].message
         for body in (
@@ -470,7 +475,7 @@ class TestTheRouteOfAWorker:
             msgspec.msgpack.encode({"id": 3}),
         ):
             assert self.post(pair, body)[0] == 400
-        assert self.post(pair, msgspec.msgpack.encode(self.ASKED), "application/json")[0] == 415
+        assert self.post(pair, msgspec.msgpack.encode(self.REQUEST), "application/json")[0] == 415
         wrong = msgspec.msgpack.encode(
             ["Add", "7", [1], {"temperature": -1}, None, 0, None, None, None]
         )
@@ -478,9 +483,9 @@ class TestTheRouteOfAWorker:
         until(pair.workers[0].at_rest)
 
 
-def test_many_streams_leave_nothing(slow: str) -> None:
+def test_many_streams_leave_no_request_running(slow: str) -> None:
     with cluster(slow) as pair:
         with streaming(pair.frontend) as streams:
             until(lambda: sum(map(running_in, pair.workers)) > 0)
-        assert [told(stream.result()) for stream in streams] == undisturbed(slow)
+        assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
         until(lambda: all(worker.at_rest() for worker in pair.workers))

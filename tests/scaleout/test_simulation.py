@@ -1,7 +1,7 @@
-"""The router before real engines in simulated time: what it promises on the five traces, in the
-short form of `benchmarks/routing`.
+"""Targets of the router on the five short traces of `benchmarks/routing`: real engines, simulated
+time.
 
-Simulated time follows from the seed alone, so these figures are the same on every machine.
+Time depends on the seed alone, so the results are equal on all machines.
 """
 
 import json
@@ -20,7 +20,7 @@ POLICIES = ("headrace", "power of two", "round robin")
 
 
 def run(folder: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows, and what was printed."""
+    """Run the benchmark; return its rows and its output."""
     file = folder / "rows.jsonl"
     command = [sys.executable, str(ROUTING), "--quick", "--json", str(file), *words]
     environment = os.environ | {
@@ -39,7 +39,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
     return run(tmp_path_factory.mktemp("routing"))
 
 
-def test_what_the_router_promises(ran: tuple[list[dict[str, Any]], str]) -> None:
+def test_router_reaches_its_targets(ran: tuple[list[dict[str, Any]], str]) -> None:
     rows, text = ran
     runs = {(row["trace"], row["policy"]): row for row in rows if "trace" in row}
     assert list(runs) == list(product(TRACES, POLICIES))
@@ -51,7 +51,10 @@ def test_what_the_router_promises(ran: tuple[list[dict[str, Any]], str]) -> None
         assert own["missed"] == [] and f"{1e3 * own['p99']:.0f}" in text
     for trace in ("one hot prefix", "chats", "bursts"):
         assert 0.9 <= runs[trace, "headrace"]["of_infinite_recurring"] <= 1
-    for trace in ("many tenants", "chats"):  # where the others keep what they cannot use
+    for trace in (
+        "many tenants",
+        "chats",
+    ):  # traces with prefixes that other policies spread over all replicas
         assert runs[trace, "headrace"]["hit_rate"] > 1.15 * runs[trace, "power of two"]["hit_rate"]
     assert all(runs["no sharing", policy]["hit_rate"] == 0 for policy in POLICIES)
 
@@ -63,10 +66,10 @@ def test_decisions_are_timed(ran: tuple[list[dict[str, Any]], str]) -> None:
         (50, 2048),
         (50, 8192),
     ]
-    assert all(0 < row["median"] <= row["p99"] <= row["most"] for row in timed)
+    assert all(0 < row["median"] <= row["p99"] <= row["slowest"] for row in timed)
 
 
-def test_the_same_seed_gives_the_same_figures(
+def test_equal_seeds_give_equal_results(
     ran: tuple[list[dict[str, Any]], str], tmp_path: Path
 ) -> None:
     again, _ = run(tmp_path, "--trace", "chats", "--no-decisions")
