@@ -165,7 +165,7 @@ def test_scaled_in_float32(adds: bool) -> None:
 
 
 @triton.jit
-def plain_less(words, first, second, third, fourth):
+def plain_subtract_zero(words, first, second, third, fourth):
     low, second_code = words.to(tl.int32) & 15, words.to(tl.int32) >> 4 & 15
     third_code, high = words.to(tl.int32) >> 8 & 15, words.to(tl.int32) >> 12 & 15
     return (
@@ -208,7 +208,7 @@ def plain_scaled_widely(codes, scale, minimum, ADDS: tl.constexpr):
 
 
 TWINS = {
-    "less": plain_less,
+    "subtract_zero": plain_subtract_zero,
     "small_floats": plain_small_floats,
     "scaled": plain_scaled,
     "scaled_widely": plain_scaled_widely,

@@ -1,1 +1,3 @@
-"""Triton kernels, one file each: beside each a function that binds it to tensors (`launch.py`)."""
+"""Triton kernels, one file each, with the function that binds each kernel to tensors
+(`launch.py`).
+"""

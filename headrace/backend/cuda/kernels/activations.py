@@ -1,10 +1,9 @@
-"""Activations of float32 numbers, for kernels to call: alone, of a gate and what is gated, and the
-bend of a soft cap.
+"""Activations of float32 numbers, alone or gated, and the tanh of a soft cap, for kernels to
+call.
 
-They are the functions of csrc/kernels_functions.h, whose rule holds here too: what is computed from
-a number that is not finite is not finite, also where the function itself would bring it back. A
-maximum forgets a NaN, and a product with 0 tells it. `ACTIVATION` is one of
-`headrace.program.ops.Activation`.
+The functions equal csrc/kernels_functions.h and keep its rule: a number that is not finite gives
+a result that is not finite. A maximum would hide a NaN; a product with 0 reveals it. `ACTIVATION`
+is a value of `headrace.program.ops.Activation`.
 """
 
 import triton
@@ -13,17 +12,17 @@ import triton.language as tl
 
 @triton.jit
 def silu(x):
-    """That of each number: x times the share of the logistic distribution below it."""
+    """X * sigmoid(x)."""
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def _exp_of_sum(high, low):
-    """e^(high + low) to 2e-7 for sums that are at most 0, of which `low` is a small part; 0 far
-    below.
+    """e^(high + low) to a relative error of 2e-7, for sums of at most 0 whose part `low` is
+    small.
 
-    That of the sum as one number would have the error of its last bit as a relative one, and so
-    would the product with log2(e) in tl.exp.
+    Adding the parts first would turn the last bit of the sum into a relative error of the result,
+    and so would the product with log2(e) in tl.exp.
     """
     high = tl.where(high < -110.0, -110.0, high)
     n = tl.floor((high + low) * 1.44269504 + 0.5)
@@ -34,11 +33,10 @@ def _exp_of_sum(high, low):
 
 @triton.jit
 def gelu(x):
-    """That of each number: x times the share of the normal distribution below it, to 1e-6 also
-    where it is small.
+    """X * normal_cdf(x), to a relative error of 1e-6 also near 0 of the result.
 
-    With a = |x| that share, or what it lacks of 1, is exp(-a^2 / 2) times a polynomial in 1 / (1 +
-    0.26 a). The square is taken in two parts: 16 a, rounded, has an exact one.
+    With a = |x| the share is exp(-a^2 / 2) times a polynomial in 1 / (1 + 0.26 a). The square is
+    taken in two parts: 16 a, rounded, has an exact square.
     """
     a = tl.minimum(tl.abs(x), 16.0)
     near = tl.floor(a * 16.0 + 0.5) * 0.0625
@@ -57,9 +55,7 @@ def gelu(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """That of each number: the same with the logistic distribution of 2 sqrt(2 / pi) (x + 0.044715
-    x^3).
-    """
+    """X * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
     a = tl.minimum(tl.abs(x), 16.0)
     e = _exp_of_sum(a * (a * a * -7.13548163e-2 - 1.59576912), 0.0)
     return tl.maximum(x, 0.0) - tl.abs(x) * (e / (1.0 + e))
@@ -67,13 +63,12 @@ def gelu_tanh(x):
 
 @triton.jit
 def relu(x):
-    """Each number, or 0 where it is negative."""
     return tl.maximum(x, 0.0) + x * 0.0
 
 
 @triton.jit
 def clamped_swiglu(gate, up):
-    """What is gated, where gate and up have limits."""
+    """SwiGLU with limits on gate and up (gpt-oss)."""
     g = tl.minimum(gate, 7.0)
     u = tl.maximum(tl.minimum(up, 7.0), -7.0)
     return g / (1.0 + tl.exp(g * -1.702)) * (u + 1.0) + (gate * 0.0 + up * 0.0)
@@ -81,9 +76,10 @@ def clamped_swiglu(gate, up):
 
 @triton.jit
 def soft_cap(x, cap):
-    """Each number x as cap * tanh(x / cap), to 5e-7.
+    """Cap * tanh(x / cap), to 5e-7.
 
-    tanh(y) / y is a quotient in y^2, the best of its degrees up to 9, from where on tanh is 1.
+    tanh(y) / y is a rational function of y^2, the best of its degrees up to 9; from there tanh is
+    1.
     """
     y = tl.maximum(tl.minimum(x / cap, 9.0), -9.0)
     z = y * y
@@ -100,7 +96,7 @@ def soft_cap(x, cap):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """The activation of each number."""
+    """Apply an activation to each number."""
     tl.static_assert(ACTIVATION != "clamped_swiglu", "it takes a gate and what is gated")
     if ACTIVATION == "silu":
         y = silu(x)
@@ -115,7 +111,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """What is gated, number by number."""
+    """Compute activation(gate) * up for each number."""
     return (
         clamped_swiglu(gate, up)
         if ACTIVATION == "clamped_swiglu"

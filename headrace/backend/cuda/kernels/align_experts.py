@@ -1,9 +1,9 @@
-"""The rows of a step by what they are multiplied with, an expert or an adapter, so that tiles of a
-matmul have one matrix each.
+"""Sorts the rows of a step by expert or by adapter, so that each tile of a product has one
+matrix.
 
-A pair is a row and one of its choices, row * top_k + k. The pairs of each expert lie together,
-ascending, from the start of a tile on: where a pair lies says only which tile computes it. All of
-it is sums of integers, and so is the same however it is parted.
+A pair is a row and one of its choices, row * top_k + k. The pairs of an expert are adjacent and
+ascending, and start at a tile. Positions only choose the tile that computes a pair. All sums are
+of integers, so they do not depend on the partition.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ _CHUNK = 1024
 
 
 class Aligned(NamedTuple):
-    """Pairs in tiles of `block_m`, each of one expert."""
+    """Pairs in tiles of `block_m`, each tile of one expert."""
 
     pairs: Any  # int32 [most tiles * block_m]; NONE fills up the last tile of each expert
     experts: Any  # int32 [most tiles] of each tile
@@ -37,12 +37,12 @@ NONE = -1
 
 
 def most_tiles(pairs: int, experts: int, block_m: int) -> int:
-    """Tiles that so many pairs fill at most, however they go to experts."""
+    """Maximum number of tiles that `pairs` fill, for any routing."""
     return min(pairs, (pairs + experts * (block_m - 1)) // block_m)
 
 
 def empty_aligned(rows: int, top_k: int, experts: int, block_m: int, device: Any) -> Aligned:
-    """The memory for so many rows, in which there are no tiles yet."""
+    """Allocate the memory of the tiles for a number of rows."""
     tiles = most_tiles(rows * top_k, experts, block_m)
     shapes = (
         (tiles * block_m,),
@@ -62,9 +62,7 @@ def empty_aligned(rows: int, top_k: int, experts: int, block_m: int, device: Any
 def _experts_of(
     pair, numbers, stride, last_row, num_experts, TOP_K: tl.constexpr, FIRST: tl.constexpr
 ):
-    """The experts of pairs, counted from the first on, and whether the pairs take part; 0 where
-    they do not.
-    """
+    """Experts of pairs from `first` on, and whether each pair takes part; 0 if it does not."""
     row = pair // TOP_K
     takes_part = row < last_row
     expert = (
@@ -88,7 +86,7 @@ def count_experts_kernel(
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A program counts the pairs of a chunk by expert."""
+    """Count the pairs of one chunk by expert."""
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert, takes_part = _experts_of(
         pair, numbers, stride, tl.minimum(tl.load(num_rows), rows), num_experts, TOP_K, FIRST
@@ -111,7 +109,7 @@ def _rank(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """How many pairs of the chunk go to the same expert and come before."""
+    """Number of earlier pairs of the chunk with the same expert."""
     start = tl.program_id(0) * CHUNK
     rank = tl.zeros([CHUNK], tl.int32)
     for first in range(0, CHUNK, STEP):
@@ -136,7 +134,7 @@ def _fill_tiles(
     BLOCK_M: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Writes the experts of some tiles, and what fills them up."""
+    """Write the experts of some tiles, and their padding."""
     place = tl.arange(0, BLOCK_M)[None, :]
     for start in range(first, last, STEP):
         tile = start + tl.arange(0, STEP)
@@ -177,7 +175,7 @@ def align_experts_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A program puts the pairs of a chunk in their places, and fills up some of the tiles."""
+    """Put the pairs of one chunk in their places, and fill some of the tiles."""
     chunk = tl.program_id(0)
     pair, bin = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
     last_row = tl.minimum(tl.load(num_rows), rows)
@@ -249,19 +247,18 @@ def _align(
 
 
 def align_experts(to: Aligned, routing: Any, num_rows: Any, loads: Any) -> list[Launch]:
-    """Puts the pairs of the first rows in tiles, and adds how many go to each expert to `loads`.
+    """Sort the pairs of the first rows into tiles, and add the number of each expert to `loads`.
 
-    `routing` is float32 [rows, 2 * top_k], of which the first half are numbers of experts;
-    `num_rows` int32 [1] how many rows there are; `loads` int64 [experts]. `to` is memory for as
-    many rows as `routing` has.
+    `routing` is float32 [rows, 2 * top_k]; its first half are expert numbers. `num_rows` is int32
+    [1], `loads` int64 [experts]. `to` is memory for as many rows as `routing` has.
     """
     return _align(to, routing, routing.shape[1] // 2, 0, len(loads), num_rows, loads)
 
 
 def align_adapters(to: Aligned, adapters: Any, slots: int, num_rows: Any) -> list[Launch]:
-    """Puts rows in tiles of one adapter each; those that have none are in tiles with the number -1.
+    """Sort rows into tiles of one adapter each; rows without an adapter get tiles with number -1.
 
-    `adapters` is int32 [rows] of numbers below `slots`; `to` is memory for that many rows, one
+    `adapters` is int32 [rows] with numbers below `slots`; `to` is memory for these rows, with one
     choice of `slots + 1`.
     """
     return _align(to, adapters[:, None], 1, -1, slots + 1, num_rows, None)
@@ -281,7 +278,6 @@ def combine_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
@@ -291,8 +287,9 @@ def combine_kernel(
 
 
 def combine(out: Any, y: Any, routing: Any) -> Launch:
-    """out[t] = the sum over k, in that order, of weight[t, k] * y[t * top_k + k], of float32 `y`
-    [rows * top_k, width].
+    """Compute out[t] = sum over k, in ascending order, of weight[t, k] * y[t * top_k + k].
+
+    `y` is float32 [rows * top_k, width].
     """
     return flat(
         combine_kernel, out, y, y.stride(0), routing, routing.stride(0), TOP_K=routing.shape[1] // 2

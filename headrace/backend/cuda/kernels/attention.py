@@ -1,9 +1,9 @@
-"""Attention of ragged rows over blocks of keys and values: partial results of splits of the
-context, by a persistent kernel.
+"""Attention of ragged rows over KV blocks: a persistent kernel computes partial results of
+splits.
 
-Its programs take the items of a list (`attention_work.py`) that is made for each step, so one
-launch serves any batch. Every tile of keys begins at an index that is a multiple of its size, and
-what a row does not see of it, or all of it, changes no bit of the row's result.
+Programs take the items of a list that is made for each step (`attention_work.py`), so one launch
+serves any batch. Every tile of keys begins at a multiple of its size. Keys that a row does not
+see change no bit of its result.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from headrace._native import GpuWork
 from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS
 from headrace.backend.cuda.kernels.attention_merge import factors, merge
 from headrace.backend.cuda.kernels.attention_split import attend_split, count_of, load_queries, nth
-from headrace.backend.cuda.kernels.hadamard import log_size, turn
+from headrace.backend.cuda.kernels.hadamard import log_size, transform_heads
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 from headrace.program.kv import KvGroup
@@ -40,9 +40,7 @@ def attention_kernel(
     SPLIT: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every so many-th unit: an item with a KV head, or a part of the query heads
-    of that.
-    """
+    """Take every n-th unit of the list: an item with a KV head, or with some of its query heads."""
     m = tl.arange(0, ROWS)
     value_column, one_column = tl.arange(0, VALUE_COLS)[None, :], tl.arange(0, 16)[None, :]
     GROUP: tl.constexpr = NUM_HEADS // KV_HEADS
@@ -112,11 +110,11 @@ def attention_kernel(
 
 
 class Tiles(NamedTuple):
-    """How the work is cut. `keys` and `split` decide bits, and are the same for all launches over a
-    store; the others do not.
+    """Sizes of the tiles. `keys` and `split` decide bits and are equal for all launches over a
+    store.
 
-    On a GPU of Hopper all `rows` are multiples of 64: smaller tiles would take another instruction,
-    which may round sums differently.
+    On Hopper all `rows` are multiples of 64: smaller tiles would take another instruction, which
+    may round sums differently.
     """
 
     rows: int  # queries, those of the batch times heads
@@ -128,8 +126,8 @@ class Tiles(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """What a step gives attention over a group of layers, int32 on the device: `WorkArrays`, and
-    block tables.
+    """Attention work of a step for a group of layers, int32 on the device: `WorkArrays` and block
+    tables.
     """
 
     items: Any  # [at most `partials`, FIELDS]
@@ -140,15 +138,15 @@ class AttentionWork(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Partial results, float32: memory of no lasting meaning, which all layers share."""
+    """Partial results in float32, in memory that all layers share."""
 
     sums: Any  # [partials * heads * summed_dim]
     weights: Any  # [partials * heads * 2] the largest score times log2 e, and the sum of weights
-    queries: Any  # [rows, heads * key_dim], for stores that are turned
+    queries: Any  # [rows, heads * key_dim], for stores that are rotated
 
 
 def tiles_for(group: KvGroup, num_rows: int, multiprocessors: int, dtype: str) -> Tiles:
-    """Tiles for steps of so many rows on a GPU with so many multiprocessors."""
+    """Choose tiles by the rows of the step and the multiprocessors of the GPU."""
     wide = max(group.layout.key_dim, group.layout.value_dim) > 128
     if dtype == "f32":  # without tensor cores
         return Tiles(
@@ -168,14 +166,14 @@ def tiles_for(group: KvGroup, num_rows: int, multiprocessors: int, dtype: str) -
 
 
 def head_tiles(num_heads: int, num_kv_heads: int, tiles: Tiles) -> tuple[int, int]:
-    """Tiles that the query heads of a KV head are cut into, and the heads of each."""
+    """Number of tiles for the query heads of a KV head, and the heads per tile."""
     group = num_heads // num_kv_heads
     number = blocks(group, tiles.rows)
     return number, blocks(group, number)
 
 
 def work_of(op: Attention, tiles: Tiles) -> GpuWork:
-    """What makes the work of this op; ops of a group of layers with as many heads share it."""
+    """Return the builder of this op's work; ops of a layer group with equal heads share it."""
     number, heads = head_tiles(op.num_heads, op.num_kv_heads, tiles)
     num_sink_tokens = op.num_sink_tokens if op.window else 0
     return GpuWork(
@@ -189,17 +187,15 @@ def work_of(op: Attention, tiles: Tiles) -> GpuWork:
 
 
 def summed_dim(op: Attention, store: KvStore) -> int:
-    """Numbers of a value that are summed up: with values that are part of turned keys, whole turned
-    parts of these.
-    """
+    """Numbers per value that are summed; for values inside rotated keys, whole Hadamard blocks."""
     if op.is_latent and store.is_turned:
         return blocks(op.value_dim, 1 << log_size(op.head_dim)) << log_size(op.head_dim)
     return op.value_dim
 
 
 def _key_columns(dim: int, least: int) -> tuple[int, int]:
-    """Powers of two that the columns of keys are loaded in, the first not below `least`, with
-    little padding: 576 is 512 and 64.
+    """Powers of two that the key columns are loaded in, the first at least `least`: 576 is 512
+    and 64.
     """
     whole = power_of_2(dim, 16)
     first, more = whole // 2, power_of_2(dim - whole // 2, 16)
@@ -217,15 +213,15 @@ def attention(
     slopes: Any = None,
     sinks: Any = None,
 ) -> list[Launch]:
-    """Attention of `q` [rows, heads * head_dim], float32, into `out` [rows, heads * value_dim],
-    float32 or bf16; zeros for padding rows.
+    """Compute attention of `q` [rows, heads * head_dim], float32, into `out` [rows, heads *
+    value_dim].
 
-    `slopes` and `sinks` [heads] are float32. Queries are turned here where the store is, and
-    nowhere else.
+    `out` is float32 or bf16, with zeros in padding rows; `slopes` and `sinks` [heads] are
+    float32. Queries are rotated here if the store is.
     """
     launches: list[Launch] = []
     if store.is_turned:
-        launches.append(turn(scratch.queries, q, op.head_dim))
+        launches.append(transform_heads(scratch.queries, q, op.head_dim))
         q = scratch.queries
     # Scores come times log2 e, for powers of two; those under a cap come first as what the tangent
     # is made of.

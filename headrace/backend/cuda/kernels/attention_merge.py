@@ -1,6 +1,4 @@
-"""The partial results of attention over splits of the context, merged in ascending order, to the
-row's result.
-"""
+"""Merges the partial results of attention over splits of the context, in ascending order."""
 
 from typing import Any
 
@@ -8,7 +6,7 @@ import triton
 import triton.language as tl
 
 from headrace.backend.cuda.attention_work import ROW_FIELDS
-from headrace.backend.cuda.kernels.hadamard import heads_per_program, turned
+from headrace.backend.cuda.kernels.hadamard import hadamard, heads_per_program
 from headrace.backend.cuda.launch import Launch, blocks
 
 _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
@@ -16,9 +14,7 @@ _ROW_FIELDS = tl.constexpr(ROW_FIELDS)
 
 @triton.jit
 def factors(most, other):
-    """The largest score of two partial results, and what the sums of each are multiplied by; 0 for
-    one without keys.
-    """
+    """Maximum score of two partial results, and the factor of each; 0 for a result without keys."""
     new_most = tl.maximum(most, other)
     reference = tl.where(new_most == float("-inf"), 0.0, new_most)
     return new_most, tl.exp2(most - reference), tl.exp2(other - reference)
@@ -31,7 +27,7 @@ def attention_merge_kernel(
     HAS_SINKS: tl.constexpr, LOG: tl.constexpr,
     HEADS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program has some of the heads of all rows."""
+    """Merge some of the heads of all rows."""
     unit = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     row, head, column = (
         (unit // NUM_HEADS).to(tl.int64),
@@ -62,7 +58,7 @@ def attention_merge_kernel(
         total_weight = total_weight * before + now
     result = total / tl.where(count > 0, total_weight, 1.0)[:, None]  # zeros without keys
     if LOG:
-        result = turned(result, HEADS, COLS, LOG)
+        result = hadamard(result, HEADS, COLS, LOG)
     place = out + (row * out_stride + head * VALUE_DIM)[:, None] + column
     tl.store(place, result.to(out.dtype.element_ty), (row < rows)[:, None] & (column < VALUE_DIM))
 
@@ -78,11 +74,11 @@ def merge(
     summed_dim: int,
     log_size: int,
 ) -> Launch:
-    """Merges partial results (`Scratch`) of `summed_dim` numbers of each head into `out` [rows,
-    heads * value_dim].
+    """Merge partial results (`Scratch`), `summed_dim` numbers per head, into `out` [rows, heads *
+    value_dim].
 
-    `log_size` is the logarithm of the size of the Hadamard matrices that values were turned by; 0:
-    they were not.
+    `log_size` is the logarithm of the size of the Hadamard matrices that rotated the values; 0:
+    none.
     """
     rows = out.shape[0]
     heads, cols = heads_per_program(rows * num_heads, summed_dim)

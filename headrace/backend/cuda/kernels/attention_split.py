@@ -1,6 +1,4 @@
-"""A split of the context of a tile of queries: its keys by tiles, and softmax over them with a
-running maximum.
-"""
+"""One split of the context for a tile of queries: keys by tiles, softmax with a running maximum."""
 
 import triton
 import triton.language as tl
@@ -10,9 +8,7 @@ from headrace.backend.cuda.kernels.attention_merge import factors
 
 @triton.jit
 def _load_keys(cache, scales, at, seen, column, DIM: tl.constexpr, FORMAT: tl.constexpr):
-    """Numbers of keys or values at the places `at`, as they are multiplied; zeros where they are
-    not seen.
-    """
+    """Load keys or values at `at` in the type that is multiplied; zeros if they are not visible."""
     mask = seen[:, None] & (column < DIM)[None, :]
     codes = tl.load(cache + at[:, None] * DIM + column[None, :], mask, 0.0)
     if FORMAT == "fp8":
@@ -31,7 +27,7 @@ def _load_keys(cache, scales, at, seen, column, DIM: tl.constexpr, FORMAT: tl.co
 
 @triton.jit
 def load_queries(q, row, stride, head, valid, column, DIM: tl.constexpr, FORMAT: tl.constexpr):
-    """Queries in the type that keys are multiplied in."""
+    """Load queries in the type that keys are multiplied in."""
     mask = valid[:, None] & (column < DIM)[None, :]
     numbers = tl.load(q + (row * stride + head * DIM)[:, None] + column[None, :], mask, 0.0)
     return numbers if FORMAT == "f32" else numbers.to(tl.bfloat16)
@@ -39,14 +35,14 @@ def load_queries(q, row, stride, head, valid, column, DIM: tl.constexpr, FORMAT:
 
 @triton.jit
 def nth(i, begin, num_sinks, window):
-    """Number i of those from `begin` on that are below `num_sinks` or not below `window`."""
+    """Number i of the integers from `begin` on that are below `num_sinks` or not below `window`."""
     first = tl.maximum(num_sinks - begin, 0)
     return tl.where(i < first, begin + i, tl.maximum(begin, window) + i - first)
 
 
 @triton.jit
 def count_of(begin, stop, num_sinks, window):
-    """How many of these there are below `stop`."""
+    """Count the integers of `nth` below `stop`."""
     return tl.maximum(tl.minimum(num_sinks, stop) - begin, 0) + tl.maximum(
         stop - tl.maximum(begin, window), 0
     )
@@ -56,9 +52,7 @@ def count_of(begin, stop, num_sinks, window):
 def _scores(
     products, distance, slope, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr
 ):
-    """Scores times log2 e, from the products of queries and keys that lie so far back; all factors
-    have it in them.
-    """
+    """Turn products into scores times log2 e; all factors include it."""
     scores = products * scale
     if (
         HAS_SOFTCAP
@@ -71,8 +65,8 @@ def _scores(
 
 @triton.jit
 def _places(index, seen, kv_head, table, base, path, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where keys lie in the store, by their indices among those that a row sees: in a tree, those
-    of the row's ancestors.
+    """Places of keys in the store, by index among the visible keys: for a tree, the row's
+    ancestors.
     """
     in_tree = seen & (index >= base)
     place = tl.where(in_tree, base + tl.load(path + (index - base), in_tree, 0), index)
@@ -93,11 +87,11 @@ def attend_split(
     SINK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of values and of weights (16 equal columns) over the keys of a split, and the largest
-    score of each row.
+    """Sum values and weights (16 equal columns) over the keys of a split, with the maximum score
+    per row.
 
-    Sums of weights are products with ones, as those of values are: what is summed in which order
-    has to do with no tile's number of rows.
+    Sums of weights are products with ones, like the sums of values, so that their order does not
+    depend on the number of rows of a tile.
     """
     sink_tiles = tl.minimum((SINK_TOKENS + KEYS - 1) // KEYS, first_key // KEYS)
     first_tile = split * (SPLIT // KEYS)
@@ -143,6 +137,6 @@ def attend_split(
 
 @triton.jit
 def _finite(key):
-    """Keys as values, with zeros for NaN, which other rows of the tile may not see."""
+    """Replace NaN in values by zeros, because other rows of the tile may not see them."""
     numbers = key.to(tl.float32)
     return tl.where(numbers == numbers, numbers, 0.0).to(key.dtype)

@@ -1,10 +1,8 @@
-"""Codes of 4 bits as numbers in bf16, two in a register at a time: instructions of a GPU, which the
-interpreter has not.
+"""Converts 4-bit codes to bf16 two per register, by inline PTX that the interpreter cannot run.
 
-Triton has no way to say that a register has two of them, and takes them apart. What comes out has
-the bits that plain operations give: tests/backend/cuda/test_code_pairs.py carries the instructions
-out. A number less another, or times another, is a fused multiply-add here, by 1 or plus -0, as GPUs
-before Hopper have no other for two numbers in bf16.
+Triton cannot express two numbers in a register. The results have the bits of plain operations:
+tests/backend/cuda/test_code_pairs.py executes the instructions. Sums and products are fused
+multiply-adds by 1 or with -0, because GPUs before Hopper have no other for bf16 pairs.
 """
 
 import triton
@@ -76,14 +74,12 @@ SCALED_WITH_MINIMA = tl.constexpr("""{
 
 
 @triton.jit
-def less(words, first, second, third, fourth):
-    """The codes of 4 bits in words of 16, the lowest first, plus numbers of -144 to -128, as bf16:
-    codes less whole numbers of 0 to 16.
+def subtract_zero(words, first, second, third, fourth):
+    """Codes of 4 bits in 16-bit words, lowest first, plus numbers of -144 to -128, as bf16.
 
-    A register has two words. One logical operation puts a code of each into the lowest bits of the
-    fraction of 128, where a unit of bf16 is 1 (0xEA is a & b | c, which masks what is shifted from
-    one word into the other): 0x4300 | code is 128 + code. The sum is a whole number of -16 to 15:
-    exact.
+    A register has two words. One logical operation (0xEA: a & b | c) puts a code of each into the
+    low bits of the fraction of 128, whose unit is 1: 0x4300 | code is 128 + code. The sum is an
+    integer of -16 to 15, so it is exact.
     """
     return tl.inline_asm_elementwise(
         LESS,
@@ -97,11 +93,10 @@ def less(words, first, second, third, fourth):
 
 @triton.jit
 def small_floats(words):
-    """The codes of e2m1 in words of 16, the lowest first, as bf16.
+    """Codes of e2m1 in 16-bit words, lowest first, as bf16.
 
-    As in `meaning`: exponent and fraction become the lowest of those of bf16, which differ by the
-    factor 2**126, 0x7E80: exact. `0xEA` is a & b | c, and what is shifted from one word into the
-    other is masked.
+    As in `decode`, exponent and fraction become the low bits of bf16, which differs by the
+    factor 2**126 (0x7E80): exact.
     """
     return tl.inline_asm_elementwise(
         SMALL_FLOATS,
@@ -115,13 +110,12 @@ def small_floats(words):
 
 @triton.jit
 def scaled(codes, scale):
-    """Codes [rows, PART] in bf16 times scales [rows, 1], rounded once: the bits that `dequantised`
-    gives them.
+    """Codes [rows, PART] in bf16 times float16 scales [rows, 1], rounded once, as `dequantise`
+    does.
 
-    A float16 scale of 11 bits is high + low, where high is the bf16 nearest to it, of 8 bits, and
-    low a multiple of an eighth of its last bit, four of them at most: exact. So code * low is a
-    multiple of that, or of its half, and at most 64 of it: exact. The last operation rounds code *
-    high + code * low, which is code * scale.
+    A scale of 11 bits is high + low: high is the nearest bf16, of 8 bits, and low a multiple of
+    an eighth of its last bit, at most four of them. So code * low is exact, and the last
+    operation rounds code * high + code * low, which is code * scale.
     """
     high = scale.to(tl.bfloat16)
     low = (scale - high.to(tl.float32)).to(tl.bfloat16)
@@ -137,11 +131,11 @@ def scaled(codes, scale):
 
 @triton.jit
 def scaled_widely(codes, scale, minimum, ADDS: tl.constexpr):
-    """Codes [rows, PART] in bf16 times scales in float32, plus minima with ADDS: the operations of
-    `dequantised`, on pairs.
+    """Codes [rows, PART] in bf16 times float32 scales, plus minima with ADDS, on pairs, as
+    `dequantise`.
 
-    A bf16 is the upper half of the float32 that it stands for. The conversion has its second
-    operand in the lower half.
+    A bf16 is the upper half of its float32. The conversion has its second operand in the lower
+    half.
     """
     scale = tl.broadcast_to(scale, codes.shape)
     if ADDS:

@@ -1,5 +1,5 @@
-"""Ops whose numbers are computed one by one: activations, gates, sums and factors. Values are
-float32, results that or bf16.
+"""Element-wise ops: activations, gates, sums and factors. Values are float32, results float32 or
+bf16.
 """
 
 from typing import Any
@@ -28,7 +28,6 @@ def glu_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     g = tl.load(gate + row * gate_stride + column, mask).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask).to(tl.float32)
@@ -38,7 +37,7 @@ def glu_kernel(
 
 
 def glu(out: Any, gate: Any, up: Any, activation: Activation) -> Launch:
-    """`out` = activation(gate) * up, all of them [rows, width]."""
+    """Compute `out` = activation(gate) * up, all [rows, width]."""
     return flat(glu_kernel, out, gate, gate.stride(0), up, up.stride(0), ACTIVATION=activation)
 
 
@@ -54,7 +53,6 @@ def activate_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32)
     tl.store(
@@ -63,7 +61,7 @@ def activate_kernel(
 
 
 def activate(out: Any, x: Any, activation: Activation) -> Launch:
-    """`out` = activation(x), both [rows, width]."""
+    """Compute `out` = activation(x), both [rows, width]."""
     return flat(activate_kernel, out, x, x.stride(0), ACTIVATION=activation)
 
 
@@ -79,14 +77,13 @@ def scale_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32)
     tl.store(out + row * out_stride + column, (factor * v).to(out.dtype.element_ty), mask)
 
 
 def scale(out: Any, x: Any, factor: float) -> Launch:
-    """`out` = factor * x, both [rows, width]."""
+    """Compute `out` = factor * x, both [rows, width]."""
     return flat(scale_kernel, out, x, x.stride(0), factor)
 
 
@@ -102,14 +99,13 @@ def soft_cap_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32)
     tl.store(out + row * out_stride + column, bent(v, cap).to(out.dtype.element_ty), mask)
 
 
 def soft_cap(out: Any, x: Any, cap: float) -> Launch:
-    """`out` = cap * tanh(x / cap), both [rows, width]."""
+    """Compute `out` = cap * tanh(x / cap), both [rows, width]."""
     return flat(soft_cap_kernel, out, x, x.stride(0), cap)
 
 
@@ -126,7 +122,6 @@ def add_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32) + tl.load(
         y + row * y_stride + column, mask
@@ -135,7 +130,7 @@ def add_kernel(
 
 
 def add(out: Any, x: Any, y: Any) -> Launch:
-    """`out` = x + y, all of them [rows, width]."""
+    """Compute `out` = x + y, all [rows, width]."""
     return flat(add_kernel, out, x, x.stride(0), y, y.stride(0))
 
 
@@ -152,7 +147,6 @@ def gate_rows_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     v = tl.load(x + row * x_stride + column, mask).to(tl.float32)
     g = tl.load(gate + row * gate_stride, mask).to(tl.float32)
@@ -162,5 +156,5 @@ def gate_rows_kernel(
 
 
 def gate_rows(out: Any, x: Any, gate: Any) -> Launch:
-    """out[t] = x[t] / (1 + exp(-gate[t])), where `gate` is [rows, 1]."""
+    """Compute out[t] = x[t] / (1 + exp(-gate[t])), with `gate` [rows, 1]."""
     return flat(gate_rows_kernel, out, x, x.stride(0), gate, gate.stride(0))

@@ -1,17 +1,15 @@
-"""Rows of a table: embeddings of tokens, some of which the launch before has drawn and only the GPU
-knows, and of positions.
-"""
+"""Embeddings of tokens, some known only to the GPU, and of positions."""
 
 import torch
 import triton
 import triton.language as tl
 
 from headrace.backend.cuda.kernels.product import (
+    decode,
     halves,
-    meaning,
-    stepped,
-    unit,
-    unit_word,
+    super_scale,
+    super_scale_word,
+    times_super_scale,
     weight_args,
     weight_constants,
 )
@@ -27,14 +25,15 @@ def embed(
     source: torch.Tensor,
     last_tokens: torch.Tensor,
 ) -> Launch:
-    """out[t] = weight[token of t], float32 [rows, cols]; the token is `tokens[t]`, or
-    `last_tokens[source[t]]` where `source` is not -1.
+    """Compute out[t] = weight[token of t], float32 [rows, cols].
+
+    The token is `tokens[t]`, or `last_tokens[source[t]]` if `source` is not -1.
     """
     return _embed(out, weight, tokens, source, last_tokens)
 
 
 def embed_position(out: torch.Tensor, weight: PackedWeight, positions: torch.Tensor) -> Launch:
-    """out[t] = weight[position of t]; a position beyond the last is that."""
+    """Compute out[t] = weight[position of t]; positions are clipped to the last row."""
     return _embed(out, weight, positions, None, positions)
 
 
@@ -78,14 +77,16 @@ _SUPER_BLOCK = tl.constexpr(SUPER_BLOCK)
 
 @triton.jit
 def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr, GROUP: tl.constexpr):
-    """The numbers of a row for some groups of columns."""
+    """Load the numbers of a row for some groups of columns."""
     if NUMBER == "f32":
         numbers = tl.load(table + group * num_rows + row)
     elif NUMBER == "steps" or NUMBER == "eighths":
         block = group * GROUP // _SUPER_BLOCK
-        units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + row), block)
-        numbers = stepped(
-            units,
+        super_scales = super_scale(
+            tl.load(table + super_scale_word(block, GROUP) * num_rows + row), block
+        )
+        numbers = times_super_scale(
+            super_scales,
             tl.load(table + (group // 4 + block // 2 + 1) * num_rows + row),
             group % 4,
             NUMBER,
@@ -103,7 +104,7 @@ def embed_kernel(
     OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
     GROUP: tl.constexpr, PART: tl.constexpr, HAS_SOURCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has a block of columns of a row."""
+    """Compute a block of columns of one row."""
     row, columns_of = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(index + row)
     if HAS_SOURCE:
@@ -119,7 +120,7 @@ def embed_kernel(
     else:
         stored = tl.load(codes + number * padded + k)
     if SCALE != "":
-        values = meaning(stored, lookup, OFFSET, LOOKUP)
+        values = decode(stored, lookup, OFFSET, LOOKUP)
         group = k // GROUP if GROUP else k * 0
         scale = _numbers(scales, group, number, num_rows, SCALE, GROUP)
         if ZERO == "point":

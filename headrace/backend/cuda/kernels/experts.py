@@ -1,6 +1,4 @@
-"""Products of rows with the matrices of their experts, tile by tile: the pairs of rows and experts
-lie in tiles of one expert each.
-"""
+"""Products of rows with the matrices of their experts, in tiles of one expert each."""
 
 import torch
 import triton
@@ -14,8 +12,8 @@ from headrace.backend.cuda.packing import PackedWeight
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """Pairs of a tile: as many as an expert has in the mean, within what tiles can be. They decide
-    how fast it is, never what comes out.
+    """Rows per tile: the mean number of pairs per expert, within bounds. It changes speed, no
+    bit.
     """
     return power_of_2(min(64, blocks(pairs, experts)), 16)
 
@@ -32,11 +30,10 @@ def expert_linear(
     activation: str = "",
     activations: torch.dtype | None = None,
 ) -> Launch:
-    """out[pair] = x[pair // rows_per_x] @ weight[expert].T + bias[expert], with the matrices of all
-    experts one below the other.
+    """Compute out[pair] = x[pair // rows_per_x] @ weight[expert].T + bias[expert].
 
-    With an `activation` they are gates, and below them there are as many that they open: out =
-    activation(gate) * up.
+    The matrices of all experts are stacked. With an `activation` the upper rows are gates and the
+    lower rows the up projections: out = activation(gate) * up.
     """
     matrices = num_experts * (2 if activation else 1)
     outputs = weight.rows // matrices
@@ -83,7 +80,7 @@ def expert_linear_kernel(
         ROWS_PER_X: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program has some columns of a tile of pairs."""
+    """Compute some columns of a tile of pairs."""
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):
         pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)

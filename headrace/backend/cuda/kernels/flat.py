@@ -1,6 +1,4 @@
-"""What kernels have in common that compute the numbers of a matrix one by one: a flat grid over
-them.
-"""
+"""A flat grid over the numbers of a matrix, shared by element-wise kernels."""
 
 from typing import Any
 
@@ -14,15 +12,15 @@ _BLOCK = 1024
 
 @triton.jit
 def place(rows, WIDTH: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows, columns, and whether there are such, of the numbers of the program."""
+    """Rows and columns of the program's numbers, and whether they exist."""
     at = tl.program_id(0).to(INDEX) * BLOCK + tl.arange(0, BLOCK)
     row = at // WIDTH
     return row.to(tl.int64), (at % WIDTH).to(tl.int32), row < rows
 
 
 def flat(kernel: Any, out: Any, *args: Any, **constants: Any) -> Launch:
-    """A launch over the numbers of `out` [rows, width], which the kernel has first, with its rows
-    and its stride behind it.
+    """Launch over the numbers of `out` [rows, width]: the kernel's first argument, before rows
+    and stride.
     """
     rows, width = out.shape
     index = (

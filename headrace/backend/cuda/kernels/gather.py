@@ -1,4 +1,4 @@
-"""Ops that move numbers and compute none: chosen rows, and the heads of two values side by side."""
+"""Ops that move numbers: chosen rows, and heads of two values side by side."""
 
 from typing import Any
 
@@ -21,7 +21,6 @@ def gather_rows_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     source = tl.load(index + row, mask, 0).to(tl.int64)
     tl.store(
@@ -32,9 +31,7 @@ def gather_rows_kernel(
 
 
 def gather_rows(out: Any, x: Any, index: Any) -> Launch:
-    """out[r] = x[index[r]]. `index` is int32 [rows of out]; those of padding rows are rows of x,
-    whichever.
-    """
+    """Compute out[r] = x[index[r]], with int32 `index`; padding rows may name any row of x."""
     return flat(gather_rows_kernel, out, x, x.stride(0), index)
 
 
@@ -55,7 +52,6 @@ def concat_heads_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     head, at = column // (X_DIM + Y_DIM), column % (X_DIM + Y_DIM)
     x_head = 0 if X_SHARED else head * X_DIM
@@ -72,8 +68,10 @@ def concat_heads_kernel(
 
 
 def concat_heads(out: Any, x: Any, y: Any, num_heads: int, x_dim: int, y_dim: int) -> Launch:
-    """out[t, head] = the `x_dim` numbers of x[t, head], then the `y_dim` ones of y[t, head]; either
-    may be one head that all share.
+    """Write to out[t, head] the `x_dim` numbers of x[t, head], then the `y_dim` numbers of y[t,
+    head].
+
+    Either input may have one head that all share.
     """
     shared = {"X_SHARED": x.shape[1] == x_dim, "Y_SHARED": y.shape[1] == y_dim}
     return flat(

@@ -1,5 +1,5 @@
-"""Rows turned by Walsh-Hadamard matrices (`quant/kv.py`), as keys and values of 8 bits are stored,
-and back: each is its own inverse.
+"""Walsh-Hadamard transform of rows (`quant/kv.py`), for int8 keys and values; it is its own
+inverse.
 """
 
 from typing import Any
@@ -12,10 +12,11 @@ from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 
 
 @triton.jit
-def turned(x, ROWS: tl.constexpr, COLS: tl.constexpr, LOG: tl.constexpr):
-    """`x` [ROWS, COLS] with every 2**LOG columns turned. A pass adds and subtracts neighbours and
-    moves the lowest bit of their place to the top, so that after all passes every number is where
-    it was.
+def hadamard(x, ROWS: tl.constexpr, COLS: tl.constexpr, LOG: tl.constexpr):
+    """Transform every 2**LOG columns of `x` [ROWS, COLS].
+
+    A pass adds and subtracts neighbours and moves the lowest bit of their index to the top, so
+    after all passes every number is at its place.
     """
     SIZE: tl.constexpr = 2**LOG
     y = tl.reshape(x, (ROWS * COLS // SIZE, SIZE))
@@ -28,17 +29,17 @@ def turned(x, ROWS: tl.constexpr, COLS: tl.constexpr, LOG: tl.constexpr):
 
 
 def log_size(dim: int) -> int:
-    """The logarithm of the size of the matrices that vectors of so many numbers are turned by."""
+    """Logarithm of the block size for vectors of `dim` numbers."""
     return (dim & -dim).bit_length() - 1
 
 
 @triton.jit
-def turn_kernel(
+def hadamard_kernel(
     out, out_stride, x, x_stride, rows,
         NUM_HEADS: tl.constexpr, DIM: tl.constexpr, LOG: tl.constexpr, HEADS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program has some of the heads of all rows."""
+    """Transform some of the heads of all rows."""
     unit = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     row, head, column = (
         (unit // NUM_HEADS).to(tl.int64),
@@ -49,13 +50,13 @@ def turn_kernel(
     numbers = tl.load(x + (row * x_stride + head * DIM)[:, None] + column, mask, 0.0)
     tl.store(
         out + (row * out_stride + head * DIM)[:, None] + column,
-        turned(numbers, HEADS, COLS, LOG),
+        hadamard(numbers, HEADS, COLS, LOG),
         mask,
     )
 
 
-def turn(out: Any, x: Any, dim: int) -> Launch:
-    """Turns every head of `x` [rows, heads * dim], float32, into `out`."""
+def transform_heads(out: Any, x: Any, dim: int) -> Launch:
+    """Transform every head of `x` [rows, heads * dim], float32, into `out`."""
     rows, width = x.shape
     heads, cols = heads_per_program(rows * width // dim, dim)
     constants = {
@@ -67,7 +68,7 @@ def turn(out: Any, x: Any, dim: int) -> Launch:
         "num_warps": 4,
     }
     return Launch(
-        turn_kernel,
+        hadamard_kernel,
         (blocks(rows * width // dim, heads),),
         (out, out.stride(0), x, x.stride(0), rows),
         constants,
@@ -81,8 +82,6 @@ hardly depends on it either.
 
 
 def heads_per_program(num_heads: int, *dims: int) -> tuple[int, ...]:
-    """Heads that a program takes, of all rows together, and what the dimensions of a head are
-    padded to.
-    """
+    """Heads per program, over all rows, and the padded dimensions of a head."""
     padded = tuple(power_of_2(dim, 2) for dim in dims)
     return min(power_of_2(max(1, num_heads)), max(1, _NUMBERS // max(padded))), *padded

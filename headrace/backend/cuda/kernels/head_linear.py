@@ -1,4 +1,4 @@
-"""A matrix of its own for each head: out[t, head] = x[t, head] @ heads[head].T."""
+"""A matrix per head: out[t, head] = x[t, head] @ heads[head].T."""
 
 import torch
 import triton
@@ -16,8 +16,8 @@ def head_linear(
     num_heads: int,
     activations: torch.dtype | None = None,
 ) -> Launch:
-    """`heads` has the matrices one below the other; `x` [rows, heads * cols], or [rows, cols] of
-    one head that all share.
+    """Compute the products; `heads` has stacked matrices, `x` is [rows, heads * cols] or [rows,
+    cols].
     """
     outputs = heads.rows // num_heads
     block_m, block_n = power_of_2(min(len(x), 64), 16), power_of_2(min(outputs, 64), 16)
@@ -49,7 +49,7 @@ def head_linear_kernel(
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program has a tile of one head."""
+    """Compute a tile of one head."""
     head = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

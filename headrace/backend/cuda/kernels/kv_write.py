@@ -1,13 +1,11 @@
-"""Keys and values written to their slots, in the number format of the store; keys and queries of a
-fused op are rotated on the way.
-"""
+"""Writes keys and values to their slots in the store's format; fused ops rotate on the way."""
 
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.hadamard import heads_per_program, log_size, turned
+from headrace.backend.cuda.kernels.hadamard import hadamard, heads_per_program, log_size
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch, blocks
 
@@ -20,7 +18,7 @@ _ROUNDING = tl.constexpr(
 
 @triton.jit
 def _load(x, row, stride, head, mask, DIM: tl.constexpr, COLS: tl.constexpr):
-    """Heads [heads, COLS] of rows; zeros where there are none."""
+    """Load heads [heads, COLS] of rows; zeros outside."""
     column = tl.arange(0, COLS)[None, :]
     return tl.load(
         x + (row * stride + head * DIM)[:, None] + column, mask[:, None] & (column < DIM), 0.0
@@ -31,7 +29,7 @@ def _load(x, row, stride, head, mask, DIM: tl.constexpr, COLS: tl.constexpr):
 def _rotated(
     x, angles, row, stride, mask, PAIRS: tl.constexpr, HEADS: tl.constexpr, COLS: tl.constexpr
 ):
-    """`x` [HEADS, COLS] with its first pairs (2i, 2i + 1) rotated by the angles of their rows."""
+    """Rotate the first pairs (2i, 2i + 1) of `x` [HEADS, COLS] by the angles of their rows."""
     pair = tl.arange(0, COLS // 2)[None, :]
     is_rotated = mask[:, None] & (pair < PAIRS)
     angle = angles + (row * stride)[:, None] + pair
@@ -44,16 +42,14 @@ def _rotated(
 
 @triton.jit
 def _bf16_above(x):
-    """The least bfloat16 that is not below x, as a float32."""
+    """Smallest bfloat16 that is at least x, as a float32."""
     bits = x.to(tl.uint32, bitcast=True)
     return (tl.where(x > 0, bits + 0xFFFF, bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _is_bad(x, LARGEST: tl.constexpr):
-    """Which rows of `x` have numbers that the store cannot keep: infinite ones, or such that become
-    infinite, or none.
-    """
+    """Rows of `x` with numbers that the store cannot represent: NaN, infinite or overflowing."""
     return tl.max(tl.where(tl.abs(x) <= LARGEST, 0, 1), axis=1) > 0
 
 
@@ -70,8 +66,8 @@ def _store(
     DIM: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Writes `x` [heads, COLS], or zeros for what is bad, to the places `at` [heads]; a bad key is
-    marked by NaN.
+    """Write `x` [heads, COLS] to `at` [heads]; bad numbers become zeros, and a bad key is marked
+    by NaN.
     """
     x = tl.where(is_bad[:, None], 0.0, x)
     column = tl.arange(0, COLS)[None, :]
@@ -109,9 +105,7 @@ def kv_write_kernel(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr, KEY_COLS: tl.constexpr, VALUE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """A program has some KV heads of all rows, which come first in the grid, or some of the query
-    heads.
-    """
+    """Write some KV heads of all rows, which come first in the grid, or rotate some query heads."""
     num_kv_parts = tl.cdiv(rows * KV_HEADS, HEADS)
     if tl.program_id(0) >= num_kv_parts:
         unit = (tl.program_id(0) - num_kv_parts) * HEADS + tl.arange(0, HEADS)
@@ -135,12 +129,12 @@ def kv_write_kernel(
         if PAIRS:
             x = _rotated(x, angles, row, angles_stride, mask, PAIRS, HEADS, KEY_COLS)
         if FORMAT == "int8":
-            x = turned(x, HEADS, KEY_COLS, KEY_LOG)
+            x = hadamard(x, HEADS, KEY_COLS, KEY_LOG)
         is_bad = _is_bad(x, LARGEST)
         if VALUE_DIM:
             y = _load(v, row, v_stride, head, mask, VALUE_DIM, VALUE_COLS)
             if FORMAT == "int8":
-                y = turned(y, HEADS, VALUE_COLS, VALUE_LOG)
+                y = hadamard(y, HEADS, VALUE_COLS, VALUE_LOG)
             is_bad = is_bad | _is_bad(y, LARGEST)
             _store(values, value_scales, at, mask, y, is_bad, False, FORMAT, VALUE_DIM, VALUE_COLS)
         _store(keys, key_scales, at, mask, x, is_bad, True, FORMAT, KEY_DIM, KEY_COLS)
@@ -203,11 +197,11 @@ def _write(
 
 
 def rope_write(q_out: Any, x: Any, angles: Any, slots: Any, store: KvStore, layer: int) -> Launch:
-    """Rotates queries and keys of `x`, q | k | v of each row, and writes keys and values to the
-    slots of a layer.
+    """Rotate queries and keys of `x` (q | k | v per row) and write keys and values to a layer's
+    slots.
 
-    `x` [rows, heads * key_dim + kv_heads * (key_dim + value_dim)], `angles` [rows, 2 * pairs],
-    cosines and then sines, and `q_out` [rows, heads * key_dim] are float32, `slots` [rows] int32.
+    `x` [rows, heads * key_dim + kv_heads * (key_dim + value_dim)], `angles` [rows, 2 * pairs]
+    (cosines, then sines) and `q_out` [rows, heads * key_dim] are float32, `slots` [rows] int32.
     """
     layout = store.group.layout
     q_width, k_width = q_out.shape[1], layout.num_heads * layout.key_dim
@@ -216,7 +210,7 @@ def rope_write(q_out: Any, x: Any, angles: Any, slots: Any, store: KvStore, laye
 
 
 def kv_write(k: Any, v: Any, slots: Any, store: KvStore, layer: int) -> Launch:
-    """Writes keys [rows, kv_heads * key_dim] and values to `slots` [rows] of a layer; `v` is None
-    where values are part of the keys.
+    """Write keys [rows, kv_heads * key_dim] and values to a layer's `slots`; `v` is None if keys
+    hold them.
     """
     return _write(None, None, k, v, None, slots, store, layer)

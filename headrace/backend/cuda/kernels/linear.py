@@ -1,6 +1,4 @@
-"""Linear ops: x @ weight.T with what follows it (bias, activation, gate, residual), in one kernel
-for every number of rows.
-"""
+"""Linear ops: x @ weight.T with bias, activation, gate and residual, one kernel for any rows."""
 
 import torch
 import triton
@@ -31,14 +29,12 @@ def linear(
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
     activations: torch.dtype | None = None,
 ) -> Launch:
-    """A product and what follows it: out = residual + activation(x @ weight.T + delta + bias).
+    """Compute out = residual + activation(x @ weight.T + delta + bias), all [rows, width].
 
-    All of them are [rows, width], with any distance between rows.
-
-    With `gate` the upper half of the weight's rows are gates and the lower half what they open: out
-    = activation(gate) * up, as the glu op has it. `delta` and `bias` are as wide as the weight has
-    rows. `quantised` are x in int8 [rows, whole tiles] and its scales [rows], for weights in int8
-    by row. `activations` is what x is multiplied as, where that is not its own type.
+    With `gate` the upper half of the weight's rows are gates and the lower half up projections:
+    out = activation(gate) * up. `delta` and `bias` are as wide as the weight has rows.
+    `quantised` is x in int8 [rows, whole tiles] with scales [rows], for int8 weights by row.
+    `activations` is the type that x is multiplied in, if it differs from x's own.
     """
     num_outputs = weight.rows // 2 if gate else weight.rows
     codes, code_scales = quantised or (x, x)
@@ -79,7 +75,7 @@ def linear_kernel(
     DELTA: tl.constexpr,
     INT8: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Programs that follow one another read the same rows of the weight."""
+    """Compute a tile; consecutive programs read the same rows of the weight."""
     program, tiles_m = tl.program_id(0), tl.cdiv(M, BLOCK_M)
     m = (program % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (program // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -27,13 +27,12 @@ def logprobs(
     results: tuple[Any, Any, Any, Any],
     chunk: int = CHUNK,
 ) -> list[Launch]:
-    """Describe a token of rows of logits, as a table [described, 4] names them, by the `tokens` of
-    draws or by what it says.
+    """Describe a token per row of logits. A table [described, 4] names the rows and tokens.
 
-    `chunks` [described, chunks] is memory for the top of each chunk, its token, its mass and the
-    number of its tokens that are no worse. The results are the rank [described], 0 where the row is
-    not finite, the log-probability [described], and of the likeliest tokens [described, top] the
-    ids and the log-probabilities.
+    The `tokens` of samples or the table give the tokens. `chunks` [described, chunks] is memory
+    for the top of each chunk, its token, its mass and the number of tokens that are no worse.
+    Results are the rank [described] (0 if the row is not finite), the log-probability
+    [described], and ids and log-probabilities of the likeliest tokens [described, top].
     """
     size, vocab = len(described), logits.shape[1]
     num_chunks = blocks(vocab, chunk)
@@ -50,7 +49,7 @@ def logprobs(
 
 @triton.jit
 def _token_of(item, tokens):
-    """The token to describe; one of the vocabulary, whatever became of its draw."""
+    """The token to describe, clipped to the vocabulary."""
     draw = tl.load(item + DESCRIBED_DRAW)
     token = tl.load(item + DESCRIBED_TOKEN)
     if draw >= 0:
@@ -72,7 +71,7 @@ def logprobs_chunk_kernel(
     num_chunks,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of one row. Its top is NaN where a logit is."""
+    """Describe one chunk of one row; its top is NaN if a logit is."""
     i = tl.program_id(0)
     chunk = tl.program_id(1)
     item = described + i * DESCRIBED_COLUMNS
@@ -98,7 +97,7 @@ def logprobs_chunk_kernel(
 
 @triton.jit
 def _below(x, top, log_mass):
-    """The log-probability of a logit."""
+    """Log-probability of a logit."""
     return (x.to(tl.float64) - top.to(tl.float64) - log_mass).to(tl.float32)
 
 
@@ -122,9 +121,7 @@ def logprobs_row_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """One row, from its chunks; the next best token is the best of their tops, of which one is then
-    found anew.
-    """
+    """Describe one row from its chunks; each next best token is the best of their tops."""
     i = tl.program_id(0)
     item = described + i * DESCRIBED_COLUMNS
     number = tl.load(item + DESCRIBED_ROW)

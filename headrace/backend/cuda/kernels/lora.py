@@ -1,9 +1,8 @@
-"""What low-rank adapters add to the products of rows with a weight (LoRA, Hu et al. 2021): scale *
-x @ down.T @ up.T.
+"""Products of low-rank adapters (LoRA, Hu et al. 2021): scale * x @ down.T @ up.T.
 
-Rows lie in tiles of one adapter each (`align_adapters`). Sums over columns are cut at multiples of
-a constant, and those of ranks go on in sixteens up to the rank of the row's own adapter, so that no
-other row and no other adapter has a part in them.
+Rows are in tiles of one adapter each (`align_adapters`). Sums over columns are cut at multiples
+of a constant, and sums over ranks run in sixteens up to the rank of the row's adapter. So no
+other row and no other adapter affects the bits.
 """
 
 import struct
@@ -28,7 +27,7 @@ itself.
 
 
 def stored(matrices: LowRank, device: Any) -> tuple[Any, Any]:
-    """`down` [rank, cols] and `up` [rows, rank] in bf16, with zeros up to a rank that is a multiple
+    """Convert `down` [rank, cols] and `up` [rows, rank] to bf16, padded to a rank of a multiple
     of 16.
     """
     fill = -len(matrices.down) % _BLOCK_R
@@ -38,10 +37,10 @@ def stored(matrices: LowRank, device: Any) -> tuple[Any, Any]:
 
 
 def table_row(down: Any, up: Any, scale: float) -> list[int]:
-    """The row of an adapter in the int64 table [slots, 4] of a weight: where its matrices lie,
-    their rank, and the bits of the scale.
+    """Row of an adapter in a weight's int64 table [slots, 4]: two addresses, the rank, the
+    scale's bits.
 
-    The matrices are those of `stored`, and stay where they are. An adapter without matrices for the
+    The matrices come from `stored` and must stay allocated. An adapter without matrices for the
     weight has a row of zeros.
     """
     return [
@@ -53,16 +52,14 @@ def table_row(down: Any, up: Any, scale: float) -> list[int]:
 
 
 def hidden_shape(aligned: Aligned, cols: int, max_rank: int) -> tuple[int, int, int]:
-    """Shape of the float32 memory between the two halves, for weights of so many columns and
-    adapters of up to that rank.
-    """
+    """Shape of the float32 memory between the two products."""
     return blocks(cols, _SPLIT), len(aligned.pairs), _BLOCK_R * blocks(max_rank, _BLOCK_R)
 
 
 @triton.jit
 def _dot(x, w, sum):
-    """What is sum + x @ w, with w in bf16. What is float32 in x is multiplied in three parts of
-    bf16, which have all of its bits.
+    """Compute sum + x @ w with w in bf16; a float32 x is split into three bf16 parts with all its
+    bits.
     """
     if x.dtype == tl.bfloat16:
         sum = tl.dot(x, w, sum)
@@ -102,7 +99,7 @@ def lora_down_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """A program sums up a split of the columns, for a tile of rows and some of the ranks."""
+    """Sum a split of the columns, for a tile of rows and some ranks."""
     tile, split = tl.program_id(0), tl.program_id(2)
     if tile >= tl.load(num_tiles):
         return
@@ -143,7 +140,7 @@ def lora_up_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A program has a tile of rows and a block of columns of the result."""
+    """Compute a tile of rows and a block of columns of the result."""
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles):
         return
@@ -169,12 +166,12 @@ def lora_up_kernel(
 
 
 def lora(delta: Any, hidden: Any, x: Any, aligned: Aligned, table: Any) -> list[Launch]:
-    """delta[t] = scale * x[t] @ down.T @ up.T with the matrices of the row's adapter; zeros where
-    it has none for this weight.
+    """Compute delta[t] = scale * x[t] @ down.T @ up.T by the row's adapter; zeros if it has none
+    here.
 
     `delta` is float32 [rows, width], `x` float32 or bf16 [rows, cols], `hidden` float32 memory of
-    at least `hidden_shape`, `table` the int64 [slots, 4] of the weight (`table_row`). Rows that are
-    not in `aligned` stay as they are.
+    at least `hidden_shape`, `table` int64 [slots, 4] (`table_row`). Rows that are not in
+    `aligned` stay unchanged.
     """
     splits = blocks(x.shape[1], _SPLIT)
     assert (

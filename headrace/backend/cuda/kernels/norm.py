@@ -1,4 +1,4 @@
-"""Norms: RMSNorm and LayerNorm over all columns of a row, or over groups of them."""
+"""RMSNorm and LayerNorm over all columns of a row, or over groups of them."""
 
 from typing import Any
 
@@ -29,9 +29,7 @@ def norm_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program has some groups of columns of one row, whose sums are of one order, since they are
-    of one shape.
-    """
+    """Norm some groups of one row; all sums have one shape, so one order."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -55,11 +53,10 @@ def norm_kernel(
 def norm(
     out: Any, x: Any, weight: Any, bias: Any | None, eps: float, kind: NormKind, size: int
 ) -> Launch:
-    """`out` = x / sqrt(mean(x^2) + eps) * weight + bias, over `size` columns at a time; "layer" has
-    x - mean(x) in place of x.
+    """Compute `out` = x / sqrt(mean(x^2) + eps) * weight + bias over `size` columns at a time.
 
-    `x` is float32, `out` that or bf16 [rows, width]; `weight` and `bias` have `size` or `width`
-    float32 numbers.
+    "layer" replaces x by x - mean(x). `x` is float32, `out` float32 or bf16 [rows, width];
+    `weight` and `bias` have `size` or `width` float32 numbers.
     """
     rows, width = x.shape
     groups, columns = width // size, power_of_2(size, 16)

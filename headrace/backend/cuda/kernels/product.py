@@ -1,9 +1,8 @@
-"""Products of rows with a packed matrix: what kernels of linear ops, experts and heads have in
-common.
+"""Products of rows with a packed matrix, shared by the kernels of linear ops, experts and heads.
 
-A product sums over the columns in their order, in one float32 accumulator for each number, whatever
-the shape of the tile: so a row has the same bits in every batch. Codes become numbers in registers,
-in float32, and are rounded once to what tensor cores multiply.
+A product sums over columns in order in one float32 accumulator, whatever the tile, so a row has
+the same bits in every batch. Codes become float32 in registers and are rounded once to the type
+that tensor cores multiply.
 """
 
 from typing import Any
@@ -13,7 +12,12 @@ import triton
 import triton.language as tl
 
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.kernels.code_pairs import less, scaled, scaled_widely, small_floats
+from headrace.backend.cuda.kernels.code_pairs import (
+    scaled,
+    scaled_widely,
+    small_floats,
+    subtract_zero,
+)
 from headrace.backend.cuda.kernels.quantise_rows import is_outlier
 from headrace.backend.cuda.layout import SUPER_BLOCK, WeightLayout
 from headrace.backend.cuda.packing import PackedWeight
@@ -24,8 +28,8 @@ _IS_INTERPRETED = tl.constexpr(is_interpreting())
 
 
 def multiplies_in_pairs(layout: WeightLayout) -> bool:
-    """Whether codes are scaled two at a time, in bf16: whole numbers of at most 5 bits, or halves,
-    with scales of at most 11.
+    """Whether codes are scaled two at a time in bf16: integers of at most 5 bits, or halves, with
+    scales of at most 11 bits.
     """
     is_short = (
         layout.store == "int4"
@@ -38,9 +42,7 @@ def multiplies_in_pairs(layout: WeightLayout) -> bool:
 
 
 def weight_args(weight: PackedWeight) -> tuple[Any, ...]:
-    """The tensors of a weight, as kernels take them; the codes stand for tables that it has not,
-    and are not read as such.
-    """
+    """Tensors of a weight as kernel arguments; the codes stand in for absent tables."""
     codes = weight.codes
     return codes, *(
         codes if t is None else t
@@ -49,9 +51,7 @@ def weight_args(weight: PackedWeight) -> tuple[Any, ...]:
 
 
 def weight_constants(weight: PackedWeight, activations: torch.dtype) -> dict[str, Any]:
-    """What a kernel is compiled for by the layout of a weight, and by the activations that it is
-    multiplied with.
-    """
+    """Compile-time constants of a weight's layout and of the activations' type."""
     layout = weight.layout
     is_wide = activations == torch.float32 or layout.is_wide
     return {
@@ -77,7 +77,7 @@ def weight_constants(weight: PackedWeight, activations: torch.dtype) -> dict[str
 
 @triton.jit
 def halves(words, NUMBER: tl.constexpr):
-    """The two numbers of 16 bits in each word, in float32."""
+    """The two 16-bit numbers of each word, in float32."""
     if NUMBER == "bf16":
         low = (words << 16).to(tl.float32, bitcast=True)
         high = (words & -65536).to(tl.float32, bitcast=True)
@@ -88,28 +88,28 @@ def halves(words, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def unit_word(block, GROUP: tl.constexpr):
-    """Which word of a row has the unit of a super-block: the first of those of two."""
+def super_scale_word(block, GROUP: tl.constexpr):
+    """Index of the word with the super-block scale of a row: the first of two."""
     return block // 2 * (_SUPER_BLOCK // (2 * GROUP) + 1)
 
 
 @triton.jit
-def unit(words, block):
-    """The unit of a super-block, in float32."""
+def super_scale(words, block):
+    """Super-block scale, in float32."""
     low, high = halves(words, "f16")
     return tl.where(block % 2 == 0, low, high)
 
 
 @triton.jit
-def stepped(units, words, byte, NUMBER: tl.constexpr):
-    """Units times the steps in a byte of each word: float32 has all digits of a product."""
+def times_super_scale(super_scales, words, byte, NUMBER: tl.constexpr):
+    """Super-block scale times the sub-scale in a byte of each word; exact in float32."""
     steps = (words >> (8 * byte)).to(tl.int8).to(tl.float32)
-    return units * (steps * 0.125 if NUMBER == "eighths" else steps)
+    return super_scales * (steps * 0.125 if NUMBER == "eighths" else steps)
 
 
 @triton.jit
 def over_columns(each, PART: tl.constexpr):
-    """Numbers of groups [rows, groups] for each of their columns, in all PART."""
+    """Repeat numbers of groups [rows, groups] for each of their columns, in all PART."""
     repeated = tl.broadcast_to(
         each[:, :, None], [each.shape[0], each.shape[1], PART // each.shape[1]]
     )
@@ -117,7 +117,7 @@ def over_columns(each, PART: tl.constexpr):
 
 
 @triton.jit
-def spread_steps(
+def broadcast_sub_scales(
     table,
     first,
     rows,
@@ -128,26 +128,36 @@ def spread_steps(
     PART: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The numbers of a table of units and steps, as `spread` has them.
+    """Numbers of a table of super-block scales and sub-scales, for each column.
 
-    A tile has whole words, and they are found by its first column: so its halves load but once what
-    they share. With FEW rows of x numbers are put together from words in registers, with no
-    condition on columns: then the compiler has each thread make those that it multiplies, where it
-    would else move all of them through shared memory.
+    A tile has whole words, found by its first column, so its halves load shared words once. With
+    FEW rows of x, numbers are built from words in registers without conditions on columns. Each
+    thread then makes the numbers that it multiplies, and none move through shared memory.
     """
     block = first // _SUPER_BLOCK
-    units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + rows), block)
+    super_scales = super_scale(
+        tl.load(table + super_scale_word(block, GROUP) * num_rows + rows), block
+    )
     at = first // (4 * GROUP) + AT // (4 * GROUP) + block // 2 + 1
     words = tl.load(table + at * num_rows + rows)
     byte: tl.constexpr = AT // GROUP % 4
     if FEW and PART == 2 * GROUP:
         numbers = over_columns(
-            tl.join(stepped(units, words, byte, NUMBER), stepped(units, words, byte + 1, NUMBER)),
+            tl.join(
+                times_super_scale(super_scales, words, byte, NUMBER),
+                times_super_scale(super_scales, words, byte + 1, NUMBER),
+            ),
             PART,
         )
     elif FEW and PART == 4 * GROUP and GROUP >= 32:
-        even = tl.join(stepped(units, words, 0, NUMBER), stepped(units, words, 2, NUMBER))
-        odd = tl.join(stepped(units, words, 1, NUMBER), stepped(units, words, 3, NUMBER))
+        even = tl.join(
+            times_super_scale(super_scales, words, 0, NUMBER),
+            times_super_scale(super_scales, words, 2, NUMBER),
+        )
+        odd = tl.join(
+            times_super_scale(super_scales, words, 1, NUMBER),
+            times_super_scale(super_scales, words, 3, NUMBER),
+        )
         numbers = over_columns(tl.reshape(tl.join(even, odd), [rows.shape[0], 4]), PART)
     else:
         column = tl.arange(0, PART)[None, :]
@@ -158,8 +168,8 @@ def spread_steps(
                 words,
                 tl.load(table + (at + more) * num_rows + rows)[:, None],
             )
-        numbers = stepped(
-            tl.broadcast_to(units[:, None], [rows.shape[0], PART]),
+        numbers = times_super_scale(
+            tl.broadcast_to(super_scales[:, None], [rows.shape[0], PART]),
             words,
             (AT + column) // GROUP % 4,
             NUMBER,
@@ -168,7 +178,7 @@ def spread_steps(
 
 
 @triton.jit
-def spread(
+def broadcast_scales(
     table,
     first,
     rows,
@@ -179,12 +189,10 @@ def spread(
     PART: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The numbers of a table for the columns of a tile from AT on, where `first` is its first
-    column: [rows, PART], of several groups.
-    """
+    """Numbers of a table for the columns of a tile from AT on, [rows, PART], of several groups."""
     group = (first + AT) // GROUP
     if NUMBER == "steps" or NUMBER == "eighths":
-        numbers = spread_steps(table, first, rows, num_rows, NUMBER, AT, GROUP, PART, FEW)
+        numbers = broadcast_sub_scales(table, first, rows, num_rows, NUMBER, AT, GROUP, PART, FEW)
     elif NUMBER == "f32":
         groups = group + tl.arange(0, PART // GROUP)
         numbers = over_columns(tl.load(table + groups[None, :] * num_rows + rows[:, None]), PART)
@@ -209,14 +217,16 @@ def group_numbers(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The numbers of a table for the columns of a tile from AT on, where one serves all: [rows, 1],
-    in float32.
-    """
+    """Numbers of a table for a part of a tile that lies in one group, [rows, 1], in float32."""
     if NUMBER == "steps" or NUMBER == "eighths":
         block = number // (_SUPER_BLOCK // TILE)
-        units = unit(tl.load(table + unit_word(block, GROUP) * num_rows + rows), block)
+        super_scales = super_scale(
+            tl.load(table + super_scale_word(block, GROUP) * num_rows + rows), block
+        )
         at = number * (TILE // (4 * GROUP)) + AT // (4 * GROUP) + block // 2 + 1
-        numbers = stepped(units, tl.load(table + at * num_rows + rows), AT // GROUP % 4, NUMBER)
+        numbers = times_super_scale(
+            super_scales, tl.load(table + at * num_rows + rows), AT // GROUP % 4, NUMBER
+        )
     elif (
         GROUP != 0 and 2 * GROUP <= TILE and NUMBER != "f32"
     ):  # which half of a word is known when this is compiled
@@ -244,21 +254,20 @@ def numbers_of(
         NUMBER: tl.constexpr, AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
     TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of a table for PART columns of a tile from AT on, in float32: [rows, PART], or
-    [rows, 1] where one serves all.
+    """Numbers of a table for PART columns from AT on, float32 [rows, PART], or [rows, 1] for one
+    group.
 
-    Those of 8 and 16 bits are loaded in words: only loads of 32 bits can be on their way while
-    others are multiplied.
+    8-bit and 16-bit numbers are loaded in words: only 32-bit loads can overlap with products.
     """
     if GROUP == 0 or GROUP >= PART:
         return group_numbers(table, number, rows, num_rows, NUMBER, AT, GROUP, TILE)
     else:
-        return spread(table, number * TILE, rows, num_rows, NUMBER, AT, GROUP, PART, FEW)
+        return broadcast_scales(table, number * TILE, rows, num_rows, NUMBER, AT, GROUP, PART, FEW)
 
 
 @triton.jit
-def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
-    """What codes stand for before they are scaled, in float32."""
+def decode(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
+    """Decode codes to float32, before scales."""
     if LOOKUP == "table":
         values = tl.load(lookup + codes.to(tl.int32))
     elif (
@@ -275,18 +284,18 @@ def meaning(codes, lookup, OFFSET: tl.constexpr, LOOKUP: tl.constexpr):
 
 
 @triton.jit
-def dequantised(
+def dequantise(
     codes, scales, zeros, lookup, number, rows, num_rows,
         SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr,
     LOOKUP: tl.constexpr,
         AT: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
     COMPUTE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, PART] of the columns of a tile from AT on as numbers that a product takes."""
+    """Turn codes [rows, PART] of a tile from AT on into the numbers of a product."""
     if SCALE == "":
         values = codes
     else:
-        values = meaning(codes, lookup, OFFSET, LOOKUP)
+        values = decode(codes, lookup, OFFSET, LOOKUP)
         scale = numbers_of(scales, number, rows, num_rows, SCALE, AT, GROUP, PART, TILE, FEW)
         if ZERO == "point":
             values = (
@@ -314,9 +323,7 @@ def activations(
     PART: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """PART columns of rows from `first` on, in the order of the matrix; 0 behind the last of
-    `columns`.
-    """
+    """Load PART columns of rows from `first` on, in the matrix's order; 0 after the last column."""
     k = first + tl.arange(0, PART)
     at = tl.load(order + k, mask=k < columns, other=0) if ORDERED else k
     return tl.load(
@@ -332,7 +339,7 @@ def addend(
         ZERO: tl.constexpr, ZERO_STORE: tl.constexpr, OFFSET: tl.constexpr, AT: tl.constexpr,
     GROUP: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """What `less` adds to the codes of the columns of a tile from AT on, and 128: [rows, PART]."""
+    """The number that `subtract_zero` adds to the codes of a tile from AT on, [rows, PART]."""
     if ZERO == "point":
         added = -128.0 - group_numbers(
             zeros, number, rows, num_rows, ZERO_STORE, AT, GROUP, 4 * PART
@@ -351,9 +358,7 @@ def product(
     IN_PAIRS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Acc + x @ weight.T, for rows of x that lie at `row_offsets` and the given `rows` of the
-    matrix: [rows of x, rows].
-    """
+    """Compute acc + x @ weight.T for rows of x at `row_offsets`: [rows of x, rows]."""
     few: tl.constexpr = row_offsets.shape[0] < 64  # tensor cores then take numbers from registers
     tile: tl.constexpr = 4 * PART if STORE == "int4" else PART
     num_tiles = tl.cdiv(columns, tile)
@@ -366,7 +371,7 @@ def product(
             ZERO if IN_PAIRS else ""
         )  # else zero points are subtracted where numbers are scaled
         if is_whole:
-            four = less(
+            four = subtract_zero(
                 stored,
                 addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, 0, GROUP, PART),
                 addend(zeros, number, rows, num_rows, point, ZERO_STORE, OFFSET, PART, GROUP, PART),
@@ -414,7 +419,7 @@ def product(
                     if STORE == "int4"
                     else stored
                 )
-                w = dequantised(
+                w = dequantise(
                     its, scales, zeros, lookup, number, rows, num_rows,
                                         SCALE, ZERO, ZERO_STORE, 0 if is_whole else OFFSET, LOOKUP,
                     part * PART, GROUP, PART, tile, COMPUTE, few,
@@ -439,11 +444,11 @@ def int8_product(
     x_codes, x_scales, x, m, row_mask, code_offsets, row_offsets, columns, codes, scales, rows,
     PART: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows in int8, [rows, whole tiles], times a matrix in int8, each with a scale for each row:
-    sums of integers are exact.
+    """Multiply int8 rows [rows, whole tiles] with an int8 matrix, both scaled by row; sums are
+    exact.
 
-    With OUTLIERS the numbers of x that the codes leave out are multiplied as floats, in two parts
-    of bf16, which has all codes of weights.
+    With OUTLIERS the numbers of x that the codes leave out are multiplied as floats, in two bf16
+    parts; bf16 represents all codes of weights.
     """
     k = tl.arange(0, PART)
     num_tiles = tl.cdiv(columns, PART)

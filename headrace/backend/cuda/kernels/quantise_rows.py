@@ -1,6 +1,4 @@
-"""Activations to int8 with a scale for each row, for weights in int8 whose scales are those of
-rows.
-"""
+"""Activations to int8 with a scale per row, for int8 weights by row."""
 
 from typing import Any
 
@@ -17,7 +15,7 @@ al. 2022).
 
 @triton.jit
 def is_outlier(x):
-    """Whether products of a number are left to floats, where outliers are kept apart."""
+    """Whether a number is multiplied as a float."""
     return tl.abs(x) > OUTLIER
 
 
@@ -33,7 +31,7 @@ def quantise_rows_kernel(
     MIXED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program has a row."""
+    """Quantise one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     v = tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32)
@@ -56,13 +54,13 @@ def quantise_rows_kernel(
 
 
 def quantise_rows(codes: Any, scales: Any, x: Any, outliers: bool) -> Launch:
-    """codes[t] = x[t] / scales[t], rounded to nearest, ties to even, with scales[t] the highest
-    magnitude of the row / 127.
+    """Compute codes[t] = x[t] / scales[t], rounded to nearest even, with scales[t] = max |x[t]| /
+    127.
 
-    `x` is float32 or bf16 [rows, width]; `codes` int8 [rows, at least width], zeros beyond the
-    width; `scales` float32 [rows]. With `outliers`, numbers for which `is_outlier` holds have the
-    code 0 and do not count for the scale: their products are left to floats. A row with a number
-    that is not finite has the codes 0 and a scale that is NaN.
+    `x` is float32 or bf16 [rows, width]; `codes` int8 [rows, at least width], zeros after the
+    width; `scales` float32 [rows]. With `outliers`, numbers with `is_outlier` get the code 0 and
+    do not count for the scale. A row with a number that is not finite gets the codes 0 and the
+    scale NaN.
     """
     rows, width = x.shape
     columns = codes.shape[1]

@@ -1,4 +1,4 @@
-"""Rotary embeddings of rows that are not queries, keys or values of a fused op."""
+"""Rotary embeddings of rows outside fused ops."""
 
 from typing import Any
 
@@ -24,7 +24,6 @@ def rope_kernel(
     INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a block of numbers."""
     row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
     in_head = column % HEAD_DIM
     rotated = mask & (in_head < 2 * PAIRS)
@@ -39,10 +38,10 @@ def rope_kernel(
 
 
 def rope(out: Any, x: Any, angles: Any, head_dim: int) -> Launch:
-    """Rotates the first pairs (2i, 2i + 1) of every head of `x` [rows, heads * head_dim], as many
-    as there are angles, by the row's angles.
+    """Rotate the first pairs (2i, 2i + 1) of every head of `x` [rows, heads * head_dim] by the
+    row's angles.
 
-    `x` and `angles` [rows, 2 * pairs] are float32; `out` is other memory than `x`.
+    `x` and `angles` [rows, 2 * pairs] are float32; `out` must not overlap `x`.
     """
     args = (x, x.stride(0), angles, angles.stride(0))
     return flat(rope_kernel, out, *args, HEAD_DIM=head_dim, PAIRS=angles.shape[1] // 2)

@@ -1,4 +1,4 @@
-"""The angles by which rows are rotated."""
+"""Rotation angles of rows."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def rope_angles_kernel(
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """A program has a tile of rows and pairs."""
+    """Compute a tile of rows and pairs."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)[None, :]
     mask = (row < rows) & (pair < pairs)
@@ -34,8 +34,8 @@ def rope_angles_kernel(
 
 
 def rope_angles(out: Any, positions: Any, inverse_frequencies: Any, scale: float) -> Launch:
-    """out[t] = cos and sin of positions[t] * inverse_frequencies, times `scale`: all cosines, then
-    all sines.
+    """Compute cos and sin of positions[t] * inverse_frequencies, times `scale`: cosines, then
+    sines.
 
     `out` is float32 [rows, 2 * pairs], `positions` int32 [rows], `inverse_frequencies` float64
     [pairs].

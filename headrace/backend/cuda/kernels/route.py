@@ -1,4 +1,4 @@
-"""Which experts a row goes to, and with what weights."""
+"""Chooses the experts of a row and their weights."""
 
 from typing import Any, Literal
 
@@ -18,9 +18,7 @@ def _keep_groups(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Takes the experts of all but the best groups out of the choice: what is wanted of them is
-    less than any number of float32.
-    """
+    """Exclude the experts outside the best groups, by a score below any float32 number."""
     within = tl.where(is_expert, wanted, -float("inf"))
     best = tl.max(within, 1)
     if BEST_TWO:
@@ -55,7 +53,7 @@ def route_kernel(
     SIZE: tl.constexpr,
     CHOICES: tl.constexpr,
 ):
-    """A program has a row, in one warp: it waits for no other."""
+    """Route one row, in one warp."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, GROUPS)[:, None] * size + tl.arange(0, SIZE)[None, :]
     is_expert = (tl.arange(0, GROUPS)[:, None] < groups) & (tl.arange(0, SIZE)[None, :] < size)
@@ -108,10 +106,11 @@ def route(
     groups: int,
     top_groups: int,
 ) -> Launch:
-    """`headrace.program.moe.Route`: of the logits `x` [rows, experts] the numbers of `top_k`
-    experts, best first, then their weights.
+    """Choose `top_k` experts from the logits `x` [rows, experts]: numbers, best first, then
+    weights.
 
-    `out` is float32 [rows, 2 * top_k], `bias` float32 [experts].
+    `headrace.program.moe.Route` defines the choice. `out` is float32 [rows, 2 * top_k], `bias`
+    float32 [experts].
     """
     rows, experts = x.shape
     size = experts // groups

@@ -1,5 +1,5 @@
-"""Logits under biases, penalties, bans and masks: in the order, and with the roundings, of the
-native sampler.
+"""Logits under biases, penalties, bans and masks, in the order and rounding of the native
+sampler.
 """
 
 from typing import Any
@@ -39,10 +39,10 @@ def sample_adjust(
     block: int = 2048,
     entry_block: int = 128,
 ) -> list[Launch]:
-    """Write the logits of the draws that have anything to adjust to `adjusted` [draws, vocab].
+    """Write the adjusted logits of the samples that need it to `adjusted` [samples, vocab].
 
-    `state` [slots, vocab] has the counts that penalties look at, `masks` [masks, words] bits,
-    `entries` [entries, 4] what else there is.
+    `state` [slots, vocab] has the counts for penalties, `masks` [masks, words] bits, `entries`
+    [entries, 4] all other adjustments.
     """
     draws, vocab = len(adjusted), logits.shape[1]
     args = (
@@ -93,7 +93,7 @@ def sample_adjust_kernel(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """One block of one draw, under penalties and mask."""
+    """Adjust one block of one sample by penalties and mask."""
     d = tl.program_id(0)
     fields = table + d * COLUMNS
     if tl.load(fields + IS_ADJUSTED) != 0:
@@ -130,9 +130,7 @@ def sample_adjust_entries_kernel(
     entry_floats,
     BLOCK: tl.constexpr,
 ):
-    """The tokens of one draw that have an entry, of which there is one for each: they begin again
-    from their logits.
-    """
+    """Adjust the tokens of one sample that have an entry; they start again from their logits."""
     d = tl.program_id(0)
     fields = table + d * COLUMNS
     if tl.load(fields + IS_ADJUSTED) != 0:
@@ -166,14 +164,14 @@ def sample_adjust_entries_kernel(
 
 @triton.jit
 def _may(mask, ids, inside):
-    """Whether these tokens may be drawn by a mask."""
+    """Whether a mask allows these tokens."""
     words = tl.load(mask + ids // 32, mask=inside, other=0)
     return ((words >> (ids % 32)) & 1) != 0
 
 
 @triton.jit
 def _penalise(x, count, floats):
-    """Logits under the penalties of a draw, by their counts in the state."""
+    """Apply penalties to logits, by the counts in the state."""
     repetition = tl.load(floats + REPETITION)
     seen = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
     x = tl.where(count != 0, seen, x)

@@ -1,6 +1,4 @@
-"""The best token of each row of logits, by logit and with noise: first of each chunk of the
-vocabulary, then of the row.
-"""
+"""The best token of each row of logits, with and without noise: first by chunk, then by row."""
 
 from typing import Any
 
@@ -26,12 +24,12 @@ def sample_chunks(
     noisy: bool,
     chunk: int = CHUNK,
 ) -> list[Launch]:
-    """Write the token that each draw gives without filters to `tokens` [draws], -1 where its logits
-    are not finite.
+    """Write the token of each sample without filters to `tokens` [samples]; -1 if a logit is not
+    finite.
 
-    `chunks` [draws, chunks] is the memory for the top of each chunk, its token, the logit of the
-    token that noise makes the best, and that token. `tops` [draws] becomes the highest logit of the
-    row, which is read from `adjusted` [draws, vocab] or `logits` [rows, vocab].
+    `chunks` [samples, chunks] is memory for the top of each chunk, its token, and the logit and
+    token of the noisiest one. `tops` [samples] gets the maximum logit of the row, read from
+    `adjusted` [samples, vocab] or `logits` [rows, vocab].
     """
     draws, vocab = len(tokens), logits.shape[1]
     num_chunks = blocks(vocab, chunk)
@@ -68,7 +66,7 @@ def sample_chunk_kernel(
     BLOCK: tl.constexpr,
     NOISY: tl.constexpr,
 ):
-    """One chunk of one draw. Its top is NaN where a logit is."""
+    """Reduce one chunk of one sample; its top is NaN if a logit is."""
     d = tl.program_id(0)
     chunk = tl.program_id(1)
     fields = table + d * COLUMNS
@@ -112,7 +110,7 @@ def sample_merge_kernel(
     BLOCK: tl.constexpr,
     NOISY: tl.constexpr,
 ):
-    """One draw, from its chunks."""
+    """Reduce one sample from its chunks."""
     d = tl.program_id(0)
     fields = table + d * COLUMNS
     if tl.load(fields + ROW) >= 0:

@@ -1,13 +1,12 @@
-"""Draws under min_p, top_k and top_p, without a sort.
+"""Samples under min_p, top_k and top_p, without a sort.
 
-What filters keep are the best tokens of a row down to some place, and a draw is the noisiest of
-them. So the noisiest token of all is the draw where it is kept, which the mass of the tokens that
-are better tells; otherwise the draw is among these, and so on. On average that ends after one or
-two passes over the row. Only top_k has its place found first, since the mass that top_p counts is
-what it keeps.
+Filters keep the best tokens of a row down to some place, and the sample is the noisiest of them.
+So the noisiest token of all is the sample if it is kept, which the mass of better tokens decides.
+Otherwise the search continues among the better tokens: one or two passes on average. Only top_k
+finds its place first, because top_p counts the mass that top_k keeps.
 
-A floor that all kept tokens are above, by min_p, or by the k-th of the tops of chunks, mostly
-leaves few tokens. They are listed first.
+A floor under all kept tokens, from min_p or from the k-th of the chunk tops, usually leaves few
+tokens. They are listed first.
 """
 
 from typing import Any
@@ -50,11 +49,11 @@ def sample_filter(
     chunk: int,
     block: int = LISTED,
 ) -> list[Launch]:
-    """Replace the tokens [draws] of those draws that have filters, by the highest logit of each
-    row, `tops`, and of each chunk.
+    """Replace the tokens [samples] of samples with filters, by `tops` of the row and of each
+    chunk.
 
-    `lists` is memory for the logits and the ids of listed tokens [draws, listed], their number
-    [draws] and the floor that they are above.
+    `lists` is memory for the logits and ids of listed tokens [samples, listed], their number
+    [samples] and their floor.
     """
     draws, vocab = len(tokens), logits.shape[1]
     num_chunks = blocks(vocab, chunk)
@@ -103,9 +102,7 @@ def sample_list_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """The tokens of one draw that may be kept, by ascending ids; more than can be listed where
-    there is no floor.
-    """
+    """List the tokens of one sample that may be kept, by ascending id."""
     d = tl.program_id(0)
     fields = table + d * COLUMNS
     if (tl.load(fields + IS_FILTERED) != 0) & (tl.load(tokens + d) >= 0):
@@ -155,7 +152,7 @@ def sample_filter_kernel(
     listed,
     BLOCK: tl.constexpr,
 ):
-    """One draw."""
+    """Filter one sample."""
     d = tl.program_id(0)
     fields = table + d * COLUMNS
     numbers = doubles + d * (COLUMNS // 2)
@@ -200,15 +197,15 @@ def sample_filter_kernel(
 
 @triton.jit
 def _is_kept(x, ids, floor, last):
-    """Whether tokens are among the best down to the token `last`, whose logit is `floor`: of equal
-    logits the lower id is better.
+    """Whether tokens are among the best down to token `last` with logit `floor`; ties go to the
+    lower id.
     """
     return (x > floor) | ((x == floor) & (ids <= last))
 
 
 @triton.jit
 def _load(row, names, is_listed, first, size, BLOCK: tl.constexpr):
-    """Logits and ids of a block; past the end they are -inf and NO_TOKEN."""
+    """Load logits and ids of a block; -inf and NO_TOKEN after the end."""
     at = first + tl.arange(0, BLOCK)
     x = tl.load(row + at, mask=at < size, other=float("-inf"))
     ids = tl.where(at < size, at, NO_TOKEN)
@@ -221,9 +218,9 @@ def _load(row, names, is_listed, first, size, BLOCK: tl.constexpr):
 def _masses(
     row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK: tl.constexpr
 ):
-    """The mass of the kept tokens, and of those that are better than a token.
+    """Mass of the kept tokens, and of the tokens better than a token.
 
-    The sums are in float64: with two equal tokens and a little more, the first has no half.
+    Sums are in float64: with two equal tokens and a little more, the first has no half.
     """
     factor = (1 / tl.load(numbers + TEMPERATURE)).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float64)
@@ -242,7 +239,7 @@ def _masses(
 def _noisiest_of(
     row, names, is_listed, size, floor, last, top, numbers, fields, BLOCK: tl.constexpr
 ):
-    """Logit and id of the token with the best score among the best tokens, down to one."""
+    """Logit and id of the noisiest token among the best tokens, down to one."""
     temperature = tl.load(numbers + TEMPERATURE)
     best = float("-inf") + 0 * temperature
     best_x = top
@@ -265,20 +262,20 @@ def _noisiest_of(
 
 @triton.jit
 def _keys(x):
-    """Integers in the order of the logits; of the two zeros one."""
+    """Integers in the order of the logits; both zeros map to one."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def _logit(key):
-    """The logit of such an integer."""
+    """Logit of such an integer."""
     return tl.where(key >> 31 != 0, key ^ 0x80000000, key ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _kth(x, k):
-    """The k-th highest of some logits, bit by bit of its key."""
+    """The k-th highest logit, found bit by bit of its key."""
     keys = _keys(x)
     key = tl.zeros((), tl.uint32)
     bit = key + 0x80000000
@@ -291,9 +288,7 @@ def _kth(x, k):
 
 @triton.jit
 def _worst_of_best(row, names, is_listed, size, floor, k, BLOCK: tl.constexpr):
-    """Logit and id of the k-th best token, or of the last with a logit from `floor` on where those
-    are fewer.
-    """
+    """Logit and id of the k-th best token, or of the last one not below `floor`."""
     prefix = tl.zeros((), tl.uint32)
     left = k
     digits = tl.arange(0, 256)

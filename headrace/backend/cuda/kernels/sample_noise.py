@@ -1,9 +1,8 @@
-"""The noise of a draw, and the token of a tile that it lifts highest.
+"""The noise of a sample, and the noisiest token of a tile.
 
-The word of a token is that of the native sampler to the bit (csrc/kernels_sample.h), and so, but
-for the last bit of a logarithm, is its Gumbel variate in float64. Scores in float32 find those few
-tokens of a tile that may be the best, which float64 compares. So the best is that of float64, and
-of equal scores the one with the lower id.
+The random word of a token equals the native sampler's to the bit (csrc/kernels_sample.h). Its
+Gumbel variate in float64 is equal but for the last bit of a logarithm. Scores in float32 find the
+few tokens that may be best, and float64 compares these. Ties go to the lower id.
 """
 
 import triton
@@ -25,7 +24,7 @@ SCALE = tl.constexpr(2.0**-32)
 
 @triton.jit
 def words_of_tile(first, fields, BLOCK: tl.constexpr):
-    """The words of tokens `first`, a multiple of 4, to `first + BLOCK - 1`."""
+    """Words of tokens `first` (a multiple of 4) to `first + BLOCK - 1`."""
     quads = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     w0, w1, w2, w3 = _philox(quads, fields)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -33,7 +32,7 @@ def words_of_tile(first, fields, BLOCK: tl.constexpr):
 
 @triton.jit
 def word_of(ids, fields):
-    """The words of these tokens."""
+    """Words of these tokens."""
     w0, w1, w2, w3 = _philox((ids // 4).to(tl.uint32), fields)
     lane = ids % 4
     return tl.where(lane == 0, w0, tl.where(lane == 1, w1, tl.where(lane == 2, w2, w3)))
@@ -56,8 +55,9 @@ def gumbel(words):
 
 @triton.jit
 def gumbel_in_float32(words):
-    """The same within 1e-5. Where the uniform number u is near 1, what it is below 1 keeps the
-    digits that u has not.
+    """Standard Gumbel variates within 1e-5.
+
+    If the uniform number u is near 1, the difference 1 - u keeps the digits that u lost.
     """
     below = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * SCALE
     series = below * (
@@ -69,15 +69,16 @@ def gumbel_in_float32(words):
 
 @triton.jit
 def score(x, top, token, doubles, fields):
-    """The scores of tokens with these logits, in float64, as the native sampler has them."""
+    """Scores of tokens with these logits, in float64, as in the native sampler."""
     temperature = tl.load(doubles + TEMPERATURE)
     return (x.to(tl.float64) - top.to(tl.float64)) / temperature + gumbel(word_of(token, fields))
 
 
 @triton.jit
 def noisiest(x, ids, words, tile_top, doubles, fields):
-    """The token with the best score in a tile, and its logit; NO_TOKEN where all logits are -inf.
-    `tile_top` is the highest of them.
+    """The token with the best score in a tile, and its logit; NO_TOKEN if all logits are -inf.
+
+    `tile_top` is the maximum logit.
     """
     top = tl.where(tl.abs(tile_top) < float("inf"), tile_top, 0.0)
     factor = (1 / tl.load(doubles + TEMPERATURE)).to(tl.float32)

@@ -1,8 +1,6 @@
-"""The columns of the tables that draws read: one row of numbers for each row that a token is drawn
-from, for each op, and so on.
+"""Columns of the tables that sampling kernels read: one row per sampled row, per op, and so on.
 
-A row of the first table is 32 words, which lie in one line of a cache; its first words are three
-numbers in float64.
+A row of the first table is 32 words in one cache line; it starts with three float64 numbers.
 """
 
 from math import inf, log
@@ -108,7 +106,7 @@ def take_options(options: dict[str, Any], vocab: int) -> NDArray[np.int32]:  # [
 
 @triton.jit
 def logits_of(logits, stride, adjusted, adjusted_stride, fields, d):
-    """Where the logits are that draw `d` is from."""
+    """Address of the logits of sample `d`."""
     if tl.load(fields + IS_ADJUSTED) != 0:
         row = adjusted + d.to(tl.int64) * adjusted_stride
     else:

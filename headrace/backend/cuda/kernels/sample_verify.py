@@ -1,6 +1,4 @@
-"""The way down a draft tree, by what was drawn at each of its nodes, and the counts that penalties
-look at behind it.
-"""
+"""Verifies draft trees by the samples at their nodes, and updates the counts for penalties."""
 
 from typing import Any
 
@@ -30,11 +28,11 @@ def sample_verify(
     results: tuple[Any, Any, Any],
     nodes: int,
 ) -> Launch:
-    """Write what each op draws: its tokens, and the path, [draws] from its first draw on, and their
-    number [ops], 0: a row is not finite.
+    """Write the tokens of each op, its path [samples] and their number [ops]; 0 if a row is not
+    finite.
 
-    The last token of each goes to `last_tokens` by the index of the op, 0 where there is none, and
-    all to the `state` of its penalties. `nodes` is a power of two: the most rows that an op has.
+    The last token of each op goes to `last_tokens` by the op's index (0 if it has none), and all
+    tokens to the `state` of its penalties. `nodes` is a power of two: the maximum rows of an op.
     """
     args = (table, op_table, tokens, state, state.stride(0), last_tokens, *results)
     return Launch(sample_verify_kernel, (len(op_table),), args, {"NODES": nodes, "num_warps": 1})
@@ -53,7 +51,7 @@ def sample_verify_kernel(
     out_counts,
     NODES: tl.constexpr,
 ):
-    """One op."""
+    """Verify one op."""
     op = op_table + tl.program_id(0) * OP_COLUMNS
     first = tl.load(op + FIRST_DRAW)
     if first >= 0:

@@ -1,6 +1,4 @@
-"""Kernels that do one thing as fast as a GPU can, by which it is measured: read memory, or multiply
-and add.
-"""
+"""Kernels that measure a GPU: read memory, or multiply and add."""
 
 from typing import Any
 
@@ -24,9 +22,7 @@ def read_memory(x, out, BLOCK: tl.constexpr, READS: tl.constexpr):
 
 
 def read(x: Any, out: Any, block: int = READ_BLOCK) -> Launch:
-    """Read `x` float32 once, of a size that is a multiple of 4 blocks; `out` float32 has a number
-    for each 4 of them.
-    """
+    """Read `x` float32 once; its size is a multiple of 4 blocks, and `out` gets a number per 4."""
     return Launch(
         read_memory,
         (x.numel() // (block * _READS),),
@@ -46,8 +42,8 @@ def multiply_tiles(a, b, out, rounds, TILE: tl.constexpr, PART: tl.constexpr, AC
 
 
 def multiply(a: Any, b: Any, out: Any, rounds: int, programs: int) -> Launch:
-    """Products of `a` [tile, part] and `b` [tile, part], turned, in so many rounds of each program;
-    `out` [programs * tile] has sums.
+    """Multiply `a` [tile, part] with `b` [tile, part] transposed, `rounds` times; `out` [programs
+    * tile].
     """
     tile, part = a.shape
     acc = tl.int32 if out.dtype.is_floating_point is False else tl.float32
@@ -70,7 +66,7 @@ def multiply_numbers(x, rounds, BLOCK: tl.constexpr):
 
 
 def multiply_add(x: Any, rounds: int, block: int = READ_BLOCK) -> Launch:
-    """Float32 numbers, without tensor cores: each times itself and plus itself, so many times."""
+    """Multiply and add float32 numbers without tensor cores."""
     return Launch(
         multiply_numbers, (x.numel() // block,), (x, rounds), {"BLOCK": block, "num_warps": 8}
     )

@@ -1,6 +1,4 @@
-"""Tiles of linear ops: how many rows of x and of the weight a program takes, chosen for an H100.
-They never decide what comes out.
-"""
+"""Tiles of linear ops, chosen for an H100. They change speed, no bit."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ _MOST_STAGES = 8
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for by the shape of its tiles."""
+    """Tile shape, as compile-time constants."""
 
     block_m: int
     block_n: int
@@ -29,7 +27,7 @@ class Tile(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The same as kernels take it."""
+        """The tile as kernel arguments."""
         return {
             **{"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "PART": self.part},
             **{"num_warps": self.num_warps, "num_stages": self.num_stages},
@@ -44,7 +42,7 @@ def tile_for(
     activations: torch.dtype,
     gate: bool,
 ) -> Tile:
-    """The tile of so many rows times a weight with so many outputs and columns."""
+    """Choose a tile by rows, outputs and columns."""
     if is_interpreting():
         return Tile(
             block_m=power_of_2(min(num_rows, 64), 16),
@@ -77,11 +75,10 @@ def tile_for(
 
 
 def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) -> Tile:
-    """For few rows, whose time is that of reading the weight: two programs on each multiprocessor,
-    and many bytes on their way to each.
+    """Tile for few rows, whose time is reading the weight: two programs per multiprocessor.
 
-    A warp multiplies 8 rows of the weight; codes of 4 bits need tiles that are wider than they are
-    high, or all warps multiply the same.
+    A warp multiplies 8 rows of the weight. 4-bit codes need tiles wider than high, or all warps
+    would multiply the same.
     """
     block_m = power_of_2(num_rows, 16)
     block_n = block_m * (2 if layout.store == "int4" else 1)
@@ -102,7 +99,7 @@ def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) ->
 
 
 def _wide(num_rows: int, num_outputs: int, layout: WeightLayout) -> Tile:
-    """For numbers that tensor cores do not multiply."""
+    """Tile for numbers that tensor cores do not multiply."""
     block_m, block_n = power_of_2(min(num_rows, 64), 16), 16
     while (
         block_n < 64
