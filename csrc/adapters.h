@@ -1,6 +1,6 @@
-// Low-rank adapters (LoRA, Hu et al. 2021): to the product of a row with a weight they add scale *
-// up (down x), with two narrow matrices. Each sequence of a step may have an adapter of its own;
-// weights that it has no matrices for are left alone.
+// Low-rank adapters (LoRA, Hu et al. 2021): to the product of a row with a weight they
+// add scale * up (down x), with two narrow matrices. Each sequence of a step may have
+// an adapter of its own; weights that it has no matrices for are left alone.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -17,9 +17,9 @@ struct Buffer;
 struct Step;
 class Plan;
 
-// The two matrices for one weight, in bf16. `down` has tiles of 16 ranks, each with 16 numbers for
-// each column of the weight; `up` tiles of 16 rows of the weight, each with 16 numbers for each
-// rank. What fills a tile is zero.
+// The two matrices for one weight, in bf16. `down` has tiles of 16 ranks, each with 16
+// numbers for each column of the weight; `up` tiles of 16 rows of the weight, each with
+// 16 numbers for each rank. What fills a tile is zero.
 class LowRank {
  public:
   // down[rank][cols], up[rows][rank]
@@ -53,13 +53,13 @@ class Adapters {
 
   // Notes which adapter each row of the step has.
   void begin(const Step& step);
-  // Lists the work of the first half, down x, for all rows of `x` that have an adapter for some of
-  // these weights, at most three; returns the number of items. The next linear op is that of these
-  // weights.
+  // Lists the work of the first half, down x, for all rows of `x` that have an adapter
+  // for some of these weights, at most three; returns the number of items. The next
+  // linear op is that of these weights.
   int prepare(std::span<const int> weights, const Buffer& x, const Step& step);
   void run_down(const Plan& plan, const Buffer& x, int begin, int end);
-  // Adds the second half to tile `t` of a product with `weight`, out[rows][16], of the rows from
-  // `first` on.
+  // Adds the second half to tile `t` of a product with `weight`, out[rows][16], of the
+  // rows from `first` on.
   void add_up(const Kernels& kernels, int weight, int t, int first, int rows, float* out) const {
     if (!work_.empty()) add_rows(kernels, weight, t, first, rows, out);
   }

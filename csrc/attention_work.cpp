@@ -36,7 +36,8 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
   if (items.size() > static_cast<size_t>(plan.threads())) deal(plan.threads());
 }
 
-// Every thread has long items first and short ones at the end, so that all end together.
+// Every thread has long items first and short ones at the end, so that all end
+// together.
 void AttentionWork::deal(int threads) {
   std::stable_sort(items.begin(), items.end(), [](const AttentionItem& a, const AttentionItem& b) {
     return a.cost() > b.cost();

@@ -1,5 +1,5 @@
-// What there is to attend to in a step: items of work for the threads, the same for every layer of
-// a group.
+// What there is to attend to in a step: items of work for the threads, the same for
+// every layer of a group.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -8,8 +8,9 @@
 
 namespace headrace {
 
-// Some rows of a sequence, one KV head, and parts of what they see: [first_part, last_part) of the
-// splits with tokens that they see as sinks, and then of the splits that their windows reach.
+// Some rows of a sequence, one KV head, and parts of what they see: [first_part,
+// last_part) of the splits with tokens that they see as sinks, and then of the splits
+// that their windows reach.
 struct AttentionItem {
   int seq, head, first_row, last_row, first_part, last_part;
   int sink_parts;    // parts with sinks, of all that there are
@@ -29,8 +30,8 @@ struct AttentionItem {
   }
 };
 
-// Softmax of some query vectors over a part of their context: maximum, sum of weights, weighted
-// values.
+// Softmax of some query vectors over a part of their context: maximum, sum of weights,
+// weighted values.
 struct SoftmaxStates {
   std::vector<float> max, sum, out;
 
@@ -53,7 +54,8 @@ class AttentionWork {
   // Plans the running step, unless that is done already.
   void prepare(const Plan& plan, const Step& step);
 
-  // Visible tokens for a row at `position`: from here to `position`, and the sinks before it.
+  // Visible tokens for a row at `position`: from here to `position`, and the sinks
+  // before it.
   int first_visible(int position) const {
     return window_ && position - window_ >= sink_tokens ? position - window_ + 1 : 0;
   }

@@ -1,5 +1,5 @@
-// Python's view of the plan and of the machine. Each batch is checked here, once; the ops trust
-// what they get.
+// Python's view of the plan and of the machine. Each batch is checked here, once; the
+// ops trust what they get.
 #include "bind.h"
 
 #include <nanobind/nanobind.h>
@@ -35,8 +35,8 @@ using GivenScales =
     std::variant<Array<float>, Array<uint8_t>>;  // of the rows of a weight, or of its blocks
 using GivenValues = std::optional<Array<int8_t>>;
 
-// A weight as Python gives it. The row order is copied: it is checked and then used without
-// Python's lock.
+// A weight as Python gives it. The row order is copied: it is checked and then used
+// without Python's lock.
 struct GivenWeight {
   std::vector<int64_t> order;
   Stored stored;
@@ -56,7 +56,8 @@ struct GivenWeight {
   }
 };
 
-// What `f` makes of the plan without Python's lock; other threads get an error meanwhile.
+// What `f` makes of the plan without Python's lock; other threads get an error
+// meanwhile.
 auto unlocked(Plan& plan, auto&& f) {
   const OneCaller::Turn turn(plan.caller(), "the plan is at work in another thread: one at a time");
   nb::gil_scoped_release release;
@@ -178,8 +179,8 @@ void check_step(const Step& s, const Plan& plan,
             "a logit row or a pooled row lies outside the step");
 }
 
-// Copies of the numbers that a step is steered by: while it runs, without Python's lock, other
-// threads may write to the arrays.
+// Copies of the numbers that a step is steered by: while it runs, without Python's
+// lock, other threads may write to the arrays.
 class Copies {
  public:
   const int32_t* operator()(const Ints& array) {
@@ -201,8 +202,8 @@ class Copies {
   std::vector<uint64_t> words_;
 };
 
-// slots [T] and block_table [B, blocks] of each group, or nothing at all where the program keeps
-// nothing.
+// slots [T] and block_table [B, blocks] of each group, or nothing at all where the
+// program keeps nothing.
 std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const Plan& plan,
                             bool keeps, size_t rows, size_t seqs, Copies& copy) {
   require(kv.size() == plan.kv_groups().size() || (kv.empty() && !keeps),
@@ -218,9 +219,9 @@ std::vector<KvRows> kv_rows(const std::vector<std::pair<Ints, Ints>>& kv, const 
   return all;
 }
 
-// tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots, block_table) of
-// each group; ancestors [T, words]; logit_rows [R]; pooled_rows [P] or none; inputs [T, width] or
-// none; adapters [B] or none
+// tokens, positions [T]; row_start [B + 1]; context_len, scheduled_len [B]; (slots,
+// block_table) of each group; ancestors [T, words]; logit_rows [R]; pooled_rows [P] or
+// none; inputs [T, width] or none; adapters [B] or none
 bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_start,
          const Ints& context_len, const Ints& scheduled_len,
          const std::vector<std::pair<Ints, Ints>>& kv,
@@ -276,8 +277,8 @@ bool run(Plan& plan, const Ints& tokens, const Ints& positions, const Ints& row_
 
 constexpr int kMaxRank = 1 << 12;
 
-// An adapter of matrices down [rank, columns] and up [rows, rank], with a scale, for some weights;
-// returns its number.
+// An adapter of matrices down [rank, columns] and up [rows, rank], with a scale, for
+// some weights; returns its number.
 int add_adapter(Plan& plan,
                 const std::vector<std::tuple<int, Array<float>, Array<float>, float>>& matrices) {
   available(plan);

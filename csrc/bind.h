@@ -15,8 +15,8 @@ inline void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-// A plan that no other thread runs or changes, so that it may be looked into, and changed, for as
-// long as Python's lock is held.
+// A plan that no other thread runs or changes, so that it may be looked into, and
+// changed, for as long as Python's lock is held.
 template <class P>
 P& available(P& plan) {
   require(!plan.is_in_use(),

@@ -1,5 +1,5 @@
-// The builder of a plan as Python sees it: each op is checked here, with the shapes of all that it
-// touches, and runs without a check.
+// The builder of a plan as Python sees it: each op is checked here, with the shapes of
+// all that it touches, and runs without a check.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -67,8 +67,8 @@ void check_alike(const Buffer& a, const Buffer& b) {
           "an op works on buffers of one width, all with the same rows of a step");
 }
 
-// A vector of one number for each of `size` columns, which all groups of columns share, or for each
-// of all columns.
+// A vector of one number for each of `size` columns, which all groups of columns share,
+// or for each of all columns.
 void check_column_vector(const Plan& p, int id, int size, int width) {
   require(id >= 0 && id < p.num_vectors() &&
               (p.vector_length(id) == size || p.vector_length(id) == width),
@@ -279,7 +279,8 @@ void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset)
   p.add_op(make_linear(out, x, w, bias, residual, offset));
 }
 
-// What writes tile by tile, packed or not, what it multiplies with `rows` rows of weights.
+// What writes tile by tile, packed or not, what it multiplies with `rows` rows of
+// weights.
 void check_tiled(Plan& p, int out, int x, int rows) {
   require(buffer(p, out).width == rows && p.buffer(out).rows == p.buffer(x).rows,
           "a linear op writes as many columns as its weights have rows");
@@ -485,7 +486,8 @@ void experts(Plan& p, int out, int x, int routing, const std::array<std::vector<
   for (auto& op : make_experts(std::move(args), work)) p.add_op(std::move(op));
 }
 
-// Of each op over experts of a program: the rows that have gone to each expert since the start.
+// Of each op over experts of a program: the rows that have gone to each expert since
+// the start.
 std::vector<std::vector<int64_t>> expert_loads(const Plan& p, int program) {
   require(program >= 0 && program < available(p).num_programs(), "a plan has no such program");
   std::vector<std::vector<int64_t>> all;

@@ -28,8 +28,8 @@ namespace {
 
 using Logits = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 
-// Draws come from the caller's thread and from those of a pool; each keeps its memory for the next
-// step.
+// Draws come from the caller's thread and from those of a pool; each keeps its memory
+// for the next step.
 thread_local Scratch scratch;
 
 int width_of(const auto& logits, size_t ndim) {
@@ -68,7 +68,8 @@ nb::tuple as_tuple(const Drawn& drawn) {
 constexpr const char* kInUse = "the sampler is at work in another thread: one at a time";
 OneCaller::Turn turn_of(Sampler& sampler) { return {sampler.caller(), kInUse}; }
 
-// The masks of so many rows, none where there are none: a copy, which no other thread can write to.
+// The masks of so many rows, none where there are none: a copy, which no other thread
+// can write to.
 using Masks = std::vector<uint32_t>;
 
 Mask data_of(const Masks& masks) { return masks.empty() ? nullptr : masks.data(); }
@@ -153,8 +154,8 @@ nb::dict options_of(const Sampler& sampler) {
 
 using Ints = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
 
-// The tokens that penalties apply to, each with the number of times it is in the output: [2,
-// tokens].
+// The tokens that penalties apply to, each with the number of times it is in the
+// output: [2, tokens].
 Ints seen_by(Sampler& sampler) {
   const OneCaller::Turn turn = turn_of(sampler);
   const std::span<const Sampler::Seen> seen = sampler.seen();
@@ -173,8 +174,8 @@ uint64_t num_appended(Sampler& sampler) {
   return sampler.num_appended();
 }
 
-// The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no type is not
-// read here.
+// The fields of a `Draw` of headrace/logit_ops.py, and of its `DraftTree`; what has no
+// type is not read here.
 using DraftFields =
     std::tuple<std::vector<int>, std::vector<int>, nb::handle, nb::handle, nb::handle>;
 using HeldSampler =
@@ -182,8 +183,8 @@ using HeldSampler =
 using Draw = std::tuple<int, uint32_t, HeldSampler, DraftFields, int, nb::handle, nb::handle>;
 // Those of a `TopTokens`: row, position, sampler, the number of tokens and the masks.
 using TopTokens = std::tuple<int, uint32_t, HeldSampler, int, nb::handle>;
-// Those of an `Expand`: row, position, sampler, index of the sequence, the number of tokens and,
-// last, the masks.
+// Those of an `Expand`: row, position, sampler, index of the sequence, the number of
+// tokens and, last, the masks.
 using Expand = std::tuple<int, uint32_t, HeldSampler, uint32_t, int, nb::handle, nb::handle>;
 
 Sampler& sampler_of(const auto& op) { return *std::get<2>(op); }
@@ -227,8 +228,8 @@ void check_ops(const std::vector<Op>& ops, int rows, int width) {
   require(all_differ(samplers), "a sampler can make one draw at a time");
 }
 
-// What `method` makes of each op and its rows, or nothing where a row is not finite; the threads of
-// the pool share the ops.
+// What `method` makes of each op and its rows, or nothing where a row is not finite;
+// the threads of the pool share the ops.
 template <class Result, class Op, class Method>
 std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits,
                                             const std::vector<Op>& ops, Method method) {

@@ -1,5 +1,5 @@
-// Arrays of strings as GGUF files have them, each behind its length in 64 bits. Nothing in the file
-// is trusted.
+// Arrays of strings as GGUF files have them, each behind its length in 64 bits. Nothing
+// in the file is trusted.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -16,8 +16,8 @@ namespace {
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Calls take(text, length) for each of `count` strings that begin at byte `offset`, and returns
-// where the last one ends.
+// Calls take(text, length) for each of `count` strings that begin at byte `offset`, and
+// returns where the last one ends.
 template <class F>
 size_t walk(const Bytes& file, size_t offset, size_t count, F&& take) {
   const auto need = [&](uint64_t bytes) {

@@ -6,8 +6,8 @@
 
 namespace headrace {
 
-// Some adjacent bits of four codes: in a line from bit `at` of each byte on, in the codes from bit
-// `up` on.
+// Some adjacent bits of four codes: in a line from bit `at` of each byte on, in the
+// codes from bit `up` on.
 struct CodePiece {
   int line, at, up, mask;
 };

@@ -8,8 +8,9 @@ namespace {
 
 constexpr int64_t kMostItems = 1 << 30;
 
-// A run has at least so many blocks where its expert has more than that: with fewer, fetching the
-// weights again for each run would cost more than is saved by finding the rows in a cache.
+// A run has at least so many blocks where its expert has more than that: with fewer,
+// fetching the weights again for each run would cost more than is saved by finding the
+// rows in a cache.
 constexpr int kLeastBlocks = 8;
 
 int checked(int64_t items) {

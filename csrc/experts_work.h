@@ -1,5 +1,5 @@
-// The rows of a step by expert: items of work for the threads, and the memory of what is between
-// the regions of an op over experts.
+// The rows of a step by expert: items of work for the threads, and the memory of what
+// is between the regions of an op over experts.
 #pragma once
 #include <span>
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace headrace {
 
-// A row on its way to one of its experts, which is number `place` of all choices of the step: row *
-// top_k + k.
+// A row on its way to one of its experts, which is number `place` of all choices of the
+// step: row * top_k + k.
 struct RoutedRow {
   int row, place;
 };
@@ -19,7 +19,8 @@ struct ExpertBlock {
   int expert, first, rows;
 };
 
-// Adjacent blocks of one expert. A thread that computes a tile for them reads its weights once.
+// Adjacent blocks of one expert. A thread that computes a tile for them reads its
+// weights once.
 struct ExpertRun {
   int first_block, last_block;
 };
@@ -29,14 +30,15 @@ class ExpertsWork {
   // Adds its buffers to the plan.
   ExpertsWork(Plan& plan, const ExpertsShape& shape);
 
-  // Lists the rows of the step that go to `count` experts from `first` on, by expert, and among
-  // these in their own order: `routing` has top_k expert numbers a row. A number that is no
-  // expert's counts as the first. Adds the rows of each of all experts to `loads`.
+  // Lists the rows of the step that go to `count` experts from `first` on, by expert,
+  // and among these in their own order: `routing` has top_k expert numbers a row. A
+  // number that is no expert's counts as the first. Adds the rows of each of all
+  // experts to `loads`.
   void prepare(const Buffer& routing, int rows, int max_rows, std::span<int64_t> loads, int first,
                int count);
 
-  // Items of a region that computes so many tiles of each expert: all tiles of a run, then those of
-  // the next.
+  // Items of a region that computes so many tiles of each expert: all tiles of a run,
+  // then those of the next.
   int items(int tiles) const;
 
   // Calls f(block, tile) for all of the items.
@@ -52,9 +54,9 @@ class ExpertsWork {
   std::vector<RoutedRow> routed;
   std::vector<ExpertBlock> blocks;
   std::vector<ExpertRun> runs;
-  // Buffers with a row for each routed row: what goes into the experts and what comes of gate and
-  // up, packed; that as floats too, for weights that want a whole row packed at once; and what
-  // comes of the experts, by place.
+  // Buffers with a row for each routed row: what goes into the experts and what comes
+  // of gate and up, packed; that as floats too, for weights that want a whole row
+  // packed at once; and what comes of the experts, by place.
   const int packed, hidden, loose_hidden, result;
 
  private:

@@ -1,26 +1,29 @@
 // Packed weight formats: how a matrix lies in memory once it is loaded.
 //
-// A matrix is cut into tiles of 16 rows, a tile along its columns into units. One 64-byte line of a
-// unit holds, for each of the 16 rows, 4 adjacent bytes: the operand of a byte dot product whose
-// lane is the row. So a tile is one linear stream, no sum ever crosses lanes, and AVX2 or portable
-// code reads the same bytes in two halves or one by one.
+// A matrix is cut into tiles of 16 rows, a tile along its columns into units. One
+// 64-byte line of a unit holds, for each of the 16 rows, 4 adjacent bytes: the operand
+// of a byte dot product whose lane is the row. So a tile is one linear stream, no sum
+// ever crosses lanes, and AVX2 or portable code reads the same bytes in two halves or
+// one by one.
 //
-// Quantised units are made of 32-column groups. Codes of n bits take n lines for a group, of which
-// a byte holds 8 / n whole ones, counted from its low end: code f of byte b of line j is that of
-// column 4 (n f + j) + b. What is left at the top of the bytes holds the columns beyond, their bits
-// line after line: of 3 bits, those of columns 24 .. 27 lie in line 0 and above them in line 1. So
-// most codes are what the byte dot product takes but for a shift and a mask. Of float codes
-// (kFloat4) a nibble is the number of one of 16 values, kFloat4Codes. A tile of kI8Row is groups of
-// 8 bits without scales, then one line with the 16 float scales of its rows.
+// Quantised units are made of 32-column groups. Codes of n bits take n lines for a
+// group, of which a byte holds 8 / n whole ones, counted from its low end: code f of
+// byte b of line j is that of column 4 (n f + j) + b. What is left at the top of the
+// bytes holds the columns beyond, their bits line after line: of 3 bits, those of
+// columns 24 .. 27 lie in line 0 and above them in line 1. So most codes are what the
+// byte dot product takes but for a shift and a mask. Of float codes (kFloat4) a nibble
+// is the number of one of 16 values, kFloat4Codes. A tile of kI8Row is groups of 8 bits
+// without scales, then one line with the 16 float scales of its rows.
 //
-// Formats with scales of groups of any size (kTable) have them in a table in front of a tile's
-// codes, and behind it one of zero points or minima; what these are made of is known when a step
-// runs (TileShape). Codes of kLookup4 are the numbers of 16 values that come with the matrix, those
-// of kFloat8E4 and kFloat8E5 small floats.
+// Formats with scales of groups of any size (kTable) have them in a table in front of a
+// tile's codes, and behind it one of zero points or minima; what these are made of is
+// known when a step runs (TileShape). Codes of kLookup4 are the numbers of 16 values
+// that come with the matrix, those of kFloat8E4 and kFloat8E5 small floats.
 //
-// Matrices whose codes are numbers of points of a grid (kGrid) stay blocks of their file, of 256
-// columns of a row each: a tile is the 16 blocks of its rows, one after the other, for each
-// super-block. A kernel decodes these 16 to a unit with codes of 8 bits (Grid).
+// Matrices whose codes are numbers of points of a grid (kGrid) stay blocks of their
+// file, of 256 columns of a row each: a tile is the 16 blocks of its rows, one after
+// the other, for each super-block. A kernel decodes these 16 to a unit with codes of 8
+// bits (Grid).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -30,8 +33,8 @@ namespace headrace {
 constexpr int kTileRows = 16;
 constexpr int kGroup = 32;
 
-// What the scales of a unit look like. All numbers are those of the file; nothing is rounded on the
-// way.
+// What the scales of a unit look like. All numbers are those of the file; nothing is
+// rounded on the way.
 enum class Scales {
   kGroup32,     // f16 scale per 32 columns
   kGroup32Min,  // and an f16 minimum: w = scale * q + min
@@ -46,8 +49,8 @@ enum class Scales {
   kTable,    // of groups of any size: w = scale * (q - zero point) or scale * q + minimum
 };
 
-// The values of float codes of 4 bits, doubled (e2m1: OCP microscaling formats, 2023), plus
-// kFloat4Zero so that none is negative.
+// The values of float codes of 4 bits, doubled (e2m1: OCP microscaling formats, 2023),
+// plus kFloat4Zero so that none is negative.
 constexpr int kFloat4Zero = 16;
 constexpr uint8_t kFloat4Codes[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
@@ -83,21 +86,21 @@ constexpr int kNumFormats = 25;
 
 constexpr bool is_i8(Format f) { return f == Format::kI8Row || f == Format::kI8Mixed; }
 
-// How a kernel wants its activations. An activation buffer holds every form that its readers need.
-// kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the codes around the middle of
-// the group's numbers: behind a norm, where single channels stick out to one side, it loses less
-// than half as much in KL, for one more multiply-add per group. kQ8Row is symmetric int8 with one
-// scale for all columns of a row, so it can be made only of a row that is complete. In kQ8Mixed
-// numbers beyond a threshold stay float32 and are 0 among the others (LLM.int8, Dettmers et al.
-// 2022).
+// How a kernel wants its activations. An activation buffer holds every form that its
+// readers need. kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the
+// codes around the middle of the group's numbers: behind a norm, where single channels
+// stick out to one side, it loses less than half as much in KL, for one more
+// multiply-add per group. kQ8Row is symmetric int8 with one scale for all columns of a
+// row, so it can be made only of a row that is complete. In kQ8Mixed numbers beyond a
+// threshold stay float32 and are 0 among the others (LLM.int8, Dettmers et al. 2022).
 enum class Form : int { kQ8, kQ8Offset, kQ8Row, kQ8Mixed, kBf16, kF32 };
 constexpr int kNumForms = 6;
 
 constexpr bool is_by_row(Form f) { return f == Form::kQ8Row || f == Form::kQ8Mixed; }
 
-// How quantised weights are multiplied: with int8 activations, with those that have an offset, or
-// as float32 with float32. Weights that are floats, or int8 by row, have one way, which is all of
-// these.
+// How quantised weights are multiplied: with int8 activations, with those that have an
+// offset, or as float32 with float32. Weights that are floats, or int8 by row, have one
+// way, which is all of these.
 enum class Mode : int { kInt8, kInt8Offset, kFloat };
 constexpr int kNumModes = 3;
 
@@ -126,11 +129,11 @@ struct Unit {
   }
   constexpr int groups() const { return columns() / kGroup; }
   constexpr int lines_per_group() const { return bits; }
-  // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers u8
-  // exponent[groups][16]. Super: f16 d[16], f16 dmin[16] or float d[16] (64 bytes either way), then
-  // s8 scale[n][16] and u8 min[n][16] with n integers per unit. Integers of 16 columns lie in
-  // pairs, those of a group side by side, [n / 2][16][2]; those of kSuper16Min have 4 bits and
-  // share a byte, the scale low.
+  // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers
+  // u8 exponent[groups][16]. Super: f16 d[16], f16 dmin[16] or float d[16] (64 bytes
+  // either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit.
+  // Integers of 16 columns lie in pairs, those of a group side by side, [n / 2][16][2];
+  // those of kSuper16Min have 4 bits and share a byte, the scale low.
   constexpr int num_scales() const { return is_sub16(scales) ? columns() / 16 : groups(); }
   constexpr int min_offset() const {
     return is_super(scales) ? 64 + 16 * num_scales() : 32 * groups();
@@ -144,11 +147,11 @@ struct Unit {
   constexpr int bytes() const { return codes_offset() + groups() * lines_per_group() * 64; }
   // Width of what the codes are multiplied as.
   constexpr int code_bits() const { return width ? width : bits; }
-  // Whether a code is the number of a value: of kFloat4Codes, or of those that come with the
-  // matrix.
+  // Whether a code is the number of a value: of kFloat4Codes, or of those that come
+  // with the matrix.
   constexpr bool is_lookup() const { return code_bits() > bits; }
-  // The code that stands for zero in formats without minimum: half of the range; that of float
-  // codes is kFloat4Zero.
+  // The code that stands for zero in formats without minimum: half of the range; that
+  // of float codes is kFloat4Zero.
   constexpr int zero() const {
     return has_min(scales) ? 0 : scales == Scales::kPower32 ? kFloat4Zero : 1 << (code_bits() - 1);
   }
@@ -203,8 +206,8 @@ constexpr Unit unit_of(Format f) {
   }
 }
 
-// Columns of one unit, and its bytes for 16 rows. bf16 goes in pairs of columns, f16 and f32 column
-// by column.
+// Columns of one unit, and its bytes for 16 rows. bf16 goes in pairs of columns, f16
+// and f32 column by column.
 constexpr int unit_columns(Format f) {
   return is_grouped(f) ? unit_of(f).columns() : is_i8(f) ? kGroup : f == Format::kBf16 ? 2 : 1;
 }
@@ -214,16 +217,16 @@ constexpr int unit_bytes(Format f) {
          : f == Format::kF16 ? 32
                              : 64;
 }
-// What the numbers of a table are. Zero points are kU8, minima floats; with neither, codes lie
-// around the middle of their range.
+// What the numbers of a table are. Zero points are kU8, minima floats; with neither,
+// codes lie around the middle of their range.
 enum class Number : int { kNone, kU8, kF16, kBf16, kF32 };
 constexpr size_t number_bytes(Number n) {
   return n == Number::kNone ? 0 : n == Number::kU8 ? 1 : n == Number::kF32 ? 4 : 2;
 }
 
-// The values of a kLookup4 matrix: w = scale * values[code], which an integer product takes for
-// scale * unit * (codes[code] - 128). Those of kLookup4Super are integers, of which there are the
-// codes alone.
+// The values of a kLookup4 matrix: w = scale * values[code], which an integer product
+// takes for scale * unit * (codes[code] - 128). Those of kLookup4Super are integers, of
+// which there are the codes alone.
 struct Lookup {
   uint8_t codes[16], low_nibbles[16], high_nibbles[16];  // the last two are those of the codes
   float values[16];
@@ -236,22 +239,22 @@ struct Lookup {
   }
 };
 
-// The blocks of a kGrid matrix (grids.cpp). A point has 4 or 8 integers of neighbouring columns, up
-// to 62 and around kGridZero in the bytes of a number.
+// The blocks of a kGrid matrix (grids.cpp). A point has 4 or 8 integers of neighbouring
+// columns, up to 62 and around kGridZero in the bytes of a number.
 constexpr int kGridZero = 64, kGridRows = 4;
 struct Grid {
   int block_bytes;
   int num_points, point_columns;
-  // Rows r to r + kGridRows - 1 of a unit of kGrid: codes around kGridZero, integers and d, from
-  // their blocks.
+  // Rows r to r + kGridRows - 1 of a unit of kGrid: codes around kGridZero, integers
+  // and d, from their blocks.
   void (*decode)(const uint8_t* blocks, const uint64_t* points, int r, uint8_t* unit);
 };
 
 // How the tiles of a matrix lie.
 struct TileShape {
   int units = 0;
-  // Tables: columns that share a scale, 16 or a multiple of 32, of which the last may have fewer;
-  // scales, zeros: [number][16].
+  // Tables: columns that share a scale, 16 or a multiple of 32, of which the last may
+  // have fewer; scales, zeros: [number][16].
   int scale_columns = 0, num_scales = 0;
   Number scales = Number::kNone, zeros = Number::kNone;
   Lookup lookup = {};
@@ -275,18 +278,18 @@ constexpr size_t tile_bytes(Format f, const TileShape& shape) {
 // Columns of kI8Row that can be summed up in 32 bits: a product is at most 128 * 127.
 constexpr int kMaxRowColumns = 1 << 17;
 
-// Q8 activations: for a block of n rows and each 32-column group, n x 48 bytes: s8 x[n][32], f32
-// scale[n], s32 zero_sum[n] = -8 * sum(x), s16 half_sums[n][2] = -4 * the sums over the first and
-// the last 16 columns, f32 sum[n] = scale * sum(x); with offset 4 more: f32 offset[n], to be added
-// to every number of the group.
+// Q8 activations: for a block of n rows and each 32-column group, n x 48 bytes: s8
+// x[n][32], f32 scale[n], s32 zero_sum[n] = -8 * sum(x), s16 half_sums[n][2] = -4 * the
+// sums over the first and the last 16 columns, f32 sum[n] = scale * sum(x); with offset
+// 4 more: f32 offset[n], to be added to every number of the group.
 constexpr int q8_group_bytes(bool offset) { return offset ? 52 : 48; }
 
-// Q8Row activations: for a block of n rows f32 scale[n], s32 zero_sum[n] = -128 * sum(x), then s8
-// x[n][32] for each 32 columns.
+// Q8Row activations: for a block of n rows f32 scale[n], s32 zero_sum[n] = -128 *
+// sum(x), then s8 x[n][32] for each 32 columns.
 constexpr size_t kRowHeaderBytes = 8;
 
-// Q8Mixed activations: the outliers of each of the n rows, in ascending columns, then the rows as
-// in Q8Row. A row with more than kMost of them has a higher threshold.
+// Q8Mixed activations: the outliers of each of the n rows, in ascending columns, then
+// the rows as in Q8Row. A row with more than kMost of them has a higher threshold.
 struct Outliers {
   static constexpr int kMost = 32;
   static constexpr float kThreshold = 6;
@@ -295,8 +298,8 @@ struct Outliers {
   float values[kMost];
 };
 
-// Bytes of `columns` of one activation row, and of a whole one; columns are already padded to the
-// readers' units.
+// Bytes of `columns` of one activation row, and of a whole one; columns are already
+// padded to the readers' units.
 constexpr size_t form_column_bytes(Form form, size_t columns) {
   if (form == Form::kQ8 || form == Form::kQ8Offset)
     return columns / kGroup * q8_group_bytes(form == Form::kQ8Offset);

@@ -34,8 +34,8 @@ GpuWorkSize GpuWork::build(const GpuWorkBatch& batch, const GpuWorkArrays& out) 
   return {items, static_cast<int>(num_paths_), partials};
 }
 
-// Each row's own index among the keys that it sees, and which sequences have a tree: the draft rows
-// of a chain see all rows before them.
+// Each row's own index among the keys that it sees, and which sequences have a tree:
+// the draft rows of a chain see all rows before them.
 void GpuWork::find_indices(const GpuWorkBatch& batch) {
   index_.resize(static_cast<size_t>(batch.row_start.back()));
   has_tree_.assign(batch.context.size(), false);
@@ -82,8 +82,8 @@ void GpuWork::add_chain(const GpuWorkBatch& batch, int seq) {
   }
 }
 
-// Of each tile the splits before the tree, which are read once for all of its rows, then those
-// behind: of its known rows, and row by row.
+// Of each tile the splits before the tree, which are read once for all of its rows,
+// then those behind: of its known rows, and row by row.
 void GpuWork::add_tree(const GpuWorkBatch& batch, int seq, std::span<int32_t> paths) {
   const int start = batch.row_start[seq], end = batch.row_start[seq + 1],
             first_draft = start + batch.scheduled[seq];
@@ -131,9 +131,9 @@ void GpuWork::add_drafts(const GpuWorkBatch& batch, int row, int last, int share
   }
 }
 
-// Decides how many items each segment has: one for each split where one alone would take a program
-// longer than all take all work. Where there is no room for so many partial results, those that
-// need the most stay whole.
+// Decides how many items each segment has: one for each split where one alone would
+// take a program longer than all take all work. Where there is no room for so many
+// partial results, those that need the most stay whole.
 void GpuWork::divide(size_t capacity) {
   int64_t splits = 0, over = -static_cast<int64_t>(capacity);
   for (const Segment& segment : segments_) splits += segment.splits;

@@ -1,5 +1,5 @@
-// The work of attention on a GPU in one step: which rows see which splits of their context.
-// `attention_work.py` says what it is.
+// The work of attention on a GPU in one step: which rows see which splits of their
+// context. `attention_work.py` says what it is.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -7,7 +7,8 @@
 
 namespace headrace {
 
-// What decides which work there is, besides the batch; `sink_tokens` only beside a window.
+// What decides which work there is, besides the batch; `sink_tokens` only beside a
+// window.
 struct GpuWorkShape {
   int rows_per_tile, units_per_item, programs, split, window, sink_tokens;
 };
@@ -21,7 +22,8 @@ struct GpuWorkRow {
   int32_t first_partial, num_partials, index;
 };
 
-// What the work is made of; sequence b has the rows row_start[b] to row_start[b + 1] - 1.
+// What the work is made of; sequence b has the rows row_start[b] to row_start[b + 1] -
+// 1.
 struct GpuWorkBatch {
   std::span<const int32_t> row_start, context, scheduled;
   std::span<const uint64_t> ancestors;  // [rows, words], empty where all drafts are chains
@@ -44,15 +46,15 @@ class GpuWork {
  public:
   explicit GpuWork(const GpuWorkShape& shape) : shape(shape) {}
 
-  // Writes the items, the longest first, and the records of the rows. Throws std::invalid_argument
-  // where the arrays are too small.
+  // Writes the items, the longest first, and the records of the rows. Throws
+  // std::invalid_argument where the arrays are too small.
   GpuWorkSize build(const GpuWorkBatch& batch, const GpuWorkArrays& out);
 
   const GpuWorkShape shape;
 
  private:
-  // A tile of rows with all splits that it sees; one that comes behind another, in which the same
-  // rows see earlier splits, names that.
+  // A tile of rows with all splits that it sees; one that comes behind another, in
+  // which the same rows see earlier splits, names that.
   struct Segment {
     GpuWorkItem whole;
     int behind, splits, items;

@@ -1,5 +1,5 @@
-// The blocks are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`); what they mean is in
-// headrace/quant/gguf_blocks.py.
+// The blocks are those of ggml (`block_iq2_xxs` and so on in `ggml-common.h`); what
+// they mean is in headrace/quant/gguf_blocks.py.
 #include "grids.h"
 
 #include <array>
@@ -22,8 +22,9 @@ T read(const uint8_t* p) {
   return v;
 }
 
-// What turns codes m around kGridZero = 64 to 128 - m where a bit of the signs is set: it flips the
-// lower 7 bits, and adds 1. Of 7 signs the eighth makes the number of minuses even.
+// What turns codes m around kGridZero = 64 to 128 - m where a bit of the signs is set:
+// it flips the lower 7 bits, and adds 1. Of 7 signs the eighth makes the number of
+// minuses even.
 constexpr uint64_t flips(unsigned signs) {
   uint64_t result = 0;
   for (int i = 0; i < 8; i++)
@@ -41,7 +42,8 @@ constexpr auto kEvenFlips = [] {
   return table;
 }();
 
-// 16 columns of a row, as numbers of 8 bytes or of 4: vectors of whatever the processor has.
+// 16 columns of a row, as numbers of 8 bytes or of 4: vectors of whatever the processor
+// has.
 using Eights = uint64_t __attribute__((vector_size(16)));
 using Quads = uint32_t __attribute__((vector_size(16)));
 
@@ -64,8 +66,9 @@ float half_at(const uint8_t* p) { return half_to_float(read<uint16_t>(p)); }
 unsigned two_steps(unsigned nibbles) { return (nibbles | nibbles << 4) & 0x0f0f; }
 unsigned same_steps(unsigned n) { return 0x0101 * n; }
 
-// The types. Of a block: d, times a unit; the steps of the two halves of group g, each in a byte,
-// where the integer is 2 * steps + 1; and the codes of 16 columns, half h of group g.
+// The types. Of a block: d, times a unit; the steps of the two halves of group g, each
+// in a byte, where the integer is 2 * steps + 1; and the codes of 16 columns, half h of
+// group g.
 struct Iq2Xxs {  // d, then for 32 columns 4 numbers, signs and scale
   static constexpr int kBytes = 66, kNumPoints = 256, kPointColumns = 8;
   static float d(const uint8_t* b) { return half_at(b) * 0.125f; }
@@ -164,7 +167,8 @@ struct Iq1M {  // numbers[32], high bits and signs[32], scales[16] and d in piec
   }
 };
 
-// Four lines of a unit from 16 columns of each of four rows: of each line they have 16 bytes.
+// Four lines of a unit from 16 columns of each of four rows: of each line they have 16
+// bytes.
 void store_lines(const Quads* rows, uint8_t* lines) {
   const Quads ab = __builtin_shufflevector(rows[0], rows[1], 0, 4, 1, 5),
               cd = __builtin_shufflevector(rows[2], rows[3], 0, 4, 1, 5);

@@ -67,7 +67,8 @@ double read_bandwidth(int threads, size_t bytes) {
   check_fits_memory(bytes);
   Arena arena(bytes);
   pool.run([&](int t) { std::memset(arena.data() + t * share, 1, share); });
-  // The median: on a shared machine the best of a few passes is a burst that no step can count on.
+  // The median: on a shared machine the best of a few passes is a burst that no step
+  // can count on.
   std::vector<double> seconds;
   for (int pass = 0; pass < 15; pass++)
     seconds.push_back(seconds_of([&] {

@@ -1,6 +1,6 @@
-// The kernel table: what an instruction set offers to the executor. One unit per instruction set
-// fills one table from the same source; nothing else in the extension is compiled for more than the
-// baseline processor.
+// The kernel table: what an instruction set offers to the executor. One unit per
+// instruction set fills one table from the same source; nothing else in the extension
+// is compiled for more than the baseline processor.
 #pragma once
 #include "format.h"
 
@@ -9,8 +9,8 @@ namespace headrace {
 enum class NormKind : int { kRms, kLayer };
 constexpr int kNumNorms = 2;
 
-// What makes a gate of a number: headrace/program/ops.py, `Activation`. The last belongs to gates
-// alone.
+// What makes a gate of a number: headrace/program/ops.py, `Activation`. The last
+// belongs to gates alone.
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
 constexpr int kNumActivations = 5;
 
@@ -24,17 +24,18 @@ constexpr int kSplitTokens = kSplitBlocks * kKvTile;
 constexpr float kNoMax =
     -1e30f;  // maximum of no scores: finite, so that differences of two are numbers
 
-// KV of one head and block: K as [key lines][32 tokens][4 bytes], then V as [32 / per][value
-// lanes][4 bytes], where `per` numbers fill 4 bytes. A line is then 16 tokens (K) or 16 dimensions
-// (V) of one bf16 pair, float or four codes. With a value_dim of 0 there is no V: values are part
-// of the keys.
+// KV of one head and block: K as [key lines][32 tokens][4 bytes], then V as [32 /
+// per][value lanes][4 bytes], where `per` numbers fill 4 bytes. A line is then 16
+// tokens (K) or 16 dimensions (V) of one bf16 pair, float or four codes. With a
+// value_dim of 0 there is no V: values are part of the keys.
 //
-// Quantised: a number is step * code + least, with a bf16 step and least number for each token's
-// key and value; 32 steps and 32 least numbers stand behind the codes of K, and behind those of V.
-// Four bytes are four dimensions of a key (K), or of four values (V), in the order 0, 2, 1, 3: what
-// is at the same place of both 16-bit halves is then a pair, ready for dot products of 16-bit
-// numbers. In int4 a byte has two numbers of one token, so that no two tokens, which two threads
-// may write, share one: dimensions d and d + 16 of each 32.
+// Quantised: a number is step * code + least, with a bf16 step and least number for
+// each token's key and value; 32 steps and 32 least numbers stand behind the codes of
+// K, and behind those of V. Four bytes are four dimensions of a key (K), or of four
+// values (V), in the order 0, 2, 1, 3: what is at the same place of both 16-bit halves
+// is then a pair, ready for dot products of 16-bit numbers. In int4 a byte has two
+// numbers of one token, so that no two tokens, which two threads may write, share one:
+// dimensions d and d + 16 of each 32.
 struct KvRecord {
   KvType type;
   int key_dim, value_dim;
@@ -65,8 +66,9 @@ struct KvRecord {
   constexpr size_t value_offset() const { return key_scales() + scale_bytes(); }
   constexpr size_t value_bytes() const { return value_dim ? value_scales() + scale_bytes() : 0; }
   constexpr size_t bytes() const { return (value_offset() + value_bytes() + 63) / 64 * 64; }
-  // What attention computes with, where values have so many numbers. The first numbers of keys that
-  // were turned can be turned back in whole blocks alone: so many are then values.
+  // What attention computes with, where values have so many numbers. The first numbers
+  // of keys that were turned can be turned back in whole blocks alone: so many are then
+  // values.
   constexpr KvRecord computed(int num_values) const {
     const int block = is_quantised(type) && !value_dim ? key_turn() : 1;
     return {type, key_dim, (num_values + block - 1) / block * block};
@@ -90,8 +92,8 @@ struct SplitRecords {
   const uint8_t* values[kSplitBlocks];
 };
 
-// One split of a context against up to max_queries query vectors. The maximum is that of the scores
-// over ln 2.
+// One split of a context against up to max_queries query vectors. The maximum is that
+// of the scores over ln 2.
 struct AttendSplit {
   const SplitRecords& kv;
   const SplitRecords* next;  // what this thread reads after `kv`, if that is not in the caches:
@@ -111,8 +113,8 @@ struct AttendSplit {
   float* out;  // [num][value columns]
 };
 
-// A row of logits with its peaks: the highest logit of each 16 tokens. Tokens are ordered by logit,
-// of equal ones the lower id first.
+// A row of logits with its peaks: the highest logit of each 16 tokens. Tokens are
+// ordered by logit, of equal ones the lower id first.
 struct LogitRow {
   const float* logits;  // [size]
   const float* peaks;   // [num_peaks]
@@ -123,8 +125,8 @@ struct LogitRow {
   int num_peaks() const { return (size + kTileRows - 1) / kTileRows; }
 };
 
-// The best tokens of a row: those above `logit`, and those at it up to `id`, which is below the
-// size of the row.
+// The best tokens of a row: those above `logit`, and those at it up to `id`, which is
+// below the size of the row.
 struct Cut {
   float logit;
   int id;
@@ -152,26 +154,26 @@ struct Kernels {
   Matmul matmul[kNumModes][kNumFormats][16];  // [mode][format][rows - 1]
   Form form[kNumModes][kNumFormats];          // the activations that these kernels read
 
-  // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n], `stride` apart;
-  // zeros up to `columns`.
+  // Rows m .. m + count - 1 of a block of `rows` activation rows, from x[count][n],
+  // `stride` apart; zeros up to `columns`.
   void (*pack[kNumForms])(const float* x, size_t stride, int count, int n, int columns,
                           uint8_t* block, int rows, int m);
-  // x / sqrt(mean square + eps) * weight + bias; kLayer takes the mean off first. `bias` may be
-  // null.
+  // x / sqrt(mean square + eps) * weight + bias; kLayer takes the mean off first.
+  // `bias` may be null.
   void (*norm[kNumNorms])(const float* x, const float* weight, const float* bias, float eps, int n,
                           float* out);
   // Null for an activation that belongs to gates alone.
   void (*activate[kNumActivations])(const float* x, float* out, int n);
   void (*glu[kNumActivations])(const float* gate, const float* up, float* out, int n);
   void (*add)(const float* x, const float* y, float* out, int n);
-  // The halves of a low-rank adapter, for one row: out[16] = scale * down x, over n columns, an
-  // even number, of which two lie side by side and `stride` floats apart; and out[16] += up
-  // products.
+  // The halves of a low-rank adapter, for one row: out[16] = scale * down x, over n
+  // columns, an even number, of which two lie side by side and `stride` floats apart;
+  // and out[16] += up products.
   void (*adapter_down)(const float* x, size_t stride, int n, const uint16_t* down, float scale,
                        float* out);
   void (*adapter_up)(const float* products, int rank, const uint16_t* up, float* out);
-  // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual` may be null;
-  // the first n columns are written.
+  // What becomes of a tile of outputs, x[rows][16]; strides are in floats. `residual`
+  // may be null; the first n columns are written.
   void (*finish_tile)(const float* x, int rows, int n, const float* residual,
                       size_t residual_stride, float* out, size_t stride);
   using GluTile = void (*)(const float* gate, const float* up, int rows, float* out, size_t stride);
@@ -179,18 +181,20 @@ struct Kernels {
   GluTile glu_tile[kNumActivations];
   // Each row rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
   void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
-  // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one head, and 16
-  // more from its start.
+  // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one
+  // head, and 16 more from its start.
   void (*rotate_row)(const float* x, const float* cos, const float* sin, int head_dim, int n,
                      float* out);
   void (*pack_query[kNumKvTypes])(const float* q, int key_dim, uint8_t* out);
   void (*attend[kNumKvTypes])(const AttendSplit&);
-  // Turns a vector into a basis in which no dimension stands out, and back: it is its own inverse.
+  // Turns a vector into a basis in which no dimension stands out, and back: it is its
+  // own inverse.
   void (*rotate_head)(float* x, int n, int size);  // in blocks of `size`, a power of two
   void (*quantise_kv)(const float* x, int n, int bits, KvCodes& out);
   // The first numbers of a block's keys as values: zeros for those that are not finite.
   void (*values_of_keys)(const uint8_t* keys, const KvRecord& shape, uint8_t* out);
-  // Folds one softmax state into another: a over the context before, b over what follows.
+  // Folds one softmax state into another: a over the context before, b over what
+  // follows.
   void (*merge)(float* max, float* sum, float* out, float max_b, float sum_b, const float* out_b,
                 int n);
   void (*scale)(const float* x, float factor, float* out, int n);
@@ -198,14 +202,15 @@ struct Kernels {
   // out[n] = the sum of weights[i] * x[i][n], in the order of i.
   void (*combine)(const float* x, const float* weights, int count, int n, float* out);
 
-  // Sampling. Sums of weights are taken in an order that depends on the size of the row only.
+  // Sampling. Sums of weights are taken in an order that depends on the size of the row
+  // only.
   bool (*peaks)(const float* logits, int size, float* out);  // whether there is no NaN
   int (*top)(const LogitRow&);  // the best token, from logits and peaks
   int (*count)(const LogitRow&, Cut);
   // The tokens kept by `to` and not by `from`, ascending; returns how many.
   int (*collect)(const LogitRow&, Cut from, Cut to, int* ids);
-  // exp((logit - top) * inverse_temperature) of the tokens kept, and 0 for others beside them;
-  // returns the sum.
+  // exp((logit - top) * inverse_temperature) of the tokens kept, and 0 for others
+  // beside them; returns the sum.
   double (*weigh)(const LogitRow&, Cut, float inverse_temperature, float* weights);
   // Sum of these weights over a narrower cut, and its tokens.
   Share (*share)(const LogitRow&, Cut, const float* weights);

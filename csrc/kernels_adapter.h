@@ -1,8 +1,8 @@
-// The two halves of a low-rank adapter, for one row. Included inside the namespace of an
-// instruction set. Each sum has one order, whatever rows lie beside this one.
+// The two halves of a low-rank adapter, for one row. Included inside the namespace of
+// an instruction set. Each sum has one order, whatever rows lie beside this one.
 
-// out[16] = scale times the sum of x[k] times down[k][16] over n columns, an even number. Of x two
-// columns lie side by side, `stride` floats apart.
+// out[16] = scale times the sum of x[k] times down[k][16] over n columns, an even
+// number. Of x two columns lie side by side, `stride` floats apart.
 void adapter_down(const float* x, size_t stride, int n, const uint16_t* down, float scale,
                   float* out) {
   Vf sums[4] = {zero(), zero(), zero(), zero()};

@@ -1,14 +1,15 @@
-// Attention of a few query vectors over one split of their context (flash decoding, Dao et al.
-// 2023): scores, their maximum, weights and weighted values, each over the whole split, so that the
-// accumulators of the values never leave the registers. Included inside the namespace of an
-// instruction set.
+// Attention of a few query vectors over one split of their context (flash decoding, Dao
+// et al. 2023): scores, their maximum, weights and weighted values, each over the whole
+// split, so that the accumulators of the values never leave the registers. Included
+// inside the namespace of an instruction set.
 //
-// Lanes are tokens for the scores and dimensions for the weighted sum. A query's numbers go through
-// the same operations in the same order whatever other queries share the split, so a row in a
-// prefill tile equals the row alone (promise 1).
+// Lanes are tokens for the scores and dimensions for the weighted sum. A query's
+// numbers go through the same operations in the same order whatever other queries share
+// the split, so a row in a prefill tile equals the row alone (promise 1).
 
-// A KV number format: the type of its sums, and how a line of keys or values is multiplied. `x` has
-// the numbers, or the weights, of the first query; further queries follow every `stride` numbers.
+// A KV number format: the type of its sums, and how a line of keys or values is
+// multiplied. `x` has the numbers, or the weights, of the first query; further queries
+// follow every `stride` numbers.
 struct KvBf16 {
   using Sum = Vf;
   using Query = Pair;
@@ -72,8 +73,8 @@ HR_INLINE TokenScales load_scales(const uint8_t* scales, int token) {
   return {load_bf16(numbers), load_bf16(numbers + kKvTile)};
 }
 
-// The header of a quantised query, before its 16-bit codes. The scale is NaN if a number of the
-// query is not finite.
+// The header of a quantised query, before its 16-bit codes. The scale is NaN if a
+// number of the query is not finite.
 struct QuantisedQuery {
   float scale;  // of a code
   float sum;    // of the numbers that the codes represent
@@ -83,9 +84,9 @@ struct QuantisedQuery {
   }
 };
 
-// Codes of 8 or 4 bits times 16-bit numbers, which is exact. Queries and weights are rounded to
-// fractions of their maximum in 32767 levels, because 256 tokens times 255 times 32767 just fit in
-// int32. Queries of more than 257 numbers use fewer levels.
+// Codes of 8 or 4 bits times 16-bit numbers, which is exact. Queries and weights are
+// rounded to fractions of their maximum in 32767 levels, because 256 tokens times 255
+// times 32767 just fit in int32. Queries of more than 257 numbers use fewer levels.
 template <int Bits>
 struct KvQuantised {
   using Sum = Vi;
@@ -95,8 +96,8 @@ struct KvQuantised {
   static constexpr int kKeyNumbers = 32 / Bits;
   static constexpr int kWeightSize = kSplitTokens;
 
-  // sums[n] += pairs of codes, the bits from `down` on of both halves of each lane, times a pair of
-  // x.
+  // sums[n] += pairs of codes, the bits from `down` on of both halves of each lane,
+  // times a pair of x.
   template <int N>
   static HR_INLINE void dot_pairs_of(Vi (&sums)[N], const uint8_t* line, int down, const int16_t* x,
                                      size_t stride) {
@@ -198,8 +199,8 @@ HR_INLINE Lanes visible_to_any(const AttendSplit& t) {
   return all;
 }
 
-// The products of query n and 16 keys, from their integer or float sums. `scales` belongs to the
-// block of the keys; `token` is the place of the first key in the block.
+// The products of query n and 16 keys, from their integer or float sums. `scales`
+// belongs to the block of the keys; `token` is the place of the first key in the block.
 template <class Kv>
 HR_INLINE Vf product(const AttendSplit& t, int n, typename Kv::Sum sum, const uint8_t* scales,
                      int token) {
@@ -221,7 +222,8 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
     typename Kv::Sum left[Num] = {}, right[Num] = {};
     const uint8_t* line = t.kv.at[b];
-    // Prefetch keys two blocks ahead: the next block would be needed before memory delivers it.
+    // Prefetch keys two blocks ahead: the next block would be needed before memory
+    // delivers it.
     const int later = b + 2 - t.kv.blocks;
     const uint8_t* upcoming = !t.next     ? nullptr
                               : later < 0 ? t.kv.at[b + 2]
@@ -245,9 +247,9 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
 
 alignas(64) constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Turns products of query n into scores: scaled, soft-capped, and lowered by the ALiBi slope times
-// the distance of the key. The distance is counted from the row itself, so it is exact, and most of
-// the weight falls on small distances.
+// Turns products of query n into scores: scaled, soft-capped, and lowered by the ALiBi
+// slope times the distance of the key. The distance is counted from the row itself, so
+// it is exact, and most of the weight falls on small distances.
 HR_INLINE void apply_softcap_alibi(const AttendSplit& t, int n, int begin, int end, float* scores) {
   for (int i = begin; i < end; i += 16) {
     Vf s = mul(load(scores + i), set1(t.scale));
@@ -258,8 +260,9 @@ HR_INLINE void apply_softcap_alibi(const AttendSplit& t, int n, int begin, int e
   }
 }
 
-// The softmax weights of a split, in the form that is multiplied with values. Weights of quantised
-// values include the scales of the values; the minima of the values are added at the end.
+// The softmax weights of a split, in the form that is multiplied with values. Weights
+// of quantised values include the scales of the values; the minima of the values are
+// added at the end.
 template <class Kv, int Num>
 struct Weights {
   alignas(64) typename Kv::Query numbers[Num][Kv::kWeightSize];
@@ -267,8 +270,8 @@ struct Weights {
   float min[Num];    // the minima of the values, weighted and summed
 };
 
-// Quantises weights times scales, with zeros for tokens that only other queries see. A NaN gets any
-// code; the sum of the weights is then NaN too.
+// Quantises weights times scales, with zeros for tokens that only other queries see. A
+// NaN gets any code; the sum of the weights is then NaN too.
 template <class Kv, int Num>
 HR_INLINE void encode(const AttendSplit& t, int n, Lanes seen, Lanes all, float* scores,
                       Weights<Kv, Num>& out) {
@@ -292,8 +295,8 @@ HR_INLINE void encode(const AttendSplit& t, int n, Lanes seen, Lanes all, float*
   out.min[n] = reduce_add(min_sum);
 }
 
-// weights[token] = 2^(score - max), or 0 for tokens that query n does not see, and their sum.
-// Scores are in units of ln 2, so that a power of two is a power of e.
+// weights[token] = 2^(score - max), or 0 for tokens that query n does not see, and
+// their sum. Scores are in units of ln 2, so that a power of two is a power of e.
 template <class Kv, int Num>
 HR_INLINE void softmax(const AttendSplit& t, int n, Lanes all, float* scores,
                        Weights<Kv, Num>& weights) {
@@ -304,7 +307,8 @@ HR_INLINE void softmax(const AttendSplit& t, int n, Lanes all, float* scores,
     else
       Kv::put_weights(weights.numbers[n], i, w);
   };
-  // Query n may see only part of the first and the last line: hide the other lanes there.
+  // Query n may see only part of the first and the last line: hide the other lanes
+  // there.
   const bool any = seen.begin < seen.end;
   const int begin = (any ? seen.begin : all.begin) & -16, end = any ? (seen.end + 15) & -16 : begin;
   const auto hide = [&](int i) {
@@ -345,7 +349,8 @@ HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes,
               last =
                   ((end > kKvTile ? kKvTile : end) + Kv::kTokensPerLine - 1) / Kv::kTokensPerLine;
     const uint8_t* lines = t.kv.values[b] + first * row + offset;
-    // Prefetch as many keys of the next split as values are read here, so that memory never idles.
+    // Prefetch as many keys of the next split as values are read here, so that memory
+    // never idles.
     const uint8_t* upcoming = t.next && b < t.next->blocks ? t.next->at[b] + offset : nullptr;
     for (int k = first; k < last; k++, lines += row) {
       if (upcoming)
@@ -369,7 +374,8 @@ HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes,
   });
 }
 
-// Computes the dimensions from d on in whole sets of lines; returns the first dimension left over.
+// Computes the dimensions from d on in whole sets of lines; returns the first dimension
+// left over.
 template <class Kv, int Num, int Lines>
 HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const Weights<Kv, Num>& weights) {
   for (; d + 16 * Lines <= t.shape.value_columns(); d += 16 * Lines)

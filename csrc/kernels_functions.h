@@ -1,9 +1,9 @@
-// Functions of numbers, and the activations that are made of them. Included inside the namespace of
-// an instruction set.
+// Functions of numbers, and the activations that are made of them. Included inside the
+// namespace of an instruction set.
 //
-// What is computed from a number that is not finite is not finite, also where the function itself
-// would bring it back: of two operands of `max`, the second is what comes out when one is NaN, and
-// a product with 0 tells the others.
+// What is computed from a number that is not finite is not finite, also where the
+// function itself would bring it back: of two operands of `max`, the second is what
+// comes out when one is NaN, and a product with 0 tells the others.
 
 // c[0] x^(N - 1) + .. + c[N - 1]
 template <int N>
@@ -19,8 +19,8 @@ HR_INLINE Vf at_most(float most, Vf x) { return negative(max(set1(-most), negati
 // y, or NaN where x is not finite.
 HR_INLINE Vf if_finite(Vf x, Vf y) { return fma(x, zero(), y); }
 
-// 2^t to 3e-6, 0 far below: a power of two times a polynomial in the remainder, the best of its
-// degree on [-1/2, 1/2] that is 1 at 0.
+// 2^t to 3e-6, 0 far below: a power of two times a polynomial in the remainder, the
+// best of its degree on [-1/2, 1/2] that is 1 at 0.
 HR_INLINE Vf exp2(Vf t) {
   t = max(set1(-150.0f), t);
   const Vf n = round(t);
@@ -28,8 +28,8 @@ HR_INLINE Vf exp2(Vf t) {
       polynomial(sub(t, n), {9.5828548e-3f, 5.5906430e-2f, 2.4024099e-1f, 6.9312418e-1f, 1.0f}), n);
 }
 
-// e^(high + low) to 2e-7, 0 far below; for sums up to 88, of which `low` is a small part. The first
-// part of ln 2 has so few bits that its products are exact.
+// e^(high + low) to 2e-7, 0 far below; for sums up to 88, of which `low` is a small
+// part. The first part of ln 2 has so few bits that its products are exact.
 HR_INLINE Vf exp_of_sum(Vf high, Vf low) {
   high = max(set1(-110.0f), high);
   const Vf n = round(mul(add(high, low), set1(1.44269504f)));
@@ -40,8 +40,8 @@ HR_INLINE Vf exp_of_sum(Vf high, Vf low) {
       n);
 }
 
-// cap * tanh(x / cap) to 5e-7: tanh(y) / y as a quotient in y^2, the best of its degrees up to 9,
-// from where on tanh is 1.
+// cap * tanh(x / cap) to 5e-7: tanh(y) / y as a quotient in y^2, the best of its
+// degrees up to 9, from where on tanh is 1.
 HR_INLINE Vf soft_cap(Vf x, float cap) {
   const Vf y = at_most(9.0f, max(set1(-9.0f), mul(x, set1(1.0f / cap)))), z = mul(y, y);
   const Vf above =
@@ -55,9 +55,10 @@ HR_INLINE Vf silu(Vf x) {
   return div(x, add(set1(1.0f), exp2(mul(max(x, set1(-80.0f)), set1(-1.44269504f)))));
 }
 
-// x times the share of the normal distribution below x, to 1e-6. With a = |x| that share, or what
-// it lacks of 1, is exp(-a^2 / 2) times a function that falls slowly, here a polynomial in 1 / (1 +
-// 0.26 a). The square is taken in two parts: 16 a, rounded, has an exact one.
+// x times the share of the normal distribution below x, to 1e-6. With a = |x| that
+// share, or what it lacks of 1, is exp(-a^2 / 2) times a function that falls slowly,
+// here a polynomial in 1 / (1 + 0.26 a). The square is taken in two parts: 16 a,
+// rounded, has an exact one.
 HR_INLINE Vf gelu(Vf x) {
   const Vf a = at_most(16.0f, abs(x)), near = mul(round(mul(a, set1(16.0f))), set1(0.0625f));
   const Vf e = exp_of_sum(mul(mul(near, near), set1(-0.5f)),

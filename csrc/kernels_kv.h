@@ -1,12 +1,12 @@
-// Quantised keys and values, and values that are part of keys. Included inside the namespace of an
-// instruction set.
+// Quantised keys and values, and values that are part of keys. Included inside the
+// namespace of an instruction set.
 
-// Walsh-Hadamard transform of blocks of `size` numbers, a power of two, scaled to keep lengths
-// (QuaRot, Ashkboos et al. 2024): queries and keys turned alike have the same products, and what is
-// weighted and summed can be turned back afterwards.
+// Walsh-Hadamard transform of blocks of `size` numbers, a power of two, scaled to keep
+// lengths (QuaRot, Ashkboos et al. 2024): queries and keys turned alike have the same
+// products, and what is weighted and summed can be turned back afterwards.
 //
-// Inside a vector it is a product with a matrix of signs, since no instruction set of ours adds
-// lanes to each other at that pace.
+// Inside a vector it is a product with a matrix of signs, since no instruction set of
+// ours adds lanes to each other at that pace.
 struct Signs {
   float column[16][16];
 };
@@ -60,9 +60,9 @@ HR_INLINE float from_bf16(uint16_t x) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16);
 }
 
-// Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are rounded outwards,
-// so that no code needs clamping. The least number is NaN where one of them is not finite, or the
-// highest code would not be.
+// Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are
+// rounded outwards, so that no code needs clamping. The least number is NaN where one
+// of them is not finite, or the highest code would not be.
 void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
   Vf high = set1(x[0]), low = set1(-x[0]), zeros = zero();
   for (int i = 0; i < n; i += 16) {
@@ -88,8 +88,8 @@ void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
 // Four words, each two adjacent numbers of two adjacent tokens.
 typedef uint64_t Words __attribute__((vector_size(32)));
 
-// The numbers of a token came first in each word, and those of a dimension are to; 0 for what is
-// not finite.
+// The numbers of a token came first in each word, and those of a dimension are to; 0
+// for what is not finite.
 HR_INLINE Words crossed(Words x) {
   constexpr uint64_t each = 0x0001000100010001, middle = 0xffff0000;
   const Words bad = ((x & 0x7f80 * each) + 0x80 * each) &
@@ -144,7 +144,8 @@ HR_INLINE void cross_f32(const float* keys, int num_values, int width, float* ou
       }
 }
 
-// Codes of four tokens and four dimensions: each lane was a token's, and is a dimension's.
+// Codes of four tokens and four dimensions: each lane was a token's, and is a
+// dimension's.
 typedef uint8_t Codes __attribute__((vector_size(16)));
 HR_INLINE Codes crossed(Codes x) {
   return __builtin_shufflevector(x, x, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);

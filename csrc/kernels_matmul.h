@@ -1,14 +1,14 @@
-// Tile times activation block, for every packed format. Included inside the namespace of an
-// instruction set.
+// Tile times activation block, for every packed format. Included inside the namespace
+// of an instruction set.
 //
-// A group's weights are decoded once into registers and the rows of the block stream against them.
-// Integer sums are exact, and the float sum of an output runs over the groups in ascending order in
-// one accumulator, so a row's result does not depend on how many rows share the block (promise 1).
-// All loops over the rows are unrolled by hand: one that is not makes the compiler keep the
-// accumulators in memory.
+// A group's weights are decoded once into registers and the rows of the block stream
+// against them. Integer sums are exact, and the float sum of an output runs over the
+// groups in ascending order in one accumulator, so a row's result does not depend on
+// how many rows share the block (promise 1). All loops over the rows are unrolled by
+// hand: one that is not makes the compiler keep the accumulators in memory.
 
-// Scale and minimum of one group of 32 columns; `integers` and `minima` are those of its two
-// 16-column halves.
+// Scale and minimum of one group of 32 columns; `integers` and `minima` are those of
+// its two 16-column halves.
 template <Scales S>
 struct GroupScale {
   Vf scale, min;
@@ -82,16 +82,16 @@ struct GroupCodes {
   HR_INLINE GroupCodes operator+(int more) const { return {lines, first + more, table}; }
 };
 
-// Group g of a unit whose values, if they are looked up, come with the matrix or are those of float
-// codes.
+// Group g of a unit whose values, if they are looked up, come with the matrix or are
+// those of float codes.
 template <Unit U>
 HR_INLINE GroupCodes<U> group_codes(const uint8_t* unit, const TileShape& shape, int g) {
   const uint8_t* lines = unit + U.codes_offset() + g * U.lines_per_group() * 64;
   return {lines, 0, U.scales == Scales::kPower32 ? kFloat4Codes : shape.lookup.codes};
 }
 
-// Minus the zero code times a sum of activations, of which x is -Factor times: what a group's
-// integer sum starts from.
+// Minus the zero code times a sum of activations, of which x is -Factor times: what a
+// group's integer sum starts from.
 template <Unit U, int Factor>
 HR_INLINE Vi minus_zero(Vi x) {
   static_assert(U.zero() % Factor == 0);
@@ -100,8 +100,8 @@ HR_INLINE Vi minus_zero(Vi x) {
   return shift_left<U.zero() ? __builtin_ctz(U.zero() / Factor) : 0>(x);
 }
 
-// The same for a group, of -8 times the sum. That of a table has its zero code, or none, when a
-// step runs.
+// The same for a group, of -8 times the sum. That of a table has its zero code, or
+// none, when a step runs.
 template <Unit U>
 HR_INLINE Vi start_of_sum(int32_t x, bool shifted) {
   if constexpr (U.scales == Scales::kTable) {
@@ -113,8 +113,8 @@ HR_INLINE Vi start_of_sum(int32_t x, bool shifted) {
   }
 }
 
-// The sums of a group's halves, each times its integer. Pairs of 16 bits have room for all but
-// those of 6 bits.
+// The sums of a group's halves, each times its integer. Pairs of 16 bits have room for
+// all but those of 6 bits.
 template <Unit U>
 HR_INLINE Vi scale_halves(Vi low, Vi high, Vs integers) {
   if constexpr (16 * 127 * ((1 << U.code_bits()) - 1) <= 32767)
@@ -194,10 +194,11 @@ HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, cons
   if constexpr (M + n < Rows) add_rows<U, Rows, M + n>(acc, w, s, group);
 }
 
-// Weights are fetched this far ahead, into L2: it has room for more misses under way than L1, and
-// the hardware's prefetcher falls behind as soon as there is something to compute. (4 to 16 KB do
-// equally well; into L1, five rows of Q8_0 take 1.6 times as long. Where dot products are one
-// instruction, a single row runs at the pace of memory without; in AVX2 it takes twice as long.)
+// Weights are fetched this far ahead, into L2: it has room for more misses under way
+// than L1, and the hardware's prefetcher falls behind as soon as there is something to
+// compute. (4 to 16 KB do equally well; into L1, five rows of Q8_0 take 1.6 times as
+// long. Where dot products are one instruction, a single row runs at the pace of memory
+// without; in AVX2 it takes twice as long.)
 constexpr int kFetchAhead = 7168;
 
 // All rows of a block times a group, with their offsets if they have any.
@@ -258,14 +259,15 @@ void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
-// int8 weights with one scale a row: nothing but dot products until the end of the tile. Sums start
-// at minus the zero code times the sum of the activations, so no partial one is larger than
-// kMaxRowColumns allows. With few rows each has several sums, as many as it takes for one to be
-// ready when its turn comes again: any order is exact.
+// int8 weights with one scale a row: nothing but dot products until the end of the
+// tile. Sums start at minus the zero code times the sum of the activations, so no
+// partial one is larger than kMaxRowColumns allows. With few rows each has several
+// sums, as many as it takes for one to be ready when its turn comes again: any order is
+// exact.
 //
-// The loop is so tight that what it waits for is weights. Up to 4 rows the hardware's prefetcher is
-// the best that there is; then it falls behind, and weights are fetched into L2, and with 8 rows or
-// more from there into L1.
+// The loop is so tight that what it waits for is weights. Up to 4 rows the hardware's
+// prefetcher is the best that there is; then it falls behind, and weights are fetched
+// into L2, and with 8 rows or more from there into L1.
 template <int Rows>
 void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
   constexpr int turns = Rows >= 3 || kMaxRows < 16 ? 1 : 4 / Rows;
@@ -300,8 +302,8 @@ void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* b
   }
 }
 
-// The same, and what the outliers of each row add: a column of weights times a number, in the order
-// of columns.
+// The same, and what the outliers of each row add: a column of weights times a number,
+// in the order of columns.
 template <int Rows>
 void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t* block,
                      float* out) {
@@ -319,7 +321,8 @@ void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t*
     }
 }
 
-// bf16 weights: activations in pairs, bf16 where the processor multiplies them, else float32.
+// bf16 weights: activations in pairs, bf16 where the processor multiplies them, else
+// float32.
 template <int Rows>
 void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
   Vf acc[Rows];
@@ -337,7 +340,8 @@ void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
-// f16 and f32 weights: float32 activations, two columns of a row side by side as for bf16.
+// f16 and f32 weights: float32 activations, two columns of a row side by side as for
+// bf16.
 template <Format F, int Rows>
 void matmul_float(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
   Vf acc[Rows];

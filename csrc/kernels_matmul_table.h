@@ -1,5 +1,5 @@
-// Tile times activation block, for formats whose scales are those of groups of any size. Included
-// inside the namespace of an instruction set, behind kernels_matmul.h.
+// Tile times activation block, for formats whose scales are those of groups of any
+// size. Included inside the namespace of an instruction set, behind kernels_matmul.h.
 
 HR_INLINE Vf load_numbers(const uint8_t* numbers, Number type, int i) {
   const uint8_t* p = numbers + i * kTileRows * number_bytes(type);
@@ -8,8 +8,8 @@ HR_INLINE Vf load_numbers(const uint8_t* numbers, Number type, int i) {
   return type == Number::kU8 ? to_float(load_u8(p)) : load(reinterpret_cast<const float*>(p));
 }
 
-// Scale i of a tile, and the minimum beside it: that of a zero point is scale times zero point,
-// below 0, which is exact for 16-bit scales.
+// Scale i of a tile, and the minimum beside it: that of a zero point is scale times
+// zero point, below 0, which is exact for 16-bit scales.
 HR_INLINE GroupScale<Scales::kTable> table_scale(const uint8_t* tile, const TileShape& shape,
                                                  int i) {
   GroupScale<Scales::kTable> s;

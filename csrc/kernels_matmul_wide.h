@@ -1,11 +1,11 @@
-// Quantised tile times float32 activations: a group is decoded to float32, and the rows of the
-// block stream against it. For activations that are to be exact, and for codes that no integer
-// product takes. Included inside the namespace of an instruction set, behind
-// kernels_matmul_table.h.
+// Quantised tile times float32 activations: a group is decoded to float32, and the rows
+// of the block stream against it. For activations that are to be exact, and for codes
+// that no integer product takes. Included inside the namespace of an instruction set,
+// behind kernels_matmul_table.h.
 
-// A small float at the top of each lane, over 2^120 (e4m3) or 2^112 (e5m2): its fields move to
-// where float32 has them, whose exponent has more bits, so that the bias of the two differs. None
-// is infinite or NaN.
+// A small float at the top of each lane, over 2^120 (e4m3) or 2^112 (e5m2): its fields
+// move to where float32 has them, whose exponent has more bits, so that the bias of the
+// two differs. None is infinite or NaN.
 template <Format F>
 HR_INLINE Vf small_float(Vi top) {
   constexpr bool e4 = F == Format::kFloat8E4;
@@ -17,8 +17,9 @@ constexpr float kSmallFloatUnit = F == Format::kFloat8E4 ? 0x1p120f : 0x1p112f;
 
 using Columns = float[kGroup][kTileRows];
 
-// What becomes of the columns of a group: they are kept for the rows of a block, or added to the
-// sum of a single row at once, in the order in which a row of a block has them.
+// What becomes of the columns of a group: they are kept for the rows of a block, or
+// added to the sum of a single row at once, in the order in which a row of a block has
+// them.
 struct Kept {
   Columns& columns;
   HR_INLINE void take(int k, Vf column) { store(columns[k], column); }
@@ -38,7 +39,8 @@ HR_INLINE void decode_line(Vb line, int first, Out& out, const Value& value) {
   out.take(first + 3, value(byte_of<3>(line)));
 }
 
-// Group g of a unit of a format with scales of its own: scale * (code - zero) + minimum.
+// Group g of a unit of a format with scales of its own: scale * (code - zero) +
+// minimum.
 template <Unit U, class Out>
 HR_INLINE void decode_group(const uint8_t* unit, const TileShape& shape, int g, Out& out) {
   const auto w = group_codes<U>(unit, shape, g);
@@ -104,8 +106,8 @@ HR_INLINE void decode(const uint8_t* tile, const TileShape& shape, int g, Out& o
                     out);
 }
 
-// Functions of their own, so that there is one for each format and one for each number of rows, and
-// not one for each pair.
+// Functions of their own, so that there is one for each format and one for each number
+// of rows, and not one for each pair.
 template <Format F>
 __attribute__((noinline)) void decode_columns(const uint8_t* tile, const TileShape& shape, int g,
                                               Columns& columns) {

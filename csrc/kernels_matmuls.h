@@ -1,5 +1,5 @@
-// Which kernel multiplies which packed format, and what it reads. Included inside the namespace of
-// an instruction set.
+// Which kernel multiplies which packed format, and what it reads. Included inside the
+// namespace of an instruction set.
 
 template <Format F, int Rows, Mode M>
 constexpr Kernels::Matmul matmul_for() {

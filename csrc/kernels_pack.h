@@ -1,12 +1,13 @@
-// Activation packing: rows of floats into the blocks that the matrix kernels read. Included inside
-// the namespace of an instruction set.
+// Activation packing: rows of floats into the blocks that the matrix kernels read.
+// Included inside the namespace of an instruction set.
 
-// Numbers that are not finite have no code: the group, or the row, that has one gets the code 0 and
-// a scale that is NaN, so that all that is computed from it is NaN, and no other row is.
+// Numbers that are not finite have no code: the group, or the row, that has one gets
+// the code 0 and a scale that is NaN, so that all that is computed from it is NaN, and
+// no other row is.
 HR_INLINE bool is_finite(Vf sum_of_zeros) { return ge_mask(sum_of_zeros, zero()) == 0xffff; }
 
-// int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even; around 0, or
-// around the middle of the range.
+// int8 per 32 columns: scale = half of the range / 127, codes rounded to nearest even;
+// around 0, or around the middle of the range.
 template <bool Offset>
 HR_INLINE void pack_group(const float* x, int n, uint8_t* group, int rows, int m) {
   Vf a = n >= kGroup ? load(x) : load_partial(x, n),
@@ -55,8 +56,8 @@ void pack_q8(const float* x, size_t stride, int count, int n, int columns, uint8
   }
 }
 
-// The numbers of a row that are outliers: beyond the threshold, or where these are too many beyond
-// the next higher one that leaves few.
+// The numbers of a row that are outliers: beyond the threshold, or where these are too
+// many beyond the next higher one that leaves few.
 void find_outliers(const float* x, int n, Outliers& found) {
   for (float threshold = Outliers::kThreshold;; threshold *= 1.25f) {
     int count = 0;
@@ -70,8 +71,8 @@ void find_outliers(const float* x, int n, Outliers& found) {
   }
 }
 
-// Columns k to k + 15 of a row of n, where outliers are 0. `next` is the first of them from column
-// k on, and is moved on.
+// Columns k to k + 15 of a row of n, where outliers are 0. `next` is the first of them
+// from column k on, and is moved on.
 Vf without_outliers(const float* x, int k, int n, const Outliers& outliers, int& next) {
   const Vf v = n - k >= 16 ? load(x + k) : load_partial(x + k, n - k);
   if (next == outliers.count || outliers.columns[next] >= k + 16) return v;
@@ -82,8 +83,8 @@ Vf without_outliers(const float* x, int k, int n, const Outliers& outliers, int&
   return load(some);
 }
 
-// int8 with one scale a row: the row's highest magnitude / 127. kMixed: that of all but its
-// outliers, which are listed before.
+// int8 with one scale a row: the row's highest magnitude / 127. kMixed: that of all but
+// its outliers, which are listed before.
 template <bool kMixed>
 void pack_q8_row(const float* x, size_t stride, int count, int n, int columns, uint8_t* block,
                  int rows, int m) {
@@ -135,8 +136,8 @@ void pack_f32(const float* x, size_t stride, int count, int n, int columns, uint
     for (int k = 0; k < columns; k++) out[(k / 2 * rows + m) * 2 + k % 2] = k < n ? x[k] : 0.0f;
 }
 
-// The same in bf16. Only where a pair is two bf16: elsewhere the kernels of bf16 weights read
-// float32.
+// The same in bf16. Only where a pair is two bf16: elsewhere the kernels of bf16
+// weights read float32.
 void pack_bf16([[maybe_unused]] const float* x, [[maybe_unused]] size_t stride,
                [[maybe_unused]] int count, [[maybe_unused]] int n, [[maybe_unused]] int columns,
                [[maybe_unused]] uint8_t* block, [[maybe_unused]] int rows, [[maybe_unused]] int m) {

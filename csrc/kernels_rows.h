@@ -1,5 +1,6 @@
-// Row kernels: norm, activation, gated unit, rotation. Included inside the namespace of an
-// instruction set. Every reduction has one order, fixed by the length of the row alone.
+// Row kernels: norm, activation, gated unit, rotation. Included inside the namespace of
+// an instruction set. Every reduction has one order, fixed by the length of the row
+// alone.
 
 constexpr float kNotFinite =
     __builtin_nanf("");  // what is computed from numbers that are not finite, or too large
@@ -47,7 +48,8 @@ void norm(const float* x, const float* weight, const float* bias, float eps, int
                   return fma(v, v, sum);
                 }) /
       count;
-  // Where the squares are too large for a sum, a factor of 0 would make a row of zeros of it.
+  // Where the squares are too large for a sum, a factor of 0 would make a row of zeros
+  // of it.
   const Vf factor =
       set1(__builtin_isfinite(square) ? 1.0f / __builtin_sqrtf(square + eps) : kNotFinite);
   each_line(n, [&](int i, int m) {
@@ -142,9 +144,9 @@ void combine(const float* x, const float* weights, int count, int n, float* out)
   });
 }
 
-// Multiply-adds done by `iterations` rounds of twelve independent dots, to measure what the
-// processor can do: of int8 eight at a time, since some processors sum up a group of columns in 16
-// bits.
+// Multiply-adds done by `iterations` rounds of twelve independent dots, to measure what
+// the processor can do: of int8 eight at a time, since some processors sum up a group
+// of columns in 16 bits.
 template <int Kind>
 double dot_rate_of(int64_t iterations) {
   alignas(64) int8_t x[64 + 32 * kSumsTogether];

@@ -1,5 +1,5 @@
-// Sampling kernels: passes over a row of logits. Included inside the namespace of an instruction
-// set. Peaks let most of them skip most of the row.
+// Sampling kernels: passes over a row of logits. Included inside the namespace of an
+// instruction set. Peaks let most of them skip most of the row.
 
 constexpr float kInfinity = __builtin_inff();
 
@@ -9,7 +9,8 @@ constexpr float kMaxGumbel = 22.9f;
 // No word gives less: gumbel(0) is -3.13.
 constexpr double kMinGumbel = -3.2;
 
-// More than all that rounding to float can take from, or add to, a score that is still in the race.
+// More than all that rounding to float can take from, or add to, a score that is still
+// in the race.
 constexpr float kRounding = 1e-3f;
 
 // Tokens 16 * tile to 16 * tile + 15, filled up with -inf.
@@ -26,8 +27,8 @@ HR_INLINE uint32_t tiles_at(const LogitRow& row, int first, Vf floor) {
   return ge_mask(load_partial(row.peaks + first, n), floor) & ((1u << n) - 1);
 }
 
-// Calls visit(tile, logits) for each tile whose peak reaches the floor, and then group() for each
-// 16 tiles that had one.
+// Calls visit(tile, logits) for each tile whose peak reaches the floor, and then
+// group() for each 16 tiles that had one.
 template <class Visit, class Group>
 HR_INLINE void each_tile(const LogitRow& row, float floor, Visit&& visit, Group&& group) {
   for (int first = 0; first < row.num_peaks(); first += 16) {
@@ -95,8 +96,9 @@ int collect(const LogitRow& row, Cut from, Cut to, int* ids) {
   return n;
 }
 
-// e^x for x <= 0 within 2e-7 of its size; 0 below -88. Cephes' expf. Adding a number whose last bit
-// counts ones rounds x / ln 2 to n and leaves n + 127, the exponent of 2^n, in the low bits.
+// e^x for x <= 0 within 2e-7 of its size; 0 below -88. Cephes' expf. Adding a number
+// whose last bit counts ones rounds x / ln 2 to n and leaves n + 127, the exponent of
+// 2^n, in the low bits.
 constexpr float kRoundToExponent = 12582912.0f + 127.0f;
 HR_INLINE Vf exp_negative(Vf x) {
   const Vf clamped = max(x, set1(-88.0f)),
@@ -111,9 +113,10 @@ HR_INLINE Vf exp_negative(Vf x) {
   return mul(p, exponent_from_low_bits(shifted));
 }
 
-// A sum of weights, as good as one in double: what the float sum of a lane rounds away is summed
-// beside it (Knuth's two-sum). Where a nucleus ends at equal logits, a share that is there or not
-// decides: of two equal tokens and a little more, the first has no half.
+// A sum of weights, as good as one in double: what the float sum of a lane rounds away
+// is summed beside it (Knuth's two-sum). Where a nucleus ends at equal logits, a share
+// that is there or not decides: of two equal tokens and a little more, the first has no
+// half.
 struct Mass {
   double total = 0;
   Vf sums = zero(), lost = zero();
@@ -162,9 +165,9 @@ Share share(const LogitRow& row, Cut cut, const float* weights) {
   return {mass.total, count};
 }
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of 8 counters
-// at once. A lane carries a 32-bit word in its low half; its high half fills with rubbish, which
-// nothing reads.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of
+// 8 counters at once. A lane carries a 32-bit word in its low half; its high half fills
+// with rubbish, which nothing reads.
 struct Philox {
   Vl keys[10][2];
 
@@ -205,10 +208,10 @@ HR_INLINE double gumbel(uint32_t word) {
   return -__builtin_log(-__builtin_log((word + 0.5) * 0x1p-32));
 }
 
-// At least gumbel(word), and close to it where that is large, without a logarithm. With u the
-// uniform number, -log u >= 1 - u, so gumbel <= -log(1 - u) = 32 log 2 - log(~word + 0.5); and the
-// bits of a float, read as an integer, bound its log2 from below by a straight line between powers
-// of two.
+// At least gumbel(word), and close to it where that is large, without a logarithm. With
+// u the uniform number, -log u >= 1 - u, so gumbel <= -log(1 - u) = 32 log 2 -
+// log(~word + 0.5); and the bits of a float, read as an integer, bound its log2 from
+// below by a straight line between powers of two.
 HR_INLINE Vf gumbel_bound(Vi words) {
   const Vf half = add(to_float(shift_right<1>(sub(set1(-1), words))),
                       set1(0.25f));  // (~word + 0.5) / 2, or a little less
@@ -216,9 +219,9 @@ HR_INLINE Vf gumbel_bound(Vi words) {
   return fma(sub(set1(31.0f), log2), set1(0.6931472f), set1(kRounding));
 }
 
-// A draw from the softmax (Gumbel 1954; Maddison et al. 2014). Tokens that no noise, or not the
-// noise that they have, could lift to the best so far are passed over; the result is exact. Words
-// 0..3 of counter i are the noise of tokens 4 i to 4 i + 3.
+// A draw from the softmax (Gumbel 1954; Maddison et al. 2014). Tokens that no noise, or
+// not the noise that they have, could lift to the best so far are passed over; the
+// result is exact. Words 0..3 of counter i are the noise of tokens 4 i to 4 i + 3.
 struct Race {
   const LogitRow& row;
   const Cut cut;

@@ -13,8 +13,8 @@ constexpr float kNotFinite = std::numeric_limits<float>::quiet_NaN();
 // Below 0 for a number that is not finite, or is not once it is rounded to bf16.
 int32_t margin(float x) { return 0x7f7f7fff - (__builtin_bit_cast(int32_t, x) & 0x7fffffff); }
 
-// The numbers as they are stored: `x` itself, or a copy in `memory` where any that is not finite is
-// one NaN. A query would look past a key of minus infinity.
+// The numbers as they are stored: `x` itself, or a copy in `memory` where any that is
+// not finite is one NaN. A query would look past a key of minus infinity.
 const float* settled(const float* x, int n, std::vector<float>& memory) {
   int32_t margins = 0;
   for (int i = 0; i < n; i++) margins |= margin(x[i]);

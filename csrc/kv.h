@@ -1,4 +1,5 @@
-// Storage of keys and values: blocks of 32 tokens, one record for each layer, KV head and block.
+// Storage of keys and values: blocks of 32 tokens, one record for each layer, KV head
+// and block.
 #pragma once
 #include <algorithm>
 
@@ -7,9 +8,10 @@
 
 namespace headrace {
 
-// Eight blocks with adjacent numbers are adjacent for a head (a long linear read), and all layers
-// and heads of these eight blocks are adjacent too: so the cache grows in huge pages, a chunk at a
-// time, as blocks are first used. The last chunk has as many blocks as are left.
+// Eight blocks with adjacent numbers are adjacent for a head (a long linear read), and
+// all layers and heads of these eight blocks are adjacent too: so the cache grows in
+// huge pages, a chunk at a time, as blocks are first used. The last chunk has as many
+// blocks as are left.
 class KvCache {
  public:
   static constexpr int kChunk = 8;
@@ -40,14 +42,15 @@ class KvCache {
   Arena arena_;
 };
 
-// What is not finite is kept in the key, as NaN, and never in a value, where even a weight of zero
-// would let it through: to rows that do not see the token, and to a later owner of the block. So a
-// token with a number that is not finite makes NaN of all rows that see it. Values that are part of
-// keys are made without such numbers (`values_of_keys`).
+// What is not finite is kept in the key, as NaN, and never in a value, where even a
+// weight of zero would let it through: to rows that do not see the token, and to a
+// later owner of the block. So a token with a number that is not finite makes NaN of
+// all rows that see it. Values that are part of keys are made without such numbers
+// (`values_of_keys`).
 
-// Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for keys. Values say
-// whether all of them are finite: where they are not, `settle` must follow before anything reads
-// the token.
+// Numbers d .. d + n - 1 of the key or value of token `lane`; d and n are even for
+// keys. Values say whether all of them are finite: where they are not, `settle` must
+// follow before anything reads the token.
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
 bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
 // Zeros for a value with a number that is not finite, and NaN for its key.

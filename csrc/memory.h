@@ -1,5 +1,5 @@
-// Large blocks of memory on huge pages: streaming weights from 4 KB pages costs a fifth of the
-// bandwidth.
+// Large blocks of memory on huge pages: streaming weights from 4 KB pages costs a fifth
+// of the bandwidth.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,8 +23,8 @@ inline size_t product(std::initializer_list<int> sizes, size_t bytes) {
   return bytes;
 }
 
-// Throws std::bad_alloc for more bytes than this machine has, where all of them will be written: an
-// arena is given without asking whether there is so much.
+// Throws std::bad_alloc for more bytes than this machine has, where all of them will be
+// written: an arena is given without asking whether there is so much.
 inline void check_fits_memory(size_t bytes) {
   if (bytes / static_cast<size_t>(sysconf(_SC_PAGE_SIZE)) >
       static_cast<size_t>(sysconf(_SC_PHYS_PAGES)))
@@ -67,7 +67,8 @@ class Arena {
     if (mapping_) munmap(mapping_, mapped(bytes_));
   }
 
-  // Tells AddressSanitizer, where it is built in, that these bytes are not to be touched.
+  // Tells AddressSanitizer, where it is built in, that these bytes are not to be
+  // touched.
   void guard([[maybe_unused]] uint8_t* p, [[maybe_unused]] size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
     guarded_.emplace_back(p, bytes);

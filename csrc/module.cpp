@@ -6,8 +6,8 @@
 
 NB_MODULE(_native, m) {
 #if defined(__linux__)
-  // What the lost threads of a forked process held stays where it is, and is nothing to warn of
-  // when the process ends.
+  // What the lost threads of a forked process held stays where it is, and is nothing to
+  // warn of when the process ends.
   pthread_atfork(nullptr, nullptr, [] { nanobind::set_leak_warnings(false); });
 #endif
   headrace::bind_weights(m);

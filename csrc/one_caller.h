@@ -8,8 +8,8 @@ namespace headrace {
 // A second caller gets an error, at once: nothing here waits.
 class OneCaller {
  public:
-  // Held by the caller for as long as it uses the thing. Throws std::runtime_error if another one
-  // does.
+  // Held by the caller for as long as it uses the thing. Throws std::runtime_error if
+  // another one does.
   class Turn {
    public:
     Turn(OneCaller& of, const char* message) : of_(of) {

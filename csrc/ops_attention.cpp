@@ -1,8 +1,8 @@
-// Paged attention. The context of a row is cut into splits of 256 tokens counted from position 0;
-// each split is a softmax of its own, and the splits are merged in ascending order. Where the
-// splits of a row are computed, by one thread or by several, does not change a bit. Sinks, the
-// first tokens of all, which a row sees besides its window, are splits of their own that come
-// first.
+// Paged attention. The context of a row is cut into splits of 256 tokens counted from
+// position 0; each split is a softmax of its own, and the splits are merged in
+// ascending order. Where the splits of a row are computed, by one thread or by several,
+// does not change a bit. Sinks, the first tokens of all, which a row sees besides its
+// window, are splits of their own that come first.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -36,8 +36,8 @@ class Attention : public Op {
 
   void run(const Plan& plan, const Step& step, int begin, int end, int) override {
     SplitRecords records = locate(plan, step, work_.items[begin], work_.items[begin].first_part);
-    // The next item is this thread's too, but for the last of its range, also where items are dealt
-    // one by one.
+    // The next item is this thread's too, but for the last of its range, also where
+    // items are dealt one by one.
     const auto next = [this](int i) {
       return i + 1 < static_cast<int>(work_.items.size()) ? &work_.items[i + 1] : nullptr;
     };
@@ -45,7 +45,8 @@ class Attention : public Op {
       run_item(plan, step, work_.items[i], next(i), records, scratch);
   }
 
-  // The second region of a step whose contexts were split over threads: merges the partial results.
+  // The second region of a step whose contexts were split over threads: merges the
+  // partial results.
   int merge_items() const { return static_cast<int>(work_.merges.size()); }
   void merge(const Plan& plan, int i) const {
     const AttentionItem& item = work_.merges[i];
@@ -135,9 +136,10 @@ class Attention : public Op {
     }
   }
 
-  // One split of the context against all rows of the item. Below the draft rows of a tree every row
-  // sees the same slots; from there on each row has a path of its own, gathered in position order
-  // so that every lane holds what it would hold in plain decoding.
+  // One split of the context against all rows of the item. Below the draft rows of a
+  // tree every row sees the same slots; from there on each row has a path of its own,
+  // gathered in position order so that every lane holds what it would hold in plain
+  // decoding.
   void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int part,
                     const SplitRecords& records, const SplitRecords& next, SoftmaxStates& states,
                     Scratch& s) const {
@@ -184,7 +186,8 @@ class Attention : public Op {
     }
   }
 
-  // Block t of a draft row's context, put together in `copy` if the row's own path crosses it.
+  // Block t of a draft row's context, put together in `copy` if the row's own path
+  // crosses it.
   const uint8_t* gather(const Plan& plan, const Step& step, const AttentionItem& item, int row,
                         int t, const uint8_t* record, uint8_t* copy) const {
     const KvRecord& shape = cache(plan).shape();
@@ -204,8 +207,8 @@ class Attention : public Op {
     return copy;
   }
 
-  // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of them, for which
-  // nothing is in the caches.
+  // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of
+  // them, for which nothing is in the caches.
   void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin,
               int end, SoftmaxStates& states, Scratch& s) const {
     const KvRecord& shape = work_.shape;

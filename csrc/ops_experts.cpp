@@ -1,7 +1,7 @@
-// Mixtures of experts: which experts a row goes to, and what they make of it. The rows of a step
-// are listed by expert, so that each expert's weights are read once however many rows go there;
-// what comes of a row is summed up in the order of its own routing, and so does not depend on what
-// else is in the step.
+// Mixtures of experts: which experts a row goes to, and what they make of it. The rows
+// of a step are listed by expert, so that each expert's weights are read once however
+// many rows go there; what comes of a row is summed up in the order of its own routing,
+// and so does not depend on what else is in the step.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,7 +13,8 @@
 namespace headrace {
 namespace {
 
-// Scores are computed in double precision: in float, those of a sigmoid are all 1 from 17 on.
+// Scores are computed in double precision: in float, those of a sigmoid are all 1 from
+// 17 on.
 class Route : public Op {
  public:
   explicit Route(const RouteArgs& args) : Op("route"), a_(args) {}
@@ -87,7 +88,8 @@ class Route : public Op {
                   -std::numeric_limits<double>::infinity());
   }
 
-  // The numbers of the `count` highest values, highest first, and of equal ones the lower number.
+  // The numbers of the `count` highest values, highest first, and of equal ones the
+  // lower number.
   static void best(const std::vector<double>& values, int count, std::vector<int>& order) {
     order.resize(values.size());
     for (size_t i = 0; i < values.size(); i++) order[i] = static_cast<int>(i);
@@ -99,8 +101,8 @@ class Route : public Op {
   const RouteArgs a_;
 };
 
-// What comes of the choices of each row, one after the other, summed up in the order of the row's
-// routing.
+// What comes of the choices of each row, one after the other, summed up in the order of
+// the row's routing.
 void combine_rows(const Plan& plan, const float* results, int routing, int out, int begin,
                   int end) {
   const Buffer &to = plan.buffer(out), &by = plan.buffer(routing);
@@ -125,8 +127,8 @@ class Combine : public Op {
   const int out_, x_, routing_;
 };
 
-// An op over experts. Its regions run one after the other, over blocks of rows that go to one
-// expert.
+// An op over experts. Its regions run one after the other, over blocks of rows that go
+// to one expert.
 class Experts {
  public:
   Experts(ExpertsArgs args, ExpertsWork& work)
@@ -134,8 +136,8 @@ class Experts {
 
   std::span<const int64_t> loads() const { return loads_; }
 
-  // Each block's rows in the form of its weights. The blocks of a single row are all alike: one is
-  // packed for all.
+  // Each block's rows in the form of its weights. The blocks of a single row are all
+  // alike: one is packed for all.
   int pack_items(const Plan& plan, const Step& step) {
     const int rows = Plan::rows_of(plan.buffer(a_.x), step);
     work_.prepare(plan.buffer(a_.routing), rows, plan.kernels().max_rows, loads_, a_.first,
@@ -156,8 +158,8 @@ class Experts {
     }
   }
 
-  // Gate and up, 32 columns at a time, into packed rows; into floats where a whole row must be
-  // there to be packed.
+  // Gate and up, 32 columns at a time, into packed rows; into floats where a whole row
+  // must be there to be packed.
   int hidden_items(const Plan& plan, const Step&) {
     return work_.items(plan.buffer(work_.hidden).columns / kGroup);
   }

@@ -7,8 +7,8 @@
 namespace headrace {
 namespace {
 
-// Its items are a head for some blocks of rows: a thread packs these for the head's weight, and
-// multiplies them with all of its tiles.
+// Its items are a head for some blocks of rows: a thread packs these for the head's
+// weight, and multiplies them with all of its tiles.
 class HeadLinear : public Op {
  public:
   HeadLinear(int out, int x, std::vector<int> weights)

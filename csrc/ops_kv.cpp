@@ -32,8 +32,9 @@ class HeadQuantiser {
   std::vector<uint8_t> codes_;
 };
 
-// From float buffers, [rows][heads x numbers] of keys and of values: the range of a quantised head
-// is known only when all of its numbers are. Without values where they are part of the keys.
+// From float buffers, [rows][heads x numbers] of keys and of values: the range of a
+// quantised head is known only when all of its numbers are. Without values where they
+// are part of the keys.
 class KvWrite : public Op {
  public:
   KvWrite(std::string kind, int k, int v, KvLayer layer)

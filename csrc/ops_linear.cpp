@@ -1,5 +1,5 @@
-// Linear ops: tiles of 16 outputs, each over some blocks of activation rows, with the epilogue
-// while they are in the L1 cache.
+// Linear ops: tiles of 16 outputs, each over some blocks of activation rows, with the
+// epilogue while they are in the L1 cache.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -15,8 +15,8 @@ const uint8_t* block_for(const Plan& plan, const Buffer& x, bool offset, const B
   return x.block(plan.form(w, offset), blocks, b);
 }
 
-// Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and what the
-// adapters of the rows add.
+// Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and
+// what the adapters of the rows add.
 void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b,
               int weight, int t, int bias, float* out) {
   const Weight& w = plan.weight(weight);
@@ -43,9 +43,9 @@ class AdapterDown : public Op {
   const std::vector<int> weights_;
 };
 
-// Items of a matrix product: all tiles of the weight for some blocks of rows, then for the next.
-// Contiguous items, as threads get them, are then rows of their own: what a thread writes in one op
-// it reads in the next, out of its own cache.
+// Items of a matrix product: all tiles of the weight for some blocks of rows, then for
+// the next. Contiguous items, as threads get them, are then rows of their own: what a
+// thread writes in one op it reads in the next, out of its own cache.
 class TileItems {
  public:
   TileItems(const Plan& plan, const Blocks& blocks, int tiles)
@@ -66,8 +66,8 @@ class TileItems {
   }
 
  private:
-  // Chunks beyond a few have at least so many blocks: with fewer, fetching the weights again for
-  // each would cost more than it saves.
+  // Chunks beyond a few have at least so many blocks: with fewer, fetching the weights
+  // again for each would cost more than it saves.
   static constexpr int kLeastBlocks = 8, kFewChunks = 4;
   int first_block(int chunk) const {
     return static_cast<int>(static_cast<int64_t>(blocks_.count) * chunk / chunks_);
@@ -114,8 +114,8 @@ class Linear : public Op {
   const bool offset_;
 };
 
-// An op that computes tiles of 16 columns of its output by themselves; two of them make one
-// 32-column group of a packed one.
+// An op that computes tiles of 16 columns of its output by themselves; two of them make
+// one 32-column group of a packed one.
 class TiledOp : public Op {
  public:
   TiledOp(std::string kind, int out, int x) : Op(std::move(kind)), out_(out), x_(x) {}
@@ -203,8 +203,8 @@ class LinearActivate : public TiledOp {
   const Activation activation_;
 };
 
-// q, k and v of the same rows, where keys are as long as values. Queries and keys are rotated in
-// place, keys and values go straight to the KV cache unless it is quantised.
+// q, k and v of the same rows, where keys are as long as values. Queries and keys are
+// rotated in place, keys and values go straight to the KV cache unless it is quantised.
 class QkvRopeWrite : public Op {
  public:
   explicit QkvRopeWrite(const QkvArgs& args) : Op("qkv_rope_write"), a_(args) {}
@@ -276,8 +276,8 @@ class QkvRopeWrite : public Op {
   std::atomic<bool> unsettled_{false};
 };
 
-// Settles the tokens of a step in which a value is not finite. Their keys are those of other
-// threads until the op before is done.
+// Settles the tokens of a step in which a value is not finite. Their keys are those of
+// other threads until the op before is done.
 class SettleValues : public Op {
  public:
   SettleValues(QkvRopeWrite* written, KvLayer layer)

@@ -9,9 +9,9 @@
 namespace headrace {
 namespace {
 
-// Its items are the rows of a float buffer. Those of a packed one are its blocks: rows of a block
-// share cache lines, which two threads that write to them would take from each other again and
-// again.
+// Its items are the rows of a float buffer. Those of a packed one are its blocks: rows
+// of a block share cache lines, which two threads that write to them would take from
+// each other again and again.
 class RowOp : public Op {
  public:
   RowOp(std::string kind, int out) : Op(std::move(kind)), out_(out) {}
@@ -221,7 +221,8 @@ class TakeColumns : public RowWriter {
   const int x_, first_;
 };
 
-// One item, which a function outside of the plan computes with the rows of the op's buffers.
+// One item, which a function outside of the plan computes with the rows of the op's
+// buffers.
 class Exchange : public Op {
  public:
   Exchange(std::string kind, std::function<void(const Plan&, const Step&)> exchange)

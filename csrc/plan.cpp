@@ -151,8 +151,8 @@ void Plan::reads(int buffer, int weight, bool offset) {
   b.wanted[static_cast<int>(form(w, offset))] = true;
   capacity_ = {};  // the next step makes room for this form, also if the op is refused after all
   check_whole_rows(b);
-  // Readers of different formats share the buffer: the longest padding serves all, since each reads
-  // its own units from the start.
+  // Readers of different formats share the buffer: the longest padding serves all,
+  // since each reads its own units from the start.
   const int unit = std::max({unit_columns(w.format), kGroup});
   b.columns = std::max(b.columns, (w.cols + unit - 1) / unit * unit);
 }
@@ -179,8 +179,8 @@ int Plan::add_adapter() {
   return adapters_.add();
 }
 
-// Gives every buffer room for the rows of the step; returns whether the buffers have moved. Grows
-// by doubling, and never shrinks.
+// Gives every buffer room for the rows of the step; returns whether the buffers have
+// moved. Grows by doubling, and never shrinks.
 bool Plan::reserve(const Step& step) {
   std::array<int, kNumRowKinds> capacity = capacity_;
   for (size_t kind = 0; kind < kNumRowKinds; kind++)
@@ -264,8 +264,9 @@ ExpertsWork& Plan::experts_work(const ExpertsShape& shape) {
   return *work;
 }
 
-// The first op from `op` on that has work for several threads. What is a single item is run on the
-// way, while the others wait: that is as fast as a region of its own, and saves a barrier.
+// The first op from `op` on that has work for several threads. What is a single item is
+// run on the way, while the others wait: that is as fast as a region of its own, and
+// saves a barrier.
 int Plan::advance(const Program& program, int op, const Step& step, int thread) {
   for (; op < static_cast<int>(program.ops.size()); op++) {
     Op& next = *program.ops[op];

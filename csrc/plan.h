@@ -1,5 +1,5 @@
-// A compiled program: ops over buffers, run by all threads of a pool, one barrier between ops. A
-// step is one call of run().
+// A compiled program: ops over buffers, run by all threads of a pool, one barrier
+// between ops. A step is one call of run().
 #pragma once
 #include <array>
 #include <climits>
@@ -38,8 +38,8 @@ struct Step {
   const int32_t* adapters;  // of each sequence, -1: none; null: none has one
 };
 
-// `count` rows cut into blocks of at most max_rows whose sizes differ by one at most: no block is
-// left with a slow tail.
+// `count` rows cut into blocks of at most max_rows whose sizes differ by one at most:
+// no block is left with a slow tail.
 struct Blocks {
   int count = 0, base = 0, extra = 0;
 
@@ -54,13 +54,13 @@ struct Blocks {
   }
 };
 
-// Which rows of a step a buffer has: all; those that are gathered, of which the first have logits
-// and the others are pooled; or one of these two kinds alone.
+// Which rows of a step a buffer has: all; those that are gathered, of which the first
+// have logits and the others are pooled; or one of these two kinds alone.
 enum class RowKind { kStep, kGathered, kLogit, kPooled };
 constexpr int kNumRowKinds = 4;
 
-// Rows of numbers between two ops: float32, or packed in each form that a reader wants (and then
-// not as float32).
+// Rows of numbers between two ops: float32, or packed in each form that a reader wants
+// (and then not as float32).
 struct Buffer {
   int width;
   RowKind rows;
@@ -74,7 +74,8 @@ struct Buffer {
   std::array<uint8_t*, kNumForms> forms{};
 
   float* row(int i) const { return floats + static_cast<size_t>(i) * width; }
-  // A head of `dim` numbers in a row; the one head of a row that has no more is every head.
+  // A head of `dim` numbers in a row; the one head of a row that has no more is every
+  // head.
   const float* head(int i, int number, int dim) const {
     return row(i) + (width == dim ? 0 : static_cast<size_t>(number) * dim);
   }
@@ -94,8 +95,8 @@ struct ExpertsShape {
   auto operator<=>(const ExpertsShape&) const = default;
 };
 
-// A group of layers that keep alike, and see alike: `window` positions back, the row's own
-// included, and the first `sink_tokens` of all; 0: everything.
+// A group of layers that keep alike, and see alike: `window` positions back, the row's
+// own included, and the first `sink_tokens` of all; 0: everything.
 struct KvGroup {
   KvCache cache;
   int window, sink_tokens;
@@ -110,16 +111,19 @@ class Op {
  public:
   explicit Op(std::string kind) : kind(std::move(kind)) {}
   virtual ~Op() = default;
-  // Items of work in this step; called by one thread before the region, so it may also prepare.
+  // Items of work in this step; called by one thread before the region, so it may also
+  // prepare.
   virtual int items(const Plan& plan, const Step& step) = 0;
   virtual void run(const Plan& plan, const Step& step, int begin, int end, int thread) = 0;
-  // Rows that have gone to each expert since the start, of an op that sends rows to experts.
+  // Rows that have gone to each expert since the start, of an op that sends rows to
+  // experts.
   virtual std::span<const int64_t> expert_loads() const { return {}; }
 
   const std::string kind;
 };
 
-// Several programs may share the weights, KV and buffers of a plan; only one runs at a time.
+// Several programs may share the weights, KV and buffers of a plan; only one runs at a
+// time.
 struct Program {
   std::vector<std::unique_ptr<Op>> ops;
   int input_width = 0;  // of the rows that the caller gives; 0: none
@@ -138,14 +142,16 @@ class Plan {
   // Adds a group of layers; groups are numbered in the order in which they come.
   void add_kv_group(KvGroup group) { kv_.push_back(std::move(group)); }
 
-  // From now on quantised weights are multiplied with float32 activations; not those of int8 by
-  // row.
+  // From now on quantised weights are multiplied with float32 activations; not those of
+  // int8 by row.
   void use_float_activations() { float_activations_ = true; }
 
   int add_weight(const Stored& stored);
-  // Two matrices of one format, tile by tile in turn, so that a gated unit reads one stream.
+  // Two matrices of one format, tile by tile in turn, so that a gated unit reads one
+  // stream.
   std::pair<int, int> add_weight_pair(const Stored& a, const Stored& b);
-  // Matrices that are filled afterwards, some rows at a time; rows that never come are zeros.
+  // Matrices that are filled afterwards, some rows at a time; rows that never come are
+  // zeros.
   int add_table(const TableSpec& spec);
   std::pair<int, int> add_table_pair(const TableSpec& a, const TableSpec& b);
   void fill_table(int weight, const TableRows& rows) { pack_table(weights_[weight], rows, *pool_); }
@@ -159,12 +165,13 @@ class Plan {
   void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
   // Declares that the last program reads or writes KV.
   void keeps() { programs_.back().keeps = true; }
-  // The op that looks up the embeddings of `vocab` tokens, of which the weight has those from
-  // `first` on.
+  // The op that looks up the embeddings of `vocab` tokens, of which the weight has
+  // those from `first` on.
   void add_embed(int out, int weight, int first, int vocab);
   // The op that brings the caller's rows into a buffer.
   void add_input(int out);
-  // Declares that a linear op reads `buffer` through `weight`, with offset activations or without.
+  // Declares that a linear op reads `buffer` through `weight`, with offset activations
+  // or without.
   void reads(int buffer, int weight, bool offset);
   // Declares that an op writes the rows of `buffer` piece by piece.
   void writes_pieces(int buffer);
@@ -176,10 +183,11 @@ class Plan {
   const Adapters& adapters() const { return adapters_; }
   int add_adapter();
 
-  // Runs a step; returns whether the buffers have moved. What an op throws ends the step, and is
-  // thrown here.
+  // Runs a step; returns whether the buffers have moved. What an op throws ends the
+  // step, and is thrown here.
   bool run(int program, const Step& step);
-  // A caller that works on the plan without Python's lock has a turn, from before it is given up.
+  // A caller that works on the plan without Python's lock has a turn, from before it is
+  // given up.
   OneCaller& caller() { return caller_; }
   bool is_in_use() const { return caller_.is_taken(); }
 
@@ -202,8 +210,8 @@ class Plan {
   const KvCache& kv(int group) const { return kv_[static_cast<size_t>(group)].cache; }
   int threads() const { return pool_->threads(); }
   const std::shared_ptr<Pool>& pool() const { return pool_; }
-  // The memory of the buffers, and the rows that a buffer has room for. The memory is another when
-  // they have grown.
+  // The memory of the buffers, and the rows that a buffer has room for. The memory is
+  // another when they have grown.
   const std::shared_ptr<Arena>& activations() const { return activations_; }
   size_t capacity(const Buffer& buffer) const {
     return static_cast<size_t>(capacity_[static_cast<size_t>(buffer.rows)]) * buffer.per_row;
@@ -213,22 +221,23 @@ class Plan {
   const Blocks& blocks_of(const Buffer& buffer) const {
     return blocks_[static_cast<size_t>(buffer.rows)];
   }
-  // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a packed buffer, in
-  // all wanted forms; `first` is a multiple of the group. What comes last in a row brings the zeros
-  // behind it.
+  // Writes x[count][n], `stride` apart, to columns `first`.. of rows `row`.. of a
+  // packed buffer, in all wanted forms; `first` is a multiple of the group. What comes
+  // last in a row brings the zeros behind it.
   void pack_columns(const Buffer& buffer, int row, int count, int first, const float* x,
                     size_t stride, int n) const;
-  // The buffers for keys and for values that a group quantises; -1 where its cache takes them tile
-  // by tile.
+  // The buffers for keys and for values that a group quantises; -1 where its cache
+  // takes them tile by tile.
   std::array<int, 2> kv_buffers(int group);
-  // The attention work of the running step, planned once for all layers of a group with so many
-  // heads and such values.
+  // The attention work of the running step, planned once for all layers of a group with
+  // so many heads and such values.
   AttentionWork& attention_work(int group, int num_heads, int value_dim);
   int64_t step_number() const { return step_number_; }
   // What the ops over experts of one shape share, one after the other.
   ExpertsWork& experts_work(const ExpertsShape& shape);
 
-  // Seconds spent in each kind of op and barriers passed, since profiling was switched on.
+  // Seconds spent in each kind of op and barriers passed, since profiling was switched
+  // on.
   struct Profile {
     std::vector<std::pair<std::string, double>> seconds;
     int64_t barriers = 0;
@@ -286,9 +295,9 @@ class Plan {
 std::unique_ptr<Op> make_embed(int out, int weight, int first);
 std::unique_ptr<Op> make_embed_position(int out, int weight);
 std::unique_ptr<Op> make_input(int out);
-// A row of angles has cosines, then signed sines, one for each dimension of a head and 16 more from
-// the start: whatever dimension a tile of 16 outputs begins with, its angles are 16 adjacent
-// numbers.
+// A row of angles has cosines, then signed sines, one for each dimension of a head and
+// 16 more from the start: whatever dimension a tile of 16 outputs begins with, its
+// angles are 16 adjacent numbers.
 constexpr int angles_width(int head_dim) { return 2 * (head_dim + kTileRows); }
 std::unique_ptr<Op> make_rope_angles(int out, std::vector<double> inverse_frequencies, double scale,
                                      int head_dim);
@@ -304,8 +313,8 @@ std::unique_ptr<Op> make_norm(const NormArgs& args);
 std::unique_ptr<Op> make_pack(int out, int x, std::vector<int32_t> order);
 std::unique_ptr<Op> make_gather_rows(int out, int x);
 std::unique_ptr<Op> make_take_columns(int out, int x, int first);
-// What other processes have a part in: a function that reads and writes buffers of the plan. What
-// it throws ends the step.
+// What other processes have a part in: a function that reads and writes buffers of the
+// plan. What it throws ends the step.
 std::unique_ptr<Op> make_exchange(std::string kind,
                                   std::function<void(const Plan&, const Step&)> exchange);
 std::unique_ptr<Op> make_add(int out, int x, int y);
@@ -315,7 +324,8 @@ std::unique_ptr<Op> make_scale(int out, int x, float factor);
 std::unique_ptr<Op> make_soft_cap(int out, int x, float cap);
 // x / (1 + exp(-gate)), where a gate is one number for its row.
 std::unique_ptr<Op> make_gate_rows(int out, int x, int gate);
-// What comes before a linear op over these weights: the first half of what adapters add to it.
+// What comes before a linear op over these weights: the first half of what adapters add
+// to it.
 std::unique_ptr<Op> make_adapter_down(Adapters& adapters, int x, std::vector<int> weights);
 std::unique_ptr<Op> make_linear(int out, int x, int weight, int bias, int residual, bool offset);
 std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_bias, int up_bias,
@@ -324,7 +334,8 @@ std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias,
                                          Activation activation);
 // Each head of x, or the one that it has, times the head's weight.
 std::unique_ptr<Op> make_head_linear(int out, int x, std::vector<int> weights);
-// The x_dim numbers of each head of x, or of the one that it has, then the y_dim numbers of y.
+// The x_dim numbers of each head of x, or of the one that it has, then the y_dim
+// numbers of y.
 std::unique_ptr<Op> make_concat_heads(int out, int x, int y, int x_dim, int y_dim);
 struct QkvArgs {
   int out, x, angles;
@@ -333,11 +344,11 @@ struct QkvArgs {
   std::array<int, 2>
       kv;  // buffers that take keys and values instead of the KV cache; -1: straight there
 };
-// And the op after it, which puts the keys and values of those buffers into the KV cache, or
-// settles values that are not finite.
+// And the op after it, which puts the keys and values of those buffers into the KV
+// cache, or settles values that are not finite.
 std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args);
-// Keys and values from two buffers to the KV cache, in its number format; v is -1 where values are
-// part of the keys. Its time is booked on `kind`.
+// Keys and values from two buffers to the KV cache, in its number format; v is -1 where
+// values are part of the keys. Its time is booked on `kind`.
 std::unique_ptr<Op> make_kv_write(std::string kind, int k, int v, KvLayer layer);
 struct AttentionArgs {
   int out, q, layer, value_dim;  // value_dim: numbers of a head that are written
@@ -366,7 +377,8 @@ struct ExpertsArgs {
   bool combines;  // else `out` has what comes of each choice of a row; of an expert that is not
                   // here, anything
 };
-// What comes of a row's choices, [rows, top_k * width], summed up by the weights of its routing.
+// What comes of a row's choices, [rows, top_k * width], summed up by the weights of its
+// routing.
 std::unique_ptr<Op> make_combine(int out, int x, int routing);
 // The regions of an op over experts.
 std::vector<std::unique_ptr<Op>> make_experts(ExpertsArgs args, ExpertsWork& work);

@@ -29,8 +29,8 @@ constexpr int kSpins =
     2000;                  // about 20-50 us: longer than any wait inside a step on a quiet machine
 constexpr int kShare = 8;  // a chunk is this part of what is left of a range: large ones first,
                            // single items at the end
-// How long a worker waits for the next step before it parks: longer than what Python does between
-// two steps, short enough not to keep a core from others for long.
+// How long a worker waits for the next step before it parks: longer than what Python
+// does between two steps, short enough not to keep a core from others for long.
 constexpr std::chrono::microseconds kLinger{300};
 
 int process_id() {
@@ -103,8 +103,8 @@ void Pool::stop() {
   for (auto& worker : workers_) worker.join();
 }
 
-// Spins, then sleeps until it is notified: a thread that only gave way to others would be in the
-// way of those that it waits for.
+// Spins, then sleeps until it is notified: a thread that only gave way to others would
+// be in the way of those that it waits for.
 void Pool::wait_change(const std::atomic<uint32_t>& value, uint32_t old) const {
   for (int spins = 0; spins < spins_; spins++) {
     if (value.load(std::memory_order_acquire) != old) return;

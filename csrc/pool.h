@@ -1,7 +1,8 @@
-// The thread pool: n - 1 workers and the calling thread. Workers spin between the regions of a step
-// and for a short while between steps, then park. They keep off the processor that the caller runs
-// on: a kernel likes to wake a thread beside the one that woke it, and there it would wait until
-// the caller, which does not sleep, is preempted.
+// The thread pool: n - 1 workers and the calling thread. Workers spin between the
+// regions of a step and for a short while between steps, then park. They keep off the
+// processor that the caller runs on: a kernel likes to wake a thread beside the one
+// that woke it, and there it would wait until the caller, which does not sleep, is
+// preempted.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -12,9 +13,9 @@
 
 namespace headrace {
 
-// Items 0..n of one parallel region, dealt in chunks: each thread has a contiguous range (one
-// linear stream through the weights) and helps the others when its own is done, so that a preempted
-// thread does not hold up the rest.
+// Items 0..n of one parallel region, dealt in chunks: each thread has a contiguous
+// range (one linear stream through the weights) and helps the others when its own is
+// done, so that a preempted thread does not hold up the rest.
 class Deal {
  public:
   explicit Deal(int threads) : ranges_(static_cast<size_t>(threads)) {}
@@ -30,8 +31,8 @@ class Deal {
   std::vector<Range> ranges_;
 };
 
-// Of the exceptions that threads met, the first to come: it is thrown again where all of them are
-// done.
+// Of the exceptions that threads met, the first to come: it is thrown again where all
+// of them are done.
 class FirstError {
  public:
   // Calls f, and keeps what it throws.
@@ -63,13 +64,13 @@ class Pool {
 
   int threads() const { return threads_; }
 
-  // Runs job(thread) on every thread and returns when all are done, or throws what one of them
-  // threw. Throws std::runtime_error to a second caller at the same time, and in a process that was
-  // forked from that of the workers.
+  // Runs job(thread) on every thread and returns when all are done, or throws what one
+  // of them threw. Throws std::runtime_error to a second caller at the same time, and
+  // in a process that was forked from that of the workers.
   void run(const std::function<void(int)>& job);
 
-  // Waits for all threads; the last to arrive runs `between` before any goes on. Called by every
-  // thread inside run().
+  // Waits for all threads; the last to arrive runs `between` before any goes on. Called
+  // by every thread inside run().
   template <class F>
   void barrier(F&& between) {
     const uint32_t generation = generation_.load(std::memory_order_acquire);
@@ -94,8 +95,8 @@ class Pool {
   void keep_off_caller();
 
   const int threads_;
-  // Rounds of a wait before the thread sleeps: none where there are more threads than processors,
-  // since what it waits for needs one.
+  // Rounds of a wait before the thread sleeps: none where there are more threads than
+  // processors, since what it waits for needs one.
   const int spins_;
   std::vector<std::thread> workers_;
   const std::function<void(int)>* job_ = nullptr;

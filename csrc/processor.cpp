@@ -7,7 +7,8 @@
 
 namespace headrace {
 
-// __builtin_cpu_supports also asks the operating system whether it saves the wide registers.
+// __builtin_cpu_supports also asks the operating system whether it saves the wide
+// registers.
 std::vector<std::string> processor_isas() {
   std::vector<std::string> names{"portable"};
 #if defined(__x86_64__)

@@ -5,7 +5,8 @@
 
 namespace headrace {
 
-// Names of the instruction sets that kernels exist for and this processor has, best last.
+// Names of the instruction sets that kernels exist for and this processor has, best
+// last.
 std::vector<std::string> processor_isas();
 
 }  // namespace headrace

@@ -14,8 +14,9 @@ constexpr double kGreedyBelow = 1e-5;  // temperatures under this count as 0
 constexpr int kFew = 128;              // tokens that are sorted rather than divided further
 constexpr double kFarthest = 87;       // weights further down, in temperatures, are 0
 
-// A row with its peaks, and the memory to work on it. The row may be a caller's array, which
-// another thread can write to meanwhile: the token is then any, but one of the vocabulary.
+// A row with its peaks, and the memory to work on it. The row may be a caller's array,
+// which another thread can write to meanwhile: the token is then any, but one of the
+// vocabulary.
 class Row {
  public:
   Row(const Kernels& kernels, const float* logits, int size, Scratch& scratch)
@@ -58,8 +59,8 @@ class Row {
   std::span<const int> sorted(Cut from, Cut to) const;
 
  private:
-  // Two cuts between which a set of best tokens ends: the narrower does not hold enough; the wider
-  // does, or it is all there is.
+  // Two cuts between which a set of best tokens ends: the narrower does not hold
+  // enough; the wider does, or it is all there is.
   struct Bracket {
     Cut narrower;
     Share inside;  // the narrower
@@ -73,8 +74,8 @@ class Row {
   LogitRow row_;
 };
 
-// Lower for a higher logit, of equal ones for the lower id, which is the low half. An integer, so
-// that there is an order of any logits.
+// Lower for a higher logit, of equal ones for the lower id, which is the low half. An
+// integer, so that there is an order of any logits.
 uint64_t rank(float logit, int id) {
   const auto bits = std::bit_cast<uint32_t>(logit + 0.0f);  // of the two zeros one
   const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000;
@@ -92,8 +93,8 @@ std::span<const int> Row::sorted(Cut from, Cut to) const {
   return ids;
 }
 
-// Goes down from the top in steps that double, then halves the last until few tokens, or equal
-// ones, are left in it.
+// Goes down from the top in steps that double, then halves the last until few tokens,
+// or equal ones, are left in it.
 template <class Measure, class Enough>
 Row::Bracket Row::bracket(Cut cut, double step, Measure&& measure, Enough&& enough) const {
   Bracket b{down_to(std::nextafter(row_.top, kInfinity)), {0, 0}, cut};
@@ -151,7 +152,8 @@ Cut Row::nucleus(Cut cut, double temperature, double p) const {
   return ids.empty() ? b.wider : Cut{row_.logits[ids[last]], ids[last]};
 }
 
-// min_p, then top_k, then top_p: each keeps the best of the tokens that those before it kept.
+// min_p, then top_k, then top_p: each keeps the best of the tokens that those before it
+// kept.
 Cut filter(const Row& row, const SamplingOptions& options) {
   Cut cut = row.all();
   if (options.min_p > 0)
@@ -304,8 +306,8 @@ void Sampler::probabilities(const float* logits, uint32_t position, Mask mask, d
 }
 
 std::pair<double, double> Sampler::uniforms(uint32_t position) const {
-  // Philox as in `noisiest`, with another last word of the counter, which gives blocks of their
-  // own.
+  // Philox as in `noisiest`, with another last word of the counter, which gives blocks
+  // of their own.
   const uint32_t counter[] = {0, position, seq_index_, 1};
   const uint32_t key[] = {static_cast<uint32_t>(options_.seed),
                           static_cast<uint32_t>(options_.seed >> 32)};

@@ -1,5 +1,5 @@
-// Choosing a token from a row of logits. Everything here depends on the row, the sequence's own
-// history and its seed only.
+// Choosing a token from a row of logits. Everything here depends on the row, the
+// sequence's own history and its seed only.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +42,8 @@ struct TokenLogprobs {
   std::vector<float> top_logprobs;
 };
 
-// The tokens that may be drawn from a row: bit i % 32 of word i / 32 is token i's. None at all:
-// every token may.
+// The tokens that may be drawn from a row: bit i % 32 of word i / 32 is token i's. None
+// at all: every token may.
 using Mask = const uint32_t*;
 constexpr int kMaskBits = 32;
 constexpr int mask_words(int vocab) { return (vocab + kMaskBits - 1) / kMaskBits; }
@@ -53,8 +53,8 @@ struct Drawn {
   std::optional<TokenLogprobs> logprobs;
 };
 
-// Memory that a thread's draws use one after the other: as large as a row, too large to be taken
-// anew for each.
+// Memory that a thread's draws use one after the other: as large as a row, too large to
+// be taken anew for each.
 struct Scratch {
   std::vector<float> peaks, weights, adjusted;
   std::vector<int> ids;
@@ -90,24 +90,27 @@ class Sampler {
   }  // a copy elsewhere of what was seen is out of date if this is more than then
   OneCaller& caller() { return caller_; }  // a caller that draws has a turn
 
-  // The token at `position` from a row as wide as the vocabulary, of those that the mask allows; it
-  // becomes part of the state. Log-probabilities, which are those of the row itself, if
-  // num_logprobs >= 0. Throws NonFiniteLogits, also where no token is left.
+  // The token at `position` from a row as wide as the vocabulary, of those that the
+  // mask allows; it becomes part of the state. Log-probabilities, which are those of
+  // the row itself, if num_logprobs >= 0. Throws NonFiniteLogits, also where no token
+  // is left.
   Drawn draw(const float* logits, uint32_t position, Mask mask, int num_logprobs, Scratch& scratch);
 
-  // The likeliest tokens of the row under biases, penalties, bans and mask, at temperature 1; those
-  // of the top token itself come with them. Throws NonFiniteLogits.
+  // The likeliest tokens of the row under biases, penalties, bans and mask, at
+  // temperature 1; those of the top token itself come with them. Throws
+  // NonFiniteLogits.
   TokenLogprobs likeliest(const float* logits, uint32_t position, Mask mask, int count,
                           Scratch& scratch) const;
 
-  // A token that was chosen elsewhere becomes part of the state, as if it had been drawn.
+  // A token that was chosen elsewhere becomes part of the state, as if it had been
+  // drawn.
   void append(int token);
 
   // The distribution that `draw` draws from, [vocab]. Throws NonFiniteLogits.
   void probabilities(const float* logits, uint32_t position, Mask mask, double* out,
                      Scratch& scratch) const;
-  // Two numbers between 0 and 1 that belong to the position, independent of the noise that `draw`
-  // uses.
+  // Two numbers between 0 and 1 that belong to the position, independent of the noise
+  // that `draw` uses.
   std::pair<double, double> uniforms(uint32_t position) const;
 
  private:
@@ -126,8 +129,8 @@ class Sampler {
   std::unordered_map<int, size_t> index_;  // of a token in seen_
 };
 
-// Draft tokens below the last known token of a sequence: node i follows node parents[i] < i, or
-// that token if it is -1.
+// Draft tokens below the last known token of a sequence: node i follows node parents[i]
+// < i, or that token if it is -1.
 struct DraftTree {
   std::span<const int> tokens, parents;
 };
@@ -138,16 +141,17 @@ struct Verified {
   std::vector<TokenLogprobs> logprobs;  // of each token, if they were asked for
 };
 
-// Draws a token, goes to the first draft node that has it, and so on until there is none. The rows
-// of the nodes follow `logits`, that of the last known token, and so do their masks, if there are
-// any; `position` is that of the first token. Throws NonFiniteLogits.
+// Draws a token, goes to the first draft node that has it, and so on until there is
+// none. The rows of the nodes follow `logits`, that of the last known token, and so do
+// their masks, if there are any; `position` is that of the first token. Throws
+// NonFiniteLogits.
 Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft,
                       Mask masks, int num_logprobs, Scratch& scratch);
 
-// Draws a token, and then the next best under the same noise, up to `width`; the logits of drawn
-// tokens become -inf. It ends early where no token is left; throws NonFiniteLogits where there is
-// not one. The first token becomes part of the state of `sampler`, which draws as sequence
-// `seq_index` of its request does.
+// Draws a token, and then the next best under the same noise, up to `width`; the logits
+// of drawn tokens become -inf. It ends early where no token is left; throws
+// NonFiniteLogits where there is not one. The first token becomes part of the state of
+// `sampler`, which draws as sequence `seq_index` of its request does.
 std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, Mask mask,
                         uint32_t seq_index, int width, Scratch& scratch);
 

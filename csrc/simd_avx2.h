@@ -1,4 +1,5 @@
-// 16-lane vectors as two AVX2 halves. Included inside the namespace of an instruction set.
+// 16-lane vectors as two AVX2 halves. Included inside the namespace of an instruction
+// set.
 struct Vf {
   __m256 a, b;
 };
@@ -178,8 +179,8 @@ HR_INLINE __m256i fields_half(__m256i x, int down, int mask) {
                                    : x;
   return _mm256_and_si256(moved, _mm256_set1_epi8(static_cast<char>(mask)));
 }
-// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is
-// negative.
+// Of each byte the bits of the mask, once it has been moved so many bits down; up,
+// where that is negative.
 HR_INLINE Vb fields(Vb x, int down, int mask) {
   return {fields_half(x.a, down, mask), fields_half(x.b, down, mask)};
 }
@@ -269,8 +270,8 @@ HR_INLINE Vi add_pairs(Vi acc, Vi shorts, int16_t factor) {
   const __m256i f = _mm256_set1_epi16(factor);
   return add(acc, {_mm256_madd_epi16(shorts.a, f), _mm256_madd_epi16(shorts.b, f)});
 }
-// Holds the compiler to the order of the source, or it makes all products first and keeps them in
-// memory.
+// Holds the compiler to the order of the source, or it makes all products first and
+// keeps them in memory.
 HR_INLINE void stay_in_registers(Vi& x) { asm volatile("" : "+x"(x.a), "+x"(x.b)); }
 HR_INLINE void stay_in_registers(Vf& x) { asm volatile("" : "+x"(x.a), "+x"(x.b)); }
 HR_INLINE __m256i quad(const int8_t* x) {
@@ -278,13 +279,13 @@ HR_INLINE __m256i quad(const int8_t* x) {
   memcpy(&bytes, x, 4);
   return _mm256_set1_epi32(bytes);
 }
-// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines
-// lines. Bits is the width of w.
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j +
+// b] over Lines lines. Bits is the width of w.
 //
-// Sums stay in 16 bits as long as none can overflow, with |x| <= 127: over 8 lines of 4 bits, 4 of
-// 5 bits, 2 of 6 bits. Codes of 8 bits are two of 4. Rows share the loads of w, as many as there
-// are registers for their sums. Codes of 8 bits as two of 4: those that are looked up have a table
-// for each.
+// Sums stay in 16 bits as long as none can overflow, with |x| <= 127: over 8 lines of 4
+// bits, 4 of 5 bits, 2 of 6 bits. Codes of 8 bits are two of 4. Rows share the loads of
+// w, as many as there are registers for their sums. Codes of 8 bits as two of 4: those
+// that are looked up have a table for each.
 template <class W>
 HR_INLINE Vb low_nibbles(const W& w, int j) {
   if constexpr (requires { w.low_nibbles(j); })
@@ -334,8 +335,8 @@ HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
   }
 }
 
-// The sums of w[j][4 lane + b] over Lines lines and b, in bytes at first, of as many lines as do
-// not overflow them. Bits is the width of w.
+// The sums of w[j][4 lane + b] over Lines lines and b, in bytes at first, of as many
+// lines as do not overflow them. Bits is the width of w.
 template <int Bits, int Lines, class W>
 HR_INLINE Vi code_sums(const W& w) {
   constexpr bool twice = Bits == 8;

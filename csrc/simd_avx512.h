@@ -1,8 +1,9 @@
-// 16-lane vectors as one AVX-512 register. Included inside the namespace of an instruction set.
-// The dot products are inline assembly: with intrinsics GCC 12 neither folds the broadcast into the
-// instruction nor keeps the accumulators of a 16-row block in registers. Those of integers are
-// volatile, so that they stay in the order of the source: two sums in turns are a tenth faster than
-// one after the other and, on Zen 4, faster than four.
+// 16-lane vectors as one AVX-512 register. Included inside the namespace of an
+// instruction set. The dot products are inline assembly: with intrinsics GCC 12 neither
+// folds the broadcast into the instruction nor keeps the accumulators of a 16-row block
+// in registers. Those of integers are volatile, so that they stay in the order of the
+// source: two sums in turns are a tenth faster than one after the other and, on Zen 4,
+// faster than four.
 using Vf = __m512;
 struct Vi {
   __m512i v;
@@ -114,8 +115,8 @@ HR_INLINE __m512i moved_down(__m512i x, int down) {
   const auto words = reinterpret_cast<Words>(x);
   return reinterpret_cast<__m512i>(down < 0 ? words << -down : words >> down);
 }
-// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is
-// negative.
+// Of each byte the bits of the mask, once it has been moved so many bits down; up,
+// where that is negative.
 HR_INLINE Vb fields(Vb x, int down, int mask) {
   return {mask == 255
               ? x.v
@@ -185,8 +186,8 @@ HR_INLINE Vs code_pairs(Vb x, int down) {
 // There are 32: nothing needs to be held there.
 HR_INLINE void stay_in_registers(const Vi&) {}
 HR_INLINE void stay_in_registers(const Vf&) {}
-// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines
-// lines, whatever the width of w.
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j +
+// b] over Lines lines, whatever the width of w.
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
 #pragma GCC unroll 8

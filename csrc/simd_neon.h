@@ -1,6 +1,6 @@
-// 16-lane vectors as four NEON quarters, for processors with dot products of bytes. Included inside
-// the namespace of an instruction set. What is rounded is rounded as in AVX2, and in the same
-// order.
+// 16-lane vectors as four NEON quarters, for processors with dot products of bytes.
+// Included inside the namespace of an instruction set. What is rounded is rounded as in
+// AVX2, and in the same order.
 struct Vf {
   float32x4_t q[4];
 };
@@ -105,8 +105,8 @@ HR_INLINE void store(uint32_t* p, Vi x) {
   for (int i = 0; i < 4; i++) vst1q_u32(p + 4 * i, vreinterpretq_u32_s32(x.q[i]));
 }
 HR_INLINE Vf to_float(Vi x) { return QUARTERS(Vf, vcvtq_f32_s32(x.q[i])); }
-// What no int32 is becomes the least one, as x86 has it; NEON's own conversion gives 0 or the
-// nearest.
+// What no int32 is becomes the least one, as x86 has it; NEON's own conversion gives 0
+// or the nearest.
 HR_INLINE Vi round_to_int(Vf x) {
   return QUARTERS(Vi, vbslq_s32(vcltq_f32(x.q[i], vdupq_n_f32(0x1p31f)), vcvtnq_s32_f32(x.q[i]),
                                 vdupq_n_s32(INT32_MIN)));
@@ -170,8 +170,8 @@ HR_INLINE uint8x16_t fields_quarter(uint8x16_t x, int down, int mask) {
   return vandq_u8(vshlq_u8(x, vdupq_n_s8(static_cast<int8_t>(-down))),
                   vdupq_n_u8(static_cast<uint8_t>(mask)));
 }
-// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is
-// negative.
+// Of each byte the bits of the mask, once it has been moved so many bits down; up,
+// where that is negative.
 HR_INLINE Vb fields(Vb x, int down, int mask) {
   return QUARTERS(Vb, fields_quarter(x.q[i], down, mask));
 }
@@ -241,9 +241,9 @@ HR_INLINE Vs code_pairs(Vb x, int down) {
 // There are 32 registers: nothing needs to be held there.
 HR_INLINE void stay_in_registers(const Vi&) {}
 HR_INLINE void stay_in_registers(const Vf&) {}
-// Both operands of the instruction are signed. A code of fewer than 8 bits is the same number
-// either way; one of 8 bits is taken from 128 down, and 128 times the sum of the four activations,
-// the same in all lanes, makes up for it.
+// Both operands of the instruction are signed. A code of fewer than 8 bits is the same
+// number either way; one of 8 bits is taken from 128 down, and 128 times the sum of the
+// four activations, the same in all lanes, makes up for it.
 template <int Bits>
 HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
   int32_t quad;
@@ -254,8 +254,8 @@ HR_INLINE Vi dot(Vi acc, Vb w, const int8_t* x) {
   return QUARTERS(Vi, vdotq_s32(vsubq_s32(acc.q[i], below),
                                 vreinterpretq_s8_u8(veorq_u8(w.q[i], vdupq_n_u8(128))), xx));
 }
-// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines
-// lines. Bits is the width of w.
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j +
+// b] over Lines lines. Bits is the width of w.
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
   for (int j = 0; j < Lines; j++) {

@@ -1,12 +1,13 @@
-// Pairs of bf16 for instruction sets that do not multiply them. Included by their vector headers.
+// Pairs of bf16 for instruction sets that do not multiply them. Included by their
+// vector headers.
 constexpr bool kHasBf16 = false;
 using Pair = float;
 constexpr int kPairStride = 2;
 HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
   return fma(odd_bf16(w), set1(x[1]), fma(even_bf16(w), set1(x[0]), acc));
 }
-// sums[n] += a line of pairs times x[n * stride]. One half of the line at a time, so that 16
-// registers have room for the sums.
+// sums[n] += a line of pairs times x[n * stride]. One half of the line at a time, so
+// that 16 registers have room for the sums.
 template <int N>
 HR_INLINE void dot_pairs(Vf (&sums)[N], const uint8_t* line, const Pair* x, size_t stride) {
   x = reload(x);

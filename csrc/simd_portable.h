@@ -1,6 +1,6 @@
-// 16-lane vectors in the vector extension of GCC and Clang: any processor, in whatever width it
-// has. Included inside the namespace of an instruction set; simd_avx2.h and simd_avx512.h offer the
-// same names.
+// 16-lane vectors in the vector extension of GCC and Clang: any processor, in whatever
+// width it has. Included inside the namespace of an instruction set; simd_avx2.h and
+// simd_avx512.h offer the same names.
 typedef float Vf __attribute__((vector_size(64)));
 typedef int32_t Vint __attribute__((vector_size(64)));
 struct Vi {
@@ -158,8 +158,8 @@ HR_INLINE Vb load_bytes(const uint8_t* p) {
   memcpy(&r, p, 64);
   return r;
 }
-// Of each byte the bits of the mask, once it has been moved so many bits down; up, where that is
-// negative.
+// Of each byte the bits of the mask, once it has been moved so many bits down; up,
+// where that is negative.
 HR_INLINE Vb fields(Vb a, int down, int mask) {
   return {(down < 0 ? a.v << -down : a.v >> down) &
           static_cast<int32_t>(static_cast<uint32_t>(mask) * 0x01010101u)};
@@ -235,8 +235,8 @@ HR_INLINE Vs code_pairs(Vb a, int down) {
 }
 HR_INLINE void stay_in_registers(const Vi&) {}
 HR_INLINE void stay_in_registers(const Vf&) {}
-// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j + b] over Lines
-// lines. Bits is the width of w.
+// Of R rows of x, 32 bytes apart: sums[i] += sum of w[j][4 lane + b] * x[32 i + 4 j +
+// b] over Lines lines. Bits is the width of w.
 template <int Bits, int Lines, int R, class W>
 HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
   for (int j = 0; j < Lines; j++)

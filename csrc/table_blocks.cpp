@@ -1,5 +1,5 @@
-// The blocks are those of ggml (`block_iq4_nl` and so on in `ggml-common.h`); what they mean is in
-// headrace/quant/gguf_blocks.py.
+// The blocks are those of ggml (`block_iq4_nl` and so on in `ggml-common.h`); what they
+// mean is in headrace/quant/gguf_blocks.py.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -24,8 +24,8 @@ void read_iq4_nl(const uint8_t* b, uint8_t* codes,
   }
 }
 
-// Codes 0 to 3 that stand for -1 to 2 become integers of 2 bits around 2, of the other sign, and so
-// does their scale.
+// Codes 0 to 3 that stand for -1 to 2 become integers of 2 bits around 2, of the other
+// sign, and so does their scale.
 uint8_t around_two(int code) { return static_cast<uint8_t>(code ^ 3); }
 uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
@@ -49,7 +49,8 @@ void read_tq2_0(const uint8_t* b, uint8_t* codes, uint16_t* scales) {  // codes[
   scales[0] = negative(half_at(b + 64));
 }
 
-// e4m3 without its sign as f16: ggml has 0 for its NaN, and a number for the one with a sign.
+// e4m3 without its sign as f16: ggml has 0 for its NaN, and a number for the one with a
+// sign.
 uint16_t half_of_e4m3(uint8_t code) {
   constexpr uint16_t kSubnormal[] = {0, 0x1800, 0x1c00, 0x1e00, 0x2000, 0x2100, 0x2200, 0x2300};
   if (code == 127) return 0;

@@ -1,5 +1,5 @@
-// Tiles of outputs, as linear ops and experts compute them: 16 columns for up to 16 rows of a
-// block.
+// Tiles of outputs, as linear ops and experts compute them: 16 columns for up to 16
+// rows of a block.
 #pragma once
 #include <algorithm>
 
@@ -9,8 +9,8 @@ namespace headrace {
 
 constexpr int kMaxBlockRows = 16;
 
-// Tile `t` of a weight times a block of `rows` activation rows: out[rows][16], plus the bias unless
-// that is null.
+// Tile `t` of a weight times a block of `rows` activation rows: out[rows][16], plus the
+// bias unless that is null.
 inline void multiply(const Plan& plan, const Weight& w, int t, bool offset, const uint8_t* block,
                      int rows, const float* bias, float* out) {
   const Kernels& k = plan.kernels();
@@ -26,9 +26,9 @@ struct GatedUnit {
   const float *gate_bias, *up_bias;
 };
 
-// Columns 32 group .. of a gated unit: out[rows][32], with zeros beyond the width. `gate_block` and
-// `up_block` are the same rows, each in the form that its weight is multiplied with; `activate`
-// makes a tile of what comes of gate and up.
+// Columns 32 group .. of a gated unit: out[rows][32], with zeros beyond the width.
+// `gate_block` and `up_block` are the same rows, each in the form that its weight is
+// multiplied with; `activate` makes a tile of what comes of gate and up.
 inline void gated_group(const Plan& plan, const GatedUnit& unit, int group,
                         const uint8_t* gate_block, const uint8_t* up_block, int rows,
                         Kernels::GluTile activate, float* out) {

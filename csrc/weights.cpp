@@ -13,7 +13,8 @@
 namespace headrace {
 namespace {
 
-// Codes and scales of 32 columns of one row, in the terms of the packed unit that they go to.
+// Codes and scales of 32 columns of one row, in the terms of the packed unit that they
+// go to.
 struct Group {
   uint8_t codes[32];
   uint16_t scale, min;  // f16, plain formats
@@ -53,8 +54,8 @@ void scale_min_k4(const uint8_t* s, int j, int8_t* scale, uint8_t* min) {
   }
 }
 
-// Each reader takes the block that holds group g (counted inside the block) and fills what its
-// packed format needs.
+// Each reader takes the block that holds group g (counted inside the block) and fills
+// what its packed format needs.
 void read_q4_0(const uint8_t* b, int, Group& r) {
   r.scale = read16(b);
   nibbles(b + 2, r.codes);
@@ -135,8 +136,8 @@ void read_q6_k(const uint8_t* b, int g, Group& r) {  // low bits[128], high bits
   r.d = read16(b + 208);
 }
 
-// The exponent of values that are doubled. Those below 2^-126 are 0: no product with them would be
-// a normal number.
+// The exponent of values that are doubled. Those below 2^-126 are 0: no product with
+// them would be a normal number.
 uint8_t half_power(uint8_t e) { return e ? static_cast<uint8_t>(e - 1) : 0; }
 
 void read_mxfp4(const uint8_t* b, int, Group& r) {
@@ -186,8 +187,8 @@ void place(uint8_t* unit, int g, int r, const Group& group) {
   place_codes<kShape.bits>(group.codes, lines);
 }
 
-// Row r of a tile. One function for each format of a file, so that what to do with a group is known
-// when it is compiled.
+// Row r of a tile. One function for each format of a file, so that what to do with a
+// group is known when it is compiled.
 template <Format kFormat, int kBlockColumns, int kBlockBytes,
           void (*kRead)(const uint8_t*, int, Group&)>
 void pack_grouped_row(const uint8_t* row, const uint8_t* block_scales, int cols, uint8_t* tile,
@@ -213,13 +214,15 @@ void pack_float_row(Format f, const uint8_t* row, int cols, uint8_t* tile, int r
   }
 }
 
-// int8: [columns / 4][16][4] codes of which 128 is zero, and the row's scale behind the last.
+// int8: [columns / 4][16][4] codes of which 128 is zero, and the row's scale behind the
+// last.
 void pack_i8_row(const uint8_t* row, int cols, float scale, uint8_t* tile, int units, int r) {
   for (int k = 0; k < cols; k++) tile[k / 4 * 64 + 4 * r + k % 4] = row[k] ^ 0x80;
   std::memcpy(tile + static_cast<size_t>(units) * unit_bytes(Format::kI8Row) + 4 * r, &scale, 4);
 }
 
-// What a file calls a format, the bytes of its blocks, and the way from there to the packed one.
+// What a file calls a format, the bytes of its blocks, and the way from there to the
+// packed one.
 struct Source {
   const char* name;
   Format format;

@@ -11,10 +11,10 @@
 
 namespace headrace {
 
-// A matrix as it comes from a file: row after row of blocks in one of the formats that files know,
-// and beside them the scales of the rows, or those of the blocks of each row, in formats that have
-// these. Values that codes are the numbers of come with it where they are integers: 16, or the
-// points of a grid.
+// A matrix as it comes from a file: row after row of blocks in one of the formats that
+// files know, and beside them the scales of the rows, or those of the blocks of each
+// row, in formats that have these. Values that codes are the numbers of come with it
+// where they are integers: 16, or the points of a grid.
 struct Stored {
   std::string format;
   int rows, cols;
@@ -40,8 +40,8 @@ struct TableSpec {
   std::array<float, 16> values = {};  // of kLookup4
 };
 
-// Rows of such a matrix, one after the other: first is a multiple of 16, and so is count unless
-// they are the last.
+// Rows of such a matrix, one after the other: first is a multiple of 16, and so is
+// count unless they are the last.
 struct TableRows {
   int first, count;
   const uint8_t* codes;   // [count][cols]
@@ -65,7 +65,8 @@ struct Weight {
   }
 };
 
-// The packed format of a stored one. Throws std::invalid_argument for a name that is not known.
+// The packed format of a stored one. Throws std::invalid_argument for a name that is
+// not known.
 Format packed_format(const std::string& stored);
 
 // Bytes that the packed tiles of a matrix take. Throws as packed_format does.
@@ -77,12 +78,12 @@ constexpr size_t vector_bytes(int n) { return static_cast<size_t>(n + 15) / 16 *
 // Throws std::invalid_argument for parts that do not fit together.
 void check_stored(const Stored& stored);
 
-// The same for the rows alone, whose blocks have so many columns and bytes; returns how many rows
-// are stored.
+// The same for the rows alone, whose blocks have so many columns and bytes; returns how
+// many rows are stored.
 size_t check_rows(const Stored& stored, int block_columns, int block_bytes);
 
-// Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the tile's own
-// size), with all threads. `points` are those of its grid, if it has one.
+// Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the
+// tile's own size), with all threads. `points` are those of its grid, if it has one.
 Weight pack(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride, Pool& pool);
 
 // Throws std::invalid_argument for a matrix that no kernel reads.
@@ -94,8 +95,8 @@ Weight empty_table(const TableSpec& spec);
 // Packs rows into their tiles, with all threads.
 void pack_table(const Weight& weight, const TableRows& rows, Pool& pool);
 
-// Packs all rows of such a matrix as they come from a file; the first throws std::invalid_argument
-// for blocks that are not of its kind.
+// Packs all rows of such a matrix as they come from a file; the first throws
+// std::invalid_argument for blocks that are not of its kind.
 void check_table_blocks(const Weight& weight, const Stored& stored);
 void pack_table_blocks(const Weight& weight, const Stored& stored, Pool& pool);
 

@@ -1,5 +1,5 @@
-// Matrices whose scales lie in a table: one number of a packed one, and blocks of files that are
-// taken apart into such rows.
+// Matrices whose scales lie in a table: one number of a packed one, and blocks of files
+// that are taken apart into such rows.
 #pragma once
 #include <string>
 
