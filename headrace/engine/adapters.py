@@ -1,4 +1,4 @@
-"""The adapters that an engine has loaded, and the number of requests that use them."""
+"""Loaded adapters, and the number of requests that use each."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -11,19 +11,13 @@ from headrace.validation import check_names
 
 @dataclass(eq=False)
 class LoadedAdapter:
-    """An adapter in the memory of the executable."""
-
     name: str
     number: int
-    """Number of the adapter in the batches of the executable."""
     scope: str
-    """Scope within which requests may share KV. An adapter that is loaded later under the same name
-    has another scope.
+    """KV is shared only within a scope. An adapter loaded later under the same name has another
+    scope.
     """
     num_users: int = 0
-    """Running and waiting requests that use the adapter. An unloaded adapter is removed when its
-    last user ends.
-    """
 
 
 class Adapters:
@@ -36,7 +30,6 @@ class Adapters:
 
     @property
     def users(self) -> dict[str, int]:
-        """Number of unfinished requests of each adapter, by name."""
         return {name: adapter.num_users for name, adapter in self._loaded.items()}
 
     def load(self, name: str, adapter: Adapter) -> None:
@@ -50,20 +43,21 @@ class Adapters:
         self._loaded[name] = LoadedAdapter(name, number, scope)
 
     def unload(self, name: str) -> None:
-        """Unload an adapter; unfinished requests keep it. Raises RequestError if it is not
-        loaded.
+        """Unload an adapter; its last unfinished request frees it. Raises RequestError if it is
+        not loaded.
         """
         self.check(name)
         self._remove_unused(self._loaded.pop(name))
 
     def check(self, name: str) -> None:
-        """Raise RequestError if no adapter of this name is loaded."""
         if not self._loaded:
             raise RequestError(f"unknown adapter {name!r}; no adapter is loaded")
         check_names("adapter", [name], self._loaded)
 
     def find(self, name: str | None) -> LoadedAdapter | None:
-        """Return the adapter that a request names, if any. Raises RequestError as `check` does."""
+        """Return the adapter that a request names, if any. Raises RequestError if it is not
+        loaded.
+        """
         if name is None:
             return None
         self.check(name)

@@ -14,10 +14,8 @@ WORD_BITS = 64
 
 
 def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
-    """Return the batch of all rows.
-
-    Also sets, in each scheduled sequence, the indices of its rows among the logit rows and among
-    the pooled rows.
+    """Return the batch, and set each sequence's indices among the logit rows and the pooled
+    rows.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -71,9 +69,8 @@ def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBa
 
 
 def _token_source(scheduled: list[ScheduledSequence], row_start: list[int]) -> Ints | None:
-    """Return the op of the last launch that samples each pending token, [rows].
-
-    Returns None if all tokens are known.
+    """Return the last launch's op that samples each pending token, [rows]; None if all are
+    known.
     """
     if not any(item.seq.num_pending for item in scheduled):
         return None
@@ -85,7 +82,6 @@ def _token_source(scheduled: list[ScheduledSequence], row_start: list[int]) -> I
 
 
 def _adapters(scheduled: list[ScheduledSequence]) -> Ints | None:
-    """Return the adapter number of each sequence, [sequences]; None if no sequence has one."""
     adapters = [item.seq.request.adapter for item in scheduled]
     if not any(adapters):
         return None
@@ -103,9 +99,8 @@ def _depths(draft: DraftTree) -> Iterator[int]:
 def _ancestors(
     scheduled: list[ScheduledSequence], row_start: list[int]
 ) -> NDArray[np.uint64] | None:
-    """Return a bit for each draft row that a row sees, [rows, words].
-
-    Returns None if every draft is a chain, in which all earlier nodes are ancestors.
+    """Return a bit for each draft row that a row sees, [rows, words]; None if all drafts are
+    chains.
     """
     if all(
         parent == node - 1 for item in scheduled for node, parent in enumerate(item.draft.parents)

@@ -5,15 +5,11 @@ from heapq import heapify, heappop, heappush
 from headrace.engine.sequence import Request
 
 _MAX_SPARE = 16
-"""Heap entries of ended requests that are tolerated in any case."""
+"""Heap entries of ended requests that are always tolerated."""
 
 
 class Deadlines:
-    """The times at which requests end, in seconds of the engine's clock.
-
-    The times are a heap. Entries of requests that ended earlier stay in it until they outnumber the
-    others.
-    """
+    """A heap of deadlines, in seconds of the engine's clock, with lazy deletion."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []  # time, number, request
@@ -27,7 +23,6 @@ class Deadlines:
         heappush(self._heap, (time, request.number, request))
 
     def discard(self, request: Request) -> None:
-        """Forget a request that has ended, if it has a deadline."""
         self._live.discard(request)
         if len(self._heap) > 2 * len(self._live) + _MAX_SPARE:
             self._heap = [entry for entry in self._heap if entry[2] in self._live]

@@ -1,7 +1,4 @@
-"""The engine: requests in, updates out.
-
-An engine has no thread of its own. `engine/thread.py` makes sure that one thread at a time uses it.
-"""
+"""The engine: requests in, updates out. It has no thread of its own (`engine/thread.py`)."""
 
 import logging
 import os
@@ -52,25 +49,21 @@ from headrace.stats import BlockMap, Stats
 from headrace.validation import token_ids
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
-"""Schedulers by `EngineConfig.batching`."""
 
 NO_PROPOSERS: Mapping[str, Proposer] = MappingProxyType({})
-"""Plain decoding."""
 
 _log = logging.getLogger("headrace.engine")
 
 
 @frozen
 class EngineLimits:
-    """The limits of a model and its executable."""
+    """Limits of a model and its executable."""
 
     vocab_size: int
-    """Width of a row of logits."""
     max_model_len: int
     """Max tokens of a sequence, prompt and output together."""
     kv: KvConfig
     kv_groups: tuple[KvGroup, ...]
-    """Groups of layers with the same KV layout and attention window."""
     attention_crossover: float = inf
     """Context length at which attention takes as long as the rest of a row."""
 
@@ -88,7 +81,6 @@ class Engine:
         name: str = "",
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`headrace top` shows `name`. `clock` returns the time in seconds."""
         self.name = name
         self.limits = limits
         self.config = config
@@ -135,7 +127,7 @@ class Engine:
         prompt: str | None = None,
         output_token_ids: Iterable[Iterable[int]] = (),
     ) -> str:
-        """Check a request, queue it, and return its id: `check` and `add` in one call."""
+        """Check and queue a request, and return its id."""
         self._check_open()
         checked = self.check(
             prompt_token_ids, params, options, prompt=prompt, output_token_ids=output_token_ids
@@ -155,10 +147,11 @@ class Engine:
         """Check a request without queueing it, and return it for `add`.
 
         With `pooling` the prompt is embedded, and `params` is not used. `output_token_ids` are
-        tokens that another engine generated for the request with the same seed; this engine
-        continues with the tokens that the other engine would have generated next.
+        tokens that another engine generated with the same seed; this engine continues after
+        them.
 
-        Raises RequestError if this engine cannot serve the request. May be called from any thread.
+        Raises RequestError if this engine cannot serve the request. May be called from any
+        thread.
         """
         try:
             params = SamplingParams() if params is None else params
@@ -195,10 +188,10 @@ class Engine:
     def add(
         self, checked: CheckedRequest, request_id: str | None = None, *, only_result: bool = False
     ) -> str:
-        """Queue a request that `check` of this engine returned, and return its id.
+        """Queue a request that `check` returned, and return its id.
 
-        With `only_result` the request has a single update, its last. Raises RequestError if the id
-        is in use, or if the adapter has been unloaded since `check`.
+        With `only_result` it has a single update. Raises RequestError if the id is in use, or
+        if the adapter has been unloaded since `check`.
         """
         self._check_open()
         if request_id in self._requests:
@@ -253,10 +246,7 @@ class Engine:
         return result
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Load an adapter for requests that name it. Raises RequestError if the name is taken.
-
-        The base of the adapter must be the model's own weights.
-        """
+        """Load an adapter of the model's own weights. Raises RequestError if the name is taken."""
         self._check_open()
         self._adapters.load(name, adapter)
 
@@ -271,7 +261,6 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished, or a step is in flight."""
         return bool(self._requests or self._loop.in_flight)
 
     def step(self, should_stop: Callable[[], bool] = lambda: False) -> list[Update]:
@@ -279,8 +268,8 @@ class Engine:
 
         In plain decoding one call may run several steps; it returns early when `should_stop()`.
 
-        An error in the step is never raised. All admitted requests are recomputed with an empty KV
-        cache, each alone at first. The request with which a step fails again ends with the error.
+        An error in the step is never raised: all admitted requests are recomputed, each alone
+        at first. The request with which a step fails again ends with the error.
         """
         self._check_open()
         started = self._clock()
@@ -337,8 +326,7 @@ class Engine:
     def _recover(self, error: Exception, updates: list[Update]) -> None:
         """Restart the requests that a failed step may have touched, or fail the culprit.
 
-        A step may fail halfway through any change, so the steps in flight are discarded and all
-        blocks are freed. A suspect runs alone, so if one was in the step, it is the culprit.
+        A step may fail halfway through any change, so all blocks are freed.
         """
         self._meter.failed_steps += 1
         # The caller may keep the error; its frames would keep sequences and draft models alive.
@@ -427,7 +415,6 @@ class Engine:
         return snapshot.block_map(self._scheduler.running, self._kv, self.limits.kv_groups)
 
     def _record(self, with_map: bool) -> dict[str, Any]:
-        """Return the record that `headrace top` shows, as JSON values."""
         now = self._clock()
         num_seqs = len(self._scheduler.running) + len(self._scheduler.waiting)
         seqs = islice(snapshot.sequence_stats(self._scheduler, now), MAX_SEQUENCES)
@@ -481,10 +468,8 @@ class Engine:
     def _check_size(
         self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None
     ) -> None:
-        """Check that a request can run when it is alone.
-
-        Beams sample together, so they must fit in one step and in the KV cache together.
-        Independent sequences must fit one at a time.
+        """Check that a request can run alone. Beams must fit together, independent sequences
+        one by one.
         """
         width = params.beam_width or 1
         limits = {
@@ -516,10 +501,7 @@ class Engine:
                 )
 
     def _limit(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> int:
-        """Return the number of tokens, prompt and output, at which a sequence ends.
-
-        It is one more than the number of tokens that need KV.
-        """
+        """Return the length at which a sequence ends: one more than the tokens that need KV."""
         if pooling:
             return prompt_len + 1
         if params.max_tokens is None:
@@ -559,7 +541,6 @@ class Engine:
 
 
 def _host_tier(executable: Executable, limits: EngineLimits, config: EngineConfig) -> HostTier:
-    """Return the host memory of the prefix cache, which is empty unless offloading is on."""
     store = None
     if config.kv_offload_bytes and config.prefix_cache:
         store = executable.host_blocks(config.kv_offload_bytes)

@@ -1,7 +1,4 @@
-"""The end of sequences: by their tokens, by a timeout or abort of their request, or by an error.
-
-The blocks of a sequence that ends are freed.
-"""
+"""The end of sequences, which frees their blocks."""
 
 from headrace.batch import Commit
 from headrace.engine.scheduler import Scheduler
@@ -10,11 +7,10 @@ from headrace.outputs import FinishReason
 
 
 def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
-    """Append the new tokens to the output of a sequence, and end the sequence if they end it.
+    """Append the new tokens to the output, and return their number; 0 for beams.
 
-    An embedded prompt gets no tokens; it ends when all its rows are pooled. An error of the
-    tokenizer fails the request. Returns the number of new output tokens. It is 0 for beams, because
-    the tokens of a search count when it ends.
+    An embedded prompt ends when all its rows are pooled. An error of the tokenizer fails the
+    request.
     """
     request, output = seq.request, seq.output
     if request.pooling and request.pooling.vector is not None and output.finish_reason is None:

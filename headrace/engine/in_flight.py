@@ -1,5 +1,3 @@
-"""The record of a launched step that has not been finished."""
-
 from dataclasses import dataclass, field
 
 from headrace.acceptors import Acceptor
@@ -15,24 +13,20 @@ class InFlightStep:
 
     scheduled: list[ScheduledSequence]
     drafts: StepDrafts[ScheduledSequence] | None
-    """The drafts of the step; None while speculation is paused."""
+    """None while speculation is paused."""
     started: float
-    """Clock, in seconds, before the step was scheduled."""
+    """Seconds of the engine's clock, before the step was scheduled."""
     logit_ops: list[LogitOp] = field(default_factory=list)
-    """First the ops that score or pool prompts, then the ops that sample, in the order of `groups`.
-    """
+    """Ops that score or pool prompts, then ops that sample, in the order of `groups`."""
     groups: dict[Acceptor, list[ScheduledSequence]] = field(default_factory=dict)
-    """The sequences that sample, by acceptor."""
+    """Sequences that sample, by acceptor."""
     seqs: list[Sequence] = field(default_factory=list)
-    """All sequences of the step, and the sequences that the step forked from them."""
     num_rows: int = 0
-    """Rows of each launch."""
     tickets: list[Ticket] = field(default_factory=list)
-    """One ticket for each launch; multi-step decoding has several."""
+    """One ticket for each launch of multi-step decoding."""
     is_plain: bool = False
-    """Whether the step is plain decoding: one row and one sampled token for each sequence."""
+    """Whether each sequence has one row and one sampled token."""
 
     @property
     def needs_logits(self) -> bool:
-        """Whether an acceptor of the step reads the logits themselves."""
         return any(acceptor.needs_logits for acceptor in self.groups)

@@ -1,8 +1,7 @@
 """Jump-forward decoding: tokens that the grammar forces become the draft of their sequence.
 
-A token is forced if the mask allows only that token. One step takes all forced tokens of a
-sequence. Each is still sampled from its own row of logits, so only the number of steps changes,
-never a token. Proposers are not called for such a sequence, and do not learn from its draft.
+Each forced token is still sampled from its own row of logits, so only the number of steps
+changes.
 """
 
 from headrace.batch import Commit, DraftTree
@@ -10,9 +9,7 @@ from headrace.engine.scheduled import ScheduledSequence
 
 
 class JumpForward:
-    """Finds and counts forced tokens, up to `max_tokens` of a sequence in a step; 0 turns it
-    off.
-    """
+    """Drafts up to `max_tokens` forced tokens of a sequence in a step; 0 turns it off."""
 
     def __init__(self, max_tokens: int) -> None:
         self.num_accepted = 0
@@ -33,13 +30,11 @@ class JumpForward:
         return num_forced
 
     def draft(self, items: dict[ScheduledSequence, int]) -> None:
-        """Make the forced tokens of each sequence its draft, within its draft budget."""
         for item in items:
             item.forced = item.forced[: item.draft_budget]
             item.draft = DraftTree(item.forced, parents=list(range(-1, len(item.forced) - 1)))
 
     def count(self, item: ScheduledSequence, commit: Commit) -> int:
-        """Count and return the forced tokens of a commit."""
         num_accepted = len(commit.path) if item.forced else 0
         self.num_accepted += num_accepted
         return num_accepted

@@ -8,9 +8,9 @@ from typing import NamedTuple
 WINDOW = 4.0
 """Seconds over which a rate is measured."""
 HISTORY = 60
-"""Seconds of history, with one rate for each second."""
+"""Seconds, with one rate for each."""
 _MIN_SPACING = 0.5
-"""Min seconds between two marks. It bounds the number of marks."""
+"""Min seconds between two marks."""
 
 
 class Mark(NamedTuple):
@@ -20,17 +20,12 @@ class Mark(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Rates over the last `WINDOW` seconds."""
-
     tokens_per_second: float
     rows_per_second: float
 
 
 class Meter:
-    """Counts ended requests, failed steps, and output tokens and rows over time."""
-
     def __init__(self, now: float) -> None:
-        """`now` is the time in seconds. All other times are of the same clock."""
         self.finished = self.aborted = self.refused = self.failed_steps = 0
         self.rows_last = 0
         self.step_seconds = 0.0
@@ -41,9 +36,8 @@ class Meter:
     def record(
         self, started: float, ended: float, num_tokens: int, total_rows: int, num_steps: int
     ) -> None:
-        """Record `num_steps` steps that sampled `num_tokens` tokens in all.
-
-        `total_rows` counts all rows since the engine was created.
+        """Record `num_steps` steps that sampled `num_tokens` tokens. `total_rows` counts from
+        the start.
         """
         before = self.latest
         if started - self._marks[-1].time >= _MIN_SPACING:
@@ -53,7 +47,7 @@ class Meter:
         self.latest = Mark(ended, tokens=before.tokens + num_tokens, rows=total_rows)
 
     def rates(self, now: float) -> Rates:
-        """Return the rates over the last `WINDOW` seconds, or since the engine was created."""
+        """Return the rates over the last `WINDOW` seconds."""
         since = max(now - WINDOW, self._marks[0].time)
         seconds = now - since
         if seconds <= 0:
@@ -70,7 +64,6 @@ class Meter:
         return [round(after - before, 1) for before, after in pairwise(counts)]
 
     def _counts_at(self, time: float) -> tuple[float, float]:
-        """Return the tokens and rows counted up to a time, interpolated between two marks."""
         marks = [*self._marks, self.latest]
         after = bisect_right(marks, time, key=lambda mark: mark.time)
         if after == 0:

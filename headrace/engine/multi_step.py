@@ -1,10 +1,7 @@
-"""Multi-step decoding: several launches of plain decoding with little host work between them.
+"""Multi-step decoding: several launches of plain decoding with the host work of one.
 
-Most steps are alike: every sequence has one row and samples one token. The host work between two
-such steps takes up to a tenth of a small model's step. Multi-step decoding does that work once for
-several launches. Each launch takes its tokens from the launch before it
-(`RaggedBatch.token_source`), and all are finished together. Single steps would make the same
-launches, so the tokens are the same; they only reach the caller later.
+Each launch takes its tokens from the launch before it (`RaggedBatch.token_source`). The tokens
+are the same; they reach the caller later.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +19,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.logit_ops import LogitOp, SampleOp, SampleResult, ShiftedSampleOps, Ticket
 
 _MAX_LAUNCHES = 16
-"""Max number of launches in a row. No request can join, and no token reaches a caller, until all
-launches are finished.
-"""
+"""No request joins, and no token reaches a caller, until all launches are finished."""
 
 
 class MultiStep:
@@ -38,7 +33,6 @@ class MultiStep:
         config: EngineConfig,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` returns seconds."""
         self._scheduler = scheduler
         self._executable = executable
         self._block_size = block_size
@@ -50,14 +44,13 @@ class MultiStep:
         self._max_seconds = config.multi_step_ms / 1000
         self._clock = clock
         self._launch_seconds = 0.0
-        """Seconds of a launch in the last plain decoding, or in the first step; 0 before that."""
+        """Seconds of a launch in the last plain decoding, or in the first step."""
         self._last_finish = -inf
-        """Clock, in seconds, when the results of the last step were ready."""
+        """Seconds of the engine's clock, when the last step's results were ready."""
 
     def plan(self, scheduled: list[ScheduledSequence]) -> int:
-        """Return the max number of launches in a row, and reserve their slots.
-
-        Returns 0 if a sequence needs more than plain decoding.
+        """Reserve slots for several launches, and return the max number; 0 if plain decoding is
+        not enough.
         """
         if not self._is_on or not all(item.is_plain for item in scheduled):
             return 0
@@ -81,10 +74,9 @@ class MultiStep:
         logits: bool,
         hidden: bool,
     ) -> list[Ticket]:
-        """Launch a batch of plain decoding up to `max_launches` times.
+        """Launch up to `max_launches` times.
 
-        Stops early when a sequence ends, `max_seconds` or `multi_step_ms` have passed, or
-        `should_stop()`. `logits` and `hidden` are arguments of `Executable.launch`.
+        Stops early when a sequence ends, the time is up, or `should_stop()`.
         """
         seconds = min(self._max_seconds, max_seconds)
         max_launches = min(max_launches, self._launches_within(seconds))
@@ -110,10 +102,7 @@ class MultiStep:
         return tickets
 
     def record(self, step: InFlightStep) -> None:
-        """Record the time of a step whose results are ready.
-
-        If steps overlap, the step started no earlier than the step before it finished.
-        """
+        """Record the time of a step whose results are ready; overlapping steps count once."""
         started = max(step.started, self._last_finish)
         self._last_finish = self._clock()
         # A step with a prompt takes longer; it counts only as long as there is no other figure.
@@ -121,7 +110,6 @@ class MultiStep:
             self._launch_seconds = (self._last_finish - started) / len(step.tickets)
 
     def _launches_within(self, seconds: float) -> int:
-        """Return the number of launches that fill `seconds`, rounded up."""
         if not self._launch_seconds:
             return _MAX_LAUNCHES
         return max(1, min(_MAX_LAUNCHES, ceil(seconds / self._launch_seconds)))
@@ -133,9 +121,8 @@ class MultiStep:
         ops: list[LogitOp],
         num_launches: int,
     ) -> list[tuple[RaggedBatch, Sequence[LogitOp]]]:
-        """Return the batches of all launches and their ops.
-
-        All batches are made before the first launch, because a launch evicts the CPU caches.
+        """Return all batches and ops. They are made first, because a launch evicts the CPU
+        caches.
         """
         launches: list[tuple[RaggedBatch, Sequence[LogitOp]]] = [(batch, ops)]
         if num_launches == 1:
@@ -177,9 +164,6 @@ class MultiStep:
 
 
 def _any_ended(ticket: Ticket, end_ids: list[frozenset[int]]) -> bool:
-    """Whether the results are ready, and a sequence sampled an end token or had non-finite
-    logits.
-    """
     if not ticket.ready:
         return False
     for value, ids in zip(ticket.wait().values, end_ids, strict=True):

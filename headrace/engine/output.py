@@ -41,7 +41,8 @@ class TokenizerView(Protocol):
 class Output:
     """The growing output of one sequence.
 
-    It ends with a stop token, a stop string, a complete text of its grammar, or at `max_tokens`.
+    It ends with a stop token, a stop string, a complete text of its grammar, or at
+    `max_tokens`.
     """
 
     def __init__(
@@ -58,7 +59,6 @@ class Output:
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self.constraint = constraint
-        """Grammar or rules for the next token; None: any token may follow."""
         self.end_ids = end_ids(params, tokenizer)
         """Tokens that end the output once it has more than `min_tokens`."""
         self._params = params
@@ -89,7 +89,7 @@ class Output:
         return "".join(self._taken) + self._new
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a token, and end the output if a stop condition is met.
+        """Append a token, and apply the stop conditions.
 
         Raises ConstraintError if the grammar allows no token after it.
         """
@@ -115,11 +115,7 @@ class Output:
             self.finish("length")
 
     def resume(self, token_ids: Iterable[int]) -> None:
-        """Append tokens that another engine has already reported, up to a token that ends the
-        output.
-
-        They have no log-probabilities. Raises as `push` does.
-        """
+        """Append tokens that another engine has already reported, without log-probabilities."""
         for token in token_ids:
             if self.finish_reason:
                 break
@@ -128,26 +124,21 @@ class Output:
         self._num_resumed = self._num_taken
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End the output; an incomplete character at its end is flushed."""
+        """End the output, and flush an incomplete character."""
         self._new += self._decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def fail(self, message: str) -> None:
-        """End the output with an error. The decoder is not used, as the error may be its own."""
+        """End the output with an error, without the decoder, whose error it may be."""
         self.finish_reason, self.stop_reason = "error", message
 
     @property
     def has_new(self) -> bool:
-        """Whether `take` would return new tokens or the end of the output."""
         if self._num_taken < len(self.token_ids):
             return True
         return self.finish_reason is not None and not self._end_taken
 
     def take(self) -> tuple[str, list[int], list[Logprobs]]:
-        """Return the text, tokens and log-probabilities since the last call.
-
-        Text that may become a stop string is held back.
-        """
         num_held = 0 if self.finish_reason else self._finder.num_held
         end = len(self._new) - num_held
         text, self._new = self._new[:end], self._new[end:]
@@ -169,7 +160,6 @@ class Output:
         )
 
     def _append_text(self, piece: str, can_stop: bool) -> str | None:
-        """Append text up to the first stop string in it, and return that string."""
         stop = self._finder.push(piece, can_stop)
         if stop is None:
             self._new += piece

@@ -9,8 +9,6 @@ from headrace.sampling.pooling import RowSum, mean_vector
 
 
 class PromptPooling:
-    """The pooling of one prompt over all its steps."""
-
     def __init__(self, params: PoolingParams, num_tokens: int) -> None:
         self._params = params
         self._positions = {
@@ -27,15 +25,12 @@ class PromptPooling:
         """The embedding, [dim]; None until all rows have been pooled."""
 
     def rows(self, computed: int, num_scheduled: int) -> range:
-        """Return the positions to pool among the next `num_scheduled` rows.
-
-        `computed` tokens have KV before these rows.
-        """
+        """Return the positions to pool among the `num_scheduled` rows after `computed` tokens."""
         first = self._positions.start + self._num_pooled
         return range(max(computed, first), min(computed + num_scheduled, self._positions.stop))
 
     def receive(self, num_rows: int, result: LogitOpResult) -> bool:
-        """Add the rows that a step has pooled; returns whether they are finite."""
+        """Add pooled rows; returns whether they are finite."""
         if not isinstance(result, Pooled):
             return False
         self._num_pooled += num_rows

@@ -1,10 +1,7 @@
-"""The record through which another process watches a running engine.
+"""The record through which another process watches a running engine, without thread or socket.
 
-The record is a JSON file in a private folder of the user. A watching process keeps touching the
-file `watch` in that folder. A few times a second, between two steps, the engine reads the age of
-that file, and writes its record while the file is fresh. This needs no thread and no socket, and
-costs no writes while no process watches. An idle engine runs no code, so it writes a last record
-when its work ends.
+The watching process keeps touching the file `watch` in a private folder. Between two steps, the
+engine writes a JSON file there while `watch` is fresh.
 """
 
 import json
@@ -20,26 +17,19 @@ from typing import Any
 
 VERSION = 2
 WATCH = "watch"
-"""Name of the file that a watching process touches. If it contains `map`, records include the map
-of the block pool.
-"""
+"""The file that a watching process touches. If it contains `map`, records include the block map."""
 FRESH = 3.0
 """Seconds after its last touch during which the file is fresh."""
 INTERVAL = 0.25
 """Min seconds between two records."""
 MAX_SEQUENCES = 200
 MAX_BLOCKS = 2**16
-"""Max number of blocks of all pools for which a record includes the map."""
 
 _numbers = count()
 
 
 def folder() -> Path:
-    """Return the folder of records.
-
-    It is `HEADRACE_STATS` if set, else a folder in the user's runtime folder, else in the temporary
-    folder.
-    """
+    """Return `HEADRACE_STATS`, else a folder in the user's runtime folder, else a temporary one."""
     if named := os.environ.get("HEADRACE_STATS"):
         return Path(named)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -48,7 +38,6 @@ def folder() -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether this is a folder that only its owner, the user, may read or write."""
     try:
         status = path.lstat()
     except OSError:
@@ -57,9 +46,8 @@ def is_private(path: Path) -> bool:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """Return the first `max_bytes` of a regular file.
-
-    Raises OSError for any other kind of file, so a pipe in the folder cannot block the engine.
+    """Return the first bytes of a regular file. Raises OSError for other files: a pipe would
+    block.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
@@ -69,10 +57,8 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 
 class Publisher:
-    """Writes the record of one engine."""
-
     def __init__(self, record: Callable[[bool], Mapping[str, Any]]) -> None:
-        """`record(with_map)` returns the record, with the map of the block pool if `with_map`."""
+        """`record(with_map)` returns the record."""
         self._record = record
         self._next = 0.0
         self._folder = folder()
@@ -82,8 +68,7 @@ class Publisher:
     def tick(self, now: float, *, last: bool = False) -> None:
         """Write a record if a process watches and `INTERVAL` has passed.
 
-        `now` is in seconds of the engine's clock. With `last`, the engine has no more work, and the
-        record is written without waiting for the interval.
+        `now` is in seconds. `last` skips the interval: the engine has no more work.
         """
         if now < self._next and not last:
             return
@@ -101,7 +86,7 @@ class Publisher:
                 self._file.unlink()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        """Replace the record atomically: a reader sees the old one or the new one."""
+        """Replace the record atomically."""
         new = self._folder / f".{self._name}.new"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
         descriptor = os.open(new, flags, 0o600)

@@ -17,17 +17,14 @@ _NOT_FINITE = "the model produced non-finite logits"
 _NOT_FINITE_ROWS = "the model produced non-finite hidden rows"
 
 Commits = list[tuple[ScheduledSequence, Commit]]
-"""The sequences that continue after a step, each with its commit."""
 Failures = list[tuple[Request, Exception]]
-"""Requests that cannot continue, each with its error. The error ends the request, not the engine.
-"""
+"""Requests that cannot continue. Each error ends its request, not the engine."""
 
 
 def prepare_logit_ops(step: InFlightStep, scheduler: Scheduler) -> None:
     """Collect the logit ops of a step, and count its scheduled tokens as computed.
 
-    Sequences are forked if their common prompt ends in this step. A finished sequence, which a
-    static batch keeps as padding, has no ops.
+    Forks sequences whose common prompt ends in this step. Padding of a static batch has no ops.
     """
     for source, item in enumerate(step.scheduled):
         seq, forks = item.seq, item.forks
@@ -74,10 +71,7 @@ def _add_prompt_ops(step: InFlightStep, item: ScheduledSequence) -> None:
 def resolve_step(
     step: InFlightStep, results: Results[StepResult], scheduler: Scheduler, tokenizer: TokenizerView
 ) -> tuple[Commits, Failures]:
-    """Return the commits of a step, and the requests that failed in it.
-
-    `results` has one result for each launch of the step, in order.
-    """
+    """Return the commits and failures of a step. `results` has one entry for each launch."""
     commits: Commits = []
     failures: Failures = []
 
@@ -147,9 +141,8 @@ def _sampling_error(request: Request) -> Exception:
 
 
 def _concatenate(results: list[LogitOpResult]) -> LogitOpResult:
-    """Join the results of one sequence over several launches, up to the first non-finite logits.
-
-    Returns None if the logits of the first launch were not finite.
+    """Join the results of several launches up to the first non-finite logits; None if there are
+    none.
     """
     if len(results) == 1:
         return results[0]
@@ -170,10 +163,8 @@ def _accept(
     step_result: StepResult,
     scheduler: Scheduler,
 ) -> tuple[Commits, list[Request]]:
-    """Return the commits of a group, and the requests whose logits were not finite.
-
-    If the acceptor forks or frees sequences, their successors replace them in the request and in
-    the scheduler.
+    """Return the commits and failures of a group, and replace sequences that the acceptor forks
+    or frees.
     """
     accepted = acceptor.accept(group, results, step_result.logits)
     seqs = [item.seq for item in group]

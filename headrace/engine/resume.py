@@ -1,8 +1,4 @@
-"""The sequences of a request: new ones, or resumed after tokens that its outputs already have.
-
-A request has such tokens if it is restarted after a failed step, or if another engine started it
-and this engine takes over.
-"""
+"""Creates the sequences of a request: new ones, or resumed after tokens of their outputs."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Lists
@@ -29,8 +25,8 @@ def create_sequences(
 ) -> list[Sequence]:
     """Create all sequences of a request, and return the sequences to queue.
 
-    `output_token_ids` are tokens that each output already has, as checked by `check_output_tokens`.
-    Without them the first sequence computes the prompt, and the others are its siblings until then.
+    `output_token_ids` are the tokens of each output (`check_output_tokens`). Without them the
+    first sequence computes the prompt for its siblings.
     """
     params, prompt = request.params, request.prompt_token_ids
     seed = derive_seed(config.seed, request.number) if params.seed is None else params.seed
@@ -63,12 +59,10 @@ def recreate_sequences(
     tokenizer: TokenizerView,
     vocab_size: int,
 ) -> list[Sequence]:
-    """Replace all sequences of a request after a failed step, and return the sequences to queue.
+    """Replace all sequences after a failed step, and return the sequences to queue.
 
-    The new sequences have no KV and continue after the tokens of the old outputs. Nothing else of
-    the old sequences is reused, since the step may have changed it halfway. A beam search, which
-    has reported no token yet, restarts from its prompt with the new `acceptor`. Pooling restarts
-    too.
+    They continue after the tokens of the old outputs. Nothing else is reused, since the step
+    may have changed it halfway. A beam search and pooling restart.
     """
     outputs = [seq.output for seq in request.seqs]
     request.acceptor = acceptor
@@ -82,7 +76,6 @@ def recreate_sequences(
 
 
 def _resume_after_outputs(request: Request) -> list[Sequence]:
-    """Append the tokens of its output to each sequence, and return the sequences to queue."""
     first, *others = request.seqs
     if not any(seq.output.token_ids for seq in request.seqs):
         first.siblings = others
@@ -104,10 +97,10 @@ def check_output_tokens(
     tokenizer: TokenizerView,
     vocab_size: int,
 ) -> CheckedRequest:
-    """Return the request with the tokens that its outputs already have, one list for each output.
+    """Return the request with the tokens of its outputs.
 
-    Raises RequestError for tokens that no engine can have generated: unknown tokens, tokens that
-    the grammar forbids, or tokens after the end of an output.
+    Raises RequestError for tokens that no engine can have generated: unknown or forbidden
+    tokens, or tokens after the end of an output.
     """
     name, params = "output_token_ids", checked.params
     if isinstance(output_token_ids, str | bytes) or not isinstance(output_token_ids, Iterable):

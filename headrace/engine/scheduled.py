@@ -1,4 +1,4 @@
-"""The records of a scheduled step: its sequences, their rows, and the rest of the row budget."""
+"""Records of a scheduled step: its sequences, their rows, and the rest of the row budget."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,19 +20,17 @@ class ScheduledSequence:
     num_scheduled: int
     """Known or pending tokens that the step computes. Their slots are reserved."""
     can_sample: bool
-    """Whether the scheduled tokens reach the end of the sequence, so that the next token can be
-    sampled. Always False for a prompt that is embedded.
-    """
+    """Whether the step reaches the end of the sequence. Always False for an embedded prompt."""
     source: int = 0
-    """Index of the sequence in the step. A fork has the index of the sequence it came from."""
+    """Index in the step. A fork has the index of the sequence it came from."""
     end: int = 0
-    """Tokens of the sequence with KV after the scheduled tokens are computed."""
+    """Tokens with KV after the step."""
 
     draft_budget: int = 0
     """Slots reserved for draft nodes."""
     draft: DraftTree = NO_DRAFT
     forced: list[int] = field(default_factory=list)
-    """The tokens of the draft if a grammar forces them; empty if a proposer made the draft."""
+    """The tokens of the draft if a grammar forces them."""
     num_launches: int = 1
     """Launches that sample a token each; more than 1 in multi-step decoding."""
     has_spare_slots: bool = False
@@ -41,17 +39,11 @@ class ScheduledSequence:
     scored: range = range(0)
     """Positions whose rows give prompt log-probabilities."""
     first_score_row: int = 0
-    """Index among the logit rows of the first scored position."""
     first_score_op: int | None = None
-    """Index among the logit ops of the first op that scores the prompt."""
     first_sample_row: int = 0
-    """Index among the logit rows of the first row to sample from."""
     pooled: range = range(0)
-    """Positions whose rows are pooled."""
     first_pooled_row: int = 0
-    """Index among the pooled rows of the first pooled position."""
     pool_op: int | None = None
-    """Index among the logit ops of the op that pools the prompt."""
 
     @property
     def position(self) -> int:
@@ -77,13 +69,12 @@ class ScheduledSequence:
 
     @property
     def forks(self) -> bool:
-        """Whether the siblings of the sequence are forked off after the scheduled rows."""
         return bool(self.seq.siblings) and self.num_scheduled == self.seq.num_until_sample
 
     @property
     def is_plain(self) -> bool:
-        """Whether the sequence has one row and samples one token, which the host need not see
-        before the next launch.
+        """Whether the sequence has one row, and the host need not see its token before the next
+        launch.
         """
         return (
             self.num_scheduled == 1
@@ -96,9 +87,7 @@ class ScheduledSequence:
 
     @property
     def max_useful_draft(self) -> int:
-        """Max useful draft nodes. Forks sample different tokens, so drafts are useless before a
-        fork, and for the last token.
-        """
+        """Max useful draft nodes: 0 before a fork, whose sequences sample different tokens."""
         if not self.can_sample or self.seq.may_fork:
             return 0
         return self.seq.request.limit - len(self.seq.known) - 1
@@ -108,7 +97,7 @@ class ScheduledSequence:
         return self.seq.request.drafts
 
     def give_back_draft_budget(self) -> None:
-        """Have no draft. Its slots serve further launches, or are freed at the end of the step."""
+        """Drop the draft. Its slots serve further launches, or are freed at the end of the step."""
         self.draft_budget = 0
         self.has_spare_slots = True
 
@@ -121,12 +110,12 @@ class RowBudget:
     chunk_work: float
     """Work left for prompts and recomputation, in rows at the start of a context."""
     logit_rows: int
-    """Logit rows left beyond the one that every sequence may have."""
+    """Logit rows left beyond the first of every sequence."""
     attention_crossover: float
     """Context length at which a row costs twice as much as at the start of a context."""
 
     def take(self, seq: Sequence, max_rows: int) -> int:
-        """Take up to `max_rows` of the next rows of a sequence, and return their number."""
+        """Take up to `max_rows` rows of a sequence, and return their number."""
         row_cost = 1 + seq.computed / self.attention_crossover
         affordable = max(1, int(self.chunk_work / row_cost)) if self.chunk_work > 0 else 0
         rows = min(max_rows, self.rows, affordable)
@@ -148,4 +137,4 @@ class SchedulerOutput(NamedTuple):
     copies: list[Copy]
     """Block copies to make before the step."""
     rest: RowBudget
-    """The rows that the scheduled tokens leave for drafts."""
+    """The rows left for drafts."""

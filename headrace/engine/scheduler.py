@@ -1,6 +1,6 @@
-"""The scheduler: which sequences are in the next step, with how many rows and which KV slots.
+"""The scheduler: the sequences of the next step, their rows and their KV slots.
 
-docs/internals/scheduling.md explains the order of sequences, and proves that every request ends.
+docs/internals/scheduling.md proves that every request ends.
 """
 
 from bisect import bisect_left, insort
@@ -29,20 +29,17 @@ _NUM_UNCOMPUTED = attrgetter("num_uncomputed")
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption.
 
-    There are no phases. Every sequence has known tokens without KV: one while it decodes, many in a
-    prompt or after preemption. A step computes some of them.
+    There are no phases. Every sequence has known tokens without KV: one while it decodes, many
+    in a prompt or after preemption. A step computes some of them.
     """
 
     def __init__(
         self, kv: KvManager, config: EngineConfig, attention_crossover: float = inf
     ) -> None:
-        """`attention_crossover` is the context length at which attention takes as long as the rest
-        of a row.
-        """
         self.waiting: list[Sequence] = []
-        """Sequences without KV, by rank."""
         self.running: list[Sequence] = []
-        """Sequences with blocks for all known tokens, or for all that fit their windows, by rank.
+        """Sequences with blocks for all known tokens, or for all that fit their windows, by
+        rank.
         """
         self.suspects: dict[Request, int] = {}
         """Requests of a failed step, each with its number of tokens then. A suspect runs alone
@@ -51,16 +48,14 @@ class Scheduler:
         self.step_timer = StepTimer(config.target_token_ms)
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
-        """Prompt tokens of all admitted requests."""
         self.num_cached_tokens = 0
-        """Prompt tokens whose KV came from the prefix cache."""
         self._kv = kv
         self._config = config
         self._attention_crossover = attention_crossover
         self._cache = self._new_cache()
         self._num_steps = 0
         self._dropped = set[Sequence]()
-        """Dropped sequences that keep their blocks, because launched steps still use them."""
+        """Dropped sequences whose blocks launched steps still use."""
 
     # Requests
 
@@ -96,10 +91,9 @@ class Scheduler:
         return [seq, *siblings]
 
     def replace_sequences(self, seqs: list[Sequence], sources: list[Sequence]) -> list[Sequence]:
-        """Replace a group of running sequences by successors, one for each source, best first.
+        """Replace running sequences by one successor for each source, best first.
 
-        A sequence that is the source of several successors is forked. A sequence that is no source
-        is freed.
+        Several successors fork their source. A sequence that is no source is freed.
         """
         num_left = Counter(sources)
         for seq in seqs:
@@ -125,10 +119,8 @@ class Scheduler:
     def can_overlap(self) -> bool:
         """Whether a step may be scheduled before the launched steps are finished.
 
-        The schedule must not depend on their results, so there may be no beam group and no mask
-        that depends on sampled tokens. And no sequence may have to be preempted, because its blocks
-        are in use. Without prompt chunks a sequence takes at most two blocks in a step: one for the
-        next token, and one for a copy of a shared block.
+        The schedule must not depend on their results, so beams and masks that depend on sampled
+        tokens exclude it. Preemption does too, because the blocks are in use.
         """
         if self.suspects or len(self.running) > self._config.max_seqs:
             return False
@@ -169,9 +161,10 @@ class Scheduler:
     def grant_draft_budgets(
         self, output: SchedulerOutput, requested: dict[ScheduledSequence, int]
     ) -> list[Copy]:
-        """Share the rest of a step among sequences that request draft nodes.
+        """Share the rest of a step among sequences that request draft nodes; returns the block
+        copies.
 
-        Drafts never preempt a sequence. Returns the block copies to make.
+        Drafts never preempt a sequence.
         """
         copies: list[Copy] = []
         nodes_left = min(output.rest.rows, output.rest.logit_rows)
@@ -191,10 +184,7 @@ class Scheduler:
         return copies
 
     def reserve_steps(self, scheduled: list[ScheduledSequence], max_launches: int) -> int:
-        """Allocate slots for up to `max_launches` launches in a row, and return their number.
-
-        The first launch has its slots already. Unused slots are freed when the step is finished.
-        """
+        """Allocate slots for up to `max_launches` launches in a row, and return their number."""
         num_launches = min(max_launches, self._kv.max_rows)
         tables = [item.seq.tables for item in scheduled]
         while num_launches > 1:
@@ -208,7 +198,7 @@ class Scheduler:
         return num_launches
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
-        """Note that a step has run, and free the dropped sequences that only it used."""
+        """Count a step as run, and free the dropped sequences that only it used."""
         for seq in seqs:
             seq.num_in_flight -= 1
             if not seq.num_in_flight and seq in self._dropped:
@@ -218,11 +208,11 @@ class Scheduler:
     # Failed steps
 
     def restart(self, requests: Iterable[Request]) -> list[Request]:
-        """Free all blocks after a failed step, and return the requests that it may have touched.
+        """Free all blocks after a failed step, and return the requests that it may have
+        touched.
 
-        The step may have failed at any point. Afterwards the prefix cache is empty, and no sequence
-        of the returned requests waits or runs. A request whose sequences all wait was not touched.
-        If all requests wait, the first of them is returned, because its admission must have failed.
+        The prefix cache is then empty, and no sequence of these requests waits or runs. If all
+        requests wait, the admission of the first must have failed, so it is returned.
         """
         # Note the sequences that wait, siblings included.
         waiting = {
@@ -252,7 +242,6 @@ class Scheduler:
         return touched
 
     def clear_suspects(self, scheduled: list[ScheduledSequence]) -> None:
-        """Clear the suspects that have gained a token in a step that did not fail."""
         if not self.suspects:
             return
         for item in scheduled:
@@ -261,10 +250,6 @@ class Scheduler:
                 del self.suspects[request]
 
     def _choose_suspect(self) -> Request | None:
-        """Return the suspect that runs alone in the next step, if any.
-
-        It is a running suspect, or the first waiting sequence, which is admitted.
-        """
         runs = any(seq.request in self.suspects for seq in self.running)
         if not runs and self.waiting and self.waiting[0].request in self.suspects:
             seq = self.waiting[0]
@@ -276,11 +261,10 @@ class Scheduler:
     # Rows
 
     def _share_rows(self, only: Request | None) -> tuple[RowBudget, list[dict[Sequence, int]]]:
-        """Decide how many rows each running sequence computes in this step.
+        """Choose the rows of each running sequence: decoding first, then prompt chunks.
 
-        Decoding sequences come first, with one row each; prompt chunks share the rest. The first
-        sequence in rank always gets at least one row. With `only`, other requests are left out.
-        Returns the rest of the budget, and the rows by group: sequences that must sample together.
+        The first sequence in rank always gets a row. Returns the rest of the budget, and the
+        rows by group.
         """
         config, num_stages = self._config, self._config.pipeline_parallel_size
         runnable = [seq for seq in self.running if self._is_runnable(seq, only)]
@@ -320,7 +304,7 @@ class Scheduler:
         return budget, groups
 
     def _is_runnable(self, seq: Sequence, only: Request | None) -> bool:
-        """Whether the sequence needs a row in this step, and its token is available.
+        """Whether the sequence needs a row, and its token is available.
 
         In a pipeline, a pending token is not available before the last stage has run.
         """
@@ -328,9 +312,8 @@ class Scheduler:
         return not seq.at_limit and not in_pipeline and only in (None, seq.request)
 
     def _schedule_group(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
-        """Allocate the slots of a group, and preempt other sequences for them if necessary.
-
-        If the group itself is preempted, it is not scheduled.
+        """Allocate the slots of a group, and preempt other sequences, or the group itself, for
+        them.
         """
         copies: list[Copy] = []
         rows = {seq: num_rows for seq, num_rows in rows.items() if num_rows}
@@ -352,10 +335,10 @@ class Scheduler:
     # Preemption
 
     def _choose_victim(self, needy: Sequence) -> Sequence:
-        """Return the sequence to preempt for a block: `needy` or a sequence after it in rank.
+        """Return `needy` or a sequence after it in rank: the last that has sampled since its
+        admission.
 
-        It is the last that has sampled since its admission. Unless a sequence outside the first
-        group has, it is the last of all.
+        Unless a sequence outside the first group has, it is the last of all.
         """
         candidates = self.running[self.running.index(needy) :]
         sampled = [seq for seq in candidates if seq.has_sampled]
@@ -364,9 +347,8 @@ class Scheduler:
         return candidates[-1]
 
     def _preempt(self, victim: Sequence) -> None:
-        """Free the blocks of a sequence, and of all that must sample with it, and queue it.
-
-        Tokens that are not in the prefix cache when it returns are recomputed.
+        """Free and queue a sequence with its group. Tokens that leave the prefix cache are
+        recomputed.
         """
         group = [seq for seq in self.running if seq.group is victim.group]
         for seq in group:
@@ -385,7 +367,6 @@ class Scheduler:
     # Admission
 
     def _admit(self, output: SchedulerOutput, budget: RowBudget) -> None:
-        """Start waiting sequences by rank, until the first of them does not fit."""
         while self.waiting and budget.rows > 0 and budget.chunk_work > 0:
             seq = self.waiting[0]
             if seq.request in self.suspects or not self._may_run(seq):
@@ -397,19 +378,17 @@ class Scheduler:
             self._schedule_group(output, {seq: budget.take(seq, seq.num_until_sample)})
 
     def _may_run(self, seq: Sequence) -> bool:
-        """Whether steps are fast enough and few enough sequences run. A sequence may always run
-        alone.
-        """
         if not self.running:
             return True
         num_running = sum(other.width for other in (*self.running, seq))
         return self.step_timer.allows_admission and num_running <= self._config.max_seqs
 
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
-        """Whether there are blocks for all known tokens of a sequence. Alone it always fits.
+        """Whether there are blocks for all known tokens, and a spare block for each running
+        sequence.
 
-        A spare block for each running sequence remains, so that the admission does not lead to a
-        preemption at once.
+        The spare blocks avoid a preemption right after the admission. A sequence alone always
+        fits.
         """
         if not self.running and not self._dropped:
             return True
@@ -417,7 +396,6 @@ class Scheduler:
         return self._kv.fits(_demand(seq, hit.num_tokens), hit.blocks, running)
 
     def _start(self, seq: Sequence, hit: Hit) -> None:
-        """Run a sequence: it gets the blocks of the hit, and new blocks for its other tokens."""
         insort(self.running, seq, key=_RANK)
         seq.node = hit.node
         seq.computed = seq.settled = hit.num_tokens
@@ -459,7 +437,6 @@ class Scheduler:
             )
 
     def _free(self, seq: Sequence) -> None:
-        """Free the blocks of a sequence; full blocks stay in the prefix cache until eviction."""
         self._cache_full_blocks(seq)
         if seq.tables:
             self._kv.free(seq.tables)
@@ -467,11 +444,9 @@ class Scheduler:
 
 
 def _demand(seq: Sequence, computed: int) -> Demand:
-    """Return the blocks that a sequence needs up to its next token, and its forks then."""
     return Demand(num_tokens=seq.length + 1, computed=computed, width=seq.width, common=seq.fork_at)
 
 
 def _common_length(seqs: list[Sequence]) -> int:
-    """Return the number of known tokens that all sequences share. No two are equal."""
     columns = zip(*(seq.known for seq in seqs), strict=True)
     return next(i for i, tokens in enumerate(columns) if len(set(tokens)) > 1)

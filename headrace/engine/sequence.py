@@ -1,4 +1,4 @@
-"""The engine's view of a request: its sequences, and the time that it spent in each phase."""
+"""Requests in the engine: their sequences, and the time that they spent in each phase."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,9 @@ from headrace.sampling_params import SamplingParams
 
 
 class RequestTimer:
-    """Splits the time of a request into queue, prefill and decode."""
+    """Splits the time of a request into queue, prefill and decode, in seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` returns seconds."""
         self._clock = clock
         self.added = clock()
         self.started: float | None = None
@@ -50,8 +49,6 @@ class RequestTimer:
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine."""
-
     number: int
     id: str
     prompt: str | None
@@ -64,21 +61,18 @@ class Request:
     options: RequestOptions = DEFAULT_OPTIONS
     adapter: LoadedAdapter | None = None
     pooling: PromptPooling | None = None
-    """Set if the prompt is embedded. Its sequence does not sample, and ends when its rows are
-    pooled.
-    """
+    """Set if the prompt is embedded. Its sequence does not sample."""
     constraint: Constraint | None = None
-    """Grammar or rules for the first token of each output; None: any token may follow."""
+    """Grammar or rules for the first token of each output."""
     only_result: bool = False
-    """Whether the request has no updates before its result."""
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
-    """One entry for each prompt token so far, if the request returns them."""
+    """One entry for each prompt token so far, if requested."""
     seqs: list["Sequence"] = field(default_factory=list)
-    """Independent sequences: all of them, by index, ended ones included. A beam search: the live
-    beams, best first. Empty once the request has ended.
+    """Independent sequences by index, ended ones included; or the live beams, best first. Empty
+    once the request has ended.
     """
     arrival: int = 0
-    """The step at which the request arrived, moved by its priority: see `Scheduler`."""
+    """Step of arrival, moved by the priority."""
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache at the first admission."""
     error: Exception | None = None
@@ -98,12 +92,10 @@ class Request:
 
     @property
     def outputs(self) -> list[Output]:
-        """The final outputs, by index."""
         return self.acceptor.outputs([seq.output for seq in self.seqs])
 
     @property
     def reads_prompt_rows(self) -> bool:
-        """Whether rows of the prompt are scored or pooled."""
         return self.pooling is not None or self.params.prompt_logprobs is not None
 
     @property
@@ -117,10 +109,7 @@ class Request:
         return self.params.beam_width or self.params.n
 
     def new_updates(self) -> list[Update]:
-        """Return everything that was not reported before.
-
-        The last update of the request carries its result.
-        """
+        """Return all unreported updates. The last update of the request carries its result."""
         if self.only_result and not self.ended:
             return []
         updates: list[Update] = []
@@ -163,7 +152,7 @@ class Sequence:
     """A growing list of tokens. The last known token has no KV before the next step."""
 
     seq_id: tuple[int, int]
-    """Number of the request, and index in the request. The index of a beam is its current rank."""
+    """Number of the request, and index in it. The index of a beam is its current rank."""
     request: Request
     known: list[int]
     """All decided tokens: prompt and output."""
@@ -186,20 +175,18 @@ class Sequence:
     num_pending: int = 0
     """Tokens that launched steps will sample."""
     num_in_flight: int = 0
-    """Launched steps with this sequence that have not been finished."""
     last_op: int = -1
-    """Index of the logit op that samples the last pending token, in the last launch."""
+    """Index of the logit op in the last launch that samples the last pending token."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Place in the order of all sequences, lowest first. Only the ranks of beams within one
-        request ever change.
+        """Place among all sequences, lowest first. Only the ranks of beams within one request
+        change.
         """
         return (self.request.arrival, *self.seq_id)
 
     @property
     def has_sampled(self) -> bool:
-        """Whether a token was sampled since the last admission."""
         return len(self.known) > self.num_admitted
 
     @property
@@ -208,7 +195,7 @@ class Sequence:
 
     @property
     def constraint(self) -> Constraint | None:
-        """Grammar or rules for the next token; None: any token may follow."""
+        """Grammar or rules for the next token."""
         return self.output.constraint
 
     @property
@@ -222,12 +209,11 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Number of known and pending tokens."""
         return len(self.known) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
-        """Known and pending tokens without KV: at least 1, except for embedded prompts."""
+        """Known and pending tokens without KV: 0 only for embedded prompts."""
         return len(self.known) + self.num_pending - self.computed
 
     @property
@@ -250,7 +236,6 @@ class Sequence:
 
     @property
     def may_fork(self) -> bool:
-        """Whether the next sampled token may fork the sequence."""
         return bool(self.siblings) or self.request.acceptor.is_group
 
     @property
@@ -259,7 +244,6 @@ class Sequence:
         return self.request if self.request.acceptor.is_group else self
 
     def fork(self, tables: Tables) -> "Sequence":
-        """Return a copy that continues on its own, with block tables of its own."""
         return replace(
             self,
             known=self.known[:],
@@ -283,21 +267,20 @@ class Sequence:
 
     @property
     def max_cached(self) -> int:
-        """Max known tokens whose KV may come from the prefix cache.
-
-        Rows that are pooled, scored or sampled from must be computed.
+        """Max known tokens from the prefix cache: pooled, scored and sampled rows must be
+        computed.
         """
         read = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
         return read.start if read else self.computed + self.num_until_sample - 1
 
     @property
     def num_logprobs(self) -> int:
-        """Number of top log-probabilities to return with a token's own; -1: return none."""
+        """Number of top log-probabilities with each token's own; -1: none."""
         num_logprobs = self.request.params.logprobs
         return -1 if num_logprobs is None else num_logprobs
 
     def receive(self, commit: Commit) -> bool:
-        """Append new tokens to the output until it ends; returns whether it ended."""
+        """Append new tokens until the output ends; returns whether it ended."""
         self.request.timer.token()
         for token, logprobs in zip(commit.tokens, commit.logprobs or repeat(None), strict=False):
             self.output.push(token, logprobs)

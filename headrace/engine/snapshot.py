@@ -37,10 +37,7 @@ def kv_stats(
 def _empty_slots(
     seqs: Iterable[Sequence], group: int, block_size: int, filled: Callable[[Sequence], int]
 ) -> int:
-    """Count the slots beyond the first `filled(sequence)` in the blocks of these sequences.
-
-    A shared block counts once; all its sequences fill it to the same slot.
-    """
+    """Count the slots after the first `filled(sequence)`. A shared block counts once."""
     empty: dict[int, int] = {}
     for seq in seqs:
         end, table = filled(seq), seq.tables[group]

@@ -1,13 +1,6 @@
 """Static batching: a batch starts together and ends together.
 
-This is the baseline for measurements of in-flight batching. Servers worked like this before
-iteration-level scheduling (Orca, Yu et al. 2022). Each sequence gets memory for the longest
-sequence of the batch at the start, no sequence joins, and a finished sequence remains as padding
-that takes a row in each step until the last sequence has finished.
-
-The baseline is a little faster than such servers in two ways. Padding of short prompts takes slots
-but no rows, because a ragged step has no rows without tokens. And a finished sequence of the
-maximum length is dropped, because it has no slot left.
+This is the baseline for measurements of in-flight batching (Orca, Yu et al. 2022).
 """
 
 from dataclasses import replace
@@ -23,7 +16,13 @@ from headrace.kv.prefix import Hit
 
 
 class StaticScheduler(Scheduler):
-    """Runs whole batches of waiting requests, by rank. It never changes a token."""
+    """Runs whole batches of waiting requests, by rank. It never changes a token.
+
+    No sequence joins a batch. Each reserves memory for the longest, and a finished sequence
+    takes a row of padding until the batch ends. The baseline is a little faster than old
+    servers: short prompts take no padding rows, and a finished sequence of the maximum length
+    is dropped.
+    """
 
     def __init__(
         self, kv: KvManager, config: EngineConfig, attention_crossover: float = inf
@@ -33,7 +32,6 @@ class StaticScheduler(Scheduler):
         super().__init__(kv, replace(config, chunked_prefill_size=0, target_token_ms=0))
         self._batch: set[Sequence] = set()
         self._num_slots = 0
-        """Slots of each sequence of the batch."""
         self._max_group = 1
         """Max rows that sequences of the batch must have in one step: beams sample together."""
 
@@ -43,7 +41,7 @@ class StaticScheduler(Scheduler):
         return False
 
     def drop(self, seq: Sequence) -> None:
-        """Remove a sequence, or keep it as padding if it has finished and the batch has not."""
+        """Remove a sequence, or keep it as padding while the batch runs."""
         padding = [member for member in self.running if member.output.finish_reason]
         has_rows = len(padding) + self._max_group <= self._config.max_rows
         has_slot = seq.computed < self._num_slots
@@ -59,26 +57,21 @@ class StaticScheduler(Scheduler):
         return successors
 
     def schedule(self) -> SchedulerOutput:
-        """Schedule the rows of the batch, or of the next batch if none runs."""
         self._end_batch()  # the last step may have preempted all sequences that are not padding
         if not self.running:
             self._start_batch()
         return super().schedule()
 
     def reserve_steps(self, scheduled: list[ScheduledSequence], max_launches: int) -> int:
-        """Return 1. All slots are reserved at the start of the batch, and the unused slots of
-        several launches would be freed.
-        """
+        """Return 1: unused slots of several launches would be freed."""
         return 1
 
     def _end_batch(self) -> None:
-        """Drop the padding when only padding runs."""
         if all(member.output.finish_reason for member in self.running):
             for member in self.running[:]:
                 super().drop(member)
 
     def _start_batch(self) -> None:
-        """Choose the next batch: as many waiting sequences as fit with the slots of the longest."""
         self._batch, self._num_slots, self._max_group = set(), 0, 1
         num_running = 0
         for seq in self.waiting:
@@ -103,7 +96,6 @@ class StaticScheduler(Scheduler):
                 self._max_group = max(self._max_group, seq.request.width)
 
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
-        """Whether the sequence belongs to the batch, for which there are blocks."""
         return seq in self._batch
 
     def _preempt(self, victim: Sequence) -> None:
@@ -113,11 +105,7 @@ class StaticScheduler(Scheduler):
             super()._preempt(victim)
 
     def _schedule_group(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
-        """Allocate slots up to the length of the longest sequence, then schedule the group.
-
-        The first allocation only fails for a request with many sequences, which is alone in its
-        batch.
-        """
+        """Allocate slots up to the length of the longest sequence, then schedule the group."""
         for seq in rows:
             num_slots = self._num_slots - seq.computed
             copies = self._kv.allocate(seq.tables, seq.computed, num_slots)

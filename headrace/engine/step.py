@@ -1,12 +1,8 @@
-"""The step loop: the heart of the engine.
+"""The step loop. `launch` schedules, drafts, builds and launches; `finish` waits, accepts and
+commits.
 
-A step has two halves:
-
-    launch    schedule, draft, build the batch, launch it
-    finish    wait, accept, commit the KV, observe, append the text
-
-An executable may allow several steps in flight. Then the next step is launched before the last step
-is finished, as long as the next step does not depend on its results.
+An executable may allow several steps in flight, as long as a step does not depend on unfinished
+results.
 """
 
 from collections import deque
@@ -51,10 +47,8 @@ class StepLoop:
     num_accepted: int = 0
 
     def launch(self, should_stop: Callable[[], bool]) -> None:
-        """Launch steps until the executable has enough of them in flight.
-
-        Launching stops early if the next step depends on results that are not ready. Multi-step
-        decoding also ends when `should_stop()`.
+        """Launch steps until enough are in flight, or the next depends on results that are not
+        ready.
         """
         while not self.in_flight or self._can_overlap():
             started = self.clock()
@@ -78,7 +72,6 @@ class StepLoop:
             self._launch(step, should_stop)
 
     def _can_overlap(self) -> bool:
-        """Whether the next step can be launched before the steps in flight are finished."""
         return (
             len(self.in_flight) < self.executable.max_in_flight
             and self.scheduler.can_overlap
@@ -120,9 +113,8 @@ class StepLoop:
         )
 
     def finish(self, updates: list[Update]) -> InFlightStep:
-        """Wait for the oldest step in flight, commit its results, and return it.
-
-        Adds the updates of its requests to `updates`.
+        """Wait for the oldest step, commit its results, add its updates to `updates`, and
+        return it.
         """
         step = self.in_flight[0]
         results = [ticket.wait() for ticket in step.tickets]
@@ -162,7 +154,7 @@ class StepLoop:
         return step
 
     def _commit(self, item: ScheduledSequence, commit: Commit) -> list[Copy]:
-        """Keep the KV of the scheduled tokens and of the accepted draft path, and free the rest.
+        """Keep the KV of the scheduled tokens and of the accepted draft path.
 
         Returns the slots to move, because the accepted nodes must become adjacent.
         """

@@ -1,19 +1,14 @@
-"""The time of steps, and whether it allows another sequence."""
-
 from collections import deque
 
 WINDOW = 5
-"""Number of steps whose median is compared with the target. It is odd, and a median ignores one
-slow step.
-"""
+"""Number of steps whose median is compared with the target; a median ignores one slow step."""
 
 
 class StepTimer:
-    """Holds back admissions while steps take longer than `target_ms` milliseconds; 0 turns it off.
+    """Holds back admissions while steps take longer than `target_ms` milliseconds; 0 turns it
+    off.
 
-    A step gives every decoding sequence one token, so the time of a step is the time between
-    tokens. The times are forgotten at each admission, so each admission rests on new measurements.
-    Only the order of work depends on them, never a token.
+    Each admission forgets the times. They decide the order of work, never a token.
     """
 
     def __init__(self, target_ms: float) -> None:

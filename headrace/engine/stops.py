@@ -1,7 +1,4 @@
-"""Search for stop strings in text that arrives in pieces.
-
-Each pattern advances one character at a time (Knuth, Morris and Pratt 1977).
-"""
+"""Search for stop strings in text that arrives in pieces (Knuth, Morris and Pratt 1977)."""
 
 from collections.abc import Iterable
 from copy import copy
@@ -20,9 +17,8 @@ class StopPattern:
             self._fallback.append(self.advance(self._fallback[-1], character))
 
     def advance(self, matched: int, character: str) -> int:
-        """Return the length of the longest matched prefix after `character`.
-
-        `matched` is that length before `character`, and less than the length of the pattern.
+        """Return the length of the longest matched prefix after `character`, from that before
+        it.
         """
         while matched and self.text[matched] != character:
             matched = self._fallback[matched]
@@ -57,9 +53,9 @@ class StopFinder:
         return max(self._matched, default=0)
 
     def push(self, piece: str, armed: bool) -> Stop | None:
-        """Append text and return the stop string that ends first in it.
+        """Append text and return the stop string that ends first in it; of two, the longer.
 
-        Of two that end together, the longer is returned. Unless `armed`, matches are ignored.
+        Unless `armed`, matches are ignored.
         """
         if not self._patterns:
             return None
@@ -74,7 +70,6 @@ class StopFinder:
         return None
 
     def _advance(self, index: int, character: str) -> str | None:
-        """Advance a pattern by one character; returns its text if that completes it."""
         pattern = self._patterns[index]
         matched = pattern.advance(self._matched[index], character)
         is_complete = matched == len(pattern.text)

@@ -1,16 +1,9 @@
 """The thread of an engine: it alone touches the engine, one command or one step at a time.
 
-So a step is atomic. An exception of a signal handler (Ctrl-C), or a finaliser of the garbage
-collector, interrupts a waiting caller and never a step. Such a caller queues a command, and the
-thread runs it between two steps.
-
-Commands go into a `SimpleQueue`. Its `put` takes no lock that the same thread may already hold, so
-signal handlers and finalisers may call it at any point. The thread starts with the first command,
-and ends after `_LINGER` seconds without work. It is a daemon thread, which interpreter exit would
-cut off inside a native call; an `atexit` hook closes all engines before that.
-
-A forked process has no such thread. Every call there raises ClosedError, except `close`, which
-returns at once.
+Exceptions of signal handlers, and finalisers, interrupt a waiting caller and never a step.
+`SimpleQueue.put` takes no lock that the same thread may hold, so they may call it. A daemon
+thread would be cut off inside a native call at interpreter exit; an `atexit` hook closes all
+engines before. In a forked process every call except `close` raises ClosedError.
 """
 
 import atexit
@@ -31,9 +24,7 @@ from headrace.request import CheckedRequest
 
 _T = TypeVar("_T")
 _LINGER = 0.1
-"""Seconds that the thread waits for more work before it ends. Starting a thread takes a tenth of a
-small model's step.
-"""
+"""Seconds that an idle thread waits. Starting a thread takes a tenth of a small model's step."""
 _CLOSED = "the engine is closed"
 _FORKED = (
     "the engine runs in the process that this process was forked from, and its thread was not "
@@ -64,7 +55,7 @@ class Inbox:
         self._items.put(item)
 
     def get(self) -> Update:
-        """Wait for the next update and return it. Raises the error that ended the call."""
+        """Wait for the next update. Raises the error that ended the call."""
         if os.getpid() != self._pid:
             raise ClosedError(_FORKED)
         item = self._items.get()
@@ -86,17 +77,15 @@ class EngineThread:
         """Held by the thread that uses the engine."""
         self._ident: int | None = None
         self.step_started: float | None = None
-        """Start of the current step by the system's monotonic clock; None between steps."""
+        """Seconds of the system's monotonic clock; None between steps."""
         self._receivers: dict[str, Receiver] = {}
         self._pid = os.getpid()
         self._close_reason = ""
         self._is_released = False
-        """Whether closing is complete."""
         _threads.add(self)
 
     @property
     def closed(self) -> bool:
-        """Whether every further call raises ClosedError."""
         return bool(self._close_reason) or os.getpid() != self._pid
 
     def check_open(self) -> None:
@@ -116,8 +105,8 @@ class EngineThread:
     ) -> None:
         """Queue requests, all of them before the next step, without waiting.
 
-        With `only_results` the receiver gets only the last update of each request. It gets errors
-        as well. A caller that does not wait for the end of its requests must abort them.
+        With `only_results` the receiver gets only last updates and errors. A caller that does
+        not wait for the end of its requests must abort them.
         """
         self._post(lambda: self._add(requests, ids, receiver, only_results))
 
@@ -129,10 +118,7 @@ class EngineThread:
             self._commands.put(lambda: self._abort(ids))
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Call a function in the engine's thread between two steps, and return its result.
-
-        Raises whatever the function raises.
-        """
+        """Call a function in the engine's thread between two steps. Raises the function's error."""
         self.check_open()
         if get_ident() == self._ident:
             raise HeadraceError("the engine cannot be called from within its own step")
@@ -154,8 +140,8 @@ class EngineThread:
     def close(self) -> None:
         """End all requests, whose callers get a ClosedError, and free the memory.
 
-        Waits for the end of the current step, except when a finaliser calls it within that step.
-        May be called more than once.
+        Waits for the current step, except when a finaliser calls it within that step. May be
+        called more than once.
         """
         self._close_reason = self._close_reason or _CLOSED
         if os.getpid() != self._pid or self._is_released:
@@ -180,11 +166,11 @@ class EngineThread:
         self._start()
 
     def _start(self) -> None:
-        """Start the thread if it does not run, after a command was queued.
+        """Start the thread if it does not run. Raises RuntimeError if the system has no more
+        threads.
 
         A helper thread, which no signal reaches, starts it: an exception in the middle of
-        `Thread.start` would leave a half-started thread. Raises RuntimeError if the system gives no
-        more threads.
+        `Thread.start` would leave a half-started thread.
         """
         if not self._lock.locked():
             start_new_thread(self._launch, ())
@@ -196,10 +182,8 @@ class EngineThread:
             self._run()  # the helper thread takes over
 
     def _run(self) -> None:
-        """Serve until there is no more work.
-
-        A command that arrives while this returns finds the lock free and starts another thread, or
-        it is seen by the check of the queue.
+        """Serve until idle. A command that arrives during the return starts another thread or
+        is seen.
         """
         while self._lock.acquire(blocking=False):
             self._ident = get_ident()
@@ -212,7 +196,6 @@ class EngineThread:
                 return
 
     def _serve(self) -> None:
-        """Run commands and steps until the engine has been idle for `_LINGER` seconds."""
         while True:
             try:
                 is_busy = self._is_released or self._engine.has_work
@@ -232,10 +215,7 @@ class EngineThread:
         return not self._commands.empty()
 
     def _run_commands(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a command, and run all commands in the queue.
-
-        Commands that arrive meanwhile run after the next step.
-        """
+        """Wait up to `timeout` seconds for a command, and run all queued commands."""
         with suppress(Empty):
             self._commands.get(timeout=timeout)()
             for _ in range(self._commands.qsize()):
@@ -285,7 +265,7 @@ class EngineThread:
 def _close_all() -> None:
     """Close all engines before interpreter exit cuts their threads off.
 
-    Threads that still wait at this point are daemons, so they get no ClosedError.
+    Other daemon threads that still wait get no ClosedError.
     """
     for thread in list(_threads):
         thread._receivers.clear()
