@@ -4,15 +4,15 @@ on the CPU, in Triton's interpreter.
 
 from collections.abc import Mapping
 
-from headrace.backend.cuda.interpreter import is_interpreting, mend
+from headrace.backend.cuda.interpreter import is_interpreting, patch_interpreter
 
 if is_interpreting():
-    mend()  # before any kernel is defined
+    patch_interpreter()  # before kernels are defined
 
 import torch
 
 from headrace.backend.cuda.executable import CudaExecutable, lower
-from headrace.backend.cuda.memory import give_back
+from headrace.backend.cuda.memory import release_cache
 from headrace.backend.cuda.stream import make_stream
 from headrace.config import Activations, KvConfig
 from headrace.errors import MemoryLimitError
@@ -34,20 +34,16 @@ def compile(
     Activations are multiplied in bf16, or in float32 if `activations` is "f32". `threads`
     is unused. Raises MemoryLimitError if weights and KV do not fit.
     """
+    multiply_type = torch.float32 if activations == "f32" else torch.bfloat16
     try:
-        return CudaExecutable(
-            program,
-            weights,
-            kv,
-            torch.float32 if activations == "f32" else torch.bfloat16,
-            make_stream(),
-        )
+        return CudaExecutable(program, weights, kv, multiply_type, make_stream())
     except torch.OutOfMemoryError:
-        pass  # behind the handler nothing holds the tensors that were made
-    needed = lower(program, weights).weight_bytes
+        pass  # raise after the handler, which still holds the tensors
+
+    weight_bytes = lower(program, weights).weight_bytes
     groups = zip(program.kv_groups, kv.num_blocks, strict=True)
-    of_kv = sum(count * group.block_bytes(kv.dtype, kv.block_size) for group, count in groups)
+    kv_bytes = sum(count * group.block_bytes(kv.dtype, kv.block_size) for group, count in groups)
     raise MemoryLimitError(
-        f"{needed:,} bytes of weights and {of_kv:,} bytes of KV do not fit on the GPU: "
-        f"{give_back()}"
+        f"{weight_bytes:,} bytes of weights and {kv_bytes:,} bytes of KV do not fit on the GPU: "
+        f"{release_cache()}"
     )

@@ -13,7 +13,7 @@ from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.workspace import Workspace
 from headrace.program.adapter import Adapter
 
-_LEAST_SLOTS = 8
+_MIN_SLOTS = 8
 
 
 class Adapters:
@@ -28,7 +28,7 @@ class Adapters:
         """By weight name: int64 [slots, 4]."""
         self.max_rank = 0
         self.changed = 0
-        self._slots = _LEAST_SLOTS
+        self._slots = _MIN_SLOTS
         self._matrices: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def add(self, adapter: Adapter) -> int:

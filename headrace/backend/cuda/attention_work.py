@@ -47,7 +47,7 @@ class WorkSize(NamedTuple):
     partials: int
 
 
-def least_partials(max_rows: int, max_draft_tokens: int, split: int) -> int:
+def min_partials(max_rows: int, max_draft_tokens: int, split: int) -> int:
     """Min room for the partial results of any batch with `max_rows` rows.
 
     A row has one partial result. In a tree it has one before the tree, and one per split

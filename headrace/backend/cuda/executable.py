@@ -25,7 +25,7 @@ from headrace.backend.cuda.plain_samples import PlainStep
 from headrace.backend.cuda.progress import with_progress
 from headrace.backend.cuda.sampling import DeviceSampler, SampleStep
 from headrace.backend.cuda.sampling_layout import SampleLayout
-from headrace.backend.cuda.step_input import StepInput, most_ints
+from headrace.backend.cuda.step_input import StepInput, max_ints
 from headrace.backend.cuda.step_shape import StepShape, decoding, graph_rows, prefill, shape_of
 from headrace.backend.cuda.stream import Stream
 from headrace.backend.cuda.ticket import CudaTicket, Slot, Slots
@@ -40,7 +40,7 @@ from headrace.program.fuse import fuse
 from headrace.program.op import Value
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
-from headrace.sampling import host as sampling
+from headrace.sampling import host as host_sampling
 
 _RUNS_BEFORE_GRAPH = 8
 """Steps of a shape before its launches become a graph.
@@ -48,9 +48,9 @@ _RUNS_BEFORE_GRAPH = 8
 For a small model the host needs longer to launch the kernels one by one than the GPU
 needs to run a prompt chunk.
 """
-_MOST_LATE_GRAPHS = 64
+_MAX_LATE_GRAPHS = 64
 """Each takes one or two megabytes."""
-_LEAST_INTS = 1 << 20
+_MIN_INTS = 1 << 20
 """Room for the tables of 64 sequences with 16,000 blocks each, so the array rarely grows."""
 
 
@@ -80,7 +80,7 @@ class Plan:
     names: list[str]
     """The op of each launch."""
     value: Callable[[Value], torch.Tensor]
-    draws: dict[SampleLayout, SampleLaunches]
+    sampling: dict[SampleLayout, SampleLaunches]
     graph: Callable[[], None] | None = None
     """Runs all launches at once; None: they run one by one."""
     num_runs: int = 0
@@ -105,16 +105,14 @@ class CudaExecutable:
             KvStore(group, num_blocks, kv.block_size, kv.dtype)
             for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True)
         ]
-        self._weights, self._workspace, self._adapters = (
-            Weights(tensors),
-            workspace or Workspace(),
-            Adapters(),
-        )
+        self._weights = Weights(tensors)
+        self._workspace = workspace or Workspace()
+        self._adapters = Adapters()
         self._packed, self._stream = activations, stream
-        self._begin(lower(program, tensors))
-        self._plan(decoding(1))  # which packs the weights
+        self._set_program(lower(program, tensors))
+        self._plan(decoding(1))  # packs the weights
 
-    def _begin(self, program: Program) -> None:
+    def _set_program(self, program: Program) -> None:
         """Set the state that attached executables do not share."""
         assert program.logits, "a stage without logits is run with all others"
         self.program, self._logits = program, program.logits
@@ -145,7 +143,7 @@ class CudaExecutable:
             return CudaExecutable(program, weights, kv, self._packed, self._stream, self._workspace)
         other = copy(self)
         other._weights.add(weights)
-        other._begin(lower(program, other._weights.tensors))
+        other._set_program(lower(program, other._weights.tensors))
         return other
 
     @within_memory
@@ -157,46 +155,51 @@ class CudaExecutable:
         logits: bool = False,
         hidden: bool = False,
     ) -> CudaTicket:
+        # A launch that needs host results waits for the launches before it.
         needs_host = batch.token_source is not None and any(
             ticket.runs_on_host for ticket in self._in_flight
         )
-        repeated = self._sampler.again(ops)
+        repeated = self._sampler.repeat(ops)
         if self._in_flight and (needs_host or (not repeated and self._sampler.must_wait(ops))):
             self._in_flight[-1].wait()
         self._stream.catch_up()
-        draw, slot = repeated or self._sampler.begin(ops), None
+
+        sampling = repeated or self._sampler.begin(ops)
+        slot = None
         try:
             slot = self._slots.next()
-            plan, needed = self._plan_of(batch, draw.layout)
-            self._send(plan, batch, draw, slot, needed)
+            plan, max_size = self._plan_of(batch, sampling.layout)
+            self._send(plan, batch, sampling, slot, max_size)
             self._run(plan)
-            drawn = self._draw(plan, draw.layout)
-            return self._receive(plan, batch, draw, ops, drawn, slot, (logits, hidden))
+            sampled = self._run_sampling(plan, sampling.layout)
+            return self._receive(plan, batch, sampling, ops, sampled, slot, logits, hidden)
         except BaseException:
-            draw.cancel()
+            sampling.cancel()
             if slot:
-                self._slots.give_back(slot, self._stream.mark())
+                self._slots.release(slot, self._stream.mark())
             raise
 
     def _plan_of(self, batch: RaggedBatch, layout: SampleLayout) -> tuple[Plan, int]:
-        """The plan of a batch, and the max integers of its step, which then fit in the
-        array.
-        """
+        """The plan of a batch, and the max integers of its step, which then fit in the array."""
         plan = self._plan(shape_of(batch))
-        needed = most_ints(batch, plan.step.end + _sample_ints(layout, self._sampler.mask_words))
-        if needed > len(self._ints):
-            self._grow(needed)
+        tables_start = plan.step.end + _sample_ints(layout, self._sampler.mask_words)
+        max_size = max_ints(batch, tables_start)
+        if max_size > len(self._ints):
+            self._grow(max_size)
             plan = self._plan(shape_of(batch))
-        return plan, needed
+        return plan, max_size
 
     def _plan(self, shape: StepShape) -> Plan:
         """The plan of a shape, made again if the memory that it is bound to has moved."""
-        if (bound := (self._workspace.grown, self._adapters.changed)) != self._bound:
+        bound = (self._workspace.grown, self._adapters.changed)
+        if bound != self._bound:
             self._plans.clear()
             self._num_late_graphs = 0
             self._bound = bound
+
         if shape not in self._plans:
             plan = self._plans[shape] = self._lowered(shape)
+            # Lowering may itself grow the workspace, and so invalidate the plan.
             if self._workspace.grown != self._bound[0]:
                 return self._plan(shape)
             if shape in self._captured:
@@ -224,7 +227,7 @@ class CudaExecutable:
         for op in self.program.ops:
             lowering.lower(op)
             names += [op.name] * (len(lowering.launches) - len(names))
-        return Plan(step=step, launches=lowering.launches, names=names, value=value, draws={})
+        return Plan(step=step, launches=lowering.launches, names=names, value=value, sampling={})
 
     @within_memory
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
@@ -246,14 +249,14 @@ class CudaExecutable:
             host = slot.take("padding", plan.step.end)
             plan.step.fill_with_padding(host.array)
             self._stream.copy(self._ints[: plan.step.end], host.tensor)
-            self._slots.give_back(slot, self._stream.mark())
+            self._slots.release(slot, self._stream.mark())
             self._stream.run(plan.launches)
             plan.graph = self._stream.capture(plan.launches)
 
     def _run(self, plan: Plan) -> None:
         plan.num_runs += 1
         is_frequent = plan.num_runs > _RUNS_BEFORE_GRAPH and self._stream.has_graphs
-        if is_frequent and plan.graph is None and self._num_late_graphs < _MOST_LATE_GRAPHS:
+        if is_frequent and plan.graph is None and self._num_late_graphs < _MAX_LATE_GRAPHS:
             plan.graph = self._stream.capture(plan.launches)
             self._num_late_graphs += 1
         if plan.graph:
@@ -263,120 +266,139 @@ class CudaExecutable:
 
     def _grow(self, size: int) -> None:
         """Allocate a larger array of integers; all plans are bound to the old one."""
-        self._ints = torch.zeros(max(_LEAST_INTS, 2 * size), dtype=torch.int32, device=DEVICE)
+        self._ints = torch.zeros(max(_MIN_INTS, 2 * size), dtype=torch.int32, device=DEVICE)
         self._workspace.grown += 1
 
     def _send(
-        self, plan: Plan, batch: RaggedBatch, draw: SampleStep | PlainStep, slot: Slot, needed: int
+        self,
+        plan: Plan,
+        batch: RaggedBatch,
+        sampling: SampleStep | PlainStep,
+        slot: Slot,
+        max_size: int,
     ) -> None:
-        host = slot.at_least("step", needed)
-        numbers, first, layout = host.array, plan.step.end, draw.layout
-        draw.fill(numbers[first : first + layout.num_ints])
-        before = first + _sample_ints(layout, self._sampler.mask_words)
+        host = slot.reserve("step", max_size)
+        ints, start, layout = host.array, plan.step.end, sampling.layout
+        mask_words = self._sampler.mask_words
+        tables_start = start + _sample_ints(layout, mask_words)
+
+        sampling.fill(ints[start : start + layout.num_ints])
         if layout.masks:
-            masks = numbers[before - layout.masks * self._sampler.mask_words : before].view(
-                np.uint32
-            )
-            draw.fill_masks(masks.reshape(layout.masks, self._sampler.mask_words))
-        used = plan.step.fill(batch, host.views(plan.step), numbers, before)
+            masks = ints[tables_start - layout.masks * mask_words : tables_start]
+            sampling.fill_masks(masks.view(np.uint32).reshape(layout.masks, mask_words))
+        used = plan.step.fill(batch, host.views(plan.step), ints, tables_start)
         self._stream.copy(self._ints[:used], host.tensor[:used])
+
         if self._input:
             assert batch.inputs is not None, "a program with input rows needs them"
             rows = slot.take("inputs", *batch.inputs.shape, dtype=torch.float32)
             rows.array[:] = batch.inputs
             self._stream.copy(plan.value(self._input)[: len(rows.array)], rows.tensor)
 
-    def _draw(self, plan: Plan, layout: SampleLayout) -> torch.Tensor:
+    def _run_sampling(self, plan: Plan, layout: SampleLayout) -> torch.Tensor:
         """Launch the sampling of a step and return its results, still on the device."""
-        if layout not in plan.draws:
-            first, words = plan.step.end, self._sampler.mask_words
-            before = first + _sample_ints(layout, words)
-            masks = self._ints[before - layout.masks * words : before].reshape(layout.masks, words)
-            results = torch.zeros(layout.num_results, dtype=torch.int32, device=DEVICE)
-            area = self._ints[first : first + layout.num_ints]
-            launches = self._sampler.launches(
-                layout, plan.value(self._logits), area, masks, results
-            )
-            plan.draws = {
-                known: one for known, one in plan.draws.items() if known.slots == layout.slots
+        if layout not in plan.sampling:
+            # A layout with another number of slots is bound to state that has moved.
+            plan.sampling = {
+                known: launches
+                for known, launches in plan.sampling.items()
+                if known.slots == layout.slots
             }
-            plan.draws[layout] = SampleLaunches(launches, results)
-        draws = plan.draws[layout]
-        if plan.graph and draws.has_run and not draws.graph:
-            draws.graph = self._stream.capture(draws.launches)
-        if draws.graph:
-            draws.graph()
+            plan.sampling[layout] = self._sample_launches(plan, layout)
+
+        sampling = plan.sampling[layout]
+        if plan.graph and sampling.has_run and not sampling.graph:
+            sampling.graph = self._stream.capture(sampling.launches)
+        if sampling.graph:
+            sampling.graph()
         else:
-            self._stream.run(draws.launches)
-            draws.has_run = True
-        return draws.results
+            self._stream.run(sampling.launches)
+            sampling.has_run = True
+        return sampling.results
+
+    def _sample_launches(self, plan: Plan, layout: SampleLayout) -> SampleLaunches:
+        start, words = plan.step.end, self._sampler.mask_words
+        tables_start = start + _sample_ints(layout, words)
+        area = self._ints[start : start + layout.num_ints]
+        masks = self._ints[tables_start - layout.masks * words : tables_start]
+        results = torch.zeros(layout.num_results, dtype=torch.int32, device=DEVICE)
+        launches = self._sampler.launches(
+            layout,
+            plan.value(self._logits),
+            area,
+            masks.reshape(layout.masks, words),
+            results,
+        )
+        return SampleLaunches(launches, results)
 
     def _receive(
         self,
         plan: Plan,
         batch: RaggedBatch,
-        draw: SampleStep | PlainStep,
+        sampling: SampleStep | PlainStep,
         ops: Sequence[LogitOp],
-        drawn: torch.Tensor,
+        sampled: torch.Tensor,
         slot: Slot,
-        wanted: tuple[bool, bool],
+        logits: bool,
+        hidden: bool,
     ) -> CudaTicket:
         """Copy the requested results of a step to the host and return their ticket."""
-        of_host = (
-            []
-            if len(draw.indices) == len(ops)
-            else sorted(set(range(len(ops))) - set(draw.indices))
-        )
-        on_host = [ops[i] for i in of_host]
+        host_indices: list[int] = []
+        if len(sampling.indices) < len(ops):
+            host_indices = sorted(set(range(len(ops))) - set(sampling.indices))
+        host_ops = [ops[i] for i in host_indices]
+
+        results = slot.take("results", len(sampled))
+        self._stream.copy(results.tensor, sampled)
+        num_logit_rows = len(batch.logit_rows)
+        num_pooled = 0 if batch.pooled_rows is None else len(batch.pooled_rows)
         values = {
-            "logits": self._logits if wanted[0] or on_host else None,
-            "hidden": self.program.hidden if wanted[1] else None,
-            "pooled": self.program.pooled if batch.pooled_rows is not None else None,
+            "logits": (self._logits if logits or host_ops else None, num_logit_rows),
+            "hidden": (self.program.hidden if hidden else None, num_logit_rows),
+            "pooled": (self.program.pooled if batch.pooled_rows is not None else None, num_pooled),
         }
-        results = slot.take("results", len(drawn))
-        self._stream.copy(results.tensor, drawn)
         rows: dict[str, NDArray[np.float32]] = {}
-        for name, value in values.items():
+        for name, (value, count) in values.items():
             if value:
-                count = (
-                    len(batch.logit_rows)
-                    if batch.pooled_rows is None or name != "pooled"
-                    else len(batch.pooled_rows)
-                )
-                own = slot.take(name, count, value.width, dtype=torch.float32)
-                self._stream.copy(own.tensor, plan.value(value)[:count])
-                rows[name] = own.array
+                host = slot.take(name, count, value.width, dtype=torch.float32)
+                self._stream.copy(host.tensor, plan.value(value)[:count])
+                rows[name] = host.array
         mark = self._stream.mark()
 
         def read() -> StepResult:
-            self._slots.give_back(
-                slot, mark
-            )  # the next launch may write there, and none comes before this is read
-            found: list[LogitOpResult] = [None] * len(ops)
-            for i, result in zip(draw.indices, draw.read(results.array), strict=True):
-                found[i] = result
-            if on_host:
-                its_values = sampling.run_logit_ops(on_host, rows["logits"], rows.get("pooled"))
-                for i, result in zip(of_host, its_values, strict=True):
-                    found[i] = result
-                self._sampler.set_last_tokens(of_host, its_values)
-            return StepResult(found, rows.get("logits") if wanted[0] else None, rows.get("hidden"))
+            # The next launch may reuse the slot at once: it comes after this read.
+            self._slots.release(slot, mark)
+            op_results: list[LogitOpResult] = [None] * len(ops)
+            for i, result in zip(sampling.indices, sampling.read(results.array), strict=True):
+                op_results[i] = result
 
-        return CudaTicket(mark, read, self._in_flight, runs_on_host=bool(on_host))
+            if host_ops:
+                host_results = host_sampling.run_logit_ops(
+                    host_ops, rows["logits"], rows.get("pooled")
+                )
+                for i, result in zip(host_indices, host_results, strict=True):
+                    op_results[i] = result
+                self._sampler.set_last_tokens(host_indices, host_results)
+            return StepResult(
+                op_results, rows.get("logits") if logits else None, rows.get("hidden")
+            )
+
+        return CudaTicket(mark, read, self._in_flight, runs_on_host=bool(host_ops))
 
     @within_memory
     def profile(self, batch: RaggedBatch) -> StepTimes:
-        started = time.perf_counter()
-        draw = self._sampler.begin([])
-        plan, needed = self._plan_of(batch, draw.layout)
+        start = time.perf_counter()
+        sampling = self._sampler.begin([])
+        plan, max_size = self._plan_of(batch, sampling.layout)
         slot = self._slots.next()
-        self._send(plan, batch, draw, slot, needed)
-        self._slots.give_back(slot, self._stream.mark())
-        prepared = time.perf_counter() - started
-        seconds: dict[str, float] = {}
-        for name, took in zip(plan.names, self._stream.times(plan.launches), strict=True):
-            seconds[name] = seconds.get(name, 0.0) + took
-        return StepTimes(prepared + sum(seconds.values()), seconds, 0)
+        self._send(plan, batch, sampling, slot, max_size)
+        self._slots.release(slot, self._stream.mark())
+        prepared = time.perf_counter() - start
+
+        op_seconds: dict[str, float] = {}
+        for name, seconds in zip(plan.names, self._stream.times(plan.launches), strict=True):
+            op_seconds[name] = op_seconds.get(name, 0.0) + seconds
+        return StepTimes(prepared + sum(op_seconds.values()), op_seconds, 0)
 
     def expert_loads(self) -> NDArray[np.int64]:
         return expert_table([loads.tolist() for loads in self._loads.values()])

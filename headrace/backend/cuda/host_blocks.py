@@ -24,7 +24,7 @@ _STAGING_BYTES = 1 << 27
 """Max staging bytes of one direction, unless two blocks need more: some milliseconds of
 PCIe.
 """
-_MOST_STAGING = 64
+_MAX_STAGING_BLOCKS = 64
 """Per direction."""
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -53,7 +53,7 @@ class CudaHostBlocks:
             deque(_Staging(whole, self._tensors, stream.mark()) for whole in half)
             for half in staging
         )
-        self.block_seconds = self._measured()
+        self.block_seconds = self._measure_block_seconds()
 
     def save(self, group: int, block: int, host_block: int) -> None:
         copy, staging = self._copy(group, host_block), self._out[0]
@@ -63,17 +63,19 @@ class CudaHostBlocks:
         after = [self._stream.mark()]
         if before := self._saved.get((group, host_block)):
             after.append(before)
-        staging.done = self._saved[group, host_block] = self._stream.copy_beside(
+        staging.done = self._saved[group, host_block] = self._stream.copy_overlapped(
             copy, staging.whole[: len(copy)], after
         )
         self._out.rotate(-1)
 
     def load(self, group: int, host_block: int, block: int) -> None:
         copy, staging = self._copy(group, host_block), self._in[0]
-        came = self._stream.copy_beside(
+        arrival = self._stream.copy_overlapped(
             staging.whole[: len(copy)], copy, [staging.done, self._saved[group, host_block]]
         )
-        self._stream.wait_for(came)  # and so do all saves to this host block that are still to come
+        self._stream.wait_for(
+            arrival
+        )  # and so do all saves to this host block that are still to come
         for part, tensor in zip(staging.parts[group], self._tensors[group], strict=True):
             self._stream.copy(tensor[:, block], part)
         staging.done = self._stream.mark()
@@ -90,30 +92,27 @@ class CudaHostBlocks:
             try:
                 chunks.append(host_tensor(count * size, torch.uint8).view(count, size))
             except RuntimeError as error:
-                raise MemoryError(f"the host does not pin {count * size:,} bytes more") from error
+                raise MemoryError(f"the host cannot pin {count * size:,} more bytes") from error
         return chunks[chunk][place]
 
-    def _measured(self) -> float:
+    def _measure_block_seconds(self) -> float:
         """Seconds to load one block of every group. The blocks keep their contents."""
-        took = 0.0
+        seconds = 0.0
         for copy in (
             self.save,
             self.load,
             self.load,
         ):  # the first of which pins memory, and the second warms up
-            begun = perf_counter()
+            started = perf_counter()
             try:
                 for group in range(len(self.num_blocks)):
                     copy(group, 0, 0)
             except MemoryError as error:
-                advice = (
-                    "lower kv_offload_bytes, or raise how much memory a process may lock "
-                    "(ulimit -l)"
-                )
-                raise MemoryLimitError(f"{error} for copies of KV: {advice}") from None
+                advice = "lower kv_offload_bytes, or raise the limit of locked memory (ulimit -l)"
+                raise MemoryLimitError(f"{error} for KV blocks; {advice}") from None
             self._stream.mark().synchronize()
-            took = perf_counter() - begun
-        return took
+            seconds = perf_counter() - started
+        return seconds
 
 
 class _Staging:
@@ -136,7 +135,7 @@ def staging_bytes(block_bytes: Sequence[int]) -> int:
 def _staging_shape(block_bytes: Sequence[int]) -> tuple[int, int]:
     """Staging blocks of one direction, and bytes of each, a multiple of the largest word."""
     size = -(-max(block_bytes) // 8) * 8
-    return max(2, min(_MOST_STAGING, _STAGING_BYTES // size)), size
+    return max(2, min(_MAX_STAGING_BLOCKS, _STAGING_BYTES // size)), size
 
 
 def _in_words(store: KvStore) -> list[Any]:

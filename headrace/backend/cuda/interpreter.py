@@ -24,7 +24,7 @@ def is_interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def mend() -> None:
+def patch_interpreter() -> None:
     """Patch the interpreter of this process. Further calls have no effect."""
     from triton.runtime import interpreter
 
@@ -48,7 +48,7 @@ def mend() -> None:
 def interpret() -> None:
     """Run kernels that are defined after this call in the interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
-    mend()
+    patch_interpreter()
 
 
 _TORCH = {

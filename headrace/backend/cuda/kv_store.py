@@ -74,7 +74,7 @@ class KvStore:
         )
 
     @property
-    def is_turned(self) -> bool:
+    def uses_hadamard(self) -> bool:
         """Whether keys and values are stored after a Hadamard transform."""
         return self.format == "int8"
 

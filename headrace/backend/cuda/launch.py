@@ -28,8 +28,8 @@ def blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def power_of_2(size: int, least: int = 1) -> int:
+def power_of_2(size: int, min_size: int = 1) -> int:
     """Smallest power of two that is not below either argument. Triton tiles have no other
     sizes.
     """
-    return max(least, 1 << (size - 1).bit_length())
+    return max(min_size, 1 << (size - 1).bit_length())

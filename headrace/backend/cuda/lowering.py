@@ -87,7 +87,7 @@ class Lowering:
         rows, widths = self.value(x), [weight.rows for weight in weights]
         delta = self._delta(launches, x, weights)
         bias = self.weights.vectors(biases, widths) if any(biases) else None
-        if together := self.weights.together(weights):
+        if together := self.weights.try_stack(weights):
             quantised = self._in_int8(launches, x, together)
             launches.append(
                 linear(
@@ -214,7 +214,7 @@ def _linear_activate(s: Lowering, op: ops.LinearActivate) -> list[Launch]:
 def _head_linear(s: Lowering, op: ops.HeadLinear) -> list[Launch]:
     return [
         head_linear(
-            s.value(op.out), s.value(op.x), s.weights.stacked(op.heads), len(op.heads), s.packed
+            s.value(op.out), s.value(op.x), s.weights.stack(op.heads), len(op.heads), s.packed
         )
     ]
 
@@ -256,7 +256,7 @@ def _glu(s: Lowering, op: ops.Glu) -> list[Launch]:
 
 def _glu_linear(s: Lowering, op: ops.GluLinear) -> list[Launch]:
     weights, biases, out = (op.gate, op.up), (op.gate_bias, op.up_bias), s.value(op.out)
-    if s.weights.together(weights):
+    if s.weights.try_stack(weights):
         return s.linear(out, op.x, weights, biases, gate=True, activation=op.activation)
     both = s.workspace.take("gate and up", len(out), 2 * out.shape[1])
     product = s.linear(both, op.x, weights, biases)
@@ -304,7 +304,7 @@ def _experts(s: Lowering, op: moe.Experts) -> list[Launch]:
     aligned = s.workspace.once(
         key, lambda: empty_aligned(len(x), top_k, num_experts, block_m, DEVICE)
     )
-    opened, down = s.weights.stacked([*op.gate, *op.up]), s.weights.stacked(op.down)
+    opened, down = s.weights.stack([*op.gate, *op.up]), s.weights.stack(op.down)
     hidden = s.workspace.take(
         "expert hidden", pairs, width, torch.float32 if down.layout.is_wide else s.packed
     )

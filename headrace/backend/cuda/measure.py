@@ -14,13 +14,13 @@ from headrace.backend.cuda.stream import Stream, make_stream
 Kind = Literal["int8", "fp8", "bf16", "f32"]
 
 _TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _TILE = 128
 _PART_BYTES, _OLDER_PART_BYTES = 256, 64
 """Bytes of a row multiplied at once. GPUs before Hopper hold them in registers."""
 _SECONDS = 0.02
 """Length of one measurement of arithmetic."""
-_TURNS = 5
+_REPEATS = 5
 """The fastest repeat counts: a busy GPU looks too slow, never too fast."""
 _LAUNCHES = 200
 
@@ -46,15 +46,15 @@ def copy_bandwidth() -> float:
     half, stream = x.numel() // 2, make_stream()
 
     def seconds() -> float:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         stream.copy(x[:half], x[half:])
         stream.mark().synchronize()
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     return float(x.nbytes) / _best(seconds)
 
 
-def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, least_rounds: int = 1000) -> float:
+def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, min_rounds: int = 1000) -> float:
     """Operations per second of products in a number format; 0 if the GPU does not support
     it.
 
@@ -67,7 +67,7 @@ def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, least_rounds: int =
     if kind == "f32":
         x = torch.full((4 * programs * tile * tile,), 0.5, device=DEVICE)
         return _rate(
-            lambda rounds: multiply_add(x, rounds, tile * tile // 2), 2 * x.numel(), least_rounds
+            lambda rounds: multiply_add(x, rounds, tile * tile // 2), 2 * x.numel(), min_rounds
         )
     part = (part_bytes or (_PART_BYTES if capability >= (9, 0) else _OLDER_PART_BYTES)) // _TYPES[
         kind
@@ -80,7 +80,7 @@ def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, least_rounds: int =
     return _rate(
         lambda rounds: multiply(a, b, out, rounds, programs),
         2 * programs * tile * tile * part,
-        least_rounds,
+        min_rounds,
     )
 
 
@@ -90,34 +90,34 @@ def launch_seconds(launches: int = _LAUNCHES) -> LaunchSeconds:
     several = [read(x, x)] * launches
     stream.run(several)
     graph = stream.capture(several)
-    eager = _best(lambda: _waited(stream, lambda: stream.run(several)))
-    return LaunchSeconds(eager / launches, _best(lambda: _waited(stream, graph)) / launches)
+    eager = _best(lambda: _seconds_of(stream, lambda: stream.run(several)))
+    return LaunchSeconds(eager / launches, _best(lambda: _seconds_of(stream, graph)) / launches)
 
 
 def _memory() -> torch.Tensor:
     """Zeros, far larger than the caches."""
-    most = _MOST_BYTES
+    max_bytes = _MAX_BYTES
     if DEVICE.type == "cuda":
-        most = min(most, torch.cuda.mem_get_info(DEVICE)[0] // 2)
+        max_bytes = min(max_bytes, torch.cuda.mem_get_info(DEVICE)[0] // 2)
     unit = 16 * READ_BLOCK
-    return torch.zeros(max(1, most // (4 * unit)) * unit, device=DEVICE)
+    return torch.zeros(max(1, max_bytes // (4 * unit)) * unit, device=DEVICE)
 
 
 def _rate(launch: Callable[[int], Launch], operations: int, rounds: int) -> float:
     """Operations per second of kernels with `operations` per round."""
     stream = make_stream()
     stream.run([launch(rounds)])  # which compiles it
-    took = stream.times([launch(rounds)])[0]
-    rounds = max(rounds, int(rounds * _SECONDS / took))
+    seconds = stream.times([launch(rounds)])[0]
+    rounds = max(rounds, int(rounds * _SECONDS / seconds))
     return operations * rounds / _best(lambda: stream.times([launch(rounds)])[0])
 
 
 def _best(seconds: Callable[[], float]) -> float:
-    return min(seconds() for _ in range(_TURNS))
+    return min(seconds() for _ in range(_REPEATS))
 
 
-def _waited(stream: Stream, run: Callable[[], None]) -> float:
-    begun = time.perf_counter()
+def _seconds_of(stream: Stream, run: Callable[[], None]) -> float:
+    started = time.perf_counter()
     run()
     stream.mark().synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started

@@ -34,7 +34,7 @@ def free_memory() -> int | None:
         return None
     try:
         free, _ = torch.cuda.mem_get_info(DEVICE)
-    except RuntimeError as error:  # the first that is asked of the GPU: it may be busy, or full
+    except RuntimeError as error:  # the first use of the GPU: it may be busy, or full
         raise RequestError(f"the GPU cannot be used: {str(error).splitlines()[0]}") from None
     return (
         int(free)
@@ -71,15 +71,15 @@ def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows
 
 def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> int:
     """Numbers in the partial results of attention, which all layers share."""
-    most = 0
+    max_numbers = 0
     for op in (op for op in program.ops if isinstance(op, ops.Attention)):
         group = next(group for group in program.kv_groups if op.layer in group.layers)
         tiles = tiles_for(group, shape.rows, multiprocessors(), kv_dtype)
-        most = max(
-            most,
+        max_numbers = max(
+            max_numbers,
             num_partials(shape.rows, shape.has_trees, tiles) * op.num_heads * (op.head_dim + 2),
         )
-    return most
+    return max_numbers
 
 
 def within_memory(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
@@ -89,26 +89,25 @@ def within_memory(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concate
     """
 
     @wraps(method)
-    def tried(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return method(self, *args, **kwargs)
         except torch.OutOfMemoryError as error:
-            said = str(error).partition(". ")[0]
-        # Behind the handler nothing holds the frames of the method any more, nor their tensors.
-        raise MemoryLimitError(f"the GPU is out of memory: {said}; {give_back()}")
+            reason = str(error).partition(". ")[0]
+        # Raise after the handler, which still holds the frames of the method and their tensors.
+        raise MemoryLimitError(f"the GPU is out of memory: {reason}; {release_cache()}")
 
-    return tried
+    return wrapper
 
 
-def give_back() -> str:
+def release_cache() -> str:
     """Free torch's cache, and describe the memory for an error message."""
     if is_interpreting():
-        return "its kernels are interpreted, in the memory of the host"
+        return "kernels are interpreted in host memory"
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(DEVICE)
     ours = torch.cuda.memory_allocated(DEVICE)
     return (
-        f"of its {total:,} bytes this engine has {ours:,}, and {free:,} are free: lower "
-        "max_num_batched_tokens, max_num_seqs or kv_blocks, "
-        "or end what else runs on it"
+        f"this engine holds {ours:,} of {total:,} bytes, {free:,} are free; lower "
+        "max_num_batched_tokens, max_num_seqs or kv_blocks, or stop other programs on the GPU"
     )

@@ -16,7 +16,7 @@ from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 
 _CHUNK_CODES = 1 << 24
 """Codes that the host unpacks at a time."""
-_MOST_POINT = 128
+_MAX_ZERO_POINT = 128
 """Max zero point of 4-bit codes: differences stay integers that bf16 holds exactly."""
 
 _TYPES: dict[str, torch.dtype] = {
@@ -86,7 +86,7 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
                 found = code_rows(tensor, part)
                 codes[first:last] = _stored_codes(found.codes, layout)
                 if layout.store == "int4" and layout.zero == "point":
-                    _check_points(tensor, found.zeros)
+                    _check_zero_points(tensor, found.zeros)
                 for table, numbers in ((scales, found.scales), (zeros, found.zeros)):
                     if table is not None:
                         assert numbers is not None
@@ -107,17 +107,18 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
         rows=rows,
         cols=cols,
         codes=codes,
-        scales=in_pairs(scales),
-        zeros=in_pairs(zeros),
+        scales=as_words(scales),
+        zeros=as_words(zeros),
         lookup=lookup,
         column_order=columns,
     )
 
 
-def _check_points(tensor: StoredTensor, points: Any) -> None:
-    if points.max(initial=0) > _MOST_POINT:
+def _check_zero_points(tensor: StoredTensor, zero_points: Any) -> None:
+    if zero_points.max(initial=0) > _MAX_ZERO_POINT:
         raise UnsupportedModelError(
-            f"tensor {tensor.name}: codes of 4 bits have zero points above {_MOST_POINT}"
+            f"tensor '{tensor.name}' has 4-bit zero points above {_MAX_ZERO_POINT}; "
+            "convert it to another format"
         )
 
 
@@ -148,13 +149,13 @@ def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
         split, number = form.split(blocks.reshape(-1, form.nbytes)), len(rows)
         codes = split.codes.reshape(number, -1)
         if spec.codebook in CODEBOOKS and spec.code_cols == 1:
-            codes = _numbers_in(spec.codebook)[codes.view(np.uint8)]
-        minima = None if split.minima is None else _of_rows(split.minima, number, spec)
-        return CodeRows(codes, _of_rows(split.scales, number, spec), minima)
-    return _mxfp4(tensor, stored)
+            codes = _codes_by_value(spec.codebook)[codes.view(np.uint8)]
+        minima = None if split.minima is None else _by_rows(split.minima, number, spec)
+        return CodeRows(codes, _by_rows(split.scales, number, spec), minima)
+    return _mxfp4_rows(tensor, stored)
 
 
-def _numbers_in(codebook: Codebook) -> NDArray[np.uint8]:
+def _codes_by_value(codebook: Codebook) -> NDArray[np.uint8]:
     """Code of each integer of a codebook, by the integer's byte, [256]."""
     values = np.array(CODEBOOKS[codebook], np.int8)
     numbers = np.zeros(256, np.uint8)
@@ -162,7 +163,7 @@ def _numbers_in(codebook: Codebook) -> NDArray[np.uint8]:
     return numbers
 
 
-def _of_rows(scales: BlockScales, rows: int, spec: QuantSpec) -> NDArray[np.float32] | BlockScales:
+def _by_rows(scales: BlockScales, rows: int, spec: QuantSpec) -> NDArray[np.float32] | BlockScales:
     """Scales of blocks, reshaped to rows."""
     if not spec.super_block:
         return scales.numbers.reshape(rows, -1)
@@ -172,7 +173,7 @@ def _of_rows(scales: BlockScales, rows: int, spec: QuantSpec) -> NDArray[np.floa
     )
 
 
-def _mxfp4(tensor: StoredTensor, stored: NDArray[np.int64]) -> CodeRows:
+def _mxfp4_rows(tensor: StoredTensor, stored: NDArray[np.int64]) -> CodeRows:
     codes = tensor.parts["codes"][stored]
     if "block_scales" in tensor.parts:
         pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(stored), -1)
@@ -207,18 +208,22 @@ def empty_table(
     )
 
 
-def steps_table(units: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:  # [words of a row, rows]
+def super_block_table(
+    super_scales: torch.Tensor, sub_scales: torch.Tensor
+) -> torch.Tensor:  # [words of a row, rows]
     """Table of float16 super-scales [rows, super-blocks] and int8 sub-scales [rows, groups]."""
-    rows, blocks = units.shape
-    words = steps.view(torch.int32)
-    each = 2 * words.shape[1] // blocks  # words of steps behind one of units
-    units = torch.nn.functional.pad(units, (0, blocks % 2)).view(torch.int32)
-    steps = torch.nn.functional.pad(words, (0, units.shape[1] * each - words.shape[1]))
-    table = torch.cat([units[:, :, None], steps.view(rows, -1, each)], dim=2)
-    return table.view(rows, -1)[:, : units.shape[1] + words.shape[1]].T
+    rows, blocks = super_scales.shape
+    words = sub_scales.view(torch.int32)
+    words_per_pair = 2 * words.shape[1] // blocks  # words of steps behind one of units
+    super_scales = torch.nn.functional.pad(super_scales, (0, blocks % 2)).view(torch.int32)
+    sub_scales = torch.nn.functional.pad(
+        words, (0, super_scales.shape[1] * words_per_pair - words.shape[1])
+    )
+    table = torch.cat([super_scales[:, :, None], sub_scales.view(rows, -1, words_per_pair)], dim=2)
+    return table.view(rows, -1)[:, : super_scales.shape[1] + words.shape[1]].T
 
 
-def in_pairs(table: torch.Tensor | None) -> torch.Tensor | None:
+def as_words(table: torch.Tensor | None) -> torch.Tensor | None:
     """The table as kernels load it, with 16-bit pairs as 32-bit words."""
     return table if table is None or table.ndim == 2 else table.view(torch.int32)[:, :, 0]
 
@@ -232,16 +237,18 @@ def _table(
 ) -> torch.Tensor:
     """Scales or zeros as a table, each repeated `repeats` times, padded with 0."""
     if isinstance(numbers, BlockScales):
-        units = numbers.super_scales.astype(np.float16)
-        steps = np.ascontiguousarray(numbers.sub_scales)
-        return steps_table(torch.from_numpy(units).to(DEVICE), torch.from_numpy(steps).to(DEVICE))
+        super_scales = numbers.super_scales.astype(np.float16)
+        sub_scales = np.ascontiguousarray(numbers.sub_scales)
+        return super_block_table(
+            torch.from_numpy(super_scales).to(DEVICE), torch.from_numpy(sub_scales).to(DEVICE)
+        )
     pairs = table.ndim == 3
-    spread = (
+    repeated = (
         _padded(np.repeat(numbers, repeats, axis=1)[:, :groups], len(table) * (1 + pairs))
         .to(table.dtype)
         .T
     )
-    return spread.reshape(len(table), 2, -1).transpose(1, 2) if pairs else spread
+    return repeated.reshape(len(table), 2, -1).transpose(1, 2) if pairs else repeated
 
 
 def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:

@@ -7,11 +7,11 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-def with_progress(items: Sequence[_T], what: str) -> Iterator[_T]:
+def with_progress(items: Sequence[_T], description: str) -> Iterator[_T]:
     if not sys.stderr.isatty():
         yield from items
         return
     from rich.console import Console
     from rich.progress import track
 
-    yield from track(items, what, console=Console(stderr=True), transient=True)
+    yield from track(items, description, console=Console(stderr=True), transient=True)

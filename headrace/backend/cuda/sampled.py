@@ -13,7 +13,7 @@ class PendingOp(NamedTuple):
     op: SampleOp | Expand | Score
     first: int
     """-1: the op samples no token."""
-    described: int
+    described_rows: int
     """-1: the op reports no log-probabilities."""
 
 
@@ -23,34 +23,32 @@ def results_of(
     """The sampled tokens and the result of each op. A result is None if logits are not
     finite.
     """
-    drawn, described, top_ids, top_logprobs = layout.results(host)
-    tokens, path, counts = drawn.tolist()
-    ranks, logprobs = described[0].tolist(), described[1].view(np.float32).tolist()
-    ids, of_ids = top_ids.tolist(), top_logprobs.view(np.float32).tolist()
+    samples, described_rows, top_ids, top_logprobs = layout.results(host)
+    tokens, path, counts = samples.tolist()
+    ranks, logprobs = described_rows[0].tolist(), described_rows[1].view(np.float32).tolist()
+    top_tokens, top_values = top_ids.tolist(), top_logprobs.view(np.float32).tolist()
     results: list[tuple[list[int], LogitOpResult]] = []
-    number = 0
-    for op, first, first_described in pending:
-        its_path: list[int] = []
-        its_tokens: list[int] = []
+    op_number = 0
+    for op, first, first_row in pending:
+        op_path: list[int] = []
+        op_tokens: list[int] = []
         if first >= 0:
-            its_tokens = tokens[first : first + counts[number]]
-            its_path = path[first : first + len(its_tokens) - 1]
-            number += 1
+            op_tokens = tokens[first : first + counts[op_number]]
+            op_path = path[first : first + len(op_tokens) - 1]
+            op_number += 1
         rows: list[int] = []
-        if first_described >= 0:
-            visited = [-1, *its_path] if its_tokens or isinstance(op, Score) else []
-            rows = [first_described + 1 + node for node in visited]
+        if first_row >= 0:
+            visited = [-1, *op_path] if op_tokens or isinstance(op, Score) else []
+            rows = [first_row + 1 + node for node in visited]
         num_top = 0 if isinstance(op, Expand) else max(0, op.num_logprobs)
         scores = [
-            TokenLogprobs(logprobs[i], ranks[i], ids[i][:num_top], of_ids[i][:num_top])
+            TokenLogprobs(logprobs[i], ranks[i], top_tokens[i][:num_top], top_values[i][:num_top])
             for i in rows
         ]
         is_finite = all(score.rank for score in scores) and (
-            bool(its_tokens) or isinstance(op, Score)
+            bool(op_tokens) or isinstance(op, Score)
         )
-        results.append(
-            (its_tokens, _result(op, its_tokens, its_path, scores) if is_finite else None)
-        )
+        results.append((op_tokens, _result(op, op_tokens, op_path, scores) if is_finite else None))
     return results
 
 

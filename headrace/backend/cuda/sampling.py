@@ -83,19 +83,21 @@ class SampleStep:
         """Discard a failed launch. The device's state of its samplers is then unknown."""
         for pending in self._pending:
             if not isinstance(pending.op, Score):
-                self._samplers.drawn(cast(Sampler, pending.op.sampler), [], is_known=False)
+                self._samplers.finish_launch(cast(Sampler, pending.op.sampler), [], is_known=False)
 
     def _add(self, index: int, op: LogitOp) -> None:
         if isinstance(op, Score):
             self._pending.append(PendingOp(op, -1, len(self._described)))
             self._describe(op.row, -1, op.token, op.num_logprobs)
         elif isinstance(op, SampleOp):
-            self._draw(index, op, op.draft, op.num_logprobs)
+            self._add_samples(index, op, op.draft, op.num_logprobs)
         elif isinstance(op, Expand):
-            self._draw(index, op, NO_DRAFT, -1)
+            self._add_samples(index, op, NO_DRAFT, -1)
 
-    def _draw(self, index: int, op: SampleOp | Expand, draft: DraftTree, num_logprobs: int) -> None:
-        sampler = self._samplers.draws(cast(Sampler, op.sampler))
+    def _add_samples(
+        self, index: int, op: SampleOp | Expand, draft: DraftTree, num_logprobs: int
+    ) -> None:
+        sampler = self._samplers.start_launch(cast(Sampler, op.sampler))
         first, num_rows = len(self._rows), 1 + len(draft.tokens)
         self._pending.append(
             PendingOp(op, first, len(self._described) if num_logprobs >= 0 else -1)
@@ -112,7 +114,7 @@ class SampleStep:
                 paths.append([*paths[parent + 1], token])
             position = op.position + len(paths[node])
             entries = sampler.entries(position, paths[node])
-            its_mask = mask + node if mask >= 0 else -1
+            node_mask = mask + node if mask >= 0 else -1
             is_adjusted = len(entries) > 0 or mask >= 0 or sampler.slot >= 0
             self._rows.append(
                 (
@@ -121,7 +123,7 @@ class SampleStep:
                     parent,
                     token,
                     sampler.slot,
-                    its_mask,
+                    node_mask,
                     self._num_entries,
                     len(entries),
                     is_adjusted,
@@ -146,9 +148,11 @@ class SampleStep:
 
     def _layout(self) -> SampleLayout:
         sizes = len(self._rows), self._num_entries, self._num_masks, len(self._described), self._top
-        draws, entries, masks, described, top = (power_of_2(size) if size else 0 for size in sizes)
+        samples, entries, masks, described, top = (
+            power_of_2(size) if size else 0 for size in sizes
+        )
         return SampleLayout(
-            draws=draws,
+            samples=samples,
             nodes=power_of_2(self._nodes),
             entries=entries,
             masks=masks,
@@ -162,14 +166,14 @@ class SampleStep:
 
     def fill(self, host: Ints) -> None:
         """Write the kernels' input to an area of `layout.num_ints` integers."""
-        draws, ops, entries, described = self.layout.inputs(host)
+        samples, ops, entries, described = self.layout.inputs(host)
         size = len(self._rows)
         if size:
-            draws[:size] = self._templates
-            draws[:size, _FIRST_OF_STEP : _LAST_OF_STEP + 1] = self._rows
+            samples[:size] = self._templates
+            samples[:size, _FIRST_OF_STEP : _LAST_OF_STEP + 1] = self._rows
             ops[: len(self._op_rows)] = self._op_rows
-        draws[size:] = 0
-        draws[size:, _FIRST_OF_STEP] = -1
+        samples[size:] = 0
+        samples[size:, _FIRST_OF_STEP] = -1
         ops[len(self._op_rows) :, table.FIRST_DRAW.value] = -1
         if self._entries:
             np.concatenate(self._entries, out=entries[: self._num_entries])
@@ -194,7 +198,7 @@ class SampleStep:
         for pending, (tokens, result) in zip(self._pending, results, strict=True):
             if not isinstance(pending.op, Score):
                 kept = [] if result is None else tokens
-                self._samplers.drawn(
+                self._samplers.finish_launch(
                     cast(Sampler, pending.op.sampler), kept, is_known=len(kept) == len(tokens)
                 )
         return [result for _, result in results]
@@ -222,23 +226,23 @@ class DeviceSampler:
 
     def must_wait(self, ops: Sequence[LogitOp]) -> bool:
         """Whether launches in flight must be read before these ops are launched."""
-        sampler = [
+        samplers = [
             cast(Sampler, op.sampler)
             for op in ops
             if isinstance(op, SampleOp | Expand) and runs_on_device(op)
         ]
-        return any(map(self._samplers.must_wait, sampler))
+        return any(map(self._samplers.must_wait, samplers))
 
-    def again(self, ops: Sequence[LogitOp]) -> PlainStep | None:
+    def repeat(self, ops: Sequence[LogitOp]) -> PlainStep | None:
         """The step of plain ops that repeat the last ones at other positions. It replaces
         `begin`.
         """
-        return self._plain.again(ops, len(self._samplers.state))
+        return self._plain.repeat(ops, len(self._samplers.state))
 
     def begin(self, ops: Sequence[LogitOp]) -> SampleStep:
         """The step of a launch's ops. Call it once per launch, in launch order."""
         if len(ops) > _MAX_OPS:
-            raise ValueError(f"a launch has at most {_MAX_OPS} ops")
+            raise ValueError(f"launch of {len(ops)} ops exceeds {_MAX_OPS}; split the step")
         step = SampleStep(ops, self._samplers)
         if not step.layout.is_adjusted:
             self._plain.keep(ops, step.layout, step.fill)
@@ -250,8 +254,8 @@ class DeviceSampler:
             value.tokens[-1] if isinstance(value, SampleResult | Expanded) else 0
             for value in values
         ]
-        at = torch.tensor(list(indices), dtype=torch.int64, device=self.last_tokens.device)
-        self.last_tokens[at] = torch.tensor(
+        positions = torch.tensor(list(indices), dtype=torch.int64, device=self.last_tokens.device)
+        self.last_tokens[positions] = torch.tensor(
             tokens, dtype=torch.int32, device=self.last_tokens.device
         )
 
@@ -261,56 +265,93 @@ class DeviceSampler:
         """Sampling kernels for all steps of one layout, on logits [rows, vocab].
 
         `area` [num_ints] begins at a multiple of 16 bytes; `masks` is [masks, words],
-        `results` [num_results]. A layout becomes invalid when the number of slots
-        changes.
+        `results` [num_results]. A layout becomes invalid when the number of slots changes.
         """
-        draws, op_table, entries, described = layout.inputs(area)
-        drawn, described_out, top_ids, top_logprobs = layout.results(results)
+        samples, op_table, entries, described = layout.inputs(area)
+        sampled, described_out, top_ids, top_logprobs = layout.results(results)
         state, device = self._samplers.state, logits.device
         assert len(state) == layout.slots, "the state of penalties has moved"
-        made: list[Launch] = []
-        tokens = torch.empty(layout.draws, dtype=torch.int32, device=device)
-        if layout.draws:
-            doubles = area[: draws.numel()].view(torch.float64)
-            adjusted = self._adjusted_rows(layout.draws) if layout.is_adjusted else logits
-            if layout.is_adjusted:
-                made += sample_adjust(logits, draws, entries, state, masks, adjusted, self._chunk)
-            tops = torch.empty(layout.draws, dtype=torch.float32, device=device)
-            chunks = self._chunks(layout.draws, device)
-            made += sample_chunks(
-                logits, adjusted, draws, doubles, chunks, tops, tokens, layout.is_noisy, self._chunk
-            )
-            if layout.is_filtered:
-                lists = self._lists(layout.draws, device)
-                made += sample_filter(
-                    logits,
-                    adjusted,
-                    draws,
-                    doubles,
-                    chunks[0],
-                    lists,
-                    tops,
-                    tokens,
-                    self._chunk,
-                    self._listed,
-                )
+
+        launches: list[Launch] = []
+        tokens = torch.empty(layout.samples, dtype=torch.int32, device=device)
+        if layout.samples:
+            launches += self._token_launches(layout, logits, area, samples, entries, masks, tokens)
         if layout.described:
-            floats = described_out[1].view(torch.float32), top_ids, top_logprobs.view(torch.float32)
-            made += logprobs(
+            launches += logprobs(
                 logits,
                 described,
                 tokens,
                 self._chunks(layout.described, device),
-                (described_out[0], *floats),
+                (
+                    described_out[0],
+                    described_out[1].view(torch.float32),
+                    top_ids,
+                    top_logprobs.view(torch.float32),
+                ),
                 self._chunk,
             )
-        if layout.draws:
-            made.append(
+        if layout.samples:
+            launches.append(
                 sample_verify(
-                    draws, op_table, tokens, state, self.last_tokens, tuple(drawn), layout.nodes
+                    samples,
+                    op_table,
+                    tokens,
+                    state,
+                    self.last_tokens,
+                    tuple(sampled),
+                    layout.nodes,
                 )
             )
-        return made
+        return launches
+
+    def _token_launches(
+        self,
+        layout: SampleLayout,
+        logits: torch.Tensor,
+        area: Any,
+        samples: Any,
+        entries: Any,
+        masks: Any,
+        tokens: torch.Tensor,
+    ) -> list[Launch]:
+        """Launches that write the token of each sample to `tokens` [samples]."""
+        launches: list[Launch] = []
+        device, state = logits.device, self._samplers.state
+        doubles = area[: samples.numel()].view(torch.float64)
+
+        adjusted = logits
+        if layout.is_adjusted:
+            adjusted = self._adjusted_rows(layout.samples)
+            launches += sample_adjust(logits, samples, entries, state, masks, adjusted, self._chunk)
+
+        tops = torch.empty(layout.samples, dtype=torch.float32, device=device)
+        chunks = self._chunks(layout.samples, device)
+        launches += sample_chunks(
+            logits,
+            adjusted,
+            samples,
+            doubles,
+            chunks,
+            tops,
+            tokens,
+            layout.is_noisy,
+            self._chunk,
+        )
+
+        if layout.is_filtered:
+            launches += sample_filter(
+                logits,
+                adjusted,
+                samples,
+                doubles,
+                chunks[0],
+                self._lists(layout.samples, device),
+                tops,
+                tokens,
+                self._chunk,
+                self._listed,
+            )
+        return launches
 
     def _chunks(self, rows: int, device: Any) -> Any:
         """Scratch for each chunk of `rows` rows."""

@@ -15,7 +15,7 @@ class SampleLayout(NamedTuple):
     share launches.
     """
 
-    draws: int
+    samples: int
     """Rows that tokens are sampled from."""
     nodes: int
     """Max samples of one op."""
@@ -43,16 +43,16 @@ class SampleLayout(NamedTuple):
 
     @property
     def _inputs(self) -> list[tuple[int, int]]:
-        draws = [
-            (self.draws, COLUMNS),
-            (self.draws, OP_COLUMNS),
+        samples = [
+            (self.samples, COLUMNS),
+            (self.samples, OP_COLUMNS),
         ]  # the first begins with floats of 8 bytes
-        return [*draws, (self.entries, ENTRY_COLUMNS), (self.described, DESCRIBED_COLUMNS)]
+        return [*samples, (self.entries, ENTRY_COLUMNS), (self.described, DESCRIBED_COLUMNS)]
 
     @property
     def _results(self) -> list[tuple[int, int]]:
         return [
-            (3, self.draws),
+            (3, self.samples),
             (2, self.described),
             (self.described, self.top),
             (self.described, self.top),

@@ -67,11 +67,11 @@ def _entries(biases: dict[int, float], path: list[int], bans: list[int]) -> Ints
     return entries
 
 
-def _record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> SamplerRecord:
+def _make_record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> SamplerRecord:
     """The record of a sampler. Raises ValueError for an option that no kernel implements."""
     options: dict[str, Any] = dict(sampler.options)
     if options.pop("vocab") != vocab:
-        raise ValueError("the rows of logits are not as wide as the vocabulary")
+        raise ValueError(f"sampler vocabulary differs from the logits' width {vocab}")
     row = table.take_options(options, vocab)
     biases = dict(options.pop("logit_bias"))
     banned, banned_until = options.pop("banned"), options.pop("banned_until")
@@ -109,64 +109,64 @@ class DeviceSamplers:
 
     def record(self, sampler: Sampler) -> SamplerRecord:
         key = id(sampler)
-        found = self._records.get(key)
-        if found is None or found.sampler() is not sampler:
-            if found is not None:
-                self._forget(found)
+        record = self._records.get(key)
+        if record is None or record.sampler() is not sampler:
+            if record is not None:
+                self._forget(record)
             dead = self._dead
-            found = self._records[key] = _record(
+            record = self._records[key] = _make_record(
                 sampler, self.state.shape[1], lambda _: dead.append(key)
             )
-        return found
+        return record
 
     def must_wait(self, sampler: Sampler) -> bool:
         """Whether launches must be read first: tokens were appended while they were in
         flight.
         """
-        found = self.record(sampler)
+        record = self.record(sampler)
         return (
-            found.has_penalties
-            and found.num_in_flight > 0
-            and sampler.num_appended != found.num_appended
+            record.has_penalties
+            and record.num_in_flight > 0
+            and sampler.num_appended != record.num_appended
         )
 
-    def draws(self, sampler: Sampler) -> SamplerRecord:
+    def start_launch(self, sampler: Sampler) -> SamplerRecord:
         """The record of a sampler for the next launch, with its state on the device."""
         self._sweep()
-        found = self.record(sampler)
-        if found.has_penalties:
-            if sampler.num_appended != found.num_appended:
-                if found.num_in_flight:
+        record = self.record(sampler)
+        if record.has_penalties:
+            if sampler.num_appended != record.num_appended:
+                if record.num_in_flight:
                     raise RuntimeError(
-                        "tokens were appended to a sampler while a launch that draws with "
-                        "it was in flight"
+                        "tokens were appended to a sampler with a launch in flight; "
+                        "read the launch first"
                     )
-                self._upload(sampler, found)
-            found.num_in_flight += 1
-        return found
+                self._upload(sampler, record)
+            record.num_in_flight += 1
+        return record
 
-    def drawn(self, sampler: Sampler, tokens: list[int], is_known: bool = True) -> None:
+    def finish_launch(self, sampler: Sampler, tokens: list[int], is_known: bool = True) -> None:
         """Append the tokens of a read launch. Unless `is_known`, the device's copy is out
         of date.
         """
-        found = self.record(sampler)
+        record = self.record(sampler)
         for token in tokens:
             sampler.append(token)
-        if found.has_penalties:
-            found.num_in_flight -= 1
-            found.num_appended = found.num_appended + len(tokens) if is_known else -1
+        if record.has_penalties:
+            record.num_in_flight -= 1
+            record.num_appended = record.num_appended + len(tokens) if is_known else -1
 
-    def _upload(self, sampler: Sampler, found: SamplerRecord) -> None:
-        if found.slot < 0:
+    def _upload(self, sampler: Sampler, record: SamplerRecord) -> None:
+        if record.slot < 0:
             if not self._free:
                 self._grow()
-            found.slot = self._free.pop()
+            record.slot = self._free.pop()
         seen: NDArray[np.int32] = sampler.seen()  # [2, tokens]
-        row = self.state[found.slot]
+        row = self.state[record.slot]
         row.zero_()
-        given = torch.from_numpy(seen).to(row.device)
-        row[given[0].long()] = table.ONCE.value * given[1] + 1
-        found.num_appended = sampler.num_appended
+        counts = torch.from_numpy(seen).to(row.device)
+        row[counts[0].long()] = table.ONCE.value * counts[1] + 1
+        record.num_appended = sampler.num_appended
 
     def _grow(self) -> None:
         old, (slots, vocab) = self.state, self.state.shape
@@ -177,15 +177,15 @@ class DeviceSamplers:
     def _sweep(self) -> None:
         while self._dead:
             key = self._dead.pop()
-            found = self._records.get(key)
-            if found is not None and found.sampler() is None:
+            record = self._records.get(key)
+            if record is not None and record.sampler() is None:
                 del self._records[key]
-                self._forget(found)
+                self._forget(record)
 
-    def _forget(self, found: SamplerRecord) -> None:
+    def _forget(self, record: SamplerRecord) -> None:
         """Free the row of a dead sampler. The stream runs launches in flight before the
         next upload.
         """
-        if found.slot >= 0:
-            self._free.append(found.slot)
-            found.slot = -1
+        if record.slot >= 0:
+            self._free.append(record.slot)
+            record.slot = -1

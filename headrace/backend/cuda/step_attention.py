@@ -12,7 +12,7 @@ from headrace.backend.cuda.attention_work import (
     ROW_FIELDS,
     WorkArrays,
     build_work,
-    least_partials,
+    min_partials,
 )
 from headrace.backend.cuda.device import DEVICE, multiprocessors
 from headrace.backend.cuda.interpreter import is_interpreting
@@ -33,7 +33,7 @@ from headrace.batch import Ints, RaggedBatch
 from headrace.program import ops
 from headrace.program.trace import Program
 
-_MOST_DRAFT_TOKENS = 1024
+_MAX_DRAFT_TOKENS = 1024
 """Per sequence, as options limit them."""
 
 
@@ -74,11 +74,11 @@ class StepAttention:
             for size in ((self._rows,), (partials, FIELDS), (4,), (self._rows, ROW_FIELDS))
         ]  # the number of items stands before three numbers that align what follows
 
-    def bind(self, views: Sequence[torch.Tensor], everything: torch.Tensor) -> None:
+    def bind(self, views: Sequence[torch.Tensor], array: torch.Tensor) -> None:
         """Take the device's views, in the order of `sizes`, and its whole array, which
         holds tables and paths.
         """
-        self._views, self._all = _grouped(views), everything
+        self._views, self._all = _grouped(views), array
 
     def fill(self, batch: RaggedBatch, views: Sequence[Ints], host: Ints, used: int) -> int:
         """Write the work of a batch to `views`, its block tables and paths to `host` from
@@ -86,24 +86,24 @@ class StepAttention:
 
         Returns the end of the used part.
         """
-        for number, (store, kv, own) in enumerate(
+        for number, (store, kv, ints) in enumerate(
             zip(self._stores, batch.kv, _grouped(views), strict=True)
         ):
             num_rows, table = len(kv.slots), kv.block_table
-            own.slots[:num_rows] = kv.slots
-            own.slots[num_rows:] = store.padding_slot
+            ints.slots[:num_rows] = kv.slots
+            ints.slots[num_rows:] = store.padding_slot
             if number not in self._work:
                 continue
             first, used = used, used + table.size
             host[first:used] = table.reshape(-1)
-            arrays = WorkArrays(own.items, own.num_items[:1], own.rows, host[used:])
+            arrays = WorkArrays(ints.items, ints.num_items[:1], ints.rows, host[used:])
             used += build_work(batch, self._work[number], first, table.shape[1], arrays, used).paths
         return used
 
     def fill_with_padding(self, views: Sequence[Ints]) -> None:
         """Make all rows of zeroed views padding rows, without work."""
-        for store, own in zip(self._stores, _grouped(views), strict=True):
-            own.slots[:] = store.padding_slot
+        for store, ints in zip(self._stores, _grouped(views), strict=True):
+            ints.slots[:] = store.padding_slot
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> list[Launch]:
         number = self._group[layer]
@@ -138,7 +138,7 @@ class StepAttention:
         )
         sums = workspace.take("partial sums", partials, op.num_heads * summed_dim(op, store))
         weights = workspace.take("partial weights", partials, 2 * op.num_heads)
-        queries = workspace.take("turned queries", len(q), q.shape[1]) if store.is_turned else q
+        queries = workspace.take("turned queries", len(q), q.shape[1]) if store.uses_hadamard else q
         key = f"slopes {op.slopes}"
         slopes = (
             workspace.once(key, lambda: torch.tensor(op.slopes, dtype=torch.float32, device=DEVICE))
@@ -163,7 +163,7 @@ def num_partials(rows: int, has_trees: bool, tiles: Tiles) -> int:
     the GPU.
     """
     return (
-        least_partials(rows, min(rows, _MOST_DRAFT_TOKENS) if has_trees else 0, tiles.split)
+        min_partials(rows, min(rows, _MAX_DRAFT_TOKENS) if has_trees else 0, tiles.split)
         + 4 * tiles.programs
     )
 

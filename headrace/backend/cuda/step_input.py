@@ -129,7 +129,7 @@ class StepInput:
         return [array[first:last].reshape(size) for first, last, size in self._parts]
 
 
-def most_ints(batch: RaggedBatch, before: int) -> int:
+def max_ints(batch: RaggedBatch, before: int) -> int:
     """Max integers of a step whose block tables begin at `before`."""
     trees = 0 if batch.ancestors is None else int(np.bitwise_count(batch.ancestors).sum())
     return before + sum(kv.block_table.size + trees for kv in batch.kv)

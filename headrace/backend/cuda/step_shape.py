@@ -13,7 +13,7 @@ _STEPS = ((16, 4), (32, 8), (64, 16), (128, 32), (512, 64))
 """
 
 
-_MOST_GRAPH_ROWS = 256
+_MAX_GRAPH_ROWS = 256
 _FEW_ROWS = 512
 
 
@@ -73,8 +73,8 @@ def prefill(rows: int, logit_rows: int) -> StepShape:
 
 def graph_rows(max_rows: int) -> list[int]:
     """Rows of the steps with graphs, largest first. Larger steps hide their launches."""
-    most = round_up(min(max_rows, _MOST_GRAPH_ROWS))
-    return sorted({round_up(rows) for rows in range(1, most + 1)}, reverse=True)
+    max_rows = round_up(min(max_rows, _MAX_GRAPH_ROWS))
+    return sorted({round_up(rows) for rows in range(1, max_rows + 1)}, reverse=True)
 
 
 def round_up(rows: int) -> int:
@@ -83,5 +83,5 @@ def round_up(rows: int) -> int:
     """
     if rows <= 4:
         return 1 << (rows - 1).bit_length()
-    step = next((step for most, step in _STEPS if rows <= most), 256)
+    step = next((step for max_rows, step in _STEPS if rows <= max_rows), 256)
     return -(-rows // step) * step

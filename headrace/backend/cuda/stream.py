@@ -45,7 +45,9 @@ class Stream(Protocol):
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between pinned host memory and the device, or within the device."""
 
-    def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
+    def copy_overlapped(
+        self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]
+    ) -> Mark:
         """Copy contiguous memory between host and device while the stream runs on; return
         its mark.
 
@@ -98,7 +100,9 @@ class CudaStream:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source, non_blocking=True)
 
-    def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
+    def copy_overlapped(
+        self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]
+    ) -> Mark:
         with torch.cuda.stream(self._copying[to.device.type]):
             for mark in after:
                 self.wait_for(mark)
@@ -145,7 +149,9 @@ class HostStream:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
 
-    def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
+    def copy_overlapped(
+        self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]
+    ) -> Mark:
         to.copy_(source)
         return _Done()
 

@@ -13,7 +13,7 @@ from headrace.backend.cuda.stream import Mark, host_tensor
 from headrace.batch import Ints
 from headrace.logit_ops import StepResult
 
-MOST_SLOTS = 40
+MAX_SLOTS = 40
 """Max launches with integers in host memory: two steps of multi-step decoding.
 
 The device runs one step while the host reads the other.
@@ -46,7 +46,7 @@ class Slot:
         self.mark: Mark | None = None
         """Mark after the last launch that used the slot."""
 
-    def at_least(self, name: str, size: int, dtype: torch.dtype = torch.int32) -> HostArray:
+    def reserve(self, name: str, size: int, dtype: torch.dtype = torch.int32) -> HostArray:
         """An array of at least `size` numbers."""
         whole = self._whole.get(name)
         if whole is None or whole.tensor.numel() < size:
@@ -59,14 +59,14 @@ class Slot:
         last, part = self._parts.get(name, (None, None))
         if part is None or last != shape:
             part = HostArray(
-                self.at_least(name, prod(shape), dtype).tensor[: prod(shape)].reshape(shape)
+                self.reserve(name, prod(shape), dtype).tensor[: prod(shape)].reshape(shape)
             )
             self._parts[name] = shape, part
         return part
 
 
 class Slots:
-    """Host memory of an executable's launches, at most `MOST_SLOTS` slots."""
+    """Host memory of an executable's launches, at most `MAX_SLOTS` slots."""
 
     def __init__(self, in_flight: "deque[CudaTicket]") -> None:
         self._in_flight = in_flight
@@ -76,7 +76,7 @@ class Slots:
     def next(self) -> Slot:
         """A free slot. If all are in use, the results of the oldest launch are read first."""
         if not self._free:
-            if self._number < MOST_SLOTS:
+            if self._number < MAX_SLOTS:
                 self._number += 1
                 return Slot()
             self._in_flight[0].wait()
@@ -87,7 +87,7 @@ class Slots:
             slot.mark.synchronize()
         return slot
 
-    def give_back(self, slot: Slot, mark: Mark) -> None:
+    def release(self, slot: Slot, mark: Mark) -> None:
         """Free a slot that is unused after `mark`."""
         slot.mark = mark
         self._free.append(slot)

@@ -47,7 +47,7 @@ def read_wide(program: Program, tensors: Mapping[str, StoredTensor]) -> set[int]
     return {op.x.id for op in program.ops if isinstance(op, LINEAR_OPS) and is_wide(op)}
 
 
-def are_alike(tensors: Sequence[StoredTensor]) -> bool:
+def can_stack(tensors: Sequence[StoredTensor]) -> bool:
     """Whether matrices can be stacked: same layout, width and column order."""
     orders = {None if t.column_order is None else t.column_order.tobytes() for t in tensors}
     return (
@@ -72,17 +72,17 @@ class Weights:
     def matrix(self, weight: Weight) -> PackedWeight:
         return self._packed((weight.name,))
 
-    def together(self, weights: Sequence[Weight]) -> PackedWeight | None:
+    def try_stack(self, weights: Sequence[Weight]) -> PackedWeight | None:
         """Matrices stacked by rows; None if they differ in layout."""
         names = tuple(weight.name for weight in weights)
-        return self._packed(names) if are_alike([self.tensors[name] for name in names]) else None
+        return self._packed(names) if can_stack([self.tensors[name] for name in names]) else None
 
-    def stacked(self, weights: Sequence[Weight]) -> PackedWeight:
+    def stack(self, weights: Sequence[Weight]) -> PackedWeight:
         """Matrices stacked by rows, in float32 if they differ in layout."""
-        together = self.together(weights)
+        try_stack = self.try_stack(weights)
         return (
-            together
-            if together
+            try_stack
+            if try_stack
             else self._packed(tuple(weight.name for weight in weights), WeightLayout("f32"))
         )
 

@@ -17,7 +17,7 @@ from headrace.backend.cuda.attention_work import (
     ROW_FIELDS,
     WorkArrays,
     build_work,
-    least_partials,
+    min_partials,
 )
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels.attention import (
@@ -166,7 +166,7 @@ class Device:
         )
         kv_write(k, v, slots, self.store, 0)()
         nodes = 0 if batch.ancestors is None else 64 * batch.ancestors.shape[1]
-        partials = least_partials(num_rows, nodes, self.tiles.split) + spare
+        partials = min_partials(num_rows, nodes, self.tiles.split) + spare
         work, table = (
             self._work(batch, num_rows, partials, num_rows * nodes),
             batch.kv[0].block_table,

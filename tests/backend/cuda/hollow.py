@@ -182,13 +182,13 @@ def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.devi
             units = (
                 factor / 32 * (0.5 + torch.rand(rows, -(-cols // SUPER_BLOCK), device=device))
             ).to(torch.float16)
-            return packing.steps_table(
+            return packing.super_block_table(
                 units, torch.randint(16, 48, (rows, groups), dtype=torch.int8, device=device)
             ).contiguous()
         numbers = packing.empty_table(layout, number, rows, cols)
         if numbers is not None:
             numbers.copy_(factor * (0.5 + torch.rand(numbers.shape, device=device)))
-        return packing.in_pairs(numbers)
+        return packing.as_words(numbers)
 
     scale = cols**-0.5 / largest
     zeros = table(layout.zero_store, scale if layout.zero == "minimum" else 1.0)

@@ -26,7 +26,7 @@ class LateStream(HostStream):
         self._given = 0
         self._done = 0
         self._is_early = is_early
-        self._beside: list[_CopyBeside] = []
+        self._overlapped: list[_OverlappedCopy] = []
         """Those that are to be made early."""
         self.late = 0
         """Launches that waited."""
@@ -58,11 +58,13 @@ class LateStream(HostStream):
 
         self._give(copy)
 
-    def copy_beside(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> Mark:
+    def copy_overlapped(
+        self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]
+    ) -> Mark:
         assert to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype
-        copy = _CopyBeside(to, source, after)
+        copy = _OverlappedCopy(to, source, after)
         if self._is_early:
-            self._beside.append(copy)
+            self._overlapped.append(copy)
             self._copy_early()
         self.late_copies += not copy.query()
         return copy
@@ -99,10 +101,10 @@ class LateStream(HostStream):
 
     def _copy_early(self) -> None:
         """Make the copies beside that may be made, and those that these were in the way of."""
-        while ready := [copy for copy in self._beside if copy.is_ready]:
+        while ready := [copy for copy in self._overlapped if copy.is_ready]:
             for copy in ready:
                 copy.synchronize()
-            self._beside = [copy for copy in self._beside if not copy.query()]
+            self._overlapped = [copy for copy in self._overlapped if not copy.query()]
 
 
 class _LateMark:
@@ -116,7 +118,7 @@ class _LateMark:
         self._stream.run_until(self._number)
 
 
-class _CopyBeside:
+class _OverlappedCopy:
     """A copy and the mark behind it."""
 
     def __init__(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> None:

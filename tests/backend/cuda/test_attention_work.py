@@ -19,7 +19,7 @@ from headrace.backend.cuda.attention_work import (
     WorkArrays,
     WorkSize,
     build_work,
-    least_partials,
+    min_partials,
 )
 from headrace.backend.reference.ops import Step
 from headrace.batch import RaggedBatch
@@ -112,7 +112,7 @@ def test_every_row_sees_its_keys_once_in_order(
     ):
         num_rows, table = len(batch.tokens), batch.kv[0].block_table
         work = arrays_for(
-            least_partials(num_rows, nodes, shape.split) + spare, num_rows + 2, num_rows * nodes
+            min_partials(num_rows, nodes, shape.split) + spare, num_rows + 2, num_rows * nodes
         )
         size = build_work(batch, shape, 3, table.shape[1], work)
         found = partial_results(work, shape, table.ravel(), num_rows)

@@ -162,7 +162,7 @@ def test_more_launches_in_a_row_than_the_host_has_memory_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Multi-step decoding launches again and again before it reads anything."""
-    monkeypatch.setattr(ticket, "MOST_SLOTS", 3)
+    monkeypatch.setattr(ticket, "MAX_SLOTS", 3)
     ask = [([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))]
     expected = run_all(tiny_engine(model(LLAMA), "cuda", eos_ids=EOS, kv_dtype="bf16"), ask)
     engine, _ = late_engine(LLAMA, prepared=False, multi_step_ms=1e6)
@@ -174,7 +174,7 @@ def test_more_launches_in_a_row_than_the_host_has_memory_for(
 
 def test_frequent_chunks_of_prompts_become_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executable, "_RUNS_BEFORE_GRAPH", 2)
-    monkeypatch.setattr(executable, "_MOST_LATE_GRAPHS", 1)
+    monkeypatch.setattr(executable, "_MAX_LATE_GRAPHS", 1)
     asks = [
         ([1, 2, 3, 4, i], SamplingParams(temperature=0.0, max_tokens=2, logprobs=1))
         for i in range(5)

@@ -113,7 +113,7 @@ def test_copies_are_seen_in_the_order_in_which_they_were_given(
     """Blocks of two groups that go, come back and are written by steps, with two staging blocks for
     all of them.
     """
-    monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
+    monkeypatch.setattr(host_blocks, "_MAX_STAGING_BLOCKS", 2)
     stream, rng = STREAMS[stream_name](), np.random.default_rng(seed)
     stores = [filled(KvLayout(2, 16, 16), "int8", 4, 1), filled(KvLayout(1, 16, 0), "bf16", 4, 1)]
     fresh = [bits(store, 0) for store in stores]
@@ -141,7 +141,7 @@ def test_the_last_copy_to_a_host_block_stays(monkeypatch: pytest.MonkeyPatch) ->
     """Though one to the same place was given before, and nothing waits for that until its staging
     block is used again.
     """
-    monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
+    monkeypatch.setattr(host_blocks, "_MAX_STAGING_BLOCKS", 2)
     stream, store = LateStream(), filled(LAYOUTS[0], "bf16", 4, 4)
     blocks = CudaHostBlocks([store], [4], stream)
     for save, load in (((0, 1, 1), None), ((0, 2, 1), (0, 1, 3)), ((0, 0, 2), (0, 1, 0))):
@@ -160,17 +160,17 @@ def test_blocks_come_back_while_steps_run(monkeypatch: pytest.MonkeyPatch) -> No
         LateStream(is_early=True) if is_interpreting() else make_stream(),
         filled(LAYOUTS[0], "bf16", 4, 4),
     )
-    blocks, marks, copy_beside = (
+    blocks, marks, copy_overlapped = (
         CudaHostBlocks([store], [4], stream),
         list[Mark](),
-        stream.copy_beside,
+        stream.copy_overlapped,
     )
 
     def noted(*args: Any) -> Mark:
-        marks.append(copy_beside(*args))
+        marks.append(copy_overlapped(*args))
         return marks[-1]
 
-    monkeypatch.setattr(stream, "copy_beside", noted)
+    monkeypatch.setattr(stream, "copy_overlapped", noted)
     blocks.save(0, 1, 1)
     stream.mark().synchronize()
     marks[0].synchronize()
@@ -217,7 +217,7 @@ def test_memory_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(host_blocks, "host_tensor", full)
     blocks.save(0, 1, 1)
-    with pytest.raises(MemoryError, match="bytes more"):
+    with pytest.raises(MemoryError, match="more bytes"):
         blocks.save(0, 1, 2)
 
 
@@ -232,7 +232,7 @@ def test_an_engine_whose_first_blocks_find_no_memory_does_not_start(
     with monkeypatch.context() as patch:
         patch.setattr(host_blocks, "host_tensor", full)
         advice = (
-            r"the host does not pin [\d,]+ bytes more for copies of KV: lower "
+            r"the host cannot pin [\d,]+ more bytes for KV blocks; lower "
             r"kv_offload_bytes, or .* \(ulimit -l\)"
         )
         with pytest.raises(MemoryLimitError, match=advice):
@@ -320,7 +320,7 @@ def test_engines_cannot_tell(
     """
     ample = engine_over(make_stream(), which, kv_dtype, 200, prefix_cache=False)
     alone = [run_all(ample, [request])[0] for request in REQUESTS]
-    monkeypatch.setattr(host_blocks, "_MOST_STAGING", 2)
+    monkeypatch.setattr(host_blocks, "_MAX_STAGING_BLOCKS", 2)
     stream = STREAMS[stream_name]()
     engine = engine_over(stream, which, kv_dtype, 36, kv_offload_bytes=1 << 20)
     for order in ([0, 1, 2], [1, 0]):

@@ -50,7 +50,7 @@ def numbers(
     if store.format == "int8":
         x = x * scales[..., 1:].double() + scales[..., :1].double()
     x = x.permute(0, 1, 3, 2, 4).flatten(1, 2).cpu().numpy()
-    return x @ hadamard(x.shape[-1]) if store.is_turned else x
+    return x @ hadamard(x.shape[-1]) if store.uses_hadamard else x
 
 
 def step_of(x: NDArray[np.float64], dtype: KvDtype) -> Any:

@@ -188,7 +188,7 @@ def work_of(op: Attention, tiles: Tiles) -> GpuWork:
 
 def summed_dim(op: Attention, store: KvStore) -> int:
     """Numbers per value that are summed; for values inside rotated keys, whole Hadamard blocks."""
-    if op.is_latent and store.is_turned:
+    if op.is_latent and store.uses_hadamard:
         return blocks(op.value_dim, 1 << log_size(op.head_dim)) << log_size(op.head_dim)
     return op.value_dim
 
@@ -220,7 +220,7 @@ def attention(
     float32. Queries are rotated here if the store is.
     """
     launches: list[Launch] = []
-    if store.is_turned:
+    if store.uses_hadamard:
         launches.append(transform_heads(scratch.queries, q, op.head_dim))
         q = scratch.queries
     # Scores come times log2 e, for powers of two; those under a cap come first as what the tangent
@@ -252,7 +252,9 @@ def attention(
             _constants(op, store, tiles, slopes is not None),
         )
     )
-    turned_by = log_size(op.head_dim if op.is_latent else op.value_dim) if store.is_turned else 0
+    turned_by = (
+        log_size(op.head_dim if op.is_latent else op.value_dim) if store.uses_hadamard else 0
+    )
     launches.append(
         merge(out, work.rows, *partials, sinks, op.num_heads, op.value_dim, dim, turned_by)
     )
